@@ -13,6 +13,7 @@ from pathlib import Path
 EXPERIMENTS = {
     "dp2-fedsam": "dp2_fedsam",
     "finetuning": "finetuning",
+    "mechanisms": "mechanisms",
     "upcycled-fl": "upcycled",
     "dp-ditto": "ditto",
     "uldp-fl": "uldp",
@@ -21,6 +22,7 @@ EXPERIMENTS = {
     "weighting-figures": "weighting.figures",
     "ring-lwe": "weighting.ring_lwe",
     "secure-sums": "secure_sum",
+    "statistics": "released_statistics",
     "speed": "speed",
     "trainings": "speed.trainings",
     "memory": "speed.memory",

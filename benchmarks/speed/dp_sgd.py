@@ -29,7 +29,7 @@ from flower_ext.data import ClientData, trees
 from flower_ext.runs.page import table
 from flower_ext.training import ClippedGradient, Task
 from flower_ext.training.model_calls import call_model
-from flower_ext.training.models import cifar10_cnn, mnist_cnn
+from flower_ext.training.models import build
 
 BATCH, SECONDS, TURNS, CLIPPING_NORM = 256, 5.0, 3, 1.0
 Features = Tensor | tuple[Tensor, ...]
@@ -45,9 +45,9 @@ GREY, COLOUR = partial(images, 1, 28, 28), partial(images, 3, 32, 32)
 MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Features]]] = {
     "logistic regression, 7,850": (logistic_regression, GREY),
     "perceptron, 50,890": (perceptron, GREY),
-    "convolutional, 19,988": (mnist_cnn, GREY),
+    "convolutional, 19,988": (partial(build, "mnist-cnn"), GREY),
     "convolutional, 147,146": (convolutional, GREY),
-    "convolutional, 667,402": (cifar10_cnn, COLOUR),
+    "convolutional, 667,402": (partial(build, "cifar10-cnn"), COLOUR),
     "transformer, 232,714": (Transformer, partial(texts, TEXTS)),
     "BERT with LoRA, 4,746 of them": (Adapted, partial(padded_texts, TEXTS)),
 }

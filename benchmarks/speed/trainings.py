@@ -16,6 +16,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import nn
@@ -24,7 +25,7 @@ from benchmarks.speed.workload import convolutional, logistic_regression, percep
 from flower_ext.data import ClientData, Examples
 from flower_ext.runs.page import table
 from flower_ext.training import Job, LocalTraining, Task, train, train_each
-from flower_ext.training.models import mnist_cnn
+from flower_ext.training.models import build
 
 CLASSES, TURNS = 10, 3
 ALONE = 100
@@ -97,7 +98,7 @@ CASES += [
     Case(name="tiny, " + name, build=build, trainings=10_000, examples=(1, 2, 3), epochs=2)
     for name, build in (
         ("perceptron, 19,885", small_perceptron),
-        ("convolutional, 19,988", mnist_cnn),
+        ("convolutional, 19,988", partial(build, "mnist-cnn")),
     )
 ]
 CASES += [FRAUD, replace(FRAUD, name=f"{FRAUD.name}, batch-invariant", batch_invariant=True)]

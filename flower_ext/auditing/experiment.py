@@ -87,7 +87,7 @@ def projected(
         return base + along(seen.uploads[number][partition])
 
     def step(seen: Observation, view: AdversaryView, number: int) -> float:
-        if view is AdversaryView.RELEASED_MODELS:
+        if view in (AdversaryView.RELEASED_MODELS, AdversaryView.MODELS_AND_COHORTS):
             return along(seen.models[number + 1]) - along(seen.models[number])
         total = seen.sums[number] if seen.sums else None
         if view is AdversaryView.SUM_ONLY and total is not None:

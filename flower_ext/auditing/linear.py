@@ -87,6 +87,8 @@ class LinearMechanism:
         Makes the ClientApp; by default the strategy's own.
     metrics : Mapping
         Metrics of the evaluations.
+    rounds : int
+        Least number of rounds of an experiment.
     """
 
     name: str
@@ -102,9 +104,11 @@ class LinearMechanism:
     app: Callable[[Task], ClientApp] | None = None
     metrics: Mapping[str, Callable[[Tensor, Tensor], float]] = field(default_factory=dict)
     score: Score | None = None
+    rounds: int = 1
 
     def experiment(self, *, noise: float = 1.0, rounds: int = 1) -> Experiment:
         """Return two worlds of the strategy, with ``noise`` times the usual noise."""
+        rounds = max(rounds, self.rounds)
         plan, turns = self.plan(noise, rounds), Turns()
         strategy = partial(self.strategy, plan)
         client_app = self.app or strategy().method.client_app

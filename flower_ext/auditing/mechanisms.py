@@ -8,7 +8,7 @@ canary.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -19,7 +19,7 @@ from flwr.serverapp.strategy import FedAvg, FedProx
 
 from flower_ext.algorithms import DPDitto, DPFedAvg, Hosted
 from flower_ext.algorithms.uldp import UldpAvg, UldpGroup, UldpNaive, UldpSgd
-from flower_ext.auditing.experiment import NEXT_NORM, of_scores, projected
+from flower_ext.auditing.experiment import NEXT_NORM, Score, of_scores, projected
 from flower_ext.auditing.linear import (
     BEYOND,
     HUGE,
@@ -39,6 +39,7 @@ from flower_ext.privacy import (
     AdaptiveClipping,
     AdversaryView,
     ClippedSteps,
+    CorrelatedNoise,
     FullParticipation,
     LocalObjective,
     ObjectivePerturbation,
@@ -51,8 +52,10 @@ from flower_ext.privacy import (
     Sampling,
     SecureScores,
     SecureSum,
+    SpacedSampling,
 )
 from flower_ext.privacy.mechanisms.adaptive_clipping import SIDE
+from flower_ext.privacy.mechanisms.correlated_noise import StrategyMatrix, Vector
 from flower_ext.training import DpSgdTraining, LocalTraining
 
 DELTA = 1e-5
@@ -124,20 +127,67 @@ def _adaptive_plans(sampling: Sampling, **options: Any) -> Callable[[float, int]
     return plan
 
 
+def _sided_score(*, silos: int = 1, partitions: Sequence[int] | None = None) -> Score:
+    """Return a score of updates and sides; a mean over silos is a part of the released mean."""
+    # The canary's update is as long as half of its side's weight; the next norm tells the side.
+    norm = 2 * math.sqrt(2) / _RATE / silos
+    direction = {**axes(SIZE), SIDE: np.array([-math.sqrt(2)]), NEXT_NORM: np.array([norm])}
+    return projected(direction, signs=(1.0, -1.0), partitions=partitions)
+
+
 _ADAPTIVE = replace(
     _CLIENT_NOISE,
     name="adaptive-clipping",
     plan=_adaptive_plans(FullParticipation(2)),
-    # The canary's update is as long as half of its side's weight; the next norm tells the side.
-    score=projected(
-        {
-            **axes(SIZE),
-            SIDE: np.array([-math.sqrt(2)]),
-            NEXT_NORM: np.array([2 * math.sqrt(2) / _RATE]),
-        },
-        signs=(1.0, -1.0),
-        partitions=[0],
+    score=_sided_score(partitions=[0]),
+)
+
+
+_TURNS = SpacedSampling(population=2, size=1, rounds_apart=2, participations=3)
+
+
+def _in_turns(noise: float, rounds: int) -> ReleasePlan:
+    return ReleasePlan(
+        sampling=_TURNS,
+        correlation=CorrelatedNoise(),
+        clipping_norm=1.0,
+        noise_multiplier=0.5 * noise,
+        rounds=rounds,
+        delta=DELTA,
+        noise_placement="server",
+    )
+
+
+def _in_turns_matrix(rounds: int) -> StrategyMatrix:
+    matrix = _in_turns(1.0, rounds).mechanism().strategy_matrix
+    assert matrix is not None
+    return matrix
+
+
+def of_correlated(moves: Vector) -> Score:
+    """Return the score by which no other tells correlated noise better apart.
+
+    It undoes the correlation, and projects on the moves of each round's row, which the canary
+    causes in `StrategyMatrix` times the sums.
+    """
+    column = _in_turns_matrix(len(moves)).coefficients(len(moves))
+    weights = [float(column[: len(moves) - n] @ moves[n:]) for n in range(len(moves))]
+    return projected(axes(SIZE), signs=weights)
+
+
+_IN_TURN_ROUNDS = 5
+_CORRELATED = replace(
+    _CLIENT_NOISE,
+    name="correlated-noise",
+    plan=_in_turns,
+    # The canary takes part in rounds 1, 3 and 5, and pulls in the same direction.
+    score=of_correlated(
+        _in_turns_matrix(_IN_TURN_ROUNDS).row_moves(
+            _IN_TURN_ROUNDS, rounds_apart=2, participations=3
+        )
     ),
+    views=(AdversaryView.RELEASED_MODELS, AdversaryView.MODELS_AND_COHORTS),
+    rounds=_IN_TURN_ROUNDS,
 )
 
 
@@ -155,6 +205,7 @@ _OF_CLIENTS = (
         plan=_release_plans(FullParticipation(2), noise_placement="server"),
     ),
     replace(_CLIENT_NOISE, name="client-noise-mod", app=plain_app),
+    _CORRELATED,
     _ADAPTIVE,
     replace(
         _ADAPTIVE,
@@ -220,6 +271,14 @@ _ULDP_AVG = LinearMechanism(
 )
 
 
+_ULDP_ADAPTIVE = replace(
+    _ULDP_AVG,
+    name="uldp-adaptive",
+    plan=_adaptive_plans(FullParticipation(3)),
+    score=_sided_score(silos=2),
+)
+
+
 def _grouped(local: DpSgdTraining) -> FederatedStrategy:
     method = UldpGroup(num_silos=2, num_users=2, group_size=2, local=local)
     return _run(method, method.plan(DELTA))
@@ -250,6 +309,17 @@ _OF_USERS = (
         # The canary has all its weight in one silo, as it may under encrypted weights.
         present=[silo_data([0, 1, 2], [HUGE, 0.0, 0.0]), _OTHER_USERS],
         partitions=[0],
+    ),
+    _ULDP_ADAPTIVE,
+    replace(
+        _ULDP_ADAPTIVE,
+        name="uldp-adaptive-secure-sum",
+        plan=_adaptive_plans(FullParticipation(3), noise_placement=_HONEST_SUM),
+        strategy=lambda plan: _run(UldpAvg(num_silos=3, local=ONE_STEP), plan),
+        without=[_OTHER_USERS] * 3,
+        present=[silo_data([0, 1, 2], [BEYOND, 0.0, 0.0])] * 3,
+        score=_sided_score(silos=3),
+        views=_MODELS,
     ),
     LinearMechanism(
         name="uldp-naive",

@@ -12,6 +12,7 @@ import typer
 
 from flower_ext.cli.screen import console, titled_table
 from flower_ext.privacy import (
+    CorrelatedNoise,
     DpSgd,
     FixedSizeSampling,
     FullParticipation,
@@ -34,6 +35,7 @@ from flower_ext.privacy.accounting.calibration import (
 from flower_ext.privacy.accounting.events import PrivacyLoss
 from flower_ext.privacy.accounting.group_privacy import group_loss
 from flower_ext.privacy.guarantee import large_delta
+from flower_ext.privacy.mechanisms.correlated_noise import StrategyMatrix
 from flower_ext.privacy.theorems.dp2_fedsam_theorem import (
     dp2_fedsam_theorem2,
     dp2_fedsam_theorem2_noise_multiplier,
@@ -42,6 +44,9 @@ from flower_ext.privacy.theorems.uldp_group import group_loss_by_conversion, gro
 
 _ADD_OR_REMOVE, _REPLACE = NeighboringRelation.ADD_OR_REMOVE_ONE, NeighboringRelation.REPLACE_ONE
 _MODELS = "released models"
+_COHORTS = "released models and who took part"
+_LONGEST = 2_000
+"""Most rounds for which the command finds a strategy matrix, within a second."""
 _WORDS = ("calibrated by", "basis", "relation", "adversary sees")
 _SIGNS = {
     "epsilon": "ε",
@@ -234,9 +239,34 @@ def _ways(
         claim,
         provable("Poisson, PLD", poisson, _ADD_OR_REMOVE),
         provable("fixed size, RDP", fixed, _REPLACE),
+        *(
+            provable(name, everyone, special, _COHORTS, releases=worth)
+            for name, worth in _in_turn(fixed, rounds).items()
+        ),
         provable("cohorts known", everyone, special, sums, releases=rounds),
         provable("uploads known", everyone, special, uploads, releases=rounds * fixed.size),
     ]
+
+
+def _in_turn(fixed: FixedSizeSampling, rounds: int) -> dict[str, float]:
+    """Return sens(C)², for cohorts of clients that take turns, by the noise of the server.
+
+    The noise multiplier of a way is that of a round's fresh noise, so that the most exposed client
+    counts as often as sens(C)² says.
+    """
+    apart = fixed.population // fixed.size
+    limits = {"rounds_apart": apart, "participations": math.ceil(rounds / apart)}
+    independent = StrategyMatrix()
+    matrices = {"in turn, independent noise": independent}
+    if rounds <= _LONGEST:
+        best = CorrelatedNoise().matrix(rounds, **limits)
+        error = {
+            matrix: matrix.sum_error(rounds) * matrix.sensitivity(**limits)
+            for matrix in (independent, best)
+        }
+        less = error[independent] / error[best]
+        matrices[f"in turn, correlated noise: error of sums over rounds ÷ {less:.2g}"] = best
+    return {name: matrix.sensitivity(**limits) ** 2 for name, matrix in matrices.items()}
 
 
 def _group_ways(group_size: int, *, delta: float, rounds: int, sampling_rate: float) -> list[Way]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import math
 from pathlib import Path
 from typing import Annotated
 
@@ -75,7 +76,9 @@ def stats(
         rows = [*csv.reader(stream)][1:]
     table = titled_table(f"Statistics at ε = {epsilon:g}", HEADER[1:])
     for row in rows:
-        table.add_row(row[1], *(f"{float(number):.4g}" for number in row[2:]))
+        numbers = [float(number) for number in row[2:]]
+        is_hidden = math.isnan(numbers[0])
+        table.add_row(row[1], *(["noise"] if is_hidden else [f"{n:.4g}" for n in numbers]))
     console.print(table)
     console.print(f"Page: {path / PAGE}", soft_wrap=True)
     if (path / STANDARDISE).exists():

@@ -44,6 +44,7 @@ from flower_ext.federation.strategy import FederatedStrategy
 from flower_ext.privacy import (
     AdaptiveClipping,
     Budget,
+    CorrelatedNoise,
     FixedSizeSampling,
     FullParticipation,
     NonPrivatePlan,
@@ -53,6 +54,7 @@ from flower_ext.privacy import (
     Sampling,
     SecureScores,
     SecureSum,
+    SpacedSampling,
     calibrate_noise_multiplier,
     size_for_rate,
 )
@@ -196,13 +198,15 @@ def release_plan(
     secure = SecureSum(colluding=settings.colluding_share, dropouts=settings.dropout_share)
     options: dict[str, Any] = {
         "sampling": sampling,
-        "clipping_norm": _clipping_norm(settings, of_users=of_users),
+        "clipping_norm": _clipping_norm(settings),
         "rounds": settings.rounds,
         "delta": settings.delta if of_users else _delta(settings, sampling),
         "noise_placement": settings.noise_placement if settings.aggregation == "plain" else secure,
         **changes,
     }
     epsilon = settings.target
+    if settings.noise == "correlated":
+        options |= _correlated(settings, sampling, of_users=of_users)
     with _naming_settings(settings):
         if settings.evaluation == "secure":
             options["queries"] = (_secure_scores(settings, options),)
@@ -219,14 +223,46 @@ def release_plan(
         return ReleasePlan(noise_multiplier=multiplier, **options)
 
 
-def _clipping_norm(settings: ReleaseSettings, *, of_users: bool) -> float | AdaptiveClipping:
-    if settings.clipping == "fixed":
-        return settings.clipping_norm
+def _correlated(settings: ReleaseSettings, sampling: Sampling, *, of_users: bool) -> dict[str, Any]:
+    """Return the fields of a plan whose noise is correlated over rounds."""
     if of_users:
         raise UnfitSetting(
-            f"run-config clipping='adaptive'{_with_method(settings)}: expected 'fixed', because "
-            "the norm follows updates of clients, and here silos clip their users' updates"
+            f"run-config noise='correlated'{_with_method(settings)}: expected 'independent', "
+            "because no server counts a user's participations over silos"
         )
+    if settings.noise_placement != "server":
+        raise UnfitSetting(
+            f"run-config noise-placement={settings.noise_placement!r} with noise='correlated': "
+            "expected 'server', because only the server knows the noise of earlier rounds"
+        )
+    if settings.aggregation != "plain":
+        raise UnfitSetting(
+            f"run-config aggregation={settings.aggregation!r} with noise='correlated': expected "
+            "'plain', because a client that drops out would take its part of the noise along"
+        )
+    if settings.calibration == "published" and settings.target is not None:
+        raise UnfitSetting(
+            "run-config calibration='published' with noise='correlated': expected 'provable', "
+            "because the published bound is of independent noise"
+        )
+    clients = sampling.population
+    size = size_for_rate(clients, sampling.sampling_rate)
+    apart = settings.rounds_apart or clients // size
+    most = settings.participations or -(-settings.rounds // apart)
+    with _naming_settings(settings):
+        return {
+            "sampling": SpacedSampling(
+                population=clients, size=size, rounds_apart=apart, participations=most
+            ),
+            "correlation": CorrelatedNoise(
+                buffers=settings.noise_buffers, bands=settings.noise_bands
+            ),
+        }
+
+
+def _clipping_norm(settings: ReleaseSettings) -> float | AdaptiveClipping:
+    if settings.clipping == "fixed":
+        return settings.clipping_norm
     if settings.calibration == "published" and settings.target is not None:
         raise UnfitSetting(
             "run-config calibration='published' with clipping='adaptive': expected 'provable', "
@@ -355,6 +391,7 @@ def start(
         budget=_budget(settings, plan),
         # Nodes whose frozen part differs are refused before the first round.
         frozen=task.fingerprint,
+        state_key_file=absolute_path(getattr(settings, "state_key_file", "")),
         **{name: getattr(settings, name) for name in same},
         **options,
     )

@@ -65,7 +65,7 @@ class Population:
 
     def draw(self, rng: np.random.Generator) -> Cohort:
         """Draw a round's cohort."""
-        drawn = self.sampling.draw(rng)
+        drawn = self.sampling.draw(rng, self.participations)
         return Cohort(partitions=drawn, units=drawn, population=self.sampling.population)
 
     def columns(self, drawn: Cohort) -> Mapping[str, int]:
@@ -113,7 +113,7 @@ class UsersInSilos(Population):
 
     def draw(self, rng: np.random.Generator) -> Cohort:
         """Draw users; the server asks each silo for its part of their sum."""
-        return self._cohort(self.sampling.draw(rng))
+        return self._cohort(self.sampling.draw(rng, self.participations))
 
     def columns(self, drawn: Cohort) -> Mapping[str, int]:
         """Return the number of drawn users."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from copy import deepcopy
 from dataclasses import InitVar, dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,8 @@ from flower_ext.federation.population import Cohort, Population
 from flower_ext.federation.progress import Progress
 from flower_ext.federation.spending import Spending
 from flower_ext.federation.state.checkpoint import BegunRound, Checkpoints
+from flower_ext.federation.state.folder import StateFolder, read_key
+from flower_ext.federation.state.noise_stream import NoiseStream
 from flower_ext.federation.state.sealed import Packed
 from flower_ext.federation.stragglers import Stragglers
 from flower_ext.federation.sums.summation import Summation
@@ -62,7 +65,7 @@ class Run:
         The clients to ask and the units to count.
     spending : Spending
     directory, timeout, stragglers, seed, seeded_noise, evaluate_every, training_loss, \
-    diagnostics, frozen
+    diagnostics, frozen, state_key_file
         As in `FederatedStrategy`; ``directory`` is its ``run``.
     """
 
@@ -80,6 +83,7 @@ class Run:
     training_loss: bool
     diagnostics: bool
     frozen: str
+    state_key_file: Path | None
 
     # What changes between two rounds, beside the participations.
     state: State | None = field(default=None, init=False)
@@ -101,6 +105,7 @@ class Run:
     stopped: str | None = field(default=None, init=False)
     """The reason why a budget ended the run; None if none did."""
     _shared: dict[str, tuple[Any, ...]] = field(default_factory=dict, init=False)
+    _stream: NoiseStream | None = field(default=None, init=False)
     companions: dict[str, records.Arrays] = field(default_factory=dict, init=False)
     """Groups of arrays, by name, that a wrapper of the strategy keeps in the run's checkpoints."""
 
@@ -179,6 +184,17 @@ class Run:
         if self.seeded_noise and self.seed is not None:
             return SeededNoise(self.seed, *path)
         return SecureNoise()
+
+    def round_noise(self, number: int) -> NoiseSource:
+        """Return the server's source of noise for a training round, before it asks any client."""
+
+        def fresh(number: int) -> NoiseSource:
+            return self.noise("server-noise", number)
+
+        if self._stream is None:
+            return fresh(number)
+        like = self.mechanism.upload_like(self.model)
+        return self._stream.at(number, like, fresh, repeats=self.repeats)
 
     def round_record(self, training_round: int, **more: Any) -> ConfigRecord:
         """Return the record that names the run and the round to clients, with ``more`` entries."""
@@ -303,6 +319,11 @@ class Run:
         """Count a round that the server began and never finished: clients may have uploaded."""
         self.population.count_abandoned(begun.units, begun.most_uploads, requests=begun.requests)
 
+    def count_unnoted(self) -> None:
+        """Count a round for which noise is stored, although the run did not note the round."""
+        if self._stream is not None and self._stream.has_unnoted(self.participations.rounds):
+            self.population.count_abandoned([], 0, requests=0)
+
     # Files --------------------------------------------------------------------------------------
 
     def attach(self, directory: RunDirectory, *, limit: Budget | None = None) -> None:
@@ -340,12 +361,25 @@ class Run:
     def _write_to(self, directory: RunDirectory | None) -> None:
         self.progress.directory = directory
         self.checkpoints = Checkpoints(directory, repeats=self.repeats)
+        self._open_stream(directory)
         self.spending.repeatable = self.repeats
         self.spending.identity = {
             "run": self.checkpoints.run_id,
             "method": self.method.name,
             "name": "" if directory is None else directory.path.name,
         }
+
+    def _open_stream(self, directory: RunDirectory | None) -> None:
+        """Begin the noise of a mechanism that correlates it, or continue that of a resumed run."""
+        matrix, folder = self.mechanism.strategy_matrix, None
+        if matrix is None:
+            return
+        if directory is not None and not self.repeats:
+            key = None if self.state_key_file is None else read_key(self.state_key_file)
+            folder = StateFolder(path=directory.path, sync=True, key=key)
+        self._stream = NoiseStream(matrix, folder)
+        # Another computer may find another optimum, but the noise goes on with the first.
+        self.summation.mechanism = self.mechanism.with_strategy(self._stream.matrix)
 
     def save(self, server_round: int, model: records.Arrays) -> None:
         """Write a checkpoint after a round: everything that changes between two rounds."""

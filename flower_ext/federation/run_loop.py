@@ -222,6 +222,7 @@ class RunLoop:
         abandoned = run.checkpoints.abandoned(after=run.participations.rounds)
         for begun in abandoned:
             run.count_abandoned(begun)
+        run.count_unnoted()
         for query in run.mechanism.queries:
             counted = run.participations.answers[query.name]
             for _ in range(counted, run.checkpoints.times_asked(query.name)):

@@ -111,7 +111,8 @@ class Spending:
                 )
             return
         identity = dict(self.identity)
-        release, number = mechanism.release, run.participations.rounds
+        number = run.participations.rounds
+        release = mechanism.release_in(number)
         if query is not None:
             release = mechanism.of_query(query).release
             number = run.participations.answers[query.name]

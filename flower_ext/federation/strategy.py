@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from logging import getLogger
+from pathlib import Path
 from typing import final
 
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
@@ -88,6 +89,9 @@ class FederatedStrategy(Strategy):
         Fingerprint of the parts that no client trains (`Task.fingerprint`). Every node takes these
         parts from its own copy of the base model; the server refuses a node with another copy
         before the first round.
+    state_key_file : Path, optional
+        File of 32 random bytes, readable by its owner alone, with which the run directory's secret
+        noise is encrypted (see `CorrelatedNoise`).
 
     Raises
     ------
@@ -114,6 +118,7 @@ class FederatedStrategy(Strategy):
         population: Population | None = None,
         exposed: Sequence[str] = (),
         frozen: str = "",
+        state_key_file: Path | None = None,
     ) -> None:
         if evaluate_every < 0:
             raise InvalidValue(f"evaluate_every={evaluate_every!r}: expected an integer >= 0")
@@ -138,6 +143,7 @@ class FederatedStrategy(Strategy):
             training_loss=training_loss,
             diagnostics=diagnostics,
             frozen=frozen,
+            state_key_file=state_key_file,
         )
         self.run.check_training()
         evaluation(self.run, 0)  # refuses scores that do not fit the plan

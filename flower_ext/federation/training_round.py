@@ -75,21 +75,21 @@ class TrainingRound:
         self._warn_beyond_plan()
         run.check_training()
         same = derived_seed(run.seed or 0, "release", run.checkpoints.run_id, number)
+        identity = same if run.repeats else None
+        # The spend, then the noise, then the units: all are on disk before clients use any data.
+        run.spending.reserve(run.mechanism.release_in(number), server_round, identity)
         opening = Opening(
             clients=run.clients,
             population=run.population,
             cohort=run.method.begin_round(drawn, run.model, run.method_state),
             number=number,
             server_round=server_round,
-            noise=run.noise("server-noise", number),
+            noise=run.round_noise(number),
             like=run.mechanism.upload_like(run.model),
             read=self._read,
         )
         cohort = self._round.open(run.summation, opening)
         contents = self._contents(config)
-        # First the spend and then the units that it covers are on disk before clients use any data.
-        identity = same if run.repeats else None
-        run.spending.reserve(run.mechanism.release, server_round, identity)
         run.checkpoints.begin(BegunRound(number, [*cohort.units], *self._round.exposure()))
         run.progress.row["cohort"] = len(cohort.partitions)
         run.progress.row |= {**run.population.columns(drawn), **run.mechanism.state}
@@ -125,8 +125,8 @@ class TrainingRound:
         run, done = self.run, self.number - 1
         if done == run.plan.rounds and not run.spending.limited:
             log.warning(
-                "training round %d is beyond the %d of the plan: ε now exceeds the value for which "
-                "its noise was chosen, and no budget ends the run",
+                "training round %d is beyond the %d of the plan, for which its noise was chosen, "
+                "and no budget ends the run",
                 self.number,
                 done,
             )

@@ -1,17 +1,16 @@
-"""Lower bounds on ε from samples: from a test between two worlds, or from a single run.
+"""Lower bounds on ε from samples of two worlds.
 
 =====================  =================================================  =======================
 method                 from                                               holds for
 =====================  =================================================  =======================
 `by_rates`             false and true positives of one threshold          every mechanism
 `if_gaussian`          the same, as a shift μ of a Gaussian               Gaussian mechanisms only
-`in_one_run`           guesses which of m canaries took part              every mechanism
 =====================  =================================================  =======================
 
 Sources: Clopper and Pearson (1934); Kairouz, Oh, Viswanath (2015) for rates under (ε, δ); Dong,
-Roth, Su (2022) and Nasr et al. (2023) for μ; Steinke, Nasr, Jagielski (2023), Theorem 5.2, for one
-run. Thresholds are chosen on trials that the bound then leaves out. Several bounds hold at once by
-Bonferroni's inequality: each takes its share of the failure probability.
+Roth, Su (2022) and Nasr et al. (2023) for μ. Thresholds are chosen on trials that the bound then
+leaves out. Several bounds hold at once by Bonferroni's inequality: each takes its share of the
+failure probability.
 """
 
 from __future__ import annotations
@@ -29,10 +28,9 @@ from flower_ext.privacy import gaussian_loss
 HELD_OUT = 0.25
 """Share of the trials that choose the threshold."""
 
-RATES, GAUSSIAN, ONE_RUN = (
+RATES, GAUSSIAN = (
     "rates (Clopper-Pearson)",
     "Gaussian shift (valid for Gaussian mechanisms only)",
-    "one run (Steinke, Nasr, Jagielski 2023)",
 )
 
 _CANDIDATES = 500
@@ -147,53 +145,6 @@ def if_gaussian(without: Scores, present: Scores, terms: BoundTerms) -> LowerBou
     return LowerBound(epsilon=max(0.0, epsilon), method=GAUSSIAN, terms=terms)
 
 
-def in_one_run(
-    scores: Scores, included: Sequence[bool] | np.ndarray, terms: BoundTerms, *, guesses: int
-) -> LowerBound:
-    """Bound ε from one run with m canaries, each included by an independent fair coin.
-
-    The attack guesses that the ``guesses`` / 2 highest scores are included and as many of the
-    lowest are not. It abstains from the others.
-
-    Parameters
-    ----------
-    scores : array_like
-        One per canary (m,), higher if the canary seems to be included.
-    included : array_like of bool
-        The coins (m,).
-    guesses : int
-        Even, from 2 to m; it must be chosen before the scores are seen.
-
-    Raises
-    ------
-    ValueError
-        Shapes differ, or a parameter is out of range.
-    """
-    scores, coins = np.asarray(scores, dtype=np.float64), np.asarray(included, dtype=bool)
-    if scores.ndim != 1 or scores.shape != coins.shape or not np.isfinite(scores).all():
-        raise InvalidValue(
-            f"scores of shape {scores.shape}, included of shape {coins.shape}: expected one finite "
-            "score and one coin per canary"
-        )
-    canaries = len(scores)
-    if not 2 <= guesses <= canaries or guesses % 2:
-        raise InvalidValue(f"guesses={guesses!r}: expected an even number from 2 to {canaries}")
-    order, half = np.argsort(scores, kind="stable"), guesses // 2
-    correct = int((~coins[order[:half]]).sum() + coins[order[-half:]].sum())
-
-    def refuted(epsilon: float) -> bool:
-        return _chance(correct, guesses, canaries, epsilon, terms.delta) < terms.failure
-
-    # ``low`` is 0 or an ε that the guesses refute, so the search never returns too large a bound.
-    low, high = 0.0, 1.0
-    while refuted(high) and high < 1e3:
-        low, high = high, 2 * high
-    for _ in range(60):
-        middle = (low + high) / 2
-        low, high = (middle, high) if refuted(middle) else (low, middle)
-    return LowerBound(epsilon=low, method=ONE_RUN, terms=terms)
-
-
 def upper_rate(count: int | np.ndarray, trials: int, failure: float) -> np.ndarray:
     """Return a rate that the probability exceeds with chance ``failure`` at most.
 
@@ -212,17 +163,6 @@ def lower_rate(count: int | np.ndarray, trials: int, failure: float) -> np.ndarr
     This is Clopper and Pearson's lower bound.
     """
     return 1.0 - upper_rate(trials - np.asarray(count), trials, failure)
-
-
-def _chance(correct: int, guesses: int, canaries: int, epsilon: float, delta: float) -> float:
-    """Return the largest probability of so many correct guesses under (ε, δ) (Theorem 5.2)."""
-    from scipy import stats
-
-    accuracy = 1 / (1 + math.exp(-epsilon))
-    at_least = float(stats.binom.sf(correct - 1, guesses, accuracy))
-    below = np.cumsum(stats.binom.pmf(np.arange(correct - 1, -1, -1), guesses, accuracy))
-    worst = float((below / np.arange(1, correct + 1)).max(initial=0.0))
-    return min(1.0, at_least + 2 * canaries * delta * worst)
 
 
 Pair = tuple[np.ndarray, np.ndarray]

@@ -14,12 +14,14 @@ from flower_ext.privacy.accounting.sampling import (
     FullParticipation,
     PoissonSampling,
     Sampling,
+    SpacedSampling,
     size_for_rate,
 )
 from flower_ext.privacy.guarantee import Condition, Guarantee, epsilon_text
 from flower_ext.privacy.ledger import Budget, BudgetExhausted, Ledger, LedgerCorrupt
 from flower_ext.privacy.mechanisms.adaptive_clipping import AdaptiveClipping
 from flower_ext.privacy.mechanisms.bounds import clip
+from flower_ext.privacy.mechanisms.correlated_noise import CorrelatedNoise
 from flower_ext.privacy.mechanisms.noise import NoiseSource, SecureNoise, SeededNoise
 from flower_ext.privacy.mechanisms.plan import NonPrivatePlan, PrivacyPlan
 from flower_ext.privacy.mechanisms.protections import ObjectivePerturbation, OutputPerturbation
@@ -43,6 +45,7 @@ __all__ = [
     "BudgetExhausted",
     "ClippedSteps",
     "Condition",
+    "CorrelatedNoise",
     "DpSgd",
     "FixedSizeSampling",
     "FullParticipation",
@@ -69,6 +72,7 @@ __all__ = [
     "SecureScores",
     "SecureSum",
     "SeededNoise",
+    "SpacedSampling",
     "TargetOutOfReach",
     "VectorQuery",
     "calibrate_noise_multiplier",

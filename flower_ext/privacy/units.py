@@ -42,6 +42,9 @@ class AdversaryView(StrEnum):
       A client that takes part sees more: messages tell it the size of the cohort, and it can
       subtract its own share of the noise.
 
+    * ``MODELS_AND_COHORTS`` — the model after each round, and who took part in it. Apart from that
+      as ``RELEASED_MODELS``.
+
     Amplification by sampling needs an adversary that does not see *who took part*. It therefore
     holds for ``RELEASED_MODELS``, and for another view only if a protocol hides the draw from the
     server.
@@ -50,6 +53,7 @@ class AdversaryView(StrEnum):
     EACH_UPLOAD = "each-upload"
     SUM_ONLY = "sum-only"
     RELEASED_MODELS = "released-models"
+    MODELS_AND_COHORTS = "models-and-cohorts"
 
     @property
     def sees(self) -> str:
@@ -58,4 +62,5 @@ class AdversaryView(StrEnum):
             AdversaryView.EACH_UPLOAD: "every upload and who sent it",
             AdversaryView.SUM_ONLY: "each round's sum and who took part",
             AdversaryView.RELEASED_MODELS: "the released models, not who took part",
+            AdversaryView.MODELS_AND_COHORTS: "the released models and who took part",
         }[self]

@@ -12,6 +12,7 @@ file                   content
 ``model.safetensors``  the global model
 ``use.json``           what a client needs to build its own model from the global one
 ``checkpoints/``       state from which the run can be resumed
+``secrets/``           noise that only the server may know, with correlated noise
 ``report.md, .html``   the report
 =====================  ====================================================================
 

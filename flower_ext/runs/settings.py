@@ -23,7 +23,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self, get_args, get_origin
 
 from flower_ext.errors import InvalidValue
 
-PATHS = ("run-directory", "data-folder", "state-folder")
+PATHS = ("run-directory", "data-folder", "state-folder", "state-key-file")
 """Settings that name places."""
 
 INCIDENTAL = frozenset({*PATHS, "resume", "connect-timeout", "round-timeout"})

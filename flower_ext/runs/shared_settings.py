@@ -153,7 +153,35 @@ class ReleaseSettings(PrivacySettings):
     clipping_learning_rate: Positive = setting(
         "adaptive: learning rate of the logarithm of the norm", default=0.2
     )
-    noise_placement: Literal["client", "server"] = setting("who adds the noise", default="client")
+    noise_placement: Literal["client", "server"] = setting(
+        "who adds independent noise", default="client"
+    )
+    noise: Literal["independent", "correlated"] = setting(
+        "correlated: noise of the server, of which later rounds take a part back; clients take "
+        "part in turn, and no cohort is secret",
+        default="independent",
+    )
+    noise_buffers: Count = setting(
+        "correlated: vectors of the model's size from which noise is taken back, at most 5",
+        default=2,
+    )
+    noise_bands: CountOrZero = setting(
+        "correlated: bands of the strategy matrix, in place of buffers; 0: buffers", default=0
+    )
+    rounds_apart: CountOrZero = setting(
+        "correlated: rounds from one participation of a client to its next; 0: as many as clients "
+        "allow",
+        default=0,
+    )
+    participations: CountOrZero = setting(
+        "correlated: most rounds in which a client takes part; 0: as many as rounds-apart allows",
+        default=0,
+    )
+    state_key_file: AbsolutePath = setting(
+        "correlated: absolute path of 32 random bytes, with which the server encrypts its secret "
+        "noise",
+        default="",
+    )
     aggregation: Literal["plain", "secure"] = setting(
         "plain: the server sees each upload; secure: it sees only sums, of cohorts of a fixed size",
         default="plain",

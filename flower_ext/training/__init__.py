@@ -1,20 +1,28 @@
 """Local training of torch models, as plain functions over parameter dictionaries.
 
-A method's ``yield work.train(...)`` passes these modules on its way to a step of SGD:
+What one local training computes is in `local`, on a page; these modules say what it is made of:
 
 ====================  =====================================================================
 module                its part
 ====================  =====================================================================
-`side_by_side`        collects the trainings for which methods of many clients wait
-`batched`             trains jobs together where that is faster, with the same result
-`local`               `train`: trains one job by SGD, SAM, exactly, or in noised steps
-`job`                 a training as a value: settings, examples, mini-batches
-`problem`             the loss plus terms, as a function of the trained part of a model
 `task`                the model, the loss, the metrics and each partition's data
+`job`                 a training as a value: settings, examples, mini-batches, noise
+`problem`             the loss plus terms, as a function of the trained part of a model
+`local`               `train`: sets up the problem, takes the steps, returns the model
+`dp`                  steps of DP-SGD, which clip each example's gradient
 ====================  =====================================================================
 
-`dp` has the steps of DP-SGD, which clip each example's gradient. The trials in `trials` and
-`between_trainings` find models in which one example, or one training, changes another.
+When and how many trainings run together never changes a result, except for rounding:
+
+====================  =====================================================================
+`side_by_side`        collects the trainings for which methods of many clients wait
+`batched.many`        trains many jobs, and tells apart those that raise
+`batched.choice`      chooses the form in which each job trains
+`batched.form`        the interface of forms: one by one, in stacks, by a plug-in's code
+====================  =====================================================================
+
+The trials in `trials` and `between_trainings` find models in which one example, or one training,
+changes another. `batched.choice` and `dp.ways` ask them, and the client before its first training.
 """
 
 from flower_ext.training.batched.form import MEMORY_LIMIT
@@ -28,7 +36,7 @@ from flower_ext.training.dp.clipped_gradient import ClippedGradient
 from flower_ext.training.dp.dp_sgd import DpSgdTraining, train_dp_sgd
 from flower_ext.training.features import Features
 from flower_ext.training.job import Job, LocalTraining, StepNoise, job_batches
-from flower_ext.training.local import minimise, train
+from flower_ext.training.local import sgd_step, train
 from flower_ext.training.newton import NotConverged, newton
 from flower_ext.training.params import Params, clone, difference, matches, part, tagged
 from flower_ext.training.problem import (
@@ -73,10 +81,10 @@ __all__ = [
     "job_batches",
     "local_problem",
     "matches",
-    "minimise",
     "newton",
     "part",
     "replace_batch_norm",
+    "sgd_step",
     "tagged",
     "train",
     "train_dp_sgd",

@@ -11,6 +11,7 @@ reaches, it also compares results, which must not depend on the examples that pa
 
 from __future__ import annotations
 
+import pickle
 import random
 from dataclasses import replace
 from functools import lru_cache
@@ -28,7 +29,7 @@ from flower_ext.training.model_factory import in_training
 from flower_ext.training.params import Params, shaken
 from flower_ext.training.seeding import seeded
 from flower_ext.training.task import Task
-from flower_ext.training.trials.snapshots import Snapshots, changed_places, same_params
+from flower_ext.training.trials.snapshots import changed_places, same_params, snapshot
 from flower_ext.training.trials.trial_examples import (
     TrainingKind,
     kind_of,
@@ -91,11 +92,11 @@ def _place_by_trial(kind: TrainingKind) -> str | None:
     finally:
         np.random.set_state(states[0])  # noqa: NPY002
         random.setstate(states[1])
-    snapshots = Snapshots(model=bystander, loss=task.loss)
-    before = snapshots.take()
+    before = snapshot(model=bystander, loss=task.loss)
     for x, y in (other, *trees.split(unlike, 1)):
         _trained(task, start, x, y)
-        if places := changed_places(before, snapshots.take()):
+        after = snapshot(model=bystander, loss=task.loss)
+        if places := changed_places(before, after):
             return places[0]
     again = _trained(task, start, *usual)
     return None if same_params(first, again) else "a variable elsewhere"
@@ -113,9 +114,6 @@ def _trained(task: Task, start: Params, features: Tree, targets: Tree) -> Params
     return None if isinstance(model, Exception) else model
 
 
-def _positions() -> tuple[object, ...]:
-    """Return what a draw changes in the global generators of NumPy and Python."""
-    generator = np.random.get_state(legacy=False)  # noqa: NPY002
-    state = generator["state"]
-    drawn = state["pos"] if "pos" in state else repr(state)
-    return drawn, generator["has_gauss"], random.getstate()
+def _positions() -> bytes:
+    """Return the state of the global generators of NumPy and Python."""
+    return pickle.dumps((np.random.get_state(legacy=False), random.getstate()))  # noqa: NPY002

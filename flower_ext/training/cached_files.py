@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import hashlib
-import tempfile
 from contextlib import suppress
 from pathlib import Path
+
+from flower_ext.files import write_whole
 
 _CHECKSUM = hashlib.sha256().digest_size
 
@@ -29,12 +30,4 @@ def write_cached(path: Path, content: bytes) -> None:
         The file cannot be written.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
-        draft = Path(file.name)
-        try:
-            file.write(hashlib.sha256(content).digest() + content)
-            file.flush()
-            draft.replace(path)
-        except OSError:
-            draft.unlink()
-            raise
+    write_whole(path, hashlib.sha256(content).digest() + content, sync=False)

@@ -218,24 +218,14 @@ def batch_rows(
         left -= len(parts)
 
 
-def batches(
-    examples: Examples, training: LocalTraining, generator: torch.Generator, *, fewest: int = 1
-) -> Iterator[tuple[Tree, Tree]]:
-    """Yield shuffled mini-batches for as many epochs, or steps, as ``training`` asks for.
-
-    ``fewest`` is the least number of rows of a mini-batch (see `fewest_rows`).
-    """
-    features, targets = examples.features, examples.targets
-    device = trees.first(targets).device
-    for rows in batch_rows(len(examples), training, generator, fewest=fewest):
-        chosen = rows.to(device)
-        x, y = trees.rows(features, chosen), trees.rows(targets, chosen)
-        # Detached, so that in-place operations of the model stay out of the next gradient.
-        yield trees.mapped(Tensor.detach, x), trees.mapped(Tensor.detach, y)
-
-
 def job_batches(task: Task, job: Job) -> Iterator[tuple[Tree, Tree]]:
-    """Yield the mini-batches of a job on the task's device, none with fewer than `fewest_rows`."""
-    data, training = job.examples.to(task.torch_device()), job.training
-    fewest = fewest_rows(task, data.features, training.batch_size)
-    return batches(data, training, job.generator, fewest=fewest)
+    """Yield the shuffled mini-batches of a job, as features and targets, on the task's device."""
+    device, size = task.torch_device(), job.training.batch_size
+    data = job.examples.to(device)
+    # Under noise examples pass by themselves, whatever the size of a mini-batch.
+    fewest = 1 if job.noise else fewest_rows(task, data.features, size)
+    for rows in batch_rows(len(data), job.training, job.generator, fewest=fewest):
+        chosen = trees.rows((data.features, data.targets), rows.to(device))
+        # Detached, so that in-place operations of the model stay out of the next gradient.
+        x, y = trees.mapped(Tensor.detach, chosen)
+        yield x, y

@@ -80,7 +80,7 @@ class ModelFactory:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Unpickle to the receiving process's one factory of the function; see `factory_of`."""
-        return _with_facts, (self.function, self.trainable, vars(self))
+        return factory_of, (self.function, self.trainable)
 
     def __call__(self) -> nn.Module:
         """Return an independent model; only frozen parameters are shared with other models."""
@@ -170,19 +170,6 @@ def _tied(model: nn.Module) -> dict[str, str]:
     names = model.named_parameters(remove_duplicate=False)
     firsts = {name: first.setdefault(id(parameter), name) for name, parameter in names}
     return {name: other for name, other in firsts.items() if name != other}
-
-
-def _with_facts(
-    function: Callable[[], nn.Module],
-    trainable: tuple[str, ...] | None,
-    facts: Mapping[str, Any],
-) -> ModelFactory:
-    """Return the factory of this process, with the facts that came with a message."""
-    factory = factory_of(function, trainable)
-    for name, value in facts.items():
-        if vars(factory).get(name) is None:
-            vars(factory)[name] = value
-    return factory
 
 
 def digest(tensors: Mapping[str, Tensor]) -> str:

@@ -5,7 +5,7 @@ Those named ``-bn`` have BatchNorm before each ReLU, whose statistics cannot be 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from itertools import pairwise
 
@@ -88,86 +88,44 @@ def _binary(name: str, inputs: int, bias: bool, num_classes: int = 2) -> BinaryL
     return BinaryLogistic(nn.Flatten(), nn.Linear(inputs, 1, bias=bias))
 
 
-def tcga_brca_cox(num_classes: int = 1) -> HeadedModel:
-    """Return a linear risk score of 39 features: 39 parameters, since Cox's loss ignores a bias.
-
-    Raises
-    ------
-    ValueError
-        ``num_classes`` is not 1.
-    """
+def _risk(inputs: int, num_classes: int = 1) -> HeadedModel:
     if num_classes != 1:
         raise InvalidValue(f"num_classes={num_classes!r}: expected 1, as a risk is one number")
-    return HeadedModel(nn.Flatten(), nn.Linear(39, 1, bias=False))
+    return HeadedModel(nn.Flatten(), nn.Linear(inputs, 1, bias=False))  # Cox's loss ignores a bias
 
 
-def creditcard_mlp(num_classes: int = 2) -> HeadedModel:
-    """Return 30–64–32–classes for card transactions: 4,130 parameters with two classes."""
-    return _perceptron(30, (64, 32), num_classes)
+def _with_and_without_norms(
+    models: Mapping[str, Callable[..., HeadedModel]],
+) -> dict[str, Callable[..., HeadedModel]]:
+    normed = {f"{name}-bn": partial(model, batch_norm=True) for name, model in models.items()}
+    return {**models, **normed}
 
-
-# These accept ``num_classes`` too; the default is 10, but 2 for logistic regression.
-
-digits_mlp = partial(_perceptron, 64, (32,))
-"""64–32–classes for 8×8 digits: 2,410 parameters."""
-digits_logistic = partial(_linear, 64)
-"""Softmax regression 64–classes for 8×8 digits: 650 parameters."""
-mnist_mlp = partial(_perceptron, 784, (64, 32))
-"""784–64–32–classes for 28×28 grey images: 52,650 parameters."""
-mnist_logistic = partial(_linear, 784)
-"""Softmax regression 784–classes for 28×28 grey images: 7,850 parameters."""
-mnist_dnn = partial(_perceptron, 784, (100,))
-"""784–100–classes for 28×28 grey images: 79,510 parameters."""
-mnist_cnn = partial(_convolutional, (1, 8, 16), 5, (256, 62))
-"""Two 5×5 convolutions (8, 16 channels) for 28×28 grey images: 19,988 parameters."""
-mnist_cnn_32_64 = partial(_convolutional, (1, 32, 64), 5, (4096, 100), pool_last=False)
-"""The CNN of DP-Ditto for 28×28 grey images: 462,806 parameters.
-
-The paper leaves open the kernels (here 5×5) and the width between its dense layers (here 100).
-"""
-cifar10_cnn = partial(_convolutional, (3, 64, 128, 256), 3, (1024, 256, 128))
-"""The CNN of DP²-FedSAM, Section 5.1: exactly 667,402 parameters."""
-cifar10_lenet = partial(_convolutional, (3, 6, 16), 5, (400, 120, 84))
-"""LeNet-5 for 32×32 colour images: 62,006 parameters."""
-cifar10_cnn_32_64 = partial(_convolutional, (3, 32, 64), 5, (6400, 100), pool_last=False)
-"""`mnist_cnn_32_64` for 32×32 colour images: 694,806 parameters."""
-synthetic_logistic = partial(_linear, 20)
-"""Softmax regression 20–classes for the synthetic devices: 210 parameters."""
-binary_logistic = partial(_binary, "binary-logistic", 20, False)
-"""Logistic regression on 20 features for two classes: its 20 parameters are w alone."""
-heart_disease_logistic = partial(_binary, "heart-disease-logistic", 13, True)
-"""Logistic regression on 13 features with a bias: 14 parameters."""
-letters_mlp = partial(_perceptron, 784, (196,))
-"""784–196–classes for 28×28 grey letters: 155,830 parameters."""
 
 _MODELS: dict[str, Callable[..., HeadedModel]] = {
-    "digits-mlp": digits_mlp,
-    "digits-logistic": digits_logistic,
-    "mnist-mlp": mnist_mlp,
-    "mnist-logistic": mnist_logistic,
-    "mnist-dnn": mnist_dnn,
-    "mnist-cnn": mnist_cnn,
-    "mnist-cnn-32-64": mnist_cnn_32_64,
-    "cifar10-cnn": cifar10_cnn,
-    "cifar10-lenet": cifar10_lenet,
-    "cifar10-cnn-32-64": cifar10_cnn_32_64,
-    "synthetic-logistic": synthetic_logistic,
-    "binary-logistic": binary_logistic,
-    "creditcard-mlp": creditcard_mlp,
-    "heart-disease-logistic": heart_disease_logistic,
-    "tcga-brca-cox": tcga_brca_cox,
-    "letters-mlp": letters_mlp,
-    **{
-        f"{name}-bn": partial(model, batch_norm=True)
-        for name, model in {
-            "digits-mlp": digits_mlp,
-            "mnist-mlp": mnist_mlp,
-            "mnist-cnn": mnist_cnn,
-            "cifar10-cnn": cifar10_cnn,
-            "letters-mlp": letters_mlp,
-        }.items()
-    },
+    **_with_and_without_norms(
+        {
+            "digits-mlp": partial(_perceptron, 64, (32,)),
+            "mnist-mlp": partial(_perceptron, 784, (64, 32)),
+            "mnist-cnn": partial(_convolutional, (1, 8, 16), 5, (256, 62)),
+            # DP²-FedSAM, Section 5.1: exactly 667,402 parameters.
+            "cifar10-cnn": partial(_convolutional, (3, 64, 128, 256), 3, (1024, 256, 128)),
+            "letters-mlp": partial(_perceptron, 784, (196,)),
+        }
+    ),
+    "mnist-dnn": partial(_perceptron, 784, (100,)),
+    # DP-Ditto leaves open the kernels (here 5×5) and the width between its dense layers (here 100).
+    "mnist-cnn-32-64": partial(_convolutional, (1, 32, 64), 5, (4096, 100), pool_last=False),
+    "cifar10-cnn-32-64": partial(_convolutional, (3, 32, 64), 5, (6400, 100), pool_last=False),
+    "cifar10-lenet": partial(_convolutional, (3, 6, 16), 5, (400, 120, 84)),  # LeNet-5
+    "creditcard-mlp": partial(_perceptron, 30, (64, 32), num_classes=2),
+    "digits-logistic": partial(_linear, 64),
+    "mnist-logistic": partial(_linear, 784),
+    "synthetic-logistic": partial(_linear, 20),
+    "binary-logistic": partial(_binary, "binary-logistic", 20, False),
+    "heart-disease-logistic": partial(_binary, "heart-disease-logistic", 13, True),
+    "tcga-brca-cox": partial(_risk, 39),
 }
+"""Functions that build the models, by name; each takes ``num_classes``."""
 
 
 def build(name: str, *, num_classes: int | None = None) -> HeadedModel:
@@ -184,7 +142,7 @@ def build(name: str, *, num_classes: int | None = None) -> HeadedModel:
         return _MODELS[name]()
     if num_classes < 1:
         raise InvalidValue(f"num_classes={num_classes!r}: expected at least 1")
-    return _MODELS[name](num_classes)
+    return _MODELS[name](num_classes=num_classes)
 
 
 def parameter_count(model: nn.Module) -> int:

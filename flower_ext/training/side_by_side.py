@@ -6,13 +6,14 @@ from collections import defaultdict
 from collections.abc import Callable, Generator, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import compress
 from typing import Any, TypeVar
 
 import torch
 
 from flower_ext.errors import InvalidValue, tellable
 from flower_ext.training.batched.form import MEMORY_LIMIT
-from flower_ext.training.batched.many import train_each
+from flower_ext.training.batched.many import attempt_groups, train_each
 from flower_ext.training.isolation import attempted, isolated
 from flower_ext.training.job import Job
 from flower_ext.training.params import Params
@@ -58,6 +59,17 @@ def check_yielded(model: object) -> None:
         )
 
 
+def train_jobs(task: Task, jobs: Sequence[Job], **settings: Any) -> Iterator[Params]:
+    """Train as `train_each`; a job without examples gets its parameters back unchanged."""
+    has_examples = [len(job.examples) > 0 for job in jobs]
+    models = train_each(task, [*compress(jobs, has_examples)], **settings)
+    pairs = zip(jobs, has_examples, strict=True)
+    return (next(models) if trains else dict(job.params) for job, trains in pairs)
+
+
+train_invariantly = partial(train_jobs, batch_invariant=True)
+
+
 @dataclass(kw_only=True)
 class Training:
     """A local training that a method waits for: ``model = yield work.train(...)``.
@@ -65,15 +77,12 @@ class Training:
     Parameters
     ----------
     task, job, trained
-        As for `train`. A job without examples gets its parameters back unchanged.
-    solve : Callable, optional
-        Runs many such trainings at once, in place of `train_each`; it returns what each method
-        receives, in their order.
+        As for `train`.
+    solve : Callable
+        Runs many such trainings at once; it returns what each method receives, in their order.
     returns_params : bool
-        True if ``solve`` adds no noise and returns parameters like those of the job, which then
-        stand in for the result of a failed training.
-    batch_invariant : bool
-        The option of `train_groups`.
+        True if ``solve`` adds no noise of its own and returns parameters like those of the job,
+        which then stand in for the result of a failed training.
 
     Raises
     ------
@@ -84,52 +93,35 @@ class Training:
     task: Task
     job: Job
     trained: Callable[[str], bool]
-    solve: Callable[..., Iterable[Any]] | None = None
+    solve: Callable[..., Iterable[Any]] = train_jobs
     returns_params: bool = False
-    batch_invariant: bool = False
 
     def __post_init__(self) -> None:
         check_whole(self.job.params, self.task)
 
     @property
     def without_noise(self) -> bool:
-        """True if the training returns parameters, and adds no noise of its own to them."""
-        return self.job.noise is None and (self.solve is None or self.returns_params)
+        """True if the training returns parameters, and adds no noise to them."""
+        return self.job.noise is None and self.returns_params
 
     @property
     def batch(self) -> Hashable:
         """Key of the trainings that run together."""
         names = frozenset(filter(self.trained, self.job.params))
-        return self.solver, names, self.job.noise is None
-
-    @property
-    def solver(self) -> Callable[..., Iterable[Any]]:
-        """The function that runs this training together with others."""
-        if self.solve is not None:
-            return self.solve
-        if len(self.job.examples) == 0:
-            return _untrained
-        return _train_invariantly if self.batch_invariant else train_each
+        return self.solve, names, self.job.noise is None
 
 
 def one_by_one(
     solve: Callable[[Task, Work, Callable[[str], bool]], R],
-) -> Callable[..., list[R]]:
+) -> Callable[..., Iterator[R]]:
     """Turn a function that solves one job into one that solves a `Training`'s jobs in sequence."""
 
     def solve_each(
         task: Task, jobs: Sequence[Work], *, trained: Callable[[str], bool], memory_limit: int
-    ) -> list[R]:
-        return [solve(task, job, trained) for job in jobs]
+    ) -> Iterator[R]:
+        return (solve(task, job, trained) for job in jobs)
 
     return solve_each
-
-
-def _untrained(task: Task, jobs: Sequence[Job], **settings: Any) -> list[Params]:
-    return [dict(job.params) for job in jobs]
-
-
-_train_invariantly = partial(train_each, batch_invariant=True)
 
 
 Steps = Generator[Training, Any, T]
@@ -177,37 +169,24 @@ def side_by_side(
             alike[training.batch].append(index)
         for members in alike.values():
             batch = [waiting.pop(index) for index in members]
-            models = _solved([training for _, training in batch], memory_limit)
-            for index, (steps, _), model in zip(members, batch, models, strict=True):
-                advance(index, steps, model)
+            for (number,), model in _solved([training for _, training in batch], memory_limit):
+                advance(members[number], batch[number][0], model)
     return [results[index] for index in sorted(results)]
 
 
-def _solved(trainings: Sequence[Training], memory_limit: int) -> Iterator[Any]:
-    """Yield the model of each training, or its error.
+def _solved(trainings: Sequence[Training], memory_limit: int) -> Iterator[tuple[list[int], Any]]:
+    """Yield the number of each training, in a list, with its model or its error."""
+    first = trainings[0]
+    solve = partial(first.solve, first.task, trained=first.trained, memory_limit=memory_limit)
 
-    If a batch raises, a single training may be the cause. The trainings without a model then train
-    one by one, on the same batches of examples.
-    """
-    first, jobs, done = trainings[0], [training.job for training in trainings], 0
-    states = [job.generator.get_state() for job in jobs]
-    solve = partial(first.solver, first.task, trained=first.trained, memory_limit=memory_limit)
-    try:
-        models = iter(solve(jobs))
-        while done < len(jobs):
-            with isolated():
-                model = next(models)
-            yield model
-            done += 1
-    except Exception as error:  # training each alone finds out which one raises
-        if len(jobs) == 1:
-            yield error
-            return
+    def solve_each(jobs: Sequence[Job]) -> Iterator[tuple[list[int], Any]]:
+        return (([number], model) for number, model in enumerate(solve(jobs)))
 
-    def train_alone(job: Job) -> Any:
-        (model,) = solve([job])
-        return model
+    jobs = [partial(_restarted, one.job, one.job.generator.get_state()) for one in trainings]
+    return attempt_groups(solve_each, jobs)
 
-    for job, state in zip(jobs[done:], states[done:], strict=True):
-        job.generator.set_state(state)
-        yield attempted(train_alone, job)
+
+def _restarted(job: Job, state: torch.Tensor) -> Job:
+    """Return a job that draws the mini-batches of its first run."""
+    job.generator.set_state(state)
+    return job

@@ -9,7 +9,7 @@ from torch.nn.functional import cross_entropy
 from flower_ext.algorithms.pfedme import Envelope, minimise_envelope
 from flower_ext.data import Examples
 from flower_ext.training import Linear, LocalTraining, Task
-from flower_ext.training.job import batches
+from tests.support.jobs import batches
 
 
 class Centred(nn.Module):

@@ -28,6 +28,7 @@ from tests.support.apps import (
     DP_DITTO,
     FOREIGN,
     PRIVATE_FINETUNING,
+    SERVERS,
     TEXTS,
     ULDP_FL,
     UPCYCLED_FL,
@@ -59,21 +60,42 @@ class Flower:
 
     def run(self, app: App, *where: str, **settings: object) -> None:
         """Run a small run of an app by ``flower-ext run``, to its end."""
+        process = self.begin(app, *where, **settings)
+        output, errors = process.communicate()
+        assert process.returncode == 0, output + errors + self.logs()
+
+    def begin(self, app: App, *where: str, **settings: object) -> subprocess.Popen[str]:
+        """Start the same run."""
         words = {**app.small, **{n.replace("_", "-"): v for n, v in settings.items()}}
         sets = [f"{n}={str(v).lower() if isinstance(v, bool) else v}" for n, v in words.items()]
         options = (part for text in sets for part in ("--set", text))
-        done = self.command("flower-ext", "run", str(app.folder), *where, *options)
-        assert done.returncode == 0, done.stdout + done.stderr + self.logs()
+        return self.start("flower-ext", "run", str(app.folder), *where, *options)
 
     def command(self, name: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
+        process = self.start(name, *arguments)
+        output, errors = process.communicate()
+        return subprocess.CompletedProcess(process.args, process.returncode, output, errors)
+
+    def start(self, name: str, *arguments: str) -> subprocess.Popen[str]:
+        return subprocess.Popen(
             [str(BIN / name), *arguments],
             env=self.env,
-            capture_output=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
             text=True,
-            check=False,
             cwd=self.home,
         )
+
+    def kill(self, name: str) -> None:
+        """Send SIGKILL to the process that runs the program ``name`` with Flower's home in ours."""
+        (process,) = (
+            process
+            for process in psutil.process_iter(["cmdline", "environ"])
+            if name in " ".join(process.info["cmdline"] or [])
+            and str(self.home) in (process.info["environ"] or {}).get("FLWR_HOME", "")
+        )
+        process.kill()
+        psutil.wait_procs([process], timeout=30)
 
     def deploy(self, nodes: int) -> None:
         """Start a SuperLink with SuperNodes, named ``loopback`` in Flower's configuration."""
@@ -112,8 +134,8 @@ def in_process(app: App, path: Path, **overrides: object) -> RunDirectory:
     return RunDirectory.open(path)
 
 
-def same_run(ours: RunDirectory, reference: RunDirectory) -> None:
-    """Compare two runs, up to the order of floating-point sums."""
+def same_run(ours: RunDirectory, reference: RunDirectory, *, resumed: bool = False) -> None:
+    """Compare two runs, up to the order of floating-point sums; a resumed one may repeat rounds."""
     assert ours.status == "completed"
     model, expected = (load_file(run.path / "model.safetensors") for run in (ours, reference))
     assert set(model) == set(expected)
@@ -124,7 +146,7 @@ def same_run(ours: RunDirectory, reference: RunDirectory) -> None:
         assert row.get("accuracy_mean") == pytest.approx(other.get("accuracy_mean"), abs=1e-5)
         for count in ("cohort", "answered", "refused", "messages", "bytes_down", "bytes_up"):
             assert row.get(count) == other.get(count)
-    kinds = [entry["kind"] for entry in ours.ledger()]
+    kinds = [entry["kind"] for entry in ours.ledger() if not resumed or entry["kind"] != "repeat"]
     assert kinds == [entry["kind"] for entry in reference.ledger()]
 
 
@@ -137,6 +159,48 @@ def test_ray_simulation_equals_the_in_process_run(app, flower, tmp_path):
     """The other apps run on Ray below: with several clients a node, as silos, or upcycled."""
     flower.run(app, run_directory=tmp_path / "run", clients_per_node=1)
     same_run(RunDirectory.open(tmp_path / "run"), in_process(app, tmp_path / "reference"))
+
+
+@pytest.mark.timeout(1500)  # on SuperLink every message starts a process
+@pytest.mark.parametrize("name", SERVERS)
+@pytest.mark.parametrize(
+    "where",
+    [
+        pytest.param("ray", marks=pytest.mark.full),
+        pytest.param("superlink", marks=pytest.mark.slow),
+    ],
+)
+def test_a_server_that_remembers_earlier_rounds_is_killed_and_repeats_none(
+    where, name, flower, tmp_path
+):
+    rounds, path = 5, tmp_path / "run"
+    settings = {"method": "dp-fedavg", "clients": 2, "rounds": rounds, "evaluate-every": rounds}
+    settings |= SERVERS[name]
+    place, process, options = [], "flwr-simulation", {"clients_per_node": 1}
+    if where == "superlink":
+        flower.deploy(nodes=2)
+        place, process, options = ["loopback"], "flwr-serverapp", {}
+    begun = flower.begin(DP2_FEDSAM, *place, run_directory=path, **settings, **options)
+    while not (path / "metrics.jsonl").exists() or not RunDirectory.open(path).metrics():
+        assert begun.poll() is None, begun.communicate()
+        time.sleep(0.05)
+    flower.kill(process)
+    begun.communicate(timeout=120)
+    assert begun.returncode != 0
+    killed = RunDirectory.open(path)
+    assert killed.status == "failed"
+    assert 1 <= len(killed.metrics()) < rounds
+
+    command = ("run", str(DP2_FEDSAM.folder), *place, "--resume", str(path))
+    done = flower.command("flower-ext", *command)
+    assert done.returncode == 0, done.stdout + done.stderr + flower.logs()
+    run, whole = RunDirectory.open(path), in_process(DP2_FEDSAM, tmp_path / "whole", **settings)
+    assert [row["round"] for row in run.metrics()] == [*range(1, rounds + 1)]
+    same_run(run, whole, resumed=True)
+    if name == "adaptive":
+        norms = [[row["clipping_norm"] for row in each.metrics()] for each in (run, whole)]
+        assert norms[0] == pytest.approx(norms[1], rel=1e-5)
+        assert len(set(norms[0])) == rounds
 
 
 @pytest.mark.full
@@ -461,14 +525,7 @@ def test_a_foreign_project_that_was_killed_on_ray_goes_on_when_it_is_started_aga
     while not (path / "metrics.jsonl").exists() or len(RunDirectory.open(path).metrics()) < 3:
         assert time.monotonic() < patience
         time.sleep(0.05)
-    (engine,) = (
-        process
-        for process in psutil.process_iter(["cmdline", "environ"])
-        if "flwr-simulation" in " ".join(process.info["cmdline"] or [])
-        and (process.info["environ"] or {}).get("FLWR_HOME") == str(flower.home)
-    )
-    engine.kill()
-    psutil.wait_procs([engine], timeout=30)
+    flower.kill("flwr-simulation")
     killed = RunDirectory.open(path)
     assert killed.status == "running"
     before = len(killed.metrics())

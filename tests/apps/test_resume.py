@@ -14,7 +14,7 @@ import pytest
 
 from flower_ext.runs import RunDirectory, write_report
 from tests.faults.kill import Trial, changed, differences, kill, short_of
-from tests.support.apps import DP2_FEDSAM, DP_DITTO, ULDP_FL, UPCYCLED_FL
+from tests.support.apps import DP2_FEDSAM, DP_DITTO, SERVERS, ULDP_FL, UPCYCLED_FL
 from tests.support.grids import grid
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
@@ -25,14 +25,15 @@ RUNS = [
         DP2_FEDSAM,
         {"method": "centaur", "aggregation": "secure", "colluding-share": 0, "dropout-share": 0},
     ),
+    *((DP2_FEDSAM, {"method": "dp-fedavg", **server}) for server in SERVERS.values()),
     (DP_DITTO, {"method": "dp-ditto"}),
     (DP_DITTO, {"method": "dp-apple", "noise": "upload", "calibration": "published"}),
     (UPCYCLED_FL, {"method": "fedyogi"}),
     (UPCYCLED_FL, {"method": "scaffold", "perturbation": "none", "seeded-noise": False}),
     (ULDP_FL, {"method": "uldp-avg-w"}),
 ]
-"""Methods with heads of clients, masks, personal models, a server's models for each client, the
-state of an optimizer or of a control, and users in several silos."""
+"""Methods with heads of clients, masks, the moments of Adam, a norm that adapts, personal models, a
+server's models for each client, the state of an optimizer or of a control, and users in silos."""
 
 DAILY = "dp2-fedsam"
 """By SIGKILL one method dies in `make test`; in tests of state, others die inside this process."""

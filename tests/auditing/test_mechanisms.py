@@ -9,6 +9,8 @@ the same in a mod      ✓          ✓      ✓         ✓          –
 server noise           ✓          ✓      ✓         ✓          –
 secure sum             ✓          ✓      ✓         ✓          –
 adaptive, all three    ✓          ✓      ✓         ✓          –
+ULDP-AVG, adaptive     ✓          ✓      ✓         ✓          ✓
+correlated noise       ✓          ✓      –         ✓          –
 both, Poisson 1/2      ✓          σ/16   (server)  ✓          –
 ULDP-AVG, ULDP-SGD     ✓          ✓      ✓         ✓          ✓
 scores, secure sum     ✓          ✓      (1 eval.)  count      –
@@ -29,8 +31,13 @@ server reads each upload.
 
 Of clipping that adapts, in all placements of the noise, there are three faults more. The side of an
 update has no noise. A zero update counts as within the norm, as in the paper, although a client
-whose data are zeroed out sends one. The server noises updates by the norm of the next round. The
-number of answers in place of the expected cohort is no such fault: an answer depends on no data.
+whose data are zeroed out sends one; a user without records in a silo sends nothing there, but each
+silo may count a whole side instead of the user's weight. The server noises updates by the norm of
+the next round. The number of answers in place of the expected cohort is no such fault: an answer
+depends on no data.
+
+Of correlated noise there are three more. The canary takes part in every round. Noise and accounts
+are for clients that take part once. A round has the noise of the round before.
 
 Noise is reused in the second of two rounds, by the server alone where clients are sampled: two
 cohorts have different shares of it. A silo whose sum is secure may also clip the sum over its users
@@ -58,8 +65,11 @@ from tests.support.grids import grid
 
 CONFIDENCE, OF_A_FAULT = 1 - 1e-6, 0.999
 POISSON = ("client-noise-poisson", "server-noise-poisson")
-ADAPTIVE = ("adaptive-clipping", "adaptive-clipping-server", "adaptive-clipping-secure-sum")
-ULDP = ("uldp-avg", "uldp-sgd", "uldp-secure-sum")
+ADAPTIVE = (
+    *("adaptive-clipping", "adaptive-clipping-server", "adaptive-clipping-secure-sum"),
+    *("uldp-adaptive", "uldp-adaptive-secure-sum"),
+)
+ULDP = ("uldp-avg", "uldp-sgd", "uldp-secure-sum", "uldp-adaptive")
 SILENT = faults.silent_noise(2)
 MANY = 2_500
 """Trials of each world that estimate ε within a fifth, five standard errors or more."""
@@ -67,7 +77,8 @@ MORE_NOISE = 2.0
 """With planted faults: a smaller ε is reported, and takes fewer trials to exceed."""
 SMALL = (
     *(faults.weights_of_two, faults.pair_masks_left_out, faults.arrays_clipped_apart),
-    *(SILENT, faults.zero_updates_within_the_norm),
+    *(SILENT, faults.zero_updates_within_the_norm, faults.sides_unweighted),
+    *(faults.turns_not_apart, faults.one_participation_counted),
 )
 """Faults that raise μ by √2 to 2: they show sooner where ε is larger, and by means of scores.
 
@@ -79,7 +90,12 @@ The standard error of a difference of means is √(2/trials). By these numbers o
 # Scores that never overlap prove μ = 1 from 35 trials on. At a quarter of the noise 2 % overlap.
 FEW, MORE = 48, 100
 """Trials of each world for faults that separate all scores, and for a quarter of the noise."""
-TRIALS = dict.fromkeys(POISSON, 520) | {"objective-perturbation": 400, "secure-scores": 400}
+TRIALS = {
+    **dict.fromkeys(POISSON, 520),
+    "objective-perturbation": 400,
+    "secure-scores": 400,
+    "uldp-adaptive-secure-sum": 150,
+}
 """Of each world, where `FEW` would find a planted fault by luck."""
 
 
@@ -100,7 +116,11 @@ def planted():
             )
         less = 16 if name in POISSON else 4
         yield name, f"σ/{less}", faults.less_noise(less), 1, max(trials, MORE)
-        if name not in ("client-noise-poisson", "secure-scores"):
+        if name == "correlated-noise":
+            yield name, "turns not apart", faults.turns_not_apart, 1, 200
+            yield name, "one participation counted", faults.one_participation_counted, 1, 150
+            yield name, "noise of a round repeated", faults.noise_of_a_round_repeated, 1, FEW
+        elif name not in ("client-noise-poisson", "secure-scores"):
             yield name, "noise reused", faults.noise_reused, 2, trials
         if name == "uldp-secure-sum":
             yield name, "users clipped together", faults.rows_clipped_together, 1, 300
@@ -109,12 +129,15 @@ def planted():
             yield name, "pair masks left out", faults.pair_masks_left_out, 1, 450
         if name in ADAPTIVE:
             yield name, "side unnoised", faults.side_unnoised, 1, FEW
+        if name in ADAPTIVE and not name.startswith("uldp"):
             within = faults.zero_updates_within_the_norm
             yield name, "zero updates within the norm", within, 1, 450
         if name == "adaptive-clipping-server":
             yield name, "noise of the next norm", faults.noise_of_the_next_norm, 1, 150
         if name in ("client-noise", "server-noise", "uldp-avg"):
             yield name, "arrays clipped apart", faults.arrays_clipped_apart, 1, 1400
+        if name == "uldp-adaptive":
+            yield name, "sides unweighted", faults.sides_unweighted, 1, 450
         if name in ULDP:
             yield name, "weights of 2", faults.weights_of_two, 1, 250
 
@@ -127,10 +150,12 @@ DAILY = {
     "adaptive-clipping-side unnoised",
     "adaptive-clipping-zero updates within the norm",
     "adaptive-clipping-server-noise of the next norm",
+    "correlated-noise-noise of a round repeated",
     "secure-sum-clipping off",
     "server-noise-noise reused",
     "server-noise-poisson-σ/16",
     "uldp-avg-clipping off",
+    "uldp-adaptive-side unnoised",
     "secure-scores-a number unnoised",
     "uldp-secure-sum-noise reused",
     "uldp-naive-a number unnoised",
@@ -151,6 +176,7 @@ LIKE_ANOTHER = {
     "uldp-sgd": "uldp-avg",
     "uldp-secure-sum": "secure-sum",
     "uldp-avg-by-records": "uldp-avg",
+    "uldp-adaptive-secure-sum": "secure-sum",
     "uldp-naive": "uldp-avg",
     "ditto-uploads": "output-perturbation",
 }

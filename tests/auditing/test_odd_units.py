@@ -14,7 +14,7 @@ from flower_ext.algorithms.uldp import UldpAvg, UldpSgd, silo_training
 from flower_ext.auditing import Experiment, World, audit, observe, projected
 from flower_ext.data import ClientData, Examples, SiloData
 from flower_ext.federation import FederatedStrategy
-from flower_ext.federation.client import unmoved
+from flower_ext.federation.client import client_method, unmoved
 from flower_ext.privacy import (
     AdversaryView,
     ClippedSteps,
@@ -28,9 +28,7 @@ from flower_ext.training import (
     DpSgdTraining,
     LocalTraining,
     Task,
-    side_by_side,
     train_each,
-    train_groups,
 )
 from flower_ext.training.dp.clipped_gradient import ClippedGradient
 from tests.support.failing import FAILING, failing_task
@@ -147,8 +145,8 @@ def test_a_record_that_raises_moves_no_more_than_its_own_part(method):
     assert not found.broken, found.to_dict()
 
 
-def no_one_by_one(task, jobs, **settings):
-    yield from train_groups(task, [job() for job in jobs], batch_invariant=True, **settings)
+def no_one_by_one(solve, jobs):
+    yield from solve([job() for job in jobs])
 
 
 def errors_of_one_are_errors_of_all(patch):
@@ -380,7 +378,7 @@ def test_a_client_that_makes_others_train_in_another_order_is_found(monkeypatch)
         upwards = torch.tensor(float("inf"))
         return {name: torch.nextafter(value, upwards) for name, value in params.items()}
 
-    monkeypatch.setattr(side_by_side, "_train_invariantly", in_another_order)
+    monkeypatch.setattr(client_method, "train_invariantly", in_another_order)
     experiment = one_diverged_client()
     found = audit(experiment, trials=TRIALS, confidence=OF_A_FAULT)
     assert found.broken, found.to_dict()

@@ -29,7 +29,6 @@ from flower_ext.algorithms.uldp import (
     UldpAvg,
     UldpNaive,
     UldpSgd,
-    silo_training,
 )
 from flower_ext.data import ClientData, Examples, SiloData
 from flower_ext.federation import (
@@ -398,7 +397,7 @@ PATHS = {
     ),
     "arrays, a few at a time": Path(
         run=partial(sent, memory_limit=1),
-        through=(CLIPPED, (InProcessGrid, "push_messages")),
+        through=(CLIPPED, (InProcessGrid, "_replies_to")),
     ),
     "arrays, as they are": Path(
         run=partial(sent, plan=NonPrivatePlan(sampling=EVERYONE)),
@@ -474,22 +473,22 @@ PATHS = {
     # Sums over users or records in a silo.
     "users' sum": Path(
         run=users,
-        through=(ADDED, (silo_training, "sum_clipped_rows"), (ClipUnits, "noised")),
+        through=(ADDED, (protections, "sum_clipped_rows"), (ClipUnits, "noised")),
         direction=AXIS,
     ),
     "users' sum of gradients": Path(
         run=partial(users, method=UldpSgd),
-        through=((silo_training, "sum_clipped_rows"), (protecting, "_noised_sum")),
+        through=((protections, "sum_clipped_rows"), (protecting, "_noised_sum")),
         direction=AXIS,
     ),
     "users' sum, weighted by records": Path(
         run=partial(users, weighting="by-records"),
-        through=((silo_training, "sum_clipped_rows"), (ClipUnits, "noised")),
+        through=((protections, "sum_clipped_rows"), (ClipUnits, "noised")),
         direction=AXIS,
     ),
     "users' masked sum": Path(
         run=partial(users, silos=SILOS, plan=SECURE),
-        through=((silo_training, "sum_rows_in_cells"), (ClipUnitsToCells, "noised")),
+        through=((protections, "sum_rows_in_cells"), (ClipUnitsToCells, "noised")),
         direction=AXIS,
     ),
     "users' encrypted sum": Path(
@@ -584,6 +583,7 @@ NOT_HERE = {
     "AdaptiveRelease": "the paths of ReleaseMechanism, in three placements",
     "ClipWithSide": "the path of ClipUpdate, with one more number",
     "ClipWithSideToCells": "the path of ClipToCells, with one more number",
+    "squared_norms_of_rows": "adds nothing",
     "SidedSum": "the path of ClippedSum, with one more number",
     "BoundedSum": "returned by sum_clipped_rows",
     "checked_weights": "adds nothing",

@@ -14,7 +14,15 @@ from flower_ext.cli import main, run_command
 from flower_ext.cli.calibrate import noise_text
 from flower_ext.cli.main import COMMANDS, app
 from flower_ext.cli.processes import LaunchFailed
-from flower_ext.privacy import Budget, DpSgd, NeighboringRelation, PrivacyUnit, epsilon_text
+from flower_ext.privacy import (
+    Budget,
+    CorrelatedNoise,
+    DpSgd,
+    NeighboringRelation,
+    PrivacyUnit,
+    epsilon_text,
+    gaussian_loss,
+)
 from flower_ext.privacy.accounting.group_privacy import group_loss
 from flower_ext.privacy.shared_ledger import Charge, charge, note_uncovered
 from flower_ext.privacy.theorems.dp2_fedsam_theorem import (
@@ -365,6 +373,20 @@ def test_who_sees_uploads_is_accounted_without_amplification():
     epsilon = {row["calibrated by"]: row["epsilon"] for row in rows["rows"]}
     assert epsilon["cohorts known"] == pytest.approx(7.122, abs=1e-3)
     assert epsilon["uploads known"] == pytest.approx(41.233, abs=1e-3)
+
+
+def test_clients_in_turn_are_accounted_for_their_participations_and_the_matrix():
+    """Of 60 rounds, each of 100 clients in cohorts of ten takes part in six, ten rounds apart."""
+    rows = json.loads(call("calibrate", *FACTS, "--noise-multiplier", "3", "--json").output)["rows"]
+    ways = {row["calibrated by"]: row for row in rows if row["calibrated by"].startswith("in turn")}
+    independent, correlated = ways.values()
+    assert "error of sums over rounds ÷ 2.1" in correlated["calibrated by"]
+    matrix = CorrelatedNoise().matrix(60, rounds_apart=10, participations=6)
+    moved = matrix.sensitivity(rounds_apart=10, participations=6)
+    for row, worth in ((independent, 6), (correlated, moved**2)):
+        exact = gaussian_loss(3.0, releases=worth, delta=0.01).epsilon
+        assert row["epsilon"] == pytest.approx(exact, rel=1e-9)
+        assert row["adversary sees"] == "released models and who took part"
 
 
 @pytest.mark.parametrize("size", ["0", "200"])

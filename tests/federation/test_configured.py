@@ -10,12 +10,14 @@ from flower_ext.errors import InvalidValue
 from flower_ext.federation import FederatedStrategy, InProcessGrid, configured
 from flower_ext.privacy import (
     AdaptiveClipping,
+    CorrelatedNoise,
     FixedSizeSampling,
     FullParticipation,
     NonPrivatePlan,
     PoissonSampling,
     RecordLevelPlan,
     ReleasePlan,
+    SpacedSampling,
 )
 from flower_ext.privacy.theorems.dp2_fedsam_theorem import dp2_fedsam_theorem2_noise_multiplier
 from flower_ext.runs import RunDirectory
@@ -84,8 +86,33 @@ def test_a_clipping_norm_that_adapts_begins_at_the_setting_of_a_fixed_one():
     assert plan.noise_multiplier == plan_of(release(epsilon=2.0)).noise_multiplier
     with pytest.raises(UnfitSetting, match="calibration='published' with clipping='adaptive'"):
         plan_of(release(epsilon=2.0, calibration="published", **chosen))
-    with pytest.raises(UnfitSetting, match="clipping='adaptive': expected 'fixed'"):
-        configured.release_plan(settings, configured.sampling(settings), of_users=True)
+    of_users = configured.release_plan(settings, configured.sampling(settings), of_users=True)
+    assert of_users.clipping_norm == expected
+
+
+def test_correlated_noise_is_one_setting():
+    settings = release(epsilon=2.0, noise="correlated", rounds=40)
+    plan, usual = plan_of(settings), configured.sampling(settings)
+    size = round(usual.expected_cohort_size)
+    apart = usual.population // size
+    assert plan.sampling == SpacedSampling(usual.population, size, apart, -(-40 // apart))
+    assert plan.correlation == CorrelatedNoise()
+    assert plan.noise_placement == "server"
+    chosen = {"rounds_apart": 2, "participations": 3, "noise_bands": 4}
+    plan = plan_of(release(epsilon=2.0, noise="correlated", **chosen))
+    assert plan.sampling == SpacedSampling(usual.population, size, 2, 3)
+    assert plan.correlation == CorrelatedNoise(bands=4)
+    for other, refusal in (
+        ({"aggregation": "secure"}, "aggregation='secure' with noise='correlated'"),
+        ({"calibration": "published"}, "calibration='published' with noise='correlated'"),
+        ({"clipping": "adaptive"}, "clipping-norm=.* with spaced sampling: expected a number"),
+        ({"rounds_apart": 1000}, "rounds-apart=1000 .*: expected at most"),
+        ({"noise_buffers": 9}, "buffers=9 with bands=0"),
+    ):
+        with pytest.raises(InvalidValue, match=refusal):
+            plan_of(release(epsilon=2.0, noise="correlated", **other))
+    with pytest.raises(UnfitSetting, match="noise='correlated': expected 'independent'"):
+        configured.release_plan(settings, usual, of_users=True)
 
 
 def test_another_optimizer_is_one_setting():

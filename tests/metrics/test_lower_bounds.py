@@ -4,11 +4,10 @@ import math
 
 import numpy as np
 import pytest
-from scipy import stats
 
-from flower_ext.metrics import BoundTerms, by_rates, if_gaussian, in_one_run
+from flower_ext.metrics import BoundTerms, by_rates, if_gaussian
 from flower_ext.privacy import gaussian_loss
-from tests.support.grids import grid
+from tests.support.failures import not_refuted
 
 DELTA = 1e-5
 two_worlds = pytest.mark.parametrize("bound", [by_rates, if_gaussian])
@@ -20,11 +19,6 @@ def epsilon(mu):
 
 def sampled(rng, mu, trials):
     return rng.normal(size=trials), rng.normal(mu, size=trials)
-
-
-def not_refuted(failures, repetitions, allowed):
-    """Return True if so many failures, of probability ``allowed`` each, are plausible (10⁻⁶)."""
-    return stats.binom.sf(failures - 1, repetitions, allowed) > 1e-6
 
 
 @two_worlds
@@ -98,40 +92,6 @@ def test_bounds_in_company_are_lower(bound):
     assert np.mean(lost) > 0
 
 
-def randomised_response(rng, canaries, epsilon):
-    included = rng.random(canaries) < 0.5
-    kept = rng.random(canaries) < 1 / (1 + math.exp(-epsilon))
-    return np.where(included == kept, 1.0, 0.0) + 1e-3 * rng.random(canaries), included
-
-
-@pytest.mark.parametrize("true", grid([0.0, 1.0], lambda true: true == 1.0))
-def test_one_run_exceeds_the_true_epsilon_no_more_often_than_it_says(true):
-    rng, repetitions, confidence = np.random.default_rng(), 200, 0.8
-    above = 0
-    for _ in range(repetitions):
-        scores, included = randomised_response(rng, 200, true)
-        bound = in_one_run(
-            scores, included, BoundTerms(delta=0.0, confidence=confidence), guesses=100
-        )
-        above += bound.epsilon > true
-    assert not_refuted(above, repetitions, 1 - confidence)
-
-
-def test_one_run_reaches_most_of_the_epsilon_of_randomised_response():
-    scores, included = randomised_response(np.random.default_rng(0), 10_000, 2.0)
-    bound = in_one_run(scores, included, BoundTerms(delta=0.0, confidence=0.999), guesses=9_000)
-    assert 1.7 < bound.epsilon <= 2.0
-
-
-def test_a_larger_delta_lowers_what_one_run_shows():
-    scores, included = randomised_response(np.random.default_rng(0), 1000, 2.0)
-    small, large = (
-        in_one_run(scores, included, BoundTerms(delta=delta, confidence=0.95), guesses=500).epsilon
-        for delta in (1e-9, 1e-3)
-    )
-    assert large < small
-
-
 @pytest.mark.parametrize(
     ("change", "said"),
     [
@@ -149,11 +109,3 @@ def test_unfit_arguments_are_named(bound, change, said):
     worlds = arguments.pop("without"), arguments.pop("present")
     with pytest.raises(ValueError, match=said):
         bound(*worlds, BoundTerms(**arguments))
-
-
-@pytest.mark.parametrize("guesses", [0, 3, 12])
-def test_unfit_numbers_of_guesses_are_named(guesses):
-    with pytest.raises(ValueError, match="guesses"):
-        in_one_run(
-            np.arange(10), [True] * 10, BoundTerms(delta=0.0, confidence=0.9), guesses=guesses
-        )

@@ -62,6 +62,16 @@ DP2_FEDSAM = App(
         "noise-multiplier": 0.5,
     },
 )
+SERVERS = {
+    "adam": {
+        "server-optimizer": "adam",
+        "server-learning-rate": 0.05,
+        "server-tau": 0.1,
+        "average-decay": 0.5,
+    },
+    "adaptive": {"clipping": "adaptive", "clipping-norm": 0.01, "clipping-learning-rate": 1.0},
+}
+"""Settings of DP2_FEDSAM under which a round depends on more of earlier rounds than the model."""
 DEMO = App(
     folder=APPS / "demo",
     small={"clients": 30, "sampling-rate": 0.5, "rounds": 2, "evaluate-every": 1},

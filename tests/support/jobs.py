@@ -6,8 +6,9 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-from flower_ext.data import ClientData, Examples
+from flower_ext.data import ClientData, Examples, trees
 from flower_ext.training import Job, LocalTraining, Params, Task, train, train_each
+from flower_ext.training.job import batch_rows
 
 
 class Dense(nn.Module):
@@ -84,6 +85,12 @@ def jobs_of(model, settings, sizes, terms=lambda start, client: []):
             )
         )
     return made
+
+
+def batches(examples, training, generator, fewest=1):
+    """Yield shuffled mini-batches for as many epochs, or steps, as ``training`` asks for."""
+    for rows in batch_rows(len(examples), training, generator, fewest=fewest):
+        yield trees.rows((examples.features, examples.targets), rows)
 
 
 def train_one(task, params, examples, training, *, trained=lambda name: True, **options):

@@ -357,7 +357,7 @@ def by_dp_sgd(kind: Kind) -> Cell:
         ours = gradient(start, data.features, data.targets)
     except ValueError as error:
         return Cell(str(error), refused=True)
-    theirs = clipped_by_pytorch(kind, start, data, names, width=gradient.width)
+    theirs = clipped_by_pytorch(kind, start, data, names, width=gradient.passes.width(gradient.way))
     return Cell(f"equal, {gradient.way}", _off(ours, theirs, {}))
 
 

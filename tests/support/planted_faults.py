@@ -8,28 +8,32 @@ from itertools import count
 
 import numpy as np
 
-from flower_ext.algorithms.uldp import averaging, silo_training
+from flower_ext.algorithms.uldp import averaging
 from flower_ext.auditing import Experiment
 from flower_ext.auditing.experiment import NEXT_NORM, projected
 from flower_ext.auditing.linear import SIZE, axes
+from flower_ext.auditing.mechanisms import MECHANISMS, of_correlated
 from flower_ext.federation.round import Round
 from flower_ext.federation.run import Run
+from flower_ext.federation.state.noise_stream import NoiseStream
 from flower_ext.privacy import (
     AdaptiveClipping,
     PoissonSampling,
     SecureNoise,
     SecureScores,
     SeededNoise,
+    SpacedSampling,
     secure_generator,
     seeded_generator,
 )
-from flower_ext.privacy.mechanisms import adaptive_clipping, noise
+from flower_ext.privacy.mechanisms import adaptive_clipping, noise, protections
 from flower_ext.privacy.mechanisms.adaptive_clipping import SIDE
 from flower_ext.privacy.mechanisms.bounds import BoundedSum, ClippedSum, clip
+from flower_ext.privacy.mechanisms.correlated_noise import PreparedNoise
 from flower_ext.privacy.mechanisms.noise import NoiseSource
 from flower_ext.privacy.mechanisms.quantization import in_cells
-from flower_ext.privacy.mechanisms.updates import RunningSum, l2_norm
-from flower_ext.privacy.plans.release_plan import AdaptiveRelease
+from flower_ext.privacy.mechanisms.updates import RunningSum, in_float64, l2_norm
+from flower_ext.privacy.plans.release_plan import AdaptiveRelease, SpacedRelease
 from flower_ext.secure.aggregation import mask_streams, member
 from flower_ext.training.dp.dp_sgd import ClippedGradient
 
@@ -74,12 +78,13 @@ def _scores_not_clipped(self, client):
 def clipping_off(patch, experiment: Experiment) -> Experiment:
     """Remove clipping from every place that clips."""
     patch.setattr("flower_ext.privacy.mechanisms.protections.clip", _not_clipped)
-    patch.setattr("flower_ext.privacy.mechanisms.adaptive_clipping.clip", _not_clipped)
+    patch.setattr(adaptive_clipping, "clip", _not_clipped)
+    patch.setattr(adaptive_clipping, "clip_each_row", lambda rows, norm: in_float64(rows))
     patch.setattr("flower_ext.privacy.mechanisms.protections.in_cells", _cells_not_clipped)
     patch.setattr(SecureScores, "vector", _scores_not_clipped)
     patch.setattr(ClippedSum, "add", RunningSum.add)
-    patch.setattr(silo_training, "sum_clipped_rows", _rows_not_clipped)
-    patch.setattr(silo_training, "sum_rows_in_cells", _rows_in_cells_not_clipped)
+    patch.setattr(protections, "sum_clipped_rows", _rows_not_clipped)
+    patch.setattr(protections, "sum_rows_in_cells", _rows_in_cells_not_clipped)
     made = ClippedGradient.__init__
     patch.setattr(
         ClippedGradient,
@@ -93,7 +98,7 @@ def clipping_off(patch, experiment: Experiment) -> Experiment:
 
 def arrays_clipped_apart(patch, experiment: Experiment) -> Experiment:
     """Clip each array of an update or of a gradient by itself to the whole norm."""
-    rows_clipped, added = silo_training.sum_clipped_rows, ClippedGradient._add
+    rows_clipped, added = protections.sum_clipped_rows, ClippedGradient._add
 
     def each(clipped, update):
         parts = {name: clipped({name: array}) for name, array in update.items()}
@@ -115,7 +120,7 @@ def arrays_clipped_apart(patch, experiment: Experiment) -> Experiment:
 
     patch.setattr("flower_ext.privacy.mechanisms.protections.clip", clip_each)
     patch.setattr(ClippedSum, "add", add_upload)
-    patch.setattr(silo_training, "sum_clipped_rows", rows_each)
+    patch.setattr(protections, "sum_clipped_rows", rows_each)
     patch.setattr(ClippedGradient, "_add", add_each)
     return experiment
 
@@ -128,7 +133,7 @@ def rows_clipped_together(patch, experiment: Experiment) -> Experiment:
         whole = in_cells(summed, clipping_norm, cell)
         return BoundedSum(value=whole, bound=clipping_norm, cell=cell, count=len(weights))
 
-    patch.setattr(silo_training, "sum_rows_in_cells", together)
+    patch.setattr(protections, "sum_rows_in_cells", together)
     return experiment
 
 
@@ -331,7 +336,7 @@ def side_unnoised(patch, experiment: Experiment) -> Experiment:
     patch.setattr(NoiseSource, "add_gaussian", noised)
     patch.setattr(NoiseSource, "add_discrete_gaussian", noised_cells)
     alone = {SIDE: -np.ones(1), NEXT_NORM: np.ones(1)}
-    return replace(experiment, score=projected(alone, partitions=[0]))
+    return replace(experiment, score=projected(alone))
 
 
 def noise_of_the_next_norm(patch, experiment: Experiment) -> Experiment:
@@ -355,6 +360,35 @@ def noise_of_the_next_norm(patch, experiment: Experiment) -> Experiment:
     return replace(experiment, score=projected(axes(SIZE)))
 
 
+def turns_not_apart(patch, experiment: Experiment) -> Experiment:
+    """Ask the canary in every round, in which it pulls in one direction."""
+    patch.setattr(SpacedSampling, "draw", lambda self, rng, so_far=None: [0])
+    matrix = MECHANISMS["correlated-noise"].plan(1.0, experiment.rounds).mechanism().strategy
+    moves = matrix.row_moves(experiment.rounds, rounds_apart=1, participations=experiment.rounds)
+    return replace(experiment, score=of_correlated(moves), on_round=None)
+
+
+def one_participation_counted(patch, experiment: Experiment) -> Experiment:
+    """Scale the noise, and account, for clients that take part once."""
+    limits = {"rounds_apart": 2, "participations": 1}
+    patch.setattr(SpacedRelease, "_limits", property(lambda self: limits))
+    return experiment
+
+
+def noise_of_a_round_repeated(patch, experiment: Experiment) -> Experiment:
+    """Round 2 has the noise of round 1, as if the run had resumed without its newest state."""
+    real, first = NoiseStream.at, []
+
+    def at(self, number, like, source, *, repeats):
+        noise = real(self, number, like, source, repeats=repeats)
+        if number == 1:
+            first[:] = [self._past.latest]
+        return noise if number > 2 else PreparedNoise(first[0], is_secure=True)
+
+    patch.setattr(NoiseStream, "at", at)
+    return replace(experiment, score=projected(axes(SIZE), signs=(1.0, -1.0, 0.0)))
+
+
 def zero_updates_within_the_norm(patch, experiment: Experiment) -> Experiment:
     """Count a zero update as within the norm, as Andrew et al. do."""
     real = adaptive_clipping.with_side
@@ -364,7 +398,19 @@ def zero_updates_within_the_norm(patch, experiment: Experiment) -> Experiment:
         return vector if l2_norm(update) else {**vector, SIDE: vector[SIDE] + weight / 2}
 
     patch.setattr(adaptive_clipping, "with_side", counted)
-    patch.setattr("flower_ext.privacy.mechanisms.protections.with_side", counted)
+    patch.setattr(protections, "with_side", counted)
+    return experiment
+
+
+def sides_unweighted(patch, experiment: Experiment) -> Experiment:
+    """Every silo counts a user's side as a whole one."""
+    real = protections.sum_clipped_rows
+
+    def summed(rows, norm, weights):
+        total = real(rows, norm, weights)
+        return replace(total, value={**total.value, SIDE: rows[SIDE].sum(0)})
+
+    patch.setattr(protections, "sum_clipped_rows", summed)
     return experiment
 
 

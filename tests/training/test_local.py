@@ -16,18 +16,26 @@ from flower_ext.training import (
     Proximal,
     Task,
     evaluate,
-    minimise,
 )
-from flower_ext.training.job import batches
-from flower_ext.training.local import perturbation
+from flower_ext.training.local import perturbation, sgd_step
 from flower_ext.training.model_calls import fewest_rows
+from flower_ext.training.params import clone
 from flower_ext.training.problem import Linear, LocalProblem
-from tests.support.jobs import train_many, train_one
+from tests.support.jobs import batches, train_many, train_one
 
 
 def by_hand(loss_at, start):
     cpu = torch.device("cpu")
     return LocalProblem(start=start, loss_at=loss_at, rest={}, device=cpu, still=nullcontext)
+
+
+def minimise(problem, mini_batches, training):
+    """Return the weights after a step for each mini-batch."""
+    weights = clone(problem.start)
+    step = sgd_step(problem, weights, training)
+    for x, y in mini_batches:
+        step(x, y)
+    return weights
 
 
 def examples(n: int = 30, features: int = 4, classes: int = 3, seed: int = 0) -> Examples:

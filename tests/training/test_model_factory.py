@@ -24,10 +24,9 @@ from flower_ext.training import (
     train_dp_sgd,
 )
 from flower_ext.training.dp.clipped_gradient import ClippedGradient
-from flower_ext.training.job import batches
 from flower_ext.training.model_factory import ModelFactory, factory_of
 from flower_ext.training.params import require_modules
-from tests.support.jobs import train_many, train_one
+from tests.support.jobs import batches, train_many, train_one
 from tests.support.reference.clipped_gradient import by_loop
 
 SGD = LocalTraining(epochs=2, batch_size=8, learning_rate=0.2, momentum=0.5)
@@ -261,12 +260,11 @@ def test_a_task_that_was_sent_builds_no_model_again(factory, monkeypatch):
     assert sent.shapes == shapes
 
 
-def test_what_is_known_of_a_model_is_sent_to_where_it_is_not(monkeypatch):
+def test_a_model_that_was_sent_is_built_anew_where_it_is_not_known(monkeypatch):
     own = task(Backbone)
-    frozen = own.fingerprint
-    sent = pickle.dumps(own)
+    sent, frozen = pickle.dumps(own), own.fingerprint
+    assert len(sent) < 1_000  # no parameters
     monkeypatch.setattr(model_factory, "_factory_by", lambda key: ModelFactory(key.function))
-    monkeypatch.setattr(ModelFactory, "_built", None)
     elsewhere = pickle.loads(sent)
     assert elsewhere.factory is not own.factory
     assert elsewhere.fingerprint == frozen

@@ -12,8 +12,7 @@ from flower_ext.errors import InvalidValue
 from flower_ext.federation import FederatedStrategy, records
 from flower_ext.privacy import FullParticipation, NonPrivatePlan
 from flower_ext.training import Job, LocalTraining, Task
-from flower_ext.training.job import batches
-from tests.support.jobs import train_many, train_one
+from tests.support.jobs import batches, train_many, train_one
 
 OTHERS = {
     "AdamW": {"weight_decay": 0.1},

@@ -3,6 +3,7 @@
 import math
 from collections import namedtuple
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -20,7 +21,7 @@ from flower_ext.training import (
     evaluate,
     train_groups,
 )
-from flower_ext.training.batched.batchable import why_not_batched
+from flower_ext.training.batched.choice import why_not_stacked
 from flower_ext.training.batched.many import trains_one_by_one
 from flower_ext.training.scoring import evaluate_each
 from tests.support.jobs import SGD, WAYS, one_by_one, problem, same, train_many
@@ -91,9 +92,9 @@ def test_trees_are_grouped_by_form_whatever_the_order_of_their_names():
 
 def test_why_trees_train_apart_is_said():
     data = packed(4)
-    assert why_not_batched(PARTED, [job(as_tuple(data))]) == "features are no single tensor"
+    assert why_not_stacked(PARTED, [job(as_tuple(data))]) == "features are no single tensor"
     aims = replace(data, targets={"label": data.targets})
-    assert why_not_batched(PACKED, [job(aims)]) == "targets are no single tensor"
+    assert why_not_stacked(PACKED, [job(aims)]) == "targets are no single tensor"
 
 
 def test_users_of_a_silo_train_each_on_their_own_rows():
@@ -116,7 +117,8 @@ def test_a_user_whose_tree_raises_moves_no_other_by_a_bit(odd):
         elif wrong:
             users[2] = Examples({"tokens": users[2].features["tokens"]}, users[2].targets)
         jobs = [lambda user=user, own=own: job(own, seed=user) for user, own in enumerate(users)]
-        found = attempt_groups(PARTED, jobs)
+        solve = partial(train_groups, PARTED, batch_invariant=True)
+        found = attempt_groups(solve, jobs)
         return {user: rows for group, rows in found for user in group}
 
     ours, theirs = models(True), models(False)

@@ -6,7 +6,7 @@ from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
 
 from consortium_app.settings import Settings
-from consortium_app.tables import num_users_of
+from consortium_app.tables import num_users_of, table_of
 from consortium_app.task import joint_of, scales_of, task_of
 from flower_ext.algorithms import UldpAvg
 from flower_ext.federation import configured
@@ -20,6 +20,8 @@ app = ServerApp()
 def main(grid: Grid, context: Context) -> None:
     """Release the statistics or train the model that the settings name."""
     settings, task = configured.settings(Settings, context), task_of(context)
+    if settings.dataset != "files":
+        table_of(settings, 0)  # missing data end the run here
     everyone, silos = FullParticipation(num_users_of(settings)), settings.num_silos
     if settings.method == "statistics":
         # One round, and parts of norm 1, whatever the settings of the training.

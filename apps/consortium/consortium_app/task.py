@@ -1,4 +1,4 @@
-"""What the silos do: release statistics of their tables, or train on them."""
+"""The work of the silos: release statistics of their tables, or train on them."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ from flower_ext.algorithms.uldp.weights import (
 )
 from flower_ext.data import Examples
 from flower_ext.data.examples import owned
-from flower_ext.errors import InvalidValue
+from flower_ext.errors import InvalidValue, tellable
 from flower_ext.federation import (
     Arrays,
     ClientMethod,
@@ -67,6 +67,7 @@ from flower_ext.federation.sums.weighted_silo import LostPart, SiloPart
 from flower_ext.privacy import Guarantee, PrivacyPlan
 from flower_ext.privacy.mechanisms.noised_sum import NoisedSum
 from flower_ext.privacy.mechanisms.plan import RoundMechanism
+from flower_ext.privacy.mechanisms.protections import SumOfUnits
 from flower_ext.privacy.mechanisms.run_summary import MethodTraits, RunSummary
 from flower_ext.privacy.theorems.silo_claims import SECURE_SUM, batching_assumption
 from flower_ext.privacy.theorems.uldp import Weighting, check_user_plan, uldp_avg_guarantees
@@ -74,8 +75,6 @@ from flower_ext.training import LocalTraining
 
 log = getLogger("flwr")
 
-CLIPPING_NORM, CELL = "clipping-norm", "cell"
-"""Settings of silos besides `USERS`."""
 SILOS, WEIGHTS = "silos", "weights"
 """A group of the state: `ONE_BY_ONE` by silo, and w_{s,u} if the server knows them."""
 GRADIENT = LocalTraining(steps=1, batch_size=2**31 - 1, learning_rate=1.0)
@@ -85,11 +84,24 @@ GRADIENT = LocalTraining(steps=1, batch_size=2**31 - 1, learning_rate=1.0)
 def users_of_round(
     work: ClientWork,
 ) -> tuple[dict[int, Examples], WeightedTotal | SiloPart | LostPart]:
-    """Return the examples of the silo's users who count in this round, and the total to add to."""
-    num_users, bound = int(work.settings[USERS]), float(work.settings[CLIPPING_NORM])
+    """Return the users of this silo with a weight above 0, and the total that takes their updates.
+
+    Raises
+    ------
+    InvalidValue
+        The server asks for a protection that does not bound single users.
+    """
+    num_users, protection = int(work.settings[USERS]), work.protection
+    if not isinstance(protection, SumOfUnits):
+        raise tellable(
+            InvalidValue(
+                f"the server asks for {type(protection).__name__}: expected a protection of single "
+                "users, whose updates this method clips"
+            )
+        )
     data = owned(work.data, num_users)
-    total = work.weighted_part(num_users, bound) or WeightedTotal(
-        work.received, bound, read_weights(work).tolist(), work.settings.get(CELL)
+    total = work.weighted_part(num_users, protection.clipping_norm) or WeightedTotal(
+        work.received, protection, read_weights(work).tolist()
     )
     users = {user: records for user, records in data.by_user().items() if total.counts(user)}
     return users, total
@@ -163,10 +175,8 @@ class UldpAvg(Method):
         return HiddenUsers(plan.sampling, self.num_silos, oblivious=is_oblivious)
 
     def settings(self, plan: PrivacyPlan) -> Mapping[str, float]:
-        """Return |U|, C and, if sums are secure, the width of a grid cell, for the silos."""
-        sums = _of_users(self.mechanism(plan))
-        numbers = {USERS: sums.sampling.population, CLIPPING_NORM: sums.clipping_norm}
-        return numbers if sums.secure_sum is None else {**numbers, CELL: sums.cell}
+        """Return |U| for the silos."""
+        return {USERS: plan.sampling.population}
 
     def connect(self, connected: Connected, state: State) -> State:
         """Check that all silos can take part, and ask for histograms if the weights need them."""

@@ -8,20 +8,19 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from logging import ERROR, WARNING, getLogger
-from typing import Any, Protocol
+from typing import Protocol
 
-import numpy as np
 import torch
 
 from flower_ext.data import Examples
 from flower_ext.federation import ClientWork, Training
-from flower_ext.privacy.mechanisms.bounds import BoundedSum, sum_clipped_rows
-from flower_ext.privacy.mechanisms.quantization import sum_rows_in_cells
-from flower_ext.training import Job, Params, Task, attempt_groups
-from flower_ext.training.batched.descent import per_model
+from flower_ext.privacy.mechanisms.bounds import BoundedSum
+from flower_ext.privacy.mechanisms.protections import SumOfUnits
+from flower_ext.training import Job, Params, Task, attempt_groups, train_groups
+from flower_ext.training.batched.stack import per_model
 from flower_ext.training.params import flat_rows
 
 log = getLogger("flwr")
@@ -49,27 +48,17 @@ class WeightedTotal:
     ----------
     params : Params
         Names and shapes of an update.
-    clipping_norm : float
+    protection : SumOfUnits
+        Clips each user's update.
     weights : Sequence[float]
         w_{s,u} of every user.
-    cell : float, optional
-        Width of a cell, if each user's part consists of whole numbers of cells.
     """
 
-    def __init__(
-        self,
-        params: Params,
-        clipping_norm: float,
-        weights: Sequence[float],
-        cell: float | None = None,
-    ) -> None:
-        self._norm, self._weights, self._cell, self._count = clipping_norm, weights, cell, 0
-        self._sums: dict[str, Any] = {
-            name: torch.zeros_like(part, dtype=torch.float64)
-            if cell is None
-            else np.zeros(tuple(part.shape), np.int64)
-            for name, part in params.items()
-        }
+    def __init__(self, params: Params, protection: SumOfUnits, weights: Sequence[float]) -> None:
+        self._protection, self._weights = protection, weights
+        nobody = {name: torch.zeros_like(part)[None] for name, part in params.items()}
+        self._empty, self._count = protection.sum_units(nobody, [0.0]), 0
+        self._sums = dict(self._empty.value)
 
     def counts(self, user: int) -> bool:
         """Return True if the user's weight is above zero."""
@@ -77,12 +66,7 @@ class WeightedTotal:
 
     def add(self, users: Sequence[int], rows: Params) -> None:
         """Add one row of ``rows`` for each of ``users``."""
-        weights = [self._weights[user] for user in users]
-        added = (
-            sum_clipped_rows(rows, self._norm, weights)
-            if self._cell is None
-            else sum_rows_in_cells(rows, self._norm, self._cell, weights)
-        )
+        added = self._protection.sum_units(rows, [self._weights[user] for user in users])
         for name, part in added.value.items():
             self._sums[name] += part
         self._count += len(users)
@@ -90,7 +74,7 @@ class WeightedTotal:
     @property
     def value(self) -> BoundedSum:
         """The sum."""
-        return BoundedSum(value=self._sums, bound=self._norm, count=self._count, cell=self._cell)
+        return replace(self._empty, value=self._sums, count=self._count)
 
 
 @dataclass(kw_only=True)
@@ -148,15 +132,16 @@ def users_updates(
     otherwise change the updates of others. If a user's training raises or diverges, the update is
     zero. An error in place of the silo's sum would remove all users of the silo.
     """
+    solve = partial(
+        train_groups, task, trained=trained, memory_limit=memory_limit, batch_invariant=True
+    )
     raised: list[Exception] = []
     everyone = [(silo, user) for silo, job in enumerate(jobs) for user in job.users]
     everyone.sort(key=lambda pair: (-len(jobs[pair[0]].users[pair[1]]), pair[0]))
     for start in range(0, len(everyone), _PREPARED):
         chosen = everyone[start : start + _PREPARED]
         trainings = [partial(jobs[silo].of, user) for silo, user in chosen]
-        for group, rows in attempt_groups(
-            task, trainings, trained=trained, memory_limit=memory_limit
-        ):
+        for group, rows in attempt_groups(solve, trainings):
             if isinstance(rows, Exception):
                 raised.append(rows)
                 silo, user = chosen[group[0]]

@@ -18,8 +18,15 @@ from flower_ext.errors import InvalidValue, tellable
 from flower_ext.federation.sums.weighted_silo import HiddenSum, LostPart, SiloPart
 from flower_ext.privacy import NoiseSource, SecureNoise
 from flower_ext.privacy.mechanisms.bounds import BoundedSum
+from flower_ext.privacy.mechanisms.protections import Protection
 from flower_ext.training import Job, LocalTraining, Params, StepNoise, Task, Term
-from flower_ext.training.side_by_side import Steps, Training, check_yielded
+from flower_ext.training.side_by_side import (
+    Steps,
+    Training,
+    check_yielded,
+    train_invariantly,
+    train_jobs,
+)
 from flower_ext.training.validation import RUNNING_STATISTICS
 
 Contribution = Params | BoundedSum | HiddenSum
@@ -41,6 +48,9 @@ class ClientWork:
     weighted_part : Callable[[int, float], SiloPart | LostPart | None]
         Opens this silo's part of a `weighted_sum`, from the number of users and the clipping norm;
         returns None if the method weighs its users itself.
+    protection : Protection
+        The plan's protection of the upload. A method that bounds units adds them up by its
+        ``sum_units``; the client side applies everything else.
     training : Mapping[str, LocalTraining]
         The phases of training by name.
     round : int
@@ -73,6 +83,7 @@ class ClientWork:
     round: int
     seed: int
     generator: torch.Generator
+    protection: Protection = field(default_factory=Protection)
     settings: Mapping[str, float] = field(default_factory=dict)
     state: Mapping[str, Params] = field(default_factory=dict)
     terms: Sequence[Term] = ()
@@ -109,7 +120,11 @@ class ClientWork:
             noise=self.step_noise.get(phase),
         )
         return Training(
-            task=self.task, job=job, trained=trained, batch_invariant=self.batch_invariant
+            task=self.task,
+            job=job,
+            trained=trained,
+            solve=train_invariantly if self.batch_invariant else train_jobs,
+            returns_params=True,
         )
 
 

@@ -150,7 +150,9 @@ def _noised_sum(
     noised = protection.noised(update.value, noise)
     if cell is not None:
         return noised
-    return {n: torch.as_tensor(v).to(received[n].dtype) for n, v in noised.items()}
+    sent = {name: torch.as_tensor(value) for name, value in noised.items()}
+    # A sum may have an array that no model has, such as the sides of adaptive clipping.
+    return {n: v.to(received[n].dtype) if n in received else v for n, v in sent.items()}
 
 
 def _bound_of(value: object) -> str:
@@ -179,7 +181,8 @@ def _metrics(turn: Turn, result: LocalResult, contribution: Contribution) -> dic
             raise tellable(InvalidValue("diagnostics=True with an encrypted sum: expected False"))
         moved: Mapping[str, Any]
         if isinstance(contribution, BoundedSum):
-            moved = contribution.in_numbers()
+            total = contribution.in_numbers()
+            moved = {name: total[name] for name in turn.work.received}
         elif protection.bounds_models:
             moved = difference(contribution, turn.work.received)
         else:

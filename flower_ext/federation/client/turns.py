@@ -133,6 +133,7 @@ class ServedMethod:
                 ClientVault(context, method.name),
                 request.round,
             ),
+            protection=request.protection,
             training=request.training,
             round=request.round,
             seed=request.seed,

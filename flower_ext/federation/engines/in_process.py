@@ -57,7 +57,6 @@ class InProcessGrid(Grid):
         self._app = client_app
         self._ids = count(1)
         self._replies: dict[str, Message] = {}
-        self._coming: Iterator[tuple[str, Message]] = iter(())
         self.set_run(private.empty_run(run_id=1))
         # Node ids start above the server's id.
         self.contexts = {
@@ -106,13 +105,10 @@ class InProcessGrid(Grid):
 
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
         """Run the clients, and return message ids; replies wait for `pull_messages`."""
-        messages, ids = list(messages), []
-        for message in messages:
-            ids.append(str(next(self._ids)))
-            private.set_message_id(message, ids[-1])
-        self._replies.update(self._coming)
-        self._coming = iter(())  # drop the old zip, which holds its last reply in memory
-        self._coming = zip(ids, self.workers.ask(messages), strict=True)
+        messages = list(messages)
+        replies = self._replies_to(messages)
+        ids = [message.metadata.message_id for message in messages]
+        self._replies.update(zip(ids, replies, strict=True))
         return ids
 
     def pull_messages(  # type: ignore[override, unused-ignore] # Flower since 1.43
@@ -121,16 +117,10 @@ class InProcessGrid(Grid):
         *,
         message_ids: Iterable[str] | None = None,
     ) -> Iterable[Message]:
-        """Yield the replies to these messages, or to all messages, each reply only once."""
+        """Return the replies to these messages, or to all messages, each reply only once."""
         wanted = message_ids if reply_to_message_ids is None else reply_to_message_ids
-        if wanted is None:
-            self._replies.update(self._coming)
-            wanted = [*self._replies]
-        for message_id in wanted:
-            while message_id not in self._replies and (come := next(self._coming, None)):
-                self._replies[come[0]] = come[1]
-            if message_id in self._replies:
-                yield self._replies.pop(message_id)
+        wanted = [*self._replies] if wanted is None else wanted
+        return [self._replies.pop(name) for name in wanted if name in self._replies]
 
     def send_and_receive(
         self, messages: Iterable[Message], *, timeout: float | None = None
@@ -144,8 +134,14 @@ class InProcessGrid(Grid):
         limit = self._memory_limit * self.workers.count
         most = replies_in_memory(messages[0], limit) if messages else 1
         parts = (messages[start : start + most] for start in range(0, len(messages), most))
-        replies = (iter(self.pull_messages(self.push_messages(part))) for part in parts)
+        replies = map(self._replies_to, parts)
         return chain(next(replies, ()), chain.from_iterable(replies))
+
+    def _replies_to(self, messages: Sequence[Message]) -> Iterator[Message]:
+        """Number messages, as Flower's server does, and run their clients."""
+        for message in messages:
+            private.set_message_id(message, str(next(self._ids)))
+        return self.workers.ask(messages)
 
     def _answer_here(self, messages: Sequence[Message]) -> list[Message]:
         contexts = [self.contexts[message.metadata.dst_node_id] for message in messages]

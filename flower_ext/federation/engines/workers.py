@@ -20,6 +20,7 @@ import signal
 import tempfile
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from typing import Any
@@ -67,8 +68,7 @@ class Workers:
             node: number * count // len(contexts) for number, node in enumerate(contexts)
         }
         self._homes: dict[int, int] = {}  # process of each client with a state
-        self._others: list[tuple[BaseProcess, _Channel]] = []
-        self._open: dict[int, Sequence[Message]] = {}  # to answer yet, by process
+        self._others: list[_Worker] = []
         self._threads = torch.get_num_threads()  # of this process, before and afterwards
 
     def ask(self, messages: Sequence[Message]) -> Iterator[Message]:
@@ -86,42 +86,32 @@ class Workers:
             return iter(self._answer(messages))
         if not self._others:
             self._fork()
-        self._settle()
-        shares = self._divided(messages)
-        home = {id(each): number for number, share in enumerate(shares) for each in share}
-        for number in range(1, self.count):
-            if shares[number]:
-                self._send(number, shares[number])
-                self._open[number] = shares[number]
-        replies_here = self._answer(shares[0])
-        replies = {
-            id(message): reply for message, reply in zip(shares[0], replies_here, strict=True)
-        }
-        self._homes |= dict.fromkeys(self._with_state(shares[0]), 0)
-        return self._in_order(messages, home, replies)
+        for worker in self._others:
+            self._replies_of(worker)  # to earlier messages: nobody waited for them
+        first, *shares = self._divided(messages)
+        for worker, share in zip(self._others, shares, strict=True):
+            worker.ask(share)
+        replies = {id(m): reply for m, reply in zip(first, self._answer(first), strict=True)}
+        self._homes |= dict.fromkeys(self._with_state(first), 0)
+        return self._in_order(messages, replies)
 
     def _in_order(
-        self, messages: Sequence[Message], home: Mapping[int, int], replies: dict[int, Message]
+        self, messages: Sequence[Message], replies: dict[int, Message]
     ) -> Iterator[Message]:
+        workers = iter(self._others)
         for message in messages:
-            if id(message) not in replies:
-                replies |= self._replies_of(home[id(message)])
+            while id(message) not in replies:
+                replies |= self._replies_of(next(workers))
             yield replies.pop(id(message))
 
-    def _replies_of(self, number: int) -> dict[int, Message]:
+    def _replies_of(self, worker: _Worker) -> dict[int, Message]:
         """Return another process's replies to its last messages, by ``id`` of the message."""
-        messages = self._open.pop(number)
-        answers, stateful = self._receive(number)
-        self._homes |= dict.fromkeys(stateful, number)
-        return {
-            id(message): _reply(message, answer)
-            for message, answer in zip(messages, answers, strict=True)
-        }
-
-    def _settle(self) -> None:
-        """Receive replies for which nobody waited, and drop them."""
-        for number in [*self._open]:
-            self._replies_of(number)
+        messages, worker.unanswered = worker.unanswered, ()
+        if not messages:
+            return {}
+        answers, stateful = worker.receive()
+        self._homes |= dict.fromkeys(stateful, worker.number)
+        return {id(m): _reply(m, answer) for m, answer in zip(messages, answers, strict=True)}
 
     def _divided(self, messages: Sequence[Message]) -> list[list[Message]]:
         """Divide messages among the processes, with about as much work for each.
@@ -151,24 +141,23 @@ class Workers:
 
     def gather(self) -> None:
         """End the other processes and take over the states of their clients."""
-        self._settle()
-        for number, (process, _) in enumerate(self._others, start=1):
-            self._send(number, None)
-            for node, state in self._receive(number).items():
+        for worker in self._others:
+            self._replies_of(worker)
+            worker.send(None)
+            for node, state in worker.receive().items():
                 self._contexts[node].state = state
-            process.join()
+            worker.process.join()
         self.abandon()
 
     def abandon(self) -> None:
         """End the remaining other processes at once."""
-        for process, channel in self._others:
-            channel.close()
-            process.terminate()
-            process.join()
+        for worker in self._others:
+            worker.channel.close()
+            worker.process.terminate()
+            worker.process.join()
         if self._others:
             torch.set_num_threads(self._threads)
         self._others.clear()
-        self._open.clear()
 
     def _fork(self) -> None:
         if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
@@ -182,16 +171,14 @@ class Workers:
             our_end, their_end = context.Pipe()
             memory = _file()
             ours, theirs = _Channel(our_end, memory), _Channel(their_end, memory)
+            name = f"worker-{number} of {self.count}"
             process = context.Process(
-                target=self._serve,
-                args=(theirs, ours),
-                name=f"worker-{number}",
-                daemon=True,
+                target=self._serve, args=(theirs, ours), name=name, daemon=True
             )
             process.start()
             their_end.close()
-            self._others.append((process, ours))
-        if not all(self._receive(number) for number in range(1, self.count)):
+            self._others.append(_Worker(number, process, ours))
+        if not all(worker.receive() for worker in self._others):
             self.abandon()
             raise RuntimeError(
                 f"workers={self.count}: expected 1, because this process has trained before and "
@@ -204,7 +191,7 @@ class Workers:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # the server's process ends the others
         signal.signal(signal.SIGTERM, signal.SIG_DFL)  # by SIGTERM
         torch.seed()  # so that processes draw different numbers
-        for other in (other_end, *(earlier for _, earlier in self._others)):
+        for other in (other_end, *(earlier.channel for earlier in self._others)):
             other.connection.close()  # else this process would never see the server's end close
         channel.share(_has_gradients())
         nodes: set[int] = set()
@@ -221,25 +208,42 @@ class Workers:
             channel.share((answers, stateful))
         channel.share({node: self._contexts[node].state for node in nodes})
 
-    def _send(self, number: int, asked: object) -> None:
+
+@dataclass
+class _Worker:
+    """A worker process as the server's process sees it, and its messages without a reply."""
+
+    number: int
+    process: BaseProcess
+    channel: _Channel
+    unanswered: Sequence[Message] = ()
+
+    def ask(self, messages: Sequence[Message]) -> None:
+        """Send messages, if there are any."""
+        if messages:
+            self.send(messages)
+            self.unanswered = messages
+
+    def send(self, content: object) -> None:
+        """Send an object; raise `WorkerLost` if the process has ended."""
         try:
-            self._others[number - 1][1].connection.send_bytes(pickle.dumps(asked, protocol=5))
+            self.channel.connection.send_bytes(pickle.dumps(content, protocol=5))
         except OSError as error:
-            raise self._lost(number) from error
+            raise self._lost() from error
 
-    def _receive(self, number: int) -> Any:
+    def receive(self) -> Any:
+        """Return the next object that the process shares; raise `WorkerLost` if it has ended."""
         try:
-            return self._others[number - 1][1].shared()
+            return self.channel.shared()
         except (EOFError, OSError) as error:
-            raise self._lost(number) from error
+            raise self._lost() from error
 
-    def _lost(self, number: int) -> WorkerLost:
-        process = self._others[number - 1][0]
-        process.join(timeout=5)
+    def _lost(self) -> WorkerLost:
+        self.process.join(timeout=5)
         return WorkerLost(
-            f"{process.name} of {self.count} has ended (exit code {process.exitcode}), and the "
-            "state of its clients is lost: see its error above; after exit code -9, take fewer "
-            "workers, because the system may have run out of memory"
+            f"{self.process.name} has ended (exit code {self.process.exitcode}), and the state of "
+            "its clients is lost: see its error above; after exit code -9, take fewer workers, "
+            "because the system may have run out of memory"
         )
 
 

@@ -1,4 +1,4 @@
-"""The folder, named by a client's owner, for memory and keys that outlive the process.
+"""A folder for secrets and memory that outlive the process, of a client or of a run's server.
 
 ====================  =====================================================
 node config           meaning
@@ -96,14 +96,14 @@ class StateFolder:
         if self.key is None:
             if sealed:
                 raise Damaged(
-                    f"{file} is encrypted: name the file with its key as state-key-file in the "
-                    "node config"
+                    f"{file} is encrypted: name the file with its key as state-key-file, a node's "
+                    "in its node config"
                 )
             return content
         if not sealed:
             raise Damaged(
-                f"{file} is not encrypted: expected an encrypted file, because the node config "
-                "names a state-key-file"
+                f"{file} is not encrypted: expected an encrypted file, because a state-key-file is "
+                "named"
             )
         start = len(_SEALED) + _NONCE_BYTES
         try:
@@ -112,8 +112,8 @@ class StateFolder:
             )
         except InvalidTag:
             raise Damaged(
-                f"{file} was altered, moved, or encrypted with another key than that of the node "
-                "config's state-key-file"
+                f"{file} was altered, moved, or encrypted with another key than that of the "
+                "state-key-file"
             ) from None
 
     @contextmanager

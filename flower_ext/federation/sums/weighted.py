@@ -120,6 +120,11 @@ class WeightedSum(Summation):
                 "noise_placement=SecureSum(…) of the plan: expected 'client', because a weighted "
                 "sum is a secure sum itself"
             )
+        if mechanism.state:
+            raise InvalidValue(
+                "clipping_norm=AdaptiveClipping(…) with sum=weighted_sum(…): expected a number, "
+                "because the silos' keys are set up for updates of one norm"
+            )
         super().__init__(mechanism)
         self.protocol = protocol
         self.secure_sum, self.hidden_draw = protocol.secure_sum, protocol.hidden_draw

@@ -22,7 +22,7 @@ from flower_ext.privacy.accounting.events import PrivacyLoss, Release
 from flower_ext.privacy.accounting.gaussian import without_amplification
 from flower_ext.privacy.accounting.pld import pld_loss
 from flower_ext.privacy.accounting.renyi import renyi_loss, without_replacement_loss
-from flower_ext.privacy.accounting.sampling import PoissonSampling
+from flower_ext.privacy.accounting.sampling import FixedSizeSampling, PoissonSampling
 from flower_ext.privacy.units import NeighboringRelation
 
 Accountant = Literal["pld", "rdp"]
@@ -113,9 +113,9 @@ def _chance_drawn(counts: Iterable[tuple[Release, int]]) -> float:
     """Return the probability that a unit is ever drawn, rounded up; 1 if draws are not secret."""
     never = 0.0
     for release, count in counts:
-        secret = (
-            isinstance(release.sampling, PoissonSampling)
-            or release.relation is NeighboringRelation.REPLACE_ONE
+        fixed = isinstance(release.sampling, FixedSizeSampling)
+        secret = isinstance(release.sampling, PoissonSampling) or (
+            fixed and release.relation is NeighboringRelation.REPLACE_ONE
         )
         rate = release.sampling.sampling_rate
         if rate == 1 or not secret:

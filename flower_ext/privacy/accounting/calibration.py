@@ -13,7 +13,12 @@ from flower_ext.checks import require_at_least_one, require_positive
 from flower_ext.errors import InvalidValue
 from flower_ext.privacy.accounting.accountant import privacy_loss_of
 from flower_ext.privacy.accounting.events import Release
-from flower_ext.privacy.accounting.sampling import FixedSizeSampling, PoissonSampling, Sampling
+from flower_ext.privacy.accounting.sampling import (
+    FixedSizeSampling,
+    PoissonSampling,
+    Sampling,
+    SpacedSampling,
+)
 from flower_ext.privacy.units import NeighboringRelation
 
 MAX_NOISE_MULTIPLIER = 1e6
@@ -29,7 +34,12 @@ class TargetOutOfReach(InvalidValue):
 
 
 def default_relation(sampling: Sampling) -> NeighboringRelation:
-    """Return the relation for which amplification by this sampling is proved."""
+    """Return the relation for which amplification by this sampling is proved.
+
+    Spaced sampling amplifies nothing, and its cohorts are visible.
+    """
+    if isinstance(sampling, SpacedSampling):
+        return NeighboringRelation.REPLACE_SPECIAL
     fixed = isinstance(sampling, FixedSizeSampling)
     return NeighboringRelation.REPLACE_ONE if fixed else NeighboringRelation.ADD_OR_REMOVE_ONE
 

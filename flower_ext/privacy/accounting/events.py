@@ -16,6 +16,10 @@ fixed size                 replace-special          Gaussian composition, no amp
 fixed size                 add-or-remove-one        refused: an added unit takes another's place,
                                                     which moves the sum by 2C
 everyone                   any                      Gaussian composition
+spaced                     add-or-remove-one        refused: an added unit delays others' turns,
+                                                    which moves many of them
+spaced                     any other                Gaussian composition of the rounds' parts of
+                                                    one Gaussian (see `correlated_noise`)
 =========================  =======================  ====================================
 """
 
@@ -31,6 +35,7 @@ from flower_ext.privacy.accounting.sampling import (
     FixedSizeSampling,
     PoissonSampling,
     Sampling,
+    SpacedSampling,
     sampling_from_dict,
     sampling_to_dict,
 )
@@ -89,6 +94,12 @@ class Release:
                 f"relation={self.relation.value!r} with fixed-size sampling: an added unit takes "
                 "another's place, which moves a sum by 2C; expected 'replace-one', or Poisson "
                 "sampling"
+            )
+        spaced = isinstance(self.sampling, SpacedSampling)
+        if spaced and self.relation is NeighboringRelation.ADD_OR_REMOVE_ONE:
+            raise InvalidValue(
+                f"relation={self.relation.value!r} with spaced sampling: an added unit delays the "
+                "turns of all others; expected 'replace-special' or 'replace-one'"
             )
 
     @property

@@ -26,6 +26,9 @@ class Participations:
         """Number of noised sums that answered each kind of query beside the rounds."""
         self.uploads: Counter[int] = Counter()
         """Number of uploads that each unit was asked for."""
+        self.newest: dict[int, int] = {}
+        """Number of the last round in which each unit took part; units that never did are left
+        out."""
         self._in_sums: defaultdict[int, float] = defaultdict(float)
         self._in_uploads: defaultdict[int, float] = defaultdict(float)
 
@@ -52,6 +55,7 @@ class Participations:
             )
         self.rounds += 1
         self.uploads.update(cohort)
+        self.newest.update(dict.fromkeys(cohort, self.rounds))
         for unit in cohort:
             # Each share has 1/asked of the noise's variance, so seeing one counts asked times.
             self._in_uploads[unit] += asked
@@ -78,7 +82,7 @@ class Participations:
         return max(self._in_uploads.values(), default=0.0)
 
     def level(self, units: Iterable[int]) -> None:
-        """Give each of ``units`` the largest count and the largest weights of any unit.
+        """Give each of ``units`` the largest count, weights and last round of any unit.
 
         Use it if the server no longer knows which counts belong to which unit.
         """
@@ -86,6 +90,8 @@ class Participations:
         most = max(self.uploads.values(), default=0)
         in_sums, in_uploads = self.in_sums, self.in_uploads
         self.uploads = Counter(dict.fromkeys(units, most))
+        if self.newest:
+            self.newest = dict.fromkeys(units, max(self.newest.values()))
         self._in_sums = defaultdict(float, dict.fromkeys(units, in_sums))
         self._in_uploads = defaultdict(float, dict.fromkeys(units, in_uploads))
 
@@ -94,6 +100,7 @@ class Participations:
         return {
             "rounds": self.rounds,
             "answers": dict(self.answers),
+            "newest": [*self.newest.items()],
             "units": [
                 [unit, self.uploads[unit], self._in_sums.get(unit), self._in_uploads[unit]]
                 for unit in sorted({*self.uploads, *self._in_uploads})
@@ -106,6 +113,7 @@ class Participations:
         participations = cls()
         participations.rounds = fields["rounds"]
         participations.answers = Counter(fields["answers"])
+        participations.newest = dict(fields["newest"])
         for unit, count, in_sums, in_uploads in fields["units"]:
             participations.uploads[unit] = count
             participations._in_uploads[unit] = in_uploads

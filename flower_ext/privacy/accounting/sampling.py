@@ -11,6 +11,7 @@ import numpy as np
 
 from flower_ext.checks import is_integer, require_at_least_one, require_rate
 from flower_ext.errors import InvalidValue
+from flower_ext.privacy.accounting.participations import Participations
 
 
 @dataclass(frozen=True)
@@ -37,8 +38,8 @@ class PoissonSampling:
         """The public constant by which a round's sum is divided."""
         return self.population * self.rate
 
-    def draw(self, rng: np.random.Generator) -> list[int]:
-        """Draw a cohort; return its indices in ascending order."""
+    def draw(self, rng: np.random.Generator, so_far: Participations | None = None) -> list[int]:
+        """Draw a cohort; return its indices in ascending order. ``so_far`` is not used."""
         # One number for every unit, so that a unit's draw does not depend on the others'.
         return np.flatnonzero(rng.random(self.population) < self.rate).tolist()
 
@@ -71,8 +72,8 @@ class FixedSizeSampling:
         """The public constant by which a round's sum is divided."""
         return float(self.size)
 
-    def draw(self, rng: np.random.Generator) -> list[int]:
-        """Draw a cohort; return its indices in ascending order."""
+    def draw(self, rng: np.random.Generator, so_far: Participations | None = None) -> list[int]:
+        """Draw a cohort; return its indices in ascending order. ``so_far`` is not used."""
         return sorted(rng.choice(self.population, self.size, replace=False).tolist())
 
     def describe(self) -> str:
@@ -96,8 +97,8 @@ class FullParticipation:
         """The public constant by which a round's sum is divided."""
         return float(self.population)
 
-    def draw(self, rng: np.random.Generator) -> list[int]:
-        """Return all indices in ascending order; ``rng`` is not used."""
+    def draw(self, rng: np.random.Generator, so_far: Participations | None = None) -> list[int]:
+        """Return all indices in ascending order; the arguments are not used."""
         return list(range(self.population))
 
     def describe(self) -> str:
@@ -105,12 +106,79 @@ class FullParticipation:
         return f"all {self.population} in every round"
 
 
-Sampling = PoissonSampling | FixedSizeSampling | FullParticipation
+@dataclass(frozen=True)
+class SpacedSampling:
+    """Take units in turn, each a limited number of times and a number of rounds apart.
+
+    Whoever has waited longest comes first, and units that never took part come in the order of
+    their indices. Nothing about a cohort is random or secret, so sampling amplifies nothing. A unit
+    that is asked and does not answer has used its turn.
+
+    Parameters
+    ----------
+    population : int
+    size : int
+        Number of units in a cohort, and the public constant by which a round's sum is divided. A
+        round has fewer units if fewer may take part.
+    rounds_apart : int
+        b: a unit that takes part in round t may take part again from round t + b on.
+    participations : int
+        k: the most rounds in which one unit takes part.
+    """
+
+    population: int
+    size: int
+    rounds_apart: int
+    participations: int
+
+    def __post_init__(self) -> None:
+        for name in ("population", "size", "rounds_apart", "participations"):
+            require_at_least_one(name, getattr(self, name))
+        if self.size * self.rounds_apart > self.population:
+            raise InvalidValue(
+                f"rounds_apart={self.rounds_apart!r} with size={self.size} of "
+                f"population={self.population}: expected at most {self.population // self.size}, "
+                "because otherwise too few units have waited long enough for a whole cohort"
+            )
+
+    @property
+    def sampling_rate(self) -> float:
+        """The fraction of the units that take part in a round."""
+        return self.size / self.population
+
+    @property
+    def expected_cohort_size(self) -> float:
+        """The public constant by which a round's sum is divided."""
+        return float(self.size)
+
+    def draw(self, rng: np.random.Generator, so_far: Participations | None = None) -> list[int]:
+        """Return the indices of the next cohort in ascending order; ``rng`` is not used."""
+        so_far = so_far or Participations()
+        newest = so_far.newest
+        latest = so_far.rounds + 1 - self.rounds_apart
+        waiting = [
+            unit
+            for unit in range(self.population)
+            if so_far.uploads[unit] < self.participations and newest.get(unit, latest) <= latest
+        ]
+        waiting.sort(key=lambda unit: newest.get(unit, 0))
+        return sorted(waiting[: self.size])
+
+    def describe(self) -> str:
+        """Describe the sampler in words."""
+        return (
+            f"{self.size} of {self.population} in turn, each at most {self.participations} times "
+            f"and {self.rounds_apart} rounds apart"
+        )
+
+
+Sampling = PoissonSampling | FixedSizeSampling | FullParticipation | SpacedSampling
 
 _KINDS: dict[str, type[Sampling]] = {
     "poisson": PoissonSampling,
     "fixed-size": FixedSizeSampling,
     "everyone": FullParticipation,
+    "spaced": SpacedSampling,
 }
 
 

@@ -29,6 +29,12 @@ them. If they had the side ½, zeroing out a longer update would move the sum by
 than C'. The whole vector of such a client is zero.
 
 C is a function of earlier releases and public numbers, so all rounds compose adaptively.
+
+A user in several silos (Uldp-FL) contributes Σ_s w_s (clip(Δ_s, C), κ·side_s), where Δ_s is the
+update on the user's records in silo s. Each silo compares the norm of its own Δ_s, before the
+weight, and clips the vector to C'. Since Σ_s w_s <= 1, the contribution of all silos is at most C'
+long, so the sensitivity is that of one vector. A user without records in a silo contributes nothing
+there, like a zero update. So C follows the quantile over all users' parts, counted by weight.
 """
 
 from __future__ import annotations
@@ -42,8 +48,9 @@ import numpy as np
 
 from flower_ext.checks import require_below_one, require_positive
 from flower_ext.errors import InvalidValue
-from flower_ext.privacy.mechanisms.bounds import ClippedSum, clip
-from flower_ext.privacy.mechanisms.updates import Update, l2_norm
+from flower_ext.privacy.mechanisms.bounds import ClippedSum, clip, clip_each_row
+from flower_ext.privacy.mechanisms.quantization import squared_norms_of_rows
+from flower_ext.privacy.mechanisms.updates import Update, as_float64, l2_norm
 
 SIDE = "adaptive-clipping-side"
 """Name of the array that holds κ·side in an upload, in a sum and in a mean."""
@@ -154,6 +161,27 @@ def with_side(update: Update, update_norm: float, weight: float) -> dict[str, An
     namespace = api.array_namespace(like)
     part = namespace.asarray([weight * side], dtype=namespace.float64, device=api.device(like))
     return {**clip(update, update_norm).value, SIDE: part}
+
+
+def rows_with_sides(rows: Update, update_norm: float, weight: float) -> dict[str, Any]:
+    """Return `with_side` of every row of arrays of shape (units, …), in float64.
+
+    Guarantees
+    ----------
+    No bit of a row's side depends on other rows.
+
+    Raises
+    ------
+    NonFiniteUpdate, TypeError, ValueError
+        As `clip_each_row`.
+    """
+    clipped = clip_each_row(rows, update_norm)
+    namespace, count = api.array_namespace(*rows.values()), len(next(iter(rows.values())))
+    flat = [namespace.reshape(as_float64(array), (count, -1)) for array in rows.values()]
+    with np.errstate(over="ignore"):
+        norms = namespace.sqrt(squared_norms_of_rows(namespace.concat(flat, axis=1)))
+    sides = namespace.where(norms <= update_norm, weight / 2, -weight / 2)
+    return {**clipped, SIDE: namespace.where(norms > 0, sides, 0.0)[:, None]}
 
 
 def with_room_for_side(like: Update) -> dict[str, Any]:

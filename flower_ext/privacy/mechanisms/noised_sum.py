@@ -163,6 +163,11 @@ class NoisedSum(ReleaseTerms, RoundMechanism):
         )
 
     @property
+    def assumptions(self) -> tuple[str, ...]:
+        """Assumptions of all provable guarantees on the mechanism itself."""
+        return ()
+
+    @property
     def release(self) -> Release:
         """One round's release, for the accountant and the ledger."""
         assert self.relation is not None

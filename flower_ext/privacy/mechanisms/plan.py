@@ -14,6 +14,7 @@ from flower_ext.privacy.accounting.events import Release
 from flower_ext.privacy.accounting.participations import Participations
 from flower_ext.privacy.accounting.sampling import Sampling
 from flower_ext.privacy.guarantee import Guarantee
+from flower_ext.privacy.mechanisms.correlated_noise import StrategyMatrix
 from flower_ext.privacy.mechanisms.noise import NoiseSource
 from flower_ext.privacy.mechanisms.protections import Protection
 from flower_ext.privacy.mechanisms.run_summary import MethodTraits, RunSummary
@@ -113,6 +114,19 @@ class RoundMechanism(ABC):
         only, and cohorts must stay secret.
         """
         return None
+
+    def release_in(self, number: int) -> Release | None:
+        """Return the release of the training round ``number``; by default all are alike."""
+        return self.release
+
+    @property
+    def strategy_matrix(self) -> StrategyMatrix | None:
+        """The matrix by which the server correlates its noise over rounds; None if it does not."""
+        return None
+
+    def with_strategy(self, matrix: StrategyMatrix) -> RoundMechanism:
+        """Return the mechanism with the matrix with which a run began."""
+        raise NotImplementedError(f"{type(self).__name__} has no strategy matrix")
 
     @property
     def mean_noise_stddev(self) -> float:

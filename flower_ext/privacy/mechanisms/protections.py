@@ -7,16 +7,17 @@ writes the parameters into messages. The local training applies what acts during
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import numpy as np
 
 from flower_ext.checks import require_positive
-from flower_ext.privacy.mechanisms.adaptive_clipping import with_side
-from flower_ext.privacy.mechanisms.bounds import clip
+from flower_ext.privacy.mechanisms.adaptive_clipping import rows_with_sides, with_side
+from flower_ext.privacy.mechanisms.bounds import BoundedSum, clip, sum_clipped_rows
 from flower_ext.privacy.mechanisms.noise import NoiseSource, largest_noised_norm
-from flower_ext.privacy.mechanisms.quantization import Cells, in_cells
+from flower_ext.privacy.mechanisms.quantization import Cells, in_cells, sum_rows_in_cells
 from flower_ext.privacy.mechanisms.updates import Update, check_arrays, in_float64, in_precision_of
 
 
@@ -148,9 +149,23 @@ class ClipWithSide(ClipUpdate):
 
 @dataclass(frozen=True, kw_only=True)
 class ClipUnits(ClipUpdate):
-    """Add noise to a sum over units, each clipped by the method; otherwise as `ClipUpdate`."""
+    """Add noise to a sum over units, each clipped by `sum_units`; otherwise as `ClipUpdate`.
+
+    Parameters
+    ----------
+    update_norm, side_weight : float, optional
+        As for `ClipWithSide`, if the norm adapts.
+    **options
+        Fields of `ClipUpdate`.
+    """
 
     takes_models = False
+    update_norm: float | None = None
+    side_weight: float | None = None
+
+    def sum_units(self, rows: Update, weights: Sequence[float]) -> BoundedSum:
+        """Return the weighted sum of units' updates, each clipped (see `sum_clipped_rows`)."""
+        return sum_clipped_rows(_sided(rows, self), self.clipping_norm, weights)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -193,9 +208,32 @@ class ClipWithSideToCells(ClipToCells):
 
 @dataclass(frozen=True, kw_only=True)
 class ClipUnitsToCells(ClipToCells):
-    """Add discrete Gaussian noise to a sum over units, each clipped and rounded by the method."""
+    """Add discrete Gaussian noise to a sum over units, each clipped and rounded to cells.
+
+    Parameters
+    ----------
+    update_norm, side_weight : float, optional
+        As for `ClipUnits`.
+    **options
+        Fields of `ClipToCells`.
+    """
 
     takes_models = False
+    update_norm: float | None = None
+    side_weight: float | None = None
+
+    def sum_units(self, rows: Update, weights: Sequence[float]) -> BoundedSum:
+        """Return the weighted sum of units' updates in cells (see `sum_rows_in_cells`)."""
+        return sum_rows_in_cells(_sided(rows, self), self.clipping_norm, self.cell, weights)
+
+
+SumOfUnits = ClipUnits | ClipUnitsToCells
+"""Protections of a sum over units."""
+
+
+def _sided(rows: Update, protection: SumOfUnits) -> Update:
+    norm, weight = protection.update_norm, protection.side_weight
+    return rows if norm is None or weight is None else rows_with_sides(rows, norm, weight)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -185,7 +185,7 @@ def _rows_in_cells(exact: Any, clipping_norm: float, cell: float, shares: np.nda
     # Scale by a power of two, which is exact, so that squares neither overflow nor vanish.
     scale = np.ldexp(1.0, np.frexp(np.where(largest > 0, largest, 1.0))[1] - 1)
     exact /= column(scale)
-    norms = np.sqrt(_plain(_squared_norms(exact)))
+    norms = np.sqrt(_plain(squared_norms_of_rows(exact)))
     # The weight counts before rounding: a weighed whole number would be no whole number.
     limits = shares * (clipping_norm / cell) * _MARGIN
     with np.errstate(over="ignore", divide="ignore", invalid="ignore"):
@@ -205,8 +205,11 @@ def _rows_in_cells(exact: Any, clipping_norm: float, cell: float, shares: np.nda
     return whole
 
 
-def _squared_norms(rows: Any) -> Any:
-    """Return each row's sum of squares, added in an order that depends on the columns only."""
+def squared_norms_of_rows(rows: Any) -> Any:
+    """Return the sum of squares of each row of numbers, which are overwritten.
+
+    The order of the additions depends on the columns only, so no bit depends on other rows.
+    """
     squares = rows * rows
     while (width := squares.shape[1]) > 1:
         half = (width + 1) // 2

@@ -8,13 +8,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
+import numpy as np
+
 from flower_ext.checks import require_positive
 from flower_ext.errors import InvalidValue
 from flower_ext.privacy.accounting.accountant import privacy_loss_of
 from flower_ext.privacy.accounting.calibration import calibrate_noise_multiplier
-from flower_ext.privacy.accounting.events import Release
+from flower_ext.privacy.accounting.events import MOST_NOISE, Release
 from flower_ext.privacy.accounting.participations import Participations
-from flower_ext.privacy.accounting.sampling import Sampling
+from flower_ext.privacy.accounting.sampling import Sampling, SpacedSampling
 from flower_ext.privacy.guarantee import Guarantee
 from flower_ext.privacy.mechanisms.adaptive_clipping import (
     SIDE,
@@ -22,6 +24,7 @@ from flower_ext.privacy.mechanisms.adaptive_clipping import (
     SidedSum,
     with_room_for_side,
 )
+from flower_ext.privacy.mechanisms.correlated_noise import CorrelatedNoise, StrategyMatrix
 from flower_ext.privacy.mechanisms.noised_sum import NoisedSum, ReleaseTerms
 from flower_ext.privacy.mechanisms.plan import Aggregate, PrivacyPlan
 from flower_ext.privacy.mechanisms.protections import (
@@ -33,11 +36,13 @@ from flower_ext.privacy.mechanisms.protections import (
     ClipWithSideToCells,
     ProtectedByServer,
     Protection,
+    SumOfUnits,
 )
 from flower_ext.privacy.mechanisms.run_summary import MethodTraits, RunSummary
 from flower_ext.privacy.mechanisms.updates import RunningSum, Update
 from flower_ext.privacy.mechanisms.vector_query import VectorQuery
 from flower_ext.privacy.theorems.client_level import client_level_guarantees
+from flower_ext.privacy.units import AdversaryView
 
 _OF_CLIENTS = MethodTraits(name="a method of clients")
 
@@ -73,6 +78,10 @@ class ReleasePlan(ReleaseTerms, PrivacyPlan):
         client adds a share of discrete Gaussian noise. The shares of the least number of answers
         together carry the whole noise; a round with fewer answers is discarded. If units are
         clients, a `SecureSum` needs cohorts of a fixed size.
+    correlation : CorrelatedNoise, optional
+        Correlates the server's noise over rounds. It needs ``noise_placement="server"``, a fixed
+        ``clipping_norm`` and a `SpacedSampling`. Under such a sampling, ``noise_multiplier`` is
+        that of all rounds together, however many there are, with correlation or without.
     queries : tuple of VectorQuery
         Further releases of a run, counted in the same ε: `SecureScores` for the scores of
         evaluations, or queries of your own. Each is a secure sum over all clients. Without a query
@@ -92,6 +101,31 @@ class ReleasePlan(ReleaseTerms, PrivacyPlan):
     >>> round(plan.noise_multiplier, 1)
     3.3
     """
+
+    correlation: CorrelatedNoise | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not isinstance(self.sampling, SpacedSampling):
+            if self.correlation is not None:
+                raise InvalidValue(
+                    f"correlation={self.correlation!r} with {self.sampling.describe()}: expected "
+                    "SpacedSampling, because the bound on ε needs participations that are limited "
+                    "and apart, and sampling amplifies independent noise only"
+                )
+            return
+        if not self.noised_by_server:
+            raise InvalidValue(
+                f"noise_placement={self.noise_placement!r} with spaced sampling: expected "
+                "'server', because a client that drops out takes its part of the noise along, and "
+                "the noise of later rounds then takes back what is not there"
+            )
+        if isinstance(self.clipping_norm, AdaptiveClipping):
+            raise InvalidValue(
+                f"clipping_norm={self.clipping_norm!r} with spaced sampling: expected a number, "
+                "because noise that follows the norm of each round does not fit that of earlier "
+                "rounds"
+            )
 
     @classmethod
     def for_target(
@@ -130,7 +164,8 @@ class ReleasePlan(ReleaseTerms, PrivacyPlan):
             epsilon=epsilon,
             delta=delta,
             sampling=sampling,
-            rounds=rounds,
+            # Under spaced sampling, all rounds are one Gaussian mechanism.
+            rounds=1 if isinstance(sampling, SpacedSampling) else rounds,
             relation=options.get("relation"),
         )
         return cls(noise_multiplier=multiplier, **terms)
@@ -145,6 +180,7 @@ class ReleasePlan(ReleaseTerms, PrivacyPlan):
                 f"{self.sampling.describe()} · clipping norm {clipped}, noise "
                 f"multiplier {self.noise_multiplier:.4g} added by the {by}",
                 *([] if sums is None else [sums.describe()]),
+                *([] if self.correlation is None else [self.correlation.describe()]),
                 *(query.describe() for query in self.queries),
             ]
         )
@@ -168,14 +204,40 @@ class ReleasePlan(ReleaseTerms, PrivacyPlan):
                 "RecordLevelPlan for record-level privacy"
             )
         terms = {**vars(self)}
+        correlation = terms.pop("correlation")
+        if isinstance(sampling := self.sampling, SpacedSampling):
+            return self._spaced(method, sampling, terms, correlation)
         if not isinstance(norm := terms.pop("clipping_norm"), AdaptiveClipping):
             return ReleaseMechanism(clipping_norm=norm, **terms, silos=method.num_silos)
+        if method.num_silos is not None and not method.bounds_units:
+            raise InvalidValue(
+                f"clipping_norm={norm!r} with {method.name}: expected a number, because its silos "
+                "clip no single user's update, whose norm a quantile could follow; UldpAvg's do"
+            )
+        return AdaptiveRelease(
+            clipping=norm, update_norm=norm.initial, **terms, silos=method.num_silos
+        )
+
+    @staticmethod
+    def _spaced(
+        method: MethodTraits,
+        sampling: SpacedSampling,
+        terms: Mapping[str, Any],
+        correlation: CorrelatedNoise | None,
+    ) -> SpacedRelease:
         if method.num_silos is not None or method.bounds_units:
             raise InvalidValue(
-                f"clipping_norm={norm!r} with {method.name}: expected a number, because a user's "
-                "updates in several silos have no single norm to compare with a quantile"
+                f"sampling={sampling!r} with {method.name}: expected another sampling, because a "
+                "user's participations would have to be counted in all silos together"
             )
-        return AdaptiveRelease(clipping=norm, update_norm=norm.initial, **terms)
+        matrix = StrategyMatrix()
+        if correlation is not None:
+            matrix = correlation.matrix(
+                terms["rounds"],
+                rounds_apart=sampling.rounds_apart,
+                participations=sampling.participations,
+            )
+        return SpacedRelease(strategy=matrix, **terms)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -294,6 +356,8 @@ class AdaptiveRelease(ReleaseMechanism):
         """Return the bounds of update and side, and one client's share of the noise."""
         usual = super().protection(run, cohort_size)
         sided = {"update_norm": self.update_norm, "side_weight": self.side_weight}
+        if isinstance(usual, SumOfUnits):
+            return type(usual)(**{**vars(usual), **sided})
         if isinstance(usual, ClipToCells):
             return ClipWithSideToCells(**vars(usual), **sided)
         return ClipWithSide(**vars(usual), **sided) if isinstance(usual, ClipUpdate) else usual
@@ -320,7 +384,92 @@ class AdaptiveRelease(ReleaseMechanism):
         """Return the mechanism with the norm of a checkpoint."""
         return replace(self, update_norm=state["clipping_norm"])
 
+    @property
+    def assumptions(self) -> tuple[str, ...]:
+        """Assumption on the norm."""
+        return (_ADAPTIVE,)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SpacedRelease(ReleaseMechanism):
+    """A `ReleaseMechanism` whose rounds are one Gaussian mechanism (see `correlated_noise`).
+
+    Guarantees
+    ----------
+    Against whoever sees all released models and who took part, and for any number of rounds, the
+    run is a Gaussian mechanism of noise multiplier ``noise_multiplier``. For this the noise source
+    of each round must hold that round's noise y of ``strategy``.
+
+    Parameters
+    ----------
+    strategy : StrategyMatrix
+    **options
+        Fields of `ReleaseMechanism`.
+    """
+
+    strategy: StrategyMatrix
+
+    @property
+    def _limits(self) -> dict[str, int]:
+        sampling = self.sampling
+        assert isinstance(sampling, SpacedSampling)
+        return {
+            "rounds_apart": sampling.rounds_apart,
+            "participations": sampling.participations,
+        }
+
+    @property
+    def strategy_matrix(self) -> StrategyMatrix | None:
+        """The matrix; None if the noise is independent."""
+        return None if self.strategy == StrategyMatrix() else self.strategy
+
+    def with_strategy(self, matrix: StrategyMatrix) -> SpacedRelease:
+        """Return the mechanism with another matrix."""
+        return replace(self, strategy=matrix)
+
+    @property
+    def noise_stddev(self) -> float:
+        """Standard deviation σC·sens(C) of a round's fresh noise z."""
+        return super().noise_stddev * self.strategy.sensitivity(**self._limits)
+
+    @property
+    def mean_noise_stddev(self) -> float:
+        """Stddev of the noise y in a coordinate of the mean, after the planned rounds."""
+        return super().mean_noise_stddev * float(np.linalg.norm(self.strategy.inverse(self.rounds)))
+
+    def release_in(self, number: int) -> Release:
+        """Return what a round adds to the loss of the most exposed client."""
+        return self._releases(number)[-1]
+
+    def releases(self, participations: Participations) -> dict[Release, int]:
+        """Return the releases of the rounds so far, which differ in their share of the loss."""
+        return dict(Counter(self._releases(participations.rounds)))
+
+    def _releases(self, rounds: int) -> list[Release]:
+        moves = self.strategy.row_moves(rounds, **self._limits)
+        fresh = self.noise_multiplier * self.strategy.sensitivity(**self._limits)
+        multipliers = {
+            move: min(fresh / move, MOST_NOISE) if move else MOST_NOISE for move in moves
+        }
+        made = {move: replace(self.release, noise_multiplier=m) for move, m in multipliers.items()}
+        return [made[move] for move in moves]
+
     def guarantees(self, run: RunSummary) -> list[Guarantee]:
-        """Return the guarantees of a fixed norm, with what they assume of the norm."""
-        claims = super().guarantees(run)
-        return [replace(claim, assumptions=(*claim.assumptions, _ADAPTIVE)) for claim in claims]
+        """Return the guarantees: also against whoever sees who took part."""
+        models, *others = super().guarantees(run)
+        sampling, rounds = self.sampling.describe(), run.participations.rounds
+        models = replace(
+            models,
+            source=f"{sampling}; one Gaussian mechanism of noise multiplier "
+            f"{self.noise_multiplier:.4g} for all rounds; {rounds} rounds so far",
+            assumptions=(*models.assumptions, *_SPACED),
+        )
+        return [models, replace(models, view=AdversaryView.MODELS_AND_COHORTS), *others]
+
+
+_SPACED = (
+    "a client that is asked has taken part, whether it answers or not; who may take part depends "
+    "on earlier releases and on who took part, on nobody's data otherwise",
+    "the noise of earlier rounds stays secret, and the run never continues from an older copy of "
+    "its folder `secrets`",
+)

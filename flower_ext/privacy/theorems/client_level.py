@@ -9,7 +9,11 @@ from flower_ext.errors import InvalidValue
 from flower_ext.privacy.accounting.accountant import privacy_loss_of
 from flower_ext.privacy.accounting.events import PrivacyLoss, Release
 from flower_ext.privacy.accounting.gaussian import gaussian_loss
-from flower_ext.privacy.accounting.sampling import FixedSizeSampling, FullParticipation
+from flower_ext.privacy.accounting.sampling import (
+    FixedSizeSampling,
+    FullParticipation,
+    SpacedSampling,
+)
 from flower_ext.privacy.guarantee import Guarantee
 from flower_ext.privacy.mechanisms.noised_sum import NoisedSum
 from flower_ext.privacy.mechanisms.run_summary import RunSummary
@@ -89,6 +93,7 @@ def client_level_guarantees(
             ON_A_GRID if sums is None else DISCRETE,
             noise_assumption(run.secure_noise),
             *sharing,
+            *mechanism.assumptions,
         ),
         not_covered=run.not_covered,
     )
@@ -136,8 +141,8 @@ def client_level_guarantees(
 
 
 def _hidden_cohorts(mechanism: NoisedSum, run: RunSummary) -> tuple[str, ...]:
-    """Return the assumptions under which sampling amplifies; none if everyone takes part."""
-    if isinstance(mechanism.sampling, FullParticipation):
+    """Return the assumptions under which sampling amplifies; none if no draw is secret."""
+    if isinstance(mechanism.sampling, FullParticipation | SpacedSampling):
         return ()
     drawn = draw_assumption("cohorts", run.secure_cohorts)
     if isinstance(mechanism.sampling, FixedSizeSampling):  # the cohort's size is public

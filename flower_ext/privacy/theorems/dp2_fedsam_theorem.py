@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 
 from flower_ext.checks import require_at_least_one, require_delta, require_positive, require_rate
+from flower_ext.privacy.accounting.sampling import SpacedSampling
 from flower_ext.privacy.guarantee import Condition, Guarantee
 from flower_ext.privacy.mechanisms.adaptive_clipping import AdaptiveClipping
 from flower_ext.privacy.mechanisms.noised_sum import ReleaseTerms
@@ -97,6 +98,8 @@ def theorem2_of_plan(plan: PrivacyPlan, run: RunSummary) -> list[Guarantee]:
     """Return `dp2_fedsam_theorem2` for the rounds so far; empty if it does not cover the plan."""
     if not isinstance(plan, ReleaseTerms) or isinstance(plan.clipping_norm, AdaptiveClipping):
         return []  # the paper's clipping norm is fixed
+    if isinstance(plan.sampling, SpacedSampling):
+        return []  # the paper's noise multiplier is that of one round
     theorem = dp2_fedsam_theorem2(
         noise_multiplier=plan.noise_multiplier,
         sampling_rate=plan.sampling.sampling_rate,

@@ -179,6 +179,7 @@ def uldp_avg_guarantees(
         "a user's training sees that user's records and the model, nothing of others",
         *((batching,) if batching else ()),
         noise_assumption(run.secure_noise),
+        *mechanism.assumptions,
         not_covered=run.not_covered,
     )
     sampling, sigma = mechanism.sampling.describe(), mechanism.noise_multiplier
@@ -302,7 +303,11 @@ def _theorem_5(mechanism: NoisedSum, rounds: int) -> Guarantee:
             {exact.release: rounds}, delta=mechanism.delta, accountant="rdp"
         ).epsilon
     return user_claims(mechanism.delta).published(
-        view, epsilon, accountant=accountant, source=source, assumptions=assumptions
+        view,
+        epsilon,
+        accountant=accountant,
+        source=source,
+        assumptions=(*assumptions, *mechanism.assumptions),
     )
 
 

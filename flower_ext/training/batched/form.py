@@ -1,6 +1,8 @@
-"""Interface of forms, which are ways to train many jobs.
+"""Interface of forms, which are ways to train many jobs together.
 
-A plug-in offers a form as the entry point of a `FormFactory`, in the group `GROUP`.
+The forms of this package are `stacked`, `constant_shape` and `one_by_one`. A plug-in offers another
+one, such as machine code, as the entry point of a `FormFactory`, in the group `GROUP`. Only
+`choice` decides which form trains which jobs.
 """
 
 from __future__ import annotations
@@ -21,26 +23,24 @@ GROUP = "flower_ext.forms"
 class Form(Protocol):
     """A way to train jobs whose examples have one shape and type.
 
-    It must train every job that it takes as `local.train` does, up to the order of sums. For every
-    model whose code the package does not know, a trial with random jobs compares the form with
-    `local.train`.
+    It must train every job that it takes as `local.train` does, up to the order of sums. `choice`
+    compares the two with random jobs, for every model whose code the package does not know.
     """
 
     batch_invariant: bool
     """True if no bit of a model depends on the jobs that train beside it.
 
-    A guarantee for each user rests on this promise. Only the form itself can test it, because no
-    trial of this package does.
+    A guarantee for each user rests on this promise.
     """
 
     def __hash__(self) -> int:
-        """Return a hash, by which the process remembers whether a trial found the form sound."""
+        """Return a hash, by which the process remembers if a trial found the form sound."""
         return id(self)
 
     def groups(self, jobs: Sequence[Job], memory_limit: int) -> Iterable[list[int]]:
         """Yield the indices of the jobs that this form trains, as groups to train together."""
 
-    def minimise(self, jobs: Sequence[Job], trained: Callable[[str], bool]) -> Params:
+    def train(self, jobs: Sequence[Job], trained: Callable[[str], bool]) -> Params:
         """Return the parameters of a group after `local.train`, stacked, with one row per job.
 
         Raises
@@ -58,3 +58,12 @@ FormFactory = Callable[[Task, Job], Form | None]
 """Returns the form for jobs like the given one. The same form serves all jobs of a kind, so that it
 is tried only once. It returns None if the plug-in cannot train them, or cannot train them faster.
 """
+
+
+def longest_first(jobs: Sequence[Job], members: Iterable[int]) -> list[int]:
+    """Return indices of jobs in the order of their steps.
+
+    Jobs of equal length are sorted by their numbers of examples, so that neighbours need less
+    padding.
+    """
+    return sorted(members, key=lambda i: (-jobs[i].num_steps, -len(jobs[i].examples)))

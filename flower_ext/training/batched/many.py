@@ -1,32 +1,28 @@
 """Many local trainings, together where that is faster.
 
-The results are those of `train` for each job, up to the order of floating-point sums. A job trains
-by a plug-in's form (`form`) if one takes it. Otherwise it trains in a batch: one of `batches`, or
-of `invariant` if no bit may depend on other jobs. A model that a batch would change (`batchable`)
-trains by itself.
+The results are those of `train` for each job, up to the order of floating-point sums. `choice`
+says which jobs train together, and by which form.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TypeVar
 
 import torch
 
-from flower_ext import plugins
 from flower_ext.data import Examples, trees
 from flower_ext.errors import InvalidValue
-from flower_ext.training.batched.batchable import trains_alike, why_never_batched
-from flower_ext.training.batched.batches import Batches, longest_first
-from flower_ext.training.batched.descent import unstacked
-from flower_ext.training.batched.form import GROUP, MEMORY_LIMIT, Form
-from flower_ext.training.batched.invariant import invariant_batches
+from flower_ext.training.batched.choice import assigned
+from flower_ext.training.batched.form import MEMORY_LIMIT
+from flower_ext.training.batched.one_by_one import OneByOne
 from flower_ext.training.isolation import isolated
 from flower_ext.training.job import Job, LocalTraining
-from flower_ext.training.local import train
 from flower_ext.training.params import Params
 from flower_ext.training.task import Task
+
+R = TypeVar("R")
+Work = TypeVar("Work", bound=Job)
 
 _TYPICAL_ROWS = 32
 
@@ -61,7 +57,13 @@ def train_each(
     for group, rows in train_groups(
         task, jobs, trained=trained, memory_limit=memory_limit, batch_invariant=batch_invariant
     ):
-        models |= zip(group, unstacked(rows, [jobs[index] for index in group]), strict=True)
+        separate = {name: [p.contiguous() for p in part.unbind()] for name, part in rows.items()}
+        for row, index in enumerate(group):
+            # A group has no rows of what no job trains: the job's own tensors stand for it.
+            models[index] = {
+                name: separate[name][row] if name in separate else p
+                for name, p in jobs[index].params.items()
+            }
         while due in models:
             yield models.pop(due)
             due += 1
@@ -90,103 +92,46 @@ def train_groups(
     """
     if any(len(job.examples) == 0 for job in jobs):
         raise InvalidValue("cannot train on a client without examples: leave it out")
-    for group, form in _assigned(task, jobs, memory_limit, batch_invariant=batch_invariant):
-        yield group, form.minimise([jobs[index] for index in group], trained)
-
-
-def _assigned(
-    task: Task, jobs: Sequence[Job], memory_limit: int, *, batch_invariant: bool
-) -> Iterator[tuple[list[int], Form]]:
-    """Yield groups of jobs, each with the fastest form that trains it as `train` does."""
-    alike = defaultdict(list)
-    for index, job in enumerate(jobs):
-        alike[job.examples.row_type].append(index)
-    for left in alike.values():
-        for form in _forms(task, [jobs[index] for index in left], batch_invariant=batch_invariant):
-            # A form gets the jobs that the forms before it left, and numbers these from 0.
-            parts = form.groups([jobs[index] for index in left], memory_limit)
-            groups = [[left[index] for index in part] for part in parts]
-            yield from ((group, form) for group in groups)
-            taken = {index for group in groups for index in group}
-            left = [index for index in left if index not in taken]
+    for group, form in assigned(task, jobs, memory_limit, batch_invariant=batch_invariant):
+        yield group, form.train([jobs[index] for index in group], trained)
 
 
 def attempt_groups(
-    task: Task,
-    jobs: Sequence[Callable[[], Job]],
-    *,
-    trained: Callable[[str], bool] = lambda name: True,
-    memory_limit: int = MEMORY_LIMIT,
-) -> Iterator[tuple[list[int], Params | Exception]]:
-    """Train as `train_groups` does, batch-invariantly; for each job that raises, yield its error.
+    solve: Callable[[list[Work]], Iterable[tuple[Sequence[int], R]]],
+    jobs: Sequence[Callable[[], Work]],
+) -> Iterator[tuple[list[int], R | Exception]]:
+    """Yield the indices of jobs, and their results or the error that a single one of them raises.
 
-    One record can make a training raise, for example by a label out of range. Such an error changes
-    no bit of another model: the jobs that it leaves untrained restart, half of them at a time, and
-    no training depends on the jobs beside it.
+    One record can make a training raise, for example by a label out of range. The jobs that an
+    error leaves without a result restart, half of them at a time. If trainings are batch-invariant,
+    such an error changes no bit of another job's result.
 
     Parameters
     ----------
+    solve : Callable
+        Yields results of jobs as `train_groups` does; it may raise.
     jobs : sequence of Callable[[], Job]
         Each makes its job, with the same generator state every time.
     """
     parts = [[*range(len(jobs))]]
     while parts:
         members = parts.pop()
-        untrained = [*members]
-        made = [jobs[index]() for index in members]
+        unsolved = {*members}
         try:
-            batches = train_groups(
-                task, made, trained=trained, memory_limit=memory_limit, batch_invariant=True
-            )
-            while untrained:
+            results = iter(solve([jobs[index]() for index in members]))
+            while unsolved:
                 with isolated():
-                    group, rows = next(batches)
-                finished = [members[index] for index in group]
-                untrained = [index for index in untrained if index not in set(finished)]
-                yield finished, rows
+                    group, result = next(results)
+                solved = [members[index] for index in group]
+                unsolved -= {*solved}
+                yield solved, result
         except Exception as error:  # a model or a loss may raise anything for a record
-            if len(untrained) == 1:
-                yield untrained, error
+            left = sorted(unsolved)
+            if len(left) == 1:
+                yield left, error
             else:
-                half = len(untrained) // 2
-                parts += [untrained[half:], untrained[:half]]
-
-
-def _forms(task: Task, jobs: Sequence[Job], *, batch_invariant: bool) -> Iterator[Form]:
-    """Yield the forms for jobs that are alike, the fastest first; the last one takes every job."""
-    if why_never_batched(jobs) is None:
-        for form_for in plugins.offered(GROUP):
-            form = form_for(task, jobs[0])
-            if form is None or (batch_invariant and not form.batch_invariant):
-                continue
-            # A lone job must train as it would in a group, unless its bits may depend on the group.
-            if len(jobs) == 1 and not batch_invariant and not form.gains_alone(jobs[0]):
-                continue
-            # The types of known layers tell all that they do, so no trial is needed.
-            if task.factory.facts.known or trains_alike(task, jobs[0], form):
-                yield form
-        batches = invariant_batches(task, jobs[0]) if batch_invariant else Batches(task)
-        if batches is not None:
-            yield batches
-    yield OneByOne(task)
-
-
-@dataclass(frozen=True)
-class OneByOne(Form):
-    """Trainings by `train`, the longest first."""
-
-    task: Task
-    batch_invariant = True
-
-    def groups(self, jobs: Sequence[Job], memory_limit: int) -> Iterator[list[int]]:
-        """Yield each job by itself."""
-        return ([index] for index in longest_first(jobs, range(len(jobs))))
-
-    def minimise(self, jobs: Sequence[Job], trained: Callable[[str], bool]) -> Params:
-        """Return the model of a group of one, as `Form.minimise` does."""
-        model = train(self.task, jobs[0], trained=trained)
-        # Copies, because untrained parameters may be the job's own.
-        return {name: p.clone().unsqueeze(0) for name, p in model.items()}
+                half = len(left) // 2
+                parts += [left[half:], left[:half]]
 
 
 def trains_one_by_one(task: Task, example: Examples, training: LocalTraining) -> bool:
@@ -205,5 +150,5 @@ def trains_one_by_one(task: Task, example: Examples, training: LocalTraining) ->
         training=training,
         generator=torch.Generator(),
     )
-    ((_, form),) = _assigned(task, [job], MEMORY_LIMIT, batch_invariant=True)
+    ((_, form),) = assigned(task, [job], MEMORY_LIMIT, batch_invariant=True)
     return isinstance(form, OneByOne)

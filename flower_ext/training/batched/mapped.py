@@ -67,6 +67,11 @@ class MappedModel:
     ----------
     model : nn.Module
         Any instance, whose layers this class changes; its own parameters are not used.
+
+    Raises
+    ------
+    InvalidValue
+        The numbers of a layer would depend on the other models.
     """
 
     fewest = 5
@@ -81,10 +86,16 @@ class MappedModel:
         tied = len(set(names)) > len([*model.parameters()])
         self.draws = False
         """True if a model draws random numbers."""
+        on_cpu = all(parameter.is_cpu for parameter in model.parameters())
         for name, layer in model.named_modules():
+            if isinstance(layer, nn.modules.batchnorm._BatchNorm) and layer.training:
+                raise InvalidValue("batch normalisation changes the model while it is evaluated")
+            drops = isinstance(layer, nn.modules.dropout._DropoutNd) and layer.p > 0
+            if drops and not (type(layer) is nn.Dropout and on_cpu):
+                raise InvalidValue(f"{layer} draws other numbers in a batch of models")
             if "forward" in vars(layer):
                 continue
-            if type(layer) is nn.Dropout and layer.p > 0:
+            if drops:
                 self.draws = True
                 _replace_forward(layer, self._drop)
             elif type(layer) is nn.Linear and not tied:

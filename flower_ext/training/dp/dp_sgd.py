@@ -1,14 +1,14 @@
 """DP-SGD: clip every example's gradient and noise their sum (see `clipped_gradient`).
 
 Source: Abadi et al. (2016), Algorithm 1, with Poisson sampling and a public divisor
-(`train_dp_sgd`), or in passes over all examples (`train_clipped_steps`). Both take the steps of
-`_descend`.
+(`train_dp_sgd`), or in passes over all examples (`noised_step`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import count
 
 import numpy as np
 import torch
@@ -19,8 +19,8 @@ from flower_ext.data import Examples, trees
 from flower_ext.data.trees import Tree
 from flower_ext.privacy import DpSgd, NoiseSource
 from flower_ext.training.dp.clipped_gradient import ClippedGradient
-from flower_ext.training.job import Job, batches
-from flower_ext.training.params import Params
+from flower_ext.training.job import Job
+from flower_ext.training.params import Params, clone
 from flower_ext.training.problem import LocalProblem, Term, gradient, local_problem
 from flower_ext.training.seeding import draws_seed, seeded
 from flower_ext.training.task import Task
@@ -80,42 +80,32 @@ def train_dp_sgd(
         Examples of this task or model have no gradient of their own (see `ClippedGradient`).
     """
     problem = local_problem(task, params)
-    data = examples.to(problem.device)
-    clipped_gradient = ClippedGradient(
+    weights, data = clone(problem.start), examples.to(problem.device)
+    step = _step(
         task,
-        list(problem.start),
+        problem,
+        weights,
         clipping_norm=training.clipping_norm,
         batch_size=training.batch_size,
-    )
-    # An added record moves other records to places with other dropout masks, so the masks must be
-    # as secret as the sample. Torch's own generator usually begins at a known seed.
-    draws = int(sampling.integers(2**62))
-
-    def samples() -> Iterator[tuple[Tree, Tree]]:
-        for _ in range(training.steps):
-            sample = np.flatnonzero(sampling.random(len(data)) < training.sampling_rate)
-            rows = torch.from_numpy(sample).to(problem.device)
-            yield trees.rows((data.features, data.targets), rows)
-
-    weights = _descend(
-        problem,
-        samples(),
-        clipped_gradient,
+        divisor=training.batch_size,
         stddev=training.noise_multiplier * training.clipping_norm,
         noise=noise,
         learning_rate=training.learning_rate,
-        batch_size=training.batch_size,
-        draws=draws,
+        # An added record moves other records to places with other dropout masks, so the masks must
+        # be as secret as the sample. Torch's own generator usually begins at a known seed.
+        seed=int(sampling.integers(2**62)),
     )
+    for _ in range(training.steps):
+        sample = np.flatnonzero(sampling.random(len(data)) < training.sampling_rate)
+        rows = torch.from_numpy(sample).to(problem.device)
+        step(*trees.rows((data.features, data.targets), rows))
     return problem.whole(weights, like=params)
 
 
-def train_clipped_steps(
-    task: Task,
-    job: Job,
-    trained: Callable[[str], bool] = lambda name: True,
-) -> Params:
-    """Return the model after steps w ← w − η ((1/B) Σ clip(∇F̂(w; record), G) + ∇terms) + z.
+def noised_step(
+    task: Task, job: Job, problem: LocalProblem, weights: Params
+) -> Callable[[Tree, Tree], None]:
+    """Return the step w ← w − η ((1/B) Σ clip(∇F̂(w; record), G) + ∇terms) + z of a job with noise.
 
     Guarantees
     ----------
@@ -126,64 +116,64 @@ def train_clipped_steps(
     Raises
     ------
     ValueError
-        ``trained`` selects nothing, examples have no gradient of their own (see `ClippedGradient`),
-        or the training asks for more than plain steps.
+        Examples have no gradient of their own (see `ClippedGradient`), or the training asks for
+        more than plain steps.
     """
     training, noise = job.training, job.noise
     assert noise is not None
     training.require_plain_sgd(
         "training", "each step is clipped and noised", besides=("proximal_weight",)
     )
-    problem = local_problem(task, job.params, trained=trained)
-    clipped_gradient = ClippedGradient(
+    size = min(training.batch_size, len(job.examples))
+    return _step(
         task,
-        list(problem.start),
+        problem,
+        weights,
         clipping_norm=noise.clipping_norm,
         batch_size=training.batch_size,
-    )
-    size = min(training.batch_size, len(job.examples))
-    draws = draws_seed(job.generator)
-    weights = _descend(
-        problem,
-        batches(job.examples.to(problem.device), training, job.generator),
-        clipped_gradient,
+        divisor=size,
         stddev=noise.stddev * size / training.learning_rate,
         noise=noise.source,
         learning_rate=training.learning_rate,
-        batch_size=size,
-        draws=draws,
+        seed=draws_seed(job.generator),
         terms=job.objective,
     )
-    return problem.whole(weights, like=job.params)
 
 
-def _descend(
+def _step(
+    task: Task,
     problem: LocalProblem,
-    mini_batches: Iterable[tuple[Tree, Tree]],
-    clipped_gradient: ClippedGradient,
+    weights: Params,
     *,
+    clipping_norm: float,
+    batch_size: float,
+    divisor: float,
     stddev: float,
     noise: NoiseSource,
     learning_rate: float,
-    batch_size: float,
-    draws: int,
+    seed: int,
     terms: Sequence[Term] = (),
-) -> Params:
-    """Return the trained part after steps w ← w − η ((Σ clipped gradients + noise)/B + ∇terms).
+) -> Callable[[Tree, Tree], None]:
+    """Return the step w ← w − η ((Σ clipped gradients + noise)/divisor + ∇terms).
 
-    ``draws`` seeds the model's own random draws, such as dropout.
+    ``seed`` and the numbers after it seed the model's own random draws, such as dropout, step by
+    step.
     """
-    weights = {name: w.clone() for name, w in problem.start.items()}
+    clipped_gradient = ClippedGradient(
+        task, list(weights), clipping_norm=clipping_norm, batch_size=batch_size
+    )
+    seeds = count(seed)
 
     def added(point: Params) -> Tensor:
         return torch.stack([term(point) for term in terms]).sum()
 
-    for number, (x, y) in enumerate(mini_batches):
-        with seeded(draws + number, devices=problem.device.type != "cpu"):
+    def step(x: Tree, y: Tree) -> None:
+        with seeded(next(seeds), devices=problem.device.type != "cpu"):
             summed = clipped_gradient({**problem.rest, **weights}, x, y)
         pulls = gradient(added, weights) if terms else {}
         for name, noised in noise.add_gaussian(summed, stddev).items():
-            weights[name].sub_(noised, alpha=learning_rate / batch_size)
+            weights[name].sub_(noised, alpha=learning_rate / divisor)
             if terms:
                 weights[name].sub_(pulls[name], alpha=learning_rate)
-    return weights
+
+    return step

@@ -27,7 +27,7 @@ from flower_ext.training.params import Params, clone, is_finite, shaken
 from flower_ext.training.problem import gradient
 from flower_ext.training.seeding import seeded
 from flower_ext.training.task import Task
-from flower_ext.training.trials.snapshots import Snapshot, Snapshots, changed_places, same_params
+from flower_ext.training.trials.snapshots import Snapshot, changed_places, same_params, snapshot
 from flower_ext.training.trials.trial_examples import (
     TRIED,
     deterministic,
@@ -189,8 +189,7 @@ def _passed(
 ) -> _Passed:
     """Pass examples through a fresh model; refuse one that changes after the first of them."""
     model = _random_model(task, names)
-    snapshots = Snapshots(model=model, loss=task.loss)
-    before = snapshots.take()
+    before = snapshot(model=model, loss=task.loss)
     passed, is_prepared = _Passed(before, before), False
     for number in order:
         point = {n: p for n, p in model.state_dict().items() if n in task.shapes}
@@ -199,7 +198,7 @@ def _passed(
         with seeded(0, devices=task.torch_device().type != "cpu"):
             gradient = attempted(gradient_alone, model, point, names, task.loss, x, y)
         passed.gradients[number] = gradient
-        after = snapshots.take()
+        after = snapshot(model=model, loss=task.loss)
         if not is_prepared:  # an example that raises may do so before anything is prepared
             passed.prepared, is_prepared = after, not isinstance(gradient, Exception)
         elif places := changed_places(passed.prepared, after):

@@ -2,7 +2,7 @@
 
 A pass may leave something in a module's attributes, in its weights, in an attribute of its class,
 in a variable that a function or a hook encloses, or in a global variable, also by way of functions
-and classes of the same project. `Snapshots` reads them all, and `changed_places` names those that
+and classes of the same project. A `snapshot` has them all, and `changed_places` names those that
 differ. A trial that runs the model finds what hides elsewhere.
 """
 
@@ -12,11 +12,9 @@ import logging
 import types
 import weakref
 import zlib
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
-from contextlib import suppress
+from collections.abc import Hashable, Iterator, Mapping
 from functools import cache, partial
 from itertools import chain
-from operator import is_
 from typing import Any
 
 import torch
@@ -36,71 +34,34 @@ _SKIPPED = (
     *(types.ModuleType, logging.Logger, weakref.ref, types.BuiltinFunctionType),
     *(types.GenericAlias, types.UnionType),
 )
-_FUNCTIONS = types.FunctionType | types.BuiltinFunctionType
-_TRANSPARENT = (
-    *(Mapping, *_CONTAINERS, type, types.FunctionType, types.MethodType),
-    *(partial, classmethod, staticmethod),
-)
-"""Objects whose parts are all that they keep."""
 _LIBRARIES = ("torch", "numpy", "builtins", "typing", "collections", "functools", "abc", "enum")
 _DEEPEST = 40
 
 
-class Snapshots:
-    """Snapshots of the same objects, taken again and again.
+class _Itself:
+    """An object of which a snapshot has only the identity; it lives as long as the snapshot."""
 
-    To read a library's classes and functions takes longer than a pass of a small model. They are
-    read anew only if an object holds another part than before, or a tensor other numbers.
+    def __init__(self, value: Any) -> None:
+        self.value = value
 
-    Parameters
-    ----------
-    roots
-        Objects by name. A snapshot has all that can be reached from them.
-    """
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Itself) and self.value is other.value
 
-    def __init__(self, **roots: Any) -> None:
-        self._roots = roots
-        self._last: Snapshot | None = None
-        self._parts_of: list[Callable[[], Iterable[Any]]] = []
-        self._state_of: list[Callable[[], Hashable]] = []
+    def __hash__(self) -> int:
+        return id(self.value)
 
-    def take(self) -> Snapshot:
-        """Return the values of all objects by their places: the last snapshot if none changed."""
-        if self._last is None or self._changed():
-            values: Snapshot = {}
-            seen: dict[int, Any] = {}  # holds the objects, else an identity could be reused
-            for name, root in self._roots.items():
-                _read(name, root, values, seen, 0)
-            self._last = values
-            self._parts_of = [view for value in seen.values() for view in _views(value)]
-            self._state_of = [state for value in seen.values() for state in _states(value)]
-            self._parts, self._states = self._present()
-        return self._last
 
-    def _changed(self) -> bool:
-        parts, states = self._present()
-        return (
-            states != self._states
-            or len(parts) != len(self._parts)
-            or not all(map(is_, parts, self._parts))
-        )
-
-    def _present(self) -> tuple[list[Any], list[Hashable]]:
-        """Return the parts of all objects, compared by identity, and what is compared by value.
-
-        A list of former parts keeps them alive, so no new object can have the identity of one.
-        """
-        parts: list[Any] = []
-        for parts_of in self._parts_of:
-            parts += parts_of()
-            parts.append(parts_of)  # marks where one object's parts end
-        return parts, [state() for state in self._state_of]
+def snapshot(**roots: Any) -> Snapshot:
+    """Return the values of all that can be reached from ``roots``, by their places."""
+    values: Snapshot = {}
+    seen: dict[int, Any] = {}  # holds the objects, else an identity could be reused
+    for name, root in roots.items():
+        _read(name, root, values, seen, 0)
+    return values
 
 
 def changed_places(before: Snapshot, after: Snapshot) -> list[str]:
     """Return the places at which two snapshots differ."""
-    if before is after:
-        return []
     return sorted(
         name for name in before.keys() | after.keys() if before.get(name) != after.get(name)
     )
@@ -119,60 +80,15 @@ def same_params(one: Params | None, other: Params | None) -> bool:
     return all(map(same_numbers, one.values(), other.values()))
 
 
-def _views(value: Any) -> Iterator[Callable[[], Iterable[Any]]]:
-    """Yield functions that return what an object holds at present, if that can change."""
-    if isinstance(value, type | types.FunctionType) and _in_library(value.__module__ or ""):
-        return
-    if isinstance(value, Mapping):
-        yield value.keys
-        yield value.values
-    elif isinstance(value, list | set):
-        yield value.__iter__
-    elif isinstance(value, types.FunctionType):
-        yield partial(_attributes, value)
-        yield partial(_enclosed, value)
-        yield partial(map, value.__globals__.get, _names(value.__code__))
-    elif not isinstance(value, Tensor):
-        if hasattr(value, "__dict__"):
-            yield partial(_attributes, value)
-        if not isinstance(value, type) and (slots := [*_slots(value)]):
-            yield lambda: [getattr(value, slot, None) for slot in slots]
-
-
-def _attributes(value: Any) -> list[Any]:
-    # Both the class and the dictionary of an object can be replaced.
-    held = vars(value)
-    return [type(value), *held, *held.values()]
-
-
-def _states(value: Any) -> Iterator[Callable[[], Hashable]]:
-    """Yield functions that return what an object shows by value alone."""
-    if isinstance(value, Tensor):
-        yield partial(_checksum, value)
-    elif isinstance(value, torch.Generator):
-        yield lambda: _checksum(value.get_state())
-    elif not isinstance(value, _TRANSPARENT) and _pickled(value) is not None:
-        yield lambda: _flat(_pickled(value))
-
-
-def _flat(part: Any) -> Hashable:
-    """Return a value that is equal for equal parts of what an object pickles."""
-    if isinstance(part, _ATOMS):
-        return type(part), repr(part)
-    if isinstance(part, _CONTAINERS):
-        return tuple(map(_flat, part))
-    if isinstance(part, Mapping):
-        return _flat([*part.items()])
-    # Any other part may be a new object each time, so nothing is equal to it.
-    return part if isinstance(part, type | _FUNCTIONS) else object()
-
-
 def _read(name: str, value: Any, values: Snapshot, seen: dict[int, Any], depth: int) -> None:
     if isinstance(value, _ATOMS):
         values[name] = type(value), repr(value)  # a text, because NaN is unequal to itself
         return
     if isinstance(value, Tensor):  # noted at each of its places, which may come to differ
         values[name], seen[id(value)] = _checksum(value), value
+        return
+    if isinstance(value, _Itself):
+        values[name] = value
         return
     if isinstance(value, _SKIPPED) or id(value) in seen or depth > _DEEPEST:
         return
@@ -187,7 +103,7 @@ def _checksum(tensor: Tensor) -> Hashable:
         crc = zlib.crc32(flat.view(torch.uint8).numpy().data)
         return tuple(tensor.shape), str(tensor.dtype), crc
     except Exception:  # an unusual tensor, such as one that `vmap` leaves behind
-        return id(tensor)
+        return _Itself(tensor)
 
 
 def _parts(name: str, value: Any, values: Snapshot) -> Iterator[tuple[str, Any]]:
@@ -247,14 +163,6 @@ def _of_function(name: str, function: types.FunctionType) -> Iterator[tuple[str,
             yield f"global {variable}", value
 
 
-def _enclosed(function: types.FunctionType) -> Iterator[Any]:
-    """Yield what a function runs: its code, its defaults, and the variables that it encloses."""
-    yield from (function.__code__, function.__defaults__, function.__kwdefaults__)
-    for cell in function.__closure__ or ():
-        with suppress(ValueError):
-            yield cell.cell_contents
-
-
 def _of_object(name: str, value: Any, values: Snapshot) -> Iterator[tuple[str, Any]]:
     held = getattr(value, "__dict__", None)
     if isinstance(held, dict):
@@ -289,7 +197,7 @@ def _pickled(value: Any) -> Any:
     try:
         pickled = value.__reduce_ex__(4)
     except Exception:  # an object may refuse with any error
-        return id(value)
+        return _Itself(value)
     if isinstance(pickled, tuple):
         return [list(part) if isinstance(part, Iterator) else part for part in pickled]
     return pickled

@@ -110,7 +110,7 @@ class CompiledNetwork:
             room -= needed
         return groups
 
-    def minimise(self, jobs: Sequence[Job], trained: Callable[[str], bool]) -> Params:
+    def train(self, jobs: Sequence[Job], trained: Callable[[str], bool]) -> Params:
         """Return the trained parameters of each job after `local.train`, in rows.
 
         Raises
@@ -143,7 +143,7 @@ class CompiledNetwork:
         columns = [np.array(part) for part in (numbers, integers, drawn, counts, rates)]
         table, room_sizes = self._table(names), self._sizes(max(map(_batch, jobs)))
 
-        def train(first: int, last: int) -> None:
+        def train_part(first: int, last: int) -> None:
             room = [torch.empty(size).numpy() for size in room_sizes]
             given = [column[first:last] for column in columns]
             _library().train(*given, last - first, table, len(self.layers), self.size, *room)
@@ -152,7 +152,7 @@ class CompiledNetwork:
         ends = [len(jobs) * part // parts for part in range(parts + 1)]
         with ThreadPoolExecutor(parts) if parts > 1 else nullcontext() as pool:
             run = map if pool is None else pool.map
-            list(run(train, ends, ends[1:]))
+            list(run(train_part, ends, ends[1:]))
         return {name: self.parts[name].of(rows) for name in names}
 
     def _joined(self, params: Mapping[str, Tensor], names: Iterable[str]) -> Tensor:

@@ -77,7 +77,7 @@ def train(
     norms: Any,
     spare: Any,
 ) -> None:
-    """Train networks one after the other, as `local.minimise` does with the cross-entropy loss.
+    """Train networks one after the other, as `local.train` does with the cross-entropy loss.
 
     Parameters
     ----------

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from flower_ext import plugins
-from flower_ext.training.batched import many
+from flower_ext.training.batched import choice
 from flower_ext_kernels import network
 
 torch.set_num_threads(1)
@@ -20,11 +20,11 @@ def _offered(monkeypatch):
 def compiled(monkeypatch):
     """Count the models that machine code trains, but for those of trials."""
     trained = []
-    minimise, trains_alike = network.CompiledNetwork.minimise, many.trains_alike
+    train, trains_alike = network.CompiledNetwork.train, choice.trains_alike
 
     def counted(self, jobs, *others):
         trained.extend(jobs)
-        return minimise(self, jobs, *others)
+        return train(self, jobs, *others)
 
     def tried(*given):
         before = len(trained)
@@ -32,6 +32,6 @@ def compiled(monkeypatch):
         del trained[before:]
         return answer
 
-    monkeypatch.setattr(network.CompiledNetwork, "minimise", counted)
-    monkeypatch.setattr(many, "trains_alike", tried)
+    monkeypatch.setattr(network.CompiledNetwork, "train", counted)
+    monkeypatch.setattr(choice, "trains_alike", tried)
     return trained

@@ -19,11 +19,14 @@ from flower_ext.training import (
     train_groups,
 )
 from flower_ext.training.dropout import draw
-from flower_ext.training.models import digits_logistic, digits_mlp, mnist_mlp
+from flower_ext.training.models import build
 from flower_ext.training.params import sizes
 from flower_ext_kernels import native, network
 from tests.support.jobs import one_by_one, problem, same, train_many
 
+digits_mlp, digits_logistic, mnist_mlp = (
+    partial(build, name) for name in ("digits-mlp", "digits-logistic", "mnist-mlp")
+)
 SGD = LocalTraining(epochs=2, batch_size=4, learning_rate=0.3)
 WAYS = {
     "plain": SGD,

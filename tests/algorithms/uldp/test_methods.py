@@ -36,10 +36,10 @@ from flower_ext.privacy import (
     gaussian_loss,
     privacy_loss_of,
 )
+from flower_ext.privacy.mechanisms.protections import ClipUnits
 from flower_ext.privacy.mechanisms.run_summary import RunSummary
 from flower_ext.privacy.theorems.uldp import uldp_avg_guarantees, uldp_closed_form
 from flower_ext.training import DpSgdTraining, LocalTraining, Task
-from flower_ext.training.batched import many
 from tests.support.plans import mechanism_of
 from tests.support.reference import uldp as reference
 from tests.support.reference.comparing import close
@@ -590,7 +590,9 @@ def silo_job(task, sizes=(5, 5, 1, 9, 40), training=LOCAL):
         generator=draw,
         users=users,
         seeds=list(users),
-        total=silo_training.WeightedTotal(params, 0.1, [0.5] * len(sizes)),
+        total=silo_training.WeightedTotal(
+            params, ClipUnits(clipping_norm=0.1, noise_stddev=1.0), [0.5] * len(sizes)
+        ),
     )
 
 
@@ -769,8 +771,8 @@ def test_no_more_models_exist_at_a_time_than_one_batch_has(monkeypatch):
             sizes.append(len(group))
             yield group, rows
 
-    averaging_groups = many.train_groups
-    monkeypatch.setattr(many, "train_groups", watched)
+    averaging_groups = silo_training.train_groups
+    monkeypatch.setattr(silo_training, "train_groups", watched)
     run(strategy_of(UldpAvg, plan=plan(), local=LOCAL, **COMMON), rounds=1, memory_limit=2**14)
     users = sum(len(torch.unique(one.owners)) for one in silos())
     assert sum(sizes) == users

@@ -29,6 +29,8 @@ from flower_ext.privacy import (
     gaussian_loss,
     privacy_loss_of,
 )
+from flower_ext.privacy.mechanisms.protections import ClipToCells
+from flower_ext.privacy.plans.release_plan import ReleaseMechanism
 from flower_ext.training import DpSgdTraining, LocalTraining
 from tests.support.losing import Losing, stage_of
 from tests.support.silos import COMMON, LOCAL, SEED, SILOS, USERS, plan, silo, silos, task
@@ -327,15 +329,11 @@ def test_private_weighting_has_a_secure_sum_of_its_own():
         )
 
 
-@pytest.mark.parametrize(
-    "told", [{averaging.CELL: 2.0**-9}, {averaging.CLIPPING_NORM: 1.0}, {averaging.CELL: None}]
-)
-def test_a_silo_refuses_cells_or_bounds_that_the_noise_is_not_for(told, monkeypatch):
+def test_a_silo_refuses_a_protection_that_bounds_no_single_user(monkeypatch):
     strategy = strategy_of(UldpAvg, plan=secure(), local=LOCAL, **COMMON)
-    right = strategy.method.settings(strategy.run.plan)
-    changed = {name: value for name, value in {**right, **told}.items() if value is not None}
-    monkeypatch.setattr(UldpAvg, "settings", lambda self, plan: changed)
-    with pytest.raises(RuntimeError, match=r"each unit's part of the update|the method made none"):
+    of_clients = ClipToCells(clipping_norm=0.7, noise_stddev=1.0, cell=2.0**-9)
+    monkeypatch.setattr(ReleaseMechanism, "protection", lambda *_: of_clients)
+    with pytest.raises(RuntimeError, match="asks for ClipToCells: expected a protection of single"):
         run(strategy)
 
 

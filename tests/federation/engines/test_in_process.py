@@ -29,7 +29,7 @@ from flower_ext.federation.failures import STAYS_THERE
 from flower_ext.federation.roster import FederationNotReady
 from flower_ext.privacy import FixedSizeSampling, FullParticipation, NonPrivatePlan
 from flower_ext.training import LocalTraining
-from flower_ext.training.batched import descent
+from flower_ext.training.batched import stack
 from tests.support.strategies import strategy_of
 from tests.support.worlds import client_data, task
 
@@ -216,10 +216,10 @@ def test_one_failing_client_of_a_cohort_answers_with_its_error_and_the_others_wi
 
 def test_a_cohort_trains_in_batches(monkeypatch):
     held = []
-    build = descent.Stack.__init__
+    build = stack.Stack.__init__
     monkeypatch.setattr(plugins, "offered", lambda group: ())
     monkeypatch.setattr(
-        descent.Stack,
+        stack.Stack,
         "__init__",
         lambda self, task, jobs, *more: (
             held.append(len(jobs)),

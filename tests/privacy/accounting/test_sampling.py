@@ -1,16 +1,20 @@
 import numpy as np
 import pytest
 
+from flower_ext.errors import InvalidValue
 from flower_ext.privacy import (
     FixedSizeSampling,
     FullParticipation,
     PoissonSampling,
+    SpacedSampling,
     seeded_generator,
     size_for_rate,
 )
+from flower_ext.privacy.accounting.participations import Participations
 from flower_ext.privacy.accounting.sampling import sampling_from_dict, sampling_to_dict
 
 SAMPLERS = [PoissonSampling(40, 0.3), FixedSizeSampling(40, 12), FullParticipation(40)]
+ALL = [*SAMPLERS, SpacedSampling(40, 12, 3, 5)]
 
 
 @pytest.mark.parametrize("sampler", SAMPLERS)
@@ -42,7 +46,7 @@ def test_fixed_size_cohorts_have_their_size():
     assert {len(FixedSizeSampling(9, 4).draw(rng)) for _ in range(200)} == {4}
 
 
-@pytest.mark.parametrize("sampler", SAMPLERS)
+@pytest.mark.parametrize("sampler", ALL)
 def test_cohorts_repeat_under_a_seed_and_samplers_survive_json(sampler):
     again = sampling_from_dict(sampling_to_dict(sampler))
     assert again == sampler
@@ -81,3 +85,52 @@ def test_everybody_may_be_drawn_and_a_single_one():
     rng = np.random.default_rng(4)
     assert PoissonSampling(5, 1.0).draw(rng) == FixedSizeSampling(5, 5).draw(rng) == [*range(5)]
     assert len(FixedSizeSampling(5, 1).draw(rng)) == 1
+
+
+def taking_turns(sampler, rounds):
+    """Return the cohorts of rounds in which nobody answers."""
+    so_far, cohorts = Participations(), []
+    for _ in range(rounds):
+        cohorts.append(sampler.draw(np.random.default_rng(0), so_far))
+        so_far.record(cohorts[-1], 0)
+    return cohorts, so_far
+
+
+@pytest.mark.parametrize(
+    "sampler",
+    [
+        SpacedSampling(12, 2, 3, 4),
+        SpacedSampling(12, 2, 6, 1),
+        SpacedSampling(7, 3, 2, 5),
+        SpacedSampling(5, 5, 1, 3),
+    ],
+)
+def test_turns_are_apart_and_few_and_whoever_waited_longest_comes_first(sampler):
+    cohorts, so_far = taking_turns(sampler, 40)
+    assert cohorts[0] == list(range(sampler.size))
+    for unit in range(sampler.population):
+        turns = [number for number, cohort in enumerate(cohorts) if unit in cohort]
+        assert len(turns) == sampler.participations == so_far.uploads[unit]
+        assert all(np.diff(turns) >= sampler.rounds_apart)
+    full = sampler.population * sampler.participations // sampler.size
+    if sampler.population % sampler.size == 0:
+        assert all(len(cohort) == sampler.size for cohort in cohorts[:full])
+    assert not any(cohorts[full + sampler.rounds_apart :])
+
+
+def test_whoever_may_be_anyone_waits_as_long_as_the_last():
+    sampler = SpacedSampling(12, 2, 3, 4)
+    _, so_far = taking_turns(sampler, 7)
+    so_far.level(range(12))
+    cohorts = []
+    for _ in range(5):
+        cohorts.append(sampler.draw(np.random.default_rng(0), so_far))
+        so_far.record(cohorts[-1], 0)
+    assert [len(cohort) for cohort in cohorts] == [0, 0, 2, 2, 2]
+    restored = Participations.from_dict(so_far.to_dict())
+    assert restored.newest == so_far.newest
+
+
+def test_turns_that_too_few_units_have_waited_for_are_refused():
+    with pytest.raises(InvalidValue, match="rounds_apart=7 .*: expected at most 6"):
+        SpacedSampling(12, 2, 7, 4)

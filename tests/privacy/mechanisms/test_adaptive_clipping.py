@@ -220,13 +220,9 @@ def test_counts_with_so_little_noise_that_nothing_is_left_for_updates_are_refuse
     )
 
 
-@pytest.mark.parametrize(
-    "method",
-    [MethodTraits(name="silos", num_silos=2), MethodTraits(name="units", bounds_units=True)],
-)
-def test_methods_whose_units_are_no_clients_are_refused(method):
+def test_methods_whose_silos_clip_no_single_user_are_refused():
     with pytest.raises(InvalidValue, match="clipping_norm=AdaptiveClipping.*expected a number"):
-        plan().mechanism(method)
+        plan().mechanism(MethodTraits(name="silos", num_silos=2))
 
 
 def test_a_query_keeps_its_own_norm_and_the_model_must_leave_the_name_free():

@@ -4,17 +4,30 @@ import numpy as np
 import pytest
 import torch
 
+from flower_ext.errors import InvalidValue
 from flower_ext.privacy import (
+    AdaptiveClipping,
+    AdversaryView,
+    Budget,
+    CorrelatedNoise,
     FixedSizeSampling,
     FullParticipation,
+    Ledger,
     NeighboringRelation,
     NonFiniteUpdate,
     PoissonSampling,
+    PrivacyUnit,
     ReleasePlan,
     SecureNoise,
+    SecureSum,
     SeededNoise,
+    SpacedSampling,
+    gaussian_loss,
     privacy_loss_of,
 )
+from flower_ext.privacy.accounting.participations import Participations
+from flower_ext.privacy.mechanisms.run_summary import MethodTraits, RunSummary
+from flower_ext.privacy.shared_ledger import Charge, charge, total_spent
 from tests.support.sums import aggregate
 
 DIMENSION = 200_000
@@ -211,3 +224,131 @@ def test_every_sum_lies_on_a_grid_that_tells_nothing_of_its_cohort(placement):
             np.testing.assert_array_equal(made.value["a"], whole * mechanism.noise_grid / 10)
             finest.add(int((whole % 2 == 1).mean() * 4))  # odd multiples: half of them
     assert finest <= {1, 2}
+
+
+SPACED = SpacedSampling(population=12, size=2, rounds_apart=3, participations=4)
+NOISES = [None, CorrelatedNoise(), CorrelatedNoise(bands=2), CorrelatedNoise(bands=7)]
+
+
+def spaced(correlation=NOISES[1], **changes):
+    facts = {"correlation": correlation, "noise_placement": "server", "noise_multiplier": 0.8}
+    return mechanism_of(SPACED, rounds=12, **{**facts, **changes})
+
+
+def epsilon_of(sigma, delta=1e-2):
+    return gaussian_loss(sigma, releases=1, delta=delta).epsilon
+
+
+@pytest.mark.parametrize("correlation", NOISES)
+def test_all_rounds_of_correlated_noise_are_one_gaussian_however_many_there_are(correlation):
+    mechanism = spaced(correlation)
+    sensitivity = mechanism.strategy.sensitivity(rounds_apart=3, participations=4)
+    assert mechanism.noise_stddev == pytest.approx(0.8 * 0.5 * sensitivity)
+    spent, participations = [], Participations()
+    for _ in range(200):
+        participations.record([0], 1)
+        releases = mechanism.releases(participations)
+        assert sum(releases.values()) == participations.rounds
+        spent.append(privacy_loss_of(releases, delta=1e-2).epsilon)
+    assert spent == sorted(spent)
+    assert spent[-1] <= epsilon_of(0.8) * (1 + 1e-9)
+    assert spent[-1] == pytest.approx(epsilon_of(0.8), rel=1e-6)
+    # After few rounds ε is that of the worst client so far: after one, of one participation.
+    assert spent[0] == pytest.approx(epsilon_of(0.8 * sensitivity), rel=1e-6)
+
+
+def test_independent_noise_in_turns_is_a_composition_of_the_participations():
+    mechanism = spaced(None)
+    assert mechanism.strategy_matrix is None
+    assert mechanism.noise_stddev == pytest.approx(0.8 * 0.5 * math.sqrt(4))
+    participations = Participations()
+    for _ in range(8):  # the most exposed client takes part in rounds 1, 4 and 7
+        participations.record([0], 1)
+    loss = privacy_loss_of(mechanism.releases(participations), delta=1e-2)
+    expected = gaussian_loss(0.8 * math.sqrt(4), releases=3, delta=1e-2).epsilon
+    assert loss.epsilon == pytest.approx(expected, rel=1e-6)
+
+
+def test_the_guarantee_names_who_sees_the_cohorts_too():
+    participations = Participations()
+    for _ in range(12):
+        participations.record([0, 1], 2)
+    run = RunSummary(method=MethodTraits(name="test"), participations=participations)
+    claims = spaced().guarantees(run)
+    by_view = {claim.view: claim for claim in claims}
+    models = by_view[AdversaryView.MODELS_AND_COHORTS]
+    assert models.relation is NeighboringRelation.REPLACE_SPECIAL
+    assert models.epsilon == by_view[AdversaryView.RELEASED_MODELS].epsilon < epsilon_of(0.8)
+    assert "one Gaussian mechanism of noise multiplier 0.8" in models.source
+    assert any("has taken part, whether it answers or not" in each for each in models.assumptions)
+    assert not any("drawn" in each for each in models.assumptions)
+    assert by_view[AdversaryView.SUM_ONLY].epsilon == math.inf
+
+
+def test_a_target_is_that_of_all_rounds():
+    terms = {"epsilon": 2.0, "delta": 1e-2, "sampling": SPACED, "clipping_norm": 0.5}
+    noise = {"correlation": CorrelatedNoise(), "noise_placement": "server"}
+    plans = [ReleasePlan.for_target(rounds=rounds, **terms, **noise) for rounds in (3, 12, 500)]
+    assert len({plan.noise_multiplier for plan in plans}) == 1
+    assert 1.99 < epsilon_of(plans[0].noise_multiplier) <= 2.0
+
+
+def test_a_ledger_and_an_account_of_two_runs_compose_their_rounds(tmp_path):
+    mechanism = spaced()
+    ledger = Ledger(tmp_path / "ledger", budget=Budget(epsilon=epsilon_of(0.8), delta=1e-2))
+    for number in range(1, 40):
+        with ledger.reserve(mechanism.release_in(number), round=number):
+            pass
+    assert ledger.spent(1e-2).epsilon == pytest.approx(epsilon_of(0.8), rel=1e-4)
+    ledger.close()
+    account = tmp_path / "account"
+    for run in ("one", "other"):
+        for number in range(1, 40):
+            entry = Charge(
+                run=run,
+                method="test",
+                training=number,
+                unit=PrivacyUnit.CLIENT,
+                relation=NeighboringRelation.REPLACE_SPECIAL,
+                epsilon=1.0,
+                delta=1e-2,
+                release=mechanism.release_in(number),
+            )
+            charge(account, entry, Budget(epsilon=100.0, delta=1e-2, ledger=account))
+    both = gaussian_loss(0.8, releases=2, delta=1e-2).epsilon
+    assert total_spent(Ledger.read(account), 1e-2) == pytest.approx(both, rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("changes", "refusal"),
+    [
+        ({"noise_placement": "client"}, "takes its part of the noise along"),
+        ({"noise_placement": SecureSum(colluding=0.0, dropouts=0.0)}, "takes its part of the"),
+        ({"clipping_norm": AdaptiveClipping()}, "expected a number"),
+        ({"sampling": PoissonSampling(12, 0.2)}, "expected SpacedSampling"),
+        ({"sampling": FixedSizeSampling(12, 2)}, "expected SpacedSampling"),
+        ({"sampling": FullParticipation(12)}, "expected SpacedSampling"),
+        ({"relation": NeighboringRelation.ADD_OR_REMOVE_ONE}, "delays the turns of all others"),
+    ],
+)
+def test_correlated_noise_refuses_what_breaks_its_bound(changes, refusal):
+    facts = {"sampling": SPACED, "correlation": CorrelatedNoise(), "noise_placement": "server"}
+    with pytest.raises(InvalidValue, match=refusal):
+        mechanism_of(**{**facts, **changes})
+
+
+@pytest.mark.parametrize("traits", [{"num_silos": 3}, {"bounds_units": True}])
+def test_correlated_noise_refuses_users_in_silos(traits):
+    facts = {"clipping_norm": 0.5, "noise_multiplier": 1.0, "rounds": 3, "delta": 1e-2}
+    plan = ReleasePlan(sampling=SPACED, noise_placement="server", **facts)
+    with pytest.raises(InvalidValue, match="counted in all silos together"):
+        plan.mechanism(MethodTraits(name="test", **traits))
+
+
+def test_replacing_a_client_costs_twice_as_much():
+    relation = NeighboringRelation.REPLACE_ONE
+    mechanism, participations = spaced(relation=relation), Participations()
+    for _ in range(200):
+        participations.record([0], 1)
+    loss = privacy_loss_of(mechanism.releases(participations), delta=0.9)
+    assert loss.epsilon == pytest.approx(epsilon_of(0.4, delta=0.9), rel=1e-6)

@@ -22,9 +22,9 @@ from flower_ext.training import (
     train,
     train_each,
 )
-from flower_ext.training.batched.batches import together
 from flower_ext.training.batched.many import train_groups
 from flower_ext.training.batched.mapped import MappedModel
+from flower_ext.training.batched.stacked import together
 from tests.support.grids import grid
 from tests.support.jobs import (
     ALIKE,

@@ -1,5 +1,7 @@
 """Many models in one pass equal the same models one by one."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch import nn
@@ -51,7 +53,7 @@ MODELS = {
         lambda: nn.Sequential(nn.Flatten(), nn.Linear(12, 5), nn.ReLU(), nn.Linear(5, 3)),
         (1, 3, 4),
     ),
-    "mnist-cnn": (models.mnist_cnn, (1, 28, 28)),
+    "mnist-cnn": (partial(models.build, "mnist-cnn"), (1, 28, 28)),
     "residual": (Residual, (2, 8, 8)),
     "pooled": (Pooled, (1, 8, 8)),
 }

@@ -172,7 +172,7 @@ def test_gradients_are_written_down_only_where_that_takes_less(which, monkeypatc
     params = task.initial_params(1)
     gradient = ClippedGradient(task, list(params), clipping_norm=1.0)
     gradient(params, data.features, data.targets)
-    parts = gradient._one_pass(data.features, data.targets, task.loss)
+    parts = gradient.passes.one_pass(data.features, data.targets, task.loss)
     kind, least = FORMS[which]
     weights = [p for n, p in parts.items() if n.endswith("weight")]
     assert sum(type(p) is kind for p in weights) >= least
@@ -521,8 +521,8 @@ def test_no_model_lets_one_record_move_the_sum_by_more_than_the_clipping_norm(wh
     task, data = problem(build, loss), records((4,), 79)
     data.features[0] = torch.tensor([300.0, -200.0, 100.0, 400.0])
     params = task.initial_params(0)
-    gradient = ClippedGradient(task, list(params), clipping_norm=0.05)
-    gradient.names = [name for name, _ in task.model().named_parameters()]
+    names = [name for name, _ in task.model().named_parameters()]
+    gradient = ClippedGradient(task, names, clipping_norm=0.05)
     every = gradient(params, data.features, data.targets)
     assert gradient.way != "in one pass"
     less = gradient(params, data.features[1:], data.targets[1:])
@@ -619,7 +619,7 @@ def test_a_model_is_left_without_hooks(build):
     params = task.initial_params(0)
     gradient = ClippedGradient(task, list(params), clipping_norm=0.1)
     gradient(params, data.features, data.targets)
-    assert not any(module._forward_hooks for module in gradient.model.modules())
+    assert not any(module._forward_hooks for module in gradient.passes.model.modules())
 
 
 class Overwriting(nn.Module):
@@ -650,7 +650,7 @@ def test_dropout_does_not_hide_that_layers_tell_examples_apart():
     gradient = ClippedGradient(task, list(params), clipping_norm=0.1)
     gradient(params, data.features, data.targets)
     assert gradient.way == "in one pass"
-    assert gradient.model[1].training
+    assert gradient.passes.model[1].training
 
 
 @pytest.mark.parametrize(

@@ -173,16 +173,16 @@ def test_texts_that_are_apart_pass_together():
 def test_a_pass_in_which_an_odd_example_moves_a_bit_of_the_others_is_not_steady(odd):
     task = problem(lambda: nn.Linear(4, 3))
     gradient = ClippedGradient(task, ["weight", "bias"], clipping_norm=1.0)
-    one_pass = gradient._one_pass
+    passes = gradient.passes
 
     def follow(x, y, by):
         if odd is not None:
             is_odd = x.isnan() if math.isnan(odd) else x == odd
             x = x * (1.0 + 1e-3 * is_odd.any())
-        return one_pass(x, y, by)
+        return passes.one_pass(x, y, by)
 
     examples = torch.zeros(1, 4), torch.zeros(1).long()
-    trial = BatchInvarianceTrial(gradient.model, gradient.params, gradient.names)
+    trial = BatchInvarianceTrial(passes.model, passes.params, passes.names)
     assert trial.is_batch_invariant(*examples, task.loss, follow, 16) is (odd is None)
 
 

@@ -11,10 +11,10 @@ from torch import nn
 from torch.nn import functional
 
 from flower_ext.training.trials.snapshots import (
-    Snapshots,
     changed_places,
     same_numbers,
     same_params,
+    snapshot,
 )
 from tests.support.keeping import remember
 
@@ -259,19 +259,13 @@ KEEPING = {
 }
 
 
-def snapshot(**roots):
-    return Snapshots(**roots).take()
-
-
 @pytest.mark.parametrize("what", KEEPING)
 def test_what_changes_is_seen_and_nothing_else_differs(what):
     root, change = KEEPING[what]()
-    snapshots = Snapshots(root=root)
-    before = snapshots.take()
+    before = snapshot(root=root)
     assert changed_places(before, snapshot(root=root)) == []
-    assert changed_places(before, snapshots.take()) == []
     change()
-    after = snapshots.take()
+    after = snapshot(root=root)
     assert changed_places(before, after) != []
     assert changed_places(after, snapshot(root=root)) == []
 
@@ -279,19 +273,17 @@ def test_what_changes_is_seen_and_nothing_else_differs(what):
 def test_an_equal_object_in_the_place_of_another_is_no_change():
     root = Counter()
     root.numbers, root.weight, root.text = [1.5], torch.ones(2), "a"
-    snapshots = Snapshots(root=root)
-    before = snapshots.take()
+    before = snapshot(root=root)
     root.numbers, root.weight, root.text = [float("1.5")], torch.ones(2), "".join(["a"])
-    assert changed_places(before, snapshots.take()) == []
+    assert changed_places(before, snapshot(root=root)) == []
 
 
 def test_a_number_is_not_mistaken_for_a_former_one_at_its_place_in_memory():
     root = Counter()
-    snapshots = Snapshots(root=root)
     for number in range(100):
-        before = snapshots.take()
+        before = snapshot(root=root)
         root.number = number + 0.25
-        assert changed_places(before, snapshots.take()) == ["root.number"]
+        assert changed_places(before, snapshot(root=root)) == ["root.number"]
 
 
 def test_places_are_named():

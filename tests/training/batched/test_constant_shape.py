@@ -9,9 +9,9 @@ from torch import nn
 
 from flower_ext.data import Examples
 from flower_ext.training import Job, LocalTraining, cox_loss
-from flower_ext.training.batched import invariant
-from flower_ext.training.batched.form import MEMORY_LIMIT
-from flower_ext.training.batched.invariant import invariant_batches
+from flower_ext.training.batched import choice
+from flower_ext.training.batched.constant_shape import SIZES as STACKS
+from flower_ext.training.batched.constant_shape import ConstantStack, Shape
 from flower_ext.training.batched.many import train_groups, trains_one_by_one
 from flower_ext.training.rounding import products_are_reproducible
 from tests.support.grids import grid
@@ -131,8 +131,8 @@ TOGETHER = {*product([layered], WAYS), (Words, "sgd"), (Words, "all different")}
 def test_no_number_is_left_over_at_the_end_of_an_array(batch_size):
     training = LocalTraining(batch_size=batch_size)
     for job in jobs_of(layered, [training], range(1, 3 * batch_size)):
-        rows = invariant._padded_rows(job)
-        assert all(rows * models % 32 == 0 for models in invariant._SIZES)
+        rows = Shape.of(job).rows
+        assert all(rows * models % 32 == 0 for models in STACKS)
         assert min(len(job.examples), batch_size) <= rows < batch_size + 8
 
 
@@ -181,18 +181,18 @@ def by_data(stack, models):
 @pytest.mark.parametrize("fault", [by_size, by_place, by_data])
 @pytest.mark.parametrize("tried", [True, False])
 def test_a_library_that_rounds_by_the_others_is_found_and_not_used(fault, tried, monkeypatch):
-    minimise = invariant.InvariantStack.minimise
+    train = ConstantStack.train
 
     def faulty(self):
-        models = minimise(self)
+        models = train(self)
         upwards = {n: torch.nextafter(w, torch.tensor(torch.inf)) for n, w in models.items()}
         moved = torch.as_tensor(fault(self, models)).expand(len(self.jobs))
         return {n: torch.where(moved.view(-1, *[1] * (w.dim() - 1)), upwards[n], w)
                 for n, w in models.items()}  # fmt: skip
 
-    monkeypatch.setattr(invariant.InvariantStack, "minimise", faulty)
-    trial = invariant._rounds_alike.__wrapped__ if tried else lambda *_: True
-    monkeypatch.setattr(invariant, "_rounds_alike", trial)
+    monkeypatch.setattr(ConstantStack, "train", faulty)
+    trial = choice.stack_rounds_alike.__wrapped__ if tried else lambda *_: True
+    monkeypatch.setattr(choice, "stack_rounds_alike", trial)
 
     def jobs():
         return jobs_of(layered, [UNSTABLE], [33, 30, 28, 35, 39, 31, 40, 36, 38, 37])
@@ -236,8 +236,7 @@ def squared(outputs, targets):
 )
 def test_models_whose_bits_may_depend_on_others_or_that_gain_nothing_train_one_by_one(model, loss):
     task, jobs = problem(model, loss), jobs_of(model, [SGD], UNEVEN)
-    form = invariant_batches(task, jobs[0])
-    assert form is None or [*form.groups(jobs, MEMORY_LIMIT)] == []
+    assert max(trained(task, jobs)[1]) == 1
     assert trains_one_by_one(task, jobs[0].examples, SGD)
 
 

@@ -1,4 +1,4 @@
-"""Batches of models by vmap, and how many models are worth a batch."""
+"""The form that trains models in stacks of any size, by `vmap`."""
 
 from __future__ import annotations
 
@@ -11,10 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from flower_ext.training.batched.batchable import why_not_batched
-from flower_ext.training.batched.descent import Stack
-from flower_ext.training.batched.form import Form
+from flower_ext.training.batched.form import Form, longest_first
 from flower_ext.training.batched.mapped import MappedModel
+from flower_ext.training.batched.stack import Stack
 from flower_ext.training.job import Job
 from flower_ext.training.params import Params
 from flower_ext.training.task import Task
@@ -26,8 +25,8 @@ _TOGETHER_ELSEWHERE = 4096
 
 
 @dataclass(frozen=True)
-class Batches(Form):
-    """Batches of any size; how a model is rounded depends on the size of its batch."""
+class Stacked(Form):
+    """Stacks of any size; how a model is rounded depends on the size of its stack."""
 
     task: Task
     batch_invariant = False
@@ -35,10 +34,8 @@ class Batches(Form):
     def groups(self, jobs: Sequence[Job], memory_limit: int) -> Iterator[list[int]]:
         """Yield groups of jobs, the longest job first; leave out those that gain nothing.
 
-        A batch narrows as its jobs end, so jobs that would outlast all others are left out.
+        A stack narrows as its jobs end, so jobs that would outlast all others are left out.
         """
-        if len(jobs) < 2 or why_not_batched(self.task, jobs) is not None:
-            return
         order = longest_first(jobs, range(len(jobs)))
         steps = [jobs[index].num_steps for index in order]
         # Leave out the longest jobs until those left have `fewest` times the steps of their
@@ -53,19 +50,10 @@ class Batches(Form):
                 yield left[:size]
             left = left[size:]
 
-    def minimise(self, jobs: Sequence[Job], trained: Callable[[str], bool]) -> Params:
-        """Return the models of a group, as `Form.minimise` does."""
+    def train(self, jobs: Sequence[Job], trained: Callable[[str], bool]) -> Params:
+        """Return the models of a group, as `Form.train` does."""
         like = jobs[0].params
-        return {n: w.to(like[n]) for n, w in Stack(self.task, jobs, trained).minimise().items()}
-
-
-def longest_first(jobs: Sequence[Job], members: Sequence[int]) -> list[int]:
-    """Return indices of jobs in the order of their steps.
-
-    Jobs of equal length are sorted by their numbers of examples, so that neighbours need less
-    padding.
-    """
-    return sorted(members, key=lambda i: (-jobs[i].num_steps, -len(jobs[i].examples)))
+        return {n: w.to(like[n]) for n, w in Stack(self.task, jobs, trained).train().items()}
 
 
 def together(task: Task, job: Job, memory_limit: int) -> int:

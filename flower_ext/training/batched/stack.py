@@ -75,7 +75,7 @@ class Stack:
             IGNORED in job.examples.targets for job in jobs
         )
 
-    def minimise(self) -> Params:
+    def train(self) -> Params:
         """Run SGD with momentum, or SAM, on every job to its own end; return ``weights``."""
         rate, momentum, radius = (
             self.numbers([getattr(job.training, name) for job in self.jobs])
@@ -253,12 +253,3 @@ def _selected(tensors: Sequence[Tensor], epoch: Sequence[Sequence[Tensor]]) -> T
 def _padded(rows: Tensor, length: int) -> Tensor:
     """Repeat the first row number until there are ``length``."""
     return rows if len(rows) == length else torch.cat([rows, rows[:1].expand(length - len(rows))])
-
-
-def unstacked(rows: Mapping[str, Tensor], jobs: Sequence[Job]) -> list[Params]:
-    """Return each job's whole model: its row of ``rows``, and its own parameters for the rest."""
-    trained = {name: [p.contiguous() for p in part.unbind()] for name, part in rows.items()}
-    return [
-        {name: trained[name][row] if name in trained else p for name, p in job.params.items()}
-        for row, job in enumerate(jobs)
-    ]

@@ -1,0 +1,148 @@
+"""Statistics of people in several silos: how often 95 % intervals cover the exact numbers.
+
+    python -m benchmarks statistics --data-folder DATA [--runs 200] [--epsilon 0.5]
+
+Each run is a real round of `UserStatistics` with secure noise, in this process. HeartDisease has
+four centres, in which every row is a person. Of Creditcard, 5,000 rows are dealt to 2,000 people
+and five silos at random. All statistics of a data set are released together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import torch
+import typer
+from flwr.app import ArrayRecord
+from numpy.typing import NDArray
+
+from flower_ext.data import Examples, SiloData, find_files
+from flower_ext.data.local_files import read_bytes
+from flower_ext.federation import FederatedStrategy, InProcessGrid
+from flower_ext.privacy import FullParticipation, ReleasePlan
+from flower_ext.runs.page import table
+from flower_ext.statistics import (
+    JointStatistics,
+    UserStatistics,
+    estimates,
+    read_statistics,
+    statistics_task,
+)
+from flower_ext.statistics.release import RELEASED
+
+HEART = "mean age 20:90; variance pressure 80:220; histogram age 20:90:7; quantiles age 20:90"
+CARD = "mean amount 0:500; variance v1 -10:10; histogram v1 -10:10:8; quantiles v1 -10:10"
+CENTRES = ("cleveland", "hungarian", "switzerland", "va")
+Columns = dict[str, NDArray[np.float64]]
+
+
+def heart_disease(folder: Path | None) -> list[tuple[Columns, NDArray[np.int64]]]:
+    """Return the four centres' ages and blood pressures; every row has a user of its own."""
+    names = [tuple(f"heart_disease/processed.{centre}.data" for centre in CENTRES)]
+    silos, first = [], 0
+    for path in find_files("heart-disease", names, folder):
+        rows = [line.replace("?", "nan").split(",") for line in path.read_text().split()]
+        numbers = np.array(rows, dtype=np.float64)
+        users = np.arange(first, first + len(numbers))
+        silos.append(({"age": numbers[:, 0], "pressure": numbers[:, 3]}, users))
+        first += len(numbers)
+    return silos
+
+
+def creditcard(folder: Path | None) -> list[tuple[Columns, NDArray[np.int64]]]:
+    """Return 5,000 transactions of 2,000 users in five silos."""
+    files = [("creditcard/creditcard_subset.csv",), ("creditcard/creditcard.csv",)]
+    (path,) = find_files("creditcard", files, folder)
+    header, *lines = read_bytes(path).decode().splitlines()
+    places = [header.replace('"', "").split(",").index(name) for name in ("Amount", "V1")]
+    rng = np.random.default_rng(1)
+    chosen = rng.choice(len(lines), size=5000, replace=False)
+    fields = [lines[row].replace('"', "").split(",") for row in chosen]
+    numbers = np.array([[float(row[place]) for place in places] for row in fields])
+    users, silo = rng.integers(2000, size=5000), rng.integers(5, size=5000)
+    return [
+        ({"amount": numbers[silo == s, 0], "v1": numbers[silo == s, 1]}, users[silo == s])
+        for s in range(5)
+    ]
+
+
+def main(
+    data_folder: Annotated[Path | None, typer.Option(help="folder of the data sets")] = None,
+    runs: Annotated[int, typer.Option(help="rounds of each data set")] = 200,
+    epsilon: Annotated[float, typer.Option(help="ε of one round")] = 0.5,
+) -> None:
+    """Print for each statistic the share of its intervals that cover the exact number."""
+    rows = []
+    for name, load, text in (
+        ("HeartDisease", heart_disease, HEART),
+        ("Creditcard", creditcard, CARD),
+    ):
+        rows += [
+            (name, *row)
+            for row in coverage(load, read_statistics(text), data_folder, runs, epsilon)
+        ]
+    print(table(("data set", "statistic", "intervals", "covered", "mean standard error"), rows))
+
+
+def coverage(
+    load: Callable[[Path | None], list[tuple[Columns, NDArray[np.int64]]]],
+    joint: JointStatistics,
+    folder: Path | None,
+    runs: int,
+    epsilon: float,
+) -> list[tuple[str, str, str, str]]:
+    """Return for each statistic: its words, and how many of its intervals cover."""
+    silos = load(folder)
+    users = 1 + max(int(owners.max()) for _, owners in silos)
+
+    def data(silo: int) -> SiloData:
+        columns, owners = silos[silo]
+        rows = Examples(
+            {name: torch.from_numpy(column) for name, column in columns.items()},
+            torch.zeros(len(owners), dtype=torch.long),
+        )
+        return SiloData(train=rows, test=rows.subset([]), owners=torch.from_numpy(owners))
+
+    task, method = statistics_task(joint, data), UserStatistics(num_silos=len(silos))
+    app = UserStatistics.client_app(task)
+
+    def released(plan: ReleasePlan) -> dict[str, NDArray[np.float32]]:
+        strategy = FederatedStrategy(method, plan, evaluate_every=0)
+        initial = ArrayRecord(task.initial_params(0))
+        arrays = strategy.start(InProcessGrid(app, len(silos)), initial, num_rounds=1).arrays
+        return {RELEASED: arrays.to_torch_state_dict()[RELEASED].numpy()}
+
+    terms: dict[str, Any] = {
+        "sampling": FullParticipation(users),
+        "rounds": 1,
+        "delta": 1e-5,
+        "clipping_norm": 1.0,
+    }
+    rng = np.random.default_rng(0)
+    exact_plan = ReleasePlan(noise_multiplier=1e-5, **terms)
+    exact = estimates(joint, released(exact_plan), method=method, plan=exact_plan, rng=rng)
+    plan = ReleasePlan.for_target(epsilon=epsilon, **terms)
+    covered: dict[str, list[bool]] = {}
+    errors: dict[str, list[float]] = {}
+    for _ in range(runs):
+        noised = estimates(joint, released(plan), method=method, plan=plan, rng=rng)
+        for statistic, own in noised.items():
+            for each, truth in zip(own, exact[statistic], strict=True):
+                covered.setdefault(statistic.title, []).append(
+                    each.lower <= truth.value <= each.upper
+                )
+                errors.setdefault(statistic.title, []).append(each.standard_error)
+    return [
+        (title, f"{len(hits)}", f"{np.mean(hits):.3f}", f"{np.nanmean(errors[title]):.3g}")
+        for title, hits in covered.items()
+    ]
+
+
+if __name__ == "__main__":
+    import logging
+
+    logging.getLogger("flwr").setLevel(logging.ERROR)
+    typer.run(main)

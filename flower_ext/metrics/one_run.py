@@ -1,0 +1,199 @@
+"""Lower bounds on ε from one run with m canaries, each included by an independent fair coin.
+
+The attack guesses the coins of c' canaries, and c of these guesses are correct.
+
+============================  ==========================================  ==========================
+bound                         largest chance of c correct guesses         holds for
+============================  ==========================================  ==========================
+`in_one_run`                  under (ε, δ) (Theorem 5.2 of Steinke,       every mechanism
+                              Nasr, Jagielski 2023)
+`in_one_run_by_curve`         under a trade-off curve f (Mahloujifar,     the family of curves;
+                              Melis, Chaudhuri 2024)                      by default, Gaussians
+============================  ==========================================  ==========================
+
+Both bounds grow with c. So whichever of them is wrong, c has reached a number that it reaches with
+probability 1 − ``confidence`` at most: both hold at once, without Bonferroni's inequality.
+
+How `refutes` bounds the chance of c correct guesses. Let p_i be the probability of exactly i
+correct guesses, and P_i that of at least i. For one canary, consider the event that its guess is
+correct and that at least i guesses are. With the coin turned, and the same output, the guess is
+wrong and at least i − 1 guesses are correct. The worlds of the two coins are neighbours. If an
+event of probability y has at least the probability L(y) in a neighbouring world, with L convex, the
+mean over the canaries and coins gives, by Jensen's inequality,
+
+    Σ_{l ≥ i−1} (c' − l) p_l / m  ≥  L( Σ_{l ≥ i} l p_l / m ).
+
+In terms of tails, with R_i = (i − 1) P_i + Σ_{l ≥ i} P_l for the sum on the right,
+
+    (c' − i + 1) P_{i−1}  ≥  Σ_{l ≥ i} P_l + m L(R_i / m).
+
+The right side grows with every tail. So P_c ≥ τ, and tails above c of 0, give the smallest possible
+P_{c−1}, …, P_0 by recursion. If P_0 must exceed 1, P_c < τ.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from flower_ext.checks import require_delta
+from flower_ext.errors import InvalidValue
+from flower_ext.metrics.lower_bounds import BoundTerms, LowerBound, Scores
+
+ONE_RUN, ONE_RUN_BY_CURVE = (
+    "one run (Steinke, Nasr, Jagielski 2023)",
+    "one run, trade-off curve (Mahloujifar, Melis, Chaudhuri 2024)",
+)
+
+LeastChance = Callable[[float], float]
+"""A trade-off curve f as the function L(y) = f(1 − y): the least probability that an event has in
+one world if it has the probability y in a neighbouring world. Convex, and the same for both orders
+of the worlds."""
+
+_ROUNDING = 1e-9
+"""Relative error of the recursion and of the noise multiplier of an ε, which bounds allow for."""
+
+
+def in_one_run(
+    scores: Scores, included: Sequence[bool] | np.ndarray, terms: BoundTerms, *, guesses: int
+) -> LowerBound:
+    """Bound ε from one run with m canaries, each included by an independent fair coin.
+
+    The attack guesses that the ``guesses`` / 2 highest scores are included and as many of the
+    lowest are not. It abstains from the others.
+
+    Parameters
+    ----------
+    scores : array_like
+        One per canary (m,), higher if the canary seems to be included.
+    included : array_like of bool
+        The coins (m,).
+    guesses : int
+        Even, from 2 to m; it must be chosen before the scores are seen.
+
+    Raises
+    ------
+    ValueError
+        Shapes differ, or a parameter is out of range.
+    """
+    correct, canaries = _correct_guesses(scores, included, guesses)
+
+    def refuted(epsilon: float) -> bool:
+        return _chance(correct, guesses, canaries, epsilon, terms.delta) < terms.failure
+
+    return LowerBound(epsilon=_largest_refuted(refuted), method=ONE_RUN, terms=terms)
+
+
+def gaussian_curve(epsilon: float, delta: float) -> LeastChance:
+    """Return the curve of the Gaussian mechanism that is (ε, δ)-private and no more."""
+    import dp_accounting
+    from scipy import special
+
+    shift = (1 + _ROUNDING) / dp_accounting.get_sigma_gaussian(epsilon, delta)
+    return lambda chance: float(special.ndtr(special.ndtri(chance) - shift))
+
+
+def profile_curve(epsilons: Sequence[float], deltas: Sequence[float]) -> LeastChance:
+    """Return the curve of a mechanism that is (ε, δ)-private for each of these pairs.
+
+    Parameters
+    ----------
+    epsilons, deltas : Sequence[float]
+        For instance δ(ε) by an accountant, the larger one of both orders of the worlds. More pairs
+        make the curve, and the bound, tighter; every choice is valid.
+    """
+    shrink, subtracted = np.exp(-np.asarray(epsilons)), np.asarray(deltas)
+
+    def least(chance: float) -> float:
+        event = shrink * (chance - subtracted)
+        # The same pair, said of the complement of the event.
+        complement = 1 - subtracted - (1 - chance) / shrink
+        return max(0.0, float(event.max()), float(complement.max()))
+
+    return least
+
+
+def in_one_run_by_curve(
+    scores: Scores,
+    included: Sequence[bool] | np.ndarray,
+    terms: BoundTerms,
+    *,
+    guesses: int,
+    family: Callable[[float, float], LeastChance] = gaussian_curve,
+) -> LowerBound:
+    """Bound ε of a mechanism whose trade-off curve is one of a family, from the same run.
+
+    The bound is usually larger than that of `in_one_run`, but for another mechanism, such as a
+    sub-sampled one under the default family, it may be too large.
+
+    Parameters
+    ----------
+    family : Callable[[float, float], LeastChance]
+        Returns the curve of the family's mechanism with this ε at this δ. Its values fall as ε
+        grows.
+
+    Other parameters, errors
+        As for `in_one_run`; δ must be above 0.
+    """
+    require_delta(terms.delta)
+    correct, canaries = _correct_guesses(scores, included, guesses)
+
+    def refuted(epsilon: float) -> bool:
+        return refutes(correct, guesses, canaries, family(epsilon, terms.delta), terms.failure)
+
+    return LowerBound(epsilon=_largest_refuted(refuted), method=ONE_RUN_BY_CURVE, terms=terms)
+
+
+def refutes(correct: int, guesses: int, canaries: int, least: LeastChance, failure: float) -> bool:
+    """Return True if so many correct guesses are less probable than ``failure`` under a curve."""
+    tail = tails = failure  # P_i, and the sum of P_l over l >= i
+    for number in range(correct, 0, -1):
+        weighted = (number - 1) * tail + tails
+        wrong = tails + canaries * least(min(1.0, weighted / canaries))
+        tail = max(tail, wrong / (guesses - number + 1))
+        if tail > 1 + _ROUNDING:
+            return True
+        tails += tail
+    return False
+
+
+def _correct_guesses(
+    scores: Scores, included: Sequence[bool] | np.ndarray, guesses: int
+) -> tuple[int, int]:
+    """Return the number of correct guesses, and the number of canaries."""
+    scores, coins = np.asarray(scores, dtype=np.float64), np.asarray(included, dtype=bool)
+    if scores.ndim != 1 or scores.shape != coins.shape or not np.isfinite(scores).all():
+        raise InvalidValue(
+            f"scores of shape {scores.shape}, included of shape {coins.shape}: expected one finite "
+            "score and one coin per canary"
+        )
+    canaries = len(scores)
+    if not 2 <= guesses <= canaries or guesses % 2:
+        raise InvalidValue(f"guesses={guesses!r}: expected an even number from 2 to {canaries}")
+    order, half = np.argsort(scores, kind="stable"), guesses // 2
+    correct = int((~coins[order[:half]]).sum() + coins[order[-half:]].sum())
+    return correct, canaries
+
+
+def _largest_refuted(refuted: Callable[[float], bool]) -> float:
+    # ``low`` is 0 or an ε that the guesses refute, so the search never returns too large a bound.
+    low, high = 0.0, 1.0
+    while refuted(high) and high < 1e3:
+        low, high = high, 2 * high
+    for _ in range(40):
+        middle = (low + high) / 2
+        low, high = (middle, high) if refuted(middle) else (low, middle)
+    return low
+
+
+def _chance(correct: int, guesses: int, canaries: int, epsilon: float, delta: float) -> float:
+    """Return the largest probability of so many correct guesses under (ε, δ) (Theorem 5.2)."""
+    from scipy import stats
+
+    accuracy = 1 / (1 + math.exp(-epsilon))
+    at_least = float(stats.binom.sf(correct - 1, guesses, accuracy))
+    below = np.cumsum(stats.binom.pmf(np.arange(correct - 1, -1, -1), guesses, accuracy))
+    worst = float((below / np.arange(1, correct + 1)).max(initial=0.0))
+    return min(1.0, at_least + 2 * canaries * delta * worst)

@@ -1,0 +1,353 @@
+"""Noise of which later rounds take a part back, so that sums over rounds carry less of it.
+
+Sources: Denisov, McMahan, Rush, Smith, Thakurta, "Improved Differential Privacy for SGD via Optimal
+Private Linear Operators on Adaptive Streams" (2022); Choquette-Choo et al., "Multi-Epoch Matrix
+Factorization Mechanisms for Private Machine Learning" (2023); Kalinin and Lampert, "Banded Square
+Root Matrix Factorization for Differentially Private Model Training" (2024); McMahan, Xu, Zhang, "A
+Hassle-free Algorithm for Private Learning in Practice" (2024), which has the buffers.
+
+====================  ==========================================================================
+paper                 here
+====================  ==========================================================================
+C, its first column   `StrategyMatrix`, lower triangular and Toeplitz; ``coefficients`` c_0 = 1 ≥
+                      c_1 ≥ … ≥ 0
+b, k                  ``rounds_apart``, ``participations`` of a `SpacedSampling`
+z_t, y_t              a round's fresh normal numbers, and its noise: C y = z
+sens(C)               `StrategyMatrix.sensitivity`
+====================  ==========================================================================
+
+A round releases x_t + σ sens(C) y_t, where x_t is a sum of vectors of norm at most 1, one for each
+client. All releases together are C⁻¹ (C x + σ sens(C) z), so they reveal what C x + σ sens(C) z
+does. That this is one Gaussian mechanism of noise multiplier σ needs two steps.
+
+1. *Zero out one client that takes part in rounds p_0 < p_1 < …* Row t of C x moves by
+   Σ_i c_{t − p_i} u_i with ‖u_i‖ ≤ 1. The square of the whole move is the sum of
+   ⟨c(p_i), c(p_j)⟩⟨u_i, u_j⟩ over all i and j, where c(p) are columns of C. No coefficient is
+   negative, so the move is largest if all u_i are equal.
+   If p_i − p_{i−1} ≥ b, then p_i ≥ ib and p_j − p_i ≥ (j − i)b. As coefficients do not rise,
+   ⟨c(p_i), c(p_j)⟩ falls as p_j grows, because fewer rows are left, and as the gap grows. So each
+   term is largest for p_i = ib, and every further participation adds to the sum. Rows 1 … t alone
+   are a smaller case of the same matrix. Thus for every t the move in the first t rows is at most
+   that of one client in rounds 1, 1 + b, …, and row t of that is ``row_moves``. This holds with any
+   number of bands, also above b, and however many rounds follow.
+2. *x_t and the participations may depend on earlier releases.* Row t of C x + σ sens(C) z is, given
+   the rows before it, a Gaussian whose mean moves by row t of the move in step 1, in which the
+   present u_i is now a function of the earlier rows. Whatever path the run takes, the squares of
+   these moves add up to at most sens(C)². Such an adaptive sequence of Gaussians is no easier to
+   tell apart than a single one with that move (Denisov et al. 2022, Theorem 2.1; Smith and Thakurta
+   2022 for moves that depend on the past).
+
+``sensitivity`` counts all rows, however many there are, so the guarantee needs no last round. An
+account that charges round t a Gaussian of noise multiplier σ sens(C) / row_moves_t adds up to at
+most one of multiplier σ, and to what step 1 proves if the run stops early.
+
+y_t is kept in float64, and row t is z_t minus a sum over earlier y. What rounding adds to z_t is
+below 2⁻⁴⁹ of its stddev, as little as the distance of the generator's own points (see `noise`).
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any, cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flower_ext.checks import require_count
+from flower_ext.errors import InvalidValue
+from flower_ext.privacy.mechanisms.noise import NoiseSource
+from flower_ext.privacy.mechanisms.updates import Update
+
+Vector = NDArray[np.float64]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Past:
+    """The noise of the last round and what the next round needs of earlier ones. It is secret.
+
+    Parameters
+    ----------
+    latest : Mapping[str, ndarray]
+        y_t of the last round.
+    earlier : tuple of Mapping[str, ndarray]
+        y_{t−1}, y_{t−2}, … for the bands.
+    buffers : tuple of Mapping[str, ndarray]
+        For each decay λ, the sum of λ^{j−1} y_{t−j} over j ≥ 1.
+    """
+
+    latest: Update
+    earlier: tuple[Update, ...] = ()
+    buffers: tuple[Update, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class StrategyMatrix:
+    """A lower triangular Toeplitz matrix; by default the identity, whose noise is independent.
+
+    Its coefficients are c_0 = 1 and, for j ≥ 1, bands_j + Σ_l weights_l · decays_l^{j−1}.
+
+    Parameters
+    ----------
+    bands : tuple of float
+        c_1, c_2, … without the decaying part.
+    weights, decays : tuple of float
+        The decaying part, which needs one vector of memory for each decay.
+
+    Raises
+    ------
+    InvalidValue
+        Coefficients are negative or rise, or a decay is not in [0, 1).
+    """
+
+    bands: tuple[float, ...] = ()
+    weights: tuple[float, ...] = ()
+    decays: tuple[float, ...] = ()
+
+    def __post_init__(self) -> None:
+        for name in ("bands", "weights", "decays"):
+            object.__setattr__(self, name, tuple(float(number) for number in getattr(self, name)))
+        falling = [1.0 - sum(self.weights), *self.bands, 0.0]
+        if not all(a >= b for a, b in itertools.pairwise(falling)):
+            raise InvalidValue(
+                f"bands={self.bands!r} with weights={self.weights!r}: expected numbers that do not "
+                "rise and are not negative, the first of them and all weights together at most 1"
+            )
+        if len(self.weights) != len(self.decays) or not (
+            all(weight >= 0 for weight in self.weights) and all(0 <= d < 1 for d in self.decays)
+        ):
+            raise InvalidValue(
+                f"weights={self.weights!r} with decays={self.decays!r}: expected as many weights, "
+                "none negative, as decays in [0, 1)"
+            )
+
+    @property
+    def vectors(self) -> int:
+        """Number of vectors as large as the model that the server keeps from round to round."""
+        return 1 + max(0, len(self.bands) - 1) + len(self.decays)
+
+    def coefficients(self, count: int) -> Vector:
+        """Return c_0, …, c_{count−1}."""
+        column = np.zeros(count)
+        column[:1] = 1.0
+        inside = self.bands[: count - 1]
+        column[1 : 1 + len(inside)] = inside
+        powers = np.arange(count - 1)
+        for weight, decay in zip(self.weights, self.decays, strict=True):
+            column[1:] += weight * decay**powers
+        return column
+
+    def row_moves(self, rounds: int, *, rounds_apart: int, participations: int) -> Vector:
+        """Return the most that one client moves each of the first rows of C x (step 1).
+
+        Parameters
+        ----------
+        rounds : int
+            Number of rows.
+        rounds_apart, participations : int
+            b and k.
+        """
+        column, moves = self.coefficients(rounds), np.zeros(rounds)
+        for start in range(0, min(rounds, participations * rounds_apart), rounds_apart):
+            moves[start:] += column[: rounds - start]
+        return moves
+
+    def sensitivity(self, *, rounds_apart: int, participations: int) -> float:
+        """Return sens(C) over all rows, the most that one client moves C x."""
+        whole = (participations - 1) * rounds_apart + len(self.bands) + 1
+        moves = self.row_moves(whole, rounds_apart=rounds_apart, participations=participations)
+        # From here on only the decaying part is left, whose squares add up to a geometric series.
+        starts = np.arange(participations) * rounds_apart
+        decays = np.asarray(self.decays)
+        left = self.weights * (decays ** (whole - 1 - starts[:, None])).sum(axis=0)
+        rest = np.outer(left, left) / (1 - np.outer(decays, decays))
+        return math.sqrt(float(moves @ moves) + float(rest.sum())) * (1 + 1e-12)
+
+    def inverse(self, rounds: int) -> Vector:
+        """Return the first coefficients of C⁻¹, by which the noise y is made from z."""
+        from scipy.signal import lfilter  # clients do without it
+
+        impulse = np.zeros(rounds)
+        impulse[0] = 1.0
+        solved: Vector = lfilter([1.0], self.coefficients(rounds), impulse)
+        return solved
+
+    def sum_error(self, rounds: int) -> float:
+        """Return the root mean square error of the sums over rounds 1 … t, for z of stddev 1."""
+        errors = np.cumsum(self.inverse(rounds)) ** 2
+        return math.sqrt(float(np.arange(rounds, 0, -1) @ errors) / rounds)
+
+    def next(self, drawn: Update, past: Past | None) -> Past:
+        """Return the noise of the next round.
+
+        Parameters
+        ----------
+        drawn : Mapping[str, ndarray]
+            z of the round, fresh normal numbers of stddev 1.
+        past : Past, optional
+            The noise of the round before; None before the first.
+        """
+        if past is None:
+            nothing = {name: np.zeros_like(array) for name, array in drawn.items()}
+            return Past(latest=dict(drawn), buffers=(nothing,) * len(self.decays))
+        earlier = (past.latest, *past.earlier)[: len(self.bands)]
+        buffers = tuple(
+            {name: decay * buffer[name] + past.latest[name] for name in drawn}
+            for decay, buffer in zip(self.decays, past.buffers, strict=True)
+        )
+        latest = {name: np.array(array, dtype=np.float64) for name, array in drawn.items()}
+        terms = [*zip(self.bands, earlier, strict=False), *zip(self.weights, buffers, strict=True)]
+        for factor, vector in terms:
+            for name, array in latest.items():
+                array -= factor * vector[name]
+        return Past(latest=latest, earlier=earlier[: len(self.bands) - 1], buffers=buffers)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CorrelatedNoise:
+    """Noise that is correlated over rounds, for a `ReleasePlan` with a `SpacedSampling`.
+
+    Parameters
+    ----------
+    buffers : int
+        Number of decaying buffers. Two already come within a tenth of the least error.
+    bands : int
+        Number of bands, in place of buffers; 0 for buffers. The server keeps one vector of the
+        model's size less than bands. With buffers, it keeps one more.
+    """
+
+    buffers: int = 2
+    bands: int = 0
+
+    def __post_init__(self) -> None:
+        require_count("buffers", self.buffers)
+        require_count("bands", self.bands)
+        if not (self.bands or 1 <= self.buffers <= 5):
+            raise InvalidValue(
+                f"buffers={self.buffers!r} with bands=0: expected buffers from 1 to 5, or bands "
+                "above 0"
+            )
+
+    def matrix(self, rounds: int, *, rounds_apart: int, participations: int) -> StrategyMatrix:
+        """Return the matrix that minimises `sum_error` times `sensitivity`, by L-BFGS.
+
+        This takes seconds for thousands of rounds. Results are cached.
+        """
+        fit = _best_bands if self.bands else _best_buffers
+        return fit(self.bands or self.buffers, rounds, rounds_apart, participations)
+
+    def describe(self) -> str:
+        """Return a few words for the log."""
+        kept = f"{self.bands} bands" if self.bands else f"{self.buffers} buffers"
+        return f"correlated over rounds by {kept}"
+
+
+@lru_cache(maxsize=64)
+def _best_bands(bands: int, rounds: int, rounds_apart: int, participations: int) -> StrategyMatrix:
+    """Return the best matrix of so many bands, by exact gradients: there may be hundreds."""
+    from scipy.optimize import minimize
+    from scipy.signal import lfilter
+
+    left = np.arange(rounds, 0, -1) / rounds  # fraction of the sums in which a round's noise is
+    starts = np.arange(participations) * rounds_apart
+    bands = min(bands, rounds)
+
+    def column_of(steps: Vector) -> Vector:
+        # The variables are the steps c_j − c_{j+1}, which only need to be 0 or more.
+        return np.cumsum(steps[::-1])[::-1]
+
+    def error(steps: Vector) -> tuple[float, Vector]:
+        column, impulse = column_of(steps), np.eye(1, rounds)[0]
+        moves = np.zeros(starts[-1] + bands)
+        for start in starts:
+            moves[start : start + bands] += column
+        sums = np.cumsum(lfilter([1.0], column, impulse))
+        square, moved = left @ sums**2, moves @ moves
+        # Matrices of this form commute, so d sums / d c_j = −C⁻¹ (sums shifted by j).
+        back = lfilter([1.0], column, (left * sums)[::-1])[::-1]
+        by_error = np.array([-back[j:] @ sums[: rounds - j] for j in range(bands)]) / square
+        by_move = sum(moves[start : start + bands] for start in starts) / moved
+        # The error does not change with the scale of the column.
+        return math.log(square * moved) / 2, np.cumsum(by_error + by_move)
+
+    square_root = np.cumprod([1.0, *((2 * j - 1) / (2 * j) for j in range(1, bands))])
+    first = square_root - np.append(square_root[1:], 0.0)
+    found = minimize(error, first, jac=True, bounds=[(0.0, None)] * bands, method="L-BFGS-B")
+    best = column_of(found.x)
+    return StrategyMatrix(bands=tuple(best[1:] / best[0]))
+
+
+@lru_cache(maxsize=64)
+def _best_buffers(
+    buffers: int, rounds: int, rounds_apart: int, participations: int
+) -> StrategyMatrix:
+    """Return the best matrix of so many buffers, by numerical gradients of few variables."""
+    from scipy.optimize import minimize
+
+    def matrix(variables: Vector) -> StrategyMatrix:
+        # All weights and 1 add up to 1 in proportion; a decay of 1 − exp(−e^−x) is never 1.
+        weights, decays = np.exp(variables[:buffers]), -np.expm1(-np.exp(-variables[buffers:]))
+        return StrategyMatrix(weights=tuple(weights / (1 + weights.sum())), decays=tuple(decays))
+
+    def error(variables: Vector) -> float:
+        chosen = matrix(variables)
+        moved = chosen.sensitivity(rounds_apart=rounds_apart, participations=participations)
+        return math.log(chosen.sum_error(rounds) * moved)
+
+    reach = np.geomspace(0.5, 1 / max(rounds_apart, 2), buffers)
+    first = np.concatenate([np.full(buffers, -math.log(buffers)), -np.log(-np.log(reach))])
+    found = minimize(error, first, bounds=[(-12.0, 12.0)] * (2 * buffers), method="L-BFGS-B")
+    return matrix(found.x)
+
+
+class PreparedNoise(NoiseSource):
+    """Normal numbers that were drawn before, for one release. Each number is used once.
+
+    Parameters
+    ----------
+    drawn : Mapping[str, ndarray]
+        Numbers for each array, by name; their unit is the stddev of the release.
+    is_secure : bool
+        True if nobody can reproduce them.
+    """
+
+    def __init__(self, drawn: Update, *, is_secure: bool) -> None:
+        self._left, self.is_secure = dict(drawn), is_secure
+
+    def add_gaussian(
+        self, update: Update, stddev: float, *, grid: float | None = None
+    ) -> dict[str, Any]:
+        """Return ``update`` plus ``stddev`` times the numbers, rounded as in `NoiseSource`.
+
+        Raises
+        ------
+        InvalidValue
+            The numbers have been used, or are for other arrays.
+        """
+        if set(update) != set(self._left):
+            raise InvalidValue(
+                f"noise for arrays {sorted(update)}: expected {sorted(self._left)}, each once, "
+                "because a second release with the same noise would reveal a difference"
+            )
+        noised: dict[str, Any] = {}
+        for name in update:
+            self._next = self._left.pop(name).reshape(-1)
+            noised |= super().add_gaussian({name: update[name]}, stddev, grid=grid)
+        return noised
+
+    def _generator(self) -> np.random.Generator:
+        return cast(np.random.Generator, _Replay(self._next))
+
+
+@dataclass
+class _Replay:
+    """The part of a generator that noise needs, for numbers that were drawn before."""
+
+    numbers: Vector
+    used: int = field(default=0, init=False)
+
+    def standard_normal(self, shape: tuple[int, ...]) -> Vector:
+        start, self.used = self.used, self.used + math.prod(shape)
+        return self.numbers[start : self.used].reshape(shape).copy()

@@ -1,0 +1,157 @@
+"""Choose the form that trains each job: the fastest one that gives the results of `local.train`.
+
+A plug-in's form comes first. The others train in stacks of any size, or of a constant shape if no
+bit may depend on other jobs. Trials with random jobs decide if a form suits a model: they compare
+its results with those of `local.train`, and a stack's bits with those of other stacks. The process
+remembers their results. A model that no form suits trains one by one.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
+from logging import getLogger
+
+from torch import Tensor
+
+from flower_ext import plugins
+from flower_ext.errors import InvalidValue
+from flower_ext.training.batched.constant_shape import ConstantShape, Shape, consists_of_rows
+from flower_ext.training.batched.form import GROUP, MEMORY_LIMIT, Form
+from flower_ext.training.batched.one_by_one import OneByOne
+from flower_ext.training.batched.stacked import Stacked
+from flower_ext.training.job import SGD, Job
+from flower_ext.training.local import train
+from flower_ext.training.model_calls import refusing_layer
+from flower_ext.training.params import Params
+from flower_ext.training.problem import Linear, Proximal
+from flower_ext.training.task import Task
+from flower_ext.training.trials.trainings import (
+    random_job,
+    refuse_changes,
+    rounds_alike,
+    why_unlike,
+)
+from flower_ext.training.trials.trial_examples import TrainingKind, kind_of
+
+log = getLogger("flwr")
+
+
+def assigned(
+    task: Task, jobs: Sequence[Job], memory_limit: int, *, batch_invariant: bool
+) -> Iterator[tuple[list[int], Form]]:
+    """Yield groups of jobs, by their indices, each with the form that trains it."""
+    alike = defaultdict(list)
+    for index, job in enumerate(jobs):
+        alike[job.examples.row_type].append(index)
+    for left in alike.values():
+        for form in _forms(task, [jobs[index] for index in left], batch_invariant=batch_invariant):
+            # A form gets the jobs that the forms before it left, and numbers these from 0.
+            parts = form.groups([jobs[index] for index in left], memory_limit)
+            groups = [[left[index] for index in part] for part in parts]
+            yield from ((group, form) for group in groups)
+            taken = {index for group in groups for index in group}
+            left = [index for index in left if index not in taken]
+            if not left:
+                break
+
+
+def _forms(task: Task, jobs: Sequence[Job], *, batch_invariant: bool) -> Iterator[Form]:
+    """Yield the forms for jobs that are alike, the fastest first; the last one takes every job."""
+    if _why_never_together(jobs) is None:
+        # A lone job must train as it would in a group, unless its bits may depend on the group.
+        lone = len(jobs) == 1 and not batch_invariant
+        for form_for in plugins.offered(GROUP):
+            form = form_for(task, jobs[0])
+            if form is None or (batch_invariant and not form.batch_invariant):
+                continue
+            if lone and not form.gains_alone(jobs[0]):
+                continue
+            # The types of known layers tell all that they do, so no trial is needed.
+            if task.factory.facts.known or trains_alike(_kind(task, jobs[0]), form):
+                yield form
+        if batch_invariant:
+            yield from _of_constant_shape(_kind(task, jobs[0]), jobs)
+        elif not lone and why_not_stacked(task, jobs) is None:
+            yield Stacked(task)
+    yield OneByOne(task)
+
+
+def _of_constant_shape(kind: TrainingKind, jobs: Sequence[Job]) -> Iterator[Form]:
+    if not consists_of_rows(kind) or _why_not_stacked(kind) is not None:
+        return
+    form = ConstantShape(kind, Shape.of(random_job(kind, 3)))
+    if not (kind.task.factory.facts.known or trains_alike(kind, form)):
+        return
+    for shape in dict.fromkeys(map(Shape.of, jobs)):
+        if stack_rounds_alike(kind, shape):
+            yield ConstantShape(kind, shape)
+
+
+def why_not_stacked(task: Task, jobs: Sequence[Job]) -> str | None:
+    """Return why these jobs cannot train in a stack of models; None if they can."""
+    if reason := _why_never_together(jobs):
+        return reason
+    return _why_not_stacked(_kind(task, jobs[0]))
+
+
+def _why_never_together(jobs: Sequence[Job]) -> str | None:
+    """Return why these jobs must train one by one, whatever their model; None if they need not."""
+    for part in ("features", "targets"):
+        if not isinstance(getattr(jobs[0].examples, part), Tensor):
+            return f"{part} are no single tensor"
+    if any(job.noise is not None for job in jobs):
+        return "steps are clipped and noised one by one"
+    if any(job.training.tolerance for job in jobs):
+        return "exact minimisers are found one by one"
+    if any(job.training.optimizer != SGD for job in jobs):
+        return "another optimiser than SGD"
+    if any(type(term) not in (Proximal, Linear) for job in jobs for term in job.terms):
+        return "a term other than Proximal and Linear"
+    return None
+
+
+def _kind(task: Task, job: Job) -> TrainingKind:
+    return kind_of(task, job.examples.features, job.examples.targets, job.params)
+
+
+@lru_cache(maxsize=64)
+def _why_not_stacked(kind: TrainingKind) -> str | None:
+    form = Stacked(kind.task)
+    reason = why_unlike(kind, lambda jobs: form.train(jobs, _every_name), train)
+    if reason is None and (layer := refusing_layer(kind.model, kind.features)):
+        reason = f"{layer} refuses a mini-batch of a single row"
+    if reason:
+        log.info("local trainings run one by one: %s", reason)
+    return reason
+
+
+@lru_cache(maxsize=64)
+def trains_alike(kind: TrainingKind, form: Form) -> bool:
+    """Return True if a trial finds that a form trains models of this kind as `local.train` does.
+
+    A model that counts its passes, say, may act on the count long after the trial, so the function
+    returns False for every model that changes anything in a pass.
+    """
+
+    def train_together(jobs: Sequence[Job]) -> Params:
+        if [*form.groups(jobs, MEMORY_LIMIT)] != [[*range(len(jobs))]]:
+            raise InvalidValue("groups() of the form: expected one batch of all jobs")
+        refuse_changes(kind, jobs[0].examples.features)
+        return form.train(jobs, _every_name)
+
+    return why_unlike(kind, train_together, train) is None
+
+
+@lru_cache(maxsize=256)
+def stack_rounds_alike(kind: TrainingKind, shape: Shape) -> bool:
+    """Return True if a trial finds that no bit in stacks of this shape depends on other models."""
+    form = ConstantShape(kind, shape)
+    return rounds_alike(
+        kind, lambda jobs: form.train(jobs, _every_name), shape.settings, terms=shape.has_terms
+    )
+
+
+def _every_name(name: str) -> bool:
+    return True

@@ -1,0 +1,167 @@
+"""The form whose stacks have a constant shape, so that no bit of a model depends on the others.
+
+How a library rounds a number depends on the shape of its array, and on its position there. In these
+stacks a job alone determines both, except for two things: the number of models in the stack, and
+the position of the job's model among them. Three rules see to that:
+
+* The rows of a mini-batch are padded to a number that follows from the job alone.
+* There are 4, 8, 16 or 32 models. Copies of a job fill a stack up, and models whose training has
+  ended stay in it until the next smaller size.
+* The last numbers of an array may not fill a register, and PyTorch rounds these in another way.
+  Four models with eight rows each leave no such numbers. Only one thread runs, because several
+  would divide the arrays. A trial cannot replace these rules: such a number differs too rarely.
+  Models are left out if their arrays do not consist of rows (`consists_of_rows`).
+
+The trial `rounds_alike` tests everything else that may depend on size and position, such as matrix
+products.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+
+from flower_ext.training.batched.form import Form, longest_first
+from flower_ext.training.batched.mapped import BY_CHANNEL
+from flower_ext.training.batched.stack import IGNORED, MiniBatches, Stack
+from flower_ext.training.batched.stacked import together
+from flower_ext.training.job import Job, LocalTraining
+from flower_ext.training.params import Params, clone
+from flower_ext.training.rounding import products_are_reproducible
+from flower_ext.training.task import Task
+from flower_ext.training.trials.trial_examples import TrainingKind
+
+SIZES = (4, 8, 16, 32)
+"""Numbers of models in a stack: 4 take as long as 5 one by one, and 32 as long as 14."""
+_ROWS = 8
+"""The number of rows of a mini-batch is a multiple of this number."""
+
+
+class Shape(NamedTuple):
+    """Shape of a stack's computations: rows of a mini-batch, and the operations of a step."""
+
+    rows: int
+    has_momentum: bool
+    climbs: bool
+    has_terms: bool
+
+    @classmethod
+    def of(cls, job: Job) -> Shape:
+        """Return the shape that a job determines: few shapes, so that many jobs share one."""
+        training = job.training
+        most = -(-training.batch_size // _ROWS) * _ROWS
+        longest = min(len(job.examples), training.batch_size)
+        rows = min(most, max(_ROWS, 1 << (longest - 1).bit_length()))
+        return cls(rows, training.momentum > 0, training.sam_radius > 0, bool(job.objective))
+
+    @property
+    def settings(self) -> LocalTraining:
+        """Settings of short trainings of this shape, for trials."""
+        return LocalTraining(
+            epochs=1,
+            batch_size=self.rows,
+            momentum=0.9 * self.has_momentum,
+            sam_radius=0.1 * self.climbs,
+        )
+
+
+@lru_cache(maxsize=64)
+def consists_of_rows(kind: TrainingKind) -> bool:
+    """Return True if the arrays of such trainings consist of rows, and products are reproducible.
+
+    Those of image layers do not, and a model's own code may transform weights.
+    """
+    if kind.device.type != "cpu" or not products_are_reproducible():
+        return False
+    # Other losses never see the padded rows (`Stack`), so their arrays have other shapes.
+    classifies = kind.loss is cross_entropy and kind.targets.dim() == 1
+    if not (classifies or kind.task.compares_examples) or not kind.task.factory.facts.known_holders:
+        return False
+    return not any(isinstance(layer, BY_CHANNEL) for layer in kind.model().modules())
+
+
+@dataclass(frozen=True)
+class ConstantShape(Form):
+    """Stacks of one shape, for small models on a CPU."""
+
+    kind: TrainingKind
+    shape: Shape
+    batch_invariant = True
+
+    def groups(self, jobs: Sequence[Job], memory_limit: int) -> Iterator[list[int]]:
+        """Yield groups of the jobs of this shape.
+
+        A job is left out if 32 jobs of its kind would not fit into memory, or not into the
+        processor's caches: such a stack would gain nothing. The job alone decides this, not the
+        others. A target that is ignored would change how the loss of the whole stack is computed.
+        """
+        most = SIZES[-1]
+        members = [
+            index
+            for index, job in enumerate(jobs)
+            if Shape.of(job) == self.shape
+            and together(self.kind.task, job, memory_limit) >= most
+            and IGNORED not in job.examples.targets
+        ]
+        order = longest_first(jobs, members)
+        return (order[start : start + most] for start in range(0, len(order), most))
+
+    def train(self, jobs: Sequence[Job], trained: Callable[[str], bool]) -> Params:
+        """Return the models of a group, as `Form.train` does."""
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)
+        try:
+            models = ConstantStack(self.kind.task, jobs, trained, self.shape.rows).train()
+        finally:
+            torch.set_num_threads(threads)
+        return {n: w[: len(jobs)].to(jobs[0].params[n]) for n, w in models.items()}
+
+
+class ConstantStack(Stack):
+    """A stack of 4, 8, 16 or 32 models, whose mini-batches all have ``rows`` rows."""
+
+    def __init__(
+        self, task: Task, jobs: Sequence[Job], trained: Callable[[str], bool], rows: int
+    ) -> None:
+        missing = _size(len(jobs)) - len(jobs)
+        # Copies need generators of their own, because a job draws its mini-batches only once.
+        copies = [replace(jobs[-1], generator=torch.Generator()) for _ in range(missing)]
+        super().__init__(task, [*jobs, *copies], trained)
+        self._rows, self._ended = rows, clone(self.weights)
+
+    def train(self) -> Params:
+        """Run `Stack.train`; return each model as it was when its own training ended."""
+        super().train()
+        return self._ended
+
+    def batches(self) -> Iterator[MiniBatches]:
+        """Yield mini-batches of the jobs that still train, and of others that fill the stack up."""
+        before = len(self.jobs)
+        for x, y, counts in super().batches():
+            self._end(slice(len(x), before))
+            before, size = len(x), _size(len(x))
+            counts += counts[:1] * (size - before)
+            yield MiniBatches(self._padded(x, size), self._padded(y, size), counts)
+        self._end(slice(before))
+
+    def _end(self, jobs: slice) -> None:
+        for name, weight in self.weights.items():
+            self._ended[name][jobs] = weight[jobs]
+
+    def _padded(self, part: Tensor, size: int) -> Tensor:
+        """Return features or targets of ``size`` models in `_rows` rows, with some repeated."""
+        count, rows = part.shape[:2]
+        padded = part.new_empty((size, self._rows, *part.shape[2:]))
+        padded[:count, :rows], padded[:count, rows:] = part, part[:, :1]
+        padded[count:] = padded[:1]
+        return padded
+
+
+def _size(count: int) -> int:
+    return next(size for size in SIZES if size >= count)

@@ -1,0 +1,177 @@
+"""Ways to find the gradient of every example of a batch, and the trials that choose among them.
+
+The inputs and outputs of every layer give the norm of each example's gradient, and the sum of the
+clipped ones, in one pass (`one_pass`). Examples pass in small groups that stay in the caches. Where
+a model might mix examples, each example's gradient is found by vmap, or in a loop.
+
+Libraries choose their kernels by the number of rows, so an example's gradient would be rounded
+differently if another example joined the pass. A ReLU at its kink turns such a difference in the
+last bit into a whole gradient. All passes therefore have one public width. Where a trial finds that
+an example's bits depend on the others even so, examples pass one by one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from enum import StrEnum
+from functools import lru_cache
+from logging import getLogger
+
+import torch
+from torch import Tensor, nn
+from torch.func import grad, vmap
+
+from flower_ext.data import trees
+from flower_ext.data.trees import Tree
+from flower_ext.training.dp.one_pass import OnePass
+from flower_ext.training.dp.per_example import GradientRows, Parts, is_known
+from flower_ext.training.params import Params, clone
+from flower_ext.training.task import Task
+from flower_ext.training.trials.batch_invariance import BatchInvarianceTrial
+from flower_ext.training.trials.single_examples import (
+    Loss,
+    gradient_alone,
+    loss_alone,
+    model_of_single_examples,
+    require_single_examples,
+)
+from flower_ext.training.trials.trial_examples import TrainingKind, kind_of
+
+log = getLogger("flwr")
+
+TOGETHER, _FEWEST = 64, 4
+"""Most and fewest examples that pass together if each example's gradient is stored.
+
+Libraries have other kernels for one, two and three rows.
+"""
+_MOST_DENSE, _OF_EIGHT = 1024, 8
+"""Most examples that pass together if no gradient is stored; they pass in multiples of eight."""
+
+
+class Way(StrEnum):
+    """Ways to find the gradients of single examples, the fastest first."""
+
+    IN_ONE_PASS = "in one pass"
+    BY_VMAP = "by vmap"
+    ONE_BY_ONE = "one by one"
+
+
+class Passes:
+    """Passes of examples through one model of a task, in any `Way`.
+
+    Parameters
+    ----------
+    names : list of str
+        The trained parameters.
+    batch_size : float
+        The usual number of examples of a batch.
+
+    Raises
+    ------
+    InvalidValue
+        Examples mix in a layer of the model.
+    """
+
+    def __init__(self, task: Task, names: list[str], batch_size: float) -> None:
+        self.task, self.names, self.batch_size = task, names, batch_size
+        self.model = model_of_single_examples(task, names)
+        self.params = {n: p for n, p in self.model.state_dict().items() if n in task.shapes}
+        layers = {name.rpartition(".")[0] for name in names}
+        self.layers = {name: self.model.get_submodule(name) for name in layers}
+        self.one_pass = OnePass(self.model, names, self.layers)
+        holders = [m for m in self.model.modules() if [*m.parameters(recurse=False)]]
+        self._is_dense = all(type(layer) is nn.Linear for layer in holders)
+
+    def gradients(self, way: Way, x: Tree, y: Tree) -> Parts:
+        """Return the gradients of as many examples as a pass has."""
+        if way == Way.IN_ONE_PASS:
+            return self.one_pass(x, y, self.task.loss)
+        follow = self.by_vmap if way == Way.BY_VMAP else self._alone
+        return follow(x, y, self.task.loss)
+
+    def width(self, way: Way) -> int:
+        """Return the number of examples of each pass, the same for every batch."""
+        if way == Way.ONE_BY_ONE:
+            return 1
+        return _width(self.batch_size, written=way == Way.BY_VMAP or not self._is_dense)
+
+    def by_vmap(self, x: Tree, y: Tree, loss: Loss) -> Parts:
+        """Return every example's own gradient, for any model that vmap follows."""
+        chosen = {name: self.params[name] for name in self.names}
+        buffers = {n: self.params.get(n, b) for n, b in self.model.named_buffers()}
+        point = {**self.params, **clone(buffers)}
+
+        def alone(chosen: Params, x: Tree, y: Tree) -> Tensor:
+            return loss_alone(self.model, {**point, **chosen}, loss, x, y)
+
+        gradients = vmap(grad(alone), in_dims=(None, 0, 0), randomness="different")(chosen, x, y)
+        return {name: GradientRows(gradient) for name, gradient in gradients.items()}
+
+    def _alone(self, x: Tree, y: Tree, loss: Loss) -> Parts:
+        """Return the gradient of a pass of one example, for any model."""
+        (pair,) = trees.each((x, y))
+        gradient = gradient_alone(self.model, self.params, self.names, loss, *pair)
+        return {name: GradientRows(part.unsqueeze(0)) for name, part in gradient.items()}
+
+    def fastest_way(self, features: Tree, targets: Tree) -> Way:
+        """Return the fastest way that trials allow; the process remembers their results.
+
+        Raises
+        ------
+        InvalidValue
+            The model keeps something of an example, or learns from no example by itself (see
+            `require_single_examples`).
+        """
+        kind = kind_of(self.task, features, targets, self.params)
+        threads = torch.get_num_threads()
+        way, self.one_pass.last = _tried(kind, tuple(self.names), self.batch_size, threads)
+        return way
+
+
+@lru_cache(maxsize=64)
+def _tried(
+    kind: TrainingKind, names: tuple[str, ...], batch_size: float, threads: int
+) -> tuple[Way, Tree | None]:
+    """Return the fastest way that trials allow, and the extra example of `OnePass`.
+
+    One pass finds every example's own gradient, unless a layer treats patches or times as rows, a
+    layer is used twice, or examples mix; or operations depend on values (`watched`). Neither in one
+    pass nor under vmap may the bits of an example depend on its place or on the others.
+    """
+    require_single_examples(kind.task, names, kind.features, kind.targets)
+    passes = Passes(kind.task, [*names], batch_size)
+    trial = BatchInvarianceTrial(passes.model, passes.params, passes.names)
+    example = kind.features, kind.targets, kind.loss
+    in_one_pass = passes.one_pass, passes.width(Way.IN_ONE_PASS)
+    way = Way.ONE_BY_ONE
+    if (
+        all(map(is_known, passes.layers.values()))
+        and _holds(passes.one_pass.prepare, kind.features, in_one_pass[1])
+        and _holds(trial.finds_own_gradients, *example, *in_one_pass)
+        and _holds(trial.is_batch_invariant, *example, *in_one_pass)
+    ):
+        way = Way.IN_ONE_PASS
+    elif _holds(trial.is_batch_invariant, *example, passes.by_vmap, passes.width(Way.BY_VMAP)):
+        way = Way.BY_VMAP
+    log.info("gradients of single examples are found %s", way)
+    return way, passes.one_pass.last
+
+
+def _holds(check: Callable[..., bool], *arguments: object) -> bool:
+    """Return the result of ``check``; False if the model raises."""
+    try:
+        return check(*arguments)
+    except Exception:  # a model may raise anything for random examples
+        log.debug("%s raises", check.__name__, exc_info=True)
+        return False
+
+
+def _width(batch_size: float, *, written: bool) -> int:
+    """Return how many examples pass together, from the public number that a batch usually has."""
+    if written:  # each row costs: two passes or three waste less than one with room for all
+        half = math.ceil(min(batch_size, 2 * TOGETHER) / 2)
+        return max(_FEWEST, 1 << (half - 1).bit_length())
+    usual = batch_size + 3 * math.sqrt(batch_size)  # a Poisson batch is rarely larger
+    passes = math.ceil(usual / _MOST_DENSE)
+    return _OF_EIGHT * math.ceil(usual / passes / _OF_EIGHT)

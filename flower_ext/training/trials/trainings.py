@@ -1,0 +1,132 @@
+"""Trials of ways to train several models together, on random jobs, before real data are touched.
+
+Together, each model must train as by itself, up to rounding (`why_unlike`), and where a guarantee
+needs it to the last bit (`rounds_alike`). The callers give the trainings to compare.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from flower_ext.data import Examples
+from flower_ext.errors import InvalidValue
+from flower_ext.training.job import Job, LocalTraining
+from flower_ext.training.model_factory import in_training
+from flower_ext.training.params import Params, shaken
+from flower_ext.training.problem import Proximal
+from flower_ext.training.task import Task
+from flower_ext.training.trials.snapshots import changed_places, snapshot
+from flower_ext.training.trials.trial_examples import ODD, TrainingKind, with_odd_rows
+
+TrainTogether = Callable[[Sequence[Job]], Params]
+"""Trains jobs, the longest first; returns the stacked parameters, with one row per job."""
+_NUMBERED = 17
+"""Jobs that `rounds_alike` makes."""
+_COMPANIES = (range(8, 17), range(0, 17, 2), range(3, 9), range(1, 9), range(12, 16), [0], [11])
+"""The jobs that `rounds_alike` trains together, from those that it numbers 0 … 16."""
+
+
+def random_job(kind: TrainingKind, count: int) -> Job:
+    """Return a short training on ``count`` random examples."""
+    random = torch.Generator().manual_seed(count)
+    # Images of bytes need all grey values: models divide them by 255.
+    most = 256 if kind.features.dtype == torch.uint8 else 2
+    features = torch.randint(most, (count, *kind.features.shape[1:]), generator=random)
+    features = features.to(kind.features.dtype)
+    if features.is_floating_point():
+        features.normal_(generator=random)
+    targets = torch.randint(2, (count, *kind.targets.shape[1:]), generator=random)
+    return Job(
+        params=kind.task.factory.like_initial(count),
+        examples=Examples(features, targets.to(kind.targets.dtype)),
+        training=LocalTraining(steps=2, batch_size=3),
+        generator=random,
+    )
+
+
+def why_unlike(
+    kind: TrainingKind, train_together: TrainTogether, train: Callable[[Task, Job], Params]
+) -> str | None:
+    """Return how two short trainings together differ from those by ``train``; None if they agree.
+
+    ``train`` is `local.train`, which trains one job.
+    """
+
+    # Different sizes, so that one of the two jobs is padded.
+    def jobs() -> list[Job]:
+        return [random_job(kind, count) for count in (3, 2)]
+
+    with torch.random.fork_rng(devices=[]):
+        try:
+            rows = train_together(jobs())
+            models = [train(kind.task, job) for job in jobs()]
+        except Exception as error:  # a model or a loss may raise anything for a batch
+            return f"two in a batch end with {error!r}"
+    for row, (model, job) in enumerate(zip(models, jobs(), strict=True)):
+        for name, p in model.items():
+            if not p.numel():
+                continue
+            moved = (p - job.params[name]).double().abs().max()
+            if not moved.isfinite():
+                return f"random examples do not show what a batch makes of {name}"
+            ours = rows[name][row] if name in rows else job.params[name]
+            if float((ours.to(p) - p).double().abs().max()) > 1e-3 * float(moved) + 1e-6:
+                return f"two in a batch do not make the same {name}"
+    return None
+
+
+def refuse_changes(kind: TrainingKind, features: Tensor) -> None:
+    """Refuse a model that a pass of ``features`` changes.
+
+    Raises
+    ------
+    InvalidValue
+        The message names the place that changes.
+    """
+    model = in_training(kind.model())
+    before = snapshot(model=model)
+    model(features)
+    if places := changed_places(before, snapshot(model=model)):
+        raise InvalidValue(f"a pass changes {places[0]}")
+
+
+def rounds_alike(
+    kind: TrainingKind, train_together: TrainTogether, training: LocalTraining, *, terms: bool
+) -> bool:
+    """Return True if random models round alike beside any number of others, and beside odd ones.
+
+    False is certain; True is evidence, and for this processor only. The result depends on nobody's
+    data.
+    """
+
+    def job(number: int, odd: float | None) -> Job:
+        made = random_job(kind, 1 + number * (2 * training.batch_size - 1) // 16)  # 1 or 2 steps
+        features, targets = made.examples.features, made.examples.targets
+        if odd is not None:
+            features = with_odd_rows(features, slice(None), odd)
+        return replace(
+            made,
+            params=shaken(made.params, made.generator),
+            examples=Examples(features, targets),
+            training=training,
+            terms=[Proximal(weight=0.1, anchor=made.params)] * terms,
+        )
+
+    def models(numbers: Sequence[int], odd: Sequence[float | None] = (None,)) -> dict[int, Params]:
+        order = sorted(numbers, reverse=True)  # the longest job first
+        rows = train_together([job(number, odd[number % len(odd)]) for number in order])
+        return {k: {n: w[row] for n, w in rows.items()} for row, k in enumerate(order)}
+
+    usual = models(range(_NUMBERED))
+    among_odd = models(range(_NUMBERED), [part for odd in ODD for part in (None, odd)])
+    beside_odd = {number: among_odd[number] for number in range(0, _NUMBERED, 2)}
+    return all(
+        torch.equal(weight, usual[number][name])
+        for company in (beside_odd, *map(models, _COMPANIES))
+        for number, model in company.items()
+        for name, weight in model.items()
+    )

@@ -1,0 +1,196 @@
+"""Runs with correlated noise: who is asked, what is released, and how they go on."""
+
+import math
+import stat
+
+import numpy as np
+import pytest
+from flwr.app import ArrayRecord
+from torch import nn
+
+from flower_ext.algorithms import DPFedAvg, Upcycled
+from flower_ext.auditing.linear import ONE_STEP, SIZE, client_data
+from flower_ext.errors import InvalidValue
+from flower_ext.federation import FederatedStrategy, InProcessGrid, records
+from flower_ext.federation.state.noise_stream import FILE
+from flower_ext.privacy import (
+    AdversaryView,
+    CorrelatedNoise,
+    ReleasePlan,
+    SpacedSampling,
+    gaussian_loss,
+)
+from flower_ext.training import LocalTraining, Task
+from tests.support.dying_runs import CLIENTS, Died, play
+from tests.support.grids import grid
+from tests.support.travelling import Recorder
+
+SGD = LocalTraining(epochs=1, batch_size=8, learning_rate=0.05)
+
+
+def plan(sampling, rounds, correlation=None, **changes):
+    facts = {"clipping_norm": 1.0, "noise_multiplier": 1.0, "delta": 1e-3}
+    return ReleasePlan(
+        sampling=sampling,
+        rounds=rounds,
+        correlation=correlation,
+        noise_placement="server",
+        **{**facts, **changes},
+    )
+
+
+def still(width):
+    """Return a task that moves parameters by nothing beside the noise."""
+    return Task(
+        model=lambda: nn.Linear(SIZE, width),
+        data=lambda partition: client_data(1.0),
+        loss=lambda outputs, targets: 1e-12 * outputs.sum(),
+        metrics={},
+        device="cpu",
+    )
+
+
+def models_of(correlation, sampling, rounds, *, task=None, engine=InProcessGrid, **changes):
+    """Return the released models of a run as rows, the strategy and the grid."""
+    task = task or still(100)
+    strategy = FederatedStrategy(
+        DPFedAvg(local=ONE_STEP), plan(sampling, rounds, correlation, **changes), evaluate_every=0
+    )
+    clients = engine(DPFedAvg.client_app(task), sampling.population)
+    initial = ArrayRecord(task.initial_params(0))
+    models = []
+
+    def note(number, arrays):
+        model = records.to_arrays(arrays)
+        models.append(np.concatenate([model[n].ravel().astype(np.float64) for n in sorted(model)]))
+
+    strategy.start(clients, initial, num_rounds=rounds, evaluate_fn=note)
+    return np.array(models), strategy, clients
+
+
+@pytest.mark.parametrize(
+    ("rounds", "apart", "noise", "gain"),
+    grid(
+        [
+            (40, 8, CorrelatedNoise(), 1.6),
+            (500, 50, CorrelatedNoise(), 4.0),
+            (500, 50, CorrelatedNoise(bands=16), 3.1),
+        ],
+        lambda case: case[0] == 40,
+    ),
+)
+def test_sums_over_rounds_have_so_much_less_error_at_the_same_epsilon(rounds, apart, noise, gain):
+    """Measured on the models that runs release, whose clients learn nothing."""
+    sampling = SpacedSampling(apart, 1, apart, rounds // apart)
+    errors, epsilons = [], []
+    for correlation in (None, noise):
+        models, strategy, _ = models_of(correlation, sampling, rounds)
+        errors.append(np.sqrt(np.mean((models[1:] - models[0]) ** 2)))
+        epsilons.append(strategy.guarantees()[0].epsilon)
+        mechanism = strategy.run.mechanism
+        expected = mechanism.strategy.sum_error(rounds) * mechanism.noise_stddev
+        assert errors[-1] == pytest.approx(expected, rel=0.3)
+    assert errors[0] / errors[1] > gain
+    assert epsilons == pytest.approx([gaussian_loss(1.0, releases=1, delta=1e-3).epsilon] * 2, 1e-2)
+
+
+def failing(partition):
+    """Return data of a client; every second one cannot load any."""
+    if partition % 2:
+        raise OSError("no disk")
+    return client_data(1.0)
+
+
+def test_clients_take_turns_and_one_that_fails_has_taken_its_turn():
+    sampling = SpacedSampling(6, 2, 3, 2)
+    task = Task(
+        model=lambda: nn.Linear(SIZE, 1),
+        data=failing,
+        loss=lambda outputs, targets: outputs.sum(),
+        metrics={},
+        device="cpu",
+    )
+    _, strategy, clients = models_of(CorrelatedNoise(), sampling, 8, task=task, engine=Recorder)
+    asked = {}
+    for message in clients.sent:
+        if message.metadata.message_type.startswith("train"):
+            number = message.content.config_records[records.ROUND]["number"]
+            asked.setdefault(message.metadata.dst_node_id, []).append(number)
+    assert sorted(asked.values()) == [[1, 4], [1, 4], [2, 5], [2, 5], [3, 6], [3, 6]]
+    assert set(strategy.participations.uploads.values()) == {2}
+    # Rounds 7 and 8 asked nobody, and the guarantee is that of all participations.
+    models = {g.view: g.epsilon for g in strategy.guarantees()}[AdversaryView.MODELS_AND_COHORTS]
+    assert models <= gaussian_loss(1.0, releases=1, delta=1e-3).epsilon
+
+
+@pytest.mark.parametrize("noise", [CorrelatedNoise(), CorrelatedNoise(bands=4)])
+@pytest.mark.parametrize("at", ["questions", "answers"])
+def test_a_seeded_run_goes_on_bit_for_bit(tmp_path, noise, at):
+    options = {"method": DPFedAvg, "local": SGD, "memory": False}
+    options["plan"] = plan(SpacedSampling(CLIENTS, 1, 2, 3), 5, noise)
+    _, whole = play(tmp_path / "whole", **options)
+    with pytest.raises(Died):
+        play(tmp_path / "parts", dies_in=4, at=at, **options)
+    _, parts = play(tmp_path / "parts", **options)
+    for name, array in whole.run.model.items():
+        assert np.array_equal(parts.run.model[name], array)
+    one, other = (tmp_path / name / "run" for name in ("whole", "parts"))
+    model = "model.safetensors"
+    assert (one / model).read_bytes() == (other / model).read_bytes()
+    assert not (one / FILE).exists()  # the seed gives it again
+
+
+def test_a_secure_run_counts_what_was_begun_and_goes_on_after_it(tmp_path):
+    options = {"method": DPFedAvg, "local": SGD, "memory": False, "seeded_noise": False}
+    options["plan"] = plan(SpacedSampling(CLIENTS, 1, 2, 3), 5, CorrelatedNoise())
+    with pytest.raises(Died):
+        play(tmp_path, dies_in=4, **options)
+    state = tmp_path / "run" / FILE
+    assert stat.S_IMODE(state.stat().st_mode) == 0o600
+    _, strategy = play(tmp_path, **options)
+    assert strategy.participations.rounds == 6
+    assert strategy.run._stream._number == 6
+    state.unlink()
+    with pytest.raises(InvalidValue, match="at round 0, expected 6"):
+        play(tmp_path, rounds=6, **options)
+
+
+def test_the_key_file_encrypts_the_noise_of_the_server(tmp_path):
+    key = tmp_path / "key"
+    key.write_bytes(bytes(range(32)))
+    key.chmod(0o600)
+    options = {"method": DPFedAvg, "local": SGD, "memory": False, "seeded_noise": False}
+    options["plan"] = plan(SpacedSampling(CLIENTS, 1, 2, 3), 5, CorrelatedNoise())
+    play(tmp_path, state_key_file=key, **options)
+    assert (tmp_path / "run" / FILE).read_bytes().startswith(b"flower_ext sealed")
+    key.chmod(0o644)
+    with pytest.raises(PermissionError, match="chmod 600"):
+        play(tmp_path, rounds=6, state_key_file=key, **options)
+
+
+def test_secret_noise_is_in_no_other_file_of_the_run(tmp_path):
+    """The newest noise is looked for in each file, in any of its forms of eight bytes."""
+    options = {"method": DPFedAvg, "local": SGD, "memory": False, "seeded_noise": False}
+    options["plan"] = plan(SpacedSampling(CLIENTS, 1, 2, 3), 5, CorrelatedNoise())
+    _, strategy = play(tmp_path, **options)
+    noise = strategy.run._stream._past.latest
+    needles = [
+        array.ravel()[:1].astype(kind).tobytes() for array in noise.values() for kind in "fd"
+    ]
+    needles += [repr(float(array.ravel()[0]))[:10].encode() for array in noise.values()]
+    files = [file for file in tmp_path.rglob("*") if file.is_file()]
+    holding = {file.name for file in files if any(n in file.read_bytes() for n in needles)}
+    assert holding == {"noise"}
+
+
+def test_upcycled_rounds_that_ask_nobody_use_no_place_of_the_noise():
+    sampling = SpacedSampling(4, 1, 2, 3)
+    base = FederatedStrategy(
+        DPFedAvg(local=ONE_STEP), plan(sampling, 6, CorrelatedNoise()), evaluate_every=0
+    )
+    task = still(3)
+    strategy = Upcycled(base, coefficient=0.5)
+    grid = InProcessGrid(DPFedAvg.client_app(task), 4)
+    strategy.start(grid, ArrayRecord(task.initial_params(0)), num_rounds=6)
+    assert base.run._stream._number == base.participations.rounds < 6
+    assert math.isfinite(base.guarantees()[0].epsilon)
