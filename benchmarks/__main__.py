@@ -19,6 +19,7 @@ EXPERIMENTS = {
     "uldp-fl": "uldp",
     "private-weighting": "weighting.rounds",
     "paillier": "weighting.paillier",
+    "weighting-figures": "weighting.figures",
     "ring-lwe": "weighting.ring_lwe",
     "secure-sums": "secure_sum",
     "statistics": "released_statistics",
@@ -27,6 +28,7 @@ EXPERIMENTS = {
     "memory": "speed.memory",
     "dp-sgd": "speed.dp_sgd",
     "faults": "faults",
+    "report": "report",
     "mutants": "mutants",
 }
 """Modules below ``benchmarks``, by the names of their experiments."""

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 from benchmarks.runs import APPS, Config, Experiment, paper
 from flower_ext.federation.engines.run_app import load_app
-from flower_ext.planning import best_schedule
+from flower_ext.planning import DittoProblem, best_schedule
 from flower_ext.privacy.guarantee import Basis
 
 METHODS = {
@@ -82,6 +82,21 @@ FULL = Scale(
 )
 
 
+def pilot(experiment: Experiment, changes: Config, seed: int) -> tuple[DittoProblem, float]:
+    """Return the constants of Theorem 1 from a pilot run, and the app's noise of one round.
+
+    The noise is the variance of an upload if the run has one round.
+    """
+    load_app(APPS / "dp-ditto")
+    server = import_module("dp_ditto_app.server_app")
+    planner = import_module("dp_ditto_app.planner")
+    config = experiment.config("pilot", changes, {"planner": "pilot", "seed": seed})
+    settings = server.Settings.of(config)
+    task = server.task_of(SimpleNamespace(run_config=config, node_config={}))
+    problem = planner.problem_of(settings, task, planner.pilot_of(settings, task))
+    return problem, server.plan_of(settings, 1).upload_stddev ** 2
+
+
 def planned_rounds(
     experiment: Experiment, changes: Config, basis: Basis, most: int, seeds: Sequence[int]
 ) -> list[int]:
@@ -89,18 +104,13 @@ def planned_rounds(
 
     0 means that no number of rounds improves on the start.
     """
-    load_app(APPS / "dp-ditto")
-    server = import_module("dp_ditto_app.server_app")
-    planner = import_module("dp_ditto_app.planner")
     rounds = []
     for seed in seeds:
-        config = experiment.config("pilot", changes, {"planner": "pilot", "seed": seed})
-        settings = server.Settings.of(config)
-        task = server.task_of(SimpleNamespace(run_config=config, node_config={}))
+        problem, variance = pilot(experiment, changes, seed)
         schedule = best_schedule(
-            planner.problem_of(settings, task, planner.pilot_of(settings, task)),
-            float(config["global-weight"]),
-            variance_per_round=server.plan_of(settings, 1).upload_stddev ** 2,
+            problem,
+            float(str(changes["global-weight"])),
+            variance_per_round=variance,
             max_rounds=most,
             basis=basis,
         )

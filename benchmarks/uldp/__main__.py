@@ -6,8 +6,8 @@ The default is scaled down: one allocation of records per data set, few rounds a
 rates from a short search on another seed. It takes about a quarter of an hour on one idle core,
 mostly for Figures 5 and 8. ``--full`` takes the paper's setting, with the rates of its authors'
 scripts. Runs in the output folder are kept, so an interrupted figure continues.
-The experiments ``private-weighting`` and ``paillier`` make Figures 11 and 12. Figure 13 is in the
-report of a run of the app.
+The experiment ``weighting-figures`` makes Figures 11 and 12. Figure 13 is in the report of a run of
+the app.
 """
 
 from __future__ import annotations
@@ -16,10 +16,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from benchmarks.runs import Experiment, parser_of
-from benchmarks.uldp.experiment import DEFAULT, FULL, SETTINGS, Scale
+from benchmarks.uldp.budgets import budgets
+from benchmarks.uldp.experiment import DEFAULT, FULL, METHODS, SETTINGS, Scale
+from benchmarks.uldp.experiment import FIGURES as DATASETS
 from benchmarks.uldp.groups import group_conversion
 from benchmarks.uldp.sampling import sampling_rates
-from benchmarks.uldp.utility import PROBLEMS, utility
+from benchmarks.uldp.utility import PROBLEMS, all_panels, utility
 from benchmarks.uldp.weighting import weighting
 
 FIGURES: Mapping[int, Callable[[Experiment, Scale], str]] = {
@@ -36,6 +38,13 @@ def main() -> None:
     parser.add_argument("--full", action="store_true", help="the paper's setting")
     parser.add_argument("--figures", nargs="+", type=int, default=[*FIGURES], choices=FIGURES)
     parser.add_argument("--all-panels", action="store_true", help="users and distributions")
+    parser.add_argument("--methods", nargs="+", choices=METHODS, help="of Figures 4 to 7")
+    parser.add_argument(
+        "--datasets", nargs="+", choices=DATASETS, help="of figures with several data sets"
+    )
+    parser.add_argument(
+        "--budgets", action="store_true", help="the ε of all panels; nothing is trained"
+    )
     parser.add_argument("--seeds", type=int, help="runs of each method")
     parser.add_argument("--rounds", type=int, help="of every run but those of the search")
     arguments = parser.parse_args()
@@ -45,9 +54,16 @@ def main() -> None:
         "seeds": arguments.seeds,
         "rounds": arguments.rounds,
         "all_panels": arguments.all_panels,
+        "datasets": arguments.datasets and tuple(arguments.datasets),
+        "methods": arguments.methods and tuple(arguments.methods),
     }
     scale = replace(scale, **{name: value for name, value in given.items() if value})
     experiment = Experiment.of(arguments, "uldp-fl", SETTINGS)
+    if arguments.budgets:
+        for figure in filter(PROBLEMS.__contains__, arguments.figures):
+            text = budgets(experiment, figure, all_panels(PROBLEMS[figure]))
+            experiment.write(f"budgets-{figure}", text)
+        return
     for figure in arguments.figures:
         experiment.write(f"figure-{figure}", FIGURES[figure](experiment, scale))
 

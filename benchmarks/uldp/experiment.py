@@ -97,12 +97,18 @@ class Scale:
         Number of rounds; 0 for each problem's own number.
     all_panels : bool
         True to show a data set under each of the paper's numbers of users and distributions.
+    methods : tuple of str
+        Methods of Figures 4 to 7.
+    datasets : tuple of str
+        Data sets of Figures 7 and 10, which have two.
     """
 
     full: bool
     seeds: int
     rounds: int = 0
     all_panels: bool = False
+    methods: tuple[str, ...] = tuple(METHODS)
+    datasets: tuple[str, ...] = tuple(FIGURES)
 
     def length(self, problem: Problem) -> int:
         """Return the number of rounds of a reported run."""

@@ -24,8 +24,10 @@ BASES = ("provable", "published")
 
 def sampling_rates(experiment: Experiment, scale: Scale) -> str:
     """Run ULDP-AVG-w on Creditcard at five rates; with ``--full`` also on MNIST at four."""
-    parts = [_panel(experiment, scale, CREDITCARD, (0.1, 0.3, 0.5, 0.7, 1.0))]
-    if scale.full:
+    parts = []
+    if "creditcard" in scale.datasets:
+        parts.append(_panel(experiment, scale, CREDITCARD, (0.1, 0.3, 0.5, 0.7, 1.0)))
+    if scale.full and "mnist" in scale.datasets:
         many = replace(MNIST, users=10_000)
         parts.append(_panel(experiment, scale, many, (0.1, 0.3, 0.5, 1.0)))
     return "\n\n".join(["# Figure 10: sampled users", *parts])
@@ -34,8 +36,12 @@ def sampling_rates(experiment: Experiment, scale: Scale) -> str:
 def _panel(experiment: Experiment, scale: Scale, problem: Problem, rates: tuple[float, ...]) -> str:
     chosen = choose(experiment, scale, problem, [LABEL])[LABEL]
     fixed = {**of_problem(problem, scale.length(problem)), **of_method(problem, LABEL), **chosen}
+    # At full scale Figure 4 has the runs of all 1,000 users.
+    shared = scale.full and problem.dataset == "creditcard"
     cases: dict[str, Config] = {
-        f"figure-10/{problem.name}-{rate:g}": {**fixed, "user-sampling-rate": rate}
+        f"figure-4/{problem.name}-{LABEL}"
+        if shared and rate == 1
+        else f"figure-10/{problem.name}-{rate:g}": {**fixed, "user-sampling-rate": rate}
         for rate in rates
     }
     runs_of = experiment.grouped(cases, range(1, scale.seeds + 1), "sampled users").values()

@@ -88,11 +88,17 @@ def utility(problems: Sequence[Problem]) -> Callable[[Experiment, Scale], str]:
         panels = [
             panel
             for problem in problems
+            if problem.dataset in scale.datasets
             for panel in (_all_panels(problem) if scale.all_panels else [problem])
         ]
         return "\n\n".join(_panel(experiment, scale, panel) for panel in panels)
 
     return draw
+
+
+def all_panels(problems: Sequence[Problem]) -> list[Problem]:
+    """Return the paper's panels of a figure."""
+    return [panel for problem in problems for panel in _all_panels(problem)]
 
 
 def _all_panels(problem: Problem) -> list[Problem]:
@@ -110,7 +116,7 @@ def _all_panels(problem: Problem) -> list[Problem]:
 def _panel(experiment: Experiment, scale: Scale, problem: Problem) -> str:
     number = FIGURES[problem.dataset]
     missing = {label: why for label in METHODS if (why := _why_not(problem, label))}
-    labels = [label for label in METHODS if label not in missing]
+    labels = [label for label in METHODS if label not in missing and label in scale.methods]
     chosen = choose(experiment, scale, problem, labels)
     runs = run_methods(experiment, scale, problem, chosen, f"figure-{number}")
     figures = _draw(experiment, f"figure-{number}-{problem.name}", problem, runs)
@@ -120,6 +126,8 @@ def _panel(experiment: Experiment, scale: Scale, problem: Problem) -> str:
     header += ("ε provable", "ε published", "settings")
     rows: list[Sequence[object]] = []
     for label in METHODS:
+        if label not in scale.methods:
+            continue
         if label in missing:
             rows.append((label, missing[label], *[""] * (len(header) - 2)))
             continue
@@ -146,10 +154,12 @@ def _panel(experiment: Experiment, scale: Scale, problem: Problem) -> str:
         "against released models for SGD and AVG, against a server that sees each upload for "
         f"NAIVE and GROUP. {search_text(scale, problem)}"
     )
+    weighted, equal = runs.get("ULDP-AVG-w"), runs.get("ULDP-AVG")
     notes += "".join(
         f" AVG-w − AVG by seed, mean and standard error: {name} "
-        f"{mean_and_error(differences(runs['ULDP-AVG-w'], runs['ULDP-AVG'], series))}."
+        f"{mean_and_error(differences(weighted, equal, series))}."
         for name, series in ((metric, problem.metric), ("loss", "loss_pooled"))
+        if weighted and equal
     )
     return "\n\n".join([title, table(header, rows), notes, *figures])
 

@@ -26,7 +26,10 @@ def weighting(experiment: Experiment, scale: Scale) -> str:
             rate = float(settings["server-learning-rate"]) * silos / CREDITCARD.silos
             grown = settings if scale.full else {**settings, "server-learning-rate": rate}
             chosen = dict.fromkeys(LABELS, grown)
-            runs = run_methods(experiment, scale, problem, chosen, f"figure-8/{silos}-silos")
+            # At full scale the runs with 5 silos are Figure 4's.
+            shared = scale.full and silos == CREDITCARD.silos
+            place = "figure-4" if shared else f"figure-8/{silos}-silos"
+            runs = run_methods(experiment, scale, problem, chosen, place)
             losses = {label: over_seeds(runs[label], "loss_pooled") for label in LABELS}
             gaps = differences(runs["ULDP-AVG"], runs["ULDP-AVG-w"], "loss_pooled")
             rows.append(

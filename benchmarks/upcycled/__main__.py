@@ -11,10 +11,11 @@ so an interrupted benchmark continues.
 
 from __future__ import annotations
 
+import argparse
 from dataclasses import replace
 
 from benchmarks.runs import Experiment, parser_of
-from benchmarks.upcycled.experiment import DEFAULT, DEVICES, FULL, SETTINGS
+from benchmarks.upcycled.experiment import DEFAULT, DEVICES, FULL, METHODS, SETTINGS
 from benchmarks.upcycled.figures import figures
 from benchmarks.upcycled.table1 import accuracies
 from benchmarks.upcycled.table5 import times, warm_up
@@ -34,8 +35,17 @@ def main() -> None:
     parser.add_argument("--search-rounds", type=int, help="training rounds while searching")
     parser.add_argument(
         "--joint-search",
-        action="store_true",
+        action=argparse.BooleanOptionalAction,
         help="search coefficients at every learning rate, not only at the plain method's",
+    )
+    parser.add_argument(
+        "--method-parameters",
+        action=argparse.BooleanOptionalAction,
+        help="search each method's own parameter, too",
+    )
+    parser.add_argument("--methods", nargs="+", choices=METHODS, help="of tables and figures")
+    parser.add_argument(
+        "--straggler-ratios", nargs="+", type=float, help="0.9 for Table 1, 0.3 for Table 3"
     )
     parser.add_argument("--learning-rates", nargs="+", type=float, help="of the accuracy tables")
     parser.add_argument("--private-rounds", type=int, help="visible rounds of Figures 3 and 4")
@@ -47,10 +57,14 @@ def main() -> None:
         "training_rounds": arguments.training_rounds,
         "search_rounds": arguments.search_rounds,
         "joint_search": arguments.joint_search,
+        "method_parameters": arguments.method_parameters,
+        "methods": arguments.methods and tuple(arguments.methods),
+        "private_methods": arguments.methods and tuple(arguments.methods),
+        "straggler_ratios": arguments.straggler_ratios and tuple(arguments.straggler_ratios),
         "learning_rates": arguments.learning_rates and tuple(arguments.learning_rates),
         "private_rounds": arguments.private_rounds,
     }
-    scale = replace(scale, **{name: value for name, value in given.items() if value})
+    scale = replace(scale, **{name: value for name, value in given.items() if value is not None})
     experiment = Experiment.of(arguments, "upcycled-fl", SETTINGS)
     if "time" in arguments.parts:  # before the cores are busy
         warm_up(experiment)

@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
+from types import MappingProxyType
 from typing import NamedTuple
 
 from benchmarks.runs import Config, Experiment, paper
@@ -22,6 +23,17 @@ METHODS = {
 }
 SETTINGS = paper("upcycled-fl", "upcycled-table1-syniid") | {"noise-stddev": 1.0}
 """The paper's settings of Table 1 on Syn(iid); tables and figures change data and stragglers."""
+PARAMETERS: dict[str, tuple[str, tuple[float, ...]]] = {
+    "fedavgm": ("server-momentum", (0.3, 0.5, 0.9)),
+    "fedprox": ("proximal-weight", (0.01, 0.1, 1.0)),
+    "scaffold": ("server-learning-rate", (0.5, 1.0, 1.5)),
+    "feddyn": ("regularization", (0.01, 0.1, 1.0)),
+    "fedyogi": ("server-learning-rate", (0.02, 0.05, 0.1)),
+}
+"""The parameter of a method that ``--method-parameters`` searches, and its values.
+
+pFedMe's λ stays at its default: a run of it takes fifty times as long as one of the others.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,6 +48,12 @@ class Scale:
         Training rounds while searching.
     joint_search : bool
         See `search`.
+    method_parameters : bool
+        Search `PARAMETERS` with the learning rate of the plain method.
+    as_printed : bool
+        Figures 3 and 4 with the paper's settings; otherwise with such that bounds can hold.
+    private_learning_rates, clipping_norms : tuple[float, ...]
+        Rates to search, and every τ of output perturbation, for Figures 3 and 4.
     private_rounds : int
         Visible rounds of Figures 3 and 4, for plain and upcycled.
     timed_rounds : int
@@ -48,27 +66,44 @@ class Scale:
     training_rounds: int
     search_rounds: int
     joint_search: bool
+    method_parameters: bool
+    methods: tuple[str, ...] = tuple(METHODS)
     learning_rates: tuple[float, ...]
     coefficients: tuple[float, ...]
     private_datasets: tuple[str, ...]
     private_methods: tuple[str, ...]
+    as_printed: bool
+    private_learning_rates: tuple[float, ...]
+    clipping_norms: tuple[float, ...]
+    private_seeds: tuple[int, ...]
     private_rounds: int
     timed_rounds: int
 
 
-SYNTHETIC = ("synthetic-iid", "synthetic-0-0", "synthetic-0.5-0.5", "synthetic-1-1")
+SYNTHETIC = {
+    "synthetic-iid": "syniid",
+    "synthetic-0-0": "syn00",
+    "synthetic-0.5-0.5": "syn05",
+    "synthetic-1-1": "syn11",
+}
+"""The paper's synthetic sets, and their names in presets."""
 DEVICES = {**dict.fromkeys(SYNTHETIC, 30), "letters": 50}
 """The number of devices of each data set."""
 DEFAULT = Scale(
-    datasets=SYNTHETIC,
+    datasets=tuple(SYNTHETIC),
     straggler_ratios=(0.9,),
     training_rounds=30,
     search_rounds=30,
     joint_search=False,
+    method_parameters=False,
     learning_rates=(0.003, 0.03, 0.2),
     coefficients=(0.1, 0.5, 0.9),
     private_datasets=("synthetic-iid",),
     private_methods=("fedavg", "fedprox", "scaffold"),
+    as_printed=False,
+    private_learning_rates=(0.05,),
+    clipping_norms=(5.0,),
+    private_seeds=(1, 2, 3, 4),
     private_rounds=30,
     timed_rounds=10,
 )
@@ -78,10 +113,15 @@ FULL = Scale(
     training_rounds=80,
     search_rounds=80,
     joint_search=True,
-    learning_rates=(0.001, 0.003, 0.01, 0.02, 0.05, 0.1, 0.2),
+    method_parameters=True,
+    learning_rates=(0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0),
     coefficients=(0.1, 0.3, 0.5, 0.7, 0.9),
-    private_datasets=SYNTHETIC,
+    private_datasets=tuple(SYNTHETIC),
     private_methods=tuple(METHODS),
+    as_printed=True,
+    private_learning_rates=(0.003, 0.03, 0.1),
+    clipping_norms=(2.0, 4.0),
+    private_seeds=tuple(range(1, 9)),
     private_rounds=80,
     timed_rounds=80,
 )
@@ -90,6 +130,19 @@ FULL = Scale(
 def method_config(method: str) -> Config:
     """Return the settings of a method; FedYogi needs a larger server step than Flower's default."""
     return {"method": method, "server-learning-rate": 0.05 if method == "fedyogi" else 0.0}
+
+
+def table_config(dataset: str, method: str, straggler_ratio: float) -> Config:
+    """Return the paper's settings of a method in Table 1 or, with 30 % stragglers, Table 3."""
+    table = 3 if straggler_ratio == 0.3 else 1
+    name = f"upcycled-table{table}-{SYNTHETIC.get(dataset, 'syniid')}"
+    settings = paper("upcycled-fl", name, method=method)
+    changes: Config = {
+        "dataset": dataset,
+        "clients": DEVICES[dataset],
+        "straggler-ratio": straggler_ratio,
+    }
+    return {**settings, **method_config(method), **changes}
 
 
 def evaluations(visible_rounds: int) -> int:
@@ -122,6 +175,7 @@ def search(
     coefficients: Sequence[float],
     jointly: bool,
     metric: str,
+    parameters: Mapping[str, tuple[str, Sequence[float]]] = MappingProxyType({}),
 ) -> dict[str, Twins]:
     """Return the best learning rate of each plain method, and rate and coefficient when upcycled.
 
@@ -139,16 +193,13 @@ def search(
         learning rate of the plain method.
     metric : str
         One of the rounds' metrics; a loss is minimised.
+    parameters : Mapping[str, (str, Sequence[float])]
+        Another setting and its values, by the name of a method: they are searched jointly with the
+        learning rate of the plain method, and the upcycled one takes the best.
     """
     sign = -1 if metric.startswith("loss") else 1
 
-    def best(
-        grid: Mapping[str, Sequence[tuple[float, float]]], upcycled: bool
-    ) -> dict[str, Config]:
-        trials: dict[str, list[Config]] = {
-            name: [{"learning-rate": rate, "coefficient": c} for rate, c in grid[name]]
-            for name in pairs
-        }
+    def best(trials: Mapping[str, Sequence[Config]], upcycled: bool) -> dict[str, Config]:
         length = in_rounds({"upcycled": upcycled}, rounds[upcycled])
         chosen = experiment.best(
             {f"{name}-{upcycled:d}": tried for name, tried in trials.items()},
@@ -156,19 +207,36 @@ def search(
             "upcycled" if upcycled else "plain",
             fixed={f"{name}-{upcycled:d}": {**pairs[name], **length} for name in pairs},
         )
-        return {name: {**length, **chosen[f"{name}-{upcycled:d}"]} for name in pairs}
+        return {name: chosen[f"{name}-{upcycled:d}"] for name in pairs}
 
-    plain = best({name: [(rate, 0.5) for rate in learning_rates] for name in pairs}, False)
+    def values(name: str) -> Sequence[Config]:
+        setting, tried = parameters.get(str(pairs[name]["method"]), ("", ()))
+        return [{setting: value} for value in tried] or [{}]
+
+    plain = best(
+        {
+            name: [
+                {"learning-rate": rate, "coefficient": 0.5, **value}
+                for rate, value in product(learning_rates, values(name))
+            ]
+            for name in pairs
+        },
+        False,
+    )
     grid = {
         name: [
-            *product(
-                learning_rates if jointly else [float(plain[name]["learning-rate"])], coefficients
+            {**plain[name], "learning-rate": rate, "coefficient": c}
+            for rate, c in product(
+                learning_rates if jointly else [plain[name]["learning-rate"]], coefficients
             )
         ]
         for name in pairs
     }
     upcycled = best(grid, True)
-    return {name: Twins(plain[name], upcycled[name]) for name in pairs}
+    return {
+        name: Twins({"upcycled": False, **plain[name]}, {"upcycled": True, **upcycled[name]})
+        for name in pairs
+    }
 
 
 def in_rounds(choice: Config, rounds: int) -> Config:

@@ -3,18 +3,20 @@
 Plain and upcycled run equally many visible rounds, all devices, no stragglers, as in the paper:
 σ = 1 against 0.8 under output perturbation, α = 10 against 20 under objective perturbation.
 
-Every record is scaled to norm at most 1, and the model is binary logistic regression, so gradients
-are bounded. A method's local problem is solved exactly, with μ = 0.5, if it depends on no memory:
-only then is the provable ε better than with the 2τ of any clipped model.
+By default every record is scaled to norm at most 1, and the model is binary logistic regression, so
+gradients are bounded. A method's local problem is solved exactly, with μ = 0.5, if it depends on no
+memory: only then is the provable ε better than with the 2τ of any clipped model. ``--full`` has the
+presets of both figures instead, and a τ for each of the two pairs of ε̄ that the paper prints.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from benchmarks.runs import Config, Experiment
+from benchmarks.runs import Config, Experiment, paper
 from benchmarks.upcycled.experiment import (
     METHODS,
+    SYNTHETIC,
     Scale,
     in_rounds,
     late,
@@ -32,20 +34,29 @@ NOISE: dict[str, dict[bool, Config]] = {
     "output": {False: {"noise-stddev": 1.0}, True: {"noise-stddev": 0.8}},
     "objective": {False: {"noise-rate": 10.0}, True: {"noise-rate": 20.0}},
 }
-CLIPPING_NORM = 5.0
 
 
 def figures(experiment: Experiment, scale: Scale) -> None:
     """Run both perturbations on every private data set; write tables and figures."""
-    for perturbation in NOISE:
-        for dataset in scale.private_datasets:
-            _figure(experiment, scale, perturbation, dataset)
+    for dataset in scale.private_datasets:
+        for norm in scale.clipping_norms:
+            name = f"output-{norm:g}-{dataset}"
+            _figure(experiment, scale, name, "output", dataset, {"clipping-norm": norm})
+        _figure(experiment, scale, f"objective-{dataset}", "objective", dataset, {})
 
 
-def _figure(experiment: Experiment, scale: Scale, perturbation: str, dataset: str) -> None:
-    name, rounds = f"{perturbation}-{dataset}", scale.private_rounds
+def _figure(
+    experiment: Experiment,
+    scale: Scale,
+    name: str,
+    perturbation: str,
+    dataset: str,
+    changes: Config,
+) -> None:
+    rounds = scale.private_rounds
+    of_method = _printed if scale.as_printed else _bounded
     settings = {
-        f"private/{name}-{method}": _settings(method, perturbation, dataset)
+        f"private/{name}-{method}": {**of_method(method, perturbation, dataset), **changes}
         for method in scale.private_methods
         # pFedMe's local problem has no proximal term, and Theorem 6.3 requires one.
         if not (perturbation == "objective" and method == "pfedme")
@@ -54,9 +65,9 @@ def _figure(experiment: Experiment, scale: Scale, perturbation: str, dataset: st
         experiment,
         {pair: {**settings[pair], **NOISE[perturbation][True]} for pair in settings},
         rounds=(rounds // 2, rounds),
-        learning_rates=(0.05,),
+        learning_rates=scale.private_learning_rates,
         coefficients=scale.coefficients,
-        jointly=False,
+        jointly=scale.joint_search,
         metric="loss_mean",
     )
     cases = {
@@ -68,13 +79,13 @@ def _figure(experiment: Experiment, scale: Scale, perturbation: str, dataset: st
         for upcycled in (False, True)
         for pair in settings
     }
-    runs_of = experiment.grouped(cases, scale.seeds, name).values()
+    runs_of = experiment.grouped(cases, scale.private_seeds, name).values()
     groups = {_label(runs[0]): runs for runs in runs_of}
     _draw(experiment, name, groups)
     rows = [(label, *_row(runs)) for label, runs in groups.items()]
     header = ("method", "loss", "accuracy", "published ε̄ (max)", "provable ε̄ (max)", "coefficient")
     notes = (
-        f"{rounds} visible rounds, {len(scale.seeds)} seeds; δ = 1e-4 for output perturbation; "
+        f"{rounds} visible rounds, {len(scale.private_seeds)} seeds; "
         "ε̄ is the mean over devices, of one record before a server that sees every upload. "
         "✗: a condition of the published theorem is not met in this run."
     )
@@ -87,13 +98,20 @@ def _label(run: RunDirectory) -> str:
     return f"{name}, upcycled" if run.config["upcycled"] else name
 
 
-def _settings(method: str, perturbation: str, dataset: str) -> Config:
+def _printed(method: str, perturbation: str, dataset: str) -> Config:
+    """Return the settings of the paper's figure."""
+    figure = {"output": 3, "objective": 4}[perturbation]
+    name = f"upcycled-fig{figure}-{SYNTHETIC[dataset]}"
+    return {**paper("upcycled-fl", name, method=method), **method_config(method)}
+
+
+def _bounded(method: str, perturbation: str, dataset: str) -> Config:
+    """Return settings under which the local problem has bounded gradients."""
     exact = method in EXACT
     return {
         **method_config(method),
         "dataset": dataset,
         "perturbation": perturbation,
-        "clipping-norm": CLIPPING_NORM,
         "sampling-rate": 1.0,
         "straggler-ratio": 0.0,
         "unit-features": True,

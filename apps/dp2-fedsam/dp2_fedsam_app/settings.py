@@ -39,8 +39,11 @@ class Settings(
         "the last three are without privacy; own-head is a control, which keeps the initial "
         "extractor and trains heads only"
     )
-    dataset: Literal["digits", "mnist", "fashion-mnist", "cifar10", "femnist", "letters"] = setting(
-        "digits come with the package"
+    dataset: Literal[
+        "digits", "mnist", "fashion-mnist", "cifar10", "femnist", "femnist-writers", "letters"
+    ] = setting("digits come with the package; femnist-writers has one writer a client")
+    partition: Literal["pathological", "dirichlet", "iid", "by-writer"] = setting(
+        "how examples are dealt out to clients; by-writer: for femnist-writers alone"
     )
     model: str = setting("empty: the data set's default; for fedbn, its default with -bn")
     head_epochs: CountOrZero = setting("epochs of a personal head")

@@ -6,10 +6,12 @@ from pathlib import Path
 import numpy as np
 from flwr.app import Context
 
+from dp2_fedsam_app import writers
 from dp2_fedsam_app.settings import Settings
 from flower_ext.data import ClientData, Examples, describe, load, partition, split
 from flower_ext.federation import settings_of
 from flower_ext.privacy import seeded_generator
+from flower_ext.runs.settings import UnfitSetting
 from flower_ext.training import Task
 from flower_ext.training.models import build
 
@@ -20,6 +22,7 @@ DEFAULT_MODELS = {
     "cifar10": "cifar10-cnn",
     "femnist": "mnist-cnn",
     "letters": "letters-mlp",
+    writers.DATASET: "mnist-cnn",
 }
 
 
@@ -27,7 +30,13 @@ def task_of(context: Context) -> Task:
     """Return the task of a run, for its clients and its server alike."""
     settings = settings_of(Settings, context)
     dataset, folder = settings.dataset, settings.data_folder
-    classes = describe(dataset).num_classes
+    by_writer = dataset == writers.DATASET
+    if by_writer != (settings.partition == writers.PARTITION):
+        raise UnfitSetting(
+            f"run-config partition={settings.partition!r} with dataset={dataset!r}: expected "
+            f"{writers.PARTITION!r} for {writers.DATASET!r}, and for no other data set"
+        )
+    classes = writers.CLASSES if by_writer else describe(dataset).num_classes
     model = settings.model or DEFAULT_MODELS[dataset]
     if settings.method == "fedbn" and not settings.model:
         model += "-bn"
@@ -48,7 +57,8 @@ def task_of(context: Context) -> Task:
 @cache
 def pool(dataset: str, folder: str) -> Examples:
     """Return all examples of a data set, read once per process."""
-    return load(dataset, Path(folder) if folder else None)
+    root = Path(folder) if folder else None
+    return writers.load_writers(root)[0] if dataset == writers.DATASET else load(dataset, root)
 
 
 @cache
@@ -57,8 +67,11 @@ def shares(
 ) -> list[np.ndarray]:
     """Return the rows of each client's examples, the same in every process."""
     kind, clients, classes, alpha, min_size, seed = partitions
-    targets = pool(dataset, folder).targets.numpy()
     rng = seeded_generator(seed, "partition")
+    if kind == writers.PARTITION:
+        _, names = writers.load_writers(Path(folder) if folder else None)
+        return writers.by_writer(names, clients, rng)
+    targets = pool(dataset, folder).targets.numpy()
     return partition(
         kind,
         targets,

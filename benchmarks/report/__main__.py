@@ -1,0 +1,45 @@
+"""Result tables of the documentation, from one CSV row for each run.
+
+    python -m benchmarks report --collect uldp-fl RESULTS/runs     # completed runs become rows
+    python -m benchmarks report                                    # rows become tables of pages
+
+Rows are in ``benchmarks/results``. A page of ``docs`` has a table between the lines
+``<!-- results NAME -->`` and ``<!-- end -->``.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from benchmarks.report.pages import pages, with_tables
+from benchmarks.report.rows import COLUMNS, collect
+
+
+def main() -> None:
+    """Collect runs if asked to; write the tables of all pages."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks report",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "--collect", nargs=2, metavar=("APP", "RUNS"), help=f"APP: {', '.join(COLUMNS)}"
+    )
+    arguments = parser.parse_args()
+    if arguments.collect:
+        app, runs = arguments.collect
+        if app not in COLUMNS:
+            parser.error(f"--collect {app}: expected one of {', '.join(COLUMNS)}")
+        for path in collect(app, Path(runs)):
+            print(path)
+    for page in pages():
+        text = page.read_text(encoding="utf-8")
+        changed = with_tables(text)
+        if changed != text:
+            page.write_text(changed, encoding="utf-8")
+            print(page)
+
+
+if __name__ == "__main__":
+    main()
