@@ -29,10 +29,10 @@ def mean(values: Sequence[float], digits: int = 3) -> str:
     return mean_and_std(values, digits=digits) if values else "–"
 
 
-def kept(name: str, without: str = "") -> str:
-    """Return a table that came from no run directories, less columns that begin with a word."""
+def kept(name: str, without: tuple[str, ...] = ()) -> str:
+    """Return a table that came from no run directories, less columns that begin with these words."""
     rows = read(name)
-    columns = [column for column in rows[0] if not (without and column.startswith(without))]
+    columns = [column for column in rows[0] if not column.startswith(without)]
     return table(columns, [[row[column] for column in columns] for row in rows])
 
 
@@ -301,8 +301,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "uldp-figure-7-scaled": partial(uldp_utility, 7, "tcga-brca-scaled"),
     **{f"uldp-budgets-{number}": partial(uldp_budgets, number) for number in USERS},
     "ditto-figure-2": ditto_bounds,
-    "uldp-figure-11": partial(kept, "uldp-fl-figure-11"),
-    "uldp-figure-12": partial(kept, "uldp-fl-figure-12", without="ring-LWE"),
+    "uldp-figure-11": partial(kept, "uldp-fl-figure-11", without=("set-up",)),
+    "uldp-figure-12": partial(kept, "uldp-fl-figure-12", without=("set-up", "ring-LWE")),
     "uldp-figure-8": uldp_weighting,
     "uldp-figure-10": uldp_sampling,
     "upcycled-table-1": partial(upcycled_accuracy, 0.9),
