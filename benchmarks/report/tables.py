@@ -72,7 +72,9 @@ def uldp_utility(figure: int, dataset: str) -> str:
     early = int(rows[0]["rounds"]) // 5
 
     def utility(runs: Sequence[Row]) -> str:
-        return f"{mean(numbers(runs, metric))} ({mean([curve(run, metric)[early] for run in runs])})"
+        return (
+            f"{mean(numbers(runs, metric))} ({mean([curve(run, metric)[early] for run in runs])})"
+        )
 
     counts = {len(_of_label(members, "ULDP-AVG-w")) for members in panels.values()}
     text = (

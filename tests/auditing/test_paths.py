@@ -581,6 +581,7 @@ NOT_HERE = {
     "ProtectedByTraining": "leaves an upload as it is; the path of records' gradients",
     "Unprotected": "leaves an upload as it is; nothing is promised",
     "AdaptiveRelease": "the paths of ReleaseMechanism, in three placements",
+    "SpacedRelease": "the path of ReleaseMechanism with noise by the server",
     "ClipWithSide": "the path of ClipUpdate, with one more number",
     "ClipWithSideToCells": "the path of ClipToCells, with one more number",
     "squared_norms_of_rows": "adds nothing",

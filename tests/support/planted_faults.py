@@ -225,9 +225,9 @@ def cohort_kept(patch, experiment: Experiment) -> Experiment:
     """Use a cohort in four rounds."""
     draw, calls, kept = PoissonSampling.draw, count(), []
 
-    def drawn(self, rng):
+    def drawn(self, rng, past):
         if next(calls) % 4 == 0:
-            kept[:] = draw(self, rng)
+            kept[:] = draw(self, rng, past)
         return [*kept]
 
     patch.setattr(PoissonSampling, "draw", drawn)
@@ -238,8 +238,8 @@ def empty_cohort_redrawn(patch, experiment: Experiment) -> Experiment:
     """Draw again until somebody takes part."""
     draw = PoissonSampling.draw
 
-    def drawn(self, rng):
-        while not (units := draw(self, rng)):
+    def drawn(self, rng, past):
+        while not (units := draw(self, rng, past)):
             pass
         return units
 

@@ -216,7 +216,7 @@ def test_where_a_silo_may_be_lost_the_noise_is_that_of_all_shares_all_the_same()
 def test_neither_members_nor_noise_show_how_many_users_were_drawn(drawn, monkeypatch):
     """The sum's noise does not show how many users Poisson sampling drew."""
     users = range(round(drawn * USERS))
-    monkeypatch.setattr(PoissonSampling, "draw", lambda self, rng: list(users))
+    monkeypatch.setattr(PoissonSampling, "draw", lambda self, rng, past: list(users))
     strategy = strategy_of(UldpAvg, plan=secure(SAMPLED), local=LOCAL, **COMMON)
     grid, _ = run(strategy, grid=Recorder)
     asked = [m.content[records.ROUND] for m in grid.sent if stage_of(m) == "train"]
