@@ -30,7 +30,7 @@ def mean(values: Sequence[float], digits: int = 3) -> str:
 
 
 def kept(name: str, without: tuple[str, ...] = ()) -> str:
-    """Return a table that came from no run directories, less columns that begin with these words."""
+    """Return a table that came from no run directories, less columns that begin so."""
     rows = read(name)
     columns = [column for column in rows[0] if not column.startswith(without)]
     return table(columns, [[row[column] for column in columns] for row in rows])
