@@ -50,7 +50,10 @@ CASES: dict[str, Config] = {
         "server-learning-rate": 0.03,
         "server-tau": 0.02,
     },
-    "known cohorts, correlated noise, fixed norm 0.5": {"noise": "correlated"},
+    "known cohorts, correlated noise, fixed norm 0.5": {
+        "noise": "correlated",
+        "noise-placement": "server",
+    },
 }
 HEADER = ("mechanism", "ε", "accuracy", "last norm", "seconds", "MB")
 

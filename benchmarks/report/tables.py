@@ -29,14 +29,15 @@ def mean(values: Sequence[float], digits: int = 3) -> str:
     return mean_and_std(values, digits=digits) if values else "–"
 
 
-def kept(name: str) -> str:
-    """Return a table that came from no run directories, as it is."""
+def kept(name: str, without: tuple[str, ...] = ()) -> str:
+    """Return a table that came from no run directories, less columns that begin with these words."""
     rows = read(name)
-    return table(list(rows[0]), [list(row.values()) for row in rows])
+    columns = [column for column in rows[0] if not column.startswith(without)]
+    return table(columns, [[row[column] for column in columns] for row in rows])
 
 
 def uldp_budgets(figure: int) -> str:
-    """Return ε, published / provable, by method and panel; SGD, AVG and AVG-w have the same."""
+    """Return ε, published / provable, by method and panel; a sentence has those of equal cells."""
     rows = [row for row in read(f"uldp-fl-budgets-{figure}") if row["method"] not in SAME_BUDGET]
     panels = dict.fromkeys(row["panel"] for row in rows)
     cells = [
@@ -51,7 +52,10 @@ def uldp_budgets(figure: int) -> str:
         for method in dict.fromkeys(row["method"] for row in rows)
     ]
     labels = [re.sub(r"^\D+-(\d+)-(\w+)-?", r"\1, \2 ", panel).strip() for panel in panels]
-    return table(("users, records", *labels), cells)
+    constant = [f"{row[0]} has {row[1]}" for row in cells if len(set(row[1:])) == 1]
+    varying = [row for row in cells if len(set(row[1:])) > 1]
+    text = f"In every panel, {' and '.join(constant)}:"
+    return f"{text}\n\n{table(('users, records', *labels), varying)}"
 
 
 def uldp_utility(figure: int, dataset: str) -> str:
@@ -65,16 +69,15 @@ def uldp_utility(figure: int, dataset: str) -> str:
     panels = {name: members for name, members in panels.items() if members}
     metric = METRICS[figure]
 
-    def utility(runs: Sequence[Row]) -> str:
-        return mean(numbers(runs, metric))
+    early = int(rows[0]["rounds"]) // 5
 
-    def after(runs: Sequence[Row], rounds: int) -> str:
-        return mean([curve(run, metric)[rounds] for run in runs])
+    def utility(runs: Sequence[Row]) -> str:
+        return f"{mean(numbers(runs, metric))} ({mean([curve(run, metric)[early] for run in runs])})"
 
     counts = {len(_of_label(members, "ULDP-AVG-w")) for members in panels.values()}
     text = (
-        f"{metric.partition('_')[0].capitalize()} after {rows[0]['rounds']} rounds, "
-        f"{'/'.join(map(str, sorted(counts)))} seeds, and AVG-w − AVG by seed:"
+        f"{metric.partition('_')[0].capitalize()} after {rows[0]['rounds']} rounds (in brackets: "
+        f"after {early}), {'/'.join(map(str, sorted(counts)))} seeds, and AVG-w − AVG by seed:"
     )
     difference = [
         mean_and_error(
@@ -83,20 +86,14 @@ def uldp_utility(figure: int, dataset: str) -> str:
         for members in panels.values()
     ]
     shown = [label for label in ULDP_METHODS if any(_of_label(m, label) for m in panels.values())]
-    first = [
+    cells = [
         *(
             [label, *(utility(_of_label(members, label)) for members in panels.values())]
             for label in shown
         ),
         ["AVG-w − AVG", *difference],
     ]
-    early = int(rows[0]["rounds"]) // 5
-    second = [
-        [label, *(after(_of_label(members, label), early) for members in panels.values())]
-        for label in shown
-    ]
-    head = ("users, records", *panels)
-    return "\n\n".join([text, table(head, first), f"After {early} rounds:", table(head, second)])
+    return f"{text}\n\n{table(('users, records', *panels), cells)}"
 
 
 def _of_label(rows: Iterable[Row], label: str) -> list[Row]:
@@ -120,7 +117,6 @@ def upcycled_accuracy(ratio: float) -> str:
             near.append(abs(statistics.mean(accuracies) + statistics.mean(added) - after))
             error = statistics.stdev(added) / math.sqrt(len(added))
             signs.append((statistics.mean(added), error))
-            rates = " → ".join(run["learning-rate"] for run in (plain[0], upcycled[0]))
             cells.append(
                 (
                     dataset.removeprefix("synthetic-"),
@@ -129,11 +125,9 @@ def upcycled_accuracy(ratio: float) -> str:
                     f"{before:.2f}",
                     mean_and_error(added, 2),
                     f"{after - before:+.2f}",
-                    rates,
-                    upcycled[0]["coefficient"],
                 )
             )
-    header = ("data", "method", "plain", "paper", "upcycled adds", "paper", "learning rate", "c")
+    header = ("data", "method", "plain", "paper", "upcycled adds", "paper")
     up = sum(gain > 0 for gain, _ in signs)
     surely = sum(gain > 2 * error for gain, error in signs)
     worse = sum(gain < -2 * error for gain, error in signs)
@@ -147,19 +141,22 @@ def upcycled_accuracy(ratio: float) -> str:
 
 
 def upcycled_losses(ratio: float, datasets: Sequence[str]) -> str:
-    """Return how often the upcycled loss is below the plain one after equal training."""
+    """Return how often the upcycled loss is below the plain one, and both losses at the end."""
     rows = read(f"upcycled-fl-stragglers-{ratio:g}")
     cells = []
     for method, name in UPCYCLED_METHODS.items():
+        runs = where(rows, method=method)
+        if not runs:
+            continue
         row = [name]
         for dataset in datasets:
-            pair = where(rows, dataset=dataset, method=method)
+            pair = where(runs, dataset=dataset)
             plain = _mean_curve(where(pair, upcycled=False))
             upcycled = _mean_curve(where(pair, upcycled=True))
             both = [at for at in plain if 2 * at in upcycled]
             lower = sum(upcycled[2 * at] < plain[at] for at in both)
             ends = f"{plain[both[-1]]:.3f} → {upcycled[2 * both[-1]]:.3f}" if both else "–"
-            row.append(f"{lower} of {len(both)}; {ends}")
+            row.append(f"{lower}; {ends}")
         cells.append(row)
     names = [dataset.removeprefix("synthetic-") for dataset in datasets]
     return table(("method", *names), cells)
@@ -203,6 +200,30 @@ def upcycled_private(name: str) -> str:
 def _budget(runs: Sequence[Row], basis: str) -> str:
     text = runs[0][f"epsilon_{basis}_mean"]
     return epsilon_text(float(text)) if text else "none"
+
+
+def ditto_bounds() -> str:
+    """Return the bounds of DP-Ditto's Figure 2, each number from its least to its greatest seed."""
+    rows = read("dp-ditto-figure-2")
+    numbered = ("ε_L", "T*", "h(0)", "h(80)", "h(1000)", "least distance to the line")
+    cells = []
+    for rate, bound in dict.fromkeys((row["η"], row["bound"]) for row in rows):
+        runs = [
+            {**row, "ε_L": row["ε_L, ε_G"].partition(",")[0]}
+            for row in rows
+            if (row["η"], row["bound"]) == (rate, bound)
+        ]
+        cells.append((rate, bound, *(_span([run[name] for run in runs]) for name in numbered)))
+    return table(("η", "bound", *numbered), cells)
+
+
+def _span(values: Sequence[str]) -> str:
+    least, greatest = min(values, key=_number), max(values, key=_number)
+    return least if least == greatest else f"{least}–{greatest}"
+
+
+def _number(text: str) -> float:
+    return math.nan if text == "–" else float(text)
 
 
 def ditto_rounds(figure: int, world: str, metrics: Mapping[str, int]) -> str:
@@ -279,8 +300,9 @@ TABLES: dict[str, Callable[[], str]] = {
     "uldp-figure-7": partial(uldp_utility, 7, "tcga-brca"),
     "uldp-figure-7-scaled": partial(uldp_utility, 7, "tcga-brca-scaled"),
     **{f"uldp-budgets-{number}": partial(uldp_budgets, number) for number in USERS},
-    "ditto-figure-2": partial(kept, "dp-ditto-figure-2"),
-    **{f"uldp-figure-{number}": partial(kept, f"uldp-fl-figure-{number}") for number in (11, 12)},
+    "ditto-figure-2": ditto_bounds,
+    "uldp-figure-11": partial(kept, "uldp-fl-figure-11", without=("set-up",)),
+    "uldp-figure-12": partial(kept, "uldp-fl-figure-12", without=("set-up", "ring-LWE")),
     "uldp-figure-8": uldp_weighting,
     "uldp-figure-10": uldp_sampling,
     "upcycled-table-1": partial(upcycled_accuracy, 0.9),

@@ -119,10 +119,16 @@ def union(
         header = f"{_MAGIC} {fingerprint} {total}"
         lines = [header, *(f"{person.hex()} {number}" for person, number in numbers.items())]
         write_whole(output_folder / path.name, "\n".join(lines).encode() + b"\n")
+    people_by_silos = shared_counts(silos)
     seen = titled_table(f"{total:,} people, as the coordinator sees them", ("silos", "people"))
-    for owners, count in shared_counts(silos).items():
+    for owners, count in people_by_silos.items():
         seen.add_row(" + ".join(files[silo].stem for silo in owners), f"{count:,}")
     console.print(seen)
+    if len(silos) > 1 and max(map(len, people_by_silos)) == 1:
+        _say(
+            "No person is in two silos. If that surprises you, check that all silos named the same "
+            "columns in the same order."
+        )
     _say(f"Give each silo its file in {output_folder}, and set the number of users to {total}.")
 
 

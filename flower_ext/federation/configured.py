@@ -230,11 +230,6 @@ def _correlated(settings: ReleaseSettings, sampling: Sampling, *, of_users: bool
             f"run-config noise='correlated'{_with_method(settings)}: expected 'independent', "
             "because no server counts a user's participations over silos"
         )
-    if settings.noise_placement != "server":
-        raise UnfitSetting(
-            f"run-config noise-placement={settings.noise_placement!r} with noise='correlated': "
-            "expected 'server', because only the server knows the noise of earlier rounds"
-        )
     if settings.aggregation != "plain":
         raise UnfitSetting(
             f"run-config aggregation={settings.aggregation!r} with noise='correlated': expected "
@@ -244,6 +239,11 @@ def _correlated(settings: ReleaseSettings, sampling: Sampling, *, of_users: bool
         raise UnfitSetting(
             "run-config calibration='published' with noise='correlated': expected 'provable', "
             "because the published bound is of independent noise"
+        )
+    if settings.noise_placement != "server":
+        raise UnfitSetting(
+            f"run-config noise-placement={settings.noise_placement!r} with noise='correlated': "
+            "expected 'server', because only the server knows the noise of earlier rounds"
         )
     clients = sampling.population
     size = size_for_rate(clients, sampling.sampling_rate)

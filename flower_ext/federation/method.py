@@ -362,7 +362,7 @@ class Method:
         return mechanism.mean_noise_stddev
 
     def with_average(self, model: Arrays, state: State) -> State:
-        """Return the state after a round that ended with ``model``, which its average includes."""
+        """Return the state with ``model`` added to the average of models, if there is one."""
         if self.average is None:
             return state
         kept = self.average.add(model, groups_under(_AVERAGE, state.server))

@@ -216,7 +216,7 @@ def asks_identity(message: Message) -> bool:
 
 
 def entries_for_mods(message: Message) -> dict[str, Any]:
-    """Return what this package's mods read in a message to a ClientApp that does not use it."""
+    """Return the entries of a message that this package's mods need before another ClientApp."""
     config = message.content.get(_CONFIG)
     settings = config if isinstance(config, ConfigRecord) else {}
     return {

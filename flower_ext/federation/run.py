@@ -233,7 +233,7 @@ class Run:
         return method.complete_summary(summary, self.state or State())
 
     def claims(self, summary: RunSummary) -> list[Guarantee]:
-        """Return the guarantees that the method claims after the rounds of a summary."""
+        """Return the guarantees that the method claims for a run with this summary."""
         return self.method.claims(self.plan, summary, self.state or State(), self.summation)
 
     def guarantees(self) -> list[Guarantee]:

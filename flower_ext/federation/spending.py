@@ -89,7 +89,7 @@ class Spending:
         run : RunSummary
             The run, including that round.
         claims : Callable[[RunSummary], list[Guarantee]]
-            Returns the guarantees after the rounds of a summary.
+            Returns the guarantees of a run with such a summary.
         query : VectorQuery, optional
             The query whose answer is released; None for a training round. The account lists the
             answers to a query as a separate run.

@@ -157,7 +157,10 @@ def uldp_avg_rates(
 
 
 def clipping_bias(weights: ArrayLike, factors: ArrayLike) -> tuple[float, float]:
-    """Return Σ|α̃ − ᾱ|, which Remark 4 would minimise over the weights, and Σ|α̃ − ᾱ|².
+    """Return two distances of the users' clipping factors from their mean.
+
+    The weighted factor of a user is α̃, and ᾱ is the mean of all α̃. The distances are Σ|α̃ − ᾱ|,
+    which Remark 4 would minimise over the weights, and Σ|α̃ − ᾱ|².
 
     Without clipping, equal weights reach 0 and weights by records do not.
 

@@ -325,7 +325,7 @@ class RunDirectory:
         return self.metrics().series(name)
 
     def save_guarantees(self, guarantees: Sequence[Guarantee]) -> None:
-        """Write ``guarantee.json``; it then covers everything that clients were asked for."""
+        """Write ``guarantee.json``. The guarantees must cover all requests to clients so far."""
         self._write_json("guarantee.json", [guarantee.to_dict() for guarantee in guarantees])
         self.accounted = True
 

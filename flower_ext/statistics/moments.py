@@ -84,7 +84,7 @@ class Mean(Statistic):
         return np.where(np.isnan(values)[:, np.newaxis], 0.0, powers)
 
     def estimate(self, totals: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Return the number of values and their mean, which lies within the bounds."""
+        """Return the number of values and their mean, which noise may move beyond the bounds."""
         count, first = totals[:, 0], totals[:, 1]
         return np.stack([count, self._middle + self._half * _ratio(first, count)], axis=1)
 

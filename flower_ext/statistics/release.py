@@ -71,14 +71,14 @@ def _joint(work: ClientWork) -> JointStatistics:
 
 
 def client_part(work: ClientWork) -> LocalResult:
-    """Return the client's part; zeros for a client without examples."""
+    """Return the client's vector, the mean over its examples; zeros if it has none."""
     joint, examples = _joint(work), work.data.train
     part = joint.part(examples) if len(examples) else np.zeros(joint.size)
     return LocalResult(update={RELEASED: torch.from_numpy(part).float()})
 
 
 def users_parts(work: ClientWork) -> LocalResult:
-    """Return the weighted sum of the parts of the silo's users."""
+    """Return the weighted sum of the vectors of the silo's users, each of norm 1 at most."""
     joint = _joint(work)
     users, total = users_of_round(work)
     numbers = list(users)

@@ -29,8 +29,6 @@ DRAWS = 1000
 """Draws of the noise for standard errors, which are then exact to about two percent."""
 NORMAL_QUANTILE = 1.959964
 """Half the width of a 95 % interval, in standard errors."""
-_MOST_UNDEFINED = 1e-3
-"""An estimate is given up if a larger share of the draws leaves it undefined."""
 LABEL = "label"
 """Name of a column of targets that are one tensor."""
 
@@ -44,7 +42,7 @@ class Estimate:
     name : str
         What the number is, such as "mean of age".
     value : float
-        NaN if the noise is too large to say anything.
+        NaN if the noise may leave the number undefined, such as a mean over fewer than no people.
     standard_error : float
         Standard deviation that the noise gives to the estimate.
     lower, upper : float
@@ -114,10 +112,10 @@ class Statistic(ABC):
         values = self.estimate(total[np.newaxis])[0]
         moved_totals = total + stddev * rng.standard_normal((DRAWS, self.size))
         moved = self.estimate(moved_totals)
-        is_lost = np.isnan(values) | (np.isnan(moved).mean(axis=0) > _MOST_UNDEFINED)
+        is_lost = np.isnan(values) | np.isnan(moved).any(axis=0)
         moved[:, is_lost] = 0.0
         values = np.where(is_lost, np.nan, values)
-        errors = np.where(is_lost, np.nan, np.nanstd(moved, axis=0))
+        errors = np.where(is_lost, np.nan, np.std(moved, axis=0))
         lower, upper = self.intervals(total, moved_totals, values, errors)
         columns = (values.tolist(), errors.tolist(), lower.tolist(), upper.tolist())
         return [

@@ -110,8 +110,8 @@ def require_modules(
 ) -> None:
     """Refuse an option with a pattern that matches no parameter among ``names``.
 
-    ``tied`` maps further names of parameters to the first name of each, by which it travels. The
-    option must not match a further name alone.
+    ``tied`` maps each alias of a tied parameter to the name by which the parameter travels. The
+    function also refuses a pattern that matches an alias alone.
     """
     for name, first in (tied or {}).items():
         if matches(name, patterns) and not matches(first, patterns):

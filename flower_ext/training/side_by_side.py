@@ -143,14 +143,15 @@ def side_by_side(
     ``runs``.
     """
     results: dict[int, R | Exception] = {}
-    waiting: dict[int, tuple[Steps[T], Training]] = {}
+    waiting: dict[int, tuple[Steps[T], Training, Hashable]] = {}
 
     def advance(index: int, steps: Steps[T], model: Any) -> None:
         try:
             with isolated():
                 failed = isinstance(model, Exception)
                 training = steps.throw(model) if failed else steps.send(model)
-            waiting[index] = steps, training
+                # The method's own function says which trainings are alike, and may raise, too.
+                waiting[index] = steps, training, training.batch
         except StopIteration as end:
             results[index] = attempted(finish, index, end.value)
         except Exception as error:  # an error of this run alone, of any type
@@ -165,12 +166,12 @@ def side_by_side(
             results[index] = attempted(finish, index, run)
     while waiting:
         alike = defaultdict(list)
-        for index, (_, training) in waiting.items():
-            alike[training.batch].append(index)
+        for index, (_, _, batch) in waiting.items():
+            alike[batch].append(index)
         for members in alike.values():
-            batch = [waiting.pop(index) for index in members]
-            for (number,), model in _solved([training for _, training in batch], memory_limit):
-                advance(members[number], batch[number][0], model)
+            group = [waiting.pop(index) for index in members]
+            for (number,), model in _solved([training for _, training, _ in group], memory_limit):
+                advance(members[number], group[number][0], model)
     return [results[index] for index in sorted(results)]
 
 

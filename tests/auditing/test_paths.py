@@ -73,7 +73,7 @@ from flower_ext.privacy.mechanisms.protections import (
 )
 from flower_ext.privacy.mechanisms.updates import RunningSum
 from flower_ext.privacy.plans.group_plan import GroupPlan
-from flower_ext.privacy.plans.release_plan import ReleaseMechanism
+from flower_ext.privacy.plans.release_mechanism import ReleaseMechanism
 from flower_ext.training import DpSgdTraining, LocalTraining, Task
 from tests.support import planted_faults as faults
 from tests.support.strategies import group_strategy, private_strategy_of, strategy_of

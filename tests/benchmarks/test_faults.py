@@ -17,7 +17,7 @@ from flower_ext.federation import (
 )
 from flower_ext.federation.replies import RefusedReply
 from flower_ext.privacy import SecureNoise
-from flower_ext.privacy.plans.release_plan import ReleaseMechanism
+from flower_ext.privacy.plans.release_mechanism import ReleaseMechanism
 from flower_ext.training import LocalTraining
 from tests.faults import clients, malformed, noise, processes, wire
 from tests.faults.engine import run_case

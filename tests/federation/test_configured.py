@@ -91,7 +91,8 @@ def test_a_clipping_norm_that_adapts_begins_at_the_setting_of_a_fixed_one():
 
 
 def test_correlated_noise_is_one_setting():
-    settings = release(epsilon=2.0, noise="correlated", rounds=40)
+    by_server = {"epsilon": 2.0, "noise": "correlated", "noise_placement": "server"}
+    settings = release(**by_server, rounds=40)
     plan, usual = plan_of(settings), configured.sampling(settings)
     size = round(usual.expected_cohort_size)
     apart = usual.population // size
@@ -99,10 +100,11 @@ def test_correlated_noise_is_one_setting():
     assert plan.correlation == CorrelatedNoise()
     assert plan.noise_placement == "server"
     chosen = {"rounds_apart": 2, "participations": 3, "noise_bands": 4}
-    plan = plan_of(release(epsilon=2.0, noise="correlated", **chosen))
+    plan = plan_of(release(**by_server, **chosen))
     assert plan.sampling == SpacedSampling(usual.population, size, 2, 3)
     assert plan.correlation == CorrelatedNoise(bands=4)
     for other, refusal in (
+        ({"noise_placement": "client"}, "noise-placement='client' with noise='correlated'"),
         ({"aggregation": "secure"}, "aggregation='secure' with noise='correlated'"),
         ({"calibration": "published"}, "calibration='published' with noise='correlated'"),
         ({"clipping": "adaptive"}, "clipping-norm=.* with spaced sampling: expected a number"),
@@ -110,7 +112,7 @@ def test_correlated_noise_is_one_setting():
         ({"noise_buffers": 9}, "buffers=9 with bands=0"),
     ):
         with pytest.raises(InvalidValue, match=refusal):
-            plan_of(release(epsilon=2.0, noise="correlated", **other))
+            plan_of(release(**{**by_server, **other}))
     with pytest.raises(UnfitSetting, match="noise='correlated': expected 'independent'"):
         configured.release_plan(settings, usual, of_users=True)
 

@@ -17,7 +17,7 @@ from flower_ext.privacy import (
     ReleasePlan,
 )
 from flower_ext.privacy.mechanisms.plan import RoundMechanism
-from flower_ext.privacy.plans.release_plan import ReleaseMechanism
+from flower_ext.privacy.plans.release_mechanism import ReleaseMechanism
 from flower_ext.training import LocalTraining, Task
 from tests.support.strategies import strategy_of
 from tests.support.travelling import Recorder, Tampering

@@ -1,6 +1,6 @@
 """One run of a method with many canaries, each a client with an axis of the model.
 
-``python -m tests.support.one_run`` measures the table of docs/audit.md.
+``python -m tests.support.one_run`` measures the bounds of one run in docs/audit.md.
 """
 
 from __future__ import annotations

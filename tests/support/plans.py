@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from flower_ext.privacy import ClippedSteps, PoissonSampling, ReleasePlan
 from flower_ext.privacy.mechanisms.run_summary import MethodTraits
-from flower_ext.privacy.plans.release_plan import ReleaseMechanism
+from flower_ext.privacy.plans.release_mechanism import ReleaseMechanism
 
 
 def plan(sampling=None, **changes) -> ReleasePlan:

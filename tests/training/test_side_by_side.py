@@ -46,6 +46,26 @@ def test_an_error_is_of_its_own_run_and_all_others_end_as_alone():
         torch.testing.assert_close(value, alone[name])
 
 
+def choosing_badly(own: Job):
+    def trained(name):
+        raise RuntimeError("a method's own mistake")
+
+    return (yield Training(task=task(), job=own, trained=trained))
+
+
+def yielding_a_number(own: Job):
+    return (yield 3)
+
+
+@pytest.mark.parametrize("method", [choosing_badly, yielding_a_number])
+def test_a_mistake_of_one_method_in_what_it_yields_ends_no_other(method):
+    (alone,) = side_by_side([run(job(1))], lambda index, model: model)
+    failed, other = side_by_side([method(job(2)), run(job(1))], lambda index, model: model)
+    assert isinstance(failed, Exception)
+    for name, value in other.items():
+        torch.testing.assert_close(value, alone[name])
+
+
 def test_a_run_without_a_training_is_finished_before_the_next_one_is_made():
     steps = []
 

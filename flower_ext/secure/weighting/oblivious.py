@@ -69,7 +69,7 @@ _NONCE = bytes(12)  # every key seals one text
 
 
 class Sender:
-    """One party's side of many transfers: it has P texts for each, and learns no choice.
+    """The sender of 1-out-of-P oblivious transfers: it offers P texts, and learns no choice.
 
     Parameters
     ----------

@@ -108,8 +108,8 @@ class WeightingProtocol(ABC):
         winning = round(rate * choices)
         if not (0 < winning < choices and abs(rate - winning / choices) < 1e-12):
             raise InvalidValue(
-                f"draw_choices={choices}: users are drawn at a rate of {rate:g}, expected a "
-                f"multiple of 1/{choices} below 1"
+                f"draw_choices={choices}: expected {rate:g}, the rate at which users are drawn, to "
+                f"be a multiple of 1/{choices} below 1; change the rate or draw_choices"
             )
         return winning
 

@@ -23,8 +23,9 @@ GROUP = "flower_ext.forms"
 class Form(Protocol):
     """A way to train jobs whose examples have one shape and type.
 
-    It must train every job that it takes as `local.train` does, up to the order of sums. `choice`
-    compares the two with random jobs, for every model whose code the package does not know.
+    A form may decline jobs. A job that it accepts must end as it does under `local.train`, up to
+    rounding. `choice` compares the two with random jobs, for every model whose code the package
+    does not know.
     """
 
     batch_invariant: bool

@@ -26,7 +26,7 @@ _TOGETHER_ELSEWHERE = 4096
 
 @dataclass(frozen=True)
 class Stacked(Form):
-    """Stacks of any size; how a model is rounded depends on the size of its stack."""
+    """Stacks of any size. Rounding errors of a model depend on the size of its stack."""
 
     task: Task
     batch_invariant = False

@@ -41,7 +41,9 @@ class ReadsValues(Exception):
 
 
 class ControlFlowWatch(TorchDispatchMode):
-    """Raise `ReadsValues` if a model reads a value derived from its features, or keeps it.
+    """Raise `ReadsValues` if a model branches on a number computed from its features, or keeps one.
+
+    Examples are ``x.sum().item()`` and ``if x.any()``.
 
     Parameters
     ----------

@@ -1,0 +1,119 @@
+"""The mechanism of a `ReleasePlan` whose clipping norm follows a quantile of the updates."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
+
+from flower_ext.checks import require_positive
+from flower_ext.privacy.mechanisms.adaptive_clipping import (
+    SIDE,
+    AdaptiveClipping,
+    SidedSum,
+    with_room_for_side,
+)
+from flower_ext.privacy.mechanisms.noised_sum import NoisedSum
+from flower_ext.privacy.mechanisms.plan import Aggregate
+from flower_ext.privacy.mechanisms.protections import (
+    ClipToCells,
+    ClipUpdate,
+    ClipWithSide,
+    ClipWithSideToCells,
+    Protection,
+    SumOfUnits,
+)
+from flower_ext.privacy.mechanisms.run_summary import RunSummary
+from flower_ext.privacy.mechanisms.updates import RunningSum, Update
+from flower_ext.privacy.mechanisms.vector_query import VectorQuery
+from flower_ext.privacy.plans.release_mechanism import ReleaseMechanism
+
+_ADAPTIVE = (
+    "the clipping norm of a round is a function of earlier releases and public numbers, so rounds "
+    "compose adaptively; the number of updates within it is released under the same noise"
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdaptiveRelease(ReleaseMechanism):
+    """A `ReleaseMechanism` of updates with their sides, and the clipping norm of one round.
+
+    Its ``clipping_norm`` C' bounds update and side together (see `adaptive_clipping`), so sum,
+    noise, grid and accounting are those of a fixed norm.
+
+    Parameters
+    ----------
+    clipping : AdaptiveClipping
+    update_norm : float
+        C of the round.
+    **options
+        Fields of `ReleaseMechanism`, without ``clipping_norm``.
+    """
+
+    clipping: AdaptiveClipping
+    update_norm: float
+    clipping_norm: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        require_positive("update_norm", self.update_norm)
+        spent_on_count = (self.noise_multiplier / self._count_noise / 2) ** 2
+        bound = self.update_norm / math.sqrt(1 - spent_on_count)
+        object.__setattr__(self, "clipping_norm", bound)
+        super().__post_init__()
+
+    @property
+    def _count_noise(self) -> float:
+        m = self.sampling.expected_cohort_size
+        return self.clipping.count_noise(self.noise_multiplier, m)
+
+    @property
+    def side_weight(self) -> float:
+        """κ: the noise σC' on κ times the sum of sides is σ_b on the sum."""
+        return self.noise_stddev / self._count_noise
+
+    def of_query(self, query: VectorQuery) -> NoisedSum:
+        """Return the mechanism of one release of a query, whose norm is fixed."""
+        terms = {part.name: getattr(self, part.name) for part in fields(ReleaseMechanism)}
+        return ReleaseMechanism(**terms).of_query(query)
+
+    def upload_like(self, model: dict[str, Any]) -> dict[str, Any]:
+        """Return an update's names, shapes and types, with a side unless the server computes it."""
+        return model if self.noised_by_server else with_room_for_side(model)
+
+    def protection(self, run: RunSummary, cohort_size: int) -> Protection | None:
+        """Return the bounds of update and side, and one client's share of the noise."""
+        usual = super().protection(run, cohort_size)
+        sided = {"update_norm": self.update_norm, "side_weight": self.side_weight}
+        if isinstance(usual, SumOfUnits):
+            return type(usual)(**{**vars(usual), **sided})
+        if isinstance(usual, ClipToCells):
+            return ClipWithSideToCells(**vars(usual), **sided)
+        return ClipWithSide(**vars(usual), **sided) if isinstance(usual, ClipUpdate) else usual
+
+    def begin_sum(self, like: Update) -> RunningSum:
+        """Return an empty sum; if the server adds the noise, it also counts the sides."""
+        if not self.noised_by_server:
+            return super().begin_sum(like)
+        return SidedSum(like, self.clipping_norm, self.update_norm, self.side_weight)
+
+    def after(self, mean: Aggregate) -> tuple[Aggregate, AdaptiveRelease]:
+        """Return the mean of the updates alone, and the mechanism with the next round's norm."""
+        value = dict(mean.value)
+        fraction = 0.5 + float(value.pop(SIDE)[0]) / self.side_weight
+        norm = self.clipping.next_norm(self.update_norm, fraction)
+        return replace(mean, value=value), replace(self, update_norm=norm)
+
+    @property
+    def state(self) -> Mapping[str, float]:
+        """The norm of the round."""
+        return {"clipping_norm": self.update_norm}
+
+    def restored(self, state: Mapping[str, float]) -> AdaptiveRelease:
+        """Return the mechanism with the norm of a checkpoint."""
+        return replace(self, update_norm=state["clipping_norm"])
+
+    @property
+    def assumptions(self) -> tuple[str, ...]:
+        """Assumption on the norm."""
+        return (_ADAPTIVE,)
