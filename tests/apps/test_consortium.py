@@ -1,6 +1,7 @@
 """The consortium's app: one account over statistics and training, and tables of its silos' own."""
 
 import csv
+import subprocess
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from flower_ext.runs.presets import SettingsFile
 from flower_ext.statistics.results import STANDARDISE, TABLE
 from tests.support.apps import APPS as FOLDER
 from tests.support.apps import App
+from tests.support.deployment import CONNECTION, Deployment
 
 CONSORTIUM = App(folder=FOLDER / "consortium", small={"seeded-noise": True})
 PEOPLE = 300
@@ -136,3 +138,32 @@ def test_the_command_prints_the_statistics_and_where_their_page_is(tmp_path, mon
     refused = CliRunner().invoke(cli, [*words[:2], "mode age", *words[3:]])
     assert refused.exit_code == 2
     assert "expected one of count, mean" in " ".join(refused.output.replace("│", " ").split())
+
+
+@pytest.mark.engine
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_supernodes_release_statistics_of_their_own_files(tables, tmp_path):
+    """Three hospitals on a SuperLink with TLS; each SuperNode names its own data folder."""
+    config = {"data-folder": tables["data_folder"]}
+    directory = tmp_path / "run"
+    settings = {
+        "dataset": "files",
+        "num-users": PEOPLE,
+        "num-silos": 3,
+        "colluding-share": 0,
+        "run-directory": directory,
+    }
+    words = [part for name, value in settings.items() for part in ("--set", f"{name}={value}")]
+    with Deployment(tmp_path / "three", nodes=3, node_config=config) as deployment:
+        command = ["flower-ext", "stats", CONSORTIUM.folder, "mean age 0:100", "--epsilon", "4"]
+        done = subprocess.run(
+            [*command, "--superlink", CONNECTION, *words],
+            env=deployment.env,
+            capture_output=True,
+            text=True,
+            timeout=800,
+        )
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = released(RunDirectory.open(directory))
+    assert float(rows["mean of age"]["estimate"]) == pytest.approx(50, abs=10)
