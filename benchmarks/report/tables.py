@@ -30,7 +30,7 @@ def mean(values: Sequence[float], digits: int = 3) -> str:
 
 
 def kept(name: str, without: tuple[str, ...] = ()) -> str:
-    """Return a table that came from no run directories, less columns that begin with these words."""
+    """Return a table that came from no run directories, without columns of these beginnings."""
     rows = read(name)
     columns = [column for column in rows[0] if not column.startswith(without)]
     return table(columns, [[row[column] for column in columns] for row in rows])
@@ -72,7 +72,9 @@ def uldp_utility(figure: int, dataset: str) -> str:
     early = int(rows[0]["rounds"]) // 5
 
     def utility(runs: Sequence[Row]) -> str:
-        return f"{mean(numbers(runs, metric))} ({mean([curve(run, metric)[early] for run in runs])})"
+        return (
+            f"{mean(numbers(runs, metric))} ({mean([curve(run, metric)[early] for run in runs])})"
+        )
 
     counts = {len(_of_label(members, "ULDP-AVG-w")) for members in panels.values()}
     text = (
