@@ -5,6 +5,7 @@ A record is in one cell, so its vector has norm 1. Quantiles count it once on ea
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -83,9 +84,9 @@ class _Cells(Statistic):
         ones[np.arange(len(cells)), cells] = 1.0
         return ones
 
+    @abstractmethod
     def cells(self, columns: Columns) -> NDArray[np.int64]:
         """Return each record's cell."""
-        raise NotImplementedError
 
     def estimate(self, totals: NDArray[np.float64]) -> NDArray[np.float64]:
         """Return the totals: unbiased, and therefore sometimes below 0."""
@@ -146,8 +147,8 @@ class ContingencyTable(_Cells):
 
     def cells(self, columns: Columns) -> NDArray[np.int64]:
         """Return each record's pair of bins."""
-        one = self.first.of(columns[self.first.column])
-        return one * len(self.second.names) + self.second.of(columns[self.second.column])
+        rows = self.first.of(columns[self.first.column])
+        return rows * len(self.second.names) + self.second.of(columns[self.second.column])
 
 
 @dataclass(frozen=True)

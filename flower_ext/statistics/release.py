@@ -35,6 +35,7 @@ from flower_ext.federation import (
     State,
     Summation,
 )
+from flower_ext.federation.client.unmoved import NO_DATA
 from flower_ext.privacy import FullParticipation, Guarantee, PrivacyPlan, ReleasePlan
 from flower_ext.privacy.mechanisms.plan import RoundMechanism
 from flower_ext.privacy.mechanisms.run_summary import RunSummary
@@ -62,11 +63,17 @@ def statistics_task(joint: JointStatistics, data: Callable[[int], ClientData]) -
 
 
 def _joint(work: ClientWork) -> JointStatistics:
+    """Return the statistics of the task, after a check that the client's table has their columns.
+
+    The check comes before any unit's records, so that an error shows nobody's presence.
+    """
     model = work.task.model()
     if not isinstance(model, _Released):
         raise InvalidValue(
             f"model={type(model).__name__}: expected the Task that `statistics_task` returns"
         )
+    if work.data is not NO_DATA:  # data that could not be loaded count as no examples
+        model.joint.require_columns(work.data.train)
     return model.joint
 
 

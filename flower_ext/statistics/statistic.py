@@ -154,24 +154,27 @@ class JointStatistics:
         """Number of elements of all vectors together."""
         return sum(statistic.size for statistic in self.statistics)
 
-    def part(self, examples: Examples) -> NDArray[np.float64]:
-        """Return one unit's part (size,), of L2 norm at most 1: the mean over its records.
+    def require_columns(self, examples: Examples) -> None:
+        """Refuse examples that lack a column, whether or not there is any row.
 
         Raises
         ------
         InvalidValue
-            The examples lack a column.
+            The message names the missing columns, and the server may see it: it depends on the
+            form of the table alone.
         """
         columns = columns_of(examples)
         for statistic in self.statistics:
             if missing := [name for name in statistic.columns if name not in columns]:
-                # The names of columns are no record's.
                 raise tellable(
                     InvalidValue(
-                        f"statistic {statistic.title!r}: no column {', '.join(missing)} in a "
-                        f"silo's data, which have {', '.join(columns)}"
+                        f"statistic {statistic.title!r}: no column {', '.join(missing)} in the data"
                     )
                 )
+
+    def part(self, examples: Examples) -> NDArray[np.float64]:
+        """Return one unit's part (size,), of L2 norm at most 1: the mean over its records."""
+        columns = columns_of(examples)
         return np.concatenate(
             [
                 statistic.vectors(columns).mean(axis=0) / self._unit(statistic)

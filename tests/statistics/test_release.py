@@ -112,6 +112,20 @@ def test_clients_count_as_one_and_one_without_records_adds_nothing():
     assert values_of(method, plan, model)[0] == [pytest.approx(9, abs=1e-3)]
 
 
+@pytest.mark.parametrize("rows", [0, 3])
+def test_a_missing_column_is_refused_whether_or_not_a_client_has_records(rows):
+    """Otherwise a query for a column that nobody has would show who has records."""
+
+    def data(client):
+        features = {"age": torch.ones(rows), "event": torch.ones(rows)}
+        train = Examples(features, torch.zeros(rows, dtype=torch.long))
+        return ClientData(train=train, test=train.subset([]))
+
+    plan = plan_of(population=4, noise_placement="server")
+    with pytest.raises(Exception, match="no column weight"):
+        run(ClientStatistics(), plan, data, nodes=4, text="mean weight 0:200")
+
+
 def test_the_noise_is_that_of_the_plan():
     data, *_ = silos()
     text, sigma = "histogram age 0:100:400", 5.0

@@ -123,7 +123,7 @@ def test_a_mean_that_the_noise_hides_is_not_shown():
 
 def test_a_missing_column_is_named_and_may_be_told():
     with pytest.raises(InvalidValue, match="no column weight") as refused:
-        read_statistics("mean weight 0:200").part(examples(patients(3, np.random.default_rng(0))))
+        read_statistics("mean weight 0:200").require_columns(examples({"age": np.array([])}))
     assert is_tellable(refused.value)
 
 

@@ -162,8 +162,8 @@ class StrategyMatrix:
         starts = np.arange(participations) * rounds_apart
         decays = np.asarray(self.decays)
         left = self.weights * (decays ** (whole - 1 - starts[:, None])).sum(axis=0)
-        rest = np.outer(left, left) / (1 - np.outer(decays, decays))
-        return math.sqrt(float(moves @ moves) + float(rest.sum())) * (1 + 1e-12)
+        products = np.outer(left, left) / (1 - np.outer(decays, decays))
+        return math.sqrt(float(moves @ moves) + float(products.sum())) * (1 + 1e-12)
 
     def inverse(self, rounds: int) -> Vector:
         """Return the first coefficients of C⁻¹, by which the noise y is made from z."""
@@ -274,8 +274,8 @@ def _best_bands(bands: int, rounds: int, rounds_apart: int, participations: int)
 
     square_root = np.cumprod([1.0, *((2 * j - 1) / (2 * j) for j in range(1, bands))])
     first = square_root - np.append(square_root[1:], 0.0)
-    found = minimize(error, first, jac=True, bounds=[(0.0, None)] * bands, method="L-BFGS-B")
-    best = column_of(found.x)
+    optimum = minimize(error, first, jac=True, bounds=[(0.0, None)] * bands, method="L-BFGS-B")
+    best = column_of(optimum.x)
     return StrategyMatrix(bands=tuple(best[1:] / best[0]))
 
 
@@ -298,8 +298,8 @@ def _best_buffers(
 
     reach = np.geomspace(0.5, 1 / max(rounds_apart, 2), buffers)
     first = np.concatenate([np.full(buffers, -math.log(buffers)), -np.log(-np.log(reach))])
-    found = minimize(error, first, bounds=[(-12.0, 12.0)] * (2 * buffers), method="L-BFGS-B")
-    return matrix(found.x)
+    optimum = minimize(error, first, bounds=[(-12.0, 12.0)] * (2 * buffers), method="L-BFGS-B")
+    return matrix(optimum.x)
 
 
 class PreparedNoise(NoiseSource):
