@@ -13,6 +13,7 @@ from flower_ext.data import Examples
 from flower_ext.metrics import BoundTerms, if_gaussian
 from flower_ext.privacy import SecureNoise, SeededNoise, gaussian_loss, secure_generator
 from flower_ext.training import ClippedGradient, DpSgdTraining, train_dp_sgd
+from flower_ext.training.dp.ways import Passes
 from tests.support.keeping import at_a_kink, kinked
 
 DELTA, TRIALS = 1e-5, 3000
@@ -46,11 +47,11 @@ def test_company_in_a_pass_is_no_attack(planted, monkeypatch):
         real = ClippedGradient.__call__
 
         def call(self, params, features, targets):
-            self.rows = len(features)
+            self.passes.rows = len(features)
             return real(self, params, features, targets)
 
         monkeypatch.setattr(ClippedGradient, "__call__", call)
-        monkeypatch.setattr(ClippedGradient, "width", property(lambda self: self.rows))
+        monkeypatch.setattr(Passes, "width", lambda self, way: self.rows)
 
     def almost_exact(records):
         return released(gradient, params, records, noise_multiplier=1e-6, noise=SeededNoise(0))
