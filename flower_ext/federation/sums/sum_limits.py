@@ -1,4 +1,4 @@
-"""What the owner of a node demands of masked sums, in the node config."""
+"""Demands of a node's owner on masked sums, from the node config."""
 
 from __future__ import annotations
 
