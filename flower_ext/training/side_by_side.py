@@ -5,15 +5,13 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Generator, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
-from itertools import compress
 from typing import Any, TypeVar
 
 import torch
 
 from flower_ext.errors import InvalidValue, tellable
 from flower_ext.training.batched.form import MEMORY_LIMIT
-from flower_ext.training.batched.many import attempt_groups, train_each
+from flower_ext.training.batched.many import attempt_groups, train_jobs
 from flower_ext.training.isolation import attempted, isolated
 from flower_ext.training.job import Job
 from flower_ext.training.params import Params
@@ -57,17 +55,6 @@ def check_yielded(model: object) -> None:
         raise tellable(
             InvalidValue("a training instead of a model: write model = yield work.train(...)")
         )
-
-
-def train_jobs(task: Task, jobs: Sequence[Job], **settings: Any) -> Iterator[Params]:
-    """Train as `train_each`; a job without examples gets its parameters back unchanged."""
-    has_examples = [len(job.examples) > 0 for job in jobs]
-    models = train_each(task, [*compress(jobs, has_examples)], **settings)
-    pairs = zip(jobs, has_examples, strict=True)
-    return (next(models) if trains else dict(job.params) for job, trains in pairs)
-
-
-train_invariantly = partial(train_jobs, batch_invariant=True)
 
 
 @dataclass(kw_only=True)
@@ -170,24 +157,18 @@ def side_by_side(
             alike[batch].append(index)
         for members in alike.values():
             group = [waiting.pop(index) for index in members]
-            for (number,), model in _solved([training for _, training, _ in group], memory_limit):
+            for number, model in _solved([training for _, training, _ in group], memory_limit):
                 advance(members[number], group[number][0], model)
     return [results[index] for index in sorted(results)]
 
 
-def _solved(trainings: Sequence[Training], memory_limit: int) -> Iterator[tuple[list[int], Any]]:
-    """Yield the number of each training, in a list, with its model or its error."""
+def _solved(trainings: Sequence[Training], memory_limit: int) -> Iterator[tuple[int, Any]]:
+    """Yield the number of each training, with its model or its error."""
     first = trainings[0]
-    solve = partial(first.solve, first.task, trained=first.trained, memory_limit=memory_limit)
 
-    def solve_each(jobs: Sequence[Job]) -> Iterator[tuple[list[int], Any]]:
-        return (([number], model) for number, model in enumerate(solve(jobs)))
+    def solve(jobs: Sequence[Job]) -> Iterator[tuple[list[int], Any]]:
+        models = first.solve(first.task, jobs, trained=first.trained, memory_limit=memory_limit)
+        return (([number], model) for number, model in enumerate(models))
 
-    jobs = [partial(_restarted, one.job, one.job.generator.get_state()) for one in trainings]
-    return attempt_groups(solve_each, jobs)
-
-
-def _restarted(job: Job, state: torch.Tensor) -> Job:
-    """Return a job that draws the mini-batches of its first run."""
-    job.generator.set_state(state)
-    return job
+    results = attempt_groups(solve, [training.job for training in trainings])
+    return ((number, model) for (number,), model in results)

@@ -146,7 +146,7 @@ def test_a_record_that_raises_moves_no_more_than_its_own_part(method):
 
 
 def no_one_by_one(solve, jobs):
-    yield from solve([job() for job in jobs])
+    yield from solve(jobs)
 
 
 def errors_of_one_are_errors_of_all(patch):
