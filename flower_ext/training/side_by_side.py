@@ -14,7 +14,6 @@ from flower_ext.training.batched.form import MEMORY_LIMIT
 from flower_ext.training.batched.many import attempt_groups, train_jobs
 from flower_ext.training.isolation import attempted, isolated
 from flower_ext.training.job import Job
-from flower_ext.training.params import Params
 from flower_ext.training.task import Task
 
 T = TypeVar("T")
