@@ -12,7 +12,7 @@ import torch
 from flower_ext.errors import InvalidValue, tellable
 from flower_ext.training.batched.form import MEMORY_LIMIT
 from flower_ext.training.batched.many import attempt_groups, train_jobs
-from flower_ext.training.isolation import attempted, isolated
+from flower_ext.training.isolation import isolated
 from flower_ext.training.job import Job
 from flower_ext.training.task import Task
 
@@ -114,21 +114,22 @@ Steps = Generator[Training, Any, T]
 """A function that yields trainings, receives the trained models, and returns a ``T``."""
 
 
-def side_by_side(
-    runs: Iterable[T | Steps[T] | Exception],
-    finish: Callable[[int, T], R],
-    *,
-    memory_limit: int = MEMORY_LIMIT,
-) -> list[R | Exception]:
-    """Advance all ``runs``; return for each the result of ``finish(number, value)``, or its error.
+def completed(run: T | Steps[T]) -> Steps[T]:
+    """Return the value of a function that may have yielded trainings, or may need none."""
+    return (yield from run) if isinstance(run, Generator) else run
 
-    Trainings that several runs have yielded are batched. As soon as a run returns its value,
-    ``finish`` is called with it, because the value is then still in the processor's caches and the
-    next models do not exist yet. An error of one training is raised in its own run; all others
-    continue. A run that needs no training goes through ``finish`` before the next one is taken from
-    ``runs``.
+
+def side_by_side(
+    runs: Iterable[Steps[T] | Exception], *, memory_limit: int = MEMORY_LIMIT
+) -> list[T | Exception]:
+    """Advance all ``runs``; return the value of each, or its error.
+
+    Trainings that several runs have yielded are batched. A run gets each trained model as soon as
+    it is ready, because the model is then still in the processor's caches and the next ones do not
+    exist yet. An error of one training is raised in its own run; all others continue. A run that
+    needs no training ends before the next one is taken from ``runs``.
     """
-    results: dict[int, R | Exception] = {}
+    results: dict[int, T | Exception] = {}
     waiting: dict[int, tuple[Steps[T], Training, Hashable]] = {}
 
     def advance(index: int, steps: Steps[T], model: Any) -> None:
@@ -139,17 +140,15 @@ def side_by_side(
                 # The method's own function says which trainings are alike, and may raise, too.
                 waiting[index] = steps, training, training.batch
         except StopIteration as end:
-            results[index] = attempted(finish, index, end.value)
+            results[index] = end.value
         except Exception as error:  # an error of this run alone, of any type
             results[index] = error
 
     for index, run in enumerate(runs):
-        if isinstance(run, Generator):
-            advance(index, run, None)
-        elif isinstance(run, Exception):
+        if isinstance(run, Exception):
             results[index] = run
         else:
-            results[index] = attempted(finish, index, run)
+            advance(index, run, None)
     while waiting:
         alike = defaultdict(list)
         for index, (_, _, batch) in waiting.items():
