@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Generator, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
 
 from flower_ext.errors import InvalidValue, tellable
 from flower_ext.training.batched.form import MEMORY_LIMIT
-from flower_ext.training.batched.many import attempt_groups, train_jobs
+from flower_ext.training.batched.many import attempt_jobs, train_jobs
 from flower_ext.training.isolation import isolated
 from flower_ext.training.job import Job
 from flower_ext.training.task import Task
@@ -155,18 +156,10 @@ def side_by_side(
             alike[batch].append(index)
         for members in alike.values():
             group = [waiting.pop(index) for index in members]
-            for number, model in _solved([training for _, training, _ in group], memory_limit):
+            first = group[0][1]
+            solve = partial(
+                first.solve, first.task, trained=first.trained, memory_limit=memory_limit
+            )
+            for number, model in attempt_jobs(solve, [training.job for _, training, _ in group]):
                 advance(members[number], group[number][0], model)
     return [results[index] for index in sorted(results)]
-
-
-def _solved(trainings: Sequence[Training], memory_limit: int) -> Iterator[tuple[int, Any]]:
-    """Yield the number of each training, with its model or its error."""
-    first = trainings[0]
-
-    def solve(jobs: Sequence[Job]) -> Iterator[tuple[list[int], Any]]:
-        models = first.solve(first.task, jobs, trained=first.trained, memory_limit=memory_limit)
-        return (([number], model) for number, model in enumerate(models))
-
-    results = attempt_groups(solve, [training.job for training in trainings])
-    return ((number, model) for (number,), model in results)

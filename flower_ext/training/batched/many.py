@@ -2,8 +2,9 @@
 
 The results are those of `train` for each job, up to the order of floating-point sums. `choice`
 says which jobs train together, and by which form. Each function rests on the next one:
-`attempt_groups` tells apart the jobs that raise, `train_jobs` accepts jobs without examples,
-`train_each` yields one model after another, and `train_groups` trains batch by batch.
+`attempt_jobs` and `attempt_groups` tell apart the jobs that raise, `train_jobs` accepts jobs
+without examples, `train_each` yields one model after another, and `train_groups` trains batch by
+batch.
 """
 
 from __future__ import annotations
@@ -29,6 +30,17 @@ R = TypeVar("R")
 Work = TypeVar("Work", bound=Job)
 
 _TYPICAL_ROWS = 32
+
+
+def attempt_jobs(
+    solve: Callable[[Sequence[Work]], Iterable[R]], jobs: Sequence[Work]
+) -> Iterator[tuple[int, R | Exception]]:
+    """Yield as `attempt_groups` for a ``solve`` that yields a result for each job, in order."""
+
+    def solve_numbered(members: Sequence[Work]) -> Iterator[tuple[list[int], R]]:
+        return (([number], result) for number, result in enumerate(solve(members)))
+
+    return ((index, result) for (index,), result in attempt_groups(solve_numbered, jobs))
 
 
 def attempt_groups(
