@@ -11,8 +11,8 @@ from flower_ext.errors import InvalidValue, tellable
 from flower_ext.federation import records
 from flower_ext.federation.client.client_method import ClientMethod, Question
 from flower_ext.federation.client.cohort_app import Answer, CohortApp
+from flower_ext.federation.client.hidden_failures import data_of
 from flower_ext.federation.client.side import ClientSide
-from flower_ext.federation.client.unmoved import data_of
 from flower_ext.federation.roster import IDENTITY, check_addressee, identity, partition_of
 from flower_ext.federation.state.memory import ClientMemory, ClientVault
 from flower_ext.federation.sums import masked, weighted_silo
@@ -118,7 +118,7 @@ def _of_method(side: ClientSide, message: Message, context: Context) -> ArrayRec
     task = side.task_of(context)
     question = Question(
         task=task,
-        data=data_of(task, partition_of(context.node_config), hidden=True),
+        data=data_of(task, partition_of(context.node_config), hide_errors=True),
         values=dict(message.content.config_records[records.QUESTION]),
         training=records.read_trainings(message.content),
     )
@@ -136,7 +136,7 @@ def _of_weighted_sum(side: ClientSide, message: Message, context: Context) -> Ar
     partition = partition_of(context.node_config)
     return weighted_silo.answer(
         records.to_arrays(message.content.array_records[records.WEIGHTED_SUM]),
-        data_of(side.task_of(context), partition, hidden=True),
+        data_of(side.task_of(context), partition, hide_errors=True),
         partition,
         ClientVault(context, side.method.name),
         may_simulate=policy.may_simulate,

@@ -20,13 +20,8 @@ from flower_ext.privacy import NoiseSource, SecureNoise
 from flower_ext.privacy.mechanisms.bounds import BoundedSum
 from flower_ext.privacy.mechanisms.protections import Protection
 from flower_ext.training import Job, LocalTraining, Params, StepNoise, Task, Term
-from flower_ext.training.side_by_side import (
-    Steps,
-    Training,
-    check_yielded,
-    train_invariantly,
-    train_jobs,
-)
+from flower_ext.training.batched.many import train_invariantly, train_jobs
+from flower_ext.training.side_by_side import Steps, Training, check_yielded
 from flower_ext.training.validation import RUNNING_STATISTICS
 
 Contribution = Params | BoundedSum | HiddenSum

@@ -14,9 +14,9 @@ from flower_ext.data import ClientData
 from flower_ext.errors import InvalidValue, is_tellable, knowing_no_data, tellable
 from flower_ext.federation import records
 from flower_ext.federation.client.client_method import ClientMethod, ClientWork, Memory
+from flower_ext.federation.client.hidden_failures import NO_DATA, data_of, log_hidden
 from flower_ext.federation.client.node import OF_UPLOADS, NodePolicy, device_of, task_on
 from flower_ext.federation.client.requests import Request, reader
-from flower_ext.federation.client.unmoved import NO_DATA, data_of, log_unmoved
 from flower_ext.federation.failures import attempt_each
 from flower_ext.federation.protection import Unprotected
 from flower_ext.federation.roster import check_addressee, partition_of
@@ -178,8 +178,8 @@ def _go_back(memory: ClientMemory, used: int) -> None:
 
 def _data(task: Task, request: Request, partition: int) -> ClientData:
     """Return a client's checked data, or no examples if an error in them must stay hidden."""
-    hidden = _hides_missing_data(request)
-    data = data_of(task, partition, hidden=hidden)
+    hide_errors = _hides_missing_data(request)
+    data = data_of(task, partition, hide_errors=hide_errors)
     if data is NO_DATA or isinstance(request.protection, Unprotected):
         return data
     num_examples = len(data.train)
@@ -189,9 +189,9 @@ def _data(task: Task, request: Request, partition: int) -> ClientData:
     try:  # a trial of the model may be impossible with examples of this kind
         refuse_state_between_trainings(task, data.train)
     except Exception as error:
-        if is_tellable(error) or not hidden:
+        if is_tellable(error) or not hide_errors:
             raise
-        log_unmoved(error)
+        log_hidden(error)
         return NO_DATA
     return data
 
