@@ -62,7 +62,7 @@ def client_work(task, client, method, *, size, dtype=torch.float32, terms=()):
 
 def trained(works):
     """Return each client's (w_i, θ_i), all trained side by side."""
-    results = side_by_side(map(local_update, works), lambda client, result: result)
+    results = side_by_side(map(local_update, works))
     return [(result.model, result.memory) for result in results]
 
 
