@@ -103,7 +103,7 @@ class RunLoop:
         self._evaluate_here(server_round)
         if is_scored or server_round == run.last_round:
             run.progress.row |= run.spent()
-            run.save_guarantees()
+            run.save_guarantees(in_account=server_round == run.last_round)
         # The row, then the checkpoint: a resumed run drops rows of rounds without a checkpoint.
         run.progress.row["seconds"] = time.monotonic() - started
         run.progress.end(server_round, run.last_round or server_round)

@@ -57,7 +57,7 @@ class AdversaryView(StrEnum):
 
     @property
     def at_least(self) -> tuple[AdversaryView, ...]:
-        """This view, and those of adversaries that see more, nearest first.
+        """The view itself and those of adversaries that see more, nearest first.
 
         A guarantee against any of them holds against this one, too.
         """

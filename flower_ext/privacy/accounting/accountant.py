@@ -103,11 +103,12 @@ def joint_loss(
         return privacy_loss_of(releases, delta=delta)
     epsilon = math.fsum(spend.epsilon for spend in spends)
     left = delta - math.fsum(spend.delta for spend in spends)
-    nothing = PrivacyLoss(epsilon=0.0, delta=delta, accountant="")
-    if not +Counter(dict(releases)):  # the δ's may add up to this δ, but for rounding
-        rest = nothing if left >= -1e-12 * delta else replace(nothing, epsilon=math.inf)
-    else:
-        rest = privacy_loss_of(releases, delta=left) if left > 0 else replace(nothing, epsilon=math.inf)
+    rest = PrivacyLoss(epsilon=math.inf, delta=delta, accountant="")
+    if not +Counter(dict(releases)):
+        if left >= -1e-12 * delta:  # the δ's may add up to this δ, but for rounding
+            rest = replace(rest, epsilon=0.0)
+    elif left > 0:
+        rest = privacy_loss_of(releases, delta=left)
     basic = PrivacyLoss(
         epsilon=epsilon + rest.epsilon,
         delta=delta,

@@ -12,7 +12,7 @@ import numpy as np
 from flower_ext.privacy.accounting.events import PrivacyLoss, Release
 
 if TYPE_CHECKING:  # the import takes a second, which clients should not pay: functions import it
-    import dp_accounting
+    pass
 
 _ROUNDING = 1e-15
 """Bound on the δ that Fourier transforms lose in each composed step: 10 times the measured loss."""
@@ -60,9 +60,7 @@ def optimal_loss(
     if counts:
         interval = max(interval, _widest_step(counts) / _MOST_CELLS)
     events: list[tuple[Any, int]] = [(release.event, count) for release, count in counts]
-    events += [
-        (DifferentialPrivacyParameters(spend.epsilon, spend.delta), 1) for spend in spends
-    ]
+    events += [(DifferentialPrivacyParameters(spend.epsilon, spend.delta), 1) for spend in spends]
     epsilon = pld_epsilon(events, delta, interval=interval)
     return PrivacyLoss(epsilon=epsilon, delta=delta, accountant="PLD, optimal composition")
 
@@ -99,9 +97,7 @@ def _grid_interval(epsilon: float, delta: float, *, steps: int) -> float:
     return min(max(interval, FINEST_INTERVAL), WIDEST_INTERVAL)
 
 
-def pld_epsilon(
-    events: Sequence[tuple[Any, int]], delta: float, *, interval: float
-) -> float:
+def pld_epsilon(events: Sequence[tuple[Any, int]], delta: float, *, interval: float) -> float:
     """Return ε from a grid of privacy losses that are rounded up.
 
     An event is one of dp-accounting's, or its DifferentialPrivacyParameters: the worst mechanism of
