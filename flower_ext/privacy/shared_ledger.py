@@ -217,7 +217,7 @@ def total_spent(entries: Sequence[dict[str, Any]], delta: float) -> float:
 
     It is infinite if no ε is known for a charge, or if δ's add up to more than ``delta``.
     """
-    return _joint([run.against(_MODELS) for run in _runs(entries)], delta).epsilon
+    return _joint([run.against(_MODELS) for run in runs_of(entries)], delta).epsilon
 
 
 def study_guarantees(
@@ -237,10 +237,10 @@ def study_guarantees(
     study : str
         Name of the account.
     """
-    runs = _runs(entries)
-    bare = sorted({_label(entry) for entry in entries if entry.get("what") == WITHOUT_NOISE})
+    runs = runs_of(entries)
+    bare = sorted({label_of(entry) for entry in entries if entry.get("what") == WITHOUT_NOISE})
     uncovered = [
-        f"{entry['what']} ({_label(entry)})" for entry in entries if entry["kind"] == UNCOVERED
+        f"{entry['what']} ({label_of(entry)})" for entry in entries if entry["kind"] == UNCOVERED
     ]
     views = {view for run in runs for view in run.views}
     guarantees = []
@@ -282,7 +282,7 @@ def study_guarantees(
 def spent_by_run(entries: Sequence[dict[str, Any]]) -> list[RunSpend]:
     """Return each run's own spend, then the entries that no ε covers, in order."""
     spends = []
-    for run in _runs(entries):
+    for run in runs_of(entries):
         for query, charges in run.by_query.items():
             # What an adversary that sees more learns from answers is in the run's own line.
             alone = replace(run, by_query={query: charges})
@@ -315,7 +315,7 @@ class _Part:
 
 
 @dataclass(kw_only=True)
-class _Run:
+class RunCharges:
     """The entries of one run.
 
     Parameters
@@ -412,11 +412,11 @@ class _Run:
         return list(next(kept, {}).get(name, ()))
 
 
-def _runs(entries: Sequence[dict[str, Any]]) -> list[_Run]:
-    runs: dict[str, _Run] = {}
+def runs_of(entries: Sequence[dict[str, Any]]) -> list[RunCharges]:
+    runs: dict[str, RunCharges] = {}
     for entry in entries:
         if entry["kind"] == CHARGE:
-            runs.setdefault(entry["run"], _Run(label=_label(entry))).add(entry)
+            runs.setdefault(entry["run"], RunCharges(label=label_of(entry))).add(entry)
         elif entry["kind"] == CLAIMS and entry["run"] in runs:
             runs[entry["run"]].note(entry)
     return [*runs.values()]
@@ -429,7 +429,7 @@ def _joint(parts: Sequence[_Part], delta: float) -> PrivacyLoss:
     return joint_loss(releases, [spend for part in parts for spend in part.spends], delta=delta)
 
 
-def _shared_texts(runs: Sequence[_Run], view: AdversaryView, name: str) -> list[str]:
+def _shared_texts(runs: Sequence[RunCharges], view: AdversaryView, name: str) -> list[str]:
     """Return the lines of all runs once, with the names of the runs if they are not of all."""
     by_text: dict[str, list[str]] = {}
     for run in runs:
@@ -458,7 +458,7 @@ def _epsilon(claim: dict[str, Any]) -> float:
     return math.inf if claim["epsilon"] is None else float(claim["epsilon"])
 
 
-def _label(entry: dict[str, Any]) -> str:
+def label_of(entry: dict[str, Any]) -> str:
     return entry["name"] or str(entry["run"])[:8]
 
 
