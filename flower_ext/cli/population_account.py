@@ -32,7 +32,7 @@ def ledger(
     """
     entries = Ledger.read(path)
     charges = [entry for entry in entries if entry["kind"] == "charge"]
-    if any("run" not in entry for entry in entries):
+    if any(entry["kind"] == "reserve" for entry in entries):
         raise InvalidValue(
             f"path={path}: expected an account that runs share; this is the ledger of one run, "
             "which flower-ext report shows"

@@ -133,6 +133,8 @@ def check_entries(entries: Mapping[str, Any]) -> Protection | None:
             raise InvalidValue(f"{name}={numbers.get(name)!r}: expected an integer >= {least}")
     if type(entries.get("run", "")) is not str:
         raise TypeError(f"run={entries['run']!r} in the server's message: expected a string")
+    if any(type(user) is not int for user in entries.get("withdrawn", ())):
+        raise TypeError("withdrawn in the server's message: expected numbers of users")
     return from_entries(entries)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from uuid import uuid4
 
 from flower_ext.errors import InvalidValue
@@ -29,6 +30,7 @@ from flower_ext.privacy.shared_ledger import (
     note_uncovered,
 )
 from flower_ext.privacy.units import AdversaryView
+from flower_ext.privacy.withdrawal import withdrawn
 
 
 @dataclass(kw_only=True)
@@ -64,6 +66,17 @@ class Spending:
         return self.budget is not None or (
             self.ledger is not None and self.ledger.budget is not None
         )
+
+    @property
+    def account(self) -> Path | None:
+        """The population's account; None if the run has none, or has not charged it yet."""
+        path = None if self.budget is None else self.budget.ledger
+        return path if path is not None and path.is_file() else None
+
+    @property
+    def withdrawn(self) -> frozenset[int]:
+        """Numbers of the units that withdrew, as the population's account has them now."""
+        return frozenset() if self.account is None else withdrawn(Ledger.read(self.account))
 
     def check_plan(self, mechanism: RoundMechanism) -> None:
         """Refuse a plan that does not fit the ledger or the budget.

@@ -413,6 +413,7 @@ class RunCharges:
 
 
 def runs_of(entries: Sequence[dict[str, Any]]) -> list[RunCharges]:
+    """Return the runs that charged an account, in the order of their first charges."""
     runs: dict[str, RunCharges] = {}
     for entry in entries:
         if entry["kind"] == CHARGE:
@@ -459,6 +460,7 @@ def _epsilon(claim: dict[str, Any]) -> float:
 
 
 def label_of(entry: dict[str, Any]) -> str:
+    """Return the name of an entry's run directory, or the beginning of the run's id."""
     return entry["name"] or str(entry["run"])[:8]
 
 

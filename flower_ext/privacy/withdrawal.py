@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
@@ -274,7 +273,7 @@ def signing_key(path: Path) -> Ed25519PrivateKey:
     """
     if not path.exists():
         write_whole(path, Ed25519PrivateKey.generate().private_bytes_raw().hex().encode() + b"\n")
-    if os.stat(path).st_mode & 0o077:
+    if path.stat().st_mode & 0o077:
         raise InvalidValue(f"key={path}: expected a file that only its owner can read: chmod 600")
     try:
         return Ed25519PrivateKey.from_private_bytes(bytes.fromhex(path.read_text(encoding="ascii")))
