@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -37,8 +38,8 @@ def withdraw(
 ) -> None:
     """Withdraw a person or a client from a study, and state what its models reveal of them.
 
-    No later round of any run of the study uses data of the person. Models stay as they are: a
-    signed statement says with which ε each of them is indistinguishable from one without the person.
+    No later round of any run of the study uses data of the person. Models stay as they are. A
+    signed statement says with which ε each model is indistinguishable from one without the person.
 
     Example: flower-ext withdraw --user 17 --ledger study.jsonl -o statement.json
     """
@@ -66,7 +67,7 @@ def withdraw(
     )
 
 
-def _show(content: dict) -> None:  # type: ignore[type-arg]
+def _show(content: Mapping[str, Any]) -> None:
     named = ", ".join(map(str, content["numbers"]))
     table = titled_table(
         f"{content['unit']} {named}, withdrawn from {content['study']}",

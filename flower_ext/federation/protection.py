@@ -53,7 +53,17 @@ _KINDS: Mapping[str, type[Protection]] = {
 """The protections that a message may ask for, by the names of their classes."""
 KIND, SEEDED = "protection", "seeded-noise"
 _OF_ROUNDS = frozenset(
-    ("run", "number", "seed", "diagnostics", "training-loss", "report-size", "remembered", "query")
+    (
+        "run",
+        "number",
+        "seed",
+        "diagnostics",
+        "training-loss",
+        "report-size",
+        "remembered",
+        "query",
+        "withdrawn",
+    )
 )
 """Entries of a round's record that do not belong to its protection."""
 
