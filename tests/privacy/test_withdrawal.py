@@ -21,7 +21,7 @@ from flower_ext.privacy import (
 from flower_ext.privacy.accounting.gaussian import gaussian_loss
 from flower_ext.privacy.accounting.group_privacy import DpSgd, group_loss
 from flower_ext.privacy.shared_ledger import Charge, charge, note_claims, note_uncovered
-from tests.cli.test_main import call
+from tests.support.commands import call
 
 DELTA, RELATION = 1e-5, NeighboringRelation.ADD_OR_REMOVE_ONE
 USER = PrivacyUnit.USER

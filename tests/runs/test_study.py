@@ -19,7 +19,7 @@ from flower_ext.privacy.shared_ledger import (
     study_guarantees,
 )
 from flower_ext.runs import RunDirectory, write_report
-from tests.cli.test_main import call
+from tests.support.commands import call
 
 DELTA = 1e-6
 ADD_OR_REMOVE = NeighboringRelation.ADD_OR_REMOVE_ONE
