@@ -31,6 +31,7 @@ COMMANDS = {
     "ditto-schedule": "ditto_schedule",
     "audit": "audit",
     "ledger": "population_account",
+    "withdraw": "withdraw",
     "link": "link",
     "stats": "stats",
     "export": "export",

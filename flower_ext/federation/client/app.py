@@ -14,7 +14,7 @@ from flower_ext.federation.client.cohort_app import Answer, CohortApp
 from flower_ext.federation.client.hidden_failures import data_of
 from flower_ext.federation.client.side import ClientSide
 from flower_ext.federation.roster import IDENTITY, check_addressee, identity, partition_of
-from flower_ext.federation.state.memory import ClientMemory, ClientVault
+from flower_ext.federation.state.memory import ClientMemory, ClientVault, forget_client
 from flower_ext.federation.sums import masked, weighted_silo
 from flower_ext.federation.uploads import Update
 from flower_ext.privacy import SecureScores
@@ -147,9 +147,13 @@ def _state(side: ClientSide, message: Message, context: Context) -> ArrayRecord:
     """Return the training round in which this client last stored memory, or 0 if it has none.
 
     The client loads the memory to make sure that it is readable. With ``report-size``, the answer
-    includes the number of training examples, as a reply to a training does.
+    includes the number of training examples, as a reply to a training does. With ``forget``, the
+    client first deletes everything that it remembers of the named runs.
     """
     round_entries = message.content.config_records[records.ROUND]
+    if "forget" in round_entries:
+        forget_client(context, list(round_entries["forget"]))  # type: ignore[arg-type]
+        return records.to_record({"version": np.array(0, dtype=np.int64)})
     before = int(round_entries["number"]) + 1  # type: ignore[arg-type]
     memory = ClientMemory(context, side.method.name, str(round_entries["run"]))
     numbers = {"version": memory.newest(before) if memory.load(before) is not None else 0}

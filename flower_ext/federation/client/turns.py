@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from flwr.app import Context, Message
 
-from flower_ext.data import ClientData
+from flower_ext.data import ClientData, SiloData
 from flower_ext.errors import InvalidValue, is_tellable, knowing_no_data, tellable
 from flower_ext.federation import records
 from flower_ext.federation.client.client_method import ClientMethod, ClientWork, Memory
@@ -180,6 +180,8 @@ def _data(task: Task, request: Request, partition: int) -> ClientData:
     """Return a client's checked data, or no examples if an error in them must stay hidden."""
     hide_errors = _hides_missing_data(request)
     data = data_of(task, partition, hide_errors=hide_errors)
+    if isinstance(data, SiloData) and data is not NO_DATA:
+        data = data.without(request.entries.get("withdrawn", ()))
     if data is NO_DATA or isinstance(request.protection, Unprotected):
         return data
     num_examples = len(data.train)
