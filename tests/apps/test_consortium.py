@@ -110,7 +110,7 @@ def test_a_mistake_in_a_setting_ends_the_run_before_it_begins(tables, tmp_path, 
 def test_a_column_that_no_silo_has_is_named_to_the_researcher(tables, tmp_path):
     with pytest.raises(Exception, match="no column weight"):
         run(tmp_path / "run", method="statistics", statistics="mean weight 0:200", **tables)
-    assert not (tmp_path / "run" / TABLE).exists()
+    assert not Ledger.read(tmp_path / "run" / "ledger.jsonl")
 
 
 @pytest.mark.parametrize(
@@ -121,11 +121,15 @@ def test_a_column_that_no_silo_has_is_named_to_the_researcher(tables, tmp_path):
         ({"features": "age 0:100", "user_column": "id"}, "no column 'id'"),
     ],
 )
-def test_a_silo_without_its_file_or_column_says_so_in_the_log(tables, tmp_path, changes, message):
-    """It trains on nothing, like a silo without records, so that the round does not show why."""
-    once = {"outcome": "sick", "rounds": 1, "evaluate_every": 1}
-    directory = run(tmp_path / "run", **{**tables, **once, **changes})
-    assert message in "".join(str(row["refusals"]) for row in directory.missing())
+def test_a_silo_without_its_file_or_column_ends_the_run_before_any_spend(
+    tables, tmp_path, caplog, changes, message
+):
+    """The site's operator and the researcher read the reason, which depends on no record."""
+    with pytest.raises(Exception, match=message):
+        run(tmp_path / "run", **{"outcome": "sick", "rounds": 1, **tables, **changes})
+    logged = [r.getMessage() for r in caplog.records if "takes no part" in r.getMessage()]
+    assert any(message in line for line in logged)
+    assert not Ledger.read(tmp_path / "run" / "ledger.jsonl")
 
 
 def test_the_command_prints_the_statistics_and_where_their_page_is(tmp_path, monkeypatch):
