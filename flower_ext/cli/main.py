@@ -33,6 +33,7 @@ COMMANDS = {
     "ledger": "population_account",
     "link": "link",
     "stats": "stats",
+    "study": "study",
     "export": "export",
     "settings": "settings_table",
 }

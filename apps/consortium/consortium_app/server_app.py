@@ -35,7 +35,9 @@ class ModelFile(Callback):
         numbers = [model["bias"][1] - model["bias"][0], *(model["weight"][1] - model["weight"][0])]
         pairs = zip([BIAS, *self._features], numbers, strict=True)
         text = "; ".join(f"{name} {number:.6g}" for name, number in pairs)
-        content = f'title = "Coefficients of standardised features"\n\n[settings]\nmodel = "{text}"\n'
+        content = (
+            f'title = "Coefficients of standardised features"\n\n[settings]\nmodel = "{text}"\n'
+        )
         write_whole(run.path / "model.toml", content.encode())
 
 

@@ -40,5 +40,7 @@ class Settings(ReleaseSettings, TrainingSettings, ServerSettings):
     )
 
     # Privacy: the unit is one user, with all records in all silos.
-    clipping_norm: float = setting("clipping norm of a user's update in a silo; statistics and scores: 1")
+    clipping_norm: float = setting(
+        "clipping norm of a user's update in a silo; statistics and scores: 1"
+    )
     delta: FractionBelowOne = setting("delta at which epsilon holds")

@@ -93,7 +93,7 @@ def coefficients_of(settings: Settings) -> dict[str, float]:
         pass
     raise UnfitSetting(
         f"run-config model={settings.model!r}: expected "
-        f"\"{'; '.join(f'{name} NUMBER' for name in expected)}\", as a training writes it to "
+        f'"{"; ".join(f"{name} NUMBER" for name in expected)}", as a training writes it to '
         "model.toml in its run directory"
     )
 
