@@ -34,6 +34,7 @@ COMMANDS = {
     "withdraw": "withdraw",
     "link": "link",
     "stats": "stats",
+    "study": "study",
     "export": "export",
     "settings": "settings_table",
 }

@@ -51,24 +51,27 @@ def data_of(task: Task, partition: int, *, hide_errors: bool) -> ClientData:
     TypeError
         The task returned something else than ClientData.
     Exception
-        Any error of ``Task.data``. If ``hide_errors`` is True, the error is not raised but written
-        to the client's log.
+        Any error of ``Task.data``. If ``hide_errors`` is True, an error that is not `tellable` is not
+        raised but written to the client's log.
     """
     try:
         with isolated():
             data = task.data(partition)
-        if not isinstance(data, ClientData):
-            raise tellable(TypeError("data(partition) of the Task: expected ClientData"))
-    except Exception as error:
+        if isinstance(data, ClientData):
+            return data
+        error: Exception = TypeError("data(partition) of the Task: expected ClientData")
         if not hide_errors:
+            raise tellable(error)
+    except Exception as raised:
+        if not hide_errors or is_tellable(raised):
             raise
-        _log_with_traceback(
-            "the data of this client could not be loaded (%s), so it counts as a client without "
-            "examples: check Task.data",
-            error,
-        )
-        return NO_DATA
-    return data
+        error = raised
+    _log_with_traceback(
+        "the data of this client could not be loaded (%s), so it counts as a client without "
+        "examples: check Task.data",
+        error,
+    )
+    return NO_DATA
 
 
 def check_finite(params: Params | None) -> None:
