@@ -99,7 +99,7 @@ def _answer_question(side: ClientSide, message: Message, context: Context) -> Me
     """Return the reply to a question; a record in the message says which question it is."""
     check_addressee(message, context)
     if records.SECURE_SUM in message.content:
-        return masked.answer(message, context, side.method.name)
+        return masked.answer(message, context, side.method.name, side.policy(context).sums)
     answers = (answer for record, answer in _ANSWERS.items() if record in message.content)
     answer = next(answers, _state)
     return Message(RecordDict({records.ANSWER: answer(side, message, context)}), reply_to=message)
@@ -114,6 +114,7 @@ def _of_method(side: ClientSide, message: Message, context: Context) -> ArrayRec
                 "none; give it an answer="
             )
         )
+    side.policy(context).check_way_out("an answer", in_sum=False)
     task = side.task_of(context)
     question = Question(
         task=task,
@@ -130,13 +131,15 @@ def _of_weighted_sum(side: ClientSide, message: Message, context: Context) -> Ar
         raise tellable(
             InvalidValue(f"{side.method.name} takes no weighted sum: run UldpAvg or UldpSgd")
         )
+    policy = side.policy(context)
+    policy.check_way_out("a weighted sum", in_sum=False)
     partition = partition_of(context.node_config)
     return weighted_silo.answer(
         records.to_arrays(message.content.array_records[records.WEIGHTED_SUM]),
         data_of(side.task_of(context), partition, hide_errors=True),
         partition,
         ClientVault(context, side.method.name),
-        may_simulate=side.policy(context).may_simulate,
+        may_simulate=policy.may_simulate,
     )
 
 
@@ -151,6 +154,7 @@ def _state(side: ClientSide, message: Message, context: Context) -> ArrayRecord:
     memory = ClientMemory(context, side.method.name, str(round_entries["run"]))
     numbers = {"version": memory.newest(before) if memory.load(before) is not None else 0}
     if round_entries.get("report-size"):
+        side.policy(context).check_way_out("the number of examples", in_sum=False)
         data = side.task_of(context).data(partition_of(context.node_config))
         numbers["num-examples"] = len(data.train)
     return records.to_record({n: np.array(v, dtype=np.int64) for n, v in numbers.items()})

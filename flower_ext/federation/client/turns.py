@@ -26,6 +26,7 @@ from flower_ext.privacy import NoiseSource
 from flower_ext.privacy.guarantee import PreconditionFailed
 from flower_ext.privacy.mechanisms.protections import (
     ClipSteps,
+    ClipToCells,
     ObjectivePerturbation,
     Protection,
 )
@@ -58,6 +59,10 @@ class Turn(NamedTuple):
     request: Request
     memory: ClientMemory | None
     work: ClientWork
+
+
+_IN_THE_CLEAR = ("report-size", "diagnostics", "training-loss")
+"""Entries of a request for numbers about the client's data beside its update."""
 
 
 @dataclass(frozen=True)
@@ -108,6 +113,7 @@ class ServedMethod:
         with knowing_no_data():
             if request.kind == "train":
                 policy.check(request.protection)
+            policy.check_way_out("an update or scores", in_sum=_is_summed(request))
             partition = partition_of(context.node_config)
             upload_noise = policy.noise(request.entries, OF_UPLOADS)
             in_steps = step_noise(request.protection, upload_noise)
@@ -214,6 +220,13 @@ def check_size(num_examples: int, protection: Protection) -> None:
                 "the plan"
             )
         )
+
+
+def _is_summed(request: Request) -> bool:
+    """Return True if the answer to a request is masked, with nothing in the clear beside it."""
+    beside = [name for name in _IN_THE_CLEAR if request.entries.get(name)]
+    is_masked = records.SECURE_SUM in request.sums and isinstance(request.protection, ClipToCells)
+    return is_masked and not beside and (request.kind == "train" or bool(request.query))
 
 
 def step_noise(protection: Protection, noise: NoiseSource) -> StepNoise | None:

@@ -107,6 +107,12 @@ SECURE_SUM = (
     "clients unaltered, X25519, ChaCha20 and ChaCha20-Poly1305 are secure, and HKDF-SHA256 acts as "
     "a random oracle"
 )
+SIGNED_SUM = (
+    "the server may lie, but each client's node config names sum-identity-key and a sum-members "
+    "with the identities of these clients, X25519, Ed25519, ChaCha20 and ChaCha20-Poly1305 are "
+    "secure, and HKDF-SHA256 acts as a random oracle"
+)
+"""The assumption about signed sums."""
 ONE_ANSWER = (
     "resist_equivocation is off: the server never tells some neighbours that a client answered and "
     "others that the client was lost, which could show it that client's upload"
