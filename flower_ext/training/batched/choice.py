@@ -38,13 +38,13 @@ from flower_ext.training.model_calls import refusing_layer
 from flower_ext.training.params import Params
 from flower_ext.training.problem import Linear, Proximal
 from flower_ext.training.task import Task
-from flower_ext.training.trials.trainings import (
+from flower_ext.training.trials.joint_trainings import (
     random_job,
     refuse_changes,
     rounds_alike,
     why_unlike,
 )
-from flower_ext.training.trials.trial_examples import TrainingKind, kind_of
+from flower_ext.training.trials.training_kind import TrainingKind, kind_of
 
 log = getLogger("flwr")
 
