@@ -5,14 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from flower_ext.privacy.accounting.events import PrivacyLoss, Release
-
-if TYPE_CHECKING:  # the import takes a second, which clients should not pay: functions import it
-    pass
 
 _ROUNDING = 1e-15
 """Bound on the δ that Fourier transforms lose in each composed step: 10 times the measured loss."""
