@@ -23,6 +23,7 @@ EXPERIMENTS = {
     "ring-lwe": "weighting.ring_lwe",
     "secure-sums": "secure_sum",
     "statistics": "released_statistics",
+    "sharing": "sharing",
     "speed": "speed",
     "trainings": "speed.trainings",
     "memory": "speed.memory",

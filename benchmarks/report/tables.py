@@ -294,6 +294,39 @@ def uldp_sampling() -> str:
 
 _LOSSES = {"training_loss_mean": 3, "training_loss_std": 3}
 _UTILITY = {"accuracy_mean": 3, "training_loss_std": 3}
+
+
+def private_gains(cell: Sequence[Row]) -> tuple[str, list[float]]:
+    """Return the better private method of a cell of `benchmarks.sharing`, and its gains by seed.
+
+    A gain is the method's accuracy minus that of clients alone, in percentage points.
+    """
+    alone = where(cell, method="alone")
+    methods = {row["method"] for row in cell if row["epsilon"] not in ("", "inf")}
+    points = {
+        method: [100 * gain for gain in gains(where(cell, method=method), alone, "accuracy")]
+        for method in sorted(methods)
+    }
+    best = max(points, key=lambda method: statistics.mean(points[method]))
+    return best, points[best]
+
+
+def sharing() -> str:
+    """Return the accuracy of each method in each cell, and what the better private one gains."""
+    rows = read("sharing")
+    methods = dict.fromkeys(row["method"] for row in rows)
+    sizes = ("clients", "examples", "classes")
+    cells = []
+    for numbers_of_cell in sorted({tuple(int(row[size]) for size in sizes) for row in rows}):
+        cell = where(rows, **dict(zip(sizes, numbers_of_cell, strict=True)))
+        means = [
+            f"{statistics.mean(numbers(where(cell, method=m), 'accuracy')):.2f}" for m in methods
+        ]
+        gain = mean_and_error(private_gains(cell)[1], 1)
+        cells.append([*map(str, numbers_of_cell), *means, gain])
+    return table(("clients", "examples", "classes", *methods, "sharing adds"), cells)
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "uldp-figure-4": partial(uldp_utility, 4, "creditcard"),
     "uldp-figure-5": partial(uldp_utility, 5, "mnist"),
@@ -319,6 +352,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "ditto-figure-5-mnist-dnn": partial(ditto_rounds, 5, "mnist-dnn", _LOSSES),
     "ditto-figure-5-mnist-mlr": partial(ditto_rounds, 5, "mnist-mlr", _LOSSES),
     "ditto-figure-6-mnist-dnn": partial(ditto_series, "mnist-dnn", _UTILITY, (3, 9, 15, 30)),
+    "sharing": sharing,
     "ditto-figure-7": partial(ditto_rounds, 7, "", _LOSSES),
 }
 """The tables by their names in the pages."""

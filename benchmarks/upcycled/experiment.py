@@ -32,7 +32,7 @@ PARAMETERS: dict[str, tuple[str, tuple[float, ...]]] = {
 }
 """The parameter of a method that ``--method-parameters`` searches, and its values.
 
-pFedMe's λ stays at its default: a run of it takes fifty times as long as one of the others.
+pFedMe's λ stays at its default.
 """
 
 
