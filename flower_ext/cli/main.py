@@ -31,9 +31,10 @@ COMMANDS = {
     "ditto-schedule": "ditto_schedule",
     "audit": "audit",
     "ledger": "population_account",
+    "withdraw": "withdraw",
     "link": "link",
     "stats": "stats",
-    "study": "study",
+    "study": "study_command",
     "export": "export",
     "settings": "settings_table",
 }

@@ -87,7 +87,11 @@ def release_plan(
             f"run-config weighting={weighting!r}{with_method(settings)}: expected 'clients', "
             "because a private mean weights all clients equally"
         )
-    secure = SecureSum(colluding=settings.colluding_share, dropouts=settings.dropout_share)
+    secure = SecureSum(
+        colluding=settings.colluding_share,
+        dropouts=settings.dropout_share,
+        signed=settings.signed_sums,
+    )
     options: dict[str, Any] = {
         "sampling": sampling,
         "clipping_norm": _clipping_norm(settings),

@@ -1,14 +1,23 @@
-"""Replace a failed training's result by the received model, because an error reveals a record.
+"""Hide from the server that a client's code failed, because an error reveals a record.
 
 Any error in code that reads a client's data may be due to the data: a training, the loss, the
-method, `Task.data`. Where noise protects the whole upload, such a client counts as one without
-examples. Its upload is the received model, bounded and noised like every upload, and the reason
-stays in the client's own log.
+method, `Task.data`. Where noise protects the whole upload, a client that fails uploads what it
+would upload without the part that failed, bounded and noised like every upload. The reason stays
+in the client's own log.
+
+==========================  ==============================================================
+what fails                  the client continues with
+==========================  ==============================================================
+`Task.data`                 no examples (`NO_DATA`)
+one training                the parameters that this training began with
+the method                  the result of the method for no examples
+the method, once more       the received model, and its memory as it was
+==========================  ==============================================================
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from logging import getLogger
 from typing import Any
@@ -20,11 +29,10 @@ from flower_ext.errors import is_tellable, tellable
 from flower_ext.federation.client.client_method import ClientWork, LocalResult
 from flower_ext.federation.failures import raised_at
 from flower_ext.privacy import NonFiniteUpdate
-from flower_ext.privacy.mechanisms.protections import Protection
 from flower_ext.training import Params, Task
 from flower_ext.training.isolation import isolated
 from flower_ext.training.params import is_finite
-from flower_ext.training.side_by_side import Steps
+from flower_ext.training.side_by_side import Steps, Training, completed
 
 log = getLogger("flwr")
 
@@ -35,15 +43,15 @@ _shown: set[tuple[str, int]] = set()
 """Lines of code whose tracebacks this process has logged already."""
 
 
-def data_of(task: Task, partition: int, *, hidden: bool) -> ClientData:
-    """Return a client's data, or no examples if ``hidden`` is True and the data cannot be loaded.
+def data_of(task: Task, partition: int, *, hide_errors: bool) -> ClientData:
+    """Return a client's data; no examples if they cannot be loaded and ``hide_errors`` is True.
 
     Raises
     ------
     TypeError
         The task returned something else than ClientData.
     Exception
-        Any error of ``Task.data``. If ``hidden`` is True, an error that is not `tellable` is not
+        Any error of ``Task.data``. If ``hide_errors`` is True, an error that is not `tellable` is not
         raised but written to the client's log.
     """
     try:
@@ -52,10 +60,10 @@ def data_of(task: Task, partition: int, *, hidden: bool) -> ClientData:
         if isinstance(data, ClientData):
             return data
         error: Exception = TypeError("data(partition) of the Task: expected ClientData")
-        if not hidden:
+        if not hide_errors:
             raise tellable(error)
     except Exception as raised:
-        if not hidden or is_tellable(raised):
+        if not hide_errors or is_tellable(raised):
             raise
         error = raised
     _log_with_traceback(
@@ -81,70 +89,77 @@ def check_finite(params: Params | None) -> None:
             )
 
 
-def unmoved_by_errors(
-    local_update: Callable[[ClientWork], LocalResult | Steps[LocalResult]],
-    work: ClientWork,
-    protection: Protection,
+def result_hiding_failures(
+    local_update: Callable[[ClientWork], LocalResult | Steps[LocalResult]], work: ClientWork
 ) -> Steps[LocalResult]:
-    """Run ``local_update``, but leave the model unchanged if its training raises or diverges.
+    """Run ``local_update``, and hide what fails as far as the client's protection allows.
 
-    If a single training fails, its own model stays as it was. If the method fails, it is called
-    again for a client without examples. If that fails too, the client sends the received model and
-    keeps its memory. Under a protection that takes no models, the error is raised instead.
-
-    A `tellable` error depends on no data and is raised. If the protection does not hide failures,
-    because noise protects each step, only trainings without noise, such as that of a personal
-    model, may fail unseen. No record can make a noised step fail, so any other error is a fault of
-    the method and is raised.
+    A `tellable` error depends on no data and is always raised. If noise protects each step, not the
+    whole upload, a protection does not hide failures. Then only trainings without noise may fail
+    unseen, such as that of a personal model: no record can make a noised step fail, so any other
+    error is a fault of the method and is raised. Where the upload must be a sum over units, the
+    received model cannot take its place, so an error without examples is raised too.
     """
+    protection = work.protection
+    if not (protection.hides_failures or protection.bounds_models):
+        return (yield from completed(local_update(work)))
     try:
-        return (yield from _unmoved_trainings(local_update, work))
+        return (yield from _finite_result(local_update, work))
     except Exception as error:
         if not protection.hides_failures or is_tellable(error):
             raise
-        log_unmoved(error)
+        log_hidden(error)
     try:
-        return (yield from _unmoved_trainings(local_update, replace(work, data=NO_DATA)))
+        return (yield from _finite_result(local_update, replace(work, data=NO_DATA)))
     except Exception as error:
         if is_tellable(error) or not protection.takes_models:
             raise
         return LocalResult(model=work.received, memory=work.memory)
 
 
-def _unmoved_trainings(
+def _finite_result(
     local_update: Callable[[ClientWork], LocalResult | Steps[LocalResult]], work: ClientWork
 ) -> Steps[LocalResult]:
-    """Run ``local_update``; a failed training without noise leaves its model unchanged."""
-    trained: Any = None
+    """Run ``local_update``, hide its failed trainings, and refuse a result that is not finite."""
+    model: Any = None
     checked: Any = None
     with isolated():
-        run = local_update(work)
-    while isinstance(run, Generator):
+        steps = completed(local_update(work))
+    while True:
         try:
             with isolated():
-                wanted = run.send(trained)
+                training = steps.send(model)
         except StopIteration as end:
-            run = end.value
+            result: LocalResult = end.value
             break
-        try:
-            trained = yield wanted
-            if wanted.without_noise:
-                check_finite(trained)
-                checked = trained
-        except Exception as error:  # a record may have caused any error
-            if not wanted.without_noise:
-                raise
-            log_unmoved(error)
-            trained = dict(wanted.job.params)
-    result: LocalResult = run
+        model = yield from _model_or_start(training)
+        checked = model if training.without_noise else None
     for part in (result.model, result.update, result.memory):
         if isinstance(part, Mapping) and part is not checked:
             check_finite(part)
     return result
 
 
-def log_unmoved(error: Exception) -> None:
-    """Log a failed training for the client's operator; the server receives a model as usual."""
+def _model_or_start(training: Training) -> Steps[Any]:
+    """Return the model of a training, or the parameters before it if one without noise fails.
+
+    If the training is without noise, they are finite.
+    """
+    try:
+        model = yield training
+        if training.without_noise:
+            check_finite(model)
+    except Exception as error:  # a record may have caused any error
+        if not training.without_noise:
+            raise
+        log_hidden(error)
+        model = dict(training.job.params)
+        check_finite(model)
+    return model
+
+
+def log_hidden(error: Exception) -> None:
+    """Log an error for the client's operator; the server receives an upload as usual."""
     if isinstance(error, NonFiniteUpdate):
         log.warning(
             "a local training diverged (its model is not finite), so its model stays unchanged: "
