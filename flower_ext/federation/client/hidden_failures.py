@@ -51,8 +51,8 @@ def data_of(task: Task, partition: int, *, hide_errors: bool) -> ClientData:
     TypeError
         The task returned something else than ClientData.
     Exception
-        Any error of ``Task.data``. If ``hide_errors`` is True, an error that is not `tellable` is not
-        raised but written to the client's log.
+        Any error of ``Task.data``. If ``hide_errors`` is True, an error that is not `tellable` is
+        not raised but written to the client's log.
     """
     try:
         with isolated():
