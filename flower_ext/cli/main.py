@@ -34,7 +34,7 @@ COMMANDS = {
     "withdraw": "withdraw",
     "link": "link",
     "stats": "stats",
-    "study": "study",
+    "study": "study_command",
     "export": "export",
     "settings": "settings_table",
 }

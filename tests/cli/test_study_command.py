@@ -51,7 +51,7 @@ def study(tmp_path):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (("[settings]", "[setings]"), "expected title"),
+        (("[settings]", "[options]"), "expected title"),
         (('name = "first"', ""), "expected title"),
         (("buckets = 10", "bucket = 10"), "did you mean buckets?"),
         (('output = "linked/0.csv"', ""), "expected table, key and output"),
