@@ -50,8 +50,6 @@ def test_the_heads_of_a_client_that_withdrew_vanish_from_its_supernode(tmp_path)
         assert heads(state) == {first.id: {0, 2}, second.id: {0, 2}}
         assert call("withdraw", *words).exit_code == 0
     assert "deleted the memory" in json.loads(statement.read_text())["memory of clients"]
-    begun = (second.path / "checkpoints" / "begun.jsonl").exists()
-    assert begun
     assert all(row["cohort"] == NODES - 1 for row in second.metrics())
     assert [entry["kind"] for entry in Ledger.read(account)].count("forgotten") == 1
     assert {entry["partition"] for entry in second.client_metrics()} == {0.0, 2.0}
