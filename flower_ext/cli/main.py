@@ -33,6 +33,7 @@ COMMANDS = {
     "ledger": "population_account",
     "link": "link",
     "stats": "stats",
+    "guard": "guard",
     "export": "export",
     "settings": "settings_table",
 }

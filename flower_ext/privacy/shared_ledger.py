@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +23,7 @@ from flower_ext.errors import InvalidValue
 from flower_ext.privacy.accounting.accountant import privacy_loss_of
 from flower_ext.privacy.accounting.events import Release
 from flower_ext.privacy.guarantee import epsilon_text
-from flower_ext.privacy.ledger import Budget, BudgetExhausted, LedgerFile
+from flower_ext.privacy.ledger import Budget, BudgetExhausted, Ledger, LedgerFile
 from flower_ext.privacy.units import NeighboringRelation, PrivacyUnit
 
 CHARGE, REPEAT, UNCOVERED = "charge", "repeat", "uncovered"
@@ -70,6 +70,19 @@ class Charge:
         """Return a JSON-ready dictionary."""
         return {**vars(self), "release": None if self.release is None else self.release.to_dict()}
 
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Charge:
+        """Undo `to_dict`."""
+        release = values["release"]
+        return cls(
+            **{
+                **values,
+                "unit": PrivacyUnit(values["unit"]),
+                "relation": NeighboringRelation(values["relation"]),
+                "release": None if release is None else Release.from_dict(release),
+            }
+        )
+
 
 @dataclass(frozen=True, kw_only=True)
 class RunSpend:
@@ -105,28 +118,33 @@ def charge(path: Path, new: Charge, budget: Budget) -> None:
     line = {**new.to_dict(), "budget": {"epsilon": budget.epsilon, "delta": budget.delta}}
     with closing(LedgerFile(path, wait=True)) as account:
         charges = [entry for entry in account.entries if entry["kind"] == CHARGE]
-        for entry in charges[:1]:
-            of = (entry["unit"], entry["relation"])
-            if of != (new.unit, new.relation):
-                raise DoesNotCompose(
-                    f"{path} counts units {of[0]!r} under {of[1]!r}, this run {new.unit.value!r} "
-                    f"under {new.relation.value!r}: no single ε covers both; keep an account for "
-                    "each, or plan the run for that unit and relation"
-                )
+        _check_relation(path, charges, new)
         if new.repeatable and any(
             (entry["run"], entry["training"]) == (new.run, new.training) for entry in charges
         ):
             account.append(REPEAT, {"run": new.run, "training": new.training})
             return
         # Under the lock, so that two simultaneous runs cannot both take the rest of the budget.
-        epsilon = _composed([*charges, line], budget.delta)
-        if epsilon > budget.epsilon:
-            raise BudgetExhausted(
-                f"training round {new.training} would raise the total of {path} to ε = "
-                f"{epsilon_text(epsilon)} at δ = {budget.delta:.3g}, above the budget of "
-                f"{budget.epsilon:g}: {_why(charges, epsilon, budget.delta)}"
-            )
+        _check_budget(path, charges, new, budget)
         account.append(CHARGE, line)
+
+
+def check_affordable(path: Path, new: Charge, budget: Budget) -> None:
+    """Refuse a charge that `charge` would refuse now; write nothing.
+
+    Raises
+    ------
+    BudgetExhausted, DoesNotCompose, LedgerCorrupt
+        As `charge`.
+    """
+    charges = [entry for entry in entries_of(path) if entry["kind"] == CHARGE]
+    _check_relation(path, charges, new)
+    _check_budget(path, charges, new, budget)
+
+
+def entries_of(path: Path) -> list[dict[str, Any]]:
+    """Return an account's verified entries; none if there is no file."""
+    return Ledger.read(path) if path.exists() else []
 
 
 def note_uncovered(path: Path, *, run: str, method: str, name: str = "", what: str) -> None:
@@ -168,6 +186,29 @@ def spent_by_run(entries: Sequence[dict[str, Any]]) -> list[RunSpend]:
         )
     uncovered = [entry for entry in entries if entry["kind"] == UNCOVERED]
     return spends + [RunSpend(**_identity(entry), what=entry["what"]) for entry in uncovered]
+
+
+def _check_relation(path: Path, charges: Sequence[dict[str, Any]], new: Charge) -> None:
+    for entry in charges[:1]:
+        of = (entry["unit"], entry["relation"])
+        if of != (new.unit, new.relation):
+            raise DoesNotCompose(
+                f"{path} counts units {of[0]!r} under {of[1]!r}, this run {new.unit.value!r} "
+                f"under {new.relation.value!r}: no single ε covers both; keep an account for "
+                "each, or plan the run for that unit and relation"
+            )
+
+
+def _check_budget(
+    path: Path, charges: Sequence[dict[str, Any]], new: Charge, budget: Budget
+) -> None:
+    epsilon = _composed([*charges, new.to_dict()], budget.delta)
+    if epsilon > budget.epsilon:
+        raise BudgetExhausted(
+            f"training round {new.training} would raise the total of {path} to ε = "
+            f"{epsilon_text(epsilon)} at δ = {budget.delta:.3g}, above the budget of "
+            f"{budget.epsilon:g}: {_why(charges, epsilon, budget.delta)}"
+        )
 
 
 def _identity(entry: dict[str, Any]) -> dict[str, Any]:
