@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import IO
 
 import psutil
@@ -31,8 +32,10 @@ def answer_of(request: bytes, policy: GuardPolicy, log: IO[bytes]) -> bytes | No
     log : file
         Gets everything that the app prints, at most ``answer_limit`` bytes.
     """
-    source = os.memfd_create("request")
-    with os.fdopen(source, "r+b") as stream:
+    with (
+        TemporaryDirectory(ignore_cleanup_errors=True) as home,
+        os.fdopen(os.memfd_create("request"), "r+b") as stream,
+    ):
         stream.write(request)
         stream.flush()
         stream.seek(0)
@@ -41,20 +44,20 @@ def answer_of(request: bytes, policy: GuardPolicy, log: IO[bytes]) -> bytes | No
             stdin=stream,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            env=_environment(policy),
+            env=_environment(policy, home),
             cwd="/",
             start_new_session=True,
         )
-    try:
-        answer = _read(process, policy.answer_limit, policy.timeout, log)
-        if answer is None:
+        try:
+            answer = _read(process, policy.answer_limit, policy.timeout, log)
+            if answer is None:
+                return None
+            # The app closed the pipe; it may still run.
+            return answer if process.wait(timeout=1.0) == 0 else None
+        except subprocess.TimeoutExpired:
             return None
-        # The app closed the pipe; it may still run.
-        return answer if process.wait(timeout=1.0) == 0 else None
-    except subprocess.TimeoutExpired:
-        return None
-    finally:
-        _end(process)
+        finally:
+            _end(process)
 
 
 def command(policy: GuardPolicy) -> list[str]:
@@ -76,7 +79,7 @@ def check_isolation(policy: GuardPolicy) -> None:
         return
     probe = [*command(policy)[: -len(_CHILD)], "-c", _PROBE]
     done = subprocess.run(
-        probe, env=_environment(policy), cwd="/", capture_output=True, text=True, check=False
+        probe, env=_environment(policy, SCRATCH), cwd="/", capture_output=True, text=True, check=False
     )
     if done.returncode != 0:
         reason = (done.stderr.strip().splitlines() or ["no reason given"])[-1]
@@ -98,7 +101,9 @@ if set(names) > {{"lo"}}:
 """
 
 
-def _environment(policy: GuardPolicy) -> dict[str, str]:
+def _environment(policy: GuardPolicy, home: str) -> dict[str, str]:
+    if policy.isolation != NOT_ISOLATED:
+        home = SCRATCH
     environment = {
         "PATH": os.environ.get("PATH", os.defpath),
         "PYTHONPATH": os.environ.get("PYTHONPATH", ""),
@@ -106,7 +111,7 @@ def _environment(policy: GuardPolicy) -> dict[str, str]:
         "FLWR_TELEMETRY_ENABLED": "0",
         "FLWR_DISABLE_UPDATE_CHECK": "1",
         "USER": "app",
-        **{name: SCRATCH for name in ("HOME", "FLWR_HOME", "TMPDIR")},
+        **dict.fromkeys(("HOME", "FLWR_HOME", "TMPDIR"), home),
         **policy.environment,
     }
     if policy.isolation == NAMESPACES:

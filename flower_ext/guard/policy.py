@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
@@ -11,7 +12,6 @@ from typing import Any, TypeVar
 from flower_ext.checks import (
     is_number,
     require_at_least_one,
-    require_delta,
     require_one_of,
     require_positive,
 )
@@ -59,8 +59,8 @@ class MessagePolicy:
     def __post_init__(self) -> None:
         require_one_of("release", self.release, [UPDATE, CONSTANTS])
         for name, value in self.constants.items():
-            if not is_number(value):
-                raise InvalidValue(f"constants.{name}={value!r}: expected a number")
+            if not (is_number(value) and math.isfinite(value)):
+                raise InvalidValue(f"constants.{name}={value!r}: expected a finite number")
         if self.release == UPDATE:
             require_positive("clipping-norm", self.clipping_norm)
             require_positive("noise-multiplier", self.noise_multiplier)
@@ -184,7 +184,9 @@ def read_policy(path: Path) -> GuardPolicy:
     values, path = read_toml(path), path.absolute()
     try:
         budget = _built(Budget, values.pop("budget", {}), "[budget]")
-        require_delta(budget.delta)
+        require_positive("epsilon", budget.epsilon)
+        if budget.ledger is not None:
+            raise InvalidValue("[budget] has 'ledger': write it at the top of the policy")
         messages = {
             name: _built(MessagePolicy, table, f"[messages.{name}]")
             for name, table in values.pop("messages", {}).items()
@@ -200,8 +202,8 @@ def _built(kind: type[T], table: Mapping[str, Any], where: str) -> T:
     values = {name.replace("-", "_"): value for name, value in table.items()}
     known = {each.name for each in fields(kind)}  # type: ignore[arg-type]
     if surplus := sorted(values.keys() - known):
-        names = ", ".join(sorted(known)).replace("_", "-")
-        raise InvalidValue(f"{where} has {surplus[0]!r}: expected one of {names}")
+        surplus, names = ([name.replace("_", "-") for name in each] for each in (surplus, known))
+        raise InvalidValue(f"{where} has {surplus[0]!r}: expected {', '.join(sorted(names))}")
     try:
         return kind(**values)
     except TypeError as error:

@@ -25,9 +25,9 @@ def train(message, context):
             "metrics": MetricRecord({"num-examples": 10, "train_loss": 0.5}),
         }
     )
-    way = str(config["way"])
-    if way in WAYS:
-        WAYS[way](content, context, config)
+    for way in str(config["way"]).split():
+        if way in WAYS:
+            WAYS[way](content, context, config)
     return Message(content, reply_to=message)
 
 
