@@ -8,6 +8,7 @@ import selectors
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import IO
@@ -79,7 +80,12 @@ def check_isolation(policy: GuardPolicy) -> None:
         return
     probe = [*command(policy)[: -len(_CHILD)], "-c", _PROBE]
     done = subprocess.run(
-        probe, env=_environment(policy, SCRATCH), cwd="/", capture_output=True, text=True, check=False
+        probe,
+        env=_environment(policy, SCRATCH),
+        cwd="/",
+        capture_output=True,
+        text=True,
+        check=False,
     )
     if done.returncode != 0:
         reason = (done.stderr.strip().splitlines() or ["no reason given"])[-1]
@@ -162,11 +168,10 @@ def _end(process: subprocess.Popen[bytes]) -> None:
     except psutil.NoSuchProcess:
         family = []
     # The first process of a namespace takes all others of the namespace along.
-    for member in (*family, process):
-        try:
+    for member in family:
+        with suppress(psutil.NoSuchProcess):
             member.kill()
-        except psutil.NoSuchProcess:
-            continue
+    process.kill()
     process.wait()
     for stream in (process.stdout, process.stderr):
         if stream is not None:

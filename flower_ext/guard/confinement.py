@@ -22,7 +22,7 @@ UNSHARE = (
 )
 """Command that starts another command in namespaces of its own, and ends with its parent."""
 
-SCRATCH = "/tmp"  # noqa: S108 - the only folder of this name in the confined process
+SCRATCH = "/tmp"
 """The folder, in memory, for an app's own files."""
 
 _DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")

@@ -61,6 +61,7 @@ from flwr.supercore.interceptors import (
     RuntimeVersionHttpInterceptor,
     SuperExecAuthHttpInterceptor,
 )
+from flwr.supercore.protobuf.client import ProtobufClientInterceptor
 from flwr.supercore.runtime import RuntimeHttpClient
 from flwr.supercore.task_identity import TaskIdentity
 
@@ -133,7 +134,7 @@ class Runtime:
         """Return the task of a token."""
         return RuntimeTask(self._connect(RuntimeTokenHttpInterceptor(token)))
 
-    def _connect(self, *interceptors: object) -> RuntimeHttpClient:
+    def _connect(self, *interceptors: ProtobufClientInterceptor) -> RuntimeHttpClient:
         return RuntimeHttpClient.from_server_address(
             self._address,
             self._certificates is None,

@@ -140,9 +140,7 @@ class GuardPolicy:
             )
         require_at_least_one("answer-limit", self.answer_limit)
         require_at_least_one("scratch-limit", self.scratch_limit)
-        if self.apps != ANY and not (
-            isinstance(self.apps, list) and all(map(_is_hash, self.apps))
-        ):
+        if self.apps != ANY and not (isinstance(self.apps, list) and all(map(_is_hash, self.apps))):
             raise InvalidValue(f'apps={self.apps!r}: expected "{ANY}" or a list of SHA-256 hashes')
         if isinstance(self.isolation, str):
             require_one_of("isolation", self.isolation, [NAMESPACES, NOT_ISOLATED])
@@ -207,7 +205,9 @@ def _built(kind: type[T], table: Mapping[str, Any], where: str) -> T:
     try:
         return kind(**values)
     except TypeError as error:
-        raise InvalidValue(f"{where}: {error}".replace(f"{kind.__name__}.__init__() ", "")) from None
+        raise InvalidValue(
+            f"{where}: {error}".replace(f"{kind.__name__}.__init__() ", "")
+        ) from None
 
 
 def _is_hash(text: object) -> bool:

@@ -214,9 +214,7 @@ class Guard:
             message = pending.message
             if pending.charge is not None:
                 try:
-                    charge(
-                        self.policy.ledger, Charge.from_dict(pending.charge), self.policy.budget
-                    )
+                    charge(self.policy.ledger, Charge.from_dict(pending.charge), self.policy.budget)
                 except BudgetExhausted as error:  # another node of the site was faster
                     self.tell(str(error))
                     message = pending.refusal

@@ -27,7 +27,7 @@ from tests.support.guarding import write_policy
         ("delta = 1e-6", "delta = 1.0", "delta=1.0"),
         ("eval_loss = 0.0", 'eval_loss = "0"', "constants.eval_loss='0'"),
         ("eval_loss = 0.0", "eval_loss = nan", "constants.eval_loss=nan"),
-        ("num-examples = 1, train", 'num-examples = [1], train', "constants.num-examples"),
+        ("num-examples = 1, train", "num-examples = [1], train", "constants.num-examples"),
     ],
 )
 def test_a_policy_with_a_fault_is_refused_by_name(tmp_path, old, new, words):

@@ -158,13 +158,8 @@ def test_no_way_out_leads_past_the_noise(node, tmp_path, world, way, end):
     assert not any("flower_ext.guard.child" in " ".join(each.cmdline()) for each in children)
 
 
-@pytest.mark.parametrize(
-    "way",
-    [
-        "through-a-socket through-a-unix-socket through-a-shared-file",
-    ],
-)
-def test_without_isolation_the_same_ways_do_lead_out(node, tmp_path, world, way):
+def test_without_isolation_the_same_ways_do_lead_out(node, tmp_path, world):
+    way = "through-a-socket through-a-unix-socket through-a-shared-file"
     guard = guard_of(node, tmp_path, isolation="none")
     node.send(way=way, **world.config)
     assert guard.serve_one()
@@ -186,6 +181,7 @@ def test_an_app_that_hangs_is_ended_and_looks_as_any_other(node, tmp_path):
     assert len(charges(guard)) == 1
 
 
+@pytest.mark.full
 @needs_namespaces
 def test_replies_leave_at_one_time_whether_the_app_crashes_at_once_or_hangs(node, tmp_path):
     guard = guard_of(node, tmp_path, timeout=8, more="reply-after = 20")
@@ -306,26 +302,25 @@ def test_a_killed_guard_sends_nothing_twice_and_loses_nothing_that_was_charged(
     policy = write_policy(tmp_path / "guard.toml", epsilon=1e6)
     ledger, pending = tmp_path / "ledger.jsonl", tmp_path / "guard.pending"
     guards = DyingGuards(node, policy)
+    waiting = set()
     for point in points:
         before = len(charges(ledger))
-        asked = node.send()
+        waiting.add(node.send())
         assert guards.run(point) == -9, point
-        is_stored = pending.exists()
-        assert is_stored == (
-            point[0] not in BEFORE_THE_REPLY_IS_STORED
-            and point[:2] != ("store the reply", "before")
+        is_stored = point[0] not in BEFORE_THE_REPLY_IS_STORED and point[:2] != (
+            "store the reply",
+            "before",
         )
+        assert pending.exists() == is_stored
         assert guards.run(None) == 0
         assert not pending.exists()
         replies = node.replies()
         # Charged and sent once, or neither: then the SuperNode itself answers after a minute.
-        sent = int(is_stored and point[:2] != ("finish", "after"))
-        assert len(replies) == (1 if is_stored else 0), point
-        assert len(charges(ledger)) - before == int(is_stored), point
-        assert sent <= len(replies)
+        assert len(replies) == len(charges(ledger)) - before == int(is_stored), point
         for reply in replies:
             check_only_a_noised_update(reply)
-            assert reply.metadata.reply_to_message_id == asked
+            # A message that no guard pulled is handed to the next one.
+            waiting.remove(reply.metadata.reply_to_message_id)
     guards.close()
 
 

@@ -88,7 +88,9 @@ class LoopbackSuperNode:
         if arrays is None:
             arrays = {"vector": np.zeros(4, np.float32)}
         record = ArrayRecord({name: Array(array) for name, array in arrays.items()})
-        content = RecordDict({"arrays": record, "config": ConfigRecord({"way": "honest", **config})})
+        content = RecordDict(
+            {"arrays": record, "config": ConfigRecord({"way": "honest", **config})}
+        )
         metadata = Metadata(
             run_id=RUN,
             message_id="",

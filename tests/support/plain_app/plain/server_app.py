@@ -12,9 +12,9 @@ app = ServerApp()
 class Noting(FedAvg):
     """FedAvg that notes everything that the server can read in the replies."""
 
-    def __init__(self, **settings):
+    def __init__(self, output, **settings):
         super().__init__(**settings)
-        self.replies = []
+        self.replies, self.output = [], Path(output)
 
     def aggregate_train(self, server_round, replies):
         replies = list(replies)
@@ -27,21 +27,24 @@ class Noting(FedAvg):
                     "error": reply.error.reason if reply.has_error() else None,
                     "records": sorted(content),
                     "metrics": {k: dict(v) for k, v in content.items() if k == "metrics"},
-                    "vector": [
-                        float(value)
-                        for value in content["arrays"]["vector"].numpy()
-                    ]
+                    "vector": [float(value) for value in content["arrays"]["vector"].numpy()]
                     if "arrays" in content
                     else None,
                 }
             )
+        self.write(None)  # the strategy may refuse the replies
         return super().aggregate_train(server_round, replies)
+
+    def write(self, model):
+        self.output.write_text(json.dumps({"replies": self.replies, "model": model}))
 
 
 @app.main()
 def main(grid, context):
     config = context.run_config
-    strategy = Noting(fraction_evaluate=1.0, min_train_nodes=3, min_available_nodes=3)
+    strategy = Noting(
+        str(config["output"]), fraction_evaluate=1.0, min_train_nodes=3, min_available_nodes=3
+    )
     result = strategy.start(
         grid=grid,
         initial_arrays=ArrayRecord({"vector": Array(np.zeros(4, np.float32))}),
@@ -50,6 +53,4 @@ def main(grid, context):
         timeout=120,
     )
     model = [float(value) for value in result.arrays["vector"].numpy()]
-    Path(str(config["output"])).write_text(
-        json.dumps({"replies": strategy.replies, "model": model})
-    )
+    strategy.write(model)
