@@ -76,6 +76,8 @@ def check_isolation(policy: GuardPolicy) -> None:
     InvalidValue
         The message says why the kernel does not isolate the process, and what to do.
     """
+    if missing := [path for path in policy.readable if not Path(path).exists()]:
+        raise InvalidValue(f"readable names {missing[0]!r}: expected an existing file or folder")
     if policy.isolation == NOT_ISOLATED:
         return
     probe = [*command(policy)[: -len(_CHILD)], "-c", _PROBE]

@@ -88,7 +88,8 @@ def confine(readable: Sequence[str], scratch_bytes: int, *, close: int) -> None:
 def _roots(readable: Sequence[str]) -> list[str]:
     """Return the existing paths that no other path of the list contains."""
     paths: list[str] = []
-    for path in sorted({os.path.abspath(path) for path in readable if Path(path).exists()}):
+    existing = filter(os.path.exists, readable)
+    for path in sorted({os.path.abspath(path) for path in existing}):  # noqa: PTH100 - keeps links
         if not any(path.startswith(f"{parent}/") for parent in paths):
             paths.append(path)
     return paths
