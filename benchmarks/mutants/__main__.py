@@ -123,9 +123,9 @@ TESTS = {
     "federation/protection.py": _OF_PROTECTION,
     "federation/client/protecting.py": _OF_PROTECTION,
     "federation/client/vector_answers.py": _OF_MASKS,
-    "federation/client/unmoved.py": (
-        "federation/client/test_failed_trainings.py",
-        "federation/client/test_unmoved.py",
+    "federation/client/hidden_failures.py": (
+        "federation/client/test_hidden_failures.py",
+        "federation/client/test_failing_clients.py",
     ),
     "federation/population.py": ("federation/test_population.py", "auditing/test_cohorts.py"),
     "federation/connection.py": _OF_RUNS,

@@ -16,13 +16,10 @@ K, η_p                ``personal_training``: steps on each mini-batch, learning
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-
-from torch import Tensor
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 
 from flower_ext.checks import require_positive
-from flower_ext.data.trees import Tree
 from flower_ext.errors import InvalidValue
 from flower_ext.federation import (
     ClientMethod,
@@ -30,67 +27,30 @@ from flower_ext.federation import (
     LocalResult,
     Method,
     Steps,
-    Training,
-    one_by_one,
     personal_model,
 )
-from flower_ext.training import Job, LocalTraining, Params, Proximal, Task, clone
-from flower_ext.training.job import job_batches
-from flower_ext.training.problem import gradient, local_problem
-from flower_ext.training.seeding import seeded_by
-
-
-@dataclass(kw_only=True)
-class Envelope(Job):
-    """A job that minimises its loss's Moreau envelope, by K steps on θ_i for each mini-batch."""
-
-    personal: LocalTraining
-    attraction: float
+from flower_ext.training import LocalTraining, Proximal
+from flower_ext.training.job import split_examples
 
 
 def local_update(work: ClientWork) -> Steps[LocalResult]:
-    """For each mini-batch, take K steps on θ_i around w_i, then move w_i to θ_i (lines 5–9)."""
-    if len(work.data.train) == 0:
-        return LocalResult(model=work.received, memory=work.memory or work.received)
-    job = Envelope(
-        params=work.received,
-        examples=work.data.train,
-        training=work.training["local"],
-        generator=work.generator,
-        terms=work.terms,
-        personal=work.training["personal_training"],
-        attraction=work.settings["attraction"],
-    )
-    moved, personal = yield Training(
-        task=work.task, job=job, trained=lambda name: True, solve=minimise_envelope
-    )
-    return LocalResult(model=moved, memory=personal)
-
-
-@one_by_one
-def minimise_envelope(
-    task: Task, job: Envelope, trained: Callable[[str], bool]
-) -> tuple[Params, Params]:
-    """Return (w_i, θ_i) of one job.
+    """For each mini-batch, take K steps on θ_i around w_i, then move w_i to θ_i (lines 5–9).
 
     θ_i starts at the received model, and each mini-batch continues from the θ_i before it.
     """
-    pull = job.training.learning_rate * job.attraction
-    with seeded_by(job.generator, task.torch_device()):
-        problem = local_problem(task, job.params, trained=trained, terms=job.objective)
-        w, theta = clone(problem.start), clone(problem.start)
-        near = Proximal(weight=job.attraction, anchor=w)
-
-        def envelope(point: Params, x: Tree, y: Tree) -> Tensor:
-            return problem.loss_at(point, x, y) + near(point)
-
-        for x, y in job_batches(task, job):
-            for _ in range(job.personal.steps or 1):
-                for name, step in gradient(envelope, theta, x, y).items():
-                    theta[name].sub_(step, alpha=job.personal.learning_rate)
-            for name, centre in w.items():
-                centre.sub_(centre - theta[name], alpha=pull)
-    return problem.whole(w, like=job.params), problem.whole(theta, like=job.params)
+    if len(work.data.train) == 0:
+        return LocalResult(model=work.received, memory=work.memory or work.received)
+    local, attraction = work.training["local"], work.settings["attraction"]
+    w = theta = work.received
+    # The training of θ_i draws from the same generator, so all mini-batches are drawn before it.
+    for examples in split_examples(work.task, work.data.train, local, work.generator):
+        near = Proximal(weight=attraction, anchor=w)
+        steps = work.train("personal_training", theta, terms=[near], examples=examples)
+        # If one mini-batch fails, the whole training fails, as it does in other methods.
+        theta = yield replace(steps, returns_params=False)
+        pull = local.learning_rate * attraction
+        w = {name: centre - pull * (centre - theta[name]) for name, centre in w.items()}
+    return LocalResult(model=w, memory=theta)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,3 +85,9 @@ class PFedMe(Method):
             training.require_plain_sgd(phase, "pFedMe's steps are plain SGD")
         if not self.personal_training.steps:
             raise InvalidValue("personal_training.steps: expected K >= 1 steps on each mini-batch")
+
+    @property
+    def training(self) -> Mapping[str, LocalTraining]:
+        """The phases of local training: w_i, then θ_i, whose K steps see a whole mini-batch."""
+        personal = replace(self.personal_training, batch_size=self.local.batch_size)
+        return {"local": self.local, "personal_training": personal}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import codecs
 import csv
+import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -220,6 +221,7 @@ def _rewrite(
     kept = [position for position in range(len(names)) if position not in identifier]
     persons: set[bytes] = set()
     unusable: Counter[str] = Counter()
+    texts: Counter[int] = Counter()
     num_rows = 0
     with whole_file(output) as stream:
         writer = csv.writer(codecs.getwriter("utf-8")(stream))
@@ -227,6 +229,7 @@ def _rewrite(
         for row, pseudonym in _watched(pseudonyms.of_rows(source, unusable)):
             persons.add(pseudonym)
             writer.writerow([number(pseudonym), *(row[position] for position in kept)])
+            texts.update(position for position in kept if _is_text(row[position]))
             num_rows += 1
         _refuse(source.path, unusable, skip_unusable)
     _say(
@@ -234,7 +237,21 @@ def _rewrite(
         f"{pseudonyms.fingerprint}: if another silo's differs, numbers are not common."
     )
     _say(f"Columns kept: {', '.join(names[position] for position in kept)}")
+    for position, count in texts.items():
+        _say(
+            f"Column {names[position]!r}: {count:,} of {num_rows:,} values are no numbers, such as "
+            "words or decimals with a comma; apps that expect numbers take them for missing"
+        )
     return len(persons)
+
+
+def _is_text(value: object) -> bool:
+    """Return True for a value that is neither empty nor a number."""
+    text = "" if value is None else str(value).strip()
+    try:
+        return bool(text) and math.isnan(float(text) * 0)
+    except ValueError:
+        return True
 
 
 def _watched(

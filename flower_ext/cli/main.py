@@ -31,9 +31,11 @@ COMMANDS = {
     "ditto-schedule": "ditto_schedule",
     "audit": "audit",
     "ledger": "population_account",
+    "withdraw": "withdraw",
     "link": "link",
     "stats": "stats",
     "guard": "guard",
+    "study": "study",
     "export": "export",
     "settings": "settings_table",
 }

@@ -11,9 +11,8 @@ import typer
 from flower_ext.cli.screen import console, titled_table
 from flower_ext.errors import InvalidValue
 from flower_ext.privacy import Ledger, epsilon_text
-from flower_ext.privacy.shared_ledger import RunSpend, spent_by_run, total_spent
-
-_COLUMNS = ("run", "method", "rounds", "ε alone", "δ")
+from flower_ext.privacy.shared_ledger import spent_by_run, study_guarantees, total_spent
+from flower_ext.runs.study import RUN_COLUMNS, run_row
 
 
 def ledger(
@@ -33,21 +32,19 @@ def ledger(
     """
     entries = Ledger.read(path)
     charges = [entry for entry in entries if entry["kind"] == "charge"]
-    if any("run" not in entry for entry in entries):
+    if any(entry["kind"] == "reserve" for entry in entries):
         raise InvalidValue(
             f"path={path}: expected an account that runs share; this is the ledger of one run, "
             "which flower-ext report shows"
         )
     runs = spent_by_run(entries)
-    table = titled_table(f"Runs on {path.name}", _COLUMNS)
+    table = titled_table(f"Runs on {path.name}", RUN_COLUMNS)
     for run in runs:
-        table.add_row(*_row(run))
+        table.add_row(*run_row(run))
     console.print(table)
     for run in runs:
         if run.epsilon is None:
-            console.print(
-                f"Not covered by any ε: {run.what} ({run.name or run.run[:8]})", soft_wrap=True
-            )
+            console.print(f"Not covered by any ε: {run.what} ({run.label})", soft_wrap=True)
     if not charges:
         console.print("No round with noise was charged.")
         return
@@ -59,7 +56,8 @@ def ledger(
     spent = total_spent(entries, at)
     console.print(
         f"Total: ε = {epsilon_text(spent)} at δ = {at:.3g}, of one {last['unit']} under "
-        f"{last['relation']}; budget {budget:g}, left {max(0.0, budget - spent):.4g}",
+        f"{last['relation']}, against the released models; budget {budget:g}, left "
+        f"{max(0.0, budget - spent):.4g}",
         soft_wrap=True,
     )
     if math.isinf(spent):
@@ -67,15 +65,15 @@ def ledger(
             "ε is infinite, because the plans differ in kind and the sum of their δ's exceeds this "
             "δ: give a larger --delta."
         )
+    for guarantee in study_guarantees(entries, at, study=path.name):
+        console.print(
+            f"ε = {epsilon_text(guarantee.epsilon)} against an adversary who sees "
+            f"{guarantee.view.sees}, under {guarantee.relation.value} ({guarantee.accountant}; "
+            f"{guarantee.source})",
+            soft_wrap=True,
+        )
     console.print(
-        "The total assumes that the plan of every run was fixed in advance. If a plan draws its "
-        "cohorts in secret, ε covers the released models only.",
+        "These ε assume that the plan of every run was fixed in advance. The report of each run of "
+        "the study has all assumptions.",
         soft_wrap=True,
     )
-
-
-def _row(run: RunSpend) -> tuple[str, str, str, str, str]:
-    name = run.name or run.run[:8]
-    if run.epsilon is None or run.delta is None:
-        return name, run.method, "–", "not covered", "–"
-    return name, run.method, str(run.rounds), epsilon_text(run.epsilon), f"{run.delta:.3g}"

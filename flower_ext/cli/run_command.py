@@ -195,6 +195,10 @@ def _note_failure(run: PreparedRun, reason: str) -> bool:
 def _words_to_resume(options: RunOptions, path: Path | str | None) -> list[str]:
     """Return the command that continues a run: this command, with the path of the run."""
     words = ["flower-ext", *sys.argv[1:]]
+    if sys.argv[1:2] != ["run"]:  # another command started the run
+        words = ["flower-ext", "run", str(options.app)]
+        words += [options.superlink] if options.superlink else []
+        words += ["--in-process"] if options.in_process else []
     if options.resume is not None:
         return words
     if options.superlink is None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Hashable, Sequence
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -140,6 +140,14 @@ class SiloData(ClientData):
             )
         if len(self.owners) and int(self.owners.min()) < 0:
             raise InvalidValue(f"owners: expected users >= 0, found {int(self.owners.min())}")
+
+    def without(self, users: Collection[int]) -> SiloData:
+        """Return the data without the training examples of some users."""
+        if not users:
+            return self
+        kept = ~torch.isin(self.owners, torch.tensor([*users], dtype=self.owners.dtype))
+        train = self.train.subset(kept.nonzero().ravel().tolist())
+        return replace(self, train=train, owners=self.owners[kept])
 
     def by_user(self) -> dict[int, Examples]:
         """Return each user's training examples, in their order, by ascending user.

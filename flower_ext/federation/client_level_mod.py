@@ -43,8 +43,8 @@ from flwr.clientapp.typing import ClientAppCallable, Mod
 from flower_ext.errors import InvalidValue, knowing_no_data
 from flower_ext.federation import records
 from flower_ext.federation._flower_private import message_like
+from flower_ext.federation.client.hidden_failures import log_hidden
 from flower_ext.federation.client.node import OF_UPLOADS, NodePolicy
-from flower_ext.federation.client.unmoved import log_unmoved
 from flower_ext.federation.failures import failed, hidden_errors
 from flower_ext.federation.model_checks import refuse_half_precision
 from flower_ext.federation.protection import check_entries
@@ -110,7 +110,7 @@ def client_level_dp_mod(*, allow_seeded_noise: bool = False) -> Mod:
                 update = _update(call_next(_without_entries(message), context), received)
             norm = l2_norm(update)
         except Exception as error:  # a record may have caused any error
-            log_unmoved(error)
+            log_hidden(error)
             update, norm = {name: still[name] for name in _floating(still)}, 0.0
         with hidden_errors(context):
             sent = {**still, **protection.released(update, noise)}

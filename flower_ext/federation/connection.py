@@ -16,6 +16,8 @@ from flower_ext.federation.model_checks import refuse_tied
 from flower_ext.federation.replies import read_answer, read_update
 from flower_ext.federation.roster import REHEARSAL, FederationNotReady
 from flower_ext.federation.run import Run
+from flower_ext.privacy import Ledger
+from flower_ext.privacy.withdrawal import forgotten, note_forgotten, runs_in
 
 log = getLogger("flwr")
 
@@ -44,8 +46,10 @@ def connect(run: Run, grid: Grid, arrays: ArrayRecord) -> None:
     mechanism, method = run.mechanism, run.method
     # A mod can clip and noise one client's update, and nothing else.
     mod = method.any_client_app and mechanism.client_protects and mechanism.release is not None
-    roster = run.clients.connect(grid, run.population.num_nodes, mods=mod)
+    leaving = run.population.leaving(run.spending.withdrawn)
+    roster = run.clients.connect(grid, run.population.num_nodes, mods=mod, absent=leaving)
     try:
+        leave_out_withdrawn(run)
         if roster.foreign:
             _check_foreign(run, mod=mod)
             if mechanism.delta is not None:
@@ -67,6 +71,29 @@ def connect(run: Run, grid: Grid, arrays: ArrayRecord) -> None:
     except BaseException:
         run.clients.roster = None  # the next call asks again
         raise
+
+
+def leave_out_withdrawn(run: Run) -> None:
+    """Let the nodes of clients that withdrew delete their memory, and never ask them again.
+
+    A node that does not answer is asked by the next run of the study.
+    """
+    account, clients = run.spending.account, run.clients
+    leaving = run.population.leaving(run.spending.withdrawn)
+    if account is None or not leaving & set(clients.nodes):
+        return
+    entries = Ledger.read(account)
+    asked = sorted((leaving - forgotten(entries)) & set(clients.nodes))
+    if asked and not (clients.roster is None or clients.roster.foreign):
+        runs = sorted({*runs_in(entries), run.checkpoints.run_id})
+        content = {records.ROUND: ConfigRecord({"forget": runs})}
+        requests = clients.request("query", dict.fromkeys(asked, content), 0)
+        replies = clients.replies(requests.messages)
+        note_forgotten(account, [p for p, _ in requests.accepted(replies, read_answer)])
+    clients.leave(leaving)
+    for kept in (run.remembered, run.client_metrics):
+        for partition in leaving & set(kept):
+            del kept[partition]
 
 
 def _check_foreign(run: Run, *, mod: bool) -> None:

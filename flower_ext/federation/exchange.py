@@ -7,7 +7,7 @@ count. `arrays` reads NumPy's format alone, so that no reply can run code.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from logging import getLogger
 from typing import Any, TypeVar
@@ -64,15 +64,23 @@ class Clients:
         """Node ids by partition, sorted; empty before `connect`."""
         self._partitions: Mapping[int, int] = {}
 
-    def connect(self, grid: Grid, population: int, *, mods: bool = False) -> Roster:
+    def connect(
+        self, grid: Grid, population: int, *, mods: bool = False, absent: Collection[int] = ()
+    ) -> Roster:
         """Wait for all nodes, at the first call only; see `Roster.connect`."""
         self.grid = grid
         if self.roster is None:
             with unlogged(*_EXPECTED):
-                self.roster = Roster.connect(grid, population, timeout=self.timeout, mods=mods)
+                self.roster = Roster.connect(
+                    grid, population, timeout=self.timeout, mods=mods, absent=absent
+                )
             self.nodes = dict(sorted(self.roster.nodes.items()))
             self._partitions = {node: partition for partition, node in self.nodes.items()}
         return self.roster
+
+    def leave(self, partitions: Collection[int]) -> None:
+        """Never ask these partitions again."""
+        self.nodes = {p: node for p, node in self.nodes.items() if p not in partitions}
 
     def request(self, kind: str, contents: Mapping[int, Content], server_round: int) -> Requests:
         """Return a message for each partition; ``kind`` is ``train``, ``evaluate`` or ``query``.

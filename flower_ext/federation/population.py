@@ -6,8 +6,8 @@ of a round and its accounting then serves users in silos as well as clients.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from flwr.app import ArrayRecord
@@ -68,6 +68,19 @@ class Population:
         drawn = self.sampling.draw(rng, self.participations)
         return Cohort(partitions=drawn, units=drawn, population=self.sampling.population)
 
+    def leaving(self, withdrawn: Collection[int]) -> frozenset[int]:
+        """Return the partitions that nobody may ask any more, because these units withdrew."""
+        return frozenset(withdrawn)
+
+    def without(self, cohort: Cohort, withdrawn: Collection[int]) -> Cohort:
+        """Return a drawn cohort without units that withdrew.
+
+        They are left out after the draw, so that the draw of all others stays the same. Their turns
+        still count.
+        """
+        kept = [partition for partition in cohort.partitions if partition not in withdrawn]
+        return replace(cohort, partitions=kept)
+
     def columns(self, drawn: Cohort) -> Mapping[str, int]:
         """Return numbers about a drawn cohort for the metrics of its round; none by default."""
         return {}
@@ -115,6 +128,14 @@ class UsersInSilos(Population):
         """Draw users; the server asks each silo for its part of their sum."""
         return self._cohort(self.sampling.draw(rng, self.participations))
 
+    def leaving(self, withdrawn: Collection[int]) -> frozenset[int]:
+        """Return no partition, because a silo stays when one of its users leaves."""
+        return frozenset()
+
+    def without(self, cohort: Cohort, withdrawn: Collection[int]) -> Cohort:
+        """Return a drawn cohort without users that withdrew."""
+        return replace(cohort, units=[user for user in cohort.units if user not in withdrawn])
+
     def columns(self, drawn: Cohort) -> Mapping[str, int]:
         """Return the number of drawn users."""
         return {"users": len(drawn.units)}
@@ -144,6 +165,10 @@ class HiddenUsers(UsersInSilos):
         if not self.oblivious:
             return super().draw(rng)
         return self._cohort(range(self.sampling.population))
+
+    def without(self, cohort: Cohort, withdrawn: Collection[int]) -> Cohort:
+        """Return the cohort, whose order only silos know: they leave out the users' records."""
+        return cohort
 
     def columns(self, drawn: Cohort) -> Mapping[str, int]:
         """Return the number of drawn users, unless nobody knows it."""

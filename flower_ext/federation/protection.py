@@ -53,7 +53,17 @@ _KINDS: Mapping[str, type[Protection]] = {
 """The protections that a message may ask for, by the names of their classes."""
 KIND, SEEDED = "protection", "seeded-noise"
 _OF_ROUNDS = frozenset(
-    ("run", "number", "seed", "diagnostics", "training-loss", "report-size", "remembered", "query")
+    (
+        "run",
+        "number",
+        "seed",
+        "diagnostics",
+        "training-loss",
+        "report-size",
+        "remembered",
+        "query",
+        "withdrawn",
+    )
 )
 """Entries of a round's record that do not belong to its protection."""
 
@@ -133,6 +143,8 @@ def check_entries(entries: Mapping[str, Any]) -> Protection | None:
             raise InvalidValue(f"{name}={numbers.get(name)!r}: expected an integer >= {least}")
     if type(entries.get("run", "")) is not str:
         raise TypeError(f"run={entries['run']!r} in the server's message: expected a string")
+    if any(type(user) is not int for user in entries.get("withdrawn", ())):
+        raise TypeError("withdrawn in the server's message: expected numbers of users")
     return from_entries(entries)
 
 

@@ -8,7 +8,7 @@ a cohort drawn from the first few would have another sampling rate than the acco
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from logging import getLogger
 from typing import Any
@@ -49,8 +49,10 @@ class FederationNotReady(FlowerExtError, RuntimeError):
     """The connected nodes are not the ones that the plan counts on."""
 
 
-def wait_for_nodes(grid: Grid, expected: int, *, timeout: float, poll: float = 0.2) -> list[int]:
-    """Wait until ``expected`` nodes are connected, and return their ids, sorted.
+def wait_for_nodes(
+    grid: Grid, expected: int, *, timeout: float, poll: float = 0.2, least: int | None = None
+) -> list[int]:
+    """Wait until ``expected`` nodes are connected, or ``least``; return their ids, sorted.
 
     Raises
     ------
@@ -60,7 +62,8 @@ def wait_for_nodes(grid: Grid, expected: int, *, timeout: float, poll: float = 0
     """
     started, advice = time.monotonic(), _advice(grid, expected)
     advise_at = started + _ADVISE_AFTER
-    while len(nodes := sorted(grid.get_node_ids())) < expected:
+    enough = expected if least is None else least
+    while len(nodes := sorted(grid.get_node_ids())) < enough:
         if time.monotonic() >= advise_at:
             log.warning("%d of %d nodes are connected: %s", len(nodes), expected, advice)
             advise_at += _ADVISE_EVERY
@@ -114,7 +117,15 @@ class Roster:
     protects: bool = False
 
     @classmethod
-    def connect(cls, grid: Grid, population: int, *, timeout: float, mods: bool = False) -> Roster:
+    def connect(
+        cls,
+        grid: Grid,
+        population: int,
+        *,
+        timeout: float,
+        mods: bool = False,
+        absent: Collection[int] = (),
+    ) -> Roster:
         """Wait for ``population`` nodes and ask each node once for its partition.
 
         If a node runs several clients (see `VirtualGrid`), only the first is asked. The ids and the
@@ -125,6 +136,8 @@ class Roster:
         mods : bool
             If no ClientApp of this package answers, ask for a mod of this package. The question is
             a training message without a model, on which a ClientApp without the mod cannot train.
+        absent : Collection[int]
+            Partitions whose nodes may be missing, because their clients withdrew.
 
         Raises
         ------
@@ -132,7 +145,8 @@ class Roster:
             As `wait_for_nodes`; or two nodes claim one partition, a partition is out of range, or
             only some nodes answer. Only a node's first answer counts.
         """
-        nodes = wait_for_nodes(grid, population, timeout=timeout)
+        least = population - len(absent)
+        nodes = wait_for_nodes(grid, population, timeout=timeout, least=least)
         log.info("asking the nodes which partitions they hold")
         reported, error = _ask_identities(grid, nodes, IDENTITY, RecordDict(), timeout=timeout)
         foreign = not reported
@@ -152,8 +166,7 @@ class Roster:
         if foreign and len(reported) == len(nodes) and set(reported.values()) == {_NO_PARTITION}:
             return cls(numbered, known=False, foreign=True, protects=True)
         answers = _by_partition(reported, population, clients_per_node)
-        if len(answers) < population:
-            missing = sorted(set(range(population)) - set(answers))
+        if missing := sorted(set(range(population)) - set(answers) - set(absent)):
             raise FederationNotReady(
                 f"no node answered for partitions {missing[:10]}" + (f": {error}" if error else "")
             )

@@ -412,7 +412,13 @@ class Run:
         self.state = State.of_groups(kept.arrays)
         self.companions = groups_under(_WRAPPER, kept.arrays)
 
-    def save_guarantees(self) -> None:
-        """Write the guarantees after the rounds so far to ``guarantee.json``."""
+    def save_guarantees(self, *, in_account: bool = True) -> None:
+        """Write the guarantees after the rounds so far to ``guarantee.json``, and to the account.
+
+        In each round, the account gets the round's charge, and needs them only when the run ends.
+        """
+        guarantees = self.guarantees()
+        if in_account:
+            self.spending.note(guarantees)
         if self.checkpoints.directory is not None:
-            self.checkpoints.directory.save_guarantees(self.guarantees())
+            self.checkpoints.directory.save_guarantees(guarantees)

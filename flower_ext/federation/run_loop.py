@@ -103,7 +103,7 @@ class RunLoop:
         self._evaluate_here(server_round)
         if is_scored or server_round == run.last_round:
             run.progress.row |= run.spent()
-            run.save_guarantees()
+            run.save_guarantees(in_account=server_round == run.last_round)
         # The row, then the checkpoint: a resumed run drops rows of rounds without a checkpoint.
         run.progress.row["seconds"] = time.monotonic() - started
         run.progress.end(server_round, run.last_round or server_round)
@@ -255,9 +255,7 @@ class RunLoop:
         """
         run, needed = self.run, self.run.remembered
         known = ConfigRecord({"run": run.checkpoints.run_id, "number": run.participations.rounds})
-        everyone = {
-            partition: {records.ROUND: known} for partition in range(run.population.num_nodes)
-        }
+        everyone = {partition: {records.ROUND: known} for partition in run.clients.nodes}
         versions = run.clients.query(everyone, _read_version)
         lost = [p for p, version in sorted(versions.items()) if version < needed.get(p, 0)]
         if lost:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
+from uuid import uuid4
 
 from flower_ext.errors import InvalidValue
 from flower_ext.privacy import (
@@ -19,7 +21,16 @@ from flower_ext.privacy.ledger import Reservation
 from flower_ext.privacy.mechanisms.plan import RoundMechanism
 from flower_ext.privacy.mechanisms.run_summary import RunSummary
 from flower_ext.privacy.mechanisms.vector_query import VectorQuery
-from flower_ext.privacy.shared_ledger import Charge, charge, note_uncovered
+from flower_ext.privacy.shared_ledger import (
+    WITHOUT_NOISE,
+    Charge,
+    charge,
+    claim_against,
+    note_claims,
+    note_uncovered,
+)
+from flower_ext.privacy.units import AdversaryView
+from flower_ext.privacy.withdrawal import withdrawn
 
 
 @dataclass(kw_only=True)
@@ -44,6 +55,8 @@ class Spending:
     """Names of the run, its method and its directory in the population's account."""
     repeatable: bool = field(default=False, init=False)
     """True if a repeated round makes the same release as the first attempt."""
+    start: str = field(default_factory=lambda: uuid4().hex, init=False)
+    """Identifies this process in the population's account."""
     _reservation: Reservation = field(default_factory=Reservation)
     _release: ExitStack = field(default_factory=ExitStack)
 
@@ -53,6 +66,17 @@ class Spending:
         return self.budget is not None or (
             self.ledger is not None and self.ledger.budget is not None
         )
+
+    @property
+    def account(self) -> Path | None:
+        """The population's account; None if the run has none, or has not charged it yet."""
+        path = None if self.budget is None else self.budget.ledger
+        return path if path is not None and path.is_file() else None
+
+    @property
+    def withdrawn(self) -> frozenset[int]:
+        """Numbers of the units that withdrew, as the population's account has them now."""
+        return frozenset() if self.account is None else withdrawn(Ledger.read(self.account))
 
     def check_plan(self, mechanism: RoundMechanism) -> None:
         """Refuse a plan that does not fit the ledger or the budget.
@@ -110,33 +134,40 @@ class Spending:
                     f"above the budget of {self.budget.epsilon:g}"
                 )
             return
-        identity = dict(self.identity)
         number = run.participations.rounds
         release = mechanism.release_in(number)
         if query is not None:
             release = mechanism.of_query(query).release
             number = run.participations.answers[query.name]
-            identity["run"] += f"-{query.name}"
-            identity["method"] += f", {query.name}"
         # The account lists what no ε covers, whatever becomes of this round.
         for exposure in self.exposed:
-            note_uncovered(self.budget.ledger, **identity, what=exposure)
-        delta = mechanism.delta
-        if delta is None:
-            note_uncovered(self.budget.ledger, **identity, what="training without noise")
+            note_uncovered(self.budget.ledger, **self.identity, what=exposure)
+        if mechanism.delta is None:
+            note_uncovered(self.budget.ledger, **self.identity, what=WITHOUT_NOISE)
             return
-        claim = next(claim for claim in claims(run) if claim.basis == "provable")
+        provable = [claim for claim in claims(run) if claim.basis == "provable"]
+        claim = claim_against(AdversaryView.RELEASED_MODELS, provable)
+        assert claim is not None  # every adversary sees the released models
         new = Charge(
-            **identity,
+            **self.identity,
+            query="" if query is None else query.name,
+            start=self.start,
             training=number,
             repeatable=self.repeatable,
             unit=claim.unit,
             relation=claim.relation if release is None else release.relation,
             epsilon=epsilon,
-            delta=claim.delta if release is None else delta,
+            delta=claim.delta if release is None else mechanism.delta,
             release=release,
+            claims=provable,
         )
         charge(self.budget.ledger, new, self.budget)
+
+    def note(self, guarantees: Sequence[Guarantee]) -> None:
+        """Note the run's guarantees so far in the population's account, if the run has one."""
+        if self.budget is not None and self.budget.ledger is not None and guarantees:
+            provable = [claim for claim in guarantees if claim.basis == "provable"]
+            note_claims(self.budget.ledger, provable, **self.identity, start=self.start)
 
     def reserve(self, release: Release | None, server_round: int, identity: int | None) -> None:
         """Write a release to the ledger, durably, before the server asks any client.

@@ -15,7 +15,7 @@ from flower_ext.errors import InvalidValue
 from flower_ext.federation import records
 from flower_ext.federation.arrays import require_finite
 from flower_ext.federation.client.client_method import Memory
-from flower_ext.federation.connection import rehearse
+from flower_ext.federation.connection import leave_out_withdrawn, rehearse
 from flower_ext.federation.exchange import Content, Requests
 from flower_ext.federation.method import Released, State
 from flower_ext.federation.population import Cohort
@@ -72,6 +72,9 @@ class TrainingRound:
         # Refusals come before the sum is opened: until then no client knows of the round.
         drawn = self._draw()
         run.check_budget(server_round, drawn)
+        # The charge comes first: a withdrawal after it concerns the next round only.
+        leave_out_withdrawn(run)
+        drawn = run.population.without(drawn, run.spending.withdrawn)
         self._warn_beyond_plan()
         run.check_training()
         same = derived_seed(run.seed or 0, "release", run.checkpoints.run_id, number)
@@ -143,12 +146,16 @@ class TrainingRound:
             **{name: records.to_record(group) for name, group in run.method_state.everyone.items()},
         }
 
+        # Silos drop the records of users that withdrew, whose place in the draw may be secret.
+        withdrawn = sorted(run.spending.withdrawn)
+        left = {"withdrawn": withdrawn} if withdrawn and run.method.traits.num_silos else {}
+
         @cache
         def content(progress: float | None, remembered: int | None) -> Content:
             # Messages with one content share one record, which engines then copy only once.
             done = {phase: shortened(training, progress) for phase, training in trainings.items()}
             entries = protection if remembered is None else {**protection, "remembered": remembered}
-            of_round = {records.ROUND: run.round_record(number, **entries)}
+            of_round = {records.ROUND: run.round_record(number, **left, **entries)}
             return {**shared, **of_round, **records.training_records(done)}
 
         # Clients with mirrored memory go back to that of the last round whose reply the server

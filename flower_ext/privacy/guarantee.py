@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Literal
 
 from flower_ext.errors import InvalidValue
+from flower_ext.privacy.accounting.events import Counts
 from flower_ext.privacy.units import AdversaryView, NeighboringRelation, PrivacyUnit
 
 Basis = Literal["published", "provable"]
@@ -92,6 +93,8 @@ class Guarantee:
     conditions: tuple[Condition, ...] = ()
     units: int | None = None
     """Number of privacy units of the run; None if it is not known."""
+    releases: Counts | None = field(default=None, compare=False, repr=False)
+    """The releases that have this loss together; None if only (ε, δ) is known. No file has them."""
 
     @property
     def conditions_hold(self) -> bool:
@@ -131,7 +134,7 @@ class Guarantee:
 
     def to_dict(self) -> dict[str, Any]:
         """Return a JSON-ready dictionary, in which an infinite ε is null."""
-        fields = asdict(self)
+        fields = {name: value for name, value in asdict(self).items() if name != "releases"}
         fields["epsilon"] = None if math.isinf(self.epsilon) else self.epsilon
         return {name: list(v) if isinstance(v, tuple) else v for name, v in fields.items()}
 

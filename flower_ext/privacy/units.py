@@ -56,6 +56,20 @@ class AdversaryView(StrEnum):
     MODELS_AND_COHORTS = "models-and-cohorts"
 
     @property
+    def at_least(self) -> tuple[AdversaryView, ...]:
+        """The view itself and those of adversaries that see more, nearest first.
+
+        A guarantee against any of them holds against this one, too.
+        """
+        by_knowledge = (
+            AdversaryView.RELEASED_MODELS,
+            AdversaryView.MODELS_AND_COHORTS,
+            AdversaryView.SUM_ONLY,
+            AdversaryView.EACH_UPLOAD,
+        )
+        return by_knowledge[by_knowledge.index(self) :]
+
+    @property
     def sees(self) -> str:
         """The adversary's view in words."""
         return {

@@ -20,6 +20,7 @@ from flower_ext.privacy.theorems.claims import NOT_PROVIDED
 from flower_ext.runs.directory import Rounds, RunDirectory
 from flower_ext.runs.figures import draw_figures, in_words, qualities
 from flower_ext.runs.page import Markup, write_page
+from flower_ext.runs.study import study_values
 
 _MOST_SHOWN = 10
 """Most scores reported by few clients that the report names."""
@@ -44,6 +45,7 @@ def write_report(run: RunDirectory) -> Path:
         missing=[_missing(row) for row in run.missing()],
         **_score_values(rounds, run.client_metrics()),
         **_privacy_values(run, rounds),
+        **_study_values(run),
     )
 
 
@@ -97,6 +99,12 @@ def _privacy_values(run: RunDirectory, rounds: Rounds) -> dict[str, Any]:
         "entries": entries,
         "ledger_counts": _ledger_counts(entries),
     }
+
+
+def _study_values(run: RunDirectory) -> dict[str, Any]:
+    study = study_values(run)
+    lines = [] if study is None else [_line(each) for each in study["guarantees"]]
+    return {"study": study, "study_lines": lines}
 
 
 def _only_if(guarantee: Guarantee) -> str:

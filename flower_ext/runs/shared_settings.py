@@ -194,6 +194,11 @@ class ReleaseSettings(PrivacySettings):
         "discarded",
         default=0.1,
     )
+    signed_sums: bool = setting(
+        "secure: clients sign their keys, so that sums withstand a server that lies; every node "
+        "config names sum-identity-key and sum-members",
+        default=False,
+    )
     evaluation: Literal["plain", "secure"] = setting(
         "plain: the server learns each client's scores; secure: it learns only noised means from a "
         "secure sum, which epsilon counts",

@@ -31,17 +31,18 @@ from flower_ext.federation import (
     LocalResult,
     Memory,
     Method,
+    Question,
     Released,
     State,
     Summation,
 )
-from flower_ext.federation.client.unmoved import NO_DATA
+from flower_ext.federation.client.hidden_failures import NO_DATA
 from flower_ext.privacy import FullParticipation, Guarantee, PrivacyPlan, ReleasePlan
 from flower_ext.privacy.mechanisms.plan import RoundMechanism
 from flower_ext.privacy.mechanisms.run_summary import RunSummary
 from flower_ext.privacy.theorems.uldp import Weighting
 from flower_ext.statistics.statistic import Estimate, JointStatistics, Statistic
-from flower_ext.training import LocalTraining, Task
+from flower_ext.training import LocalTraining, Params, Task
 
 RELEASED = "released"
 """Name of the parameter that receives the mean of all units' parts."""
@@ -62,31 +63,40 @@ def statistics_task(joint: JointStatistics, data: Callable[[int], ClientData]) -
     return Task(model=partial(_Released, joint), data=data, metrics={})
 
 
-def _joint(work: ClientWork) -> JointStatistics:
+def _check_columns(task: Task, data: ClientData) -> JointStatistics:
     """Return the statistics of the task, after a check that the client's table has their columns.
 
     The check comes before any unit's records, so that an error shows nobody's presence.
     """
-    model = work.task.model()
+    model = task.model()
     if not isinstance(model, _Released):
         raise InvalidValue(
             f"model={type(model).__name__}: expected the Task that `statistics_task` returns"
         )
-    if work.data is not NO_DATA:  # data that could not be loaded count as no examples
-        model.joint.require_columns(work.data.train)
+    if data is not NO_DATA:  # data that could not be loaded count as no examples
+        model.joint.require_columns(data.train)
     return model.joint
+
+
+def answer_with_columns(question: Question) -> Params:
+    """Answer the server's first question, after a check that the silo's table has the columns.
+
+    Without them the run ends before it spends any ε.
+    """
+    _check_columns(question.task, question.data)
+    return answer_server(question)
 
 
 def client_part(work: ClientWork) -> LocalResult:
     """Return the client's vector, the mean over its examples; zeros if it has none."""
-    joint, examples = _joint(work), work.data.train
+    joint, examples = _check_columns(work.task, work.data), work.data.train
     part = joint.part(examples) if len(examples) else np.zeros(joint.size)
     return LocalResult(update={RELEASED: torch.from_numpy(part).float()})
 
 
 def users_parts(work: ClientWork) -> LocalResult:
     """Return the weighted sum of the vectors of the silo's users, each of norm 1 at most."""
-    joint = _joint(work)
+    joint = _check_columns(work.task, work.data)
     users, total = users_of_round(work)
     numbers = list(users)
     for start in range(0, len(numbers), _USERS_AT_A_TIME):
@@ -146,7 +156,7 @@ class UserStatistics(UldpAvg):
     client = ClientMethod(
         name="user_statistics",
         local_update=users_parts,
-        answer=answer_server,
+        answer=answer_with_columns,
         memory=Memory.NONE,
         takes_weighted_sums=True,
     )

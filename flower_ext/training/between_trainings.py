@@ -30,12 +30,8 @@ from flower_ext.training.params import Params, shaken
 from flower_ext.training.seeding import seeded
 from flower_ext.training.task import Task
 from flower_ext.training.trials.snapshots import changed_places, same_params, snapshot
-from flower_ext.training.trials.trial_examples import (
-    TrainingKind,
-    kind_of,
-    random_examples,
-    unlike_examples,
-)
+from flower_ext.training.trials.training_kind import TrainingKind, kind_of
+from flower_ext.training.trials.trial_examples import random_examples, unlike_examples
 
 _KEEPS = (
     "{place} changes while a model trains, and other models see it: expected no change, because "

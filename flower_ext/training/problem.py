@@ -127,18 +127,13 @@ def local_problem(
     everything = to_device(params, device)
     if dtype is not None:
         everything = {n: p.to(dtype) if p.is_floating_point() else p for n, p in everything.items()}
-    facts = task.factory.facts
-    # Share only whole models: a part, or one with other settings, must not see the last numbers.
-    fits = all(n in params and params[n].shape == p for n, (p, _) in facts.travelling.items())
-    if dtype is None and facts.known and fits:
-        replaced = _shared_model(task.factory, device, get_ident())
-    else:
-        replaced = _new_model(task.factory, device, dtype)
-    model = replaced.model
+    settable = _model_for(task.factory, everything, device, dtype)
+    model = settable.model
     chosen = {name for name, _ in model.named_parameters() if trained(name)}
     # A user's own class might rely on the usual memory order.
-    any_order = facts.known and device.type == "cpu" and suits_channels_last(model, chosen)
-    layout = torch.channels_last if any_order else torch.contiguous_format
+    any_order = task.factory.facts.known and device.type == "cpu"
+    channels_last = any_order and suits_channels_last(model, chosen)
+    layout = torch.channels_last if channels_last else torch.contiguous_format
     start = {name: _laid(p, layout) for name, p in everything.items() if name in chosen}
     if not start:
         raise InvalidValue("trained selects no parameter of the model: expected at least one")
@@ -146,9 +141,9 @@ def local_problem(
     rest = {name: p.clone() for name, p in everything.items() if name not in start}
 
     def loss_at(weights: Params, x: Tree, y: Tree) -> Tensor:
-        replaced.set_params({**rest, **weights})
+        settable.set_params({**rest, **weights})
         # A copy of the features, because the model may write into them.
-        value = task.loss(replaced(_laid(trees.mapped(Tensor.clone, x), layout)), y)
+        value = task.loss(settable(_laid(trees.mapped(Tensor.clone, x), layout)), y)
         for term in terms:
             value = value + term(weights)
         return value
@@ -162,9 +157,24 @@ def local_problem(
     )
 
 
+def _model_for(
+    factory: ModelFactory, params: Params, device: torch.device, dtype: torch.dtype | None
+) -> SettableModel:
+    """Return a model for a problem: a shared one if no other problem can see what it leaves there.
+
+    That needs known layers and the whole model in its usual type. A part of a model would be
+    completed by the numbers of another problem.
+    """
+    travelling = factory.facts.travelling
+    whole = all(n in params and params[n].shape == shape for n, (shape, _) in travelling.items())
+    if dtype is None and factory.facts.known and whole:
+        return _shared_model(factory, device, get_ident())
+    return _new_model(factory, device, dtype)
+
+
 @lru_cache(maxsize=64)
 def _shared_model(factory: ModelFactory, device: torch.device, thread: int) -> SettableModel:
-    """Return one model of known layers for all trainings of a thread: it keeps nothing of them.
+    """Return one model for all problems of a thread.
 
     Building a small model takes as long as a step or two.
     """

@@ -6,17 +6,15 @@ from collections import defaultdict
 from collections.abc import Callable, Generator, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import compress
 from typing import Any, TypeVar
 
 import torch
 
 from flower_ext.errors import InvalidValue, tellable
 from flower_ext.training.batched.form import MEMORY_LIMIT
-from flower_ext.training.batched.many import attempt_groups, train_each
-from flower_ext.training.isolation import attempted, isolated
+from flower_ext.training.batched.many import attempt_jobs, train_jobs
+from flower_ext.training.isolation import isolated
 from flower_ext.training.job import Job
-from flower_ext.training.params import Params
 from flower_ext.training.task import Task
 
 T = TypeVar("T")
@@ -57,17 +55,6 @@ def check_yielded(model: object) -> None:
         raise tellable(
             InvalidValue("a training instead of a model: write model = yield work.train(...)")
         )
-
-
-def train_jobs(task: Task, jobs: Sequence[Job], **settings: Any) -> Iterator[Params]:
-    """Train as `train_each`; a job without examples gets its parameters back unchanged."""
-    has_examples = [len(job.examples) > 0 for job in jobs]
-    models = train_each(task, [*compress(jobs, has_examples)], **settings)
-    pairs = zip(jobs, has_examples, strict=True)
-    return (next(models) if trains else dict(job.params) for job, trains in pairs)
-
-
-train_invariantly = partial(train_jobs, batch_invariant=True)
 
 
 @dataclass(kw_only=True)
@@ -128,21 +115,22 @@ Steps = Generator[Training, Any, T]
 """A function that yields trainings, receives the trained models, and returns a ``T``."""
 
 
-def side_by_side(
-    runs: Iterable[T | Steps[T] | Exception],
-    finish: Callable[[int, T], R],
-    *,
-    memory_limit: int = MEMORY_LIMIT,
-) -> list[R | Exception]:
-    """Advance all ``runs``; return for each the result of ``finish(number, value)``, or its error.
+def completed(run: T | Steps[T]) -> Steps[T]:
+    """Return the value of a function that may have yielded trainings, or may need none."""
+    return (yield from run) if isinstance(run, Generator) else run
 
-    Trainings that several runs have yielded are batched. As soon as a run returns its value,
-    ``finish`` is called with it, because the value is then still in the processor's caches and the
-    next models do not exist yet. An error of one training is raised in its own run; all others
-    continue. A run that needs no training goes through ``finish`` before the next one is taken from
-    ``runs``.
+
+def side_by_side(
+    runs: Iterable[Steps[T] | Exception], *, memory_limit: int = MEMORY_LIMIT
+) -> list[T | Exception]:
+    """Advance all ``runs``; return the value of each, or its error.
+
+    Trainings that several runs have yielded are batched. A run gets each trained model as soon as
+    it is ready, because the model is then still in the processor's caches and the next ones do not
+    exist yet. An error of one training is raised in its own run; all others continue. A run that
+    needs no training ends before the next one is taken from ``runs``.
     """
-    results: dict[int, R | Exception] = {}
+    results: dict[int, T | Exception] = {}
     waiting: dict[int, tuple[Steps[T], Training, Hashable]] = {}
 
     def advance(index: int, steps: Steps[T], model: Any) -> None:
@@ -153,41 +141,25 @@ def side_by_side(
                 # The method's own function says which trainings are alike, and may raise, too.
                 waiting[index] = steps, training, training.batch
         except StopIteration as end:
-            results[index] = attempted(finish, index, end.value)
+            results[index] = end.value
         except Exception as error:  # an error of this run alone, of any type
             results[index] = error
 
     for index, run in enumerate(runs):
-        if isinstance(run, Generator):
-            advance(index, run, None)
-        elif isinstance(run, Exception):
+        if isinstance(run, Exception):
             results[index] = run
         else:
-            results[index] = attempted(finish, index, run)
+            advance(index, run, None)
     while waiting:
         alike = defaultdict(list)
         for index, (_, _, batch) in waiting.items():
             alike[batch].append(index)
         for members in alike.values():
             group = [waiting.pop(index) for index in members]
-            for (number,), model in _solved([training for _, training, _ in group], memory_limit):
+            first = group[0][1]
+            solve = partial(
+                first.solve, first.task, trained=first.trained, memory_limit=memory_limit
+            )
+            for number, model in attempt_jobs(solve, [training.job for _, training, _ in group]):
                 advance(members[number], group[number][0], model)
     return [results[index] for index in sorted(results)]
-
-
-def _solved(trainings: Sequence[Training], memory_limit: int) -> Iterator[tuple[list[int], Any]]:
-    """Yield the number of each training, in a list, with its model or its error."""
-    first = trainings[0]
-    solve = partial(first.solve, first.task, trained=first.trained, memory_limit=memory_limit)
-
-    def solve_each(jobs: Sequence[Job]) -> Iterator[tuple[list[int], Any]]:
-        return (([number], model) for number, model in enumerate(solve(jobs)))
-
-    jobs = [partial(_restarted, one.job, one.job.generator.get_state()) for one in trainings]
-    return attempt_groups(solve_each, jobs)
-
-
-def _restarted(job: Job, state: torch.Tensor) -> Job:
-    """Return a job that draws the mini-batches of its first run."""
-    job.generator.set_state(state)
-    return job

@@ -6,9 +6,11 @@ from torch import nn
 from torch.func import functional_call
 from torch.nn.functional import cross_entropy
 
-from flower_ext.algorithms.pfedme import Envelope, minimise_envelope
-from flower_ext.data import Examples
+from flower_ext.algorithms.pfedme import PFedMe, local_update
+from flower_ext.data import ClientData, Examples
+from flower_ext.federation import ClientWork
 from flower_ext.training import Linear, LocalTraining, Task
+from flower_ext.training.side_by_side import side_by_side
 from tests.support.jobs import batches
 
 
@@ -36,82 +38,106 @@ class RunningMean(Centred):
         return self.head(x - self.centre)
 
 
-def plain(task, job):
-    model = task.model().train()
-    w, theta = ({n: p.clone() for n, p in job.params.items()} for _ in range(2))
+def client_work(task, client, method, *, size, dtype=torch.float32, terms=()):
+    """Return the work of a client with random data, drawn anew but equal in every call."""
+    generator = torch.Generator().manual_seed(client)
+    examples = Examples(
+        torch.randn(size, 4, generator=generator, dtype=dtype),
+        torch.randint(3, (size,), generator=generator),
+    )
+    return ClientWork(
+        task=task,
+        data=ClientData(train=examples, test=examples),
+        received=task.initial_params(0),
+        memory=None,
+        weighted_part=lambda users, norm: None,
+        training=method.training,
+        round=1,
+        seed=0,
+        generator=generator,
+        settings={"attraction": method.attraction},
+        terms=terms,
+    )
+
+
+def trained(works):
+    """Return each client's (w_i, θ_i), all trained side by side."""
+    results = side_by_side(map(local_update, works))
+    return [(result.model, result.memory) for result in results]
+
+
+def plain(work, method):
+    """Return (w_i, θ_i) by Algorithm 1, for one client."""
+    model = work.task.model().train()
+    w, theta = ({n: p.clone() for n, p in work.received.items()} for _ in range(2))
     learnt = [name for name, _ in model.named_parameters()]
-    for x, y in batches(job.examples, job.training, job.generator):
-        for _ in range(job.personal.steps):
+    for x, y in batches(work.data.train, method.local, work.generator):
+        for _ in range(method.personal_training.steps):
             point = {n: theta[n].clone().requires_grad_() for n in learnt}
-            value = task.loss(functional_call(model, {**theta, **point}, (x,)), y)
-            value = value + sum(term(point) for term in job.objective)
-            value = value + job.attraction / 2 * sum(
+            value = work.task.loss(functional_call(model, {**theta, **point}, (x,)), y)
+            value = value + sum(term(point) for term in work.terms)
+            value = value + method.attraction / 2 * sum(
                 (point[n] - w[n]).square().sum() for n in learnt
             )
             slopes = torch.autograd.grad(value, list(point.values()))
             for name, slope in zip(learnt, slopes, strict=True):
-                theta[name] -= job.personal.learning_rate * slope
+                theta[name] -= method.personal_training.learning_rate * slope
         for name in learnt:
-            w[name] -= job.training.learning_rate * job.attraction * (w[name] - theta[name])
+            w[name] -= method.local.learning_rate * method.attraction * (w[name] - theta[name])
     return {name: w[name] for name in learnt}, theta
 
 
 @pytest.mark.parametrize("model", [Centred, RunningMean])
 def test_training_equals_the_plainest_loop(model):
     task = Task(model=model, data=lambda client: None, loss=cross_entropy, device="cpu")
+    method = PFedMe(
+        attraction=2.0,
+        local=LocalTraining(epochs=2, batch_size=4, learning_rate=0.05),
+        personal_training=LocalTraining(steps=3, learning_rate=0.1),
+    )
 
-    def jobs():
-        start = task.initial_params(0)
+    def works():
+        direction = {n: 0.1 * torch.ones_like(p) for n, p in task.initial_params(0).items()}
         for client, size in enumerate([9, 7, 5, 10]):
-            generator = torch.Generator().manual_seed(client)
-            yield Envelope(
-                params=start,
-                examples=Examples(
-                    torch.randn(size, 4, generator=generator),
-                    torch.randint(3, (size,), generator=generator),
-                ),
-                training=LocalTraining(epochs=2, batch_size=4, learning_rate=0.05),
-                generator=generator,
-                personal=LocalTraining(steps=3, learning_rate=0.1),
-                attraction=2.0,
-                terms=[Linear(direction={n: 0.1 * torch.ones_like(p) for n, p in start.items()})],
-            )
+            yield client_work(task, client, method, size=size, terms=[Linear(direction=direction)])
 
-    found = minimise_envelope(task, [*jobs()], trained=lambda name: True, memory_limit=2**30)
-    for (w, theta), job in zip(found, jobs(), strict=True):
-        own_w, own_theta = plain(task, job)
-        for name in own_w:
-            torch.testing.assert_close(w[name], own_w[name], rtol=1e-5, atol=1e-6)
-        for name in own_theta:
-            torch.testing.assert_close(theta[name], own_theta[name], rtol=1e-5, atol=1e-6)
+    for models, work in zip(trained(works()), works(), strict=True):
+        for result, expected in zip(models, plain(work, method), strict=True):
+            for name, p in expected.items():
+                torch.testing.assert_close(result[name], p, rtol=1e-5, atol=1e-6)
 
 
-def test_a_model_of_double_precision_keeps_its_precision():
+@pytest.mark.parametrize("count", [1, 6, 40])
+def test_a_model_of_double_precision_keeps_its_precision(count):
     def model():
         return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)).double()
 
     task = Task(model=model, data=lambda client: None, loss=cross_entropy, device="cpu")
+    method = PFedMe(
+        attraction=2.1,
+        local=LocalTraining(epochs=2, batch_size=4, learning_rate=0.03),
+        personal_training=LocalTraining(steps=3, learning_rate=0.1),
+    )
 
-    def jobs():
-        for client in range(6):
-            generator = torch.Generator().manual_seed(client)
-            yield Envelope(
-                params=task.initial_params(0),
-                examples=Examples(
-                    torch.randn(8, 4, generator=generator, dtype=torch.float64),
-                    torch.randint(3, (8,), generator=generator),
-                ),
-                training=LocalTraining(epochs=2, batch_size=4, learning_rate=0.03),
-                generator=generator,
-                personal=LocalTraining(steps=3, learning_rate=0.1),
-                attraction=2.1,
-            )
+    def works():
+        for client in range(count):
+            size = 8 + client % 5
+            yield client_work(task, client, method, size=size, dtype=torch.float64)
 
-    trained = minimise_envelope(task, [*jobs()], trained=lambda name: True, memory_limit=2**30)
-    for models, job in zip(trained, jobs(), strict=True):
-        for model, expected in zip(models, plain(task, job), strict=True):
+    for models, work in zip(trained(works()), works(), strict=True):
+        for result, expected in zip(models, plain(work, method), strict=True):
             for name, p in expected.items():
-                torch.testing.assert_close(model[name], p, rtol=1e-12, atol=1e-13)
+                torch.testing.assert_close(result[name], p, rtol=1e-12, atol=1e-13)
+
+
+def test_trainings_of_different_clients_share_a_batch():
+    task = Task(model=Centred, data=lambda client: None, loss=cross_entropy, device="cpu")
+    method = PFedMe(local=LocalTraining(batch_size=4))
+    first, second = (
+        next(local_update(client_work(task, client, method, size=5 + client))).batch
+        for client in range(2)
+    )
+    assert first == second
 
 
 def test_a_model_with_dropout_trains():
@@ -119,19 +145,13 @@ def test_a_model_with_dropout_trains():
         return nn.Sequential(nn.Linear(4, 5), nn.Dropout(0.2), nn.Linear(5, 3))
 
     task = Task(model=model, data=lambda client: None, loss=cross_entropy, device="cpu")
-
-    def trained():
-        job = Envelope(
-            params=task.initial_params(0),
-            examples=Examples(torch.ones(6, 4), torch.arange(6) % 3),
-            training=LocalTraining(epochs=2, batch_size=4, learning_rate=0.05),
-            generator=torch.Generator().manual_seed(1),
-            personal=LocalTraining(steps=3, learning_rate=0.1),
-            attraction=2.0,
-        )
-        ((w, _),) = minimise_envelope(task, [job], trained=lambda n: True, memory_limit=2**30)
-        return w
-
-    first, second = trained(), trained()
+    method = PFedMe(
+        attraction=2.0,
+        local=LocalTraining(epochs=2, batch_size=4, learning_rate=0.05),
+        personal_training=LocalTraining(steps=3, learning_rate=0.1),
+    )
+    ((first, _),), ((second, _),) = (
+        trained([client_work(task, 1, method, size=6)]) for _ in range(2)
+    )
     assert all(torch.equal(first[name], second[name]) for name in first)
     assert any(not torch.equal(p, first[name]) for name, p in task.initial_params(0).items())

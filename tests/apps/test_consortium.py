@@ -1,7 +1,9 @@
 """The consortium's app: one account over statistics and training, and tables of its silos' own."""
 
 import csv
+import json
 import subprocess
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -110,7 +112,7 @@ def test_a_mistake_in_a_setting_ends_the_run_before_it_begins(tables, tmp_path, 
 def test_a_column_that_no_silo_has_is_named_to_the_researcher(tables, tmp_path):
     with pytest.raises(Exception, match="no column weight"):
         run(tmp_path / "run", method="statistics", statistics="mean weight 0:200", **tables)
-    assert not (tmp_path / "run" / TABLE).exists()
+    assert not Ledger.read(tmp_path / "run" / "ledger.jsonl")
 
 
 @pytest.mark.parametrize(
@@ -121,11 +123,15 @@ def test_a_column_that_no_silo_has_is_named_to_the_researcher(tables, tmp_path):
         ({"features": "age 0:100", "user_column": "id"}, "no column 'id'"),
     ],
 )
-def test_a_silo_without_its_file_or_column_says_so_in_the_log(tables, tmp_path, changes, message):
-    """It trains on nothing, like a silo without records, so that the round does not show why."""
-    once = {"outcome": "sick", "rounds": 1, "evaluate_every": 1}
-    directory = run(tmp_path / "run", **{**tables, **once, **changes})
-    assert message in "".join(str(row["refusals"]) for row in directory.missing())
+def test_a_silo_without_its_file_or_column_ends_the_run_before_any_spend(
+    tables, tmp_path, caplog, changes, message
+):
+    """The site's operator and the researcher read the reason, which depends on no record."""
+    with pytest.raises(Exception, match=message):
+        run(tmp_path / "run", **{"outcome": "sick", "rounds": 1, **tables, **changes})
+    logged = [r.getMessage() for r in caplog.records if "takes no part" in r.getMessage()]
+    assert any(message in line for line in logged)
+    assert not Ledger.read(tmp_path / "run" / "ledger.jsonl")
 
 
 def test_the_command_prints_the_statistics_and_where_their_page_is(tmp_path, monkeypatch):
@@ -140,30 +146,95 @@ def test_the_command_prints_the_statistics_and_where_their_page_is(tmp_path, mon
     assert "expected one of count, mean" in " ".join(refused.output.replace("│", " ").split())
 
 
+def test_who_tests_depends_on_the_person_alone_in_all_silos(tables):
+    """Without one person, no record of another person changes its part."""
+    table_of = CONSORTIUM.module("tables").table_of
+    task = CONSORTIUM.module("task")
+    config = CONSORTIUM.config(**tables, features="age 0:100", outcome="sick")
+    settings = CONSORTIUM.module("settings").Settings.of(config)
+    rows = {silo: task._tests(table_of(settings, silo), settings) for silo in range(5)}
+    users = {silo: table_of(settings, silo).users for silo in range(5)}
+    testing = set().union(*(users[s][rows[s]].tolist() for s in users))
+    assert 0.1 < len(testing) / PEOPLE < 0.3
+    assert all((np.isin(users[s], list(testing)) == rows[s]).all() for s in users)
+    path = Path(tables["data_folder"]) / "silo-0.csv"
+    header, *lines = path.read_text().splitlines()
+    gone = lines[0].partition(",")[0]
+    path.write_text("\n".join([header, *(row for row in lines if row.partition(",")[0] != gone)]))
+    left = task._tests(table_of(settings, 0), settings)
+    assert (left == rows[0][users[0] != int(gone)]).all()
+
+
+STUDY = """
+title = "A study"
+app = {app}
+
+[settings]
+dataset = "files"
+data-folder = "data"
+num-silos = {silos}
+num-users = 300
+colluding-share = 0
+features = "age 0:100"
+outcome = "sick"
+population-epsilon = 40
+population-delta = 1e-5
+
+[[stage]]
+name = "statistics"
+settings = {{ method = "statistics", statistics = "variance age 0:100", epsilon = 10 }}
+
+[[stage]]
+name = "training"
+uses = ["statistics/standardise.toml"]
+settings = {{ epsilon = 10, rounds = 6, evaluate-every = 0 }}
+
+[[stage]]
+name = "scores"
+uses = ["statistics/standardise.toml", "training/model.toml"]
+settings = {{ method = "scores", statistics = "mean correct 0:1", epsilon = 10 }}
+"""
+
+
+def test_a_study_goes_from_statistics_to_scores_and_keeps_what_is_complete(tables, tmp_path):
+    file = tmp_path / "small.toml"
+    file.write_text(STUDY.format(app=json.dumps(str(CONSORTIUM.folder)), silos=5))
+    words = ["study", str(file), "--runs", str(tmp_path)]
+    done = CliRunner().invoke(cli, words, env={"COLUMNS": "300"})
+    assert done.exit_code == 0, done.output
+    stages = [tmp_path / "small" / name for name in ("statistics", "training", "scores")]
+    assert float(released(RunDirectory.open(stages[2]))["mean of correct"]["estimate"]) > 0.7
+    spent = total_spent(Ledger.read(tmp_path / "small" / "account.jsonl"), 1e-5)
+    assert 15 < spent < 30
+    ids = [RunDirectory.open(stage).id for stage in stages]
+    again = CliRunner().invoke(cli, words, env={"COLUMNS": "300"})
+    assert again.output.count("complete, kept") == 3
+    assert [RunDirectory.open(stage).id for stage in stages] == ids
+    file.write_text(file.read_text().replace("rounds = 6", "rounds = 7"))
+    refused = CliRunner().invoke(cli, words, env={"COLUMNS": "300"})
+    assert refused.exit_code == 2
+    assert "rounds = 6, now 7" in " ".join(refused.output.replace("│", " ").split())
+
+
 @pytest.mark.engine
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_supernodes_release_statistics_of_their_own_files(tables, tmp_path):
+def test_supernodes_take_part_in_a_whole_study_with_files_of_their_own(tables, tmp_path):
     """Three hospitals on a SuperLink with TLS; each SuperNode names its own data folder."""
+    file = tmp_path / "small.toml"
+    text = STUDY.format(app=json.dumps(str(CONSORTIUM.folder)), silos=3)
+    file.write_text(text.replace('data-folder = "data"\n', ""))
     config = {"data-folder": tables["data_folder"]}
-    directory = tmp_path / "run"
-    settings = {
-        "dataset": "files",
-        "num-users": PEOPLE,
-        "num-silos": 3,
-        "colluding-share": 0,
-        "run-directory": directory,
-    }
-    words = [part for name, value in settings.items() for part in ("--set", f"{name}={value}")]
     with Deployment(tmp_path / "three", nodes=3, node_config=config) as deployment:
-        command = ["flower-ext", "stats", CONSORTIUM.folder, "mean age 0:100", "--epsilon", "4"]
         done = subprocess.run(
-            [*command, "--superlink", CONNECTION, *words],
+            ["flower-ext", "study", file, CONNECTION, "--runs", tmp_path],
             env=deployment.env,
             capture_output=True,
             text=True,
             timeout=800,
         )
     assert done.returncode == 0, done.stdout + done.stderr
-    rows = released(RunDirectory.open(directory))
+    rows = released(RunDirectory.open(tmp_path / "small" / "statistics"))
     assert float(rows["mean of age"]["estimate"]) == pytest.approx(50, abs=10)
+    scores = released(RunDirectory.open(tmp_path / "small" / "scores"))
+    assert float(scores["mean of correct"]["estimate"]) > 0.6

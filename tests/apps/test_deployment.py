@@ -30,6 +30,7 @@ from tests.faults.processes import (
 )
 from tests.support.apps import DP2_FEDSAM
 from tests.support.deployment import Deployment
+from tests.support.identities import write_identities
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(1500)]
 
@@ -143,6 +144,27 @@ def test_nodes_that_are_killed_in_secure_sums_cost_no_round_and_come_back(tmp_pa
     assert (
         len(list(folder.glob("secrets/*-sum.secret"))) == 4
     )  # a round's secrets replace the last one's
+
+
+def test_nodes_with_identities_take_part_in_signed_sums_alone(tmp_path):
+    write_identities(tmp_path, 4)
+    config = {
+        "sum-identity-key": str(tmp_path / "identity-{node}"),
+        "sum-members": str(tmp_path / "members.pub"),
+        "require-secure-sum": True,
+        "least-sum-members": 4,
+    }
+    sums = {"aggregation": "secure", "colluding-share": 0.0, "dropout-share": 0.0}
+    settings = {**SETTINGS, **sums, "rounds": 2, "round-timeout": TIMEOUT, "seeded-noise": False}
+    with Deployment(tmp_path / "deployment", nodes=4, node_config=config) as running:
+        signed = {**settings, "signed-sums": True}
+        run = WatchedRun(running, DP2_FEDSAM.folder, tmp_path / "signed", signed).finish()
+        refused = WatchedRun(running, DP2_FEDSAM.folder, tmp_path / "unsigned", settings)
+        refused.finish()
+    assert run.status == "completed"
+    assert [row["answered"] for row in run.metrics()] == [4, 4]
+    assert "the server may lie" in (run.path / "report.md").read_text(encoding="utf-8")
+    assert "expected a signed one" in str(refused.error)
 
 
 def test_a_run_outlives_the_superlink_on_the_same_database(deployment, tmp_path):

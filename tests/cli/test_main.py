@@ -7,12 +7,11 @@ from importlib.metadata import version
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
 import flower_ext
 from flower_ext.cli import main, run_command
 from flower_ext.cli.calibrate import noise_text
-from flower_ext.cli.main import COMMANDS, app
+from flower_ext.cli.main import COMMANDS
 from flower_ext.cli.processes import LaunchFailed
 from flower_ext.privacy import (
     Budget,
@@ -32,14 +31,11 @@ from flower_ext.privacy.theorems.dp2_fedsam_theorem import (
 from flower_ext.privacy.theorems.uldp_group import group_loss_by_conversion, group_loss_by_renyi
 from flower_ext.runs import RunDirectory
 from flower_ext.runs.directory import NotARun
+from tests.support.commands import call
 from tests.support.finished_runs import finished
 from tests.support.grids import grid
 
 FACTS = ["--population", "100", "--sampling-rate", "0.1", "--rounds", "60"]
-
-
-def call(*arguments: str):
-    return CliRunner().invoke(app, list(arguments), env={"COLUMNS": "200"})
 
 
 def unboxed(text: str) -> str:

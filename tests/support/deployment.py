@@ -69,7 +69,7 @@ class Deployment:
     nodes : int
         Number of SuperNodes. Node i of 0 … nodes−1 has ``partition-id`` i in its node config.
     node_config : Mapping[str, str | int | float | bool]
-        Further values for the node config of all nodes.
+        Further values for the node config of all nodes; ``{node}`` in a text is the node's number.
     policies : Mapping[int, Path]
         Policy of the guard of each node that has one. The guard starts and ends with the node.
     """
@@ -163,7 +163,9 @@ class Deployment:
         """Start SuperNode ``node`` with its key; ``config`` overrides values of its node config."""
         name = name or f"node-{node}"
         values: dict[str, Any] = {"partition-id": node, "num-partitions": self.nodes}
-        values |= {**self.node_config, **(config or {})}
+        shared = self.node_config.items()
+        values |= {n: v.format(node=node) if isinstance(v, str) else v for n, v in shared}
+        values |= config or {}
         words = ["flower-supernode", "--superlink", f"{HOST}:{self.port}"]
         words += ["--host", HOST, "--port", str(port := free_port())]
         words += ["--node-config", " ".join(f"{n}={json.dumps(v)}" for n, v in values.items())]

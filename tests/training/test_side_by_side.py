@@ -9,7 +9,7 @@ from flower_ext.data import Examples
 from flower_ext.federation import LocalResult
 from flower_ext.training import Job, LocalTraining, Task, difference
 from flower_ext.training.params import is_finite
-from flower_ext.training.side_by_side import Training, side_by_side
+from flower_ext.training.side_by_side import Training, completed, side_by_side
 
 PLAIN = LocalTraining(epochs=1, batch_size=4, learning_rate=0.1)
 
@@ -36,10 +36,8 @@ def run(own: Job):
 
 
 def test_an_error_is_of_its_own_run_and_all_others_end_as_alone():
-    (alone,) = side_by_side([run(job(1))], lambda index, model: model)
-    first, failed, last = side_by_side(
-        [run(job(1)), run(job(2, broken=True)), run(job(3))], lambda index, model: model
-    )
+    (alone,) = side_by_side([run(job(1))])
+    first, failed, last = side_by_side([run(job(1)), run(job(2, broken=True)), run(job(3))])
     assert isinstance(failed, RuntimeError)
     assert isinstance(last, dict)
     for name, value in first.items():
@@ -59,22 +57,27 @@ def yielding_a_number(own: Job):
 
 @pytest.mark.parametrize("method", [choosing_badly, yielding_a_number])
 def test_a_mistake_of_one_method_in_what_it_yields_ends_no_other(method):
-    (alone,) = side_by_side([run(job(1))], lambda index, model: model)
-    failed, other = side_by_side([method(job(2)), run(job(1))], lambda index, model: model)
+    (alone,) = side_by_side([run(job(1))])
+    failed, other = side_by_side([method(job(2)), run(job(1))])
     assert isinstance(failed, Exception)
     for name, value in other.items():
         torch.testing.assert_close(value, alone[name])
 
 
-def test_a_run_without_a_training_is_finished_before_the_next_one_is_made():
+def test_a_run_without_a_training_ends_before_the_next_one_is_made():
     steps = []
+
+    def ending(number):
+        value = yield from completed(number)
+        steps.append(f"end {value}")
+        return value
 
     def made():
         for number in range(3):
             steps.append(f"make {number}")
-            yield number
+            yield ending(number)
 
-    side_by_side(made(), lambda index, value: steps.append(f"end {value}"))
+    assert side_by_side(made()) == [0, 1, 2]
     assert steps == ["make 0", "end 0", "make 1", "end 1", "make 2", "end 2"]
 
 

@@ -116,7 +116,7 @@ def test_a_user_whose_tree_raises_moves_no_other_by_a_bit(odd):
             users[2].targets[1] = 99
         elif wrong:
             users[2] = Examples({"tokens": users[2].features["tokens"]}, users[2].targets)
-        jobs = [lambda user=user, own=own: job(own, seed=user) for user, own in enumerate(users)]
+        jobs = [job(own, seed=user) for user, own in enumerate(users)]
         solve = partial(train_groups, PARTED, batch_invariant=True)
         found = attempt_groups(solve, jobs)
         return {user: rows for group, rows in found for user in group}

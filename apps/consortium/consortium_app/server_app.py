@@ -1,4 +1,4 @@
-"""Server side: a run releases statistics, or trains a model, and leaves a directory."""
+"""Server side: a run releases statistics or scores, or trains a model, and leaves a directory."""
 
 from dataclasses import replace
 
@@ -7,13 +7,38 @@ from flwr.serverapp import Grid, ServerApp
 
 from consortium_app.settings import Settings
 from consortium_app.tables import num_users_of, table_of
-from consortium_app.task import joint_of, scales_of, task_of
+from consortium_app.task import BIAS, coefficients_of, joint_of, scales_of, task_of
 from flower_ext.algorithms import UldpAvg
 from flower_ext.federation import configured
+from flower_ext.files import write_whole
 from flower_ext.privacy import FullParticipation
+from flower_ext.runs import RunDirectory
+from flower_ext.runs.callbacks import Callback
 from flower_ext.statistics import StatisticsFiles, UserStatistics
 
 app = ServerApp()
+
+
+class ModelFile(Callback):
+    """Write the trained model as a file of settings, for a run with the method scores."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._features = [*scales_of(settings)]  # refuses misspelt features before the run
+
+    def end(self, run: RunDirectory) -> None:
+        """Write the difference between the two classes' coefficients."""
+        if run.status not in ("completed", "budget-exhausted"):
+            return
+        from safetensors.numpy import load_file
+
+        model = load_file(run.path / "model.safetensors")
+        numbers = [model["bias"][1] - model["bias"][0], *(model["weight"][1] - model["weight"][0])]
+        pairs = zip([BIAS, *self._features], numbers, strict=True)
+        text = "; ".join(f"{name} {number:.6g}" for name, number in pairs)
+        content = (
+            f'title = "Coefficients of standardised features"\n\n[settings]\nmodel = "{text}"\n'
+        )
+        write_whole(run.path / "model.toml", content.encode())
 
 
 @app.main()
@@ -23,7 +48,9 @@ def main(grid: Grid, context: Context) -> None:
     if settings.dataset != "files":
         table_of(settings, 0)  # missing data end the run here
     everyone, silos = FullParticipation(num_users_of(settings)), settings.num_silos
-    if settings.method == "statistics":
+    if settings.method != "uldp-avg-w":
+        if settings.method == "scores":
+            coefficients_of(settings)  # refuses an unfit model before the run
         # One round, and parts of norm 1, whatever the settings of the training.
         once = replace(settings, rounds=1, clipping_norm=1.0)
         plan = configured.release_plan(once, everyone, of_users=True)
@@ -32,7 +59,7 @@ def main(grid: Grid, context: Context) -> None:
         options = {"planned_rounds": 1, "callbacks": [files]}
         configured.start(grid, context, unscored, task, statistics, plan, **options)
         return
-    scales_of(settings)  # refuses misspelt features before the run
+    model = ModelFile(settings)
     rate = settings.server_learning_rate * silos  # of the mean over users, not over silos, too
     method = UldpAvg(
         num_silos=silos,
@@ -41,4 +68,4 @@ def main(grid: Grid, context: Context) -> None:
         **configured.server(settings, learning_rate=rate),
     )
     plan = configured.release_plan(settings, everyone, of_users=True)
-    configured.start(grid, context, settings, task, method, plan)
+    configured.start(grid, context, settings, task, method, plan, callbacks=[model])

@@ -13,8 +13,9 @@ from flower_ext.runs.shared_settings import ReleaseSettings, ServerSettings, Tra
 class Settings(ReleaseSettings, TrainingSettings, ServerSettings):
     """Statistics of people in several silos, and a model trained on them, with user-level DP."""
 
-    method: Literal["statistics", "uldp-avg-w"] = setting(
-        "statistics: one round that releases what `statistics` names; uldp-avg-w: training"
+    method: Literal["statistics", "uldp-avg-w", "scores"] = setting(
+        "statistics: one round that releases what `statistics` names; uldp-avg-w: training; "
+        "scores: statistics of the people who test the model, with the columns risk and correct"
     )
 
     dataset: Literal["invented", "heart-disease", "tcga-brca", "files"] = setting(
@@ -34,7 +35,12 @@ class Settings(ReleaseSettings, TrainingSettings, ServerSettings):
         "writes them; a column that is missing here is scaled by its bounds"
     )
     outcome: str = setting("training: column with 0 or 1 to predict")
+    model: str = setting(
+        'scores: coefficients, "bias -0.3; age 0.8", as a training writes them to model.toml'
+    )
 
     # Privacy: the unit is one user, with all records in all silos.
-    clipping_norm: float = setting("clipping norm of a user's update in a silo; statistics: 1")
+    clipping_norm: float = setting(
+        "clipping norm of a user's update in a silo; statistics and scores: 1"
+    )
     delta: FractionBelowOne = setting("delta at which epsilon holds")

@@ -1,4 +1,4 @@
-"""The work of the silos: release statistics of their tables, or train on them."""
+"""The work of the silos: statistics of their tables, training on them, and scores of the model."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from flwr.app import Context
 from torch import nn
 
 from consortium_app.settings import Settings
-from consortium_app.tables import Table, table_of
+from consortium_app.tables import Table, num_users_of, table_of
 from flower_ext.data import Examples, SiloData
 from flower_ext.errors import InvalidValue, tellable
 from flower_ext.federation import settings_of
@@ -21,7 +21,9 @@ from flower_ext.statistics import JointStatistics, read_statistics, statistics_t
 from flower_ext.training import Task, accuracy
 
 TEST_SHARE = 0.2
-"""Share of a silo's rows that test the model."""
+"""Share of the people who test the model, with all of their records in all silos."""
+RISK, CORRECT, BIAS = "risk", "correct", "bias"
+"""Columns with the model's probability and with 1 where it is right; name of its constant."""
 
 
 def task_of(context: Context) -> Task:
@@ -29,6 +31,8 @@ def task_of(context: Context) -> Task:
     settings = settings_of(Settings, context)
     if settings.method == "statistics":
         return statistics_task(joint_of(settings), partial(whole_table, settings))
+    if settings.method == "scores":
+        return statistics_task(joint_of(settings), partial(scored_table, settings))
     width = len(scales_of(settings))
     return Task(
         model=partial(nn.Linear, width, 2),
@@ -72,6 +76,28 @@ def scales_of(settings: Settings) -> dict[str, tuple[float, float, float, float]
     )
 
 
+def coefficients_of(settings: Settings) -> dict[str, float]:
+    """Return the model's coefficients by feature, and its constant.
+
+    Raises
+    ------
+    UnfitSetting
+        The setting ``model`` has another form, or lacks a feature.
+    """
+    expected = [BIAS, *scales_of(settings)]
+    try:
+        coefficients = {name: float(value) for name, value in _words(settings.model, 2)}
+        if [*coefficients] == expected:
+            return coefficients
+    except ValueError:
+        pass
+    raise UnfitSetting(
+        f"run-config model={settings.model!r}: expected "
+        f'"{"; ".join(f"{name} NUMBER" for name in expected)}", as a training writes it to '
+        "model.toml in its run directory"
+    )
+
+
 def _words(text: str, count: int) -> list[list[str]]:
     parts = [part.split() for part in text.split(";") if part.strip()]
     if any(len(part) != count for part in parts):
@@ -82,35 +108,70 @@ def _words(text: str, count: int) -> list[list[str]]:
 def whole_table(settings: Settings, silo: int) -> SiloData:
     """Return a silo's rows as they are, for statistics."""
     table = table_of(settings, silo)
-    columns = {name: torch.from_numpy(column) for name, column in table.columns.items()}
-    rows = Examples(columns, torch.zeros(len(table.users), dtype=torch.long))
-    return SiloData(train=rows, test=rows.subset([]), owners=torch.from_numpy(table.users))
+    return _rows(table.columns, table.users)
+
+
+def scored_table(settings: Settings, silo: int) -> SiloData:
+    """Return the rows of the people who test, with the model's risk and if it is right.
+
+    A row whose target is not 0 or 1 is left out.
+    """
+    table, coefficients = table_of(settings, silo), coefficients_of(settings)
+    constant, *slopes = coefficients.values()
+    risk = 1 / (1 + np.exp(-(_features(table, settings) @ np.array(slopes) + constant)))
+    target = table.columns[settings.outcome]
+    columns = {**table.columns, RISK: risk, CORRECT: ((risk > 0.5) == target).astype(float)}
+    chosen = _has_target(table, settings) & _tests(table, settings)
+    return _rows({name: column[chosen] for name, column in columns.items()}, table.users[chosen])
+
+
+def _rows(columns: dict[str, np.ndarray], users: np.ndarray) -> SiloData:
+    tensors = {name: torch.from_numpy(column) for name, column in columns.items()}
+    rows = Examples(tensors, torch.zeros(len(users), dtype=torch.long))
+    return SiloData(train=rows, test=rows.subset([]), owners=torch.from_numpy(users))
 
 
 def standardised(settings: Settings, silo: int) -> SiloData:
     """Return a silo's rows for training and for tests, standardised by public numbers.
 
-    A missing feature becomes the centre, and a row whose target is not 0 or 1 is left out. Each row
-    is changed by its own values alone.
+    A missing feature becomes the centre, and a row whose target is not 0 or 1 is left out. A row,
+    and its part, depend on no other row.
     """
     table = table_of(settings, silo)
+    features, target = _features(table, settings), table.columns[settings.outcome]
+    has_target, tests = _has_target(table, settings), _tests(table, settings)
+    parts = []
+    for chosen in (has_target & ~tests, has_target & tests):
+        rows = torch.from_numpy(features[chosen]).float()
+        parts.append(Examples(rows, torch.from_numpy(target[chosen]).long()))
+    owners = torch.from_numpy(table.users[has_target & ~tests])
+    return SiloData(train=parts[0], test=parts[1], owners=owners)
+
+
+def _features(table: Table, settings: Settings) -> np.ndarray:
+    """Return the standardised features of all rows."""
     scales = scales_of(settings)
     _require_columns(table, [*scales, settings.outcome])
-    features = np.column_stack(
+    return np.column_stack(
         [
             np.nan_to_num((np.clip(table.columns[name], low, high) - centre) / deviation)
             for name, (low, high, centre, deviation) in scales.items()
         ]
     )
+
+
+def _has_target(table: Table, settings: Settings) -> np.ndarray:
     target = table.columns[settings.outcome]
-    is_test = seeded_generator(settings.seed, "tests", silo).random(len(target)) < TEST_SHARE
-    is_known = (target == 0) | (target == 1)
-    parts = []
-    for chosen in (is_known & ~is_test, is_known & is_test):
-        rows = torch.from_numpy(features[chosen]).float()
-        parts.append(Examples(rows, torch.from_numpy(target[chosen]).long()))
-    owners = torch.from_numpy(table.users[is_known & ~is_test])
-    return SiloData(train=parts[0], test=parts[1], owners=owners)
+    return np.asarray((target == 0) | (target == 1))
+
+
+def _tests(table: Table, settings: Settings) -> np.ndarray:
+    """Return which rows are of people who test: a public choice of numbers, equal in all silos.
+
+    A choice by a row's place would move other people's rows when one person leaves.
+    """
+    people = seeded_generator(settings.seed, "tests").random(num_users_of(settings))
+    return np.asarray(people[table.users] < TEST_SHARE)
 
 
 def _require_columns(table: Table, names: list[str]) -> None:

@@ -140,7 +140,7 @@ def users_updates(
     everyone.sort(key=lambda pair: (-len(jobs[pair[0]].users[pair[1]]), pair[0]))
     for start in range(0, len(everyone), _PREPARED):
         chosen = everyone[start : start + _PREPARED]
-        trainings = [partial(jobs[silo].of, user) for silo, user in chosen]
+        trainings = [jobs[silo].of(user) for silo, user in chosen]
         for group, rows in attempt_groups(solve, trainings):
             if isinstance(rows, Exception):
                 raised.append(rows)

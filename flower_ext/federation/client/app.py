@@ -11,10 +11,10 @@ from flower_ext.errors import InvalidValue, tellable
 from flower_ext.federation import records
 from flower_ext.federation.client.client_method import ClientMethod, Question
 from flower_ext.federation.client.cohort_app import Answer, CohortApp
+from flower_ext.federation.client.hidden_failures import data_of
 from flower_ext.federation.client.side import ClientSide
-from flower_ext.federation.client.unmoved import data_of
 from flower_ext.federation.roster import IDENTITY, check_addressee, identity, partition_of
-from flower_ext.federation.state.memory import ClientMemory, ClientVault
+from flower_ext.federation.state.memory import ClientMemory, ClientVault, forget_client
 from flower_ext.federation.sums import masked, weighted_silo
 from flower_ext.federation.uploads import Update
 from flower_ext.privacy import SecureScores
@@ -99,7 +99,7 @@ def _answer_question(side: ClientSide, message: Message, context: Context) -> Me
     """Return the reply to a question; a record in the message says which question it is."""
     check_addressee(message, context)
     if records.SECURE_SUM in message.content:
-        return masked.answer(message, context, side.method.name)
+        return masked.answer(message, context, side.method.name, side.policy(context).sums)
     answers = (answer for record, answer in _ANSWERS.items() if record in message.content)
     answer = next(answers, _state)
     return Message(RecordDict({records.ANSWER: answer(side, message, context)}), reply_to=message)
@@ -114,10 +114,11 @@ def _of_method(side: ClientSide, message: Message, context: Context) -> ArrayRec
                 "none; give it an answer="
             )
         )
+    side.policy(context).check_way_out("an answer", in_sum=False)
     task = side.task_of(context)
     question = Question(
         task=task,
-        data=data_of(task, partition_of(context.node_config), hidden=True),
+        data=data_of(task, partition_of(context.node_config), hide_errors=True),
         values=dict(message.content.config_records[records.QUESTION]),
         training=records.read_trainings(message.content),
     )
@@ -130,13 +131,15 @@ def _of_weighted_sum(side: ClientSide, message: Message, context: Context) -> Ar
         raise tellable(
             InvalidValue(f"{side.method.name} takes no weighted sum: run UldpAvg or UldpSgd")
         )
+    policy = side.policy(context)
+    policy.check_way_out("a weighted sum", in_sum=False)
     partition = partition_of(context.node_config)
     return weighted_silo.answer(
         records.to_arrays(message.content.array_records[records.WEIGHTED_SUM]),
-        data_of(side.task_of(context), partition, hidden=True),
+        data_of(side.task_of(context), partition, hide_errors=True),
         partition,
         ClientVault(context, side.method.name),
-        may_simulate=side.policy(context).may_simulate,
+        may_simulate=policy.may_simulate,
     )
 
 
@@ -144,13 +147,18 @@ def _state(side: ClientSide, message: Message, context: Context) -> ArrayRecord:
     """Return the training round in which this client last stored memory, or 0 if it has none.
 
     The client loads the memory to make sure that it is readable. With ``report-size``, the answer
-    includes the number of training examples, as a reply to a training does.
+    includes the number of training examples, as a reply to a training does. With ``forget``, the
+    client first deletes everything that it remembers of the named runs.
     """
     round_entries = message.content.config_records[records.ROUND]
+    if "forget" in round_entries:
+        forget_client(context, list(round_entries["forget"]))  # type: ignore[arg-type]
+        return records.to_record({"version": np.array(0, dtype=np.int64)})
     before = int(round_entries["number"]) + 1  # type: ignore[arg-type]
     memory = ClientMemory(context, side.method.name, str(round_entries["run"]))
     numbers = {"version": memory.newest(before) if memory.load(before) is not None else 0}
     if round_entries.get("report-size"):
+        side.policy(context).check_way_out("the number of examples", in_sum=False)
         data = side.task_of(context).data(partition_of(context.node_config))
         numbers["num-examples"] = len(data.train)
     return records.to_record({n: np.array(v, dtype=np.int64) for n, v in numbers.items()})

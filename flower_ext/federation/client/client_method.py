@@ -13,20 +13,15 @@ from typing import Any
 
 import torch
 
-from flower_ext.data import ClientData
+from flower_ext.data import ClientData, Examples
 from flower_ext.errors import InvalidValue, tellable
 from flower_ext.federation.sums.weighted_silo import HiddenSum, LostPart, SiloPart
 from flower_ext.privacy import NoiseSource, SecureNoise
 from flower_ext.privacy.mechanisms.bounds import BoundedSum
 from flower_ext.privacy.mechanisms.protections import Protection
 from flower_ext.training import Job, LocalTraining, Params, StepNoise, Task, Term
-from flower_ext.training.side_by_side import (
-    Steps,
-    Training,
-    check_yielded,
-    train_invariantly,
-    train_jobs,
-)
+from flower_ext.training.batched.many import train_invariantly, train_jobs
+from flower_ext.training.side_by_side import Steps, Training, check_yielded
 from flower_ext.training.validation import RUNNING_STATISTICS
 
 Contribution = Params | BoundedSum | HiddenSum
@@ -103,6 +98,7 @@ class ClientWork:
         trained: Callable[[str], bool] = lambda name: True,
         *,
         terms: Sequence[Term] = (),
+        examples: Examples | None = None,
     ) -> Training:
         """Return a training of ``params`` with the settings of ``phase``, for the method to yield.
 
@@ -110,10 +106,13 @@ class ClientWork:
         method yields it, and the result of that ``yield`` is the trained model. Do not change it in
         place, because clients may share the parts that were not trained. A client without examples
         gets ``params`` back, so that its upload does not reveal that it has none.
+
+        ``terms`` are added to the loss. ``examples`` are the part of the client's training examples
+        to train on, by default all of them.
         """
         job = Job(
             params=params,
-            examples=self.data.train,
+            examples=self.data.train if examples is None else examples,
             training=self.training[phase],
             generator=self.generator,
             terms=[*self.terms, *terms],

@@ -16,6 +16,7 @@ from flwr.app import Context
 from flower_ext.errors import InvalidValue, tellable
 from flower_ext.federation.protection import SEEDED
 from flower_ext.federation.roster import PARTITION, partition_of
+from flower_ext.federation.sums.sum_limits import SumLimits
 from flower_ext.privacy import NoiseSource, SecureNoise, SeededNoise
 from flower_ext.privacy.mechanisms.protections import Protection
 from flower_ext.training import Task
@@ -36,6 +37,9 @@ class NodePolicy:
     * ``least-noise-multiplier=0.1``: the smallest noise that the client itself adds, in clipping
       norms. The client then refuses training whose upload it does not noise itself. It also
       refuses objective perturbation, which has no noise multiplier.
+    * ``require-secure-sum=true``: nothing about a client's data leaves it but in secure sums.
+    * ``least-sum-members``, ``least-sum-threshold-share``, ``sum-identity-key`` and
+      ``sum-members``: the secure sums in which the client takes part (see `SumLimits`).
 
     Parameters
     ----------
@@ -65,6 +69,27 @@ class NodePolicy:
             raise PermissionError(
                 f"the server asks for a noise multiplier of {multiplier:g} on this client's "
                 f"upload: the owner of this node requires least-noise-multiplier={least:g}"
+            )
+
+    @property
+    def sums(self) -> SumLimits:
+        """Limits on secure sums."""
+        return SumLimits.of(self.context.node_config)
+
+    def check_way_out(self, message: str, *, in_sum: bool) -> None:
+        """Refuse a ``message`` about the client's data outside secure sums, if the owner asks.
+
+        Raises
+        ------
+        PermissionError
+            The node's owner requires secure sums.
+        """
+        if self.context.node_config.get("require-secure-sum") and not in_sum:
+            raise tellable(
+                PermissionError(
+                    f"the server asks for {message} outside a secure sum: the owner of this node "
+                    "requires require-secure-sum=true"
+                )
             )
 
     def noise(self, entries: Mapping[str, Any], purpose: str) -> NoiseSource:

@@ -18,9 +18,9 @@ from flower_ext.errors import InvalidValue, is_tellable, tellable
 from flower_ext.federation import records
 from flower_ext.federation.arrays import arrays_of
 from flower_ext.federation.client.client_method import Contribution, LocalResult, Memory
+from flower_ext.federation.client.hidden_failures import check_finite, log_hidden
 from flower_ext.federation.client.node import OF_UPLOADS
 from flower_ext.federation.client.turns import Turn
-from flower_ext.federation.client.unmoved import check_finite, log_unmoved
 from flower_ext.federation.sums import masked
 from flower_ext.federation.sums.weighted_silo import HiddenSum
 from flower_ext.federation.uploads import Update
@@ -69,7 +69,7 @@ def _protected(turn: Turn, result: LocalResult) -> tuple[Contribution, Protected
     except Exception as error:  # a difference of two finite models may overflow
         if is_tellable(error) or not (protection.hides_failures and protection.takes_models):
             raise
-        log_unmoved(error)
+        log_hidden(error)
         return protect(LocalResult(model=received))
 
 
@@ -203,7 +203,7 @@ def _store_memory(turn: Turn, result: LocalResult, update: Protected) -> None:
     except Exception as error:  # a missing upload would reveal the error
         if not turn.request.protection.hides_failures:
             raise
-        log_unmoved(error)
+        log_hidden(error)
         memory = turn.work.memory
     if memory is None:
         return

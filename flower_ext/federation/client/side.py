@@ -17,18 +17,18 @@ from dataclasses import dataclass, field
 
 from flwr.app import Context, Message, RecordDict
 
-from flower_ext.federation.client.client_method import ClientWork, LocalResult
+from flower_ext.federation.client.client_method import ClientWork
+from flower_ext.federation.client.hidden_failures import result_hiding_failures
 from flower_ext.federation.client.node import task_on
 from flower_ext.federation.client.protecting import upload_of
 from flower_ext.federation.client.scores import scores_of, scores_record
 from flower_ext.federation.client.turns import ServedMethod, Turn
-from flower_ext.federation.client.unmoved import unmoved_by_errors
 from flower_ext.federation.client.vector_answers import WorkView, masked_vector, query_of
 from flower_ext.federation.failures import attempt_each, attempt_in_turn
 from flower_ext.federation.uploads import Update
 from flower_ext.privacy.mechanisms.vector_query import VectorQuery
 from flower_ext.training import MEMORY_LIMIT, Params, Task
-from flower_ext.training.side_by_side import Steps, check_whole, side_by_side
+from flower_ext.training.side_by_side import Steps, check_whole, completed, side_by_side
 
 
 @dataclass(frozen=True)
@@ -52,19 +52,11 @@ class ClientSide(ServedMethod):
         """
         turns = self.turns(messages, contexts, alone=alone)
 
-        def begin(turn: Turn) -> LocalResult | Steps[LocalResult]:
-            protection = turn.request.protection
-            # Under noise, a missing upload would reveal more than an unchanged model does.
-            if protection.hides_failures or protection.bounds_models:
-                return unmoved_by_errors(self.method.local_update, turn.work, protection)
-            return self.method.local_update(turn.work)
-
-        def finish(index: int, result: LocalResult) -> Update:
-            turn = turns[index]
-            assert isinstance(turn, Turn)
+        def answer(turn: Turn) -> Steps[Update]:
+            result = yield from result_hiding_failures(self.method.local_update, turn.work)
             return upload_of(turn, result)
 
-        return side_by_side(attempt_in_turn(begin, turns), finish, memory_limit=memory_limit)
+        return side_by_side(attempt_in_turn(answer, turns), memory_limit=memory_limit)
 
     def score(
         self,
@@ -111,14 +103,12 @@ class ClientSide(ServedMethod):
     ) -> list[Params | Exception]:
         """Return the whole model that each client would use, or its error."""
 
-        def finish(index: int, model: Params) -> Params:
-            work = works[index]
-            assert isinstance(work, ClientWork)
+        def model_of(work: ClientWork) -> Steps[Params]:
+            model = yield from completed(self.method.local_model(work))
             check_whole(model, work.task)
             return model
 
-        runs = attempt_in_turn(self.method.local_model, works)
-        return side_by_side(runs, finish, memory_limit=memory_limit)
+        return side_by_side(attempt_in_turn(model_of, works), memory_limit=memory_limit)
 
     def task_of(self, context: Context) -> Task:
         """Return the task, on the device that the node's owner names."""

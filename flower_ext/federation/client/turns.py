@@ -10,13 +10,13 @@ from typing import NamedTuple
 import torch
 from flwr.app import Context, Message
 
-from flower_ext.data import ClientData
+from flower_ext.data import ClientData, SiloData
 from flower_ext.errors import InvalidValue, is_tellable, knowing_no_data, tellable
 from flower_ext.federation import records
 from flower_ext.federation.client.client_method import ClientMethod, ClientWork, Memory
+from flower_ext.federation.client.hidden_failures import NO_DATA, data_of, log_hidden
 from flower_ext.federation.client.node import OF_UPLOADS, NodePolicy, device_of, task_on
 from flower_ext.federation.client.requests import Request, reader
-from flower_ext.federation.client.unmoved import NO_DATA, data_of, log_unmoved
 from flower_ext.federation.failures import attempt_each
 from flower_ext.federation.protection import Unprotected
 from flower_ext.federation.roster import check_addressee, partition_of
@@ -26,6 +26,7 @@ from flower_ext.privacy import NoiseSource
 from flower_ext.privacy.guarantee import PreconditionFailed
 from flower_ext.privacy.mechanisms.protections import (
     ClipSteps,
+    ClipToCells,
     ObjectivePerturbation,
     Protection,
 )
@@ -58,6 +59,10 @@ class Turn(NamedTuple):
     request: Request
     memory: ClientMemory | None
     work: ClientWork
+
+
+_IN_THE_CLEAR = ("report-size", "diagnostics", "training-loss")
+"""Entries of a request for numbers about the client's data beside its update."""
 
 
 @dataclass(frozen=True)
@@ -108,6 +113,7 @@ class ServedMethod:
         with knowing_no_data():
             if request.kind == "train":
                 policy.check(request.protection)
+            policy.check_way_out("an update or scores", in_sum=_is_summed(request))
             partition = partition_of(context.node_config)
             upload_noise = policy.noise(request.entries, OF_UPLOADS)
             in_steps = step_noise(request.protection, upload_noise)
@@ -172,8 +178,10 @@ def _go_back(memory: ClientMemory, used: int) -> None:
 
 def _data(task: Task, request: Request, partition: int) -> ClientData:
     """Return a client's checked data, or no examples if an error in them must stay hidden."""
-    hidden = _hides_missing_data(request)
-    data = data_of(task, partition, hidden=hidden)
+    hide_errors = _hides_missing_data(request)
+    data = data_of(task, partition, hide_errors=hide_errors)
+    if isinstance(data, SiloData) and data is not NO_DATA:
+        data = data.without(request.entries.get("withdrawn", ()))
     if data is NO_DATA or isinstance(request.protection, Unprotected):
         return data
     num_examples = len(data.train)
@@ -183,9 +191,9 @@ def _data(task: Task, request: Request, partition: int) -> ClientData:
     try:  # a trial of the model may be impossible with examples of this kind
         refuse_state_between_trainings(task, data.train)
     except Exception as error:
-        if is_tellable(error) or not hidden:
+        if is_tellable(error) or not hide_errors:
             raise
-        log_unmoved(error)
+        log_hidden(error)
         return NO_DATA
     return data
 
@@ -214,6 +222,13 @@ def check_size(num_examples: int, protection: Protection) -> None:
                 "the plan"
             )
         )
+
+
+def _is_summed(request: Request) -> bool:
+    """Return True if the answer to a request is masked, with nothing in the clear beside it."""
+    beside = [name for name in _IN_THE_CLEAR if request.entries.get(name)]
+    is_masked = records.SECURE_SUM in request.sums and isinstance(request.protection, ClipToCells)
+    return is_masked and not beside and (request.kind == "train" or bool(request.query))
 
 
 def step_noise(protection: Protection, noise: NoiseSource) -> StepNoise | None:

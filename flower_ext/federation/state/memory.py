@@ -7,8 +7,9 @@ both. No reply ever contains memory.
 
 from __future__ import annotations
 
+import shutil
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -209,6 +210,24 @@ class ClientVault:
                 folder.write(self._name, secret)
             self._loaded, self._on_disk = True, secret
         self._context.state[self._key] = ConfigRecord({"secret": secret})
+
+
+def forget_client(context: Context, runs: Sequence[str]) -> None:
+    """Delete everything that a client keeps of ``runs``: memory of all methods, and its keys.
+
+    Memory in a context's state is that of the context's run only. Memory of other runs that is not
+    in a folder vanishes with the SuperNode's process.
+    """
+    for name in [name for name in context.state if name.startswith("flower_ext.")]:
+        del context.state[name]
+    if (folder := StateFolder.of(context)) is None:
+        return
+    partition = partition_of(context.node_config)
+    for run in runs:
+        for kept in (folder.path / safe_name(run)).glob(f"*-{partition}"):
+            shutil.rmtree(kept)
+    for secret in (folder.path / SECRETS).glob(f"{context.run_id}-{context.node_id}-*.secret"):
+        secret.unlink()
 
 
 def _remove_old(secrets: Path) -> None:

@@ -39,6 +39,7 @@ from flower_ext.federation.arrays import Arrays, flattened, shaped
 from flower_ext.federation.failures import printable
 from flower_ext.federation.replies import LONGEST_REASON, RefusedReply, read_answer, read_metrics
 from flower_ext.federation.state.memory import ClientVault
+from flower_ext.federation.sums.sum_limits import SumLimits
 from flower_ext.federation.sums.summation import (
     Opening,
     OpenSum,
@@ -123,6 +124,7 @@ class OpenMaskedSum(OpenSum):
             neighbours=neighbours,
             threshold=parameters.threshold,
             least_answers=parameters.least_answers,
+            signed=parameters.signed,
         )
         self._server = SumServer(self._context, graph)
         self._unmasking = False
@@ -238,13 +240,15 @@ class OpenMaskedSum(OpenSum):
 # The client's end ------------------------------------------------------------------------------
 
 
-def answer(message: Message, context: Context, method: str) -> Message:
+def answer(message: Message, context: Context, method: str, limits: SumLimits) -> Message:
     """Answer a stage other than the training: advertise keys, share secrets, or help to unmask.
 
     Raises
     ------
     ProtocolError, InvalidValue
-        The server's message is malformed or out of order.
+        The server's message is malformed or out of order, or a key is not signed as it should be.
+    PermissionError
+        The sum is smaller than the node's owner permits.
     """
     with knowing_no_data():
         content = records.to_arrays(message.content.array_records[records.SECURE_SUM])
@@ -253,9 +257,11 @@ def answer(message: Message, context: Context, method: str) -> Message:
         member = _invited(vault, data) if stage == BEGIN else _stored(vault)
         reply: Advert | SealedShares | Revealed
         if stage == BEGIN:
-            reply = member.advertise()
+            limits.check(member.context)
+            reply = member.advertise(identities=limits.identities)
         elif stage == KEYS:
-            reply = member.share(Keys.from_bytes(data, member.context))
+            keys = Keys.from_bytes(data, member.context)
+            reply = member.share(keys, identities=limits.identities)
         else:
             reply = member.unmask(UnmaskRequest.from_bytes(data, member.context))
         vault.store(member.to_bytes())

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from typing import Literal
@@ -20,7 +20,7 @@ from flower_ext.errors import InvalidValue
 from flower_ext.privacy.accounting.approximation import with_approximation_error
 from flower_ext.privacy.accounting.events import PrivacyLoss, Release
 from flower_ext.privacy.accounting.gaussian import without_amplification
-from flower_ext.privacy.accounting.pld import pld_loss
+from flower_ext.privacy.accounting.pld import has_grid, optimal_loss, pld_loss
 from flower_ext.privacy.accounting.renyi import renyi_loss, without_replacement_loss
 from flower_ext.privacy.accounting.sampling import FixedSizeSampling, PoissonSampling
 from flower_ext.privacy.units import NeighboringRelation
@@ -76,8 +76,52 @@ def privacy_loss_of(
     exact: Counter[Release] = Counter()
     for release, count in counts.items():
         exact[replace(release, approximation_error=0.0)] += count
-    return with_approximation_error(
+    loss = with_approximation_error(
         lambda left: _loss(tuple(exact.items()), left, accountant), counts, delta
+    )
+    return replace(loss, releases=tuple(counts.items()))
+
+
+def joint_loss(
+    releases: Mapping[Release, int], spends: Sequence[PrivacyLoss], *, delta: float
+) -> PrivacyLoss:
+    """Return an upper bound on (ε, δ) of releases, and of mechanisms whose ε and δ alone are known.
+
+    The result is the lesser of two bounds. Basic composition adds ε's and δ's; the releases get the
+    rest of δ. Optimal composition (Kairouz et al. 2015) takes the worst mechanism of each (ε, δ),
+    and composes their privacy losses with those of the releases.
+
+    Parameters
+    ----------
+    releases : Mapping[Release, int]
+        Releases of one relation, with their counts.
+    spends : Sequence[PrivacyLoss]
+    delta : float
+        In (0, 1). ε is infinite if the δ's of ``spends`` add up to more.
+    """
+    if not spends:
+        return privacy_loss_of(releases, delta=delta)
+    epsilon = math.fsum(spend.epsilon for spend in spends)
+    left = delta - math.fsum(spend.delta for spend in spends)
+    rest = PrivacyLoss(epsilon=math.inf, delta=delta, accountant="")
+    if not +Counter(dict(releases)):
+        if left >= -1e-12 * delta:  # the δ's may add up to this δ, but for rounding
+            rest = replace(rest, epsilon=0.0)
+    elif left > 0:
+        rest = privacy_loss_of(releases, delta=left)
+    basic = PrivacyLoss(
+        epsilon=epsilon + rest.epsilon,
+        delta=delta,
+        accountant=" + ".join(filter(None, (rest.accountant, "basic composition"))),
+    )
+    if len(spends) + len(releases) == 1:
+        return replace(basic, accountant=spends[0].accountant)
+    if not 0 < basic.epsilon <= _LARGEST_GRID_EPSILON:
+        return basic
+    if any(release.approximation_error or not has_grid(release) for release in releases):
+        return basic
+    return _least(
+        basic, optimal_loss(tuple(releases.items()), tuple(spends), delta, rough=basic.epsilon)
     )
 
 

@@ -58,5 +58,6 @@ def with_approximation_error(
         tail = first.epsilon + math.log(2 * _STEPS / spared)
         second = shift**2 / 2 + shift * math.sqrt(2 * tail)
         if math.expm1(_STEPS * second) * (delta - spared / 2) <= spared / 2:
-            return replace(first, epsilon=first.epsilon + _STEPS * second, delta=delta)
-    return replace(first, epsilon=math.inf, delta=delta)
+            epsilon = first.epsilon + _STEPS * second
+            return replace(first, epsilon=epsilon, delta=delta, releases=None)
+    return replace(first, epsilon=math.inf, delta=delta, releases=None)

@@ -26,7 +26,7 @@ spaced                     any other                Gaussian composition of the 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from flower_ext.checks import require_not_negative
@@ -50,11 +50,21 @@ MOST_NOISE = 1e7
 
 @dataclass(frozen=True, kw_only=True)
 class PrivacyLoss:
-    """An upper bound (ε, δ), and the accountant that computed it."""
+    """An upper bound (ε, δ), and the accountant that computed it.
+
+    Parameters
+    ----------
+    epsilon, delta : float
+    accountant : str
+    releases : Counts, optional
+        Releases whose composition has at most this loss, so that it composes with others. None if
+        only (ε, δ) is known.
+    """
 
     epsilon: float
     delta: float
     accountant: str
+    releases: Counts | None = field(default=None, compare=False, repr=False)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,6 +140,11 @@ class Release:
             )
         return gaussian
 
+    def under(self, relation: NeighboringRelation) -> Release:
+        """Return a release of the same loss under another relation, if sampling amplifies none."""
+        noise = self.relative_noise * relation.sensitivity_factor
+        return replace(self, relation=relation, noise_multiplier=noise)
+
     def to_dict(self) -> dict[str, Any]:
         """Return a JSON-ready dictionary, which `from_dict` reads."""
         return {**vars(self), "sampling": sampling_to_dict(self.sampling)}
@@ -140,3 +155,7 @@ class Release:
         sampling = sampling_from_dict(fields["sampling"])
         relation = NeighboringRelation(fields["relation"])
         return cls(**{**fields, "sampling": sampling, "relation": relation})
+
+
+Counts = tuple[tuple[Release, int], ...]
+"""Releases, each with the number of times that it was made."""

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from dataclasses import replace
 from functools import lru_cache
 
 from flower_ext.checks import require_delta, require_not_negative
 from flower_ext.privacy.accounting.events import PrivacyLoss, Release
+from flower_ext.privacy.accounting.sampling import FullParticipation
+from flower_ext.privacy.units import NeighboringRelation
 
 EXACT_GAUSSIAN = "exact Gaussian composition"
 """Balle and Wang (2018), Theorem 8: tight, since every release is a Gaussian."""
@@ -34,8 +37,14 @@ def gaussian_loss(noise_multiplier: float, *, releases: float, delta: float) -> 
     require_not_negative("releases", releases)
     require_delta(delta)
     if releases == 0:
-        return PrivacyLoss(epsilon=0.0, delta=delta, accountant=EXACT_GAUSSIAN)
-    return _one_gaussian(noise_multiplier / math.sqrt(releases), delta)
+        return PrivacyLoss(epsilon=0.0, delta=delta, accountant=EXACT_GAUSSIAN, releases=())
+    noise_multiplier /= math.sqrt(releases)
+    together = Release(
+        sampling=FullParticipation(1),
+        noise_multiplier=noise_multiplier,
+        relation=NeighboringRelation.REPLACE_SPECIAL,
+    )
+    return replace(_one_gaussian(noise_multiplier, delta), releases=((together, 1),))
 
 
 def without_amplification(counts: Iterable[tuple[Release, int]], delta: float) -> PrivacyLoss:

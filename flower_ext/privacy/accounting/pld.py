@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -11,7 +12,7 @@ import numpy as np
 from flower_ext.privacy.accounting.events import PrivacyLoss, Release
 
 if TYPE_CHECKING:  # the import takes a second, which clients should not pay: functions import it
-    import dp_accounting
+    pass
 
 _ROUNDING = 1e-15
 """Bound on the δ that Fourier transforms lose in each composed step: 10 times the measured loss."""
@@ -33,6 +34,35 @@ def pld_loss(counts: Sequence[tuple[Release, int]], delta: float, *, rough: floa
     events = [(release.event, count) for release, count in counts]
     epsilon = pld_epsilon(events, delta, interval=interval)
     return PrivacyLoss(epsilon=epsilon, delta=delta, accountant="PLD")
+
+
+def has_grid(release: Release) -> bool:
+    """Return True if a grid can hold the privacy losses of a release."""
+    import dp_accounting
+
+    return not isinstance(release.event, dp_accounting.SampledWithoutReplacementDpEvent)
+
+
+@lru_cache(maxsize=1024)
+def optimal_loss(
+    counts: tuple[tuple[Release, int], ...],
+    spends: tuple[PrivacyLoss, ...],
+    delta: float,
+    *,
+    rough: float,
+) -> PrivacyLoss:
+    """Return the bound on ε of releases together with the worst mechanisms of given (ε, δ)."""
+    from dp_accounting.pld.common import DifferentialPrivacyParameters
+
+    steps = len(spends) + sum(count for _, count in counts)
+    # Each (ε, δ) is rounded up by one interval at most.
+    interval = max(min(1e-3 * rough / steps, 1e-3), FINEST_INTERVAL, 2e-6 * rough)
+    if counts:
+        interval = max(interval, _widest_step(counts) / _MOST_CELLS)
+    events: list[tuple[Any, int]] = [(release.event, count) for release, count in counts]
+    events += [(DifferentialPrivacyParameters(spend.epsilon, spend.delta), 1) for spend in spends]
+    epsilon = pld_epsilon(events, delta, interval=interval)
+    return PrivacyLoss(epsilon=epsilon, delta=delta, accountant="PLD, optimal composition")
 
 
 def _widest_step(counts: Iterable[tuple[Release, int]]) -> float:
@@ -67,11 +97,11 @@ def _grid_interval(epsilon: float, delta: float, *, steps: int) -> float:
     return min(max(interval, FINEST_INTERVAL), WIDEST_INTERVAL)
 
 
-def pld_epsilon(
-    events: Sequence[tuple[dp_accounting.DpEvent, int]], delta: float, *, interval: float
-) -> float:
+def pld_epsilon(events: Sequence[tuple[Any, int]], delta: float, *, interval: float) -> float:
     """Return ε from a grid of privacy losses that are rounded up.
 
+    An event is one of dp-accounting's, or its DifferentialPrivacyParameters: the worst mechanism of
+    an (ε, δ).
     The result is infinite if rounding in the Fourier transforms can lose as much as ``delta``.
     """
     from dp_accounting import pld
@@ -85,7 +115,7 @@ def pld_epsilon(
     return float(total.get_epsilon_for_delta(resolved))
 
 
-def _grid_of(event: dp_accounting.DpEvent, count: int, interval: float) -> tuple[Any, int]:
+def _grid_of(event: Any, count: int, interval: float) -> tuple[Any, int]:
     """Return a grid of privacy losses, and how often to compose it."""
     import dp_accounting
     from dp_accounting.pld import privacy_loss_distribution as grids
@@ -107,6 +137,8 @@ def _grid_of(event: dp_accounting.DpEvent, count: int, interval: float) -> tuple
                 event.sampling_probs,
                 value_discretization_interval=interval,
             ), count
+        case grids.common.DifferentialPrivacyParameters():
+            return grids.from_privacy_parameters(event, interval), count
     raise TypeError(
         f"event={event!r}: expected a Gaussian, a sub-sampled Gaussian or a mixture of them"
     )

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from flower_ext.privacy.accounting.events import PrivacyLoss
+from flower_ext.privacy.accounting.events import Counts, PrivacyLoss
 from flower_ext.privacy.guarantee import Condition, Guarantee
 from flower_ext.privacy.mechanisms.noise import IMPROBABLE
 from flower_ext.privacy.units import AdversaryView, NeighboringRelation, PrivacyUnit
@@ -66,6 +66,7 @@ class Claims:
             view=view,
             epsilon=loss.epsilon,
             delta=self.delta,
+            releases=_under(relation or self.relation, loss.releases),
             basis="provable",
             accountant=loss.accountant,
             source=source,
@@ -73,6 +74,19 @@ class Claims:
             conditions=conditions,
             not_covered=tuple(self.not_covered),
         )
+
+
+def _under(relation: NeighboringRelation, releases: Counts | None) -> Counts | None:
+    """Return releases under a relation; None if sampling amplifies them under another one."""
+    if releases is None or any(
+        release.relation is not relation and release.sampling.sampling_rate < 1
+        for release, _ in releases
+    ):
+        return None
+    return tuple(
+        (release if release.relation is relation else release.under(relation), count)
+        for release, count in releases
+    )
 
 
 def noise_assumption(secure: bool) -> str:
@@ -107,6 +121,12 @@ SECURE_SUM = (
     "clients unaltered, X25519, ChaCha20 and ChaCha20-Poly1305 are secure, and HKDF-SHA256 acts as "
     "a random oracle"
 )
+SIGNED_SUM = (
+    "the server may lie, but each client's node config names sum-identity-key and a sum-members "
+    "with the identities of these clients, X25519, Ed25519, ChaCha20 and ChaCha20-Poly1305 are "
+    "secure, and HKDF-SHA256 acts as a random oracle"
+)
+"""The assumption about signed sums."""
 ONE_ANSWER = (
     "resist_equivocation is off: the server never tells some neighbours that a client answered and "
     "others that the client was lost, which could show it that client's upload"

@@ -28,6 +28,7 @@ from flower_ext.privacy.theorems.claims import (
     ONE_ANSWER,
     OUTLIVES,
     SECURE_SUM,
+    SIGNED_SUM,
     TELLS,
     WHOLE_UPLOADS,
     Claims,
@@ -166,7 +167,7 @@ def of_secure_sum(mechanism: NoisedSum, sums: SecureSum) -> tuple[str, ...]:
     parameters, clients = mechanism.sum_parameters, mechanism.num_clients
     drawn = "" if parameters.members == clients else ", all but surely (1 - 2^-40 a run)"
     return (
-        SECURE_SUM,
+        SIGNED_SUM if sums.signed else SECURE_SUM,
         *(() if sums.resist_equivocation else (ONE_ANSWER,)),
         f"at most {sums.colluders_among(clients)} of {clients} clients collude with the server "
         f"({sums.colluding:.3g}), who were fixed before cohorts and neighbours were drawn at "
@@ -174,5 +175,6 @@ def of_secure_sum(mechanism: NoisedSum, sums: SecureSum) -> tuple[str, ...]:
         f"collude{drawn}; each client has {parameters.neighbors} neighbours, of whom "
         f"{parameters.threshold} could unmask it",
         "the server sees who was asked, who took part and when, and sums of at least "
-        f"{parameters.least_answers} uploads",
+        f"{parameters.least_answers} uploads"
+        + (f", of which {parameters.honest_answers} honest ones" if sums.signed else ""),
     )

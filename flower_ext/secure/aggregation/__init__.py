@@ -29,11 +29,13 @@ from flower_ext.secure.aggregation.context import (
     graph_digest,
     graph_of,
 )
+from flower_ext.secure.aggregation.identities import Identities
 from flower_ext.secure.aggregation.member import Member
 
 __all__ = [
     "Advert",
     "Delivery",
+    "Identities",
     "Invitation",
     "Keys",
     "MaskedInput",

@@ -27,6 +27,7 @@ from flower_ext.secure.aggregation.shamir import SHARE_BYTES
 from flower_ext.secure.messages import Message
 
 KEY_BYTES = 32
+IDENTITY_BYTES, SIGNATURE_BYTES = 32, 64
 SEALED_BYTES = 12 + 2 * SHARE_BYTES + 16  # nonce, two shares, tag
 HASH_BYTES = 32
 OF_SEED, OF_KEY = b"s", b"k"  # first byte of a revealed share: its kind
@@ -36,7 +37,12 @@ _DIGEST_BYTES = 32
 
 def key_pair(keys: bytes) -> tuple[bytes, bytes]:
     """Return the two public keys of a member: one for masks, one for sealing."""
-    return keys[:KEY_BYTES], keys[KEY_BYTES:]
+    return keys[:KEY_BYTES], keys[KEY_BYTES : 2 * KEY_BYTES]
+
+
+def _keys_bytes(context: RoundContext) -> int:
+    """Return the length of a member's keys; in a signed round, identity and signature follow."""
+    return 2 * KEY_BYTES + (IDENTITY_BYTES + SIGNATURE_BYTES) * context.signed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,9 +76,12 @@ class Advert(_RoundMessage):
     """A member's public keys: one for masks, one for sealing."""
 
     kind = b"A"
-    sizes: ClassVar[Mapping[str, int]] = {"keys": 2 * KEY_BYTES}
     member: int
     keys: bytes
+
+    @classmethod
+    def _lengths(cls, context: RoundContext) -> Mapping[str, int]:
+        return {**super()._lengths(context), "keys": _keys_bytes(context)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,8 +89,11 @@ class Keys(_RoundMessage):
     """The public keys of a member and of its neighbours that advertised."""
 
     kind = b"K"
-    sizes: ClassVar[Mapping[str, int]] = {"keys": 2 * KEY_BYTES}
     keys: Mapping[int, bytes]
+
+    @classmethod
+    def _lengths(cls, context: RoundContext) -> Mapping[str, int]:
+        return {**super()._lengths(context), "keys": _keys_bytes(context)}
 
 
 @dataclass(frozen=True, kw_only=True)

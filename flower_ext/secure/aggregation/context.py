@@ -47,6 +47,9 @@ class RoundContext(JsonRecord):
         Number of neighbours whose shares unmask a member. Fewer may collude with the server.
     least_answers : int
         Least number of masked vectors; with fewer, the round is discarded.
+    signed : bool
+        True if members sign their keys, and all members are neighbours. No server can then choose a
+        member's neighbours, or speak for them; see `flower_ext.secure.aggregation.identities`.
 
     Raises
     ------
@@ -65,6 +68,7 @@ class RoundContext(JsonRecord):
     neighbours: int
     threshold: int
     least_answers: int
+    signed: bool = False
 
     def __post_init__(self) -> None:
         size = self.members
@@ -90,6 +94,10 @@ class RoundContext(JsonRecord):
         if not 2 <= self.least_answers <= size:
             raise InvalidValue(
                 f"least_answers={self.least_answers}: expected 2 to {size}, the number of members"
+            )
+        if self.signed and self.neighbours < size - 1:
+            raise InvalidValue(
+                f"neighbours={self.neighbours} of a signed round: expected {size - 1}, all others"
             )
 
     @property

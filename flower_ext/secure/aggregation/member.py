@@ -27,6 +27,7 @@ from flower_ext.secure.aggregation.aggregation_messages import (
     key_pair,
 )
 from flower_ext.secure.aggregation.context import Invitation, RoundContext
+from flower_ext.secure.aggregation.identities import Identities
 from flower_ext.secure.aggregation.mask_streams import (
     Residues,
     apply_mask,
@@ -100,17 +101,37 @@ class Member(JsonRecord):
     def __repr__(self) -> str:
         return f"Member(index={self.index}, stage={self.stage.name})"
 
-    def advertise(self, *, token_bytes: TokenBytes = secrets.token_bytes) -> Advert:
-        """Draw this round's secrets and return the public keys, for the server."""
+    def advertise(
+        self,
+        *,
+        identities: Identities | None = None,
+        token_bytes: TokenBytes = secrets.token_bytes,
+    ) -> Advert:
+        """Draw this round's secrets and return the public keys, for the server.
+
+        Raises
+        ------
+        ProtocolError
+            The call is out of order; or the round is signed and there are no ``identities``, or the
+            reverse.
+        """
         self._expect(MemberStage.NEW)
+        self._check_signed(identities)
         self.stage = MemberStage.ADVERTISED
         self.mask_private, self.channel_private, self.seed = (
             token_bytes(KEY_BYTES) for _ in range(3)
         )
-        return Advert(digest=self.context.digest, member=self.index, keys=self._public)
+        keys = self._public
+        if identities is not None:
+            keys += identities.sign(self.context, self.index, keys)
+        return Advert(digest=self.context.digest, member=self.index, keys=keys)
 
     def share(
-        self, message: Keys, *, token_bytes: TokenBytes = secrets.token_bytes
+        self,
+        message: Keys,
+        *,
+        identities: Identities | None = None,
+        token_bytes: TokenBytes = secrets.token_bytes,
     ) -> SealedShares:
         """Return shares of this member's secrets, each sealed for one neighbour.
 
@@ -118,7 +139,8 @@ class Member(JsonRecord):
         ------
         ProtocolError
             The call is out of order, the message belongs to another round, this member's key was
-            changed, or fewer neighbours than the threshold have keys.
+            changed, fewer neighbours than the threshold have keys, or a signature is missing, wrong
+            or of an identity that is not trusted.
         InvalidValue
             A key is malformed, of low order, given twice, or does not belong to a neighbour.
         """
@@ -126,9 +148,12 @@ class Member(JsonRecord):
         context, index = self.context, self.index
         message.check(context)
         keys = dict(message.keys)
-        if keys.pop(index, None) != self._public:
+        self._check_signed(identities)
+        if b"".join(key_pair(keys.pop(index, b""))) != self._public:
             raise ProtocolError(f"keys[{index}]: expected this member's own keys, unchanged")
         self._check_neighbours(set(keys))
+        if identities is not None:
+            identities.check(context, keys)
         halves = [part for pair in (self._public, *keys.values()) for part in key_pair(pair)]
         if len(set(halves)) != len(halves):
             raise InvalidValue(
@@ -231,6 +256,13 @@ class Member(JsonRecord):
                 f"{request.answers} members answered: expected at least "
                 f"least_answers={context.least_answers}"
             )
+        lost = sum(kind == OF_KEY for kind in request.kinds.values())
+        if lost > context.members - request.answers:
+            raise ProtocolError(
+                f"{lost} lost neighbours: expected at most "
+                f"{context.members - request.answers}, because {request.answers} of "
+                f"{context.members} members answered"
+            )
         if set(request.kinds) != set(self.held):
             raise ProtocolError(
                 f"neighbours {sorted(request.kinds)}: expected all that shared secrets, "
@@ -263,6 +295,15 @@ class Member(JsonRecord):
                 "take each step once, and send the stored reply if it is needed again"
             )
 
+    def _check_signed(self, identities: Identities | None) -> None:
+        if self.context.signed != (identities is not None):
+            raise ProtocolError(
+                "signed round: expected a node config with sum-identity-key and sum-members"
+                if self.context.signed
+                else "unsigned round: expected a signed one, because the node config names "
+                "sum-members; set signed-sums=true"
+            )
+
     def _check_neighbours(self, members: set[int]) -> None:
         neighbours = set(self.invitation.neighbours)
         if not members <= neighbours:
@@ -276,7 +317,7 @@ class Member(JsonRecord):
             )
 
     def _cipher(self, public: bytes, *, sender: int, receiver: int) -> ChaCha20Poly1305:
-        private, other = self.channel_private, public[KEY_BYTES:]
+        private, other = self.channel_private, key_pair(public)[1]
         return ChaCha20Poly1305(
             channel_key(self.context.digest, private, other, sender=sender, receiver=receiver)
         )

@@ -1,9 +1,20 @@
 """Choose the form that trains each job: the fastest one that gives the results of `local.train`.
 
-A plug-in's form comes first. The others train in stacks of any size, or of a constant shape if no
-bit may depend on other jobs. Trials with random jobs decide if a form suits a model: they compare
-its results with those of `local.train`, and a stack's bits with those of other stacks. The process
-remembers their results. A model that no form suits trains one by one.
+The first form of this table that takes a job trains it. *Invariant* jobs are those of which no bit
+may depend on the jobs beside them.
+
+===============  =============  ============  ============  =====================================
+form             invariant job  other jobs    one other     models
+===============  =============  ============  ============  =====================================
+a plug-in's      if invariant   yes           if it gains   known layers; others after a trial
+`ConstantShape`  yes            no            no            of rows, after trials
+`Stacked`        no             if they gain  no            after a trial
+`OneByOne`       yes            yes           yes           all
+===============  =============  ============  ============  =====================================
+
+Jobs for which `_why_never_together` has a reason train by `OneByOne`. A trial compares a form's
+results with those of `local.train` (`trains_alike`, `why_not_stacked`), or the bits of a stack with
+those of other stacks (`stack_rounds_alike`), for random jobs. The process remembers the outcome.
 """
 
 from __future__ import annotations
@@ -27,13 +38,13 @@ from flower_ext.training.model_calls import refusing_layer
 from flower_ext.training.params import Params
 from flower_ext.training.problem import Linear, Proximal
 from flower_ext.training.task import Task
-from flower_ext.training.trials.trainings import (
+from flower_ext.training.trials.joint_trainings import (
     random_job,
     refuse_changes,
     rounds_alike,
     why_unlike,
 )
-from flower_ext.training.trials.trial_examples import TrainingKind, kind_of
+from flower_ext.training.trials.training_kind import TrainingKind, kind_of
 
 log = getLogger("flwr")
 
@@ -68,25 +79,30 @@ def _forms(task: Task, jobs: Sequence[Job], *, batch_invariant: bool) -> Iterato
                 continue
             if lone and not form.gains_alone(jobs[0]):
                 continue
-            # The types of known layers tell all that they do, so no trial is needed.
-            if task.factory.facts.known or trains_alike(_kind(task, jobs[0]), form):
+            if _is_sound(form, task, jobs[0]):
                 yield form
         if batch_invariant:
-            yield from _of_constant_shape(_kind(task, jobs[0]), jobs)
+            yield from _of_constant_shape(task, jobs)
         elif not lone and why_not_stacked(task, jobs) is None:
             yield Stacked(task)
     yield OneByOne(task)
 
 
-def _of_constant_shape(kind: TrainingKind, jobs: Sequence[Job]) -> Iterator[Form]:
+def _of_constant_shape(task: Task, jobs: Sequence[Job]) -> Iterator[Form]:
+    """Yield a form for each shape of these jobs whose stacks are batch-invariant."""
+    kind = _kind(task, jobs[0])
     if not consists_of_rows(kind) or _why_not_stacked(kind) is not None:
         return
-    form = ConstantShape(kind, Shape.of(random_job(kind, 3)))
-    if not (kind.task.factory.facts.known or trains_alike(kind, form)):
-        return
-    for shape in dict.fromkeys(map(Shape.of, jobs)):
-        if stack_rounds_alike(kind, shape):
-            yield ConstantShape(kind, shape)
+    if _is_sound(ConstantShape(kind, Shape.of(random_job(kind, 3))), task, jobs[0]):
+        for shape in dict.fromkeys(map(Shape.of, jobs)):
+            if stack_rounds_alike(kind, shape):
+                yield ConstantShape(kind, shape)
+
+
+def _is_sound(form: Form, task: Task, job: Job) -> bool:
+    """Return True if the form gives the results of `local.train` for jobs like this one."""
+    # The types of known layers tell all that they do, so no trial is needed.
+    return task.factory.facts.known or trains_alike(_kind(task, job), form)
 
 
 def why_not_stacked(task: Task, jobs: Sequence[Job]) -> str | None:

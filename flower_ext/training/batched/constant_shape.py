@@ -35,7 +35,7 @@ from flower_ext.training.job import Job, LocalTraining
 from flower_ext.training.params import Params, clone
 from flower_ext.training.rounding import products_are_reproducible
 from flower_ext.training.task import Task
-from flower_ext.training.trials.trial_examples import TrainingKind
+from flower_ext.training.trials.training_kind import TrainingKind
 
 SIZES = (4, 8, 16, 32)
 """Numbers of models in a stack: 4 take as long as 5 one by one, and 32 as long as 14."""

@@ -1,13 +1,18 @@
 """Many local trainings, together where that is faster.
 
 The results are those of `train` for each job, up to the order of floating-point sums. `choice`
-says which jobs train together, and by which form.
+says which jobs train together, and by which form. Each function rests on the next one:
+`attempt_jobs` and `attempt_groups` tell apart the jobs that raise, `train_jobs` accepts jobs
+without examples, `train_each` yields one model after another, and `train_groups` trains batch by
+batch.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TypeVar
+from functools import partial
+from itertools import compress
+from typing import Any, TypeVar
 
 import torch
 
@@ -25,6 +30,68 @@ R = TypeVar("R")
 Work = TypeVar("Work", bound=Job)
 
 _TYPICAL_ROWS = 32
+
+
+def attempt_jobs(
+    solve: Callable[[Sequence[Work]], Iterable[R]], jobs: Sequence[Work]
+) -> Iterator[tuple[int, R | Exception]]:
+    """Yield as `attempt_groups` for a ``solve`` that yields a result for each job, in order."""
+
+    def solve_numbered(members: Sequence[Work]) -> Iterator[tuple[list[int], R]]:
+        return (([number], result) for number, result in enumerate(solve(members)))
+
+    return ((index, result) for (index,), result in attempt_groups(solve_numbered, jobs))
+
+
+def attempt_groups(
+    solve: Callable[[list[Work]], Iterable[tuple[Sequence[int], R]]], jobs: Sequence[Work]
+) -> Iterator[tuple[list[int], R | Exception]]:
+    """Yield the indices of jobs, and their results or the error that a single one of them raises.
+
+    One record can make a training raise, for example by a label out of range. The jobs that an
+    error leaves without a result restart, half of them at a time, and draw the same mini-batches
+    again. If trainings are batch-invariant, such an error changes no bit of another job's result.
+
+    Parameters
+    ----------
+    solve : Callable
+        Yields results of jobs as `train_groups` does; it may raise.
+    jobs : sequence of Job
+        Each has a generator of its own.
+    """
+    states = [job.generator.get_state() for job in jobs]
+    parts = [[*range(len(jobs))]]
+    while parts:
+        members = parts.pop()
+        for index in members:
+            jobs[index].generator.set_state(states[index])
+        unsolved = {*members}
+        try:
+            results = iter(solve([jobs[index] for index in members]))
+            while unsolved:
+                with isolated():
+                    group, result = next(results)
+                solved = [members[index] for index in group]
+                unsolved -= {*solved}
+                yield solved, result
+        except Exception as error:  # a model or a loss may raise anything for a record
+            left = sorted(unsolved)
+            if len(left) == 1:
+                yield left, error
+            else:
+                half = len(left) // 2
+                parts += [left[half:], left[:half]]
+
+
+def train_jobs(task: Task, jobs: Sequence[Job], **settings: Any) -> Iterator[Params]:
+    """Train as `train_each`; a job without examples gets its parameters back unchanged."""
+    has_examples = [len(job.examples) > 0 for job in jobs]
+    models = train_each(task, [*compress(jobs, has_examples)], **settings)
+    pairs = zip(jobs, has_examples, strict=True)
+    return (next(models) if trains else dict(job.params) for job, trains in pairs)
+
+
+train_invariantly = partial(train_jobs, batch_invariant=True)
 
 
 def train_each(
@@ -94,44 +161,6 @@ def train_groups(
         raise InvalidValue("cannot train on a client without examples: leave it out")
     for group, form in assigned(task, jobs, memory_limit, batch_invariant=batch_invariant):
         yield group, form.train([jobs[index] for index in group], trained)
-
-
-def attempt_groups(
-    solve: Callable[[list[Work]], Iterable[tuple[Sequence[int], R]]],
-    jobs: Sequence[Callable[[], Work]],
-) -> Iterator[tuple[list[int], R | Exception]]:
-    """Yield the indices of jobs, and their results or the error that a single one of them raises.
-
-    One record can make a training raise, for example by a label out of range. The jobs that an
-    error leaves without a result restart, half of them at a time. If trainings are batch-invariant,
-    such an error changes no bit of another job's result.
-
-    Parameters
-    ----------
-    solve : Callable
-        Yields results of jobs as `train_groups` does; it may raise.
-    jobs : sequence of Callable[[], Job]
-        Each makes its job, with the same generator state every time.
-    """
-    parts = [[*range(len(jobs))]]
-    while parts:
-        members = parts.pop()
-        unsolved = {*members}
-        try:
-            results = iter(solve([jobs[index]() for index in members]))
-            while unsolved:
-                with isolated():
-                    group, result = next(results)
-                solved = [members[index] for index in group]
-                unsolved -= {*solved}
-                yield solved, result
-        except Exception as error:  # a model or a loss may raise anything for a record
-            left = sorted(unsolved)
-            if len(left) == 1:
-                yield left, error
-            else:
-                half = len(left) // 2
-                parts += [left[half:], left[:half]]
 
 
 def trains_one_by_one(task: Task, example: Examples, training: LocalTraining) -> bool:

@@ -18,10 +18,10 @@ from torch.nn import functional
 from flower_ext.data import trees
 from flower_ext.data.trees import Tree
 from flower_ext.training.dp.per_example import Parts, gradients
+from flower_ext.training.example_gradient import Loss, has_rows
 from flower_ext.training.model_calls import call_model, call_with
 from flower_ext.training.params import clone
 from flower_ext.training.trials.control_flow import watched
-from flower_ext.training.trials.single_examples import Loss, has_rows
 from flower_ext.training.trials.trial_examples import deterministic, random_examples
 
 

@@ -26,17 +26,17 @@ from flower_ext.data import trees
 from flower_ext.data.trees import Tree
 from flower_ext.training.dp.one_pass import OnePass
 from flower_ext.training.dp.per_example import GradientRows, Parts, is_known
-from flower_ext.training.params import Params, clone
-from flower_ext.training.task import Task
-from flower_ext.training.trials.batch_invariance import BatchInvarianceTrial
-from flower_ext.training.trials.single_examples import (
+from flower_ext.training.example_gradient import (
     Loss,
     gradient_alone,
     loss_alone,
     model_of_single_examples,
-    require_single_examples,
 )
-from flower_ext.training.trials.trial_examples import TrainingKind, kind_of
+from flower_ext.training.params import Params, clone
+from flower_ext.training.task import Task
+from flower_ext.training.trials.batch_invariance import BatchInvarianceTrial
+from flower_ext.training.trials.single_examples import require_single_examples
+from flower_ext.training.trials.training_kind import TrainingKind, kind_of
 
 log = getLogger("flwr")
 

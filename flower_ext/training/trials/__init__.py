@@ -1,30 +1,29 @@
 """Trials of a model and its loss on made-up examples, before real data are touched.
 
 They find out whether one example can change what other examples contribute. Clipping each
-contribution does not bound such a change. `trial_examples` makes random and unusual examples that
-reveal nobody's values; `snapshots` reads all that a model can keep. A trial that finds nothing is
-evidence and no proof.
+contribution does not bound such a change. The examples are random or unusual, and reveal nobody's
+values. A trial that finds nothing is evidence and no proof.
 
-Refused under DP-SGD (by `ClippedGradient`):
+=======================  =================================  =====================================
+module                   its question                       what follows from "no"
+=======================  =================================  =====================================
+`single_examples`        Does the model learn from one      `ClippedGradient` refuses the model.
+                         example at a time, and keep
+                         nothing of it but buffers?
+`batch_invariance`       Is each gradient of a batch the    `dp.ways` finds the gradients by vmap,
+                         one that the example has alone,    or one by one.
+                         up to rounding, or to the bit?
+`control_flow`           Does the model never branch on     `dp.one_pass` does not pass examples
+                         values of its features?            together.
+`joint_trainings`        Do jobs that train together end    `batched.choice` trains them in
+                         as each alone, up to rounding,     another form.
+                         or to the bit?
+`between_trainings`      Does a training leave nothing      The client refuses to train under a
+(in `training`)          that another training sees?        plan that protects.
+=======================  =================================  =====================================
 
-* layers that mix examples: batch normalisation, and tables with ``max_norm``
-  (`model_of_single_examples`; tests in ``dp/test_dp_sgd.py`` and ``dp/test_opacus.py``);
-* a model or a loss that changes while an example passes, except for buffers
-  (`require_single_examples`; ``trials/test_between_examples.py``);
-* a model or a loss that learns from no example by itself: each raises, as for labels that do not
-  begin at 0, or has a gradient of zero, or one that is not finite, or all outputs are equal
-  (`require_single_examples`; ``trials/test_single_examples.py``).
-
-Refused wherever uploads are protected:
-
-* a model or a loss that changes in training what other models see, such as a class or a global
-  variable, or that draws from the global generators of NumPy or Python
-  (`refuse_state_between_trainings`; ``test_between_trainings.py``).
-
-Not refused, but trained in a slower way in which no example meets another:
-
-* by vmap, a model that reads values of its features (`control_flow.watched`), or that mixes the
-  examples of a batch (`BatchInvarianceTrial.finds_own_gradients`);
-* one by one, a model in which an example is rounded by its place in the batch or by other examples,
-  even under vmap (`BatchInvarianceTrial.is_batch_invariant`).
+They share `trial_examples`, which makes the examples, `training_kind`, under which the process
+remembers an answer, and `snapshots`, which reads all that a model can keep. Layers that are known
+to mix examples, such as batch normalisation, need no trial: `model_of_single_examples` refuses
+them.
 """

@@ -1,4 +1,4 @@
-"""Kinds of trainings for trials to run, and random or unusual examples that look like real ones.
+"""Random and unusual examples for trials, with the shapes and types of real ones.
 
 They depend on nobody's values, so a trial reveals nothing about any record.
 """
@@ -6,8 +6,7 @@ They depend on nobody's values, so a trial reveals nothing about any record.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -15,10 +14,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from flower_ext.data import ClientData, trees
+from flower_ext.data import trees
 from flower_ext.data.trees import Tree
-from flower_ext.training.params import Sizes, sizes
-from flower_ext.training.task import Task
 
 TRIED = 3
 """Number of random examples whose own gradients a trial computes."""
@@ -35,40 +32,6 @@ _DROPPING = {
     *(functional.dropout, functional.dropout1d, functional.dropout2d, functional.dropout3d),
     *(functional.alpha_dropout, functional.feature_alpha_dropout, torch.dropout),
 }
-
-
-@dataclass(frozen=True)
-class TrainingKind:
-    """The facts on which a trial's result depends: the key under which a process remembers it.
-
-    ``features`` and ``targets`` are one example of zeros, with shapes and types of the real ones.
-    """
-
-    model: Callable[[], nn.Module]
-    loss: Callable[..., Tensor]
-    device: torch.device
-    sizes: Sizes
-    row_types: Hashable
-    features: Tree = field(compare=False)
-    targets: Tree = field(compare=False)
-
-    @property
-    def task(self) -> Task:
-        """A task without data."""
-        return Task(model=self.model, data=_no_data, loss=self.loss, device=str(self.device))
-
-
-def kind_of(
-    task: Task, features: Tree, targets: Tree, params: Mapping[str, Tensor]
-) -> TrainingKind:
-    """Return the kind of trainings of these parameters on examples of these shapes and types."""
-    row_types = trees.row_type(features), trees.row_type(targets)
-    device, parts = task.torch_device(), (trees.zeros(features, 1), trees.zeros(targets, 1))
-    return TrainingKind(task.model, task.loss, device, sizes(params), row_types, *parts)
-
-
-def _no_data(client: int) -> ClientData:
-    raise NotImplementedError
 
 
 def random_examples(features: Tree, count: int, generator: torch.Generator) -> Tree:

@@ -1,6 +1,7 @@
 """Many local trainings at once equal the same trainings one by one."""
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -22,7 +23,7 @@ from flower_ext.training import (
     train,
     train_each,
 )
-from flower_ext.training.batched.many import train_groups
+from flower_ext.training.batched.many import attempt_groups, train_groups
 from flower_ext.training.batched.mapped import MappedModel
 from flower_ext.training.batched.stacked import together
 from tests.support.grids import grid
@@ -454,3 +455,23 @@ def test_models_come_batch_by_batch_and_are_those_of_all_at_once(batched):
     }
     ours = [models[index] for index in range(len(sizes))]
     same(ours, train_many(task, jobs_of(Dense, [SGD], sizes)))
+
+
+@pytest.mark.parametrize("model", [Dense, perceptron], ids=["Dense", "perceptron"])
+def test_jobs_that_restart_because_another_raises_train_on_the_same_mini_batches(model):
+    def models(wrong):
+        jobs = jobs_of(model, WAYS["momentum"], ALIKE)
+        if wrong:
+            jobs[2].examples.targets[3] = 99
+        results = attempt_groups(partial(train_groups, problem(model), batch_invariant=True), jobs)
+        return {
+            index: rows if isinstance(rows, Exception) else {n: p[row] for n, p in rows.items()}
+            for group, rows in results
+            for row, index in enumerate(group)
+        }
+
+    ours, theirs = models(True), models(False)
+    assert isinstance(ours.pop(2), Exception)
+    assert sorted(ours) == [0, 1, 3, 4, 5, 6]
+    for index, model_of_job in ours.items():
+        assert all(torch.equal(p, theirs[index][name]) for name, p in model_of_job.items())

@@ -20,14 +20,15 @@ from flower_ext.training.params import Params, shaken
 from flower_ext.training.problem import Proximal
 from flower_ext.training.task import Task
 from flower_ext.training.trials.snapshots import changed_places, snapshot
-from flower_ext.training.trials.trial_examples import ODD, TrainingKind, with_odd_rows
+from flower_ext.training.trials.training_kind import TrainingKind
+from flower_ext.training.trials.trial_examples import ODD, with_odd_rows
 
 TrainTogether = Callable[[Sequence[Job]], Params]
 """Trains jobs, the longest first; returns the stacked parameters, with one row per job."""
-_NUMBERED = 17
-"""Jobs that `rounds_alike` makes."""
-_COMPANIES = (range(8, 17), range(0, 17, 2), range(3, 9), range(1, 9), range(12, 16), [0], [11])
-"""The jobs that `rounds_alike` trains together, from those that it numbers 0 … 16."""
+_COUNT = 17
+"""Number of jobs of which `rounds_alike` trains several selections."""
+_SELECTIONS = (range(8, 17), range(0, 17, 2), range(3, 9), range(1, 9), range(12, 16), [0], [11])
+"""Jobs that it trains together, by their numbers."""
 
 
 def random_job(kind: TrainingKind, count: int) -> Job:
@@ -103,11 +104,12 @@ def rounds_alike(
     data.
     """
 
-    def job(number: int, odd: float | None) -> Job:
-        made = random_job(kind, 1 + number * (2 * training.batch_size - 1) // 16)  # 1 or 2 steps
+    def job(number: int, value: float | None) -> Job:
+        """Return a job of 1 or 2 steps; a ``value`` fills its features."""
+        made = random_job(kind, 1 + number * (2 * training.batch_size - 1) // 16)
         features, targets = made.examples.features, made.examples.targets
-        if odd is not None:
-            features = with_odd_rows(features, slice(None), odd)
+        if value is not None:
+            features = with_odd_rows(features, slice(None), value)
         return replace(
             made,
             params=shaken(made.params, made.generator),
@@ -116,17 +118,21 @@ def rounds_alike(
             terms=[Proximal(weight=0.1, anchor=made.params)] * terms,
         )
 
-    def models(numbers: Sequence[int], odd: Sequence[float | None] = (None,)) -> dict[int, Params]:
+    def models(
+        numbers: Sequence[int], values: Sequence[float | None] = (None,)
+    ) -> dict[int, Params]:
+        """Train jobs together, with ``values`` in turns; return the models by number."""
         order = sorted(numbers, reverse=True)  # the longest job first
-        rows = train_together([job(number, odd[number % len(odd)]) for number in order])
+        rows = train_together([job(number, values[number % len(values)]) for number in order])
         return {k: {n: w[row] for n, w in rows.items()} for row, k in enumerate(order)}
 
-    usual = models(range(_NUMBERED))
-    among_odd = models(range(_NUMBERED), [part for odd in ODD for part in (None, odd)])
-    beside_odd = {number: among_odd[number] for number in range(0, _NUMBERED, 2)}
+    expected = models(range(_COUNT))
+    # Every second job consists of one odd value; only the jobs between them are compared.
+    among_odd = models(range(_COUNT), [value for odd in ODD for value in (None, odd)])
+    beside_odd = {number: among_odd[number] for number in range(0, _COUNT, 2)}
     return all(
-        torch.equal(weight, usual[number][name])
-        for company in (beside_odd, *map(models, _COMPANIES))
-        for number, model in company.items()
+        torch.equal(weight, expected[number][name])
+        for selection in (beside_odd, *map(models, _SELECTIONS))
+        for number, model in selection.items()
         for name, weight in model.items()
     )

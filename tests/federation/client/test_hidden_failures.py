@@ -9,17 +9,22 @@ import torch
 
 from flower_ext.data import ClientData
 from flower_ext.errors import tellable
-from flower_ext.federation.client import unmoved
+from flower_ext.federation.client import hidden_failures
 from flower_ext.federation.client.client_method import LocalResult
-from flower_ext.federation.client.unmoved import (
+from flower_ext.federation.client.hidden_failures import (
     NO_DATA,
     check_finite,
-    log_unmoved,
-    unmoved_by_errors,
+    log_hidden,
+    result_hiding_failures,
 )
 from flower_ext.federation.protection import Unprotected
 from flower_ext.privacy import NonFiniteUpdate
-from flower_ext.privacy.mechanisms.protections import ClipSteps, ClipUnits, ClipUpdate
+from flower_ext.privacy.mechanisms.protections import (
+    ClipSteps,
+    ClipUnits,
+    ClipUpdate,
+    Protection,
+)
 from tests.support.worlds import client_data
 
 RECEIVED = {"w": torch.zeros(2), "b": torch.zeros(1)}
@@ -38,6 +43,7 @@ class Work:
     data: ClientData = field(default_factory=lambda: client_data(1))
     received: dict = field(default_factory=lambda: RECEIVED)
     memory: dict = field(default_factory=lambda: MEMORY)
+    protection: Protection = UPDATES
 
 
 def training(start=RECEIVED, *, without_noise=True):
@@ -49,7 +55,7 @@ def result_of(method, *trained, protection=UPDATES):
     results = []
 
     def whole():
-        results.append((yield from unmoved_by_errors(method, Work(), protection)))
+        results.append((yield from result_hiding_failures(method, Work(protection=protection))))
         yield None
 
     steps = whole()
@@ -171,10 +177,10 @@ def test_the_first_parameter_that_is_not_finite_is_named():
 
 
 def test_one_line_of_code_leaves_one_traceback_in_the_log(logged, monkeypatch):
-    monkeypatch.setattr(unmoved, "_shown", set())
+    monkeypatch.setattr(hidden_failures, "_shown", set())
     for number in range(3):
         try:
             raise ValueError(number)
         except ValueError as error:
-            log_unmoved(error)
+            log_hidden(error)
     assert [record.exc_info is not None for record in logged.records] == [True, False, False]

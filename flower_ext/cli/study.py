@@ -1,0 +1,252 @@
+"""``flower-ext study``: link tables, and run the stages of a study that share one account.
+
+A study is a TOML file::
+
+    title = "Three hospitals"
+    app = "apps/consortium"
+
+    [settings]                       # of all stages, as for `flower-ext run --set`
+    num-silos = 3
+
+    [[link]]                         # options of `flower-ext link users`, once for each silo
+    table = "north.csv"
+    by = ["surname", "given"]
+    key = "study.key"
+    buckets = 100000
+    output = "linked/silo-0.csv"
+
+    [[stage]]
+    name = "statistics"
+    settings = { method = "statistics", epsilon = 0.3 }
+
+    [[stage]]
+    name = "training"
+    uses = ["statistics/standardise.toml"]      # files of settings that earlier stages wrote
+    settings = { epsilon = 1.0 }
+
+The run directory of each stage is in the study's folder, beside the account. Repeat the command to
+continue a study: a stage that is complete is kept, one that was interrupted is resumed.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any, Self
+
+import typer
+
+from flower_ext.cli import link
+from flower_ext.cli.population_account import ledger
+from flower_ext.cli.preparing import PreparedRun, RunOptions, prepare
+from flower_ext.cli.processes import Interrupted, LaunchFailed, signals_as_interrupts
+from flower_ext.cli.run_command import launch
+from flower_ext.cli.screen import console, titled_table
+from flower_ext.errors import InvalidValue
+from flower_ext.files import read_toml
+from flower_ext.runs.directory import RUNS_VARIABLE, RunDirectory
+from flower_ext.runs.presets import SettingsFile
+from flower_ext.runs.settings import INCIDENTAL, nearest
+
+ACCOUNT = "account.jsonl"
+"""File in a study's folder with the spends of all stages."""
+_LINK_PATHS = ("table", "key", "output", "numbers")
+_LINK_OPTIONS = tuple(name.replace("_", "-") for name in inspect.signature(link.users).parameters)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stage:
+    """A run of a study: its name, its settings, and the files of earlier stages that it uses."""
+
+    name: str
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    uses: Sequence[str] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Study:
+    """The content of a study's file; paths in it are relative to the file's folder."""
+
+    path: Path
+    app: str
+    stage: Sequence[Stage]
+    title: str = ""
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    link: Sequence[Mapping[str, Any]] = ()
+
+    @classmethod
+    def read(cls, path: Path) -> Self:
+        """Read a study.
+
+        Raises
+        ------
+        InvalidValue
+            There is no such file, it is not TOML, or it has another form.
+        """
+        content = read_toml(path)
+        try:
+            stages = [Stage(**stage) for stage in content.pop("stage", [])]
+            study = cls(path=path, stage=stages, **content)
+        except TypeError:
+            study = None
+        if study is None or not stages or len({stage.name for stage in stages}) < len(stages):
+            raise InvalidValue(
+                f'study {path}: expected title = "…", app = "…", a table [settings], tables '
+                "[[link]], and tables [[stage]] with name, settings and uses; each stage has "
+                "another name"
+            )
+        for entry in study.link:
+            for name in entry:
+                if name not in _LINK_OPTIONS:
+                    raise InvalidValue(
+                        f"study {path}: [[link]] has no {name!r}; {nearest(name, _LINK_OPTIONS)}"
+                    )
+            if not {"table", "key", "output"} <= set(entry):
+                raise InvalidValue(f"study {path}: expected table, key and output in each [[link]]")
+        return study
+
+    def placed(self, path: str) -> Path:
+        """Return a path of the file as an absolute one."""
+        return (self.path.parent / Path(path).expanduser()).absolute()
+
+
+def study(
+    file: Annotated[Path, typer.Argument(help="File of the study.")],
+    superlink: Annotated[
+        str | None,
+        typer.Argument(help="Connection of Flower's configuration; by default, one process."),
+    ] = None,
+    folder: Annotated[
+        Path | None, typer.Option(help="Folder of the study; by default its name in --runs.")
+    ] = None,
+    runs: Annotated[
+        Path, typer.Option(envvar=RUNS_VARIABLE, help="Folder for new run directories.")
+    ] = Path("runs"),
+) -> None:
+    """Run a whole study: link tables, then each stage, under one budget; repeat it to continue.
+
+    Example: flower-ext study study.toml
+    """
+    plan = Study.read(file)
+    place = (folder or runs / file.stem).absolute()
+    for entry in plan.link:
+        _link(plan, entry)
+    for number, stage in enumerate(plan.stage, 1):
+        console.rule(f"Stage {number} of {len(plan.stage)}: {stage.name}")
+        try:
+            with signals_as_interrupts():
+                _run(_prepared(plan, stage, place, superlink), place / stage.name)
+        except Interrupted as error:
+            text = f"stage {stage.name} was interrupted: repeat the command to continue the study"
+            raise Interrupted(text, error.exit_status - 128) from None
+        except InvalidValue as error:
+            raise InvalidValue(f"stage {stage.name}: {error}") from error
+        except LaunchFailed as error:
+            raise LaunchFailed(
+                f"stage {stage.name}: {error}. Mend it and repeat the command, which keeps the "
+                "stages that are complete"
+            ) from error
+    console.rule(plan.title or file.stem)
+    pages = titled_table("Stages", ("stage", "page"))
+    for stage in plan.stage:
+        for page in sorted((place / stage.name).glob("*.html")):
+            pages.add_row(stage.name, str(page))
+    console.print(pages)
+    if (account := place / ACCOUNT).exists():
+        ledger(account)
+
+
+def _link(plan: Study, entry: Mapping[str, Any]) -> None:
+    """Write a silo's linked table, unless it is newer than the table, the key and the study."""
+    options = {name.replace("-", "_"): value for name, value in entry.items()}
+    options |= {name: plan.placed(options[name]) for name in _LINK_PATHS if name in options}
+    output, sources = options["output"], [plan.path, options["table"], options["key"]]
+    console.rule(f"Link {entry['table']}")
+    newest = max((path.stat().st_mtime for path in sources if path.exists()), default=0.0)
+    if output.exists() and output.stat().st_mtime > newest:
+        console.print(f"{output}: kept", soft_wrap=True)
+        return
+    output.parent.mkdir(parents=True, exist_ok=True)
+    link.users(**options)
+
+
+def _prepared(plan: Study, stage: Stage, place: Path, superlink: str | None) -> PreparedRun:
+    """Return a stage's run, which continues the run in its folder if there is one."""
+    settings = {"run-directory": str(place / stage.name), **plan.settings}
+    if "population-epsilon" in settings:
+        settings.setdefault("budget-ledger", str(place / ACCOUNT))
+    if settings.get("data-folder"):
+        settings["data-folder"] = str(plan.placed(settings["data-folder"]))
+    for name in stage.uses:
+        if not (path := place / name).exists():
+            raise InvalidValue(f"uses {path}, which no earlier stage has written")
+        settings |= SettingsFile.read(path).settings(settings)
+    settings |= stage.settings
+    options = RunOptions(
+        app=plan.placed(plan.app),
+        superlink=superlink,
+        settings=[f"{name}={_text(value)}" for name, value in settings.items()],
+        in_process=superlink is None,
+    )
+    return prepare(options)
+
+
+def _text(value: object) -> str:
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def _run(run: PreparedRun, path: Path) -> None:
+    """Run a stage, continue it, or keep it if it is complete.
+
+    Raises
+    ------
+    InvalidValue
+        The stage began with other settings.
+    LaunchFailed
+        The stage failed, or did not complete within the budget.
+    """
+    if (path / "run.json").exists():
+        directory = RunDirectory.open(path)
+        before = directory.config
+        changed = [
+            f"{each} = {before.get(each)!r}, now {value!r}"
+            for each, value in run.config.items()
+            if each not in INCIDENTAL and before.get(each) != value
+        ]
+        if changed and _has_begun(directory):
+            raise InvalidValue(
+                f"it began in {path} with other settings ({'; '.join(changed)}): take them back, "
+                "or give the stage another name"
+            )
+        if changed:
+            path.rename(path.with_name(f"{path.name}-{directory.id[:8]}"))
+            _launched(run, path)
+            return
+        if directory.status == "completed":
+            console.print(f"{path}: complete, kept", soft_wrap=True)
+            return
+        app, superlink = run.options.app, run.options.superlink
+        again = RunOptions(
+            app=app, superlink=superlink, in_process=run.options.in_process, resume=path
+        )
+        run = prepare(again)
+    _launched(run, path)
+
+
+def _has_begun(directory: RunDirectory) -> bool:
+    """Return True if a run may have used anybody's data."""
+    marks = (directory.path / "ledger.jsonl", directory.path / "checkpoints" / "begun.jsonl")
+    return bool(directory.metrics()) or any(mark.exists() and mark.stat().st_size for mark in marks)
+
+
+def _launched(run: PreparedRun, path: Path) -> None:
+    launch(run)
+    if not (path / "run.json").exists():
+        raise LaunchFailed(
+            f"{path} is not on this machine: repeat the command where the ServerApp runs"
+        )
+    if (status := RunDirectory.open(path).status) != "completed":
+        raise LaunchFailed(f"its run ended as {status}; {path / 'report.html'} says why")

@@ -1,0 +1,83 @@
+"""``flower-ext withdraw``: withdraw a person or a client from a study, with a signed statement."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from flower_ext.cli.screen import console, titled_table
+from flower_ext.errors import InvalidValue
+from flower_ext.files import write_whole
+from flower_ext.privacy import PrivacyUnit, withdrawal
+
+
+def withdraw(
+    ledger: Annotated[
+        Path | None, typer.Option(help="Account of the study: the setting budget-ledger.")
+    ] = None,
+    user: Annotated[
+        list[int] | None,
+        typer.Option(help="Number of the user; repeatable, for a person with several numbers."),
+    ] = None,
+    client: Annotated[int | None, typer.Option(help="Partition of the client.")] = None,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="File for the signed statement.")
+    ] = None,
+    key: Annotated[
+        Path | None,
+        typer.Option(help="File of the signing key; by default beside the account, made if new."),
+    ] = None,
+    verify: Annotated[
+        Path | None, typer.Option(help="Statement to verify; give --public-key as well.")
+    ] = None,
+    public_key: Annotated[str, typer.Option(help="The study's public key.")] = "",
+) -> None:
+    """Withdraw a person or a client from a study, and state what its models reveal of them.
+
+    No later round of any run of the study uses data of the person. Models stay as they are. A
+    signed statement says with which ε each model is indistinguishable from one without the person.
+
+    Example: flower-ext withdraw --user 17 --ledger study.jsonl -o statement.json
+    """
+    if verify is not None:
+        content = json.loads(verify.read_text(encoding="utf-8"))
+        withdrawal.verify(content, public_key)
+        _show(content)
+        console.print("The signature holds.")
+        return
+    if ledger is None or (not user and client is None) or (user and client is not None):
+        raise InvalidValue("withdraw: expected --ledger, and one of --user and --client")
+    unit = PrivacyUnit.USER if user else PrivacyUnit.CLIENT
+    numbers = user or [client if client is not None else 0]
+    signing = withdrawal.signing_key(key or ledger.with_name(ledger.name + ".key"))
+    withdrawal.withdraw(ledger, unit, numbers)
+    content = withdrawal.signed(withdrawal.statement(ledger, unit, numbers), signing)
+    names = "-".join(map(str, content["numbers"]))
+    path = output or ledger.with_name(f"withdrawn-{unit.value}-{names}.json")
+    write_whole(path, json.dumps(content, indent=2, ensure_ascii=False).encode() + b"\n")
+    _show(content)
+    console.print(
+        f"Statement: {path}. Public key, to publish where people can find it: "
+        f"{content['public key']}",
+        soft_wrap=True,
+    )
+
+
+def _show(content: Mapping[str, Any]) -> None:
+    named = ", ".join(map(str, content["numbers"]))
+    table = titled_table(
+        f"{content['unit']} {named}, withdrawn from {content['study']}",
+        ("run", "method", "its model, and one without this person"),
+    )
+    for run in content["runs"]:
+        table.add_row(run["name"], run["method"], run["claim"])
+    table.add_row("all together", "", content["all runs together"])
+    console.print(table)
+    console.print(content["meaning"], soft_wrap=True)
+    console.print(f"Memory: {content['memory of clients']}.", soft_wrap=True)
+    for text in content["not claimed"]:
+        console.print(f"Not claimed: {text}.", soft_wrap=True)

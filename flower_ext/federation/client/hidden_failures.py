@@ -1,0 +1,180 @@
+"""Hide from the server that a client's code failed, because an error reveals a record.
+
+Any error in code that reads a client's data may be due to the data: a training, the loss, the
+method, `Task.data`. Where noise protects the whole upload, a client that fails uploads what it
+would upload without the part that failed, bounded and noised like every upload. The reason stays
+in the client's own log.
+
+==========================  ==============================================================
+what fails                  the client continues with
+==========================  ==============================================================
+`Task.data`                 no examples (`NO_DATA`)
+one training                the parameters that this training began with
+the method                  the result of the method for no examples
+the method, once more       the received model, and its memory as it was
+==========================  ==============================================================
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from logging import getLogger
+from typing import Any
+
+import torch
+
+from flower_ext.data import ClientData, Examples, SiloData
+from flower_ext.errors import is_tellable, tellable
+from flower_ext.federation.client.client_method import ClientWork, LocalResult
+from flower_ext.federation.failures import raised_at
+from flower_ext.privacy import NonFiniteUpdate
+from flower_ext.training import Params, Task
+from flower_ext.training.isolation import isolated
+from flower_ext.training.params import is_finite
+from flower_ext.training.side_by_side import Steps, Training, completed
+
+log = getLogger("flwr")
+
+_NONE = Examples(features=torch.empty(0), targets=torch.empty(0))
+NO_DATA = SiloData(train=_NONE, test=_NONE, owners=torch.empty(0, dtype=torch.int64))
+"""Data of a client without examples, which every method accepts."""
+_shown: set[tuple[str, int]] = set()
+"""Lines of code whose tracebacks this process has logged already."""
+
+
+def data_of(task: Task, partition: int, *, hide_errors: bool) -> ClientData:
+    """Return a client's data; no examples if they cannot be loaded and ``hide_errors`` is True.
+
+    Raises
+    ------
+    TypeError
+        The task returned something else than ClientData.
+    Exception
+        Any error of ``Task.data``. If ``hide_errors`` is True, only a `tellable` one is raised; all
+        others are written to the client's log.
+    """
+    try:
+        with isolated():
+            data = task.data(partition)
+        if isinstance(data, ClientData):
+            return data
+        error: Exception = TypeError("data(partition) of the Task: expected ClientData")
+        if not hide_errors:
+            raise tellable(error)
+    except Exception as raised:
+        if not hide_errors or is_tellable(raised):
+            raise
+        error = raised
+    _log_with_traceback(
+        "the data of this client could not be loaded (%s), so it counts as a client without "
+        "examples: check Task.data",
+        error,
+    )
+    return NO_DATA
+
+
+def check_finite(params: Params | None) -> None:
+    """Refuse parameters that are not finite; None stands for no parameters.
+
+    Raises
+    ------
+    NonFiniteUpdate
+        A parameter is NaN or infinite; the message names the first one.
+    """
+    for name, value in (params or {}).items():
+        if not is_finite(value):
+            raise NonFiniteUpdate(
+                f"{name!r} is not finite after training: the client stores and sends nothing"
+            )
+
+
+def result_hiding_failures(
+    local_update: Callable[[ClientWork], LocalResult | Steps[LocalResult]], work: ClientWork
+) -> Steps[LocalResult]:
+    """Run ``local_update``, and hide what fails as far as the client's protection allows.
+
+    A `tellable` error depends on no data and is always raised. If noise protects each step, not the
+    whole upload, a protection does not hide failures. Then only trainings without noise may fail
+    unseen, such as that of a personal model: no record can make a noised step fail, so any other
+    error is a fault of the method and is raised. Where the upload must be a sum over units, the
+    received model cannot take its place, so an error without examples is raised too.
+    """
+    protection = work.protection
+    if not (protection.hides_failures or protection.bounds_models):
+        return (yield from completed(local_update(work)))
+    try:
+        return (yield from _finite_result(local_update, work))
+    except Exception as error:
+        if not protection.hides_failures or is_tellable(error):
+            raise
+        log_hidden(error)
+    try:
+        return (yield from _finite_result(local_update, replace(work, data=NO_DATA)))
+    except Exception as error:
+        if is_tellable(error) or not protection.takes_models:
+            raise
+        return LocalResult(model=work.received, memory=work.memory)
+
+
+def _finite_result(
+    local_update: Callable[[ClientWork], LocalResult | Steps[LocalResult]], work: ClientWork
+) -> Steps[LocalResult]:
+    """Run ``local_update``, hide its failed trainings, and refuse a result that is not finite."""
+    model: Any = None
+    checked: Any = None
+    with isolated():
+        steps = completed(local_update(work))
+    while True:
+        try:
+            with isolated():
+                training = steps.send(model)
+        except StopIteration as end:
+            result: LocalResult = end.value
+            break
+        model = yield from _model_or_start(training)
+        checked = model if training.without_noise else None
+    for part in (result.model, result.update, result.memory):
+        if isinstance(part, Mapping) and part is not checked:
+            check_finite(part)
+    return result
+
+
+def _model_or_start(training: Training) -> Steps[Any]:
+    """Return the model of a training, or the parameters before it if one without noise fails.
+
+    If the training is without noise, they are finite.
+    """
+    try:
+        model = yield training
+        if training.without_noise:
+            check_finite(model)
+    except Exception as error:  # a record may have caused any error
+        if not training.without_noise:
+            raise
+        log_hidden(error)
+        model = dict(training.job.params)
+        check_finite(model)
+    return model
+
+
+def log_hidden(error: Exception) -> None:
+    """Log an error for the client's operator; the server receives an upload as usual."""
+    if isinstance(error, NonFiniteUpdate):
+        log.warning(
+            "a local training diverged (its model is not finite), so its model stays unchanged: "
+            "take a smaller learning rate if many trainings diverge, or check this client's data"
+        )
+    else:
+        _log_with_traceback(
+            "a local training failed (%s), so its model stays unchanged: check this client's data, "
+            "or the task if no client trains",
+            error,
+        )
+
+
+def _log_with_traceback(text: str, error: Exception) -> None:
+    """Log a text about the type of an error, with one traceback for each line of code."""
+    where = raised_at(error)
+    log.warning(text, type(error).__name__, exc_info=None if where in _shown else error)
+    _shown.add(where)

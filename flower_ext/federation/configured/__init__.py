@@ -1,0 +1,37 @@
+"""Build the parts of a run from its settings, and start the run, in the ServerApp of any app.
+
+An app's class of settings inherits the shared ones (`flower_ext.runs.shared_settings`)::
+
+    @dataclass(frozen=True, kw_only=True)
+    class Settings(RunSettings, CohortSettings, ReleaseSettings, TrainingSettings):
+        ...
+
+    @app.main()
+    def main(grid: Grid, context: Context) -> None:
+        settings = configured.settings(Settings, context)
+        plan = configured.release_plan(settings, configured.sampling(settings))
+        method = DPFedAvg(local=configured.training(settings))
+        configured.start(grid, context, settings, task, method, plan)
+
+Each function raises `UnfitSetting` if settings contradict each other.
+"""
+
+from __future__ import annotations
+
+from flower_ext.federation.configured.launch import settings, start
+from flower_ext.federation.configured.method_settings import server, training
+from flower_ext.federation.configured.plan_settings import (
+    non_private_plan,
+    release_plan,
+    sampling,
+)
+
+__all__ = [
+    "non_private_plan",
+    "release_plan",
+    "sampling",
+    "server",
+    "settings",
+    "start",
+    "training",
+]

@@ -1,0 +1,215 @@
+"""Sampling and privacy plan, from the settings."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from flower_ext.federation.configured.refusals import naming_settings, with_method
+from flower_ext.privacy import (
+    AdaptiveClipping,
+    CorrelatedNoise,
+    FixedSizeSampling,
+    FullParticipation,
+    NonPrivatePlan,
+    PoissonSampling,
+    ReleasePlan,
+    Sampling,
+    SecureScores,
+    SecureSum,
+    SpacedSampling,
+    calibrate_noise_multiplier,
+    size_for_rate,
+)
+from flower_ext.privacy.accounting.calibration import default_relation
+from flower_ext.privacy.mechanisms.secure_scores import ACCURACY
+from flower_ext.privacy.theorems.dp2_fedsam_theorem import dp2_fedsam_theorem2_noise_multiplier
+from flower_ext.runs.settings import UnfitSetting
+from flower_ext.runs.shared_settings import (
+    CohortSettings,
+    PrivacySettings,
+    ReleaseSettings,
+    TrainingSettings,
+)
+
+
+def sampling(settings: CohortSettings) -> Sampling:
+    """Return the sampling of cohorts, from ``clients``, ``sampling`` and ``sampling_rate``."""
+    clients, rate = settings.clients, settings.sampling_rate
+    match settings.sampling:
+        case "poisson":
+            return PoissonSampling(population=clients, rate=rate)
+        case "fixed-size":
+            return FixedSizeSampling(population=clients, size=size_for_rate(clients, rate))
+        case "everyone":
+            return FullParticipation(population=clients)
+
+
+def non_private_plan(settings: TrainingSettings, sampling: Sampling) -> NonPrivatePlan:
+    """Return the plan of a mean over sampled clients, without privacy.
+
+    Raises
+    ------
+    UnfitSetting
+        The settings ask for secure sums, which need clipped and noised updates.
+    """
+    for name in ("aggregation", "evaluation"):
+        if getattr(settings, name, "plain") != "plain":
+            raise UnfitSetting(
+                f"run-config {name}='secure'{with_method(settings)}: expected 'plain', because "
+                "secure sums are of clipped and noised values, and this method noises nothing"
+            )
+    return NonPrivatePlan(sampling=sampling, weighting=settings.weighting)
+
+
+def release_plan(
+    settings: ReleaseSettings, sampling: Sampling, *, of_users: bool = False, **changes: Any
+) -> ReleasePlan:
+    """Return the plan under which the server releases noised sums of sampled clients' updates.
+
+    Without a ``noise_multiplier`` above 0, the function chooses the least noise that keeps
+    ``epsilon``. The setting ``calibration`` says which bound on ε counts: the provable one or the
+    published one. A ``delta`` of 0 means 1 / ``clients``, except with ``of_users``, where it is
+    passed on as it is.
+
+    Parameters
+    ----------
+    settings : ReleaseSettings
+    sampling : Sampling
+    of_users : bool
+        True if the units are users with records in several silos.
+    **changes
+        Fields of `ReleasePlan` that override the settings; ``noise_multiplier`` cannot be among
+        them.
+    """
+    if (weighting := getattr(settings, "weighting", "clients")) != "clients":
+        raise UnfitSetting(
+            f"run-config weighting={weighting!r}{with_method(settings)}: expected 'clients', "
+            "because a private mean weights all clients equally"
+        )
+    secure = SecureSum(
+        colluding=settings.colluding_share,
+        dropouts=settings.dropout_share,
+        signed=settings.signed_sums,
+    )
+    options: dict[str, Any] = {
+        "sampling": sampling,
+        "clipping_norm": _clipping_norm(settings),
+        "rounds": settings.rounds,
+        "delta": settings.delta if of_users else _delta(settings, sampling),
+        "noise_placement": settings.noise_placement if settings.aggregation == "plain" else secure,
+        **changes,
+    }
+    epsilon = settings.target
+    if settings.noise == "correlated":
+        options |= _correlated(settings, sampling, of_users=of_users)
+    with naming_settings(settings):
+        if settings.evaluation == "secure":
+            options["queries"] = (_secure_scores(settings, options),)
+        if epsilon is None:
+            return ReleasePlan(noise_multiplier=settings.noise_multiplier, **options)
+        if settings.calibration == "provable":
+            return ReleasePlan.for_target(epsilon=epsilon, **options)
+        multiplier = dp2_fedsam_theorem2_noise_multiplier(
+            epsilon=epsilon,
+            delta=options["delta"],
+            rounds=options["rounds"],
+            sampling_rate=sampling.sampling_rate,
+        )
+        return ReleasePlan(noise_multiplier=multiplier, **options)
+
+
+def _correlated(settings: ReleaseSettings, sampling: Sampling, *, of_users: bool) -> dict[str, Any]:
+    """Return the fields of a plan whose noise is correlated over rounds."""
+    if of_users:
+        raise UnfitSetting(
+            f"run-config noise='correlated'{with_method(settings)}: expected 'independent', "
+            "because no server counts a user's participations over silos"
+        )
+    if settings.aggregation != "plain":
+        raise UnfitSetting(
+            f"run-config aggregation={settings.aggregation!r} with noise='correlated': expected "
+            "'plain', because a client that drops out would take its part of the noise along"
+        )
+    if settings.calibration == "published" and settings.target is not None:
+        raise UnfitSetting(
+            "run-config calibration='published' with noise='correlated': expected 'provable', "
+            "because the published bound is of independent noise"
+        )
+    if settings.noise_placement != "server":
+        raise UnfitSetting(
+            f"run-config noise-placement={settings.noise_placement!r} with noise='correlated': "
+            "expected 'server', because only the server knows the noise of earlier rounds"
+        )
+    clients = sampling.population
+    size = size_for_rate(clients, sampling.sampling_rate)
+    apart = settings.rounds_apart or clients // size
+    most = settings.participations or -(-settings.rounds // apart)
+    with naming_settings(settings):
+        return {
+            "sampling": SpacedSampling(
+                population=clients, size=size, rounds_apart=apart, participations=most
+            ),
+            "correlation": CorrelatedNoise(
+                buffers=settings.noise_buffers, bands=settings.noise_bands
+            ),
+        }
+
+
+def _clipping_norm(settings: ReleaseSettings) -> float | AdaptiveClipping:
+    if settings.clipping == "fixed":
+        return settings.clipping_norm
+    if settings.calibration == "published" and settings.target is not None:
+        raise UnfitSetting(
+            "run-config calibration='published' with clipping='adaptive': expected 'provable', "
+            "because the published bound is of a fixed norm"
+        )
+    return AdaptiveClipping(
+        initial=settings.clipping_norm,
+        quantile=settings.clipping_quantile,
+        learning_rate=settings.clipping_learning_rate,
+    )
+
+
+def _delta(settings: PrivacySettings, sampling: Sampling) -> float:
+    if settings.delta:
+        return settings.delta
+    if sampling.population == 1:
+        raise UnfitSetting(
+            f"run-config clients=1 with delta={settings.delta!r}: expected a delta in (0, 1), or "
+            "more clients, because delta=0 stands for 1 / clients"
+        )
+    return 1 / sampling.population
+
+
+def _secure_scores(settings: ReleaseSettings, options: Mapping[str, Any]) -> SecureScores:
+    """Return the query by which evaluations release scores, from the settings ``evaluation_…``."""
+    every, multiplier = settings.evaluate_every, settings.evaluation_noise_multiplier
+    if not isinstance(options["noise_placement"], SecureSum):
+        raise UnfitSetting(
+            "run-config evaluation='secure' with aggregation='plain': expected "
+            "aggregation='secure', because clients send scores in the same kind of secure sum as "
+            "updates"
+        )
+    if every < 1:
+        raise UnfitSetting(
+            f"run-config evaluation='secure' with evaluate-every={every!r}: expected 1 or more"
+        )
+    evaluations = -(-settings.rounds // every)
+    if not multiplier:
+        if (epsilon := settings.target) is None:
+            raise UnfitSetting(
+                f"run-config evaluation-noise-multiplier={multiplier!r} without epsilon: expected "
+                "a number > 0, because 0 stands for the noise that evaluation-share of epsilon "
+                "asks for; or set epsilon"
+            )
+        multiplier = calibrate_noise_multiplier(
+            epsilon=settings.evaluation_share * epsilon,
+            delta=options["delta"],
+            sampling=FullParticipation(options["sampling"].population),
+            rounds=evaluations,
+            relation=default_relation(options["sampling"]),
+        )
+    bound = settings.evaluation_loss_bound
+    bounds = (*ACCURACY, ("loss", 0.0, bound)) if bound else ACCURACY
+    return SecureScores(noise_multiplier=multiplier, times=evaluations, bounds=bounds)

@@ -1,0 +1,285 @@
+"""Withdrawal of a person, or of a client, from a study, and the statement about its models.
+
+The study's account (`shared_ledger`) names the number that withdrew, and nothing else. Every run
+reads the account after it has charged a round and before it asks anybody. A round whose charge
+comes after the withdrawal therefore uses nothing of the person. All earlier rounds are charged
+before it, so the statement counts exactly the charges that stand before the withdrawal.
+
+Models stay as they are. The statement says with which (ε, δ) each of them is indistinguishable
+from a model without this person, which is the guarantee of its run.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import closing
+from dataclasses import replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from cryptography.exceptions import InvalidSignature
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
+
+from flower_ext.checks import is_integer
+from flower_ext.errors import InvalidValue
+from flower_ext.files import write_whole
+from flower_ext.privacy.accounting.accountant import joint_loss, privacy_loss_of
+from flower_ext.privacy.accounting.events import PrivacyLoss, Release
+from flower_ext.privacy.accounting.group_privacy import DpSgd, group_loss
+from flower_ext.privacy.guarantee import epsilon_text
+from flower_ext.privacy.ledger import Ledger, LedgerFile
+from flower_ext.privacy.shared_ledger import WITHOUT_NOISE, RunCharges, label_of, runs_of
+from flower_ext.privacy.units import AdversaryView, PrivacyUnit
+
+WITHDRAWN, FORGOTTEN = "withdrawn", "forgotten"
+_MODELS = AdversaryView.RELEASED_MODELS
+_NOTHING = "nothing can be claimed"
+
+
+def withdraw(path: Path, unit: PrivacyUnit, numbers: Collection[int]) -> list[dict[str, Any]]:
+    """Write into a study's account that units withdraw; return the account's entries.
+
+    A unit that withdrew before is not written again.
+
+    Parameters
+    ----------
+    path : Path
+    unit : {PrivacyUnit.USER, PrivacyUnit.CLIENT}
+    numbers : Collection[int]
+        Numbers of users, or partitions of clients. Several numbers are one person whom silos know
+        by each of them.
+
+    Raises
+    ------
+    InvalidValue
+        There is no account, it counts units of another kind, or a number is out of range.
+    """
+    if not path.is_file():
+        raise InvalidValue(f"ledger={path}: expected the account of a study, its budget-ledger")
+    with closing(LedgerFile(path, wait=True)) as account:
+        charges = [entry for entry in account.entries if entry["kind"] == "charge"]
+        if charges and (charges[0]["unit"] == PrivacyUnit.USER) != (unit is PrivacyUnit.USER):
+            right = "--user" if charges[0]["unit"] == PrivacyUnit.USER else "--client"
+            raise InvalidValue(f"{path} counts {charges[0]['unit']}s: expected {right}")
+        populations = [
+            charge["release"]["sampling"]["population"] for charge in charges if charge["release"]
+        ]
+        for number in sorted(numbers):
+            if not (is_integer(number) and 0 <= number < max(populations, default=math.inf)):
+                most = f" below {max(populations)}" if populations else ""
+                raise InvalidValue(f"{unit.value}={number}: expected a number from 0{most}")
+            if number not in withdrawn(account.entries):
+                account.append(WITHDRAWN, {"unit": unit, "number": number})
+        return account.entries
+
+
+def withdrawn(entries: Sequence[Mapping[str, Any]]) -> frozenset[int]:
+    """Return the numbers that withdrew."""
+    return frozenset(entry["number"] for entry in entries if entry["kind"] == WITHDRAWN)
+
+
+def forgotten(entries: Sequence[Mapping[str, Any]]) -> frozenset[int]:
+    """Return the numbers of clients whose nodes confirmed that they deleted their memory."""
+    return frozenset(entry["number"] for entry in entries if entry["kind"] == FORGOTTEN)
+
+
+def runs_in(entries: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return the ids of all runs of an account."""
+    return list(dict.fromkeys(str(entry["run"]) for entry in entries if entry.get("run")))
+
+
+def note_forgotten(path: Path, numbers: Collection[int]) -> None:
+    """Record that nodes deleted what they remembered of clients."""
+    with closing(LedgerFile(path, wait=True)) as account:
+        for number in sorted(set(numbers) - forgotten(account.entries)):
+            account.append(FORGOTTEN, {"number": number})
+
+
+def statement(path: Path, unit: PrivacyUnit, numbers: Collection[int]) -> dict[str, Any]:
+    """Return a statement about the models of all runs that were charged before the withdrawal.
+
+    Raises
+    ------
+    InvalidValue
+        One of the numbers has not withdrawn.
+    """
+    entries = Ledger.read(path)
+    if missing := sorted(set(numbers) - withdrawn(entries)):
+        raise InvalidValue(f"{unit.value}={missing[0]}: expected a number that withdrew")
+    ends = [
+        place
+        for place, entry in enumerate(entries)
+        if entry["kind"] == WITHDRAWN and entry["number"] in numbers
+    ]
+    before = entries[: max(ends)]
+    runs, size = runs_of(before), len(set(numbers))
+    whole = unit is PrivacyUnit.USER or all(run.unit is unit for run in runs)
+    bare = {label_of(entry): entry for entry in before if entry.get("what") == WITHOUT_NOISE}
+    lines = [_line(run, size) if whole else _nothing(run) for run in runs]
+    lines += [
+        {"run": entry["run"], "name": label, "method": entry["method"], "claim": _NOTHING}
+        for label, entry in bare.items()
+    ]
+    together = _NOTHING
+    if runs and whole and not bare:
+        delta = max(run.charges[-1]["budget"]["delta"] for run in runs)
+        together = _claim(_loss_of_group([run.against(_MODELS) for run in runs], size, delta))
+    return {
+        "study": path.name,
+        "account": entries[max(ends)]["hash"],
+        "time": datetime.now(UTC).isoformat(timespec="seconds"),
+        "unit": unit.value,
+        "numbers": sorted(set(numbers)),
+        "meaning": (
+            "The models were not changed. Each is (ε, δ)-indistinguishable from a model without "
+            "this person, for an adversary who sees the released models and not who took part. No "
+            "round that was charged after the withdrawal uses data of this person."
+        ),
+        "runs": lines,
+        "all runs together": together,
+        "memory of clients": _memory(unit, numbers, entries),
+        "not claimed": [
+            *("whether the silos deleted the person's records: ask each of them",),
+            *sorted({entry["what"] for entry in before if entry["kind"] == "uncovered"}),
+        ],
+    }
+
+
+def _memory(unit: PrivacyUnit, numbers: Collection[int], entries: Sequence[Any]) -> str:
+    if unit is PrivacyUnit.USER:
+        return "silos keep no model of a single user"
+    if set(numbers) <= forgotten(entries):
+        return "the node confirmed that it deleted the memory of all runs of the study"
+    return "the node has not confirmed yet; the study's next run asks it to delete its memory"
+
+
+def _nothing(run: RunCharges) -> dict[str, Any]:
+    unit = f"its guarantee is for one {run.unit.value}"
+    return {**_identity(run), "claim": f"{_NOTHING}: {unit}"}
+
+
+def _line(run: RunCharges, size: int) -> dict[str, Any]:
+    part = run.against(_MODELS)
+    delta = run.charges[-1]["delta"] + sum(spend.delta for spend in part.spends[1:])
+    loss = _loss_of_group([part], size, delta)
+    assumptions = run.texts(_MODELS, "assumptions")
+    return {
+        **_identity(run),
+        "claim": _claim(loss),
+        **({} if loss is None else {"epsilon": loss.epsilon, "delta": loss.delta}),
+        "relation": part.relation,
+        "accountant": "none" if loss is None else loss.accountant,
+        "assumptions": assumptions,
+    }
+
+
+def _identity(run: RunCharges) -> dict[str, Any]:
+    last = run.charges[-1]
+    rounds = len(run.charges)
+    return {"run": last["run"], "name": run.label, "method": last["method"], "releases": rounds}
+
+
+def _claim(loss: PrivacyLoss | None) -> str:
+    if loss is None:
+        return _NOTHING
+    return f"ε = {epsilon_text(loss.epsilon)} at δ = {loss.delta:.3g}"
+
+
+def _loss_of_group(parts: Sequence[Any], size: int, delta: float) -> PrivacyLoss | None:
+    """Return the loss of a person with several numbers; None if none can be claimed."""
+    if any(part.is_unbounded for part in parts):
+        return None
+    releases = sum((part.releases for part in parts), type(parts[0].releases)())
+    spends = [spend for part in parts for spend in part.spends]
+    if size == 1:
+        loss = joint_loss(releases, spends, delta=delta)
+    elif spends or any(release.approximation_error for release in releases):
+        return None
+    elif all(release.sampling.sampling_rate == 1 for release in releases):
+        loss = privacy_loss_of(
+            {
+                replace(release, noise_multiplier=release.noise_multiplier / size): count
+                for release, count in releases.items()
+            },
+            delta=delta,
+        )
+    elif len(releases) == 1 and (release := next(iter(releases))).poisson_rate < 1:
+        loss = _group_of(release, releases[release], size, delta)
+    else:
+        return None
+    return loss if math.isfinite(loss.epsilon) else None
+
+
+def _group_of(release: Release, count: int, size: int, delta: float) -> PrivacyLoss:
+    rounds = DpSgd(
+        noise_multiplier=release.noise_multiplier,
+        sampling_rate=release.poisson_rate,
+        steps=count,
+    )
+    return group_loss(rounds, group_size=size, delta=delta)
+
+
+# Signatures -------------------------------------------------------------------------------------
+
+
+def signed(content: Mapping[str, Any], key: Ed25519PrivateKey) -> dict[str, Any]:
+    """Return a statement with its public key and its signature."""
+    whole = {**content, "public key": key.public_key().public_bytes_raw().hex()}
+    return {**whole, "signature": key.sign(_bytes(whole)).hex()}
+
+
+def verify(content: Mapping[str, Any], public_key: str) -> None:
+    """Refuse a statement that the owner of a public key did not sign, or that was changed.
+
+    Parameters
+    ----------
+    content : Mapping
+        What `signed` returned.
+    public_key : str
+        The study's public key, 64 hexadecimal digits, from a source that you trust. The key inside
+        the statement proves nothing.
+
+    Raises
+    ------
+    InvalidValue
+        The signature does not hold.
+    """
+    whole = {name: value for name, value in content.items() if name != "signature"}
+    try:
+        if whole["public key"] != public_key.lower():
+            raise InvalidValue(
+                f"public key {whole['public key']}: expected {public_key.lower()}; somebody else "
+                "signed this statement"
+            )
+        signature = bytes.fromhex(content["signature"])
+        key = Ed25519PublicKey.from_public_bytes(bytes.fromhex(public_key))
+        key.verify(signature, _bytes(whole))
+    except (InvalidSignature, KeyError, TypeError, ValueError) as error:
+        if isinstance(error, InvalidValue):
+            raise
+        raise InvalidValue("signature: expected that of a statement that nobody changed") from None
+
+
+def signing_key(path: Path) -> Ed25519PrivateKey:
+    """Return the study's key in a file, which is made if it does not exist.
+
+    Raises
+    ------
+    InvalidValue
+        Other users can read the file, or it holds no key.
+    """
+    if not path.exists():
+        write_whole(path, Ed25519PrivateKey.generate().private_bytes_raw().hex().encode() + b"\n")
+    if path.stat().st_mode & 0o077:
+        raise InvalidValue(f"key={path}: expected a file that only its owner can read: chmod 600")
+    try:
+        return Ed25519PrivateKey.from_private_bytes(bytes.fromhex(path.read_text(encoding="ascii")))
+    except (ValueError, UnicodeError):
+        raise InvalidValue(f"key={path}: expected a file that this command made") from None
+
+
+def _bytes(content: Mapping[str, Any]) -> bytes:
+    return json.dumps(dict(content), sort_keys=True, ensure_ascii=True).encode()

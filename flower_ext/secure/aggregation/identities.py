@@ -1,0 +1,121 @@
+"""Identities of members that know each other, so that no server can speak for one of them.
+
+In a signed round a member sends its two fresh public keys with its identity, an Ed25519 key that
+outlives rounds, and a signature over the round, its number and these keys. The other members accept
+only identities that their own owners listed, each for one member.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from cryptography.exceptions import InvalidSignature
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
+from cryptography.hazmat.primitives.serialization import (
+    load_ssh_private_key,
+    load_ssh_public_key,
+)
+
+from flower_ext.errors import InvalidValue, ProtocolError
+from flower_ext.secure.aggregation.aggregation_messages import (
+    IDENTITY_BYTES,
+    KEY_BYTES,
+    key_pair,
+)
+from flower_ext.secure.aggregation.context import RoundContext
+
+_DOMAIN = b"flower-ext secure sum identity 1"
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class Identities:
+    """A member's own identity, and those of all members that its owner trusts.
+
+    Parameters
+    ----------
+    private : Ed25519PrivateKey
+    trusted : frozenset of bytes
+        Public keys, 32 bytes each.
+    """
+
+    private: Ed25519PrivateKey
+    trusted: frozenset[bytes]
+
+    @classmethod
+    def read(cls, key_file: str | Path, members_file: str | Path) -> Identities:
+        """Read the files that ``ssh-keygen -t ed25519`` writes: a private key, and public ones.
+
+        Raises
+        ------
+        InvalidValue
+            A file cannot be read, or has something else than Ed25519 keys without a password, or a
+            key twice.
+        """
+        try:
+            private = load_ssh_private_key(Path(key_file).read_bytes(), password=None)
+            lines = Path(members_file).read_bytes().splitlines()
+            listed = [load_ssh_public_key(line) for line in lines if line.strip()]
+        except Exception as error:  # `cryptography` raises many kinds for malformed files
+            raise InvalidValue(
+                f"sum-identity-key={str(key_file)!r} and sum-members={str(members_file)!r}: "
+                "expected a private key without a password, and a file with a public key a line, "
+                f"as `ssh-keygen -t ed25519 -N ''` writes them ({type(error).__name__})"
+            ) from error
+        if not isinstance(private, Ed25519PrivateKey):
+            raise InvalidValue(f"sum-identity-key={str(key_file)!r}: expected an Ed25519 key")
+        public = [key.public_bytes_raw() for key in listed if isinstance(key, Ed25519PublicKey)]
+        if len(public) < len(listed) or len(set(public)) < len(public):
+            raise InvalidValue(
+                f"sum-members={str(members_file)!r}: expected different Ed25519 keys, one a line"
+            )
+        return cls(private=private, trusted=frozenset(public))
+
+    @property
+    def public(self) -> bytes:
+        """The member's own identity."""
+        return self.private.public_key().public_bytes_raw()
+
+    def sign(self, context: RoundContext, member: int, keys: bytes) -> bytes:
+        """Return identity and signature, which follow the ``keys`` of this member in messages."""
+        return self.public + self.private.sign(_statement(context, member, keys))
+
+    def check(self, context: RoundContext, entries: Mapping[int, bytes]) -> None:
+        """Refuse keys of other members unless each is signed by another trusted identity.
+
+        Parameters
+        ----------
+        context : RoundContext
+        entries : Mapping[int, bytes]
+            Keys, identity and signature of each other member.
+
+        Raises
+        ------
+        ProtocolError
+            A signature is wrong, an identity is not trusted, or one identity has two members.
+        """
+        known = {self.public}
+        for member, entry in entries.items():
+            keys, identity = entry[: 2 * KEY_BYTES], entry[2 * KEY_BYTES :][:IDENTITY_BYTES]
+            if identity not in self.trusted:
+                raise ProtocolError(
+                    f"member {member}: expected an identity that sum-members of this node lists"
+                )
+            if identity in known:
+                raise ProtocolError(f"member {member}: expected an identity of its own")
+            known.add(identity)
+            signature = entry[2 * KEY_BYTES + IDENTITY_BYTES :]
+            try:
+                Ed25519PublicKey.from_public_bytes(identity).verify(
+                    signature, _statement(context, member, keys)
+                )
+            except InvalidSignature:
+                raise ProtocolError(
+                    f"member {member}: expected keys that its identity signed for this round"
+                ) from None
+
+
+def _statement(context: RoundContext, member: int, keys: bytes) -> bytes:
+    """Return what a member signs; every part has a fixed length."""
+    return _DOMAIN + context.digest + member.to_bytes(8, "big") + b"".join(key_pair(keys))

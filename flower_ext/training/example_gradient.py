@@ -1,0 +1,64 @@
+"""The loss and the gradient of one example alone, which no other example can change."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from flower_ext.data import trees
+from flower_ext.data.trees import Tree
+from flower_ext.errors import InvalidValue
+from flower_ext.training.model_calls import call_with
+from flower_ext.training.model_factory import in_training, suits_channels_last
+from flower_ext.training.params import Params, clone
+from flower_ext.training.problem import gradient
+from flower_ext.training.task import Task
+
+Loss = Callable[[Any, Tree], Tensor]
+
+
+def model_of_single_examples(task: Task, trained: Sequence[str]) -> nn.Module:
+    """Return a model of the task in which examples stay apart, or refuse one in which they mix."""
+    model = in_training(task.model().to(task.torch_device())).requires_grad_(False)
+    channels_last = suits_channels_last(model, trained)
+    for name, module in model.named_modules():
+        if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.training:
+            raise InvalidValue(
+                f"{name!r} is batch normalisation, through which every example moves every "
+                "gradient: use GroupNorm (flower_ext.training.replace_batch_norm)"
+            )
+        if getattr(module, "inplace", False):  # it would overwrite another layer's output
+            module.inplace = False
+        if getattr(module, "max_norm", None) is not None:
+            raise InvalidValue(
+                f"{name!r} has max_norm={module.max_norm!r}: expected None with DP-SGD, because an "
+                "example would rewrite rows that others look up"
+            )
+        if isinstance(module, nn.Conv2d) and channels_last:
+            module.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    return model
+
+
+def has_rows(leaf: Any, count: int) -> bool:
+    """Return True if an output may have one row for each of ``count`` examples."""
+    return isinstance(leaf, Tensor) and leaf.dim() > 0 and len(leaf) == count
+
+
+def loss_alone(model: nn.Module, params: Params, loss: Loss, x: Tree, y: Tree) -> Tensor:
+    """Return the loss of one example, which comes without the dimension of examples."""
+    x, y = trees.mapped(lambda leaf: leaf.unsqueeze(0), (x, y))
+    return loss(call_with(model, params, x), y)
+
+
+def gradient_alone(
+    model: nn.Module, params: Params, names: Sequence[str], loss: Loss, x: Tree, y: Tree
+) -> Params:
+    """Return the gradient of one example, and leave the model's buffers unchanged."""
+    point = {**params, **clone(dict(model.named_buffers()))}
+    return gradient(
+        lambda leaves: loss_alone(model, {**point, **leaves}, loss, x, y),
+        {name: params[name] for name in names},
+    )

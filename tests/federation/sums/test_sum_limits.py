@@ -1,0 +1,96 @@
+"""What the owner of a node demands of secure sums, in whole runs."""
+
+import numpy as np
+import pytest
+
+from flower_ext.errors import InvalidValue
+from flower_ext.federation import FederationNotReady, InProcessGrid, records
+from flower_ext.federation.sums.sum_limits import SumLimits
+from flower_ext.privacy import AdversaryView, SecureScores, SecureSum
+from tests.support.identities import write_identities
+from tests.support.secure_runs import CLIENTS, plan, strategy_of
+from tests.support.worlds import initial, task
+
+SIGNED = plan(noise_placement=SecureSum(colluding=0.0, dropouts=0.0, signed=True))
+
+
+def run(strategy, configs):
+    app = strategy.method.client_app(task(), allow_seeded_noise=True)
+    grid = InProcessGrid(app, CLIENTS)
+    for context, config in zip(grid.contexts.values(), configs, strict=True):
+        context.node_config.update(config)
+    result = strategy.start(grid, initial(), num_rounds=1)
+    return records.to_arrays(result.arrays), strategy.run.clients.refusals
+
+
+def test_a_signed_run_releases_the_model_of_an_unsigned_one(tmp_path):
+    unsigned = plan(noise_placement=SecureSum(colluding=0.0, dropouts=0.0))
+    expected, _ = run(strategy_of(plan=unsigned), [{}] * CLIENTS)
+    strategy = strategy_of(plan=SIGNED)
+    model, refusals = run(strategy, write_identities(tmp_path, CLIENTS))
+    assert not refusals
+    assert all(np.array_equal(model[name], expected[name]) for name in expected)
+    claims = [one for one in strategy.guarantees() if one.view is AdversaryView.SUM_ONLY]
+    assert any("the server may lie" in text for one in claims for text in one.assumptions)
+
+
+def refusals_of(strategy, configs):
+    """Return the reasons for which a round fails that no client refuses for its data."""
+    with pytest.raises(FederationNotReady) as failure:
+        run(strategy, configs)
+    return str(failure.value)
+
+
+@pytest.mark.parametrize(
+    ("node", "expected"),
+    [
+        ({"least-sum-members": CLIENTS + 1}, "requires least-sum-members"),
+        ({"least-sum-threshold-share": 1.1}, "requires least-sum-threshold-share"),
+    ],
+)
+def test_sums_that_show_too_much_are_refused(node, expected):
+    assert expected in refusals_of(strategy_of(), [node] * CLIENTS)
+    fair = {"least-sum-members": 5, "least-sum-threshold-share": 0.5, "require-secure-sum": True}
+    _, refusals = run(strategy_of(), [fair] * CLIENTS)
+    assert not refusals
+
+
+def test_one_missing_file_is_named_to_its_owner():
+    with pytest.raises(InvalidValue, match="expected both sum-identity-key and sum-members"):
+        SumLimits.of({"sum-members": "members.pub"})
+
+
+def test_a_node_that_signs_refuses_unsigned_sums_and_the_reverse(tmp_path):
+    assert "expected a signed one" in refusals_of(
+        strategy_of(), write_identities(tmp_path, CLIENTS)
+    )
+    assert "sum-identity-key" in refusals_of(strategy_of(plan=SIGNED), [{}] * CLIENTS)
+
+
+SUM_ONLY = {"require-secure-sum": True}
+
+
+@pytest.mark.parametrize("placement", ["client", "server"])
+def test_no_upload_leaves_in_the_clear(placement):
+    """The downgrade: the same share of noise, but in an upload of its own."""
+    strategy = strategy_of(plan=plan(noise_placement=placement))
+    assert "requires require-secure-sum" in refusals_of(strategy, [SUM_ONLY] * CLIENTS)
+
+
+@pytest.mark.parametrize("entry", ["report-size", "diagnostics", "training-loss"])
+def test_no_number_leaves_beside_a_masked_upload(entry):
+    strategy = strategy_of()
+    real = strategy.run.round_record
+    strategy.run.round_record = lambda *args, **entries: real(*args, **entries, **{entry: True})
+    assert "requires require-secure-sum" in refusals_of(strategy, [SUM_ONLY] * CLIENTS)
+
+
+def test_scores_leave_in_secure_sums_alone():
+    strategy = strategy_of(evaluate_every=1)
+    _, refusals = run(strategy, [SUM_ONLY] * CLIENTS)
+    assert len(refusals) == CLIENTS
+    assert all("an update or scores" in text for text in refusals)
+    scores = SecureScores(noise_multiplier=1.0, times=1)
+    strategy = strategy_of(plan=plan(queries=(scores,)), evaluate_every=1)
+    _, refusals = run(strategy, [SUM_ONLY] * CLIENTS)
+    assert not refusals

@@ -1,0 +1,205 @@
+"""A unit that withdrew from a study is never drawn again, and its node deletes its memory."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from flwr.app import ArrayRecord
+
+from flower_ext.algorithms import DPFedAvg, FedPer, UldpAvg
+from flower_ext.algorithms.uldp import UldpNaive
+from flower_ext.federation import FederatedStrategy, InProcessGrid
+from flower_ext.privacy import (
+    Budget,
+    FixedSizeSampling,
+    FullParticipation,
+    Ledger,
+    NonPrivatePlan,
+    PoissonSampling,
+    PrivacyUnit,
+    ReleasePlan,
+    SecureSum,
+)
+from flower_ext.privacy.withdrawal import forgotten, withdraw
+from flower_ext.runs import RunDirectory
+from tests.support import silos
+from tests.support.strategies import strategy_of
+from tests.support.worlds import task
+
+CLIENTS, LEAVING, DELTA = 6, 2, 0.01
+
+
+class Watching(InProcessGrid):
+    """Records the partitions of all messages but those before the first round."""
+
+    def __init__(self, *given, **options) -> None:
+        super().__init__(*given, **options)
+        self.asked: list[tuple[str, int]] = []
+
+    def send_and_receive(self, messages, **how):
+        messages = list(messages)
+        places = {node: place for place, node in enumerate(sorted(self.get_node_ids()))}
+        self.asked += [
+            (message.metadata.message_type, places[message.metadata.dst_node_id])
+            for message in messages
+        ]
+        return super().send_and_receive(messages, **how)
+
+    def of(self, partition: int) -> list[str]:
+        return [kind for kind, asked in self.asked if asked == partition]
+
+
+def budget(tmp_path) -> Budget:
+    return Budget(epsilon=1e6, delta=DELTA, ledger=tmp_path / "study.jsonl")
+
+
+def plan(sampling=None, **changes) -> ReleasePlan:
+    terms = {"sampling": sampling or FullParticipation(CLIENTS), "clipping_norm": 0.5}
+    return ReleasePlan(**{**terms, "noise_multiplier": 3.0, "rounds": 9, "delta": DELTA, **changes})
+
+
+def run_of(folder: Path, given: Budget, *, plan, rounds=2, method=DPFedAvg, state="", **options):
+    begun = (folder / "run.json").exists()
+    run = RunDirectory.resume(folder) if begun else RunDirectory.create(folder, config={})
+    settings = {"state-folder": str(state)} if state else {}
+    try:
+        strategy = strategy_of(method, plan=plan, budget=given, run=run, timeout=5.0, **options)
+        app = method.client_app(task(), allow_seeded_noise=True)
+        grid = Watching(app, CLIENTS, settings)
+        strategy.start(grid, ArrayRecord(task().initial_params(0)), num_rounds=rounds)
+    finally:
+        run.close()
+    return strategy, grid
+
+
+PLANS = [
+    pytest.param(plan(), id="everyone"),
+    pytest.param(plan(PoissonSampling(CLIENTS, 0.7)), id="poisson"),
+    pytest.param(plan(FixedSizeSampling(CLIENTS, 4)), id="fixed size"),
+    pytest.param(plan(noise_placement=SecureSum(colluding=0.0, dropouts=0.2)), id="secure sum"),
+    pytest.param(NonPrivatePlan(sampling=FullParticipation(CLIENTS)), id="no privacy"),
+]
+
+
+@pytest.mark.parametrize("chosen", PLANS)
+def test_a_client_that_withdrew_is_asked_no_more_in_a_resumed_run_and_in_later_ones(
+    tmp_path, chosen
+):
+    given = budget(tmp_path)
+    seeded = {"seed": 3, "seeded_noise": True}  # by chance, a client may never be drawn
+    run_of(tmp_path / "a", given, plan=chosen, rounds=2, **seeded)
+    withdraw(given.ledger, PrivacyUnit.CLIENT, [LEAVING])
+    for name, rounds in (("a", 8), ("b", 6)):
+        _, grid = run_of(tmp_path / name, given, plan=chosen, rounds=rounds, **seeded)
+        assert not [kind for kind in grid.of(LEAVING) if kind.startswith(("train", "eval"))]
+        assert sum(kind.startswith("train") for kind, _ in grid.asked) > 0
+        trained = {asked for kind, asked in grid.asked if kind.startswith("train")}
+        assert trained == set(range(CLIENTS)) - {LEAVING}
+
+
+def test_the_draw_of_all_others_stays_the_same_bit_for_bit(tmp_path):
+    drawn = {}
+    for name in ("with", "without"):
+        given = budget(tmp_path / name)
+        (tmp_path / name).mkdir()
+        given.ledger.touch()
+        if name == "without":
+            withdraw(given.ledger, PrivacyUnit.CLIENT, [LEAVING])
+        chosen = plan(PoissonSampling(CLIENTS, 0.5))
+        folder = tmp_path / name / "run"
+        _, grid = run_of(folder, given, plan=chosen, rounds=12, seed=3, seeded_noise=True)
+        drawn[name] = [asked for kind, asked in grid.asked if kind.startswith("train")]
+    assert LEAVING in drawn["with"]
+    assert drawn["without"] == [asked for asked in drawn["with"] if asked != LEAVING]
+
+
+def test_a_client_that_withdraws_during_a_run_is_left_out_from_the_next_round_on(tmp_path):
+    given, seen = budget(tmp_path), []
+
+    class Leaving(Watching):
+        def send_and_receive(self, messages, **how):
+            replies = super().send_and_receive(messages, **how)
+            if self.asked[-1][0].startswith("train"):
+                seen.append(len([k for k in self.of(LEAVING) if k.startswith("train")]))
+                if len(seen) == 2:
+                    withdraw(given.ledger, PrivacyUnit.CLIENT, [LEAVING])
+            return replies
+
+    strategy = FederatedStrategy(DPFedAvg(), plan(), budget=given, timeout=5.0, evaluate_every=0)
+    grid = Leaving(DPFedAvg.client_app(task()), CLIENTS)
+    strategy.start(grid, ArrayRecord(task().initial_params(0)), num_rounds=4)
+    assert seen == [1, 2, 2, 2]
+    assert forgotten(Ledger.read(given.ledger)) == {LEAVING}
+
+
+def test_the_head_of_a_client_that_withdrew_vanishes_from_its_node_and_no_other(tmp_path):
+    given, state = budget(tmp_path), tmp_path / "nodes"
+    chosen = NonPrivatePlan(sampling=FullParticipation(CLIENTS))
+    heads = {}
+    for name in ("a", "b"):
+        run_of(tmp_path / name, given, plan=chosen, method=FedPer, state=state)
+        heads[name] = sorted(path.name for path in state.glob("*/*-*"))
+    assert sum(name.endswith(f"-{LEAVING}") for name in heads["b"]) == 2  # one for each run
+    withdraw(given.ledger, PrivacyUnit.CLIENT, [LEAVING])
+    # Resuming one run deletes the heads of all runs of the study.
+    run_of(tmp_path / "a", given, plan=chosen, method=FedPer, state=state, rounds=4)
+    left = sorted(path.name for path in state.glob("*/*-*"))
+    assert left == [name for name in heads["b"] if not name.endswith(f"-{LEAVING}")]
+    assert forgotten(Ledger.read(given.ledger)) == {LEAVING}
+
+
+def test_a_run_begins_without_the_node_of_a_client_that_withdrew_but_without_no_other(tmp_path):
+    given = budget(tmp_path)
+    run_of(tmp_path / "a", given, plan=plan())
+    withdraw(given.ledger, PrivacyUnit.CLIENT, [CLIENTS - 1])
+    app = DPFedAvg.client_app(task())
+    initial = ArrayRecord(task().initial_params(0))
+    strategy = FederatedStrategy(DPFedAvg(), plan(), budget=given, timeout=1.0)
+    strategy.start(InProcessGrid(app, CLIENTS - 1), initial, num_rounds=1)
+    assert strategy.participations.rounds == 1
+    another = FederatedStrategy(DPFedAvg(), plan(), budget=given, timeout=1.0)
+    with pytest.raises(RuntimeError, match="of 6 nodes connected"):
+        another.start(InProcessGrid(app, CLIENTS - 2), initial, num_rounds=1)
+
+
+@pytest.mark.parametrize("method", [UldpAvg, UldpNaive])
+@pytest.mark.parametrize("secure", [False, True])
+def test_a_user_that_withdrew_counts_as_one_whose_records_every_silo_deleted(
+    tmp_path, method, secure
+):
+    user, models = 7, []
+    everybody = silos.silos()
+    assert any((data.owners == user).any() for data in everybody)
+    for name, data in (("withdrawn", everybody), ("gone", [d.without([user]) for d in everybody])):
+        (tmp_path / name).mkdir()
+        given = Budget(epsilon=1e6, delta=0.1, ledger=tmp_path / name / "study.jsonl")
+        given.ledger.touch()
+        if name == "withdrawn":
+            withdraw(given.ledger, PrivacyUnit.USER, [user])
+        placement = SecureSum(colluding=0.0, dropouts=0.0) if secure else "client"
+        strategy = FederatedStrategy(
+            method(num_silos=silos.SILOS, local=silos.LOCAL),
+            silos.plan(noise_placement=placement, noise_multiplier=0.4),
+            budget=given,
+            seed=silos.SEED,
+            seeded_noise=True,
+            evaluate_every=0,
+        )
+        app = method.client_app(silos.task(data), allow_seeded_noise=True)
+        grid = InProcessGrid(app, silos.SILOS)
+        initial = ArrayRecord(silos.task().initial_params(0))
+        result = strategy.start(grid, initial, num_rounds=2)
+        models.append(result.arrays.to_torch_state_dict())
+    for name, array in models[0].items():
+        np.testing.assert_allclose(array.numpy(), models[1][name].numpy(), rtol=0, atol=1e-6)
+
+
+def test_data_without_a_user_keep_the_order_of_all_others():
+    data = silos.silo(1)
+    left = data.without([3, 5])
+    kept = ~((data.owners == 3) | (data.owners == 5))
+    assert torch.equal(left.owners, data.owners[kept])
+    assert torch.equal(left.train.features, data.train.features[kept])
+    assert left.test is data.test
+    assert data.without([]) is data
