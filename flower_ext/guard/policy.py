@@ -32,7 +32,7 @@ class Refused(Exception):
 
 @dataclass(frozen=True, kw_only=True)
 class MessagePolicy:
-    """What may leave in replies to one type of message.
+    """Rules for the replies to one type of message.
 
     Parameters
     ----------
@@ -88,7 +88,7 @@ class MessagePolicy:
 
 @dataclass(frozen=True, kw_only=True)
 class GuardPolicy:
-    """What a site permits; everything else is refused.
+    """Everything that a site permits; the guard refuses all else.
 
     Parameters
     ----------

@@ -10,7 +10,7 @@ from tests.support.guarding import write_policy
 @pytest.mark.parametrize(
     ("old", "new", "words"),
     [
-        ("timeout = 60", "timout = 60", "timout"),
+        ("timeout = 60", "time-limit = 60", "time-limit"),
         ("timeout = 60", "timeout = 60\nreply-after = 60", "reply-after=60: expected more than"),
         ("timeout = 60", "timeout = inf", "timeout=inf"),
         ("noise-multiplier = 0.5", "noise-multiplier = 0.0", "noise-multiplier=0.0"),

@@ -12,6 +12,7 @@ import json
 import os
 import signal
 import sys
+import threading
 from pathlib import Path
 
 from flower_ext.guard import app_process, flower_runtime, service
@@ -45,15 +46,17 @@ def _die():
 def plant(name: str, when: str, number: int) -> None:
     """Let this process die at a point."""
     owner, attribute = PLACES[name]
-    real, calls = getattr(owner, attribute), 0
+    real, calls, lock = getattr(owner, attribute), 0, threading.Lock()
 
     def dying(*arguments, **named):
         nonlocal calls
-        calls += 1
-        if calls == number and when == "before":
+        with lock:  # Flower pushes arrays in several threads
+            calls += 1
+            call = calls
+        if call == number and when == "before":
             _die()
         result = real(*arguments, **named)
-        if calls == number:
+        if call == number:
             _die()
         return result
 
