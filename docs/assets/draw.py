@@ -364,14 +364,8 @@ def packages() -> Drawing:
         "a strategy in two worlds, and what an attack proves about its ε",
         BLUE,
     )
-    package(
-        20,
-        120,
-        full,
-        "statistics",
-        "counts, means, histograms and survival of people, released like an update",
-        BLUE,
-    )
+    package(20, 120, 405, "guard", "what a site lets any app send", BLUE)
+    package(435, 120, 405, "statistics", "released like an update", BLUE)
     package(
         20,
         172,

@@ -14,6 +14,7 @@ from rich.progress import Progress
 
 from flower_ext import auditing
 from flower_ext.auditing import Audit, Experiment
+from flower_ext.auditing.guarded_app import GUARD, guard_experiment
 from flower_ext.auditing.mechanisms import MECHANISMS
 from flower_ext.auditing.released_statistics import STATISTICS
 from flower_ext.cli.screen import console, titled_table
@@ -88,11 +89,13 @@ def experiment_of(target: str) -> Experiment:
         return MECHANISMS[target].experiment()
     if target in STATISTICS:
         return STATISTICS[target]()
+    if target == GUARD:
+        return guard_experiment()
     module, separator, name = target.partition(":")
     if not separator:
         raise InvalidValue(
             f"target={target!r}: expected module:function, or one of "
-            f"{', '.join([*MECHANISMS, *STATISTICS])}"
+            f"{', '.join([*MECHANISMS, *STATISTICS, GUARD])}"
         )
     # A console script does not look for modules in the current folder, where the user's file is.
     if str(Path.cwd()) not in sys.path:

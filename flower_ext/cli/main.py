@@ -35,6 +35,7 @@ COMMANDS = {
     "link": "link",
     "stats": "stats",
     "study": "study_command",
+    "guard": "guard",
     "export": "export",
     "settings": "settings_table",
 }

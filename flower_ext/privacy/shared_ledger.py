@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -26,7 +26,7 @@ from flower_ext.errors import InvalidValue
 from flower_ext.privacy.accounting.accountant import joint_loss
 from flower_ext.privacy.accounting.events import PrivacyLoss, Release
 from flower_ext.privacy.guarantee import Guarantee, epsilon_text
-from flower_ext.privacy.ledger import Budget, BudgetExhausted, LedgerFile
+from flower_ext.privacy.ledger import Budget, BudgetExhausted, Ledger, LedgerFile
 from flower_ext.privacy.units import AdversaryView, NeighboringRelation, PrivacyUnit
 
 CHARGE, REPEAT, UNCOVERED, CLAIMS = "charge", "repeat", "uncovered", "claims"
@@ -90,6 +90,20 @@ class Charge:
             "claims": [_spend_to_dict(claim) for claim in self.claims],
         }
 
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Charge:
+        """Return the charge, without claims, of which `to_dict` made ``values``."""
+        release = values["release"]
+        return cls(
+            **{
+                **values,
+                "unit": PrivacyUnit(values["unit"]),
+                "relation": NeighboringRelation(values["relation"]),
+                "release": None if release is None else Release.from_dict(release),
+                "claims": (),
+            }
+        )
+
 
 @dataclass(frozen=True, kw_only=True)
 class RunSpend:
@@ -137,14 +151,7 @@ def charge(path: Path, new: Charge, budget: Budget) -> list[dict[str, Any]]:
     line = {**new.to_dict(), "budget": {"epsilon": budget.epsilon, "delta": budget.delta}}
     with closing(LedgerFile(path, wait=True)) as account:
         charges = [entry for entry in account.entries if entry["kind"] == CHARGE]
-        for entry in charges[:1]:
-            of = (entry["unit"], entry["relation"])
-            if of != (new.unit, new.relation):
-                raise DoesNotCompose(
-                    f"{path} counts units {of[0]!r} under {of[1]!r}, this run {new.unit.value!r} "
-                    f"under {new.relation.value!r}: no single ε covers both; keep an account for "
-                    "each, or plan the run for that unit and relation"
-                )
+        _check_relation(path, charges, new)
         if new.repeatable and any(
             (entry["run"], entry["query"], entry["training"]) == (new.run, new.query, new.training)
             for entry in charges
@@ -153,15 +160,27 @@ def charge(path: Path, new: Charge, budget: Budget) -> list[dict[str, Any]]:
             account.append(REPEAT, same)
             return account.entries
         # Under the lock, so that two simultaneous runs cannot both take the rest of the budget.
-        epsilon = total_spent([*account.entries, {**line, "kind": CHARGE}], budget.delta)
-        if epsilon > budget.epsilon:
-            raise BudgetExhausted(
-                f"training round {new.training} would raise the total of {path} to ε = "
-                f"{epsilon_text(epsilon)} at δ = {budget.delta:.3g}, above the budget of "
-                f"{budget.epsilon:g}: {_why(charges, epsilon, budget.delta)}"
-            )
+        _check_budget(path, account.entries, new, budget)
         account.append(CHARGE, line)
         return account.entries
+
+
+def check_affordable(path: Path, new: Charge, budget: Budget) -> None:
+    """Refuse a charge that `charge` would refuse now; write nothing.
+
+    Raises
+    ------
+    BudgetExhausted, DoesNotCompose, LedgerCorrupt
+        As `charge`.
+    """
+    entries = entries_of(path)
+    _check_relation(path, [entry for entry in entries if entry["kind"] == CHARGE], new)
+    _check_budget(path, entries, new, budget)
+
+
+def entries_of(path: Path) -> list[dict[str, Any]]:
+    """Return an account's verified entries; none if there is no file."""
+    return Ledger.read(path) if path.exists() else []
 
 
 def note_claims(path: Path, claims: Sequence[Guarantee], **identity: str) -> None:
@@ -478,3 +497,27 @@ def _why(charges: Sequence[dict[str, Any]], epsilon: float, delta: float) -> str
         f"{runs} run{'s' if runs > 1 else ''} spent {epsilon_text(total_spent(charges, delta))} "
         "so far"
     )
+
+
+def _check_relation(path: Path, charges: Sequence[dict[str, Any]], new: Charge) -> None:
+    for entry in charges[:1]:
+        of = (entry["unit"], entry["relation"])
+        if of != (new.unit, new.relation):
+            raise DoesNotCompose(
+                f"{path} counts units {of[0]!r} under {of[1]!r}, this run {new.unit.value!r} "
+                f"under {new.relation.value!r}: no single ε covers both; keep an account for "
+                "each, or plan the run for that unit and relation"
+            )
+
+
+def _check_budget(
+    path: Path, entries: Sequence[dict[str, Any]], new: Charge, budget: Budget
+) -> None:
+    epsilon = total_spent([*entries, {**new.to_dict(), "kind": CHARGE}], budget.delta)
+    if epsilon > budget.epsilon:
+        charges = [entry for entry in entries if entry["kind"] == CHARGE]
+        raise BudgetExhausted(
+            f"training round {new.training} would raise the total of {path} to ε = "
+            f"{epsilon_text(epsilon)} at δ = {budget.delta:.3g}, above the budget of "
+            f"{budget.epsilon:g}: {_why(charges, epsilon, budget.delta)}"
+        )

@@ -70,11 +70,14 @@ class Deployment:
         Number of SuperNodes. Node i of 0 … nodes−1 has ``partition-id`` i in its node config.
     node_config : Mapping[str, str | int | float | bool]
         Further values for the node config of all nodes; ``{node}`` in a text is the node's number.
+    policies : Mapping[int, Path]
+        Policy of the guard of each node that has one. The guard starts and ends with the node.
     """
 
     folder: Path
     nodes: int
     node_config: Mapping[str, str | int | float | bool] = field(default_factory=dict)
+    policies: Mapping[int, Path] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         # Processes of the deployment start in this folder, where a relative path means another.
@@ -91,6 +94,7 @@ class Deployment:
             self.env[FOLDER_VARIABLE] = str(Path(data).expanduser().absolute())
         self.superlink: subprocess.Popen[bytes] | None = None
         self.supernodes: dict[int, subprocess.Popen[bytes]] = {}
+        self.guards: dict[int, subprocess.Popen[bytes]] = {}
         self._started: list[subprocess.Popen[bytes]] = []
 
     def __enter__(self) -> Deployment:
@@ -163,14 +167,25 @@ class Deployment:
         values |= {n: v.format(node=node) if isinstance(v, str) else v for n, v in shared}
         values |= config or {}
         words = ["flower-supernode", "--superlink", f"{HOST}:{self.port}"]
-        words += ["--host", HOST, "--port", str(free_port())]
+        words += ["--host", HOST, "--port", str(port := free_port())]
         words += ["--node-config", " ".join(f"{n}={json.dumps(v)}" for n, v in values.items())]
         private, _ = make_key(self.folder / "keys", name)
         words += [*self._trust, "--auth-supernode-private-key", str(private)]
+        if node in self.policies:
+            words += ["--isolation", "process", "--superexec-auth-secret-file", str(self._secret)]
         process = self._start(name, *words)
+        if node in self.policies:
+            self.guards[node] = self.start_guard(node, port)
         if name == f"node-{node}":
             self.supernodes[node] = process
         return process
+
+    def start_guard(self, node: int, port: int) -> subprocess.Popen[bytes]:
+        """Start the guard of a node whose Runtime API listens on ``port``."""
+        words = ["flower-ext", "guard", str(self.policies[node])]
+        words += ["--superexec-auth-secret-file", str(self._secret)]
+        words += ["--runtime-api-address", f"{HOST}:{port}"]
+        return self._start(f"guard-{node}", *words)
 
     def stop(self) -> None:
         """End every process of the deployment, the newest first: SIGTERM, after 20 s SIGKILL."""

@@ -1,0 +1,74 @@
+"""The guard's release as an experiment: a hostile app answers for one of two opposite data sets.
+
+The app moves the model as far as it can, and adds metrics that name its data. The guard must let
+the adversary tell the two data sets apart no better than its ledger says.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from flwr.app import Array, ArrayRecord, Context, Message, MetricRecord, RecordDict
+from flwr.clientapp import ClientApp
+from flwr.serverapp.strategy import FedAvg
+
+from flower_ext.auditing.experiment import Experiment, World, projected
+from flower_ext.federation import records
+from flower_ext.federation.arrays import to_record
+from flower_ext.guard import release
+from flower_ext.guard.policy import UPDATE, MessagePolicy
+from flower_ext.privacy import AdversaryView, SecureNoise, privacy_loss_of
+
+GUARD = "guard"
+"""Name of the experiment in ``flower-ext audit``."""
+
+_SIZE, _HUGE, _DELTA = 8, 1e6, 1e-5
+_AXIS = np.eye(1, _SIZE)[0]
+
+
+def guard_experiment(noise_multiplier: float = 1.0) -> Experiment:
+    """Return two worlds whose only client answers with an update of norm 1e6 or −1e6."""
+    policy = MessagePolicy(
+        release=UPDATE, clipping_norm=1.0, noise_multiplier=noise_multiplier, constants={"n": 1}
+    )
+
+    def world(pull: float) -> World:
+        return World(strategy=_strategy, client_app=_guarded(pull, policy), num_clients=1)
+
+    return Experiment(
+        name=GUARD,
+        without=world(-_HUGE),
+        present=world(_HUGE),
+        initial=ArrayRecord({"weight": Array(np.zeros(_SIZE))}),
+        score=projected({"weight": _AXIS}),
+        views=[AdversaryView.EACH_UPLOAD],
+        reported={AdversaryView.EACH_UPLOAD: privacy_loss_of([policy.spend], delta=_DELTA).epsilon},
+        delta=_DELTA,
+        gaussian=True,
+    )
+
+
+def _strategy() -> FedAvg:
+    return FedAvg(
+        fraction_evaluate=0.0,
+        min_train_nodes=1,
+        min_available_nodes=1,
+        weighted_by_key="n",
+        arrayrecord_key=records.MODEL,
+    )
+
+
+def _guarded(pull: float, policy: MessagePolicy) -> ClientApp:
+    """Return a ClientApp that answers as the guard does after a hostile app moved the model."""
+    app = ClientApp()
+
+    @app.train()
+    def train(message: Message, context: Context) -> Message:
+        request = release.requested_arrays(message.content.array_records[records.MODEL], policy)
+        answer = ArrayRecord({"weight": Array(request["weight"] + pull * _AXIS)})
+        leaving = release.released(request, answer, policy, SecureNoise())
+        content = RecordDict(
+            {records.MODEL: to_record(leaving), "metrics": MetricRecord(dict(policy.constants))}
+        )
+        return Message(content, reply_to=message)
+
+    return app

@@ -1,0 +1,84 @@
+"""``flower-ext guard``: run apps for a SuperNode, and bound what leaves in their replies."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from flower_ext.cli.processes import signals_as_interrupts
+from flower_ext.cli.screen import console
+from flower_ext.errors import InvalidValue
+from flower_ext.files import lock
+from flower_ext.guard.app_process import check_isolation
+from flower_ext.guard.flower_runtime import Disconnected, Runtime
+from flower_ext.guard.policy import NOT_ISOLATED, GuardPolicy, read_policy
+from flower_ext.guard.service import Guard
+
+
+def guard(
+    policy_file: Annotated[
+        Path, typer.Argument(metavar="POLICY", help="TOML file that says what may leave.")
+    ],
+    superexec_auth_secret_file: Annotated[
+        Path, typer.Option(help="The secret that the SuperNode was started with.")
+    ],
+    runtime_api_address: Annotated[
+        str, typer.Option(help="host:port of the SuperNode's Runtime API.")
+    ] = "127.0.0.1:9094",
+    root_certificates: Annotated[
+        Path | None,
+        typer.Option(help="Certificates that verify the Runtime API; by default no encryption."),
+    ] = None,
+) -> None:
+    """Run apps for a SuperNode in the place of Flower's own processes, until it is ended.
+
+    Example: flower-ext guard guard.toml --superexec-auth-secret-file superexec.secret
+    """
+    policy = read_policy(policy_file)
+    check_isolation(policy)
+    runtime = Runtime(
+        runtime_api_address,
+        root_certificates=root_certificates,
+        secret=superexec_auth_secret_file.read_bytes(),
+    )
+    policy.ledger.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    with signals_as_interrupts(), lock(policy.path.with_suffix(".lock")):
+        _check_secret_protects(runtime)
+        for line in uncovered(policy):
+            _tell(line)
+        _tell(f"guarding {runtime_api_address} by {policy_file}")
+        Guard(policy, runtime, tell=_tell).serve()
+
+
+def uncovered(policy: GuardPolicy) -> list[str]:
+    """Return one line about each thing that this policy leaves open."""
+    lines = []
+    if policy.reply_after is None:
+        lines.append("not covered: the time of each reply, because reply-after is not set")
+    if policy.isolation == NOT_ISOLATED:
+        lines.append("not covered: apps have the network and files of this process (isolation)")
+    return lines
+
+
+def _check_secret_protects(runtime: Runtime) -> None:
+    """Refuse a SuperNode that hands messages to processes that do not know its secret."""
+    while True:
+        try:
+            is_open = runtime.is_open()
+        except Disconnected:
+            _tell("waiting for the SuperNode")
+            time.sleep(1.0)
+            continue
+        if is_open:
+            raise InvalidValue(
+                "the SuperNode hands messages to every process: start it with --isolation process "
+                "and --superexec-auth-secret-file, so that only the guard gets them"
+            )
+        return
+
+
+def _tell(line: str) -> None:
+    console.print(line, soft_wrap=True, highlight=False, markup=False)

@@ -1,0 +1,160 @@
+"""Confine the process of an app with Linux namespaces: no network, and no files but those listed.
+
+The process starts under ``unshare``, in namespaces of its own with all capabilities there. It then
+makes a new root folder in memory and binds the listed folders into it, read-only. At last it gives
+up every capability, and the right to make sockets other than Unix sockets. (An empty network
+namespace does not hold back a socket to a virtual machine's host.)
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import platform
+import signal
+import struct
+from collections.abc import Sequence
+from pathlib import Path
+
+UNSHARE = (
+    *("setpriv", "--pdeathsig", "KILL", "unshare", "--user", "--map-root-user", "--net"),
+    *("--mount", "--ipc", "--uts", "--pid", "--fork", "--kill-child", "--"),
+)
+"""Command that starts another command in namespaces of its own, and ends with its parent."""
+
+SCRATCH = "/tmp"
+"""The folder, in memory, for an app's own files."""
+
+_DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
+
+_MS_NOSUID, _MS_NODEV, _MS_BIND, _MS_REC, _MS_PRIVATE = 2, 4, 0x1000, 0x4000, 1 << 18
+_MNT_DETACH, _AT_FDCWD, _AT_RECURSIVE, _RDONLY_NOSUID = 2, -100, 0x8000, 1 | 2
+_MOUNT_SETATTR = 442  # one number on all architectures
+_PDEATHSIG, _DUMPABLE, _SECCOMP, _CAPBSET_DROP, _NO_NEW_PRIVS = 1, 4, 22, 24, 38
+_SECCOMP_FILTER, _LAST_CAPABILITY, _CAPABILITIES_3 = 2, 63, 0x20080522
+_AF_UNIX, _EPERM = 1, 1
+_ARCHITECTURES = {"x86_64": (0xC000003E, 41), "aarch64": (0xC00000B7, 198)}
+"""Number of the architecture and of its system call ``socket``."""
+_IO_URING_SETUP, _X32 = 425, 0x40000000
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.prctl.argtypes = [ctypes.c_int, *[ctypes.c_ulong] * 4]
+
+
+def confine(readable: Sequence[str], scratch_bytes: int, *, close: int) -> None:
+    """Confine this process, which `UNSHARE` started, and everything that it will start.
+
+    The function returns in a new process. This one, which the app cannot reach, waits for it.
+
+    Parameters
+    ----------
+    readable : Sequence[str]
+        Paths that stay visible, read-only.
+    scratch_bytes : int
+        Largest size of all files that the app writes.
+    close : int
+        File that only the new process may keep open.
+    """
+    Path("/proc/self/oom_score_adj").write_text("1000")  # the first to go if memory runs out
+    _mount(None, "/", None, _MS_REC | _MS_PRIVATE, None)
+    root = Path(SCRATCH)
+    sources = {path: os.open(path, os.O_PATH) for path in (*_roots(readable), *_DEVICES)}
+    _mount("tmpfs", str(root), "tmpfs", _MS_NOSUID | _MS_NODEV, f"size={scratch_bytes},mode=755")
+    for path, source in sources.items():
+        inside = root / path.lstrip("/")
+        # The new root may hide the path, but not the open file.
+        origin = f"/proc/self/fd/{source}"
+        if Path(origin).is_dir():
+            inside.mkdir(parents=True, exist_ok=True)
+        else:
+            inside.parent.mkdir(parents=True, exist_ok=True)
+            inside.touch()
+        _mount(origin, str(inside), None, _MS_BIND | _MS_REC, None)
+        _make_read_only(str(inside))
+        os.close(source)
+    for name in ("proc", "old", "dev/shm", SCRATCH.lstrip("/")):
+        (root / name).mkdir(parents=True, exist_ok=True)
+    _mount("proc", str(root / "proc"), "proc", _MS_NOSUID | _MS_NODEV, None)
+    _call("pivot_root", os.fsencode(root), os.fsencode(root / "old"))
+    os.chdir("/")
+    _call("umount2", b"/old", _MNT_DETACH)
+    Path("/old").rmdir()
+    _give_up_rights()
+    if process := os.fork():
+        _wait_for(process, close)
+    _call("prctl", _PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
+
+
+def _roots(readable: Sequence[str]) -> list[str]:
+    """Return the existing paths that no other path of the list contains."""
+    paths: list[str] = []
+    existing = filter(os.path.exists, readable)
+    for path in sorted({os.path.abspath(path) for path in existing}):  # noqa: PTH100 - keeps links
+        if not any(path.startswith(f"{parent}/") for parent in paths):
+            paths.append(path)
+    return paths
+
+
+def _wait_for(process: int, close: int) -> None:
+    """Wait for the app's process as the first process of the namespace, which ends with this one.
+
+    The app must not be able to change this process or to keep it from ending with the guard.
+    """
+    _call("prctl", _DUMPABLE, 0, 0, 0, 0)
+    os.close(close)
+    while True:
+        ended, status = os.wait()  # also orphans of the app
+        if ended == process:
+            os._exit(0 if status == 0 else 1)
+
+
+def _give_up_rights() -> None:
+    for capability in range(_LAST_CAPABILITY + 1):
+        _libc.prctl(_CAPBSET_DROP, capability, 0, 0, 0)  # fails for numbers without a capability
+    _call("prctl", _NO_NEW_PRIVS, 1, 0, 0, 0)
+    _call("capset", struct.pack("Ii", _CAPABILITIES_3, 0), bytes(24))
+    architecture, socket = _ARCHITECTURES[platform.machine()]
+    load, equal, at_least, end = 0x20, 0x15, 0x35, 0x06
+    allow, refuse, kill = 0x7FFF0000, 0x00050000 | _EPERM, 0x80000000
+    program = [
+        (load, 0, 0, 4),  # architecture
+        (equal, 1, 0, architecture),
+        (end, 0, 0, kill),
+        (load, 0, 0, 0),  # number of the system call
+        (at_least, 4, 0, _X32),
+        (equal, 3, 0, _IO_URING_SETUP),
+        (equal, 0, 3, socket),
+        (load, 0, 0, 16),  # family of the socket
+        (equal, 1, 0, _AF_UNIX),
+        (end, 0, 0, refuse),
+        (end, 0, 0, allow),
+    ]
+    code = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *line) for line in program))
+    described = ctypes.create_string_buffer(
+        struct.pack("HxxxxxxP", len(program), ctypes.addressof(code))
+    )
+    _call("prctl", _SECCOMP, _SECCOMP_FILTER, ctypes.addressof(described), 0, 0)
+
+
+def _mount(source: str | None, target: str, kind: str | None, flags: int, data: str | None) -> None:
+    words = [None if word is None else word.encode() for word in (source, target, kind, data)]
+    _call("mount", *words[:3], ctypes.c_ulong(flags), words[3])
+
+
+def _make_read_only(path: str) -> None:
+    attributes = struct.pack("QQQQ", _RDONLY_NOSUID, 0, 0, 0)
+    _call(
+        "syscall",
+        ctypes.c_long(_MOUNT_SETATTR),
+        _AT_FDCWD,
+        path.encode(),
+        _AT_RECURSIVE,
+        attributes,
+        ctypes.c_size_t(len(attributes)),
+    )
+
+
+def _call(name: str, *arguments: object) -> None:
+    if getattr(_libc, name)(*arguments) != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, f"{name}: {os.strerror(number)}")

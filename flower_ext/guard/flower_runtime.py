@@ -1,0 +1,315 @@
+"""Private names of Flower's Runtime API that the guard and its child need, all in this module.
+
+The module stands apart from `federation`, because the child imports it for every message, and
+importing `federation` takes three seconds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from struct import Struct
+
+import httpx
+from flwr.app import ArrayRecord, Context, Error, Message, RecordDict
+from flwr.app.message import remove_content_from_message
+from flwr.cli.install import install_from_fab
+from flwr.clientapp.utils import get_load_client_app_fn
+from flwr.common.constant import ErrorCode, SubStatus
+from flwr.common.serde import (
+    context_from_proto,
+    context_to_proto,
+    message_from_proto,
+    message_to_proto,
+    recorddict_from_proto,
+    recorddict_to_proto,
+    run_from_proto,
+)
+from flwr.proto.message_pb2 import Context as ProtoContext
+from flwr.proto.message_pb2 import Message as ProtoMessage
+from flwr.proto.node_pb2 import Node
+from flwr.proto.recorddict_pb2 import RecordDict as ProtoRecordDict
+from flwr.proto.runtime_pb2 import (
+    AcquireTaskRequest,
+    PullAppMessagesRequest,
+    PullTaskInputRequest,
+    PullTaskInputResponse,
+    PushAppMessagesRequest,
+    PushTaskOutputRequest,
+    SendTaskHeartbeatRequest,
+)
+from flwr.supercore.constant import TaskType
+from flwr.supercore.heartbeat import HeartbeatSender
+from flwr.supercore.inflatable.inflatable_object import (
+    get_all_nested_objects,
+    get_object_tree,
+    no_object_id_recompute,
+)
+from flwr.supercore.inflatable.inflatable_protobuf_utils import (
+    make_confirm_message_received_fn_protobuf,
+    make_pull_object_fn_protobuf,
+    make_push_object_fn_protobuf,
+)
+from flwr.supercore.inflatable.inflatable_utils import (
+    pull_and_inflate_object_from_tree,
+    push_objects,
+)
+from flwr.supercore.interceptors import (
+    RuntimeTokenHttpInterceptor,
+    RuntimeVersionHttpInterceptor,
+    SuperExecAuthHttpInterceptor,
+)
+from flwr.supercore.protobuf.client import ProtobufClientInterceptor
+from flwr.supercore.runtime import RuntimeHttpClient
+from flwr.supercore.task_identity import TaskIdentity
+
+Disconnected = httpx.HTTPError
+"""Error of a call that the SuperNode did not answer, or refused."""
+
+_LENGTH = Struct("!Q")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """A message for an app, with everything that the app's process needs.
+
+    Parameters
+    ----------
+    message : Message
+    context : Context
+    run_id, task_id : int
+    fab : bytes
+        The app, as the SuperLink sent it.
+    """
+
+    message: Message
+    context: Context
+    run_id: int
+    task_id: int
+    fab: bytes
+    _input: bytes
+
+    def to_bytes(self) -> bytes:
+        """Return the input of `run_app`."""
+        return joined(self._input, message_to_proto(self.message).SerializeToString())
+
+
+class Runtime:
+    """A SuperNode's Runtime API, which hands out tasks.
+
+    Parameters
+    ----------
+    address : str
+        ``host:port``.
+    root_certificates : Path, optional
+        Certificates that verify the API's own; without them the connection is not encrypted.
+    secret : bytes
+        The SuperNode's SuperExec secret.
+    """
+
+    def __init__(self, address: str, *, root_certificates: Path | None, secret: bytes) -> None:
+        self._address, self._certificates = address, root_certificates
+        self._client = self._connect(
+            SuperExecAuthHttpInterceptor(
+                master_secret=secret, protected_methods={"/flwr.proto.Runtime/AcquireTask"}
+            )
+        )
+
+    def is_open(self) -> bool:
+        """Return True if the SuperNode hands tasks to processes without the secret."""
+        try:
+            self._connect().AcquireTask(AcquireTaskRequest(supported_task_types=[]))
+        except httpx.HTTPStatusError:
+            return False
+        return True
+
+    def acquire(self) -> str | None:
+        """Return the token of the next ClientApp task, or None if there is none."""
+        types = [TaskType.CLIENT_APP]
+        return self._client.AcquireTask(AcquireTaskRequest(supported_task_types=types)).token
+
+    def task(self, token: str) -> RuntimeTask:
+        """Return the task of a token."""
+        return RuntimeTask(self._connect(RuntimeTokenHttpInterceptor(token)))
+
+    def _connect(self, *interceptors: ProtobufClientInterceptor) -> RuntimeHttpClient:
+        return RuntimeHttpClient.from_server_address(
+            self._address,
+            self._certificates is None,
+            None if self._certificates is None else self._certificates.read_bytes(),
+            [RuntimeVersionHttpInterceptor(component_name="flwr-clientapp"), *interceptors],
+        )
+
+
+class RuntimeTask:
+    """One task of a SuperNode: a message that waits for its reply."""
+
+    def __init__(self, client: RuntimeHttpClient) -> None:
+        self._client = client
+
+    def is_alive(self) -> bool:
+        """Return True if the SuperNode still waits for the reply; this also extends the wait."""
+        try:
+            return self._client.SendTaskHeartbeat(SendTaskHeartbeatRequest()).success
+        except httpx.HTTPStatusError as error:
+            if error.response.is_server_error:
+                raise
+            return False
+
+    @contextmanager
+    def kept_alive(self) -> Iterator[None]:
+        """Extend the wait regularly during the block."""
+        sender = HeartbeatSender(self._extend)
+        sender.start()
+        try:
+            yield
+        finally:
+            sender.stop()
+
+    def _extend(self) -> bool:
+        try:
+            self.is_alive()
+        except httpx.HTTPError:
+            return False  # the sender tries again
+        return True
+
+    def pull(self) -> Request:
+        """Return the task's message; this works once for a task."""
+        pulled = self._client.PullTaskInput(PullTaskInputRequest())
+        run, context = run_from_proto(pulled.run), context_from_proto(pulled.context)
+        _become(pulled.task_id, run.run_id, context.node_id)
+        trees = self._client.PullMessages(PullAppMessagesRequest()).message_object_trees
+        node = Node(node_id=context.node_id)
+        message = pull_and_inflate_object_from_tree(
+            trees[0],
+            make_pull_object_fn_protobuf(self._client.PullObject, node, run.run_id),
+            make_confirm_message_received_fn_protobuf(
+                self._client.ConfirmMessageReceived, node, run.run_id
+            ),
+            return_type=Message,
+        )
+        message.metadata.__dict__["_message_id"] = trees[0].object_id
+        return Request(
+            message=message,
+            context=context,
+            run_id=run.run_id,
+            task_id=pulled.task_id,
+            fab=pulled.fab.content,
+            _input=pulled.SerializeToString(),
+        )
+
+    def push(self, message: bytes, context: bytes) -> None:
+        """Hand a reply and the context after it to the SuperNode, and finish the task."""
+        reply = message_from_proto(ProtoMessage.FromString(message))
+        node, run_id = Node(node_id=reply.metadata.src_node_id), reply.metadata.run_id
+        with no_object_id_recompute():
+            pushed = self._client.PushMessages(
+                PushAppMessagesRequest(
+                    messages_list=[message_to_proto(remove_content_from_message(reply))],
+                    message_object_trees=[get_object_tree(reply)],
+                )
+            )
+            push_objects(
+                get_all_nested_objects(reply),
+                make_push_object_fn_protobuf(
+                    self._client.PushObject, node, run_id=run_id, session_id=pushed.session_id
+                ),
+                object_ids_to_push=set(pushed.objects_to_push),
+            )
+        self._client.PushTaskOutput(
+            PushTaskOutputRequest(
+                context=ProtoContext.FromString(context),
+                sub_status=SubStatus.COMPLETED,
+                details="",
+            )
+        )
+
+
+def reply_bytes(request: Request, content: RecordDict) -> bytes:
+    """Return a reply, whose metadata depend on the request and the present time alone."""
+    return _with_id(Message(content, reply_to=request.message))
+
+
+def refusal_bytes(request: Request, reason: str) -> bytes:
+    """Return an error reply with a reason that depends on no data."""
+    error = Error(ErrorCode.CLIENT_APP_RAISED_EXCEPTION, reason)
+    return _with_id(Message(error, reply_to=request.message))
+
+
+def context_bytes(context: Context, state: RecordDict | None) -> bytes:
+    """Return a context, with another state if one is given."""
+    proto = context_to_proto(context)
+    if state is not None:
+        proto.state.CopyFrom(recorddict_to_proto(state))
+    return bytes(proto.SerializeToString())
+
+
+def read_answer(answer: bytes) -> tuple[RecordDict, RecordDict]:
+    """Return content and state from the bytes that an app's process wrote.
+
+    Raises
+    ------
+    Exception
+        The bytes are of another form. Their writer may be hostile, so any error may occur.
+    """
+    content, state = (ProtoRecordDict.FromString(part) for part in parts_of(answer))
+    return recorddict_from_proto(content), recorddict_from_proto(state)
+
+
+def run_app(request: bytes) -> bytes:
+    """Install and run an app on a message, and return what `read_answer` reads."""
+    parts = parts_of(request)
+    pulled = PullTaskInputResponse.FromString(parts[0])
+    run, context = run_from_proto(pulled.run), context_from_proto(pulled.context)
+    _become(pulled.task_id, run.run_id, context.node_id)
+    folder = install_from_fab(pulled.fab.content, skip_prompt=True)
+    app = get_load_client_app_fn("", str(folder), multi_app=True)(
+        run.fab_id, run.fab_version, pulled.fab.hash_str
+    )
+    reply = app(message=message_from_proto(ProtoMessage.FromString(parts[1])), context=context)
+    content = reply.content if reply.has_content() else RecordDict()
+    return joined(
+        recorddict_to_proto(content).SerializeToString(),
+        recorddict_to_proto(context.state).SerializeToString(),
+    )
+
+
+def joined(*parts: bytes) -> bytes:
+    """Return byte strings as one that `parts_of` takes apart."""
+    return b"".join(_LENGTH.pack(len(part)) + part for part in parts)
+
+
+def only_arrays(content: RecordDict) -> tuple[str, ArrayRecord] | None:
+    """Return the only ArrayRecord with its name; None if there are none or several."""
+    records = list(content.array_records.items())
+    return records[0] if len(records) == 1 else None
+
+
+def parts_of(whole: bytes) -> list[bytes]:
+    """Undo `joined`.
+
+    Raises
+    ------
+    ValueError, struct.error
+        The bytes are of another form.
+    """
+    parts, start = [], 0
+    while start < len(whole):
+        (length,) = _LENGTH.unpack_from(whole, start)
+        start += _LENGTH.size + length
+        if start > len(whole):
+            raise ValueError("the last part is incomplete")
+        parts.append(whole[start - length : start])
+    return parts
+
+
+def _with_id(message: Message) -> bytes:
+    message.metadata.__dict__["_message_id"] = message.object_id
+    return bytes(message_to_proto(message).SerializeToString())
+
+
+def _become(task_id: int, run_id: int, node_id: int) -> None:
+    """Let this process create replies, which Flower permits only for a task."""
+    TaskIdentity.task_id, TaskIdentity.run_id, TaskIdentity.node_id = task_id, run_id, node_id

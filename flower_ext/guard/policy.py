@@ -1,0 +1,214 @@
+"""A site's policy: the TOML file in which its operator says what may leave, outside every app."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any, TypeVar
+
+from flower_ext.checks import (
+    is_number,
+    require_at_least_one,
+    require_one_of,
+    require_positive,
+)
+from flower_ext.errors import InvalidValue
+from flower_ext.files import read_toml
+from flower_ext.privacy import Budget, FullParticipation, NeighboringRelation, Release
+
+UPDATE, CONSTANTS = "clipped-noised-update", "constants"
+ANY = "any"
+NAMESPACES, NOT_ISOLATED = "namespaces", "none"
+
+T = TypeVar("T")
+
+
+class Refused(Exception):
+    """A refusal whose text may reach the server, because it depends on no data of the site."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MessagePolicy:
+    """Rules for the replies to one type of message.
+
+    Parameters
+    ----------
+    release : {"clipped-noised-update", "constants"}
+        In the first case the reply has one update, bounded and noised by the guard. In the second
+        case no app runs, and the reply has only the ``constants``.
+    clipping_norm : float
+        Largest L2 norm of the update, over all its arrays together.
+    noise_multiplier : float
+        Standard deviation of the noise, divided by ``clipping_norm``.
+    arrays : {"all"} or list of str
+        Arrays of the request that the app may update. The guard sends all other arrays, and those
+        that are not floating-point, as it received them.
+    constants : Mapping[str, int or float]
+        Public numbers that stand in the reply's only MetricRecord, in place of the app's metrics.
+    """
+
+    release: str
+    clipping_norm: float = 0.0
+    noise_multiplier: float = 0.0
+    arrays: str | list[str] = "all"
+    constants: Mapping[str, int | float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        require_one_of("release", self.release, [UPDATE, CONSTANTS])
+        for name, value in self.constants.items():
+            if not (is_number(value) and math.isfinite(value)):
+                raise InvalidValue(f"constants.{name}={value!r}: expected a finite number")
+        if self.release == UPDATE:
+            require_positive("clipping-norm", self.clipping_norm)
+            require_positive("noise-multiplier", self.noise_multiplier)
+            if self.arrays != "all" and not isinstance(self.arrays, list):
+                raise InvalidValue(f'arrays={self.arrays!r}: expected "all" or a list of names')
+        elif self.clipping_norm or self.noise_multiplier or self.arrays != "all":
+            raise InvalidValue(
+                f'release="{CONSTANTS}": no array leaves; leave out clipping-norm, '
+                "noise-multiplier and arrays"
+            )
+
+    def covers(self, name: str) -> bool:
+        """Return True if the app may update this array."""
+        return self.arrays == "all" or name in self.arrays
+
+    @property
+    def spend(self) -> Release:
+        """One reply, as accounting sees it: the unit is the site's whole contribution."""
+        return Release(
+            sampling=FullParticipation(1),
+            noise_multiplier=self.noise_multiplier,
+            relation=NeighboringRelation.REPLACE_ONE,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class GuardPolicy:
+    """Everything that a site permits; the guard refuses all else.
+
+    Parameters
+    ----------
+    apps : {"any"} or list of str
+        SHA-256 of each permitted app, as ``sha256sum`` prints it for the file of ``flwr build``.
+    ledger : Path
+        Account of the site, which every reply is written to before it leaves.
+    budget : Budget
+        The most that all replies of the site may spend together.
+    messages : Mapping[str, MessagePolicy]
+        Permitted types of messages, such as "train".
+    timeout : float
+        Seconds after which the guard ends an app.
+    reply_after : float, optional
+        Seconds from the arrival of a message to its reply, however long the app takes. Without it
+        the time of the reply tells how long the app ran.
+    answer_limit, scratch_limit : int
+        Largest number of bytes of an app's answer, and of all files that the app writes.
+    isolation : {"namespaces", "none"} or list of str
+        How the app's process is isolated. A list is a command, such as that of a container, which
+        the guard puts before the app's own.
+    readable : list of str
+        Folders with data that the app may read, besides Python's.
+    environment : Mapping[str, str]
+        Environment variables of the app.
+    path : Path
+        The policy's own file, which gives the guard's other files their names.
+    """
+
+    apps: str | list[str]
+    ledger: Path
+    budget: Budget
+    messages: Mapping[str, MessagePolicy]
+    timeout: float
+    reply_after: float | None = None
+    answer_limit: int = 1 << 30
+    scratch_limit: int = 1 << 30
+    isolation: str | list[str] = NAMESPACES
+    readable: list[str] = field(default_factory=list)
+    environment: Mapping[str, str] = field(default_factory=dict)
+    path: Path
+
+    def __post_init__(self) -> None:
+        require_positive("timeout", self.timeout)
+        if self.reply_after is not None and not self.reply_after > self.timeout:
+            raise InvalidValue(
+                f"reply-after={self.reply_after!r}: expected more than timeout={self.timeout:g}, "
+                "because the guard adds noise after the app has ended"
+            )
+        require_at_least_one("answer-limit", self.answer_limit)
+        require_at_least_one("scratch-limit", self.scratch_limit)
+        if self.apps != ANY and not (isinstance(self.apps, list) and all(map(_is_hash, self.apps))):
+            raise InvalidValue(f'apps={self.apps!r}: expected "{ANY}" or a list of SHA-256 hashes')
+        if isinstance(self.isolation, str):
+            require_one_of("isolation", self.isolation, [NAMESPACES, NOT_ISOLATED])
+        if not self.messages:
+            raise InvalidValue("messages={}: expected at least one, such as [messages.train]")
+
+    def check_app(self, digest: str) -> None:
+        """Refuse an app that the policy does not list.
+
+        Raises
+        ------
+        Refused
+            The text names the app's SHA-256.
+        """
+        if self.apps != ANY and digest not in self.apps:
+            raise Refused(f"this site does not permit the app {digest}")
+
+    def of(self, message_type: str) -> MessagePolicy:
+        """Return what may leave in replies to a message.
+
+        Raises
+        ------
+        Refused
+            The policy does not list the type of message.
+        """
+        if message_type not in self.messages:
+            raise Refused(f"this site does not answer messages of the type {message_type!r}")
+        return self.messages[message_type]
+
+
+def read_policy(path: Path) -> GuardPolicy:
+    """Read a policy from a TOML file, whose names have hyphens in place of underscores.
+
+    Raises
+    ------
+    InvalidValue
+        The message names the file, the field and the values allowed.
+    """
+    values, path = read_toml(path), path.absolute()
+    try:
+        budget = _built(Budget, values.pop("budget", {}), "[budget]")
+        require_positive("epsilon", budget.epsilon)
+        if budget.ledger is not None:
+            raise InvalidValue("[budget] has 'ledger': write it at the top of the policy")
+        messages = {
+            name: _built(MessagePolicy, table, f"[messages.{name}]")
+            for name, table in values.pop("messages", {}).items()
+        }
+        ledger = path.parent / str(values.pop("ledger", "ledger.jsonl"))
+        parts = {"budget": budget, "messages": messages, "ledger": ledger, "path": path}
+        return _built(GuardPolicy, {**values, **parts}, "the policy")
+    except InvalidValue as error:
+        raise InvalidValue(f"{path}: {error}") from None
+
+
+def _built(kind: type[T], table: Mapping[str, Any], where: str) -> T:
+    values = {name.replace("-", "_"): value for name, value in table.items()}
+    known = {each.name for each in fields(kind)}  # type: ignore[arg-type]
+    if surplus := sorted(values.keys() - known):
+        surplus, names = ([name.replace("_", "-") for name in each] for each in (surplus, known))
+        raise InvalidValue(f"{where} has {surplus[0]!r}: expected {', '.join(sorted(names))}")
+    try:
+        return kind(**values)
+    except TypeError as error:
+        raise InvalidValue(
+            f"{where}: {error}".replace(f"{kind.__name__}.__init__() ", "")
+        ) from None
+
+
+def _is_hash(text: object) -> bool:
+    return isinstance(text, str) and re.fullmatch("[0-9a-f]{64}", text) is not None
