@@ -1,4 +1,4 @@
-"""Private names of Flower that this package needs, all in this module.
+"""Private names of Flower that this package needs, but for those of `guard.flower_runtime`.
 
 Tests of `engines` use each of them, so they fail on a Flower version that moves one.
 """
