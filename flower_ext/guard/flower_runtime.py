@@ -65,6 +65,8 @@ from flwr.supercore.protobuf.client import ProtobufClientInterceptor
 from flwr.supercore.runtime import RuntimeHttpClient
 from flwr.supercore.task_identity import TaskIdentity
 
+from flower_ext.errors import InvalidValue
+
 Disconnected = httpx.HTTPError
 """Error of a call that the SuperNode did not answer, or refused."""
 
@@ -292,7 +294,7 @@ def parts_of(whole: bytes) -> list[bytes]:
 
     Raises
     ------
-    ValueError, struct.error
+    InvalidValue, struct.error
         The bytes are of another form.
     """
     parts, start = [], 0
@@ -300,7 +302,7 @@ def parts_of(whole: bytes) -> list[bytes]:
         (length,) = _LENGTH.unpack_from(whole, start)
         start += _LENGTH.size + length
         if start > len(whole):
-            raise ValueError("the last part is incomplete")
+            raise InvalidValue("the last part is incomplete")
         parts.append(whole[start - length : start])
     return parts
 

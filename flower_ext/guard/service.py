@@ -14,7 +14,7 @@ import json
 import os
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, Any, NoReturn
 
@@ -37,7 +37,14 @@ from flower_ext.guard.flower_runtime import (
 )
 from flower_ext.guard.policy import CONSTANTS, GuardPolicy, MessagePolicy, Refused
 from flower_ext.guard.release import released, requested_arrays
-from flower_ext.privacy import BudgetExhausted, NoiseSource, PrivacyUnit, SecureNoise
+from flower_ext.privacy import (
+    AdversaryView,
+    BudgetExhausted,
+    Guarantee,
+    NoiseSource,
+    PrivacyUnit,
+    SecureNoise,
+)
 from flower_ext.privacy.accounting.accountant import privacy_loss_of
 from flower_ext.privacy.shared_ledger import (
     CHARGE,
@@ -214,7 +221,8 @@ class Guard:
             message = pending.message
             if pending.charge is not None:
                 try:
-                    charge(self.policy.ledger, Charge.from_dict(pending.charge), self.policy.budget)
+                    new = _with_claim(Charge.from_dict(pending.charge))
+                    charge(self.policy.ledger, new, self.policy.budget)
                 except BudgetExhausted as error:  # another node of the site was faster
                     self.tell(str(error))
                     message = pending.refusal
@@ -222,6 +230,23 @@ class Guard:
         else:
             self.tell("a reply was ready, but the SuperNode no longer waits for it")
         self._pending.unlink()
+
+
+def _with_claim(new: Charge) -> Charge:
+    """Return a charge with the guarantee of all replies of its run, against who sees each one."""
+    assert new.release is not None
+    claim = Guarantee(
+        unit=new.unit,
+        relation=new.relation,
+        view=AdversaryView.EACH_UPLOAD,
+        epsilon=new.epsilon,
+        delta=new.delta,
+        basis="provable",
+        accountant="exact Gaussian composition",
+        source="the guard bounds and noises each reply",
+        releases=((new.release, new.training),),
+    )
+    return replace(new, claims=[claim])
 
 
 def _new_private_file(path: Path) -> IO[bytes]:

@@ -5,8 +5,8 @@ import math
 
 import pytest
 
-from flower_ext.privacy import Ledger
 from flower_ext.privacy.mechanisms.noise import largest_noised_norm
+from flower_ext.privacy.shared_ledger import entries_of
 from tests.support.deployment import CONNECTION, Deployment
 from tests.support.guarding import CLIPPING_NORM, CONSTANTS, NOISE_MULTIPLIER, write_policy
 from tests.support.supernode import PLAIN
@@ -33,7 +33,7 @@ def run(deployment, path, way="honest", rounds=2):
 
 
 def charges(deployment, node):
-    entries = Ledger.read(deployment.policies[node].parent / "ledger.jsonl")
+    entries = entries_of(deployment.policies[node].parent / "ledger.jsonl")
     return [entry for entry in entries if entry["kind"] == "charge"]
 
 

@@ -16,8 +16,9 @@ from flower_ext.errors import InvalidValue
 from flower_ext.guard.flower_runtime import Runtime
 from flower_ext.guard.policy import read_policy
 from flower_ext.guard.service import Guard
-from flower_ext.privacy import Ledger
+from flower_ext.privacy import AdversaryView, Ledger
 from flower_ext.privacy.mechanisms.noise import largest_noised_norm
+from flower_ext.privacy.shared_ledger import study_guarantees
 from tests.support.dying_guard import PLACES
 from tests.support.grids import grid
 from tests.support.guarding import (
@@ -245,7 +246,11 @@ def test_a_spent_budget_is_refused_by_name_before_the_app_runs(node, tmp_path):
     (reply,) = node.replies()
     assert reply.error.reason == "flower-ext guard: the privacy budget of this site is spent"
     assert not guard.policy.path.with_suffix(".app.log").exists()
-    assert len(charges(guard)) == 1
+    (charge,) = charges(guard)
+    guarantees = study_guarantees(Ledger.read(guard.policy.ledger), charge["delta"])
+    assert AdversaryView.EACH_UPLOAD in {guarantee.view for guarantee in guarantees}
+    for guarantee in guarantees:
+        assert guarantee.epsilon == pytest.approx(charge["epsilon"])
 
 
 def test_a_supernode_that_hands_messages_to_everybody_is_noticed():

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
+from flower_ext.errors import InvalidValue
 from flower_ext.privacy import (
     FixedSizeSampling,
     FullParticipation,
@@ -480,3 +481,86 @@ def test_a_sum_of_the_largest_honest_answers_is_released_and_a_larger_one_is_not
     spoiled = largest + 1.5 * (honest - largest)
     with pytest.raises(RoundDiscarded, match="a member spoiled it"):
         released(spoiled)
+
+
+def smallest_sum(parameters, seen, lost):
+    """Return the fewest honest vectors in a sum that a lying server learns; None if it learns none.
+
+    ``seen`` has, for each honest member, the members whose keys and shares the server delivered;
+    ``lost`` those of them that the server says were lost. Members below ``colluders`` collude.
+    """
+    colluders, threshold = range(parameters.colluders), parameters.threshold
+    honest = range(parameters.colluders, parameters.members)
+
+    def rebuilt(owner, says_lost):
+        holders = [j for j in honest if j != owner and j in seen[owner] and owner in seen[j]]
+        revealed = sum((owner in lost[j]) is says_lost for j in holders)
+        return revealed + sum(c in seen[owner] for c in colluders) >= threshold
+
+    keys = {i for i in honest if rebuilt(i, True)}
+    seeds = {i for i in honest if rebuilt(i, False)}
+    assert not keys & seeds  # both secrets of a member would open its upload
+    # A vector stays hidden if one mask does: of a pair, or the own mask of a member beside it.
+    shown = seeds
+    while hidden := {i for i in shown if {j for j in seen[i] if j in honest} - keys - shown}:
+        shown = shown - hidden
+    sizes = []
+    while shown:
+        group, fresh = set(), {min(shown)}
+        while fresh:
+            group |= fresh
+            fresh = {j for i in fresh for j in seen[i] if j in shown} - group
+        sizes.append(len(group))
+        shown = shown - group
+    return min(sizes, default=None)
+
+
+SIGNED = [(12, 1 / 12, 2 / 12), (20, 0.1, 0.1), (9, 0.0, 1 / 9), (30, 0.1, 0.1), (8, 1 / 8, 0.0)]
+
+
+@pytest.mark.parametrize(("members", "colluding", "dropouts"), SIGNED)
+def test_no_lie_about_losses_shows_a_sum_of_fewer_honest_members_than_are_counted(
+    members, colluding, dropouts
+):
+    sums = SecureSum(colluding=colluding, dropouts=dropouts, signed=True)
+    parameters = sums.for_cohort(members)
+    most, count = members - parameters.least_answers, parameters.colluders
+    everyone, rng = range(members), np.random.default_rng(members)
+    assert parameters.neighbors == members - 1
+    # The best lie that we know: all say that the same members were lost, and see as few others.
+    gone = {*range(count, count + most)}
+    circle = {*range(parameters.threshold + 1)}
+    seen = {i: (circle if i in circle else {*everyone}) - {i} for i in range(count, members)}
+    lost = {i: gone - {i} for i in seen}
+    found = smallest_sum(parameters, seen, lost)
+    assert found is None or found >= parameters.honest_answers
+    sizes = []
+    for _ in range(300):
+        picked = rng.permutation(members)[: parameters.threshold + 1]
+        core = {*picked.tolist()}
+        gone = [i for i in core if i >= count][: most + 1]
+        seen = {i: (core if i in core else {*everyone}) - {i} for i in range(count, members)}
+        lost = {}
+        for i in seen:
+            named = [j for j in gone if j != i and j in seen[i]]
+            lost[i] = {*rng.permutation(named)[:most].tolist()} if named else set()
+        sizes.append(smallest_sum(parameters, seen, lost))
+    known = [size for size in sizes if size is not None]
+    assert min(known, default=members) >= parameters.honest_answers
+
+
+def test_the_bound_on_lies_is_reached():
+    parameters = SecureSum(colluding=1 / 12, dropouts=2 / 12, signed=True).for_cohort(12)
+    assert (parameters.threshold, parameters.honest_answers) == (9, 7)
+    core, gone = {*range(10)}, {1, 2}
+    seen = {i: (core if i in core else {*range(12)}) - {i} for i in range(1, 12)}
+    assert smallest_sum(parameters, seen, {i: gone - {i} for i in seen}) == 7
+
+
+def test_signed_sums_that_leave_no_sum_to_hide_in_are_refused():
+    with pytest.raises(InvalidValue, match="signed=True with dropouts=0.1 and 5 members"):
+        SecureSum(colluding=0.1, dropouts=0.1, signed=True).for_cohort(5)
+    assert SecureSum(colluding=0.1, dropouts=0.0, signed=True).for_cohort(5).honest_answers == 4
+    assert SecureSum(signed=True, colluding=0.0, dropouts=0.05).for_cohort(200).neighbors == 199
+    with pytest.raises(InvalidValue, match="resist_equivocation"):
+        SecureSum(signed=True, resist_equivocation=False)
