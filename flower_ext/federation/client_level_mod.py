@@ -86,6 +86,10 @@ def client_level_dp_mod(*, allow_seeded_noise: bool = False) -> Mod:
 
     def mod(message: Message, context: Context, call_next: ClientAppCallable) -> Message:
         if message.metadata.message_type.partition(".")[0] != "train":
+            try:
+                _refuse_outside_sums(context)
+            except PermissionError as error:
+                return failed(mod, message, context, error)
             return call_next(message, context)
         if asks_identity(message):
             return Message(identity(context.node_config), reply_to=message)
@@ -139,9 +143,16 @@ def _requested(
             "this one first"
         )
     assert protection is not None
+    _refuse_outside_sums(context)
     policy = NodePolicy(context, allow_seeded_noise)
     policy.check(protection)
     return entries, protection, policy.noise(entries, OF_UPLOADS)
+
+
+def _refuse_outside_sums(context: Context) -> None:
+    """Refuse every answer if the node's owner requires secure sums, which a mod cannot join."""
+    policy = NodePolicy(context, allow_seeded_noise=False)
+    policy.check_way_out("an answer of this ClientApp", in_sum=False)
 
 
 def _without_entries(message: Message) -> Message:

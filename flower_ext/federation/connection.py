@@ -83,11 +83,11 @@ def leave_out_withdrawn(run: Run) -> None:
     if account is None or not leaving & set(clients.nodes):
         return
     entries = Ledger.read(account)
-    asked = sorted((leaving - forgotten(entries)) & set(clients.nodes))
-    if asked and not (clients.roster is None or clients.roster.foreign):
+    remembering = sorted((leaving - forgotten(entries)) & set(clients.nodes))
+    if remembering and not (clients.roster is None or clients.roster.foreign):
         runs = sorted({*runs_in(entries), run.checkpoints.run_id})
         content = {records.ROUND: ConfigRecord({"forget": runs})}
-        requests = clients.request("query", dict.fromkeys(asked, content), 0)
+        requests = clients.request("query", dict.fromkeys(remembering, content), 0)
         replies = clients.replies(requests.messages)
         note_forgotten(account, [p for p, _ in requests.accepted(replies, read_answer)])
     clients.leave(leaving)

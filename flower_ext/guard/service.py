@@ -140,6 +140,8 @@ class Guard:
         try:
             self.policy.check_app(hashlib.sha256(request.fab).hexdigest())
             rule = self.policy.of(request.message.metadata.message_type)
+            if not request.message.has_content():
+                raise Refused("this site answers only messages with content")
             if rule.release == CONSTANTS:
                 content = RecordDict()
             else:

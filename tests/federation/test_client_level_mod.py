@@ -287,6 +287,25 @@ def test_the_floor_of_a_nodes_owner_holds_and_the_server_is_told_why(placement):
         run(None, strategy, grid=with_floor(foreign_app(), 0.6))  # σ/√4 = 0.5
 
 
+def test_a_node_that_requires_secure_sums_answers_nothing_by_the_mod():
+    """The downgrade: an app with the mod, whose uploads no sum hides."""
+    grid = Recorder(foreign_app(), num_clients=CLIENTS)
+    for context in grid.contexts.values():
+        context.node_config["require-secure-sum"] = True
+    strategy = FederatedStrategy(DPFedAvg(), plan(), evaluate_every=0)
+    with pytest.raises(FederationNotReady, match="require-secure-sum"):
+        run(None, strategy, grid=grid)
+    received = ArrayRecord({"w": torch.zeros(2)})
+    strategy = FederatedStrategy(DPFedAvg(), plan())
+    questions = [
+        Message(RecordDict({"arrays": received}), dst_node_id=node, message_type="evaluate")
+        for node in grid.get_node_ids()
+    ]
+    replies = [*grid.send_and_receive(questions)]
+    assert len(replies) == CLIENTS
+    assert all("require-secure-sum" in reply.error.reason for reply in replies)
+
+
 def test_a_floor_that_is_met_changes_nothing():
     _, strategy, _ = run(None, grid=with_floor(foreign_app(), 0.5))
     assert strategy.refusals == []

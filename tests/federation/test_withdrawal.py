@@ -98,6 +98,17 @@ def test_a_client_that_withdrew_is_asked_no_more_in_a_resumed_run_and_in_later_o
         assert trained == set(range(CLIENTS)) - {LEAVING}
 
 
+def test_secure_sums_that_no_client_may_leave_are_discarded_after_a_withdrawal(tmp_path):
+    given, (folder, later) = budget(tmp_path), (tmp_path / "a", tmp_path / "b")
+    chosen = plan(noise_placement=SecureSum(colluding=0.0, dropouts=0.0))
+    run_of(folder, given, plan=chosen)
+    withdraw(given.ledger, PrivacyUnit.CLIENT, [LEAVING])
+    _, grid = run_of(later, given, plan=chosen)
+    assert not [kind for kind, _ in grid.asked if kind.startswith("train")]
+    rows = RunDirectory.open(later).metrics()
+    assert [row["discarded"] for row in rows] == [1, 1]
+
+
 def test_the_draw_of_all_others_stays_the_same_bit_for_bit(tmp_path):
     drawn = {}
     for name in ("with", "without"):

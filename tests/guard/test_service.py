@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import psutil
 import pytest
+from flwr.app import Error
 
 from flower_ext.errors import InvalidValue
 from flower_ext.guard.flower_runtime import Runtime
@@ -226,6 +227,9 @@ def test_messages_and_apps_outside_the_policy_are_refused_by_name_at_no_cost(nod
     node.send(arrays={"count": np.array([1, 2])})
     guard.serve_one()
     assert "no floating-point array" in node.replies()[0].error.reason
+    node.send(error=Error(0, "no content"))
+    guard.serve_one()
+    assert "only messages with content" in node.replies()[0].error.reason
     node.send(message_type="evaluate")
     guard.serve_one()
     (reply,) = node.replies()

@@ -83,8 +83,8 @@ class LoopbackSuperNode:
         self._server.should_exit = True
         self._thread.join()
 
-    def send(self, arrays=None, message_type="train", **config) -> str:
-        """Put a message in, and return its id."""
+    def send(self, arrays=None, message_type="train", error=None, **config) -> str:
+        """Put a message in, and return its id; with ``error`` it has no content."""
         if arrays is None:
             arrays = {"vector": np.zeros(4, np.float32)}
         record = ArrayRecord({name: Array(array) for name, array in arrays.items()})
@@ -102,7 +102,10 @@ class LoopbackSuperNode:
             ttl=3600.0,
             message_type=message_type,
         )
-        message = Message(metadata=metadata, content=content)
+        if error is None:
+            message = Message(metadata=metadata, content=content)
+        else:
+            message = Message(metadata=metadata, error=error)
         message_id = message.object_id
         metadata.__dict__["_message_id"] = message_id
         assert self.state.create_task(TaskType.CLIENT_APP, RUN, self.digest) is not None

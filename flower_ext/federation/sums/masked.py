@@ -111,6 +111,11 @@ class OpenMaskedSum(OpenSum):
         self.parameters = parameters = mechanism.sum_parameters
         self._members = {partition: member for member, partition in enumerate(self._partitions)}
         size = len(self._partitions)
+        if size < parameters.least_answers:  # clients of the cohort have withdrawn
+            raise RoundDiscarded(
+                f"{size} clients are left in the cohort: expected at least "
+                f"least_answers={parameters.least_answers}"
+            )
         neighbours = degree(size, parameters.neighbors)
         # Drawn after the cohort, so colluding clients cannot choose their neighbours.
         graph = graph_of(secure_generator().permutation(size).tolist(), neighbours)

@@ -103,16 +103,16 @@ def joint_loss(
         return privacy_loss_of(releases, delta=delta)
     epsilon = math.fsum(spend.epsilon for spend in spends)
     left = delta - math.fsum(spend.delta for spend in spends)
-    rest = PrivacyLoss(epsilon=math.inf, delta=delta, accountant="")
+    released = PrivacyLoss(epsilon=math.inf, delta=delta, accountant="")
     if not +Counter(dict(releases)):
         if left >= -1e-12 * delta:  # the δ's may add up to this δ, but for rounding
-            rest = replace(rest, epsilon=0.0)
+            released = replace(released, epsilon=0.0)
     elif left > 0:
-        rest = privacy_loss_of(releases, delta=left)
+        released = privacy_loss_of(releases, delta=left)
     basic = PrivacyLoss(
-        epsilon=epsilon + rest.epsilon,
+        epsilon=epsilon + released.epsilon,
         delta=delta,
-        accountant=" + ".join(filter(None, (rest.accountant, "basic composition"))),
+        accountant=" + ".join(filter(None, (released.accountant, "basic composition"))),
     )
     if len(spends) + len(releases) == 1:
         return replace(basic, accountant=spends[0].accountant)

@@ -223,7 +223,8 @@ class SecureSum:
 
     def describe(self) -> str:
         """Return one line for the log."""
-        return f"secure sums (up to {self.colluding:g} collude, {self.dropouts:g} are lost)"
+        kind = "signed secure sums" if self.signed else "secure sums"
+        return f"{kind} (up to {self.colluding:g} collude, {self.dropouts:g} are lost)"
 
 
 def ring_bits(cells: float, noise_stddev: float) -> int:

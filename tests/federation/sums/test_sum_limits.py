@@ -1,4 +1,4 @@
-"""What the owner of a node demands of secure sums, in whole runs."""
+"""Demands of a node's owner on secure sums, in whole runs."""
 
 import numpy as np
 import pytest
