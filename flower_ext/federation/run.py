@@ -173,7 +173,7 @@ class Run:
         """True if a repeated round equals the first attempt, because a seed determines it."""
         noiseless = self.mechanism.delta is None
         seeded = self.seed is not None and (self.seeded_noise or noiseless)
-        return seeded and self.summation.repeats
+        return seeded and self.summation.repeats and self.population.repeats
 
     def generator(self, *path: str | int) -> np.random.Generator:
         """Return the generator for a purpose: seeded if the run has a seed, else secure."""

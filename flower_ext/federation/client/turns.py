@@ -17,6 +17,7 @@ from flower_ext.federation.client.client_method import ClientMethod, ClientWork,
 from flower_ext.federation.client.hidden_failures import NO_DATA, data_of, log_hidden
 from flower_ext.federation.client.node import OF_UPLOADS, NodePolicy, device_of, task_on
 from flower_ext.federation.client.requests import Request, reader
+from flower_ext.federation.client.user_draws import draw_users
 from flower_ext.federation.failures import attempt_each
 from flower_ext.federation.protection import Unprotected
 from flower_ext.federation.roster import check_addressee, partition_of
@@ -137,6 +138,13 @@ class ServedMethod:
                 weighted_silo.open_part,
                 request.sums.get(records.WEIGHTED_SUM),
                 ClientVault(context, method.name),
+                request.round,
+            ),
+            draw_users=partial(
+                draw_users,
+                task,
+                ClientVault(context, f"{method.name}-draws"),
+                (request.run, context.run_id),
                 request.round,
             ),
             protection=request.protection,
