@@ -56,6 +56,8 @@ class Clients:
         self.method = method
         self.progress = progress
         self.timeout = timeout
+        self.withdrawn_users: Collection[int] = ()
+        """Users whose records silos leave out of their answers to queries."""
         self.refusals: list[str] = []
         self.roster: Roster | None = None
         self.grid: Grid | None = None
@@ -125,6 +127,9 @@ class Clients:
             A node does not answer, or ``read`` refuses its answer.
         """
         refused_before = len(self.refusals)
+        if users := sorted(self.withdrawn_users):
+            record = {records.WITHDRAWN: ConfigRecord({"users": users})}
+            contents = {partition: {**content, **record} for partition, content in contents.items()}
         requests = self.request("query", contents, 0)
         answers = dict(sorted(requests.accepted(self.replies(requests.messages), read)))
         if missing := sorted(set(contents) - set(answers)):

@@ -142,7 +142,8 @@ def statement(path: Path, unit: PrivacyUnit, numbers: Collection[int]) -> dict[s
         "all runs together": together,
         "memory of clients": _memory(unit, numbers, entries),
         "not claimed": [
-            *("whether the silos deleted the person's records: ask each of them",),
+            "whether each silo deleted the person's records: ask each of them, because tests of a "
+            "model, whose records carry no numbers, may still use them",
             *sorted({entry["what"] for entry in before if entry["kind"] == "uncovered"}),
         ],
     }

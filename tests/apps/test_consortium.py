@@ -218,11 +218,15 @@ def test_a_study_goes_from_statistics_to_scores_and_keeps_what_is_complete(table
 
 @pytest.mark.engine
 @pytest.mark.slow
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1800)
 def test_supernodes_take_part_in_a_whole_study_with_files_of_their_own(tables, tmp_path):
-    """Three hospitals on a SuperLink with TLS; each SuperNode names its own data folder."""
+    """Three hospitals on a SuperLink with TLS; each SuperNode names its own data folder.
+
+    A SuperNode starts a process for each of a round's four messages, so two rounds must do.
+    """
     file = tmp_path / "small.toml"
     text = STUDY.format(app=json.dumps(str(CONSORTIUM.folder)), silos=3)
+    text = text.replace("rounds = 6", "rounds = 2, server-learning-rate = 12")
     file.write_text(text.replace('data-folder = "data"\n', ""))
     config = {"data-folder": tables["data_folder"]}
     with Deployment(tmp_path / "three", nodes=3, node_config=config) as deployment:
@@ -231,7 +235,7 @@ def test_supernodes_take_part_in_a_whole_study_with_files_of_their_own(tables, t
             env=deployment.env,
             capture_output=True,
             text=True,
-            timeout=800,
+            timeout=1700,
         )
     assert done.returncode == 0, done.stdout + done.stderr
     rows = released(RunDirectory.open(tmp_path / "small" / "statistics"))

@@ -7,11 +7,12 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from flwr.app import ArrayRecord, Context, Message, RecordDict
 
-from flower_ext.errors import InvalidValue, tellable
+from flower_ext.data import ClientData, SiloData
+from flower_ext.errors import InvalidValue, knowing_no_data, tellable
 from flower_ext.federation import records
 from flower_ext.federation.client.client_method import ClientMethod, Question
 from flower_ext.federation.client.cohort_app import Answer, CohortApp
-from flower_ext.federation.client.hidden_failures import data_of
+from flower_ext.federation.client.hidden_failures import NO_DATA, data_of
 from flower_ext.federation.client.side import ClientSide
 from flower_ext.federation.roster import IDENTITY, check_addressee, identity, partition_of
 from flower_ext.federation.state.memory import ClientMemory, ClientVault, forget_client
@@ -118,7 +119,7 @@ def _of_method(side: ClientSide, message: Message, context: Context) -> ArrayRec
     task = side.task_of(context)
     question = Question(
         task=task,
-        data=data_of(task, partition_of(context.node_config), hide_errors=True),
+        data=_data(task, message, context),
         values=dict(message.content.config_records[records.QUESTION]),
         training=records.read_trainings(message.content),
     )
@@ -133,14 +134,26 @@ def _of_weighted_sum(side: ClientSide, message: Message, context: Context) -> Ar
         )
     policy = side.policy(context)
     policy.check_way_out("a weighted sum", in_sum=False)
-    partition = partition_of(context.node_config)
     return weighted_silo.answer(
         records.to_arrays(message.content.array_records[records.WEIGHTED_SUM]),
-        data_of(side.task_of(context), partition, hide_errors=True),
-        partition,
+        _data(side.task_of(context), message, context),
+        partition_of(context.node_config),
         ClientVault(context, side.method.name),
         may_simulate=policy.may_simulate,
     )
+
+
+def _data(task: Task, message: Message, context: Context) -> ClientData:
+    """Return a client's data without the users whom the message names as withdrawn."""
+    data = data_of(task, partition_of(context.node_config), hide_errors=True)
+    named = message.content.config_records.get(records.WITHDRAWN)
+    if named is None or data is NO_DATA or not isinstance(data, SiloData):
+        return data
+    with knowing_no_data():
+        users = list(named["users"])  # type: ignore[arg-type]
+        if any(type(user) is not int for user in users):
+            raise TypeError("withdrawn users in the server's message: expected numbers")
+    return data.without(users)
 
 
 def _state(side: ClientSide, message: Message, context: Context) -> ArrayRecord:
@@ -152,6 +165,7 @@ def _state(side: ClientSide, message: Message, context: Context) -> ArrayRecord:
     """
     round_entries = message.content.config_records[records.ROUND]
     if "forget" in round_entries:
+        side.policy(context).check_forgetting()
         forget_client(context, list(round_entries["forget"]))  # type: ignore[arg-type]
         return records.to_record({"version": np.array(0, dtype=np.int64)})
     before = int(round_entries["number"]) + 1  # type: ignore[arg-type]

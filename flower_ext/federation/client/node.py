@@ -38,6 +38,7 @@ class NodePolicy:
       norms. The client then refuses training whose upload it does not noise itself. It also
       refuses objective perturbation, which has no noise multiplier.
     * ``require-secure-sum=true``: nothing about a client's data leaves it but in secure sums.
+    * ``keep-memory=true``: the client never deletes what it remembers because the server asks.
     * ``least-sum-members``, ``least-sum-threshold-share``, ``sum-identity-key`` and
       ``sum-members``: the secure sums in which the client takes part (see `SumLimits`).
 
@@ -89,6 +90,22 @@ class NodePolicy:
                 PermissionError(
                     f"the server asks for {message} outside a secure sum: the owner of this node "
                     "requires require-secure-sum=true"
+                )
+            )
+
+    def check_forgetting(self) -> None:
+        """Refuse to delete memory because the server asks, if the node's owner forbids it.
+
+        Raises
+        ------
+        PermissionError
+            The node's owner keeps the memory.
+        """
+        if self.context.node_config.get("keep-memory"):
+            raise tellable(
+                PermissionError(
+                    "the server asks this client to delete its memory: the owner of this node set "
+                    "keep-memory=true"
                 )
             )
 
