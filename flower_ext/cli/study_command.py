@@ -49,7 +49,7 @@ from flower_ext.errors import InvalidValue
 from flower_ext.files import read_toml
 from flower_ext.runs.directory import RUNS_VARIABLE, RunDirectory
 from flower_ext.runs.presets import SettingsFile
-from flower_ext.runs.settings import INCIDENTAL, nearest
+from flower_ext.runs.settings import INCIDENTAL, OF_NODES, nearest
 
 ACCOUNT = "account.jsonl"
 """File in a study's folder with the spends of all stages."""
@@ -178,8 +178,9 @@ def _prepared(plan: Study, stage: Stage, place: Path, superlink: str | None) -> 
     settings = {"run-directory": str(place / stage.name), **plan.settings}
     if "population-epsilon" in settings:
         settings.setdefault("budget-ledger", str(place / ACCOUNT))
-    if settings.get("data-folder"):
-        settings["data-folder"] = str(plan.placed(settings["data-folder"]))
+    for name in OF_NODES:
+        if settings.get(name):
+            settings[name] = str(plan.placed(settings[name]))
     for name in stage.uses:
         if not (path := place / name).exists():
             raise InvalidValue(f"uses {path}, which no earlier stage has written")

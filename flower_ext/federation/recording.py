@@ -217,11 +217,14 @@ def record(
 
 
 def settings_of(kind: type[AppSettings], context: Context) -> AppSettings:
-    """Return the run's settings, with the data folder that the node's owner sets.
+    """Return the run's settings, with the places on the node that its owner sets.
 
     A ``data-folder`` in the node config (``--node-config "data-folder='/path'"``) overrides that of
-    the run.
+    the run, and so does a ``draw-key`` if the app has this setting.
     """
-    folder = context.node_config.get("data-folder")
-    config = context.run_config
-    return kind.of(config if folder is None else {**config, "data-folder": folder})
+    node, config = context.node_config, dict(context.run_config)
+    if "data-folder" in node:
+        config["data-folder"] = node["data-folder"]
+    if "draw-key" in node and "draw-key" in config:
+        config["draw-key"] = node["draw-key"]
+    return kind.of(config)

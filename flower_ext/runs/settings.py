@@ -23,7 +23,9 @@ from typing import Annotated, Any, ClassVar, Literal, Self, get_args, get_origin
 
 from flower_ext.errors import InvalidValue
 
-PATHS = ("run-directory", "data-folder", "state-folder", "state-key-file")
+OF_NODES = ("data-folder", "draw-key")
+"""Settings that name places on a client's machine, where its node config overrides them."""
+PATHS = ("run-directory", "state-folder", "state-key-file", *OF_NODES)
 """Settings that name places."""
 
 INCIDENTAL = frozenset({*PATHS, "resume", "connect-timeout", "round-timeout"})

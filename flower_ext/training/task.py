@@ -72,7 +72,7 @@ class Task:
         2024), which trains only the second matrices of adapters, is ``("*.lora_B",
         "*.modules_to_save")``.
     draw_key : bytes, optional
-        Secret that all silos share and the server does not have (`flower_ext.data.read_key`). Silos
+        Secret that all silos share and the server does not have (`data.linkage.read_key`). Silos
         draw users by it under ``UldpAvg(silos_draw=True)``.
     """
 

@@ -10,6 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from flower_ext.cli.main import app as cli
+from flower_ext.data.linkage import write_key
 from flower_ext.federation import run_in_process
 from flower_ext.privacy import Ledger
 from flower_ext.privacy.shared_ledger import total_spent
@@ -144,6 +145,22 @@ def test_the_command_prints_the_statistics_and_where_their_page_is(tmp_path, mon
     refused = CliRunner().invoke(cli, [*words[:2], "mode age", *words[3:]])
     assert refused.exit_code == 2
     assert "expected one of count, mean" in " ".join(refused.output.replace("│", " ").split())
+
+
+def test_silos_draw_the_users_of_a_training_by_the_key_of_link(tables, tmp_path):
+    key = tmp_path / "study.key"
+    write_key(key)
+    settings = {"features": "age 0:100", "outcome": "sick", "rounds": 3, "evaluate_every": 0}
+    settings |= {"user_sampling_rate": 0.2, "draws": "silos", "draw_key": str(key)}
+    refused = {**tables, **settings, "draw_key": str(tmp_path / "none.key"), "colluding_share": 0.0}
+    with pytest.raises(Exception, match="flower-ext link key"):
+        run(tmp_path / "refused", **refused)
+    with pytest.raises(Exception, match="colluding=0"):
+        run(tmp_path / "colluding", **{**refused, "colluding_share": 0.2})
+    made = run(tmp_path / "made", **{**refused, "draw_key": str(key)})
+    assert "users" not in made.metrics()[-1]
+    spent = {one.view: one.epsilon for one in made.guarantees() if one.basis == "provable"}
+    assert spent["sum-only"] == spent["released-models"] == pytest.approx(1.0, abs=0.02)
 
 
 def test_who_tests_depends_on_the_person_alone_in_all_silos(tables):
