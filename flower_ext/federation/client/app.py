@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 from flwr.app import ArrayRecord, Context, Message, RecordDict
@@ -150,7 +151,7 @@ def _data(task: Task, message: Message, context: Context) -> ClientData:
     if named is None or data is NO_DATA or not isinstance(data, SiloData):
         return data
     with knowing_no_data():
-        users = list(named["users"])  # type: ignore[arg-type]
+        users: list[Any] = list(named["users"])  # type: ignore[arg-type]
         if any(type(user) is not int for user in users):
             raise TypeError("withdrawn users in the server's message: expected numbers")
     return data.without(users)
