@@ -73,7 +73,6 @@ from flower_ext.privacy.mechanisms.protections import (
 from flower_ext.privacy.mechanisms.updates import l2_norm
 from flower_ext.training.isolation import isolated
 
-
 _PROTECTIONS = (ClipUpdate, ClipWithSide, ClipToCells, ClipWithSideToCells, ProtectedByServer)
 _NAME = "client-level-mod"
 """Name under which the mod stores the secrets of a masked sum."""
