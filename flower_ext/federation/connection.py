@@ -103,8 +103,8 @@ def _check_foreign(run: Run, *, mod: bool) -> None:
     if run.mechanism.queries:
         raise InvalidValue(
             f"queries={[query.name for query in run.mechanism.queries]}: expected none, because "
-            "the nodes' ClientApp does not use this package and answers no query under noise; build it "
-            "by client_app(task)"
+            "the nodes' ClientApp does not use this package and answers no query under noise; "
+            "build it by client_app(task)"
         )
     said = f" (the first to fail said: {roster.first_error})" if roster.first_error else ""
     fix = f"build the ClientApp with {run.method.name}.client_app(task)"
