@@ -183,9 +183,7 @@ class Roster:
         return cls(answers, known=True, foreign=foreign, protects=foreign)
 
 
-def _newer_nodes(
-    grid: Grid, population: int, nodes: Sequence[int], *, timeout: float
-) -> list[int]:
+def _newer_nodes(grid: Grid, population: int, nodes: Sequence[int], *, timeout: float) -> list[int]:
     """Wait for nodes beside ``nodes``; return none if there are none after ``timeout``."""
     try:
         found = wait_for_nodes(grid, population, timeout=timeout, least=len(nodes) + 1)

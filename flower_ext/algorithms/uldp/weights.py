@@ -24,7 +24,7 @@ from flwr.app import ArrayRecord, ConfigRecord, Message
 from flower_ext.data.examples import owned
 from flower_ext.errors import InvalidValue, knowing_no_data
 from flower_ext.federation import Clients, ClientWork, Question, RefusedReply, records
-from flower_ext.federation.client.user_draws import draw_fingerprint
+from flower_ext.federation.client.user_draws import FINGERPRINT_BYTES, draw_fingerprint
 from flower_ext.federation.replies import read_answer
 from flower_ext.federation.roster import FederationNotReady
 from flower_ext.privacy import PoissonSampling
@@ -222,5 +222,7 @@ def _read_answer(
         raise RefusedReply(f"{HISTOGRAM!r}: expected {num_users} integers")
     if not 0 <= counts.min(initial=0) <= counts.max(initial=0) <= MOST_RECORDS:
         raise RefusedReply(f"{HISTOGRAM!r}: expected numbers of records, 0 … 2^40")
-    key = arrays.get(FINGERPRINT, np.empty(0, dtype=np.uint8)).tobytes()
-    return bool(arrays[ONE_BY_ONE]), counts.astype(np.int64), key
+    key = arrays.get(FINGERPRINT, np.empty(0, dtype=np.uint8))
+    if key.dtype != np.uint8 or key.shape != ((FINGERPRINT_BYTES,) if silos_draw else (0,)):
+        raise RefusedReply(f"{FINGERPRINT!r}: expected {FINGERPRINT_BYTES} bytes")
+    return bool(arrays[ONE_BY_ONE]), counts.astype(np.int64), key.tobytes()
