@@ -76,7 +76,8 @@ def connect(run: Run, grid: Grid, arrays: ArrayRecord) -> None:
 def leave_out_withdrawn(run: Run) -> None:
     """Let the nodes of clients that withdrew delete their memory, and never ask them again.
 
-    Silos leave users that withdrew out of their answers to queries. A node that does not answer is asked by the next run of the study.
+    Silos leave users that withdrew out of their answers to queries. A node that does not answer is
+    asked by the next run of the study.
     """
     account, clients = run.spending.account, run.clients
     if run.method.traits.num_silos:
