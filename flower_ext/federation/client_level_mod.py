@@ -43,9 +43,8 @@ from flwr.clientapp.typing import ClientAppCallable, Mod
 from flower_ext.errors import InvalidValue, knowing_no_data
 from flower_ext.federation import records
 from flower_ext.federation._flower_private import message_like
-from flower_ext.federation.client.hidden_failures import log_hidden
 from flower_ext.federation.client.node import OF_UPLOADS, NodePolicy
-from flower_ext.federation.failures import failed, hidden_errors
+from flower_ext.federation.failures import failed, hidden_errors, log_hidden
 from flower_ext.federation.model_checks import refuse_half_precision
 from flower_ext.federation.protection import check_entries
 from flower_ext.federation.replies import moved_by

@@ -8,8 +8,7 @@ from torch import nn
 
 from flower_ext.algorithms import DP2FedSAM, DPDitto, DPFedAvg, PFedMe
 from flower_ext.data import ClientData, Examples
-from flower_ext.federation import FederatedStrategy, InProcessGrid, VirtualGrid, records
-from flower_ext.federation.client import hidden_failures
+from flower_ext.federation import FederatedStrategy, InProcessGrid, VirtualGrid, failures, records
 from flower_ext.federation.failures import STAYS_THERE
 from flower_ext.privacy import (
     FullParticipation,
@@ -269,7 +268,7 @@ def test_no_error_tells_of_a_record_in_replies_refusals_or_files(odd, engine, tm
 
 
 def test_what_a_client_does_not_tell_is_in_its_own_log(logged, monkeypatch):
-    monkeypatch.setattr(hidden_failures, "_shown", set())
+    monkeypatch.setattr(failures, "_hidden", set())
     for _ in range(2):
         uploads(METHODS["DP-FedAvg"], Net, unreadable_record, engine=in_process)
     lines = [r for r in logged.records if "could not be loaded" in r.getMessage()]
