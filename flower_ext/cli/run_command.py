@@ -32,8 +32,9 @@ from flower_ext.cli.reaper import reaped
 from flower_ext.cli.screen import console
 from flower_ext.files import LAST_MOMENTS, InUse
 from flower_ext.privacy import LedgerCorrupt
-from flower_ext.runs.directory import RUNS_VARIABLE, NotARun, RunDirectory
+from flower_ext.runs.directory import RUNS_VARIABLE, NotARun
 from flower_ext.runs.report import write_report
+from flower_ext.runs.writer import RunWriter
 
 
 def run(
@@ -99,7 +100,7 @@ def run(
     with signals_as_interrupts():
         path = launch(prepare(options))
     if path is not None and (path / "run.json").is_file():
-        RunDirectory.open(path).note(app=str(app_folder.absolute()))  # for export
+        RunWriter.open(path).note(app=str(app_folder.absolute()))  # for export
     if path is not None and superlink is None:
         console.print(f"Run directory: {path}", soft_wrap=True)
 
@@ -182,7 +183,7 @@ def _note_failure(run: PreparedRun, reason: str) -> bool:
     """
     if run.path is None or not (run.path / "run.json").is_file():
         return False
-    directory = RunDirectory.open(run.path)
+    directory = RunWriter.open(run.path)
     with suppress(NotARun, LedgerCorrupt, InUse, OSError):  # these must not hide the run's error
         directory.check_free(seconds=GRACE if run.options.superlink else LAST_MOMENTS)
         if directory.status == "running":

@@ -15,7 +15,7 @@ from flower_ext.privacy import (
     RecordLevelPlan,
     ReleasePlan,
 )
-from flower_ext.runs import RunDirectory, write_report
+from flower_ext.runs import RunWriter, write_report
 from flower_ext.training import LocalTraining, Task
 from tests.support.grids import grid
 from tests.support.strategies import strategy_of
@@ -238,7 +238,7 @@ def test_no_error_tells_of_a_record_in_replies_refusals_or_files(odd, engine, tm
         return odd(client) if client == 0 else client_data(client)
 
     sgd = LocalTraining(epochs=1, batch_size=8)
-    run = RunDirectory.create(tmp_path / "run", {"method": "dp-ditto", "dataset": "digits"})
+    run = RunWriter.create(tmp_path / "run", {"method": "dp-ditto", "dataset": "digits"})
     strategy = FederatedStrategy(DPDitto(local=sgd, personal_training=sgd), record_plan(), run=run)
     task = Task(model=Net, data=data, device="cpu")
     grid, replies = engine(DPDitto.client_app(task)), []
