@@ -9,14 +9,7 @@ from pathlib import Path
 from uuid import uuid4
 
 from flower_ext.errors import InvalidValue
-from flower_ext.privacy import (
-    Budget,
-    BudgetExhausted,
-    Guarantee,
-    Ledger,
-    Release,
-    epsilon_text,
-)
+from flower_ext.privacy import Budget, BudgetExhausted, Guarantee, Ledger, Release, epsilon_text
 from flower_ext.privacy.guarantee import claim_against
 from flower_ext.privacy.ledger import Reservation
 from flower_ext.privacy.mechanisms.plan import RoundMechanism

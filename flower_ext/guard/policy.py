@@ -9,12 +9,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
-from flower_ext.checks import (
-    is_number,
-    require_at_least_one,
-    require_one_of,
-    require_positive,
-)
+from flower_ext.checks import is_number, require_at_least_one, require_one_of, require_positive
 from flower_ext.errors import InvalidValue
 from flower_ext.files import read_toml
 from flower_ext.privacy import Budget, FullParticipation, NeighboringRelation, Release

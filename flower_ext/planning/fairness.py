@@ -34,11 +34,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from flower_ext.checks import (
-    require_at_least_one,
-    require_not_negative,
-    require_positive,
-)
+from flower_ext.checks import require_at_least_one, require_not_negative, require_positive
 from flower_ext.errors import InvalidValue
 from flower_ext.planning.convergence import LARGEST_WEIGHT, check_global_weight
 from flower_ext.privacy.guarantee import Basis, Condition
