@@ -57,12 +57,7 @@ from flower_ext.federation.roster import (
     is_rehearsal,
 )
 from flower_ext.privacy import NoiseSource
-from flower_ext.privacy.mechanisms.protections import (
-    ClipUpdate,
-    ClipWithSide,
-    ProtectedByServer,
-    Protection,
-)
+from flower_ext.privacy.mechanisms.protections import ClipUpdate, ProtectedByServer, Protection
 from flower_ext.privacy.mechanisms.updates import l2_norm
 from flower_ext.training.isolation import isolated
 
@@ -132,7 +127,7 @@ def _requested(
     check_addressee(message, context)
     entries = entries_for_mods(message)
     protection = check_entries(entries) if entries else None
-    if type(protection) not in (ClipUpdate, ClipWithSide, ProtectedByServer):
+    if type(protection) not in (ClipUpdate, ProtectedByServer):
         name = "none" if protection is None else type(protection).__name__
         raise InvalidValue(
             f"client_level_dp_mod: the server asks for the protection {name!r}, expected "
