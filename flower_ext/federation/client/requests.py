@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -11,6 +11,7 @@ from flwr.app import ArrayRecord, ConfigRecord, Context, Message
 from flower_ext.errors import InvalidValue, knowing_no_data, tellable
 from flower_ext.federation import records
 from flower_ext.federation.arrays import Arrays
+from flower_ext.federation.failures import attempt_each
 from flower_ext.federation.protection import Unprotected, check_entries
 from flower_ext.federation.roster import check_addressee
 from flower_ext.privacy import NonFiniteUpdate
@@ -75,16 +76,15 @@ class Request:
         return int(self.entries["seed"])
 
 
-def reader(task: Task) -> Callable[[Message, Context], Request]:
-    """Return a function that reads requests to a client.
+def read_each(
+    task: Task, messages: Sequence[Message], contexts: Sequence[Context]
+) -> list[Request | Exception]:
+    """Return each client's request, or its error; a record in several messages is read only once.
 
-    If several messages hold the same record, the function reads and checks it only once.
+    The error of a client may be one of these:
 
-    Raises
-    ------
     InvalidValue
-        The message is for another partition, or the model does not fit ``task``. The returned
-        function raises this error and those below.
+        The message is for another partition, or the model does not fit ``task``.
     NonFiniteUpdate
         The model has NaN or infinite values.
     TypeError
@@ -142,7 +142,7 @@ def reader(task: Task) -> Callable[[Message, Context], Request]:
                 contents[key] = request(message)
         return contents[key]
 
-    return read
+    return attempt_each(read, messages, contexts)
 
 
 def _check_received(params: Params, task: Task) -> None:

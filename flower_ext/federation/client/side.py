@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from flwr.app import Context, Message, RecordDict
 
@@ -21,7 +22,7 @@ from flower_ext.federation.client.client_method import ClientMethod, ClientWork
 from flower_ext.federation.client.hidden_failures import result_hiding_failures
 from flower_ext.federation.client.node import NodePolicy
 from flower_ext.federation.client.protecting import upload_of
-from flower_ext.federation.client.requests import reader
+from flower_ext.federation.client.requests import read_each
 from flower_ext.federation.client.scores import scores_of, scores_record
 from flower_ext.federation.client.turns import Turn, turn_of
 from flower_ext.federation.client.vector_answers import WorkView, masked_vector, query_of
@@ -81,12 +82,8 @@ class ClientSide:
         if not known:
             return [policy for policy in policies if isinstance(policy, Exception)]
         task = known[0].task(self.task)
-        read = reader(task)
-
-        def turn(message: Message, policy: NodePolicy) -> Turn:
-            return turn_of(self.method, task, read(message, policy.context), policy, alone=alone)
-
-        return attempt_each(turn, messages, policies)
+        requests = read_each(task, messages, contexts)
+        return attempt_each(partial(turn_of, self.method, task, alone=alone), policies, requests)
 
     def score(
         self,

@@ -46,7 +46,7 @@ class Turn(NamedTuple):
 
 
 def turn_of(
-    method: ClientMethod, task: Task, request: Request, policy: NodePolicy, *, alone: bool
+    method: ClientMethod, task: Task, policy: NodePolicy, request: Request, *, alone: bool
 ) -> Turn:
     """Return a client's turn, if the owner of its node permits the request.
 
