@@ -69,7 +69,7 @@ def test_a_metric_that_a_client_lacks_is_an_empty_cell(run):
 def test_metrics_of_any_name_are_written_in_a_locale_of_ascii_alone(run):
     program = (
         "import locale, sys; assert locale.getencoding() != 'UTF-8'; from pathlib import Path; "
-        "from flower_ext.runs import RunDirectory as Run; run = Run.open(Path(sys.argv[1])); "
+        "from flower_ext.runs import RunWriter as Run; run = Run.open(Path(sys.argv[1])); "
         "run.save_client_metrics([{'\\u03c3': 0.5}]); run.client_metrics()"
     )
     ascii_alone = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}

@@ -8,7 +8,7 @@ import pytest
 
 from flower_ext.metrics import summarize
 from flower_ext.privacy import AdversaryView, epsilon_text
-from flower_ext.runs import NotARun, RunDirectory, RunWriter, report, write_comparison, write_report
+from flower_ext.runs import NotARun, RunWriter, report, write_comparison, write_report
 from flower_ext.runs.page import table, to_html
 from tests.support.finished_runs import PLAN, finished
 from tests.support.guarantees import client_level
@@ -286,7 +286,7 @@ def test_only_a_run_that_accounted_for_all_says_so_where_it_failed(tmp_path):
     assert "covers what clients had been asked for" in (run.path / "report.md").read_text(
         encoding="utf-8"
     )
-    RunDirectory.open(run.path).finish("failed", "its process is gone")
+    RunWriter.open(run.path).finish("failed", "its process is gone")
     write_report(run)
     text = (run.path / "report.md").read_text(encoding="utf-8")
     assert "covers what clients had been asked for" not in text
