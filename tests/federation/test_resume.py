@@ -35,7 +35,7 @@ from flower_ext.privacy import (
     PerturbationPlan,
     RecordLevelPlan,
 )
-from flower_ext.runs import RunDirectory, directory, write_report
+from flower_ext.runs import RunDirectory, RunWriter, directory, write_report
 from flower_ext.training import LocalTraining
 from tests.support.dying_runs import CLIENTS, Died, plan, play
 from tests.support.grids import grid

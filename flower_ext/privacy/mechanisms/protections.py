@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from flower_ext.checks import require_positive
+from flower_ext.checks import Checked, Positive, require_positive
 from flower_ext.privacy.mechanisms.adaptive_clipping import rows_with_sides, with_side
 from flower_ext.privacy.mechanisms.bounds import BoundedSum, clip, sum_clipped_rows
 from flower_ext.privacy.mechanisms.noise import NoiseSource, largest_noised_norm
@@ -280,7 +280,7 @@ class ClipSteps(Protection):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ObjectivePerturbation(Protection):
+class ObjectivePerturbation(Checked, Protection):
     """Add ⟨n, w⟩ to the local objective, with fresh noise n of density ∝ exp(−α‖n‖₂).
 
     Parameters
@@ -292,11 +292,8 @@ class ObjectivePerturbation(Protection):
     """
 
     hides_failures = False  # as for `ClipSteps`
-    rate: float
+    rate: Positive
     least_examples: int = 0
-
-    def __post_init__(self) -> None:
-        require_positive("rate", self.rate)
 
     def __str__(self) -> str:
         return f"objective perturbation: rate {self.rate:g}"
