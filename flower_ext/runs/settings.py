@@ -28,7 +28,7 @@ from flower_ext.checks import FractionBelowOne as FractionBelowOne
 from flower_ext.checks import NotNegative as NotNegative
 from flower_ext.checks import Positive as Positive
 from flower_ext.checks import ProperFraction as ProperFraction
-from flower_ext.checks import Rule
+from flower_ext.checks import Rule as Rule
 from flower_ext.errors import InvalidValue
 
 PATHS = ("run-directory", "data-folder", "state-folder", "state-key-file")
