@@ -105,12 +105,16 @@ class Checked:
 
 @cache
 def _rules(kind: type) -> list[tuple[str, Rule, bool]]:
-    """Return the fields of a class that have a rule, and True for those that may be None."""
-    rules = []
-    for name, hint in get_type_hints(kind, include_extras=True).items():
-        alternatives = get_args(hint)
-        for part in (hint, *alternatives):
-            for rule in getattr(part, "__metadata__", ()):
-                if isinstance(rule, Rule):
-                    rules.append((name, rule, type(None) in alternatives))
-    return rules
+    """Return the fields of a class that have a rule, and True for those that may be None.
+
+    If a subclass gives a field another type without a rule, that of its base class holds.
+    """
+    rules: dict[str, tuple[str, Rule, bool]] = {}
+    for owner in kind.__mro__:
+        for name, hint in get_type_hints(owner, include_extras=True).items():
+            alternatives = get_args(hint)
+            for part in (hint, *alternatives):
+                for rule in getattr(part, "__metadata__", ()):
+                    if isinstance(rule, Rule):
+                        rules.setdefault(name, (name, rule, type(None) in alternatives))
+    return [*rules.values()]

@@ -105,6 +105,7 @@ class Rates(checks.Checked):
 @dataclass(frozen=True, kw_only=True)
 class MoreRates(Rates):
     noise: checks.Positive = 1.0
+    rate: float = 1.0  # the rule of the base class holds
     label: str = ""
 
 

@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from flower_ext.checks import Checked, Positive, require_positive
+from flower_ext.errors import InvalidValue
 from flower_ext.privacy.mechanisms.adaptive_clipping import rows_with_sides, with_side
 from flower_ext.privacy.mechanisms.bounds import BoundedSum, clip, sum_clipped_rows
 from flower_ext.privacy.mechanisms.noise import NoiseSource, largest_noised_norm
@@ -109,10 +110,20 @@ class _ClipWithSide(_ClipAndNoise):
         As for `_ClipAndNoise`; they are those of the update with its side.
     update_norm, side_weight : float, optional
         C and κ of `adaptive_clipping`. With both, the upload has a side.
+
+    Raises
+    ------
+    InvalidValue
+        Only one of ``update_norm`` and ``side_weight`` is given.
     """
 
     update_norm: float | None = None
     side_weight: float | None = None
+
+    def __post_init__(self) -> None:
+        for name, other in (("update_norm", "side_weight"), ("side_weight", "update_norm")):
+            if getattr(self, name) is None and getattr(self, other) is not None:
+                raise InvalidValue(f"{name}=None: expected a number, because {other} is given")
 
     def _sided(
         self, update: Update, add_side: Callable[[Update, float, float], Update] = with_side
