@@ -99,11 +99,11 @@ def _check_foreign(run: Run, *, mod: bool) -> None:
     """Refuse a ClientApp from elsewhere if the method or the plan needs one of this package."""
     roster, mechanism = run.clients.roster, run.mechanism
     assert roster is not None
-    if mechanism.secure_sum:
+    if run.mechanism.queries:
         raise InvalidValue(
-            "noise_placement=SecureSum(…): expected 'client' or 'server', because the nodes' "
-            "ClientApp does not use this package and cannot mask its uploads; build it by "
-            "client_app(task)"
+            f"queries={[query.name for query in run.mechanism.queries]}: expected none, because "
+            "the nodes' ClientApp does not use this package and answers no query under noise; "
+            "build it by client_app(task)"
         )
     said = f" (the first to fail said: {roster.first_error})" if roster.first_error else ""
     fix = f"build the ClientApp with {run.method.name}.client_app(task)"

@@ -99,6 +99,8 @@ class Clients:
         assert self.roster is not None
         built = {id(content): content for content in contents.values()}
         if self.roster.foreign:
+            # Flower finds a mod only behind a function of the app, and an app may have no query's.
+            kind = "train" if kind == "query" else kind
             built = {key: _for_any_app(kind, content) for key, content in built.items()}
         shared = {key: RecordDict(dict(content)) for key, content in built.items()}
         like = Message(
@@ -249,10 +251,11 @@ def _for_any_app(kind: str, content: Content) -> Content:
     """Return what Flower's own strategies send: a model, and one record of settings.
 
     Some apps and mods refuse a second record, so entries for this package's mods are settings, too.
+    Only the messages of a secure sum have a further record, which the mod takes out.
     """
     settings: dict[str, Any] = dict(content.get(records.CONFIG, {}))
     if kind == "train":
         round_entries: dict[str, Any] = dict(content.get(records.ROUND, {}))
         settings |= {f"{FOR_MODS}{name}": value for name, value in round_entries.items()}
-    model = {name: content[name] for name in (records.MODEL,) if name in content}
-    return {**model, records.CONFIG: ConfigRecord(settings)}
+    arrays = {n: content[n] for n in (records.MODEL, records.SECURE_SUM) if n in content}
+    return {**arrays, records.CONFIG: ConfigRecord(settings)}

@@ -25,6 +25,8 @@ from flower_ext.training import Task
 OF_UPLOADS = "client-noise"
 """Purpose of noise that protects an upload: noise on the upload itself, or in its training."""
 
+_ROUNDING = 1e-9
+
 
 @dataclass(frozen=True)
 class NodePolicy:
@@ -38,8 +40,9 @@ class NodePolicy:
       norms. The client then refuses training whose upload it does not noise itself. It also
       refuses objective perturbation, which has no noise multiplier.
     * ``require-secure-sum=true``: nothing about a client's data leaves it but in secure sums.
-    * ``least-sum-members``, ``least-sum-threshold-share``, ``sum-identity-key`` and
-      ``sum-members``: the secure sums in which the client takes part (see `SumLimits`).
+    * ``least-sum-members``, ``least-sum-threshold-share``, ``sum-identity-key``, ``sum-members``,
+      ``sum-colluders`` and ``least-honest-answers``: the secure sums in which the client takes part
+      (see `SumLimits`).
 
     Parameters
     ----------
@@ -107,7 +110,8 @@ class NodePolicy:
             The node's owner requires more noise.
         """
         least = float(self.context.node_config.get("least-noise-multiplier", 0.0))
-        if not (multiplier := protection.noise_multiplier) >= least:
+        # A share of exactly the least noise may be smaller by a rounding.
+        if not (multiplier := protection.noise_multiplier) >= least * (1 - _ROUNDING):
             raise PermissionError(
                 f"the server asks for a noise multiplier of {multiplier:g} on this client's "
                 f"upload: the owner of this node requires least-noise-multiplier={least:g}"

@@ -17,6 +17,7 @@ from flower_ext.checks import Checked, Positive, require_positive
 from flower_ext.errors import InvalidValue
 from flower_ext.privacy.mechanisms.adaptive_clipping import rows_with_sides, with_side
 from flower_ext.privacy.mechanisms.bounds import BoundedSum, clip, sum_clipped_rows
+from flower_ext.privacy.mechanisms.discrete_gaussian import worth
 from flower_ext.privacy.mechanisms.noise import NoiseSource, largest_noised_norm
 from flower_ext.privacy.mechanisms.quantization import Cells, in_cells, sum_rows_in_cells
 from flower_ext.privacy.mechanisms.updates import Update, check_arrays, in_float64, in_precision_of
@@ -187,6 +188,11 @@ class ClipToCells(_ClipWithSide):
     """
 
     cell: float
+
+    @property
+    def noise_multiplier(self) -> float:
+        """Stddev of the continuous Gaussian that this client's noise is worth, in norms."""
+        return worth(self.noise_stddev / self.cell) * self.cell / self.clipping_norm
 
     def released(self, upload: Update, noise: NoiseSource) -> Update:
         """Return the noised update in cells, as int64."""
