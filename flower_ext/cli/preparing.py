@@ -14,12 +14,14 @@ from datetime import UTC, datetime
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from sys import modules
-from typing import Any
+from typing import Annotated, Any
+
+import typer
 
 from flower_ext.cli.screen import console
 from flower_ext.errors import InvalidValue
 from flower_ext.files import read_toml
-from flower_ext.runs.directory import RunDirectory, new_run_path
+from flower_ext.runs.directory import RUNS_VARIABLE, RunDirectory, new_run_path
 from flower_ext.runs.presets import SettingsFile, preset
 from flower_ext.runs.settings import (
     OF_NODES,
@@ -32,6 +34,13 @@ from flower_ext.runs.settings import (
     nearest,
     num_nodes,
 )
+
+RunsFolder = Annotated[
+    Path, typer.Option(envvar=RUNS_VARIABLE, help="Folder for new run directories.")
+]
+Overrides = Annotated[
+    list[str] | None, typer.Option("--set", help="Override of a setting, name=value; repeatable.")
+]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -45,9 +45,8 @@ from flwr.clientapp.typing import ClientAppCallable, Mod
 from flower_ext.errors import InvalidValue, knowing_no_data
 from flower_ext.federation import records
 from flower_ext.federation._flower_private import message_like
-from flower_ext.federation.client.hidden_failures import log_hidden
 from flower_ext.federation.client.node import OF_UPLOADS, NodePolicy
-from flower_ext.federation.failures import failed, hidden_errors
+from flower_ext.federation.failures import failed, hidden_errors, log_hidden
 from flower_ext.federation.model_checks import refuse_half_precision
 from flower_ext.federation.protection import check_entries
 from flower_ext.federation.replies import moved_by
@@ -65,15 +64,13 @@ from flower_ext.privacy import NoiseSource
 from flower_ext.privacy.mechanisms.protections import (
     ClipToCells,
     ClipUpdate,
-    ClipWithSide,
-    ClipWithSideToCells,
     ProtectedByServer,
     Protection,
 )
 from flower_ext.privacy.mechanisms.updates import l2_norm
 from flower_ext.training.isolation import isolated
 
-_PROTECTIONS = (ClipUpdate, ClipWithSide, ClipToCells, ClipWithSideToCells, ProtectedByServer)
+_PROTECTIONS = (ClipUpdate, ClipToCells, ProtectedByServer)
 _NAME = "client-level-mod"
 """Name under which the mod stores the secrets of a masked sum."""
 

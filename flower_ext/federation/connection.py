@@ -90,9 +90,8 @@ def leave_out_withdrawn(run: Run) -> None:
     if remembering and not (clients.roster is None or clients.roster.foreign):
         runs = sorted({*runs_in(entries), run.checkpoints.run_id})
         content = {records.ROUND: ConfigRecord({"forget": runs})}
-        requests = clients.request("query", dict.fromkeys(remembering, content), 0)
-        replies = clients.replies(requests.messages)
-        note_forgotten(account, [p for p, _ in requests.accepted(replies, read_answer)])
+        answers = clients.ask(dict.fromkeys(remembering, content), 0, read_answer)
+        note_forgotten(account, [partition for partition, _ in answers])
     clients.leave(leaving)
     for kept in (run.remembered, run.client_metrics):
         for partition in leaving & set(kept):

@@ -120,6 +120,13 @@ class Clients:
         messages = messages_like(like, by_node)
         return {partition: messages[self.nodes[partition]] for partition in contents}
 
+    def ask(
+        self, contents: Mapping[int, Content], server_round: int, read: Callable[[Message], T]
+    ) -> Iterator[tuple[int, T]]:
+        """Send queries outside the rounds, and yield the answers as `Requests.accepted` does."""
+        requests = self.request("query", contents, server_round)
+        return requests.accepted(self.replies(requests.messages), read)
+
     def query(self, contents: Mapping[int, Content], read: Callable[[Message], T]) -> dict[int, T]:
         """Send each client a query, and return the answers by partition.
 
@@ -132,8 +139,7 @@ class Clients:
         if users := sorted(self.withdrawn_users):
             record = {records.WITHDRAWN: ConfigRecord({"users": users})}
             contents = {partition: {**content, **record} for partition, content in contents.items()}
-        requests = self.request("query", contents, 0)
-        answers = dict(sorted(requests.accepted(self.replies(requests.messages), read)))
+        answers = dict(sorted(self.ask(contents, 0, read)))
         if missing := sorted(set(contents) - set(answers)):
             raise FederationNotReady(
                 f"partitions {missing} cannot take part: "

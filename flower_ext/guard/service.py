@@ -48,13 +48,8 @@ from flower_ext.privacy import (
     SecureNoise,
 )
 from flower_ext.privacy.accounting.accountant import privacy_loss_of
-from flower_ext.privacy.shared_ledger import (
-    CHARGE,
-    Charge,
-    charge,
-    check_affordable,
-    entries_of,
-)
+from flower_ext.privacy.shared_ledger import Charge, charge, check_affordable, entries_of
+from flower_ext.privacy.study_composition import CHARGE
 
 METRICS = "metrics"
 """Name of the MetricRecord of constants, as Flower's own strategies and examples name it."""

@@ -13,7 +13,7 @@ from flower_ext.cli.main import app as cli
 from flower_ext.data.linkage import write_key
 from flower_ext.federation import run_in_process
 from flower_ext.privacy import Ledger
-from flower_ext.privacy.shared_ledger import total_spent
+from flower_ext.privacy.study_composition import total_spent
 from flower_ext.runs import RunDirectory
 from flower_ext.runs.presets import SettingsFile
 from flower_ext.statistics.results import STANDARDISE, TABLE

@@ -23,7 +23,7 @@ from flower_ext.privacy import (
     SecureSum,
 )
 from flower_ext.privacy.withdrawal import forgotten, withdraw
-from flower_ext.runs import RunDirectory
+from flower_ext.runs import RunDirectory, RunWriter
 from tests.support import silos
 from tests.support.private_silos import make, make_openly, start
 from tests.support.strategies import strategy_of
@@ -64,7 +64,7 @@ def plan(sampling=None, **changes) -> ReleasePlan:
 
 def run_of(folder: Path, given: Budget, *, plan, rounds=2, method=DPFedAvg, state="", **options):
     begun = (folder / "run.json").exists()
-    run = RunDirectory.resume(folder) if begun else RunDirectory.create(folder, config={})
+    run = RunWriter.resume(folder) if begun else RunWriter.create(folder, config={})
     settings = {"state-folder": str(state)} if state else {}
     try:
         strategy = strategy_of(method, plan=plan, budget=given, run=run, timeout=5.0, **options)

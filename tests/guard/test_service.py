@@ -19,7 +19,7 @@ from flower_ext.guard.policy import read_policy
 from flower_ext.guard.service import Guard
 from flower_ext.privacy import AdversaryView, Ledger
 from flower_ext.privacy.mechanisms.noise import largest_noised_norm
-from flower_ext.privacy.shared_ledger import study_guarantees
+from flower_ext.privacy.study_composition import study_guarantees
 from tests.support.dying_guard import PLACES
 from tests.support.grids import grid
 from tests.support.guarding import (

@@ -22,7 +22,8 @@ from flower_ext.privacy import (
     privacy_loss_of,
 )
 from flower_ext.privacy.mechanisms.noise import largest_noised_norm
-from flower_ext.privacy.shared_ledger import CHARGE, entries_of
+from flower_ext.privacy.shared_ledger import entries_of
+from flower_ext.privacy.study_composition import CHARGE
 from tests.support.guarding import needs_namespaces, write_sum_policy
 from tests.support.identities import write_identities
 from tests.support.plain_app.plain.client_app import MARK

@@ -13,9 +13,9 @@ from flower_ext.errors import InvalidValue, knowing_no_data, tellable
 from flower_ext.federation import records
 from flower_ext.federation.client.client_method import ClientMethod, Question
 from flower_ext.federation.client.cohort_app import Answer, CohortApp
-from flower_ext.federation.client.hidden_failures import NO_DATA, data_of
+from flower_ext.federation.client.data_loading import NO_DATA, data_of
 from flower_ext.federation.client.side import ClientSide
-from flower_ext.federation.roster import IDENTITY, check_addressee, identity, partition_of
+from flower_ext.federation.roster import IDENTITY, check_addressee, identity
 from flower_ext.federation.state.memory import ClientMemory, ClientVault, forget_client
 from flower_ext.federation.sums import masked, weighted_silo
 from flower_ext.federation.uploads import Update
@@ -116,11 +116,12 @@ def _of_method(side: ClientSide, message: Message, context: Context) -> ArrayRec
                 "none; give it an answer="
             )
         )
-    side.policy(context).check_way_out("an answer", in_sum=False)
-    task = side.task_of(context)
+    policy = side.policy(context)
+    policy.check_way_out("an answer", in_sum=False)
+    task = policy.task(side.task)
     question = Question(
         task=task,
-        data=_data(task, message, context),
+        data=_data(task, message, policy.partition),
         values=dict(message.content.config_records[records.QUESTION]),
         training=records.read_trainings(message.content),
     )
@@ -137,16 +138,16 @@ def _of_weighted_sum(side: ClientSide, message: Message, context: Context) -> Ar
     policy.check_way_out("a weighted sum", in_sum=False)
     return weighted_silo.answer(
         records.to_arrays(message.content.array_records[records.WEIGHTED_SUM]),
-        _data(side.task_of(context), message, context),
-        partition_of(context.node_config),
+        _data(policy.task(side.task), message, policy.partition),
+        policy.partition,
         ClientVault(context, side.method.name),
         may_simulate=policy.may_simulate,
     )
 
 
-def _data(task: Task, message: Message, context: Context) -> ClientData:
+def _data(task: Task, message: Message, partition: int) -> ClientData:
     """Return a client's data without the users whom the message names as withdrawn."""
-    data = data_of(task, partition_of(context.node_config), hide_errors=True)
+    data = data_of(task, partition, hide_errors=True)
     named = message.content.config_records.get(records.WITHDRAWN)
     if named is None or data is NO_DATA or not isinstance(data, SiloData):
         return data
@@ -173,8 +174,9 @@ def _state(side: ClientSide, message: Message, context: Context) -> ArrayRecord:
     memory = ClientMemory(context, side.method.name, str(round_entries["run"]))
     numbers = {"version": memory.newest(before) if memory.load(before) is not None else 0}
     if round_entries.get("report-size"):
-        side.policy(context).check_way_out("the number of examples", in_sum=False)
-        data = side.task_of(context).data(partition_of(context.node_config))
+        policy = side.policy(context)
+        policy.check_way_out("the number of examples", in_sum=False)
+        data = policy.task(side.task).data(policy.partition)
         numbers["num-examples"] = len(data.train)
     return records.to_record({n: np.array(v, dtype=np.int64) for n, v in numbers.items()})
 

@@ -6,7 +6,7 @@ does not know how many other clients there are. It never takes a path from the s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,13 +14,13 @@ import torch
 from flwr.app import Context
 
 from flower_ext.errors import InvalidValue, tellable
+from flower_ext.federation.client.requests import Request
 from flower_ext.federation.protection import SEEDED
 from flower_ext.federation.roster import PARTITION, partition_of
 from flower_ext.federation.sums.sum_limits import SumLimits
 from flower_ext.privacy import NoiseSource, SecureNoise, SeededNoise
 from flower_ext.privacy.mechanisms.protections import Protection
 from flower_ext.training import Task
-from flower_ext.training.isolation import attempted
 
 OF_UPLOADS = "client-noise"
 """Purpose of noise that protects an upload: noise on the upload itself, or in its training."""
@@ -56,9 +56,51 @@ class NodePolicy:
     allow_seeded_noise: bool
 
     @property
+    def partition(self) -> int:
+        """The partition of this client's data."""
+        return partition_of(self.context.node_config)
+
+    @property
+    def device(self) -> str | None:
+        """The device that the node config names, or None.
+
+        Raises
+        ------
+        InvalidValue
+            PyTorch knows no such device.
+        """
+        if (named := self.context.node_config.get("device")) is None:
+            return None
+        name = str(named)
+        try:
+            torch.device(name)
+        except RuntimeError:
+            error = InvalidValue(f"node config device={name!r}: expected cpu, cuda or cuda:N")
+            raise tellable(error) from None
+        return name
+
+    def task(self, task: Task | Callable[[Context], Task]) -> Task:
+        """Return the task that the clients of a process share, on the device of this node."""
+        shared = task if isinstance(task, Task) else _built(task, self.context)
+        return shared if self.device is None else replace(shared, device=self.device)
+
+    @property
     def may_simulate(self) -> bool:
         """True if this client accepts settings that protect nobody: seeded noise and small keys."""
         return self.allow_seeded_noise and not self.context.node_config.get("require-secure-noise")
+
+    def admit(self, request: Request) -> NoiseSource:
+        """Refuse a request that the owner does not permit; return the noise for its upload.
+
+        Raises
+        ------
+        PermissionError
+            The owner requires more noise, secure noise, or secure sums.
+        """
+        if request.kind == "train":
+            self.check(request.protection)
+        self.check_way_out("an update or scores", in_sum=request.is_summed)
+        return self.noise(request.entries, OF_UPLOADS)
 
     def check(self, protection: Protection) -> None:
         """Refuse training with less noise than the node's owner requires.
@@ -133,17 +175,7 @@ class NodePolicy:
                     "elsewhere, set seeded_noise=False on the server"
                 )
             )
-        partition = partition_of(self.context.node_config)
-        return SeededNoise(entries["seed"], purpose, partition, entries["number"])
-
-
-def task_on(task: Task | Callable[[Context], Task], contexts: Sequence[Context]) -> Task:
-    """Return the task that the clients of a process share, on the device that an owner names."""
-    # An unknown device in one client's node config is an error of that client only.
-    context = next(filter(_has_device, contexts), contexts[0])
-    shared = task if isinstance(task, Task) else _built(task, context)
-    device = device_of(context)
-    return shared if device is None else replace(shared, device=device)
+        return SeededNoise(entries["seed"], purpose, self.partition, entries["number"])
 
 
 def _built(task: Callable[[Context], Task], context: Context) -> Task:
@@ -162,20 +194,3 @@ def _built(task: Callable[[Context], Task], context: Context) -> Task:
                 "task: load a client's own data in Task.data, which gets the partition"
             )
         ) from None
-
-
-def device_of(context: Context) -> str | None:
-    """Return the device that the node config names, or None."""
-    if (named := context.node_config.get("device")) is None:
-        return None
-    name = str(named)
-    try:
-        torch.device(name)
-    except RuntimeError:
-        error = InvalidValue(f"node config device={name!r}: expected cpu, cuda or cuda:N")
-        raise tellable(error) from None
-    return name
-
-
-def _has_device(context: Context) -> bool:
-    return not isinstance(attempted(device_of, context), Exception)

@@ -25,12 +25,7 @@ from typing import Literal
 
 import numpy as np
 
-from flower_ext.checks import (
-    require_at_least_one,
-    require_count,
-    require_delta,
-    require_positive,
-)
+from flower_ext.checks import require_at_least_one, require_count, require_delta, require_positive
 from flower_ext.errors import InvalidValue
 from flower_ext.privacy.accounting.accountant import privacy_loss_of
 from flower_ext.privacy.accounting.approximation import with_approximation_error
