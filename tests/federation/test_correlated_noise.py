@@ -283,7 +283,9 @@ def test_two_continuations_of_a_copied_run_share_no_noise_and_one_account_counts
     for one, other in itertools.combinations(np.array(noises), 2):
         assert not np.isclose(one, other, rtol=0, atol=1e-12).any()
     # Each reports what it spent alone. Row by row, both together move by no more than the account.
-    moves = continued[0].run.mechanism.strategy.row_moves(8, rounds_apart=APART, participations=MOST)
+    moves = continued[0].run.mechanism.strategy.row_moves(
+        8, rounds_apart=APART, participations=MOST
+    )
     fresh = continued[0].run.mechanism.strategy.sensitivity(rounds_apart=APART, participations=MOST)
     joint = math.sqrt(moves[:4] @ moves[:4] + 2 * moves[4:] @ moves[4:]) / fresh
     together = gaussian_loss(1 / joint, releases=1, delta=1e-3).epsilon
