@@ -320,9 +320,15 @@ class Run:
         self.population.count_abandoned(begun.units, begun.most_uploads, requests=begun.requests)
 
     def count_unnoted(self) -> None:
-        """Count a round for which noise is stored, although the run did not note the round."""
+        """Count a round for which noise is stored, although the run did not note the round.
+
+        Either its process ended before it asked anybody, or the note was lost with an older copy of
+        the checkpoints. Sampling in turn draws the same cohort again, so that cohort counts.
+        """
         if self._stream is not None and self._stream.has_unnoted(self.participations.rounds):
-            self.population.count_abandoned([], 0, requests=0)
+            drawn = self.population.draw(secure_generator())
+            size = len(drawn.partitions)
+            self.population.count_abandoned(drawn.units, size, requests=size)
 
     # Files --------------------------------------------------------------------------------------
 
@@ -391,6 +397,7 @@ class Run:
             "remembered": [*self.remembered.items()],
             "refusals": self.clients.refusals,
             "mechanism": self.mechanism.state,
+            "plan": self._terms,
         }
         groups = {
             MODEL: model,
@@ -400,9 +407,27 @@ class Run:
         }
         self.checkpoints.save(server_round, values, groups)
 
+    @property
+    def _terms(self) -> list[Any]:
+        """The plan in words and its release, which stay the same for a whole run."""
+        release = self.mechanism.release
+        return [self.plan.describe(), None if release is None else release.to_dict()]
+
     def restore(self, kept: Packed) -> None:
-        """Restore a checkpoint, except for the state of the sums."""
+        """Restore a checkpoint, except for the state of the sums.
+
+        Raises
+        ------
+        InvalidValue
+            The run began under another plan.
+        """
         values = kept.values
+        if values["plan"] != self._terms:
+            raise InvalidValue(
+                f"plan={self.plan.describe()!r} of a resumed run: expected the plan with which it "
+                f"began, {values['plan'][0]!r}, because the guarantee counts all rounds under one "
+                "plan; begin a new run"
+            )
         self.population.participations = Participations.from_dict(values["participations"])
         self.num_examples = dict(values["num_examples"])
         self.client_metrics = dict(values["client_metrics"])
