@@ -58,7 +58,7 @@ def paper(app: str, name: str, **chosen: Any) -> Config:
 def overrides_of(parser: argparse.ArgumentParser, app: str, texts: Iterable[str]) -> Config:
     """Return ``name=value`` texts as settings, each read as the type of the app's default.
 
-    A name that the app does not have, or a value of another type, is an error of the parser.
+    A name that the app does not have, or a value of the wrong type, is an error of the parser.
     """
     defaults, changes = settings(APPS / app), Config()
     for text in texts:
@@ -188,7 +188,7 @@ def run(app: Path, config: Config) -> RunDirectory:
     Raises
     ------
     FileExistsError
-        The directory holds a run with other settings.
+        The directory holds a run with different settings.
     """
     path = Path(str(config["run-directory"]))
     if (path / "run.json").exists():
@@ -246,7 +246,7 @@ def _mean_or_worst(scores: Iterable[float]) -> float:
 
 
 def _check_same(run: RunDirectory, config: Config) -> None:
-    """Refuse a run with other settings; empty values are left to the app, which records its own."""
+    """Refuse a run with different settings; the app chooses and records its own empty values."""
     other = [n for n, value in config.items() if value != "" and run.config.get(n) != value]
     if other:
         raise FileExistsError(

@@ -165,7 +165,7 @@ def _in_turns_matrix(rounds: int) -> StrategyMatrix:
 
 
 def of_correlated(moves: Vector) -> Score:
-    """Return the score by which no other tells correlated noise better apart.
+    """Return the best score of runs with correlated noise: no other separates both worlds better.
 
     It undoes the correlation, and projects on the moves of each round's row, which the canary
     causes in `StrategyMatrix` times the sums.

@@ -109,8 +109,8 @@ def union(
     fingerprint = contents[0][0]
     if any(other != fingerprint for other, _ in contents):
         raise InvalidValue(
-            "files: their fingerprints differ, so the silos used different keys, or kinds of "
-            "columns in another order; make the files again"
+            "files: their fingerprints differ, so the silos used different keys, or columns of "
+            "different kinds or order; make the files again"
         )
     silos = [{bytes.fromhex(words[0]) for words in lines} for _, lines in contents]
     numbered = number_union(silos)
@@ -194,7 +194,9 @@ def _given_numbers(path: Path, pseudonyms: Pseudonyms) -> Callable[[bytes], int]
     """Return the function from a pseudonym to its number in a file of `link union`."""
     fingerprint, lines = _read_lines(path)
     if fingerprint != pseudonyms.fingerprint:
-        raise InvalidValue(f"numbers={path}: made with another key or other kinds of columns")
+        raise InvalidValue(
+            f"numbers={path}: made with a different key, or with columns of different kinds"
+        )
     given = {bytes.fromhex(pseudonym): int(number) for pseudonym, number in lines}
 
     def number(pseudonym: bytes) -> int:

@@ -148,7 +148,7 @@ def _settings_file(options: RunOptions) -> SettingsFile | None:
 
 
 def _changed(changes: Mapping[str, Any], before: Mapping[str, Any]) -> list[str]:
-    """Return the names of settings with another value than ``before``.
+    """Return the names of settings whose value differs from ``before``.
 
     A method and ``upcycled`` choose a row of a paper's table, and no result depends on
     ``clients-per-node``, so these do not count as changes.

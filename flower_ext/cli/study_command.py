@@ -84,7 +84,7 @@ class Study:
         Raises
         ------
         InvalidValue
-            There is no such file, it is not TOML, or it has another form.
+            There is no such file, it is not TOML, or it has not this form.
         """
         content = read_toml(path)
         try:
@@ -95,8 +95,8 @@ class Study:
         if study is None or not stages or len({stage.name for stage in stages}) < len(stages):
             raise InvalidValue(
                 f'study {path}: expected title = "…", app = "…", a table [settings], tables '
-                "[[link]], and tables [[stage]] with name, settings and uses; each stage has "
-                "another name"
+                "[[link]], and tables [[stage]] with name, settings and uses; give "
+                "each stage a different name"
             )
         for entry in study.link:
             for name in entry:
@@ -203,7 +203,7 @@ def _run(run: PreparedRun, path: Path) -> None:
     Raises
     ------
     InvalidValue
-        The stage began with other settings.
+        The stage began with different settings.
     LaunchFailed
         The stage failed, or did not complete within the budget.
     """
@@ -217,7 +217,7 @@ def _run(run: PreparedRun, path: Path) -> None:
         ]
         if changed and _has_begun(directory):
             raise InvalidValue(
-                f"it began in {path} with other settings ({'; '.join(changed)}): take them back, "
+                f"it began in {path} with different settings ({'; '.join(changed)}): undo these, "
                 "or give the stage another name"
             )
         if changed:

@@ -101,7 +101,7 @@ def load(name: str, folder: Path | None = None) -> Examples:
     DataNotFound
         The folder lacks the files; the message names them and says how to get them.
     ValueError
-        The name is unknown, or a file has other content than expected.
+        The name is unknown, or a file has unexpected content.
     """
     info = describe(name)
     if not info.files:

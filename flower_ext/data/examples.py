@@ -33,7 +33,7 @@ class Examples:
     Raises
     ------
     TypeError, ValueError
-        A part is not a tensor, or has another number of rows; the message names it.
+        A part is not a tensor, or has a different number of rows; the message names it.
     """
 
     features: Tree

@@ -52,7 +52,7 @@ class RecordFile:
         with self._text() as stream:
             names = next(self._lines(stream), [])
         if not any(names) or len(set(names)) < len(names):
-            raise InvalidValue(f"{self.path}: expected a first line of names, each another")
+            raise InvalidValue(f"{self.path}: expected a first line of column names, all different")
         return names
 
     def positions(self, columns: Sequence[str]) -> list[int]:
@@ -77,7 +77,7 @@ class RecordFile:
         Raises
         ------
         InvalidValue
-            A line has another number of fields than the first, or other bytes than the encoding.
+            A line has more or fewer fields than the first, or bytes that the encoding lacks.
         """
         if self.is_parquet:
             for batch in _open_parquet(self.path).iter_batches(batch_size=2**14):
@@ -133,7 +133,7 @@ class RecordFile:
 
 
 def _is_utf8(path: Path) -> bool:
-    """Return True for a file of UTF-8 with other signs than ASCII."""
+    """Return True for a file of UTF-8 with characters other than ASCII."""
     has_others, decoder = False, codecs.getincrementaldecoder("utf-8")()
     with path.open("rb") as stream:
         try:

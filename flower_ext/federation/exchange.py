@@ -231,7 +231,7 @@ class Requests:
 
 
 def _check_origin(reply: Message, question: Message) -> None:
-    """Refuse a reply of another round, or to another message than ``question``."""
+    """Refuse a reply of a different round, or to a different message than ``question``."""
     if isinstance(reply, UploadReply) and reply.question is question:
         return  # made in this process, for this message
     received, expected = reply.metadata, question.metadata
@@ -240,7 +240,7 @@ def _check_origin(reply: Message, question: Message) -> None:
     if received.message_type != expected.message_type:
         raise RefusedReply(f"answers {received.message_type!r}, expected {expected.message_type!r}")
     if expected.message_id and received.reply_to_message_id != expected.message_id:
-        raise RefusedReply("answers another message of this round")
+        raise RefusedReply("answers a different message of this round")
 
 
 def _reason(error: Exception) -> str:

@@ -69,7 +69,7 @@ class PldAccountant:
     ------
     InvalidValue
         The configuration asks for amplification, or the ledger has a budget of its own or holds
-        releases of another kind.
+        releases of a different kind.
     """
 
     def __init__(self, config: PrivacyConfig, *, ledger: Ledger | None = None) -> None:
@@ -235,7 +235,7 @@ class PldAccountant:
         """Return a stored release; refuse one that no event under this configuration could make."""
         if release != self._release_with(release.noise_multiplier):
             raise InvalidValue(
-                f"a release ({release.to_dict()!r}) of another kind than this configuration's: "
+                f"a release ({release.to_dict()!r}) that differs from this configuration's: "
                 "give each run a ledger and a state of its own"
             )
         return release

@@ -135,7 +135,7 @@ def refuse_tied(record: ArrayRecord) -> None:
 
 
 def refuse_half_precision(arrays: Mapping[str, np.ndarray]) -> None:
-    """Refuse arrays in half precision, in which noised uploads do not add up on a common grid.
+    """Refuse half precision, which is too coarse for the grid on which noised uploads add up.
 
     Raises
     ------

@@ -191,7 +191,7 @@ class HiddenUsers(UsersInSilos):
         self.forget_order()
 
     def resume(self) -> None:
-        """Forget the order, because the silos' new set-up has another one."""
+        """Forget the order, because the silos' new set-up has a different one."""
         self.forget_order()
 
     def forget_order(self) -> None:

@@ -65,7 +65,7 @@ def recorded_run(
     Raises
     ------
     UnfitSetting
-        The run to continue began with other settings; the message names them.
+        The run to continue began with different settings; the message names them.
     """
     following = Callbacks(callbacks)
     run = _opened(config, name)
@@ -152,8 +152,8 @@ def _check_same(config: UserConfig, first: UserConfig, path: Path) -> None:
     ]
     if differing:
         raise UnfitSetting(
-            f"the run in {path} cannot continue with other settings: {', '.join(differing)}; set "
-            "them as they were, or begin a new run"
+            f"the run in {path} cannot continue with different settings: {', '.join(differing)}; "
+            "set them as they were, or begin a new run"
         )
 
 
@@ -217,7 +217,7 @@ def record(
 
 
 def settings_of(kind: type[AppSettings], context: Context) -> AppSettings:
-    """Return the run's settings, with the places on the node that its owner sets.
+    """Return the run's settings, with the paths that the node's owner sets for this node.
 
     A ``data-folder`` in the node config (``--node-config "data-folder='/path'"``) overrides that of
     the run, and so does a ``draw-key`` if the app has this setting.

@@ -2,7 +2,7 @@
 
 Cohorts are drawn over *partition ids* 0 … N−1, which are the same in every run. The server draws
 only once all N nodes are connected. In simulation, nodes register while the ServerApp already runs;
-a cohort drawn from the first few would have another sampling rate than the accounted one.
+a cohort drawn from the first few would have a different sampling rate than the accounted one.
 """
 
 from __future__ import annotations
@@ -249,7 +249,7 @@ def asks_identity(message: Message) -> bool:
 
 
 def entries_for_mods(message: Message) -> dict[str, Any]:
-    """Return the entries of a message that this package's mods need before another ClientApp."""
+    """Return a message's entries for this package's mods, which run before a foreign ClientApp."""
     config = message.content.get(_CONFIG)
     settings = config if isinstance(config, ConfigRecord) else {}
     return {

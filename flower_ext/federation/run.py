@@ -144,10 +144,10 @@ class Run:
         return self.method.evaluated(self.shared_part(arrays), self.state or State())
 
     def check_model(self, model: records.Arrays) -> None:
-        """Refuse another model than the run's first one, for example that of a checkpoint."""
+        """Refuse a model, such as a checkpoint's, whose arrays differ from the first model's."""
         if {name: (array.shape, array.dtype) for name, array in model.items()} != self._shared:
             raise InvalidValue(
-                f"another model than the run's first one: arrays {sorted(model)}, expected "
+                f"the model differs from the run's first one: arrays {sorted(model)}, expected "
                 f"{sorted(self._shared)} with the same shapes and types"
             )
 

@@ -69,7 +69,7 @@ def command(policy: GuardPolicy) -> list[str]:
 
 
 def check_isolation(policy: GuardPolicy) -> None:
-    """Refuse to go without the isolation that the policy names.
+    """Refuse to run without the isolation that the policy names.
 
     Raises
     ------

@@ -64,7 +64,7 @@ def best_schedule(
     ------
     ValueError
         A parameter is out of range, or ``global_weight`` is a fairness problem with another number
-        of clients or another dimension than ``problem``.
+        of clients or a different dimension from ``problem``.
     """
 
     def bound_at(weight: float) -> ConvergenceBound:

@@ -24,7 +24,7 @@ from flower_ext.privacy.units import NeighboringRelation, PrivacyUnit
 
 
 class DoesNotCompose(InvalidValue):
-    """The charge has another unit or relation than the account; no single ε covers both."""
+    """The charge differs from the account in unit or relation; no single ε covers both."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,7 +108,7 @@ def charge(path: Path, new: Charge, budget: Budget) -> list[dict[str, Any]]:
     BudgetExhausted
         The account and this round together exceed ``budget``; nothing was written.
     DoesNotCompose
-        The account has another unit or relation.
+        The account has a different unit or relation.
     LedgerCorrupt
         The hash chain is broken; the message names the line.
     """

@@ -218,7 +218,7 @@ class RunCharges:
         return {_MODELS, *(AdversaryView(view) for stretch in self.stretches for view in stretch)}
 
     def against(self, view: AdversaryView) -> _Part:
-        """Return the run's part in a sum against a view."""
+        """Return what this run adds to the total against a view: its releases, or its ε and δ."""
         if view is _MODELS and self.charges[0]["release"] is not None:
             made = Counter(Release.from_dict(charge["release"]) for charge in self.charges)
             return _Part(relation=NeighboringRelation(self.charges[0]["relation"]), releases=made)

@@ -55,7 +55,7 @@ def withdraw(path: Path, unit: PrivacyUnit, numbers: Collection[int]) -> list[di
     Raises
     ------
     InvalidValue
-        There is no account, it counts units of another kind, or a number is out of range.
+        There is no account, it counts units of a different kind, or a number is out of range.
     """
     if not path.is_file():
         raise InvalidValue(f"ledger={path}: expected the account of a study, its budget-ledger")

@@ -59,7 +59,7 @@ class SettingsFile:
         Raises
         ------
         InvalidValue
-            There is no such file, it is not TOML, or it has another form.
+            There is no such file, it is not TOML, or it has not this form.
         """
         content = read_toml(path)
         title, shared = content.pop("title", ""), content.pop("settings", {})

@@ -107,7 +107,7 @@ class Declaration:
         Raises
         ------
         UnfitSetting
-            The value is of another type, not finite, or out of range.
+            The value is of the wrong type, not finite, or out of range.
         """
         kind: Any = int | float if self.kind is float else self.kind
         # Python's booleans are integers, but `true` is no number of rounds.

@@ -33,7 +33,7 @@ class JsonRecord:
         Raises
         ------
         InvalidValue
-            The bytes are malformed or of another kind, or a field is out of range.
+            The bytes are malformed or of a different kind, or a field is out of range.
         """
         try:
             return cls.from_plain(json.loads(data))

@@ -107,7 +107,7 @@ def users_parts(work: ClientWork) -> LocalResult:
 
 
 def _check_plan(plan: PrivacyPlan) -> None:
-    """Refuse a plan that samples units, or bounds parts by another norm than 1."""
+    """Refuse a plan that samples units, or bounds parts by a norm other than 1."""
     if not isinstance(plan, ReleasePlan):
         raise InvalidValue(f"plan={type(plan).__name__}: expected a ReleasePlan")
     if not isinstance(plan.sampling, FullParticipation):

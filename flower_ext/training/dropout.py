@@ -1,7 +1,7 @@
 """Dropout whose masks are the same for a model in a batch as for the model alone.
 
 PyTorch draws a mask from one generator that all models of a process share, so a model in a batch
-would get other masks than alone. It also takes 8 ns per number. Here each training has its own
+would get different masks than alone. It also takes 8 ns per number. Here each training has its own
 generator, which yields four 16-bit numbers at a time. The probability p is therefore rounded to a
 multiple of 2⁻¹⁶, and kept values are scaled by the inverse of the rounded share.
 """

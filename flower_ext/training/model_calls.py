@@ -34,7 +34,7 @@ def call_with(model: nn.Module, params: Params, x: Tree) -> Any:
     Raises
     ------
     UnlikeTypes
-        The model raises, and features have another type than its numbers.
+        The model raises, and features are not of the type of its numbers.
     """
 
     def replaced(*given: Tree, **named: Tree) -> Any:
@@ -84,7 +84,7 @@ class SettableModel:
 
 
 class UnlikeTypes(InvalidValue):
-    """Features have another type than the model's numbers."""
+    """Features are not of the type of the model's numbers."""
 
 
 def _tell_types(error: RuntimeError, params: Params, x: Tree) -> None:

@@ -133,7 +133,7 @@ def test_a_complete_run_is_not_begun_again_under_its_name_but_goes_on_beyond_its
 def test_another_run_under_the_same_name_is_refused_by_what_differs(tmp_path, changes, named):
     play(tmp_path / "run", dies_in=2)
     before = (tmp_path / "run" / "metrics.jsonl").read_bytes()
-    with pytest.raises(UnfitSetting, match=f"cannot continue with other settings: .*{named}"):
+    with pytest.raises(UnfitSetting, match=f"cannot continue with different settings: .*{named}"):
         play(tmp_path / "run", **changes)
     assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == before
 
@@ -161,14 +161,14 @@ def test_another_number_of_the_method_is_refused(tmp_path, method_of, named):
         recorded(strategy, tmp_path / "run").start(grid, model, num_rounds=rounds)
 
     start(0.1, 1)
-    with pytest.raises(UnfitSetting, match=f"cannot continue with other settings: .*{named}"):
+    with pytest.raises(UnfitSetting, match=f"cannot continue with different settings: .*{named}"):
         start(0.9, 2)
 
 
 def test_arrays_of_other_shapes_and_the_same_size_are_refused(tmp_path):
     play(tmp_path / "run", dies_in=2)
     model = {name: param.flatten() for name, param in task().initial_params(0).items()}
-    with pytest.raises(InvalidValue, match="another model"):
+    with pytest.raises(InvalidValue, match="the model differs"):
         play(tmp_path / "run", model=model)
 
 

@@ -242,7 +242,7 @@ def changed(**facts):
         ({"releases": [{"release": {}, "count": 1}]}, "state of the accountant"),
         (RdpAccountant(config()).state_dict(), "releases"),
         (changed(count=0), "count=0"),
-        (changed(release=OTHER.to_dict()), "another kind"),
+        (changed(release=OTHER.to_dict()), "differs from this"),
     ],
 )
 def test_a_state_of_something_else_is_refused_and_changes_nothing(state, said):

@@ -67,7 +67,7 @@ def scales_of(settings: Settings) -> dict[str, tuple[float, float, float, float]
     Raises
     ------
     UnfitSetting
-        A setting has another form, or ``standardise`` names a column that is no feature.
+        A setting is malformed, or ``standardise`` names a column that is no feature.
     """
     scales: dict[str, tuple[float, float, float, float]] = {}
     try:
@@ -94,7 +94,7 @@ def coefficients_of(settings: Settings) -> dict[str, float]:
     Raises
     ------
     UnfitSetting
-        The setting ``model`` has another form, or lacks a feature.
+        The setting ``model`` is malformed, or lacks a feature.
     """
     expected = [BIAS, *scales_of(settings)]
     try:

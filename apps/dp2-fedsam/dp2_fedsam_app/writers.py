@@ -51,7 +51,7 @@ def load_writers(folder: Path | None) -> tuple[Examples, np.ndarray]:
     DataNotFound
         The folder lacks the file.
     InvalidValue
-        The file has other content than expected.
+        The file has unexpected content.
     """
     advice = f"dp2_fedsam_app.writers.save_writers makes {FILE} from the rows of flwr-datasets."
     (path,) = find_files(DATASET, ((FILE,),), folder, advice=advice)

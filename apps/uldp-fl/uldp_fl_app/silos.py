@@ -140,7 +140,7 @@ def load_silos(
     DataNotFound
         The files do not exist; the message names them.
     ValueError
-        The name is unknown, a number is out of range, or a file has other content than expected.
+        The name is unknown, a number is out of range, or a file has unexpected content.
     """
     info = describe_silos(name)
     users = info.num_users if num_users is None else num_users

@@ -131,7 +131,7 @@ def load_devices(
     DataNotFound
         The folder lacks the letters.
     ValueError
-        The name is unknown, a number is out of range, or a file has other content than expected.
+        The name is unknown, a number is out of range, or a file has unexpected content.
     """
     info = describe_devices(name, folder, num_classes=num_classes, generated=generated)
     count = info.num_devices if num_devices is None else num_devices

@@ -175,7 +175,7 @@ class UldpGroup(Method):
         return replace(cohort, requests=requests)
 
     def complete_summary(self, run: RunSummary, state: State) -> RunSummary:
-        """Return the run's summary with k, once it is known."""
+        """Return the run's summary with k, the size of the group, once k is known."""
         limits = state.server.get(LIMITS)
         known = self.group_size if isinstance(self.group_size, int) else None
         return replace(run, group_size=known if limits is None else int(limits["k"]))

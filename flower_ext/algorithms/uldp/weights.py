@@ -139,7 +139,7 @@ def read_weights(work: ClientWork) -> np.ndarray:
 
 
 def answer_server(question: Question) -> Params:
-    """Report if the described trainings run one by one on this machine, and count users' records.
+    """Report if users would train one by one on this machine, and count users' records.
 
     Users' numbers of records, and the fingerprint of the key by which silos draw users, leave the
     silo only if the server asks for them.
@@ -188,7 +188,7 @@ def ask_silos(
     ------
     FederationNotReady
         A silo cannot take part, because its data have no owners or an owner is out of range, or it
-        has another key; the message names the silo.
+        has a different key; the message names the silo.
     """
     question = ConfigRecord({USERS: num_users, HISTOGRAM: histogram, FINGERPRINT: silos_draw})
     content = {records.QUESTION: question, **records.training_records(trainings)}

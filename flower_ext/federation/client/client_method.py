@@ -257,8 +257,8 @@ def personal_part(work: ClientWork) -> Params:
     Raises
     ------
     InvalidValue
-        The server shares every parameter, running statistics, or other parameters than in earlier
-        rounds. The client refuses, so that its personal part never leaves it.
+        The server shares every parameter, running statistics, or parameters that it did not share
+        in earlier rounds. The client refuses, so that its personal part never leaves it.
     """
     for name in work.received:
         if name.rpartition(".")[2] in RUNNING_STATISTICS:

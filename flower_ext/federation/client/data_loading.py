@@ -82,13 +82,12 @@ def data_of(task: Task, partition: int, *, hide_errors: bool) -> ClientData:
 
 
 def _check_size(num_examples: int, protection: Protection) -> None:
-    """Refuse to train on another number of examples than the guarantee assumes."""
+    """Refuse to train on a different number of examples than the guarantee assumes."""
     agreed = protection.num_examples
     if agreed is not None and num_examples != agreed:
         raise tellable(
             PreconditionFailed(
-                f"this client trains on another number of examples than the plan's num_examples="
-                f"{agreed}, which holds for all clients: give every client that many, or change "
-                "the plan"
+                f"this client does not train on the plan's num_examples={agreed}, which holds for "
+                "all clients: give every client that many, or change the plan"
             )
         )

@@ -61,7 +61,7 @@ def turn_of(
         The server asks for noise in local steps, but no phase of the method makes the whole update;
         or a needed memory is lost.
     PreconditionFailed
-        The guarantee assumes another number of examples than the client has.
+        The guarantee assumes a different number of examples than the client has.
     """
     protection, phase = request.protection, method.upload_phase
     with knowing_no_data():

@@ -129,7 +129,7 @@ def _correlated(settings: ReleaseSettings, sampling: Sampling, *, of_users: bool
     if settings.aggregation != "plain":
         raise UnfitSetting(
             f"run-config aggregation={settings.aggregation!r} with noise='correlated': expected "
-            "'plain', because a client that drops out would take its part of the noise along"
+            "'plain', because the noise of a client that drops out would be missing"
         )
     if settings.calibration == "published" and settings.target is not None:
         raise UnfitSetting(

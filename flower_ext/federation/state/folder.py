@@ -112,7 +112,7 @@ class StateFolder:
             )
         except InvalidTag:
             raise Damaged(
-                f"{file} was altered, moved, or encrypted with another key than that of the "
+                f"{file} was altered, moved, or encrypted with a different key than that of the "
                 "state-key-file"
             ) from None
 

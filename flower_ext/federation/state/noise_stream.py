@@ -98,9 +98,9 @@ class NoiseStream:
         if self._number != number - 1:
             raise InvalidValue(
                 f"the noise of the run is at round {self._number}, expected {number - 1}: "
-                f"{FILE} in the run directory is missing, or it or the checkpoints are an older "
-                "copy, and other noise for rounds that have released models would reveal them; "
-                "begin a new run"
+                f"{FILE} in the run directory is missing, or one of {FILE} and the checkpoints is "
+                "an older copy; begin a new run, because a round released again with different "
+                "noise would reveal its updates"
             )
         self._advance(like, source)
         assert self._past is not None

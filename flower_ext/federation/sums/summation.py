@@ -147,7 +147,7 @@ class Summation(ABC):
         """
 
     def assumptions(self, view: AdversaryView) -> Sequence[str]:
-        """Return further assumptions of the provable guarantee against that adversary's view."""
+        """Return what this sum adds to the assumptions of the provable guarantee against a view."""
         return ()
 
     def state(self) -> Mapping[str, Arrays]:
@@ -169,7 +169,7 @@ def single_message(arrays: Arrays, *names: str) -> tuple[str, bytes]:
     Raises
     ------
     InvalidValue
-        ``arrays`` does not hold exactly one array, or that array has another name or is not of
+        ``arrays`` does not hold exactly one array, or that array has a different name or is not of
         bytes.
     """
     with knowing_no_data():

@@ -164,7 +164,7 @@ def open_part(
     Raises
     ------
     ProtocolError
-        The round was used before, or has other users than the set-up.
+        The round was used before, or its users differ from those of the set-up.
     """
     if message is None:
         return None

@@ -101,7 +101,7 @@ class FullParticipation(Checked):
 
 @dataclass(frozen=True)
 class SpacedSampling(Checked):
-    """Take units in turn, each a limited number of times and a number of rounds apart.
+    """Take units in turn: each at most k times, and at least b rounds apart.
 
     Whoever has waited longest comes first, and units that never took part come in the order of
     their indices. Nothing about a cohort is random or secret, so sampling amplifies nothing. A unit

@@ -140,7 +140,7 @@ class StrategyMatrix:
         return column
 
     def row_moves(self, rounds: int, *, rounds_apart: int, participations: int) -> Vector:
-        """Return the most that one client moves each of the first rows of C x (step 1).
+        """Return the largest change by one client in each of the first rows of C x (step 1 above).
 
         Parameters
         ----------

@@ -290,8 +290,8 @@ class NonPrivatePlan(PlainAverage):
         """
         if self.weighs_examples and method.weighs_updates:
             raise InvalidValue(
-                f"weighting='examples': expected 'clients', because clients count in the "
-                f"server's step of {method.name} by a rule of its own"
+                f"weighting='examples': expected 'clients', because the server's step of "
+                f"{method.name} weights clients by a different rule"
             )
         return self
 

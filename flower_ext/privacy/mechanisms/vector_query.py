@@ -76,7 +76,7 @@ class VectorQuery(ABC):
     def vector(self, client: LocalView) -> NDArray[np.float64]:
         """Return one client's vector, of shape (size,).
 
-        If the vector cannot be computed, has another shape or is not finite, the client sends
+        If the vector cannot be computed, has a different shape or is not finite, the client sends
         zeros instead.
         """
 

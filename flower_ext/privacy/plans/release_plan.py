@@ -92,8 +92,8 @@ class ReleasePlan(ReleaseTerms, PrivacyPlan):
         if not self.noised_by_server:
             raise InvalidValue(
                 f"noise_placement={self.noise_placement!r} with spaced sampling: expected "
-                "'server', because a client that drops out takes its part of the noise along, and "
-                "the noise of later rounds then takes back what is not there"
+                "'server', because the noise of a client that drops out is missing, and later "
+                "rounds would subtract it all the same"
             )
         if isinstance(self.clipping_norm, AdaptiveClipping):
             raise InvalidValue(
@@ -186,8 +186,8 @@ class ReleasePlan(ReleaseTerms, PrivacyPlan):
             return ReleaseMechanism(clipping_norm=norm, **terms, silos=method.num_silos)
         if method.num_silos is not None and not method.bounds_units:
             raise InvalidValue(
-                f"clipping_norm={norm!r} with {method.name}: expected a number, because its silos "
-                "clip no single user's update, whose norm a quantile could follow; UldpAvg's do"
+                f"clipping_norm={norm!r} with {method.name}: expected a number, because a norm "
+                "that follows a quantile needs silos that clip each user's update, as UldpAvg's do"
             )
         return AdaptiveRelease(
             clipping=norm, update_norm=norm.initial, **terms, silos=method.num_silos

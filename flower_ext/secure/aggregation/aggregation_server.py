@@ -229,7 +229,7 @@ class SumServer:
         Raises
         ------
         IncompleteRound
-            A secret cannot be rebuilt, because too few right shares of it arrived. The round is
+            A secret cannot be rebuilt, because too few valid shares of it arrived. The round is
             discarded.
         """
         self._require(3)
@@ -257,10 +257,10 @@ class SumServer:
         what = "seed" if kind == OF_SEED else "mask key"
         if len(shares) < self._context.threshold:
             raise IncompleteRound(
-                f"{what} of member {member}: {len(shares)} right shares, expected "
+                f"{what} of member {member}: {len(shares)} valid shares, expected "
                 f"{self._context.threshold}; the round is discarded"
             )
-        # Hashes check each share. The member may still have shared another secret than it used.
+        # Hashes check each share. The member may still have shared a different secret than it used.
         with suppress(InvalidValue):  # shares of no secret
             secret = combine(shares, self._context.threshold)
             if self._fits(member, kind, secret):

@@ -80,7 +80,7 @@ class WeightingProtocol(ABC):
         return (RUNNING_TIME,) if self.hidden_draw else (DRAWN_PLACES, RUNNING_TIME)
 
     def assumptions(self, view: AdversaryView) -> Sequence[str]:
-        """Return further assumptions of the provable guarantee against that adversary's view."""
+        """Return what this protocol adds to the assumptions of the guarantee against a view."""
         return ()
 
     @abstractmethod

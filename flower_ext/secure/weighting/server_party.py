@@ -128,7 +128,7 @@ class ServerParty(ABC, Generic[SettingsT, SumT]):
         ProtocolError
             No round is open, or the message belongs to another one.
         ValueError
-            The message is malformed, or names another silo than the one that sent it.
+            The message is malformed, or names a silo other than its sender.
         """
         message: Any = self.sum_type.from_bytes(data, self.settings)
         if message.silo != silo:

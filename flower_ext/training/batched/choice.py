@@ -122,7 +122,7 @@ def _why_never_together(jobs: Sequence[Job]) -> str | None:
     if any(job.training.tolerance for job in jobs):
         return "exact minimisers are found one by one"
     if any(job.training.optimizer != SGD for job in jobs):
-        return "another optimiser than SGD"
+        return "an optimiser other than SGD"
     if any(type(term) not in (Proximal, Linear) for job in jobs for term in job.terms):
         return "a term other than Proximal and Linear"
     return None

@@ -35,7 +35,7 @@ _TYPICAL_ROWS = 32
 def attempt_jobs(
     solve: Callable[[Sequence[Work]], Iterable[R]], jobs: Sequence[Work]
 ) -> Iterator[tuple[int, R | Exception]]:
-    """Yield as `attempt_groups` for a ``solve`` that yields a result for each job, in order."""
+    """Yield each job's index with its result or error; ``solve`` yields a result for each job."""
 
     def solve_numbered(members: Sequence[Work]) -> Iterator[tuple[list[int], R]]:
         return (([number], result) for number, result in enumerate(solve(members)))
@@ -46,7 +46,7 @@ def attempt_jobs(
 def attempt_groups(
     solve: Callable[[list[Work]], Iterable[tuple[Sequence[int], R]]], jobs: Sequence[Work]
 ) -> Iterator[tuple[list[int], R | Exception]]:
-    """Yield the indices of jobs, and their results or the error that a single one of them raises.
+    """Yield indices of jobs with their results, and each job that raises with its error.
 
     One record can make a training raise, for example by a label out of range. The jobs that an
     error leaves without a result restart, half of them at a time, and draw the same mini-batches

@@ -92,7 +92,9 @@ class MappedModel:
                 raise InvalidValue("batch normalisation changes the model while it is evaluated")
             drops = isinstance(layer, nn.modules.dropout._DropoutNd) and layer.p > 0
             if drops and not (type(layer) is nn.Dropout and on_cpu):
-                raise InvalidValue(f"{layer} draws other numbers in a batch of models")
+                raise InvalidValue(
+                    f"{layer} would draw different random numbers in a batch than alone"
+                )
             if "forward" in vars(layer):
                 continue
             if drops:
@@ -193,7 +195,9 @@ class _ForAllModels(torch.autograd.Function):
 
     @staticmethod
     def forward(compute: Callable[..., Tensor], *tensors: Tensor | None) -> Tensor:
-        raise NotImplementedError("a layer of values that are the same for every model")
+        raise NotImplementedError(
+            "a layer whose inputs and weights are the same for every model cannot train in a batch"
+        )
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:

@@ -98,7 +98,7 @@ def refuse_changes(kind: TrainingKind, features: Tensor) -> None:
 def rounds_alike(
     kind: TrainingKind, train_together: TrainTogether, training: LocalTraining, *, terms: bool
 ) -> bool:
-    """Return True if random models round alike beside any number of others, and beside odd ones.
+    """Return True if a model rounds alike beside any number of models, with usual or odd values.
 
     False is certain; True is evidence, and for this processor only. The result depends on nobody's
     data.

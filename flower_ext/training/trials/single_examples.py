@@ -56,7 +56,7 @@ _OVER_PAIRS = "expected a loss that a single example can lower, and not one over
 def require_single_examples(
     task: Task, names: Sequence[str], features: Tree, targets: Tree
 ) -> None:
-    """Refuse a model or a loss that keeps something of an example, or learns from none by itself.
+    """Refuse a model or a loss that remembers an example, or cannot learn from one example alone.
 
     Random and unusual examples, which have only the shapes and types of real ones, pass one by one,
     each time through a fresh model: in one order, then in the other. So neither the largest example
@@ -164,7 +164,7 @@ def refuse_without_gradients(
     examples: Sequence[tuple[Tree, Tree]],
     gradients: Sequence[Params | Exception],
 ) -> None:
-    """Refuse a model that learns from no example by itself.
+    """Refuse a model that can learn from no example alone.
 
     Parameters
     ----------

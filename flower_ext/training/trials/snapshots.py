@@ -68,7 +68,7 @@ def changed_places(before: Snapshot, after: Snapshot) -> list[str]:
 
 
 def same_numbers(one: Tensor, other: Tensor) -> bool:
-    """Return True if all bits agree; on an accelerator, whose sums may vary, up to rounding."""
+    """Return True if all bits agree; on an accelerator, rounding may differ, because sums vary."""
     exact = {"rtol": 0.0, "atol": 0.0} if one.is_cpu else {}
     return torch.allclose(one, other, equal_nan=True, **exact)
 

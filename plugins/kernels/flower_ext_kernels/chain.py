@@ -56,7 +56,7 @@ class Part:
 
     @property
     def turned(self) -> bool:
-        """True if its numbers have another order than in PyTorch."""
+        """True if the order of its numbers differs from PyTorch's."""
         return len(self.shape) == 4
 
     def laid_out(self, parameter: Tensor) -> Tensor:

@@ -104,7 +104,7 @@ class Weighing:
         ProtocolError
             The round is finished, updates were refused, or another round was finished meanwhile.
         ValueError
-            The noise is not plausible. The round is not used, so call again with other noise.
+            The noise is not plausible. The round is not used, so call again with fresh noise.
         """
         self._open()
         noise_array = self._checked_noise(noise)

@@ -183,5 +183,5 @@ def test_methods_and_sums_that_cannot_follow_a_norm_are_refused_by_name():
     pytest.importorskip("gmpy2")
     with pytest.raises(ValueError, match=r"sum=weighted_sum\(…\): expected a number"):
         start(adaptive(), 1, weighting="by-records", sum=weighted_sum())
-    with pytest.raises(ValueError, match="expected a number.*clip no single user's update"):
+    with pytest.raises(ValueError, match="expected a number.*clip each user's update"):
         FederatedStrategy(UldpNaive(num_silos=SILOS, local=ONE_STEP), plan_of(adaptive()))

@@ -60,7 +60,7 @@ def test_one_wrong_share_is_found_with_a_single_one_to_spare(lost):
 def test_too_many_wrong_shares_discard_the_round():
     one = Round(round_context(20, 19, 10, 12))
     wrong_shares(one, one.mask(one.share(one.advertise())), liars=range(10))
-    with pytest.raises(IncompleteRound, match="9 right shares, expected 10"):
+    with pytest.raises(IncompleteRound, match="9 valid shares, expected 10"):
         one.server.total()
 
 
@@ -99,7 +99,7 @@ def test_an_owner_that_publishes_wrong_hashes_can_lose_the_round_and_never_spoil
     if is_enough:
         assert (one.unmask(requests) == one.plain_sum()).all()
     else:
-        with pytest.raises(IncompleteRound, match="of member 5: 2 right shares, expected 3"):
+        with pytest.raises(IncompleteRound, match="of member 5: 2 valid shares, expected 3"):
             one.unmask(requests)
     assert one.server.faults == {(holder, ShareFault.WRONG): {5} for holder in range(spared, 5)}
 
