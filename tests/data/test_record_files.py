@@ -35,8 +35,8 @@ def test_a_parquet_file_has_the_same_rows(tmp_path):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"", "first line of names"),
-        (b"secret,secret\n1,2\n", "first line of names"),
+        (b"", "first line of column names"),
+        (b"secret,secret\n1,2\n", "first line of column names"),
         (b"name,age\nsecret,1,2\n", "row 2 has 3 fields"),
         (b"name,age\nsecret\n", "row 2 has 1 fields"),
         (b"name,age\nsecr\xe9t,1\n", "encoding"),

@@ -274,7 +274,7 @@ def test_a_ledger_that_misses_releases_or_holds_others_is_refused(tmp_path):
     other = Ledger(tmp_path / "other")
     with other.reserve(OTHER, round=1):
         pass
-    with pytest.raises(ValueError, match="another kind"):
+    with pytest.raises(ValueError, match="differs from this"):
         PldAccountant(config(), ledger=other)
 
 

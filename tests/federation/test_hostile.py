@@ -151,7 +151,7 @@ def test_an_upload_of_an_earlier_round_stays_refused_when_it_says_it_is_of_this_
         old.metadata.__dict__["_group_id"] = "2"
     strategy.aggregate_train(2, [*kept, *fresh])
     assert len(strategy.refusals) == CLIENTS
-    assert all("another message" in refusal for refusal in strategy.refusals)
+    assert all("a different message" in refusal for refusal in strategy.refusals)
     assert strategy.run.progress.row["answered"] == CLIENTS
 
 
