@@ -86,7 +86,7 @@ class SettingsFile:
         return values
 
     def text(self, changed: Collection[str]) -> str:
-        """Return the text with which a run records the file and the settings ``changed`` since."""
+        """Return the text by which a run records this file and the settings ``changed``."""
         names = ", ".join(name for name in changed if name not in INCIDENTAL)
         title = f" ({self.title})" if self.title else ""
         return f"{self.name}{title}" + (f", changed: {names}" if names else "")

@@ -73,9 +73,9 @@ class Shape(NamedTuple):
 
 @lru_cache(maxsize=64)
 def consists_of_rows(kind: TrainingKind) -> bool:
-    """Return True if the arrays of such trainings consist of rows, and products are reproducible.
+    """Return True if the arrays of these trainings consist of rows, and products are reproducible.
 
-    Those of image layers do not, and a model's own code may transform weights.
+    The arrays of image layers do not consist of rows, and a model's own code may transform weights.
     """
     if kind.device.type != "cpu" or not products_are_reproducible():
         return False
