@@ -146,14 +146,16 @@ def _noise(probes: Probes, facts: Facts) -> Iterator[Finding]:
         if any(noise.upload_stddev.values()) or facts.local:
             sizes = [_cohort(probes.runs[name], number) for name in pair]
             stddev = float(np.hypot(*[noise.of_upload(size) for size in sizes]))
-            parts = probes.upload_noise(*pair, number)
-            if parts:
+            found: list[Finding] = []
+            if parts := probes.upload_noise(*pair, number):
                 gap = np.concatenate(list(parts.values()))
                 size = _largest(again, number)
-                yield from _compared(gap, stddev, size, f"uploads of round {number}")
-            if (gap_ := probes.target_noise("huge", "huge, other", number)) is not None:
+                found = list(_compared(gap, stddev, size, f"uploads of round {number}"))
+            yield from found
+            changed = probes.target_noise("huge", "huge, other", number)
+            if not found and changed is not None:
                 what = f"a changed client's upload in round {number}"
-                yield from _compared(gap_, stddev, np.inf, what)
+                yield from _compared(changed, stddev, np.inf, what)
         if noise.release_stddev and not facts.has_task:
             stddev = noise.release_stddev * 2**0.5
             if (step := probes.release_noise(AGAIN, OTHER, number)) is not None:
@@ -199,32 +201,38 @@ def _bounds(probes: Probes, facts: Facts) -> Iterator[Finding]:
         return
     clients_clip = facts.has(recognise.CLIENT_SIDE) or facts.has(recognise.CLIENT_ADAPTIVE)
     clients_clip = clients_clip or bool(facts.local) or any(noise.upload_stddev.values())
-    for number in range(1, probes.rounds + 1):
-        growth = probes.upload_growth(number) if clients_clip else None
+    adaptive = facts.has(recognise.SERVER_ADAPTIVE) or facts.has(recognise.CLIENT_ADAPTIVE)
+    noisy, past = not probes.repeats, set()
+    for number in range(1, 2 if adaptive else probes.rounds + 1):
         size = _cohort(probes.runs.get(AGAIN), number)
-        if growth is not None and exceeds(growth, noise.clipping_norm, noise.of_upload(size)):
-            yield Finding(
-                code="unclipped",
-                text=f"an update of norm 1e4 leaves a client in round {number} with norm "
-                f"{growth:.3g}, although the bound is {noise.clipping_norm:.3g}",
-                remedy="clip after everything that changes the update, and before the noise",
-            )
-        if not noise.cohort:
-            continue
-        bound, stddev = noise.clipping_norm / noise.cohort, noise.release_stddev
         for name in ("huge", "heavy"):
-            moved = probes.movement(name, number)
-            if moved is None or not exceeds(abs(moved), bound, stddev):
-                continue
-            weighs = name == "heavy"
-            yield Finding(
-                code="weights" if weighs else "movement",
-                text=f"one client moves the model of round {number} by {abs(moved):.3g}, but the "
-                f"noise is scaled for {bound:.3g}"
-                + (", because replies are weighted by a number that clients report" * weighs),
-                remedy="weigh all clients equally" if weighs else "divide by a public constant",
+            grown = probes.upload_growth(name, number) if clients_clip else None
+            moved = probes.movement(name, number) if noise.cohort else None
+            limits = (
+                (grown, noise.clipping_norm, noise.of_upload(size), "its upload"),
+                (moved, noise.clipping_norm / (noise.cohort or 1), noise.release_stddev, "the model"),
             )
-            break
+            for value, bound, stddev, what in limits:
+                if value is None or what in past:
+                    continue
+                if exceeds(abs(value), bound, noisy * stddev):
+                    past.add(what)
+                    yield _unbounded(what, number, abs(value), bound, weighs=name == "heavy")
+
+
+def _unbounded(what: str, number: int, value: float, bound: float, *, weighs: bool) -> Finding:
+    text = f"one client moves {what} in round {number} by {value:.3g}, past the bound {bound:.3g}"
+    if weighs:
+        return Finding(
+            code="weights",
+            text=f"{text}, by the numbers that it reports",
+            remedy="weigh all clients equally, and divide by a public constant",
+        )
+    return Finding(
+        code="unclipped" if what == "its upload" else "movement",
+        text=text,
+        remedy="clip after everything that changes the update, and before the noise",
+    )
 
 
 def _changed_clients(probes: Probes, facts: Facts) -> Iterator[Finding]:
@@ -239,7 +247,7 @@ def _changed_clients(probes: Probes, facts: Facts) -> Iterator[Finding]:
         if number is not None and clients_protect:
             yield _nan(f"a NaN leaves the client in round {number}")
     if nan is not None and not all(release.finite for release in nan.releases):
-        yield _nan("one client's NaN reaches the model, past clipping and noise")
+        yield _nan("one client's NaN reaches the model")
     for name, run, what in (
         ("nan", nan, "an update of NaN"),
         ("zero", zero, "an update of zeros"),
@@ -315,8 +323,8 @@ def _messages(real: Observed, facts: Facts, app: AppFolder) -> Iterator[Finding]
     if any(count != 1 for count in arrays):
         yield Finding(
             code="records",
-            text=f"training replies carry {max(arrays)} records of arrays: clipping and noise of "
-            "one do not cover the others",
+            text=f"training replies carry {max(arrays)} records of arrays; clipping and noise "
+            "cover one",
             remedy="return one ArrayRecord",
         )
     if facts.noise is not None and any(reply.integers for reply in replies):

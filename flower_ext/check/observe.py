@@ -18,7 +18,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from copy import deepcopy
+from copy import copy, deepcopy
 from dataclasses import dataclass, field
 from functools import cache, wraps
 from typing import Any, Literal, TypeVar
@@ -43,7 +43,7 @@ from flower_ext.federation import InProcessGrid, records
 from flower_ext.federation import _flower_private as private
 from flower_ext.federation.client.cohort_app import CohortApp, answer_all
 from flower_ext.federation.failures import CLIENT_APP_RAISED
-from flower_ext.federation.roster import is_rehearsal
+from flower_ext.federation.roster import asks_identity, is_rehearsal
 
 R = TypeVar("R")
 Change = Literal["", "huge", "huge and heavy", "nan", "zero", "raise"]
@@ -164,6 +164,9 @@ class Instruments:
     mods: dict[str, list[Any]] = field(default_factory=dict)
     """Mods of each category of messages, the outermost first."""
     strategies: list[Strategy] = field(default_factory=list)
+    """The strategy that runs the rounds, and those inside it."""
+    begun: list[Strategy] = field(default_factory=list)
+    """Copies of them from before the first round."""
     engines: list[tuple[int, float]] = field(default_factory=list)
     """For each private engine of Opacus, the client and the noise multiplier."""
     watch: Watch | None = None
@@ -223,7 +226,8 @@ class Instruments:
             planned = int(call.arguments.get("num_rounds", 3))
             watch.observed.planned_rounds = planned
             call.arguments["num_rounds"] = min(planned, rounds)
-            self.strategies.append(strategy)
+            self.strategies.extend(chain_of(strategy))
+            self.begun.extend(copy(part) for part in self.strategies)
             watch.in_strategy = True
             result = start(*call.args, **call.kwargs)
             watch.in_strategy = False
@@ -267,8 +271,7 @@ class Watch:
         """Note a batch of messages before clients answer."""
         if not messages:
             return
-        category = messages[0].metadata.message_type.partition(".")[0]
-        kind = "rehearsal" if is_rehearsal(messages[0]) else category
+        kind = _kind(messages[0])
         if kind == TRAIN and self.observed.rounds >= self.rounds and not self.in_strategy:
             raise Enough
         sent = vector(_arrays(messages[0].content).values())
@@ -448,6 +451,16 @@ def observe(
     return watch.observed
 
 
+def chain_of(strategy: Strategy) -> list[Strategy]:
+    """Return a strategy and those that it wraps, the outermost first."""
+    chain: list[Strategy] = []
+    inner: Any = strategy
+    while isinstance(inner, Strategy) and inner not in chain:
+        chain.append(inner)
+        inner = getattr(inner, "strategy", None) or getattr(inner, "base", None)
+    return chain
+
+
 def in_fork(run: Callable[[], R], *, seconds: float) -> R | None:
     """Return the result of a function in a forked process; None if it takes too long or dies.
 
@@ -455,8 +468,11 @@ def in_fork(run: Callable[[], R], *, seconds: float) -> R | None:
     """
     reading, writing = os.pipe()
     if not (process := os.fork()):
-        with suppress(BaseException), os.fdopen(writing, "wb") as pipe:
-            pickle.dump(run(), pipe)
+        try:
+            with os.fdopen(writing, "wb") as pipe:
+                pickle.dump(run(), pipe)
+        except BaseException:  # the process must end here, whatever happens
+            traceback.print_exc()
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(0)
@@ -486,6 +502,15 @@ def seed_all(*path: int) -> None:
     random.seed(seed)
     np.random.seed(seed)
     torch.manual_seed(seed)
+
+
+def _kind(message: Message) -> str:
+    """Return the category of a message; for two kinds that look like training, another name."""
+    if asks_identity(message):
+        return "identity"
+    if is_rehearsal(message):
+        return "rehearsal"
+    return message.metadata.message_type.partition(".")[0]
 
 
 def _partition(message: Message) -> int:

@@ -101,10 +101,25 @@ class Probes:
         for change in ("nan", "raise"):
             self.run(change, 1, change, held=held)
         if held:
+            self.run("twin", 1, held=True)
             self.run("huge", 1, "huge", held=True)
             self.run("huge, other", 2, "huge", held=True)
             self.run("heavy", 1, "huge and heavy", held=True)
             self.run("zero", 1, "zero", held=True)
+
+    @property
+    def repeats(self) -> bool:
+        """True if equal random numbers repeat the noise, so that it cancels in a difference."""
+        one, other = self.runs.get(AGAIN), self.runs.get("twin")
+        if one is None or other is None or len(one.releases) != len(other.releases):
+            return False
+        ones, others = one.uploads(1), other.uploads(1)
+        return ones.keys() == others.keys() and all(
+            np.array_equal(left.sample, right.sample)
+            for left, right in zip(
+                [*one.releases, *ones.values()], [*other.releases, *others.values()], strict=True
+            )
+        )
 
     # Comparisons --------------------------------------------------------------------------------
 
@@ -133,9 +148,9 @@ class Probes:
         steps = [_step(self.runs.get(name), round) for name in (one, other)]
         return None if steps[0] is None or steps[1] is None else steps[0] - steps[1]
 
-    def upload_growth(self, round: int) -> float | None:
-        """Return how far a huge update moves the changed client's upload, along the change."""
-        huge, held = self.runs.get("huge"), self.runs.get(AGAIN)
+    def upload_growth(self, name: str, round: int) -> float | None:
+        """Return how far a changed client's upload moves along the change."""
+        huge, held = self.runs.get(name), self.runs.get(AGAIN)
         if huge is None or held is None or (client := huge.target(round)) is None:
             return None
         left, right = huge.uploads(round).get(client), held.uploads(round)

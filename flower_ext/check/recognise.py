@@ -16,7 +16,6 @@ from typing import Any
 
 from flwr.clientapp import ClientApp
 from flwr.clientapp.mod import LocalDpMod
-from flwr.serverapp.strategy import Strategy
 
 from flower_ext.check.observe import TRAIN, Instruments, Observed
 from flower_ext.federation import FederatedStrategy
@@ -134,16 +133,12 @@ class Facts:
 
 def facts_of(instruments: Instruments, client: ClientApp, observed: Observed) -> Facts:
     """Return what the live objects say after a run."""
-    chain: list[Any] = []
-    inner: Any = next(iter(instruments.strategies), None)
-    while isinstance(inner, Strategy) and len(chain) < 9:
-        chain.append(inner)
-        inner = getattr(inner, "strategy", None) or getattr(inner, "base", None)
+    chain: list[Any] = instruments.strategies
     mods = instruments.mods.get(TRAIN, [])
     planned = observed.planned_rounds or observed.rounds
     federated = next((s for s in chain if type(s) is FederatedStrategy), None)
     local = next((mod for mod in mods if type(mod) is LocalDpMod), None)
-    noise, release = _flower_noise(chain, local)
+    noise, release = _flower_noise(instruments.begun, local)
     if federated is not None:
         noise = _our_noise(federated)
     return Facts(

@@ -70,12 +70,12 @@ def _server_edits(app: AppFolder, path: Path, plan: str) -> Iterator[Edit]:
         text = "3" if rounds is None else ast.get_source_segment(source, rounds) or "3"
         last = max(made, key=lambda node: node.lineno)
         # Later assignments may wrap the first: all but the last go.
-        yield _import_edit(tree, _SERVER_IMPORTS)
+        yield _import_edit(tree, _SERVER_IMPORTS, source)
         for node in made:
             indent = " " * node.col_offset
             kept = f"{name} = FederatedStrategy(DPFedAvg(), plan)"
             new = f"plan = {plan.format(rounds=text)}\n{indent}{kept}"
-            yield _edit(node, new if node is last else "pass")
+            yield _edit(node, new) if node is last else _removal(node)
         return
 
 
@@ -84,7 +84,7 @@ def _client_edits(app: AppFolder, path: Path) -> Iterator[Edit]:
     apps = list(_calls(tree, "ClientApp"))
     if not apps or any(apps[0].args) or any(k.arg == "client_fn" for k in apps[0].keywords):
         return
-    yield _import_edit(tree, _CLIENT_IMPORT)
+    yield _import_edit(tree, _CLIENT_IMPORT, source)
     others = [mod for call in apps[:1] for mod in _mods(call, source)]
     yield _edit(apps[0], f"ClientApp(mods=[{', '.join(['client_level_dp_mod()', *others])}])")
     for call in _calls(tree, "train"):
@@ -129,10 +129,15 @@ def _edit(node: ast.expr | ast.stmt, text: str) -> Edit:
     return Edit((node.lineno, node.col_offset), (node.end_lineno, node.end_col_offset), text)
 
 
-def _import_edit(tree: ast.Module, text: str) -> Edit:
+def _removal(node: ast.stmt) -> Edit:
+    return Edit((node.lineno, 0), ((node.end_lineno or node.lineno) + 1, 0), "")
+
+
+def _import_edit(tree: ast.Module, text: str, source: str) -> Edit:
+    new = [line for line in text.splitlines(keepends=True) if line not in source]
     imports = [node for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)]
     line = max((node.end_lineno or 0 for node in imports), default=0) + 1
-    return Edit((line, 0), (line, 0), text)
+    return Edit((line, 0), (line, 0), "".join(new))
 
 
 def _diff(app: AppFolder, path: Path, edits: list[Edit]) -> str:
@@ -145,7 +150,7 @@ def _diff(app: AppFolder, path: Path, edits: list[Edit]) -> str:
             continue
         # Columns of the syntax tree count bytes.
         before = lines[first - 1].encode()[:left].decode()
-        after = lines[last - 1].encode()[right:].decode()
+        after = lines[last - 1].encode()[right:].decode() if last <= len(lines) else ""
         lines[first - 1 : last] = (before + edit.text + after).splitlines(keepends=True)
     return "".join(
         difflib.unified_diff(old, lines, f"a/{path.as_posix()}", f"b/{path.as_posix()}")

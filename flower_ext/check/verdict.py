@@ -156,7 +156,7 @@ def _epsilon_at(guarantee: Guarantee, delta: float) -> float:
         return guarantee.epsilon
     if guarantee.releases is None:
         return math.inf
-    return privacy_loss_of(guarantee.releases, delta=delta).epsilon
+    return privacy_loss_of(dict(guarantee.releases), delta=delta).epsilon
 
 
 def _configured(config: Mapping[str, Any], planned: int) -> Iterator[Claim]:

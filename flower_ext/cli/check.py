@@ -124,14 +124,17 @@ def _show(result: dict[str, Any]) -> None:
     for message in result["messages"]:
         _line(f"  {message}")
     _line("\nProvable")
+    units: dict[str, list[str]] = {}
     for entry in result["provable"]:
         text = entry["text"]
         if entry["epsilon"] is not None:
             text = f"ε = {epsilon_text(entry['epsilon'])} at δ = {entry['delta']:.3g}, {text}"
-        _line(f"  {entry['unit']}: {text}")
+        units.setdefault(text, []).append(entry["unit"])
+    for text, names in units.items():
+        _line(f"  {', '.join(names)}: {text}")
     if (conditional := result["conditional"]) and any(f["refutes"] for f in result["findings"]):
         _line(
-            f"  Without the findings below, the noise would give a client ε = "
+            f"  With all findings below mended, this noise gives a client ε = "
             f"{conditional['one release']:.3g} for one release and {conditional['all rounds']:.3g} "
             f"for {result['planned_rounds']} rounds, at δ = {conditional['delta']:.3g}"
         )
