@@ -5,6 +5,7 @@ A finding that *refutes* leaves no ε provable. All others name what the guarant
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -41,8 +42,10 @@ def findings(probes: Probes, app: AppFolder) -> list[Finding]:
         *_changed_clients(probes, facts),
         *_messages(real, facts, app),
     ]
-    once = {finding.code: finding for finding in reversed(found)}
-    return sorted(reversed(once.values()), key=lambda finding: not finding.refutes)
+    once: dict[str, Finding] = {}
+    for finding in found:
+        once.setdefault(finding.code, finding)
+    return sorted(once.values(), key=lambda finding: not finding.refutes)
 
 
 def _structure(facts: Facts) -> Iterator[Finding]:
@@ -83,11 +86,11 @@ def _structure(facts: Facts) -> Iterator[Finding]:
             "that bounded the updates",
             remedy="use fixed clipping, or a ReleasePlan with clipping=AdaptiveClipping()",
         )
-    if facts.noise is not None and facts.noise.release_stddev == 0 and facts.release is None:
-        if not any(facts.noise.upload_stddev.values()):
-            yield Finding(
-                code="no-noise", text="the noise multiplier is 0", remedy="set a noise multiplier"
-            )
+    noise = facts.noise
+    if noise is not None and not noise.release_stddev and not any(noise.upload_stddev.values()):
+        yield Finding(
+            code="no-noise", text="the noise multiplier is 0", remedy="set a noise multiplier"
+        )
     if facts.strategies and not facts.is_ours and facts.noise is not None:
         last = facts.strategies[-1]
         if last.origin == "flwr" and not recognise.is_average(last) and facts.noise.cohort:
@@ -104,7 +107,12 @@ def _structure(facts: Facts) -> Iterator[Finding]:
             f"clips to {facts.local['clipping_norm']:g}: one client moves its upload by that much",
             remedy="set sensitivity to the clipping norm at least",
         )
-    protecting = (recognise.LOCAL_MOD, recognise.FIXED_MOD, recognise.ADAPTIVE_MOD, recognise.OUR_MOD)
+    protecting = (
+        recognise.LOCAL_MOD,
+        recognise.FIXED_MOD,
+        recognise.ADAPTIVE_MOD,
+        recognise.OUR_MOD,
+    )
     names = [part.name if part.origin != APP else "" for part in facts.mods]
     first = min((names.index(name) for name in protecting if name in names), default=0)
     outside = [part for part in facts.mods[:first] if not recognise.is_silent(part)]
@@ -145,7 +153,7 @@ def _noise(probes: Probes, facts: Facts) -> Iterator[Finding]:
     for number in range(1, last + 1):
         if any(noise.upload_stddev.values()) or facts.local:
             sizes = [_cohort(probes.runs[name], number) for name in pair]
-            stddev = float(np.hypot(*[noise.of_upload(size) for size in sizes]))
+            stddev = math.hypot(*(noise.of_upload(size) for size in sizes))
             found: list[Finding] = []
             if parts := probes.upload_noise(*pair, number):
                 gap = np.concatenate(list(parts.values()))
@@ -210,7 +218,12 @@ def _bounds(probes: Probes, facts: Facts) -> Iterator[Finding]:
             moved = probes.movement(name, number) if noise.cohort else None
             limits = (
                 (grown, noise.clipping_norm, noise.of_upload(size), "its upload"),
-                (moved, noise.clipping_norm / (noise.cohort or 1), noise.release_stddev, "the model"),
+                (
+                    moved,
+                    noise.clipping_norm / (noise.cohort or 1),
+                    noise.release_stddev,
+                    "the model",
+                ),
             )
             for value, bound, stddev, what in limits:
                 if value is None or what in past:
@@ -263,14 +276,14 @@ def _changed_clients(probes: Probes, facts: Facts) -> Iterator[Finding]:
             yield _ends(name, f"{what} keeps the model of a round from being released")
     if zero is not None and any(reply.error for reply in zero.replies if reply.kind == TRAIN):
         yield _ends("zero", "an update of zeros makes a mod fail, which the server sees")
-    if absent is not None and not facts.has_task:
-        if any(reply.error for reply in absent.replies if reply.kind == TRAIN):
-            yield Finding(
-                code="failures-seen",
-                text="the server sees that a client failed, and Flower sends the error's text",
-                remedy="answer with zeros and noise when training fails",
-                refutes=False,
-            )
+    failed = [] if absent is None or facts.has_task else absent.replies
+    if any(reply.error for reply in failed if reply.kind == TRAIN):
+        yield Finding(
+            code="failures-seen",
+            text="the server sees that a client failed, and Flower sends the error's text",
+            remedy="answer with zeros and noise when training fails",
+            refutes=False,
+        )
     if nan is not None and not facts.secure_noise and not facts.has_task:
         target = nan.target(1)
         one, other = nan.uploads(1), again.uploads(1)
@@ -291,7 +304,9 @@ def _is_nan(reply: Reply) -> bool:
 
 def _nan(text: str) -> Finding:
     return Finding(
-        code="nan", text=text, remedy="replace an update that is not finite by zeros before the noise"
+        code="nan",
+        text=text,
+        remedy="replace an update that is not finite by zeros before the noise",
     )
 
 

@@ -8,6 +8,7 @@ a small public step. What leaves then depends on mods and noise alone, and on no
 from __future__ import annotations
 
 import inspect
+import math
 import os
 import pickle
 import random
@@ -76,13 +77,20 @@ class Vector:
 @cache
 def direction(size: int) -> np.ndarray:
     """Return a public unit vector, in which a changed client moves the model."""
-    return (2.0 * np.random.Generator(np.random.PCG64(7)).integers(0, 2, size) - 1) / size**0.5
+    unit: np.ndarray = _signs(size, 7) / size**0.5
+    return unit
 
 
 @cache
 def _step(size: int) -> np.ndarray:
-    signs = 2.0 * np.random.Generator(np.random.PCG64(8)).integers(0, 2, size) - 1
-    return signs * (HELD / size**0.5)
+    step: np.ndarray = _signs(size, 8) * (HELD / size**0.5)
+    return step
+
+
+def _signs(size: int, seed: int) -> np.ndarray:
+    """Return public numbers of 1 and -1."""
+    bits = np.random.Generator(np.random.PCG64(seed)).integers(0, 2, size)
+    return np.where(bits == 0, -1.0, 1.0)
 
 
 def vector(arrays: Iterable[np.ndarray]) -> Vector | None:
@@ -131,6 +139,8 @@ class Observed:
     metrics: set[str] = field(default_factory=set)
     """Names of metrics that the strategy returned."""
     planned_rounds: int | None = None
+    limit: int = 0
+    """Number of rounds that the strategy was allowed; some may train nobody."""
     ended: str = ""
     """Type and place of the error that ended the run."""
     client_errors: list[str] = field(default_factory=list)
@@ -150,6 +160,13 @@ class Observed:
         """Return the partition that a change concerns in a round."""
         trained = [partitions for kind, partitions in self.asked if kind == TRAIN]
         return trained[round - 1][0] if round <= len(trained) and trained[round - 1] else None
+
+    @property
+    def planned_trainings(self) -> int:
+        """Number of planned rounds that train, if they do so as often as the observed rounds."""
+        if not self.planned_rounds:
+            return self.rounds
+        return math.ceil(self.planned_rounds * self.rounds / max(self.limit, self.rounds, 1))
 
     @property
     def rounds(self) -> int:
@@ -183,7 +200,7 @@ class Instruments:
                 self.mods.update(dict.fromkeys((TRAIN, "evaluate", "query"), outer))
             begin(app, client_fn, [*outer, self._inner] if client_fn else outer, **more)
 
-        ClientApp.__init__ = started  # type: ignore[method-assign]
+        ClientApp.__init__ = started  # type: ignore[method-assign, assignment]
         for category in (TRAIN, "evaluate", "query"):
             self._instrument(category)
 
@@ -211,7 +228,7 @@ class Instruments:
             kinds.extend(kind.__subclasses__())
         for kind in set(kinds):
             if "start" in vars(kind):
-                setattr(kind, "start", self._limited(vars(kind)["start"], rounds))
+                kind.start = self._limited(vars(kind)["start"], rounds)  # type: ignore[method-assign]
 
     def _limited(self, start: Callable[..., Result], rounds: int) -> Callable[..., Result]:
         signature = inspect.signature(start)
@@ -223,9 +240,14 @@ class Instruments:
                 return start(strategy, *arguments, **options)
             call = signature.bind(strategy, *arguments, **options)
             call.apply_defaults()
-            planned = int(call.arguments.get("num_rounds", 3))
+            # A wrapper may take all options of the strategy inside as keywords.
+            named = next(
+                (v for v in call.arguments.values() if isinstance(v, dict) and "num_rounds" in v),
+                call.arguments,
+            )
+            planned = int(named.get("num_rounds", 3))
             watch.observed.planned_rounds = planned
-            call.arguments["num_rounds"] = min(planned, rounds)
+            named["num_rounds"] = watch.observed.limit = min(planned, rounds)
             self.strategies.extend(chain_of(strategy))
             self.begun.extend(copy(part) for part in self.strategies)
             watch.in_strategy = True
@@ -249,7 +271,7 @@ class Instruments:
                 self.engines.append((self.watch.answering, multiplier))
             return make(engine, *arguments, **options)
 
-        PrivacyEngine.make_private = counted  # type: ignore[method-assign]
+        PrivacyEngine.make_private = counted
 
 
 @dataclass(kw_only=True)
@@ -304,7 +326,7 @@ class Watch:
         """Return one client's reply, under random numbers of its own."""
         partition = self.answering = _partition(message)
         turn = self._turns[partition] = self._turns.get(partition, 0) + 1
-        before = random.getstate(), np.random.get_state(), torch.get_rng_state()
+        before = random.getstate(), np.random.get_state(), torch.get_rng_state()  # noqa: NPY002 - apps draw from it
         seed_all(self.seed, partition, turn)
         is_ours = isinstance(app, CohortApp)
         try:
@@ -321,7 +343,7 @@ class Watch:
             reply = Message(Error(code=CLIENT_APP_RAISED, reason=""), reply_to=message)
         finally:
             random.setstate(before[0])
-            np.random.set_state(before[1])
+            np.random.set_state(before[1])  # noqa: NPY002 - apps draw from it
             torch.set_rng_state(before[2])
         if is_ours and self._is_changed(message):
             reply = self._changed_reply(message, reply)
@@ -500,7 +522,7 @@ def seed_all(*path: int) -> None:
     """Seed the global generators, which apps draw from."""
     seed = int(np.random.SeedSequence(path).generate_state(1)[0])
     random.seed(seed)
-    np.random.seed(seed)
+    np.random.seed(seed)  # noqa: NPY002 - apps draw from it
     torch.manual_seed(seed)
 
 

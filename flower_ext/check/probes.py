@@ -38,7 +38,9 @@ def spread(differences: np.ndarray) -> Spread:
     """Return the standard deviation of Gaussian noise around zero, with its bounds."""
     count, total = differences.size, float(np.sum(differences**2))
     low, high = chi2.ppf([LUCK / _DECISIONS / 2, 1 - LUCK / _DECISIONS / 2], count)
-    return Spread(value=(total / count) ** 0.5, low=(total / high) ** 0.5, high=(total / low) ** 0.5)
+    return Spread(
+        value=(total / count) ** 0.5, low=(total / high) ** 0.5, high=(total / low) ** 0.5
+    )
 
 
 @dataclass(kw_only=True)
@@ -156,7 +158,7 @@ class Probes:
         left, right = huge.uploads(round).get(client), held.uploads(round)
         if left is None or not left.finite or not right:
             return None
-        return left.along - np.median([upload.along for upload in right.values()])
+        return left.along - float(np.median([upload.along for upload in right.values()]))
 
     def movement(self, name: str, round: int) -> float | None:
         """Return how far one changed client moves the model in a round, along the change."""

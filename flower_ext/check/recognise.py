@@ -34,7 +34,11 @@ SERVER_SIDE = "DifferentialPrivacyServerSideFixedClipping"
 CLIENT_SIDE = "DifferentialPrivacyClientSideFixedClipping"
 SERVER_ADAPTIVE = "DifferentialPrivacyServerSideAdaptiveClipping"
 CLIENT_ADAPTIVE = "DifferentialPrivacyClientSideAdaptiveClipping"
-FIXED_MOD, ADAPTIVE_MOD, OUR_MOD = "fixedclipping_mod", "adaptiveclipping_mod", "client_level_dp_mod"
+FIXED_MOD, ADAPTIVE_MOD, OUR_MOD = (
+    "fixedclipping_mod",
+    "adaptiveclipping_mod",
+    "client_level_dp_mod",
+)
 LOCAL_MOD = LocalDpMod.__name__
 SECURE_SUM_MODS = frozenset({"secagg_mod", "secaggplus_mod"})
 _SIZE_MODS = frozenset({"arrays_size_mod", "message_size_mod"})
@@ -135,7 +139,7 @@ def facts_of(instruments: Instruments, client: ClientApp, observed: Observed) ->
     """Return what the live objects say after a run."""
     chain: list[Any] = instruments.strategies
     mods = instruments.mods.get(TRAIN, [])
-    planned = observed.planned_rounds or observed.rounds
+    planned = observed.planned_trainings
     federated = next((s for s in chain if type(s) is FederatedStrategy), None)
     local = next((mod for mod in mods if type(mod) is LocalDpMod), None)
     noise, release = _flower_noise(instruments.begun, local)
@@ -152,7 +156,8 @@ def facts_of(instruments: Instruments, client: ClientApp, observed: Observed) ->
         claims=_claims(chain, local, observed),
         local={} if local is None else dict(vars(local)),
         weighted_by=str(getattr(chain[-1], "weighted_by_key", "")) if chain else "",
-        secure_noise=federated is not None and isinstance(federated.run.noise("check"), SecureNoise),
+        secure_noise=federated is not None
+        and isinstance(federated.run.noise("check"), SecureNoise),
         engines=[client for client, _ in instruments.engines],
         uncovered_metrics=federated is not None,
     )
@@ -187,7 +192,12 @@ def _flower_noise(
         noise = Noise(clipping_norm=local.clipping_norm, upload_stddev={0: stddev})
         return noise, _release(stddev / local.clipping_norm)
     for strategy in chain:
-        if _part(type(strategy)).name in (SERVER_SIDE, CLIENT_SIDE, SERVER_ADAPTIVE, CLIENT_ADAPTIVE):
+        if _part(type(strategy)).name in (
+            SERVER_SIDE,
+            CLIENT_SIDE,
+            SERVER_ADAPTIVE,
+            CLIENT_ADAPTIVE,
+        ):
             multiplier, cohort = strategy.noise_multiplier, strategy.num_sampled_clients
             norm = strategy.clipping_norm
             noise = Noise(
@@ -246,9 +256,7 @@ def _guarantees(strategy: FederatedStrategy, rounds: int) -> list[Guarantee]:
 def _claims(chain: Sequence[Any], local: LocalDpMod | None, observed: Observed) -> list[Claim]:
     claims = []
     if local is not None:
-        claims.append(
-            Claim(source=LOCAL_MOD, epsilon=local.epsilon, delta=local.delta, rounds=1)
-        )
+        claims.append(Claim(source=LOCAL_MOD, epsilon=local.epsilon, delta=local.delta, rounds=1))
     for strategy in chain:
         if (accountant := getattr(strategy, "accountant", None)) is None:
             continue

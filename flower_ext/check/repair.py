@@ -11,6 +11,7 @@ import difflib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeGuard
 
 from flower_ext.check.app_folder import AppFolder
 from flower_ext.check.recognise import ADAPTIVE_MOD, FIXED_MOD, LOCAL_MOD, OUR_MOD, SECURE_SUM_MODS
@@ -45,7 +46,10 @@ def repaired(
         f"clipping_norm={clipping_norm:g}, rounds={{rounds}}, "
         f"sampling=FullParticipation(population={clients}))"
     )
-    edits = {server: list(_server_edits(app, server, plan)), client: list(_client_edits(app, client))}
+    edits = {
+        server: list(_server_edits(app, server, plan)),
+        client: list(_client_edits(app, client)),
+    }
     if not all(edits.values()):
         return ""
     return "".join(_diff(app, path, changes) for path, changes in edits.items())
@@ -117,7 +121,7 @@ def _calls(tree: ast.AST, name: str) -> Iterator[ast.Call]:
             yield node
 
 
-def _assigns(node: ast.AST, name: str) -> bool:
+def _assigns(node: ast.AST, name: str) -> TypeGuard[ast.Assign]:
     if not isinstance(node, ast.Assign):
         return False
     return [getattr(target, "id", None) for target in node.targets] == [name]
@@ -152,6 +156,4 @@ def _diff(app: AppFolder, path: Path, edits: list[Edit]) -> str:
         before = lines[first - 1].encode()[:left].decode()
         after = lines[last - 1].encode()[right:].decode() if last <= len(lines) else ""
         lines[first - 1 : last] = (before + edit.text + after).splitlines(keepends=True)
-    return "".join(
-        difflib.unified_diff(old, lines, f"a/{path.as_posix()}", f"b/{path.as_posix()}")
-    )
+    return "".join(difflib.unified_diff(old, lines, f"a/{path.as_posix()}", f"b/{path.as_posix()}"))

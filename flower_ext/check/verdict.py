@@ -68,7 +68,7 @@ def verdict(probes: Probes, app: AppFolder) -> Verdict:
     real = probes.runs[REAL]
     assert real is not None
     facts: Facts = real.facts
-    planned = real.planned_rounds or real.rounds
+    planned = real.planned_trainings
     found = findings(probes, app)
     claims = [*facts.claims, *_configured(probes.config, planned), *_reported(real)]
     delta = max((claim.delta for claim in claims), default=0.0) or DELTA

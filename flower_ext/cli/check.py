@@ -116,7 +116,9 @@ def _result(request: dict[str, Any], scratch: Path) -> dict[str, Any]:
 
 
 def _show(result: dict[str, Any]) -> None:
-    _line(f"Ran {result['rounds']} of {result['planned_rounds']} rounds, {result['clients']} clients")
+    _line(
+        f"Ran {result['rounds']} of {result['planned_rounds']} rounds, {result['clients']} clients"
+    )
     _line(f"Strategy: {' > '.join(result['strategies']) or 'none'}")
     _line(f"Mods: {', '.join(result['mods']) or 'none'}")
     _line(f"Protection: {result['protection']}")

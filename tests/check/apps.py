@@ -193,6 +193,30 @@ PUBLIC = {
             content["metrics"] = MetricRecord(metrics)
         """,
     },
+    "opacus_in_the_client": {
+        "client_code": """
+            from opacus import PrivacyEngine
+            from torch.utils.data import DataLoader, TensorDataset
+        """,
+        "train_code": """
+            engine = PrivacyEngine(accountant="rdp")
+            private = torch.nn.Linear(30, 10)
+            private.load_state_dict(msg.content["arrays"].to_torch_state_dict())
+            private, optimizer, loader = engine.make_private(
+                module=private,
+                optimizer=torch.optim.SGD(private.parameters(), lr=0.1),
+                data_loader=DataLoader(TensorDataset(x, y), batch_size=20),
+                noise_multiplier=1.5,
+                max_grad_norm=1.0,
+            )
+            for batch, labels in loader:
+                optimizer.zero_grad()
+                torch.nn.functional.cross_entropy(private(batch), labels).backward()
+                optimizer.step()
+            print(f"epsilon = {engine.get_epsilon(1e-5):.2f}, delta = 1e-5")
+            content["arrays"] = ArrayRecord(private._module.state_dict())
+        """,
+    },
     "example_weights": {
         "strategy": "strategy = DifferentialPrivacyServerSideFixedClipping(strategy, 1.0, 0.5, 6)",
         "metrics": '"num-examples": len(x)',
@@ -242,10 +266,16 @@ CLEAN = {"strategy": PLANNED, "mods": "client_level_dp_mod()", "config": CLAIM}
 FAULTS = {
     "clip_after_noise": (
         "noise-small",
-        _spoiled("return {k: (v * min(1, 0.5 / total(update))).astype(v.dtype) for k, v in update.items()}"),
+        _spoiled(
+            """
+            factor = min(1, 0.5 / total(update))
+            return {k: (v * factor).astype(v.dtype) for k, v in update.items()}
+            """
+        ),
     ),
     "raw_update_added": (
-        "unclipped", _spoiled("return {k: v + SEEN['update'][k] for k, v in update.items()}")
+        "unclipped",
+        _spoiled("return {k: v + SEEN['update'][k] for k, v in update.items()}"),
     ),
     "noise_for_half_the_norm": (
         "noise-small",
@@ -260,7 +290,9 @@ FAULTS = {
     "seeded_noise": (
         "seeded-noise",
         {
-            "strategy": PLANNED.replace("evaluate_every=0", "evaluate_every=0, seed=1, seeded_noise=True"),
+            "strategy": PLANNED.replace(
+                "evaluate_every=0", "evaluate_every=0, seed=1, seeded_noise=True"
+            ),
             "mods": "client_level_dp_mod(allow_seeded_noise=True)",
         },
     ),
