@@ -193,11 +193,20 @@ class RandomRows:
         return replace(self, columns=kept)
 
 
-def _as_arrays(rows: Mapping[str, Sequence[Any]]) -> dict[str, np.ndarray]:
-    return {name: np.stack([np.asarray(value) for value in v]) for name, v in rows.items()}
+def _as_arrays(rows: Mapping[str, Sequence[Any]]) -> dict[str, Any]:
+    """Stack numbers; texts stay a list, as in ``datasets``."""
+    return {
+        name: list(values)
+        if isinstance(values[0], str)
+        else np.stack([np.asarray(value) for value in values])
+        for name, values in rows.items()
+    }
 
 
 def _as_tensors(rows: Mapping[str, Sequence[Any]]) -> dict[str, Any]:
     import torch
 
-    return {name: torch.from_numpy(array) for name, array in _as_arrays(rows).items()}
+    return {
+        name: values if isinstance(values, list) else torch.from_numpy(values)
+        for name, values in _as_arrays(rows).items()
+    }
