@@ -488,15 +488,17 @@ def in_fork(run: Callable[[], R], *, seconds: float) -> R | None:
 
     The fork keeps what the app changes in its modules out of the next run.
     """
+    _flush()
     reading, writing = os.pipe()
     if not (process := os.fork()):
         try:
             with os.fdopen(writing, "wb") as pipe:
-                pickle.dump(run(), pipe)
+                result = run()
+                _flush()  # the caller ends this process as soon as it has the result
+                pickle.dump(result, pipe)
         except BaseException:  # the process must end here, whatever happens
             traceback.print_exc()
-        sys.stdout.flush()
-        sys.stderr.flush()
+        _flush()
         os._exit(0)
     os.close(writing)
     parts, deadline = [], time.monotonic() + seconds
@@ -507,8 +509,8 @@ def in_fork(run: Callable[[], R], *, seconds: float) -> R | None:
             if not (part := os.read(reading, 1 << 20)):
                 break
             parts.append(part)
-        result: R | None = pickle.loads(b"".join(parts)) if parts else None
-        return result
+        answer: R | None = pickle.loads(b"".join(parts)) if parts else None
+        return answer
     except (EOFError, pickle.UnpicklingError):
         return None
     finally:
@@ -516,6 +518,12 @@ def in_fork(run: Callable[[], R], *, seconds: float) -> R | None:
         with suppress(ProcessLookupError):
             os.kill(process, signal.SIGKILL)
         os.waitpid(process, 0)
+
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(Exception):  # an app may have replaced or closed it
+            stream.flush()
 
 
 def seed_all(*path: int) -> None:

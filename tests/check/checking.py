@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -41,6 +42,7 @@ def result_of(
         log = os.open(request.log, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600)
         os.dup2(log, 1)
         os.dup2(log, 2)
+        sys.stdout = os.fdopen(1, "w")  # pytest's own stream leads elsewhere
         os.chdir(scratch)
         try:
             return checked(request)
