@@ -335,7 +335,7 @@ def _messages(real: Observed, facts: Facts, app: AppFolder) -> Iterator[Finding]
             refutes=protects_all,
         )
     arrays = [sum(kind == "ArrayRecord" for kind, _ in reply.records) for reply in replies]
-    if any(count != 1 for count in arrays):
+    if facts.strategies and any(count != 1 for count in arrays):
         yield Finding(
             code="records",
             text=f"training replies carry {max(arrays)} records of arrays; clipping and noise "
@@ -354,7 +354,8 @@ def _messages(real: Observed, facts: Facts, app: AppFolder) -> Iterator[Finding]
             text="a parameter without axes leaves unclipped",
             remedy="give each parameter an axis",
         )
-    if len({reply.records for reply in replies}) > 1 or len({(*r.metrics,) for r in replies}) > 1:
+    layouts = {(reply.records, tuple(reply.metrics)) for reply in replies}
+    if facts.strategies and len(layouts) > 1:  # other loops may send messages of several stages
         yield Finding(
             code="names",
             text="names of records or metrics differ between clients, so they may carry data",

@@ -48,7 +48,7 @@ from flower_ext.federation.roster import asks_identity, is_rehearsal
 
 R = TypeVar("R")
 Change = Literal["", "huge", "huge and heavy", "nan", "zero", "raise"]
-"""How one client of each round differs: its update, its weight too, or its absence."""
+"""Change of one client in each round: its update, its weight too, or its absence."""
 
 HELD, HUGE, HEAVY = 1e-3, 1e4, 1000
 """Norm of a held update, norm of a huge one, and factor of a heavy client's metrics."""
@@ -176,7 +176,7 @@ class Observed:
 
 @dataclass(kw_only=True)
 class Instruments:
-    """What is put into Flower's classes before an app is loaded."""
+    """Changes of Flower's classes, made before an app is loaded."""
 
     mods: dict[str, list[Any]] = field(default_factory=dict)
     """Mods of each category of messages, the outermost first."""

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.check.apps import CLEAN, FAULTS, PUBLIC, write_app
-from tests.check.checking import codes, result_of
+from tests.support.check_apps import CLEAN, FAULTS, PUBLIC, write_app
+from tests.support.checking import codes, result_of
 
 ALWAYS = {"nan", "zero", "absence"}
 """Faults of Flower's private strategies that no parameter repairs."""

@@ -5,8 +5,8 @@ import pytest
 
 from flower_ext.check import stand_in
 from flower_ext.errors import InvalidValue
-from tests.check.apps import write_app
-from tests.check.checking import result_of
+from tests.support.check_apps import write_app
+from tests.support.checking import result_of
 
 QUICKSTART_DATA = """
 from flwr_datasets import FederatedDataset

@@ -12,7 +12,7 @@ from flower_ext.check.app_folder import unpacked
 from flower_ext.check.child import NotChecked, Request, checked
 from flower_ext.check.observe import in_fork
 from flower_ext.files import read_toml
-from tests.check.apps import CLIENTS
+from tests.support.check_apps import CLIENTS
 
 
 def result_of(
