@@ -14,6 +14,7 @@ EXPERIMENTS = {
     "dp2-fedsam": "dp2_fedsam",
     "finetuning": "finetuning",
     "mechanisms": "mechanisms",
+    "correlated": "correlated",
     "upcycled-fl": "upcycled",
     "dp-ditto": "ditto",
     "uldp-fl": "uldp",

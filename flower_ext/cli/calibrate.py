@@ -261,7 +261,7 @@ def _in_turn(fixed: FixedSizeSampling, rounds: int) -> dict[str, float]:
     if rounds <= _LONGEST:
         best = CorrelatedNoise().matrix(rounds, **limits)
         error = {
-            matrix: matrix.sum_error(rounds) * matrix.sensitivity(**limits)
+            matrix: matrix.model_error(rounds) * matrix.sensitivity(**limits)
             for matrix in (independent, best)
         }
         less = error[independent] / error[best]

@@ -40,7 +40,7 @@ from flower_ext.privacy.accounting.participations import Participations
 from flower_ext.privacy.mechanisms.plan import RoundMechanism
 from flower_ext.privacy.mechanisms.run_summary import RunSummary
 from flower_ext.privacy.mechanisms.vector_query import VectorQuery
-from flower_ext.runs import RunDirectory
+from flower_ext.runs import RunWriter
 from flower_ext.training import matches
 
 MODEL = "model"
@@ -74,7 +74,7 @@ class Run:
     summation: Summation
     population: Population
     spending: Spending
-    directory: InitVar[RunDirectory | None]
+    directory: InitVar[RunWriter | None]
     timeout: InitVar[float]
     stragglers: Stragglers | None
     seed: int | None
@@ -109,7 +109,7 @@ class Run:
     companions: dict[str, records.Arrays] = field(default_factory=dict, init=False)
     """Groups of arrays, by name, that a wrapper of the strategy keeps in the run's checkpoints."""
 
-    def __post_init__(self, directory: RunDirectory | None, timeout: float) -> None:
+    def __post_init__(self, directory: RunWriter | None, timeout: float) -> None:
         self.spending.check_plan(self.mechanism)
         self.progress = Progress()
         self.clients = Clients(self.method.client.name, self.progress, timeout=timeout)
@@ -173,7 +173,7 @@ class Run:
         """True if a repeated round equals the first attempt, because a seed determines it."""
         noiseless = self.mechanism.delta is None
         seeded = self.seed is not None and (self.seeded_noise or noiseless)
-        return seeded and self.summation.repeats
+        return seeded and self.summation.repeats and self.population.repeats
 
     def generator(self, *path: str | int) -> np.random.Generator:
         """Return the generator for a purpose: seeded if the run has a seed, else secure."""
@@ -320,18 +320,24 @@ class Run:
         self.population.count_abandoned(begun.units, begun.most_uploads, requests=begun.requests)
 
     def count_unnoted(self) -> None:
-        """Count a round for which noise is stored, although the run did not note the round."""
+        """Count a round for which noise is stored, although the run did not note the round.
+
+        Either its process ended before it asked anybody, or the note was lost with an older copy of
+        the checkpoints. Sampling in turn draws the same cohort again, so that cohort counts.
+        """
         if self._stream is not None and self._stream.has_unnoted(self.participations.rounds):
-            self.population.count_abandoned([], 0, requests=0)
+            drawn = self.population.draw(secure_generator())
+            size = len(drawn.partitions)
+            self.population.count_abandoned(drawn.units, size, requests=size)
 
     # Files --------------------------------------------------------------------------------------
 
-    def attach(self, directory: RunDirectory, *, limit: Budget | None = None) -> None:
+    def attach(self, directory: RunWriter, *, limit: Budget | None = None) -> None:
         """Make a run that has not begun write to a directory, with a ledger for its releases.
 
         Parameters
         ----------
-        directory : RunDirectory
+        directory : RunWriter
         limit : Budget, optional
             Budget of a new ledger. If the plan has no releases for a ledger, budget of the run,
             unless the run has one.
@@ -358,7 +364,7 @@ class Run:
         elif spending.budget is None:
             spending.budget = limit
 
-    def _write_to(self, directory: RunDirectory | None) -> None:
+    def _write_to(self, directory: RunWriter | None) -> None:
         self.progress.directory = directory
         self.checkpoints = Checkpoints(directory, repeats=self.repeats)
         self._open_stream(directory)
@@ -369,7 +375,7 @@ class Run:
             "name": "" if directory is None else directory.path.name,
         }
 
-    def _open_stream(self, directory: RunDirectory | None) -> None:
+    def _open_stream(self, directory: RunWriter | None) -> None:
         """Begin the noise of a mechanism that correlates it, or continue that of a resumed run."""
         matrix, folder = self.mechanism.strategy_matrix, None
         if matrix is None:
@@ -391,6 +397,7 @@ class Run:
             "remembered": [*self.remembered.items()],
             "refusals": self.clients.refusals,
             "mechanism": self.mechanism.state,
+            "plan": self._terms,
         }
         groups = {
             MODEL: model,
@@ -400,9 +407,27 @@ class Run:
         }
         self.checkpoints.save(server_round, values, groups)
 
+    @property
+    def _terms(self) -> list[Any]:
+        """The plan in words and its release, which stay the same for a whole run."""
+        release = self.mechanism.release
+        return [self.plan.describe(), None if release is None else release.to_dict()]
+
     def restore(self, kept: Packed) -> None:
-        """Restore a checkpoint, except for the state of the sums."""
+        """Restore a checkpoint, except for the state of the sums.
+
+        Raises
+        ------
+        InvalidValue
+            The run began under another plan.
+        """
         values = kept.values
+        if values["plan"] != self._terms:
+            raise InvalidValue(
+                f"plan={self.plan.describe()!r} of a resumed run: expected the plan with which it "
+                f"began, {values['plan'][0]!r}, because the guarantee counts all rounds under one "
+                "plan; begin a new run"
+            )
         self.population.participations = Participations.from_dict(values["participations"])
         self.num_examples = dict(values["num_examples"])
         self.client_metrics = dict(values["client_metrics"])

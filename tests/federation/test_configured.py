@@ -25,6 +25,7 @@ from flower_ext.runs.settings import CountOrZero, UnfitSetting, setting
 from flower_ext.runs.shared_settings import (
     CohortSettings,
     ReleaseSettings,
+    ServerSettings,
     TrainingSettings,
 )
 from flower_ext.training import LocalTraining, Task
@@ -35,7 +36,7 @@ TARGET = {"epsilon": 2.0, "delta": 0.01, "rounds": 6}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings(ReleaseSettings, CohortSettings, TrainingSettings):
+class Settings(ReleaseSettings, CohortSettings, TrainingSettings, ServerSettings):
     """An app's settings, with one of its own; a client's training has defaults here."""
 
     clients: CountOrZero = setting("how many there are", default=CLIENTS)
@@ -99,10 +100,10 @@ def test_correlated_noise_is_one_setting():
     assert plan.sampling == SpacedSampling(usual.population, size, apart, -(-40 // apart))
     assert plan.correlation == CorrelatedNoise()
     assert plan.noise_placement == "server"
-    chosen = {"rounds_apart": 2, "participations": 3, "noise_bands": 4}
+    chosen = {"rounds_apart": 2, "participations": 3, "noise_bands": 4, "server_momentum": 0.9}
     plan = plan_of(release(**by_server, **chosen))
     assert plan.sampling == SpacedSampling(usual.population, size, 2, 3)
-    assert plan.correlation == CorrelatedNoise(bands=4)
+    assert plan.correlation == CorrelatedNoise(bands=4, momentum=0.9)
     for other, refusal in (
         ({"noise_placement": "client"}, "noise-placement='client' with noise='correlated'"),
         ({"aggregation": "secure"}, "aggregation='secure' with noise='correlated'"),

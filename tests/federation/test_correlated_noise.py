@@ -1,6 +1,8 @@
 """Runs with correlated noise: who is asked, what is released, and how they go on."""
 
+import itertools
 import math
+import shutil
 import stat
 
 import numpy as np
@@ -15,13 +17,17 @@ from flower_ext.federation import FederatedStrategy, InProcessGrid, records
 from flower_ext.federation.state.noise_stream import FILE
 from flower_ext.privacy import (
     AdversaryView,
+    Budget,
     CorrelatedNoise,
+    Ledger,
     ReleasePlan,
     SpacedSampling,
     gaussian_loss,
 )
+from flower_ext.privacy.mechanisms.correlated_noise import PreparedNoise
+from flower_ext.privacy.shared_ledger import total_spent
 from flower_ext.training import LocalTraining, Task
-from tests.support.dying_runs import CLIENTS, Died, play
+from tests.support.dying_runs import CLIENTS, Died, DyingGrid, play
 from tests.support.grids import grid
 from tests.support.travelling import Recorder
 
@@ -88,7 +94,7 @@ def test_sums_over_rounds_have_so_much_less_error_at_the_same_epsilon(rounds, ap
         errors.append(np.sqrt(np.mean((models[1:] - models[0]) ** 2)))
         epsilons.append(strategy.guarantees()[0].epsilon)
         mechanism = strategy.run.mechanism
-        expected = mechanism.strategy.sum_error(rounds) * mechanism.noise_stddev
+        expected = mechanism.strategy.model_error(rounds) * mechanism.noise_stddev
         assert errors[-1] == pytest.approx(expected, rel=0.3)
     assert errors[0] / errors[1] > gain
     assert epsilons == pytest.approx([gaussian_loss(1.0, releases=1, delta=1e-3).epsilon] * 2, 1e-2)
@@ -181,6 +187,128 @@ def test_secret_noise_is_in_no_other_file_of_the_run(tmp_path):
     files = [file for file in tmp_path.rglob("*") if file.is_file()]
     holding = {file.name for file in files if any(n in file.read_bytes() for n in needles)}
     assert holding == {"noise"}
+
+
+SECURE = {"method": DPFedAvg, "local": SGD, "memory": False, "seeded_noise": False}
+APART, MOST = 2, 4
+
+
+def secure_options(sampling=None, **changes):
+    """Return options of a run with secure correlated noise for up to eight rounds."""
+    sampling = sampling or SpacedSampling(CLIENTS, 1, APART, MOST)
+    return {**SECURE, "plan": plan(sampling, 8, CorrelatedNoise(), **changes)}
+
+
+class Asking(DyingGrid):
+    """A grid that notes who trains in which round; nodes have other ids than in other grids."""
+
+    asked: list
+    first_id = 1_000
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        by_id = {}
+        for partition, context in enumerate(self.contexts.values()):
+            context.node_id = self.first_id + CLIENTS - partition
+            by_id[context.node_id] = context
+        self.contexts = by_id
+
+    def send_and_receive(self, messages, *, timeout=None):
+        messages = list(messages)
+        for message in messages:
+            if message.metadata.message_type.startswith("train"):
+                number = message.content.config_records[records.ROUND]["number"]
+                node = self.contexts[message.metadata.dst_node_id]
+                self.asked.append((number, node.node_config["partition-id"]))
+        return super().send_and_receive(messages, timeout=timeout)
+
+
+def assert_apart(asked):
+    """Check the participations that the noise was chosen for."""
+    for client in range(CLIENTS):
+        numbers = sorted(number for number, partition in asked if partition == client)
+        assert len(numbers) <= MOST
+        assert all(b - a >= APART for a, b in itertools.pairwise(numbers)), (client, numbers)
+
+
+def test_a_client_whose_node_registers_anew_keeps_its_turn(tmp_path):
+    asked = []
+    for first_id, rounds in ((1_000, 2), (5_000, 5), (3_000, 8)):
+        engine = type("Renumbered", (Asking,), {"asked": asked, "first_id": first_id})
+        play(tmp_path, rounds=rounds, engine=engine, **secure_options())
+    assert len(asked) == 8
+    assert_apart(asked)
+
+
+@pytest.mark.parametrize("lost", [1, 2])
+def test_checkpoints_from_a_backup_make_no_client_take_part_too_early(tmp_path, lost):
+    """A backup leaves out the secrets, as the guide asks. Two lost rounds cannot be made up."""
+    asked = []
+    engine = type("Noting", (Asking,), {"asked": asked})
+    run, backup = tmp_path / "run", tmp_path / "backup"
+    play(tmp_path, rounds=3, engine=engine, **secure_options())
+    shutil.copytree(run / "checkpoints", backup)
+    play(tmp_path, rounds=3 + lost, engine=engine, **secure_options())
+    shutil.rmtree(run / "checkpoints")
+    shutil.copytree(backup, run / "checkpoints")
+    if lost > 1:
+        with pytest.raises(InvalidValue, match="at round 5, expected 3"):
+            play(tmp_path, rounds=8, engine=engine, **secure_options())
+    else:
+        play(tmp_path, rounds=8, engine=engine, **secure_options())
+        assert {number for number, _ in asked} >= {1, 2, 3, 4, 5, 6, 7}
+    assert_apart(asked)
+
+
+def test_two_continuations_of_a_copied_run_share_no_noise_and_one_account_counts_both(
+    tmp_path, monkeypatch
+):
+    noises, add = [], PreparedNoise.add_gaussian
+
+    def noting(self, update, stddev, *, grid=None):
+        noises.append(np.concatenate([a.ravel() for _, a in sorted(self._left.items())]))
+        return add(self, update, stddev, grid=grid)
+
+    monkeypatch.setattr(PreparedNoise, "add_gaussian", noting)
+    account = Budget(epsilon=1e6, delta=1e-3, ledger=tmp_path / "account.jsonl")
+    options = {**secure_options(), "run_budget": account, "ledger": False}
+    first, copy = tmp_path / "first", tmp_path / "copy"
+    with pytest.raises(Died):  # the noise of round 4 is stored
+        play(first, rounds=8, dies_in=4, **options)
+    shutil.copytree(first, copy)
+    (copy / "run" / ".lock").unlink(missing_ok=True)
+    continued = [play(folder, rounds=7, **options)[1] for folder in (first, copy)]
+    # Three rounds, then four of each continuation; nobody released the noise of the lost round.
+    assert len(noises) == 3 + 2 * 4
+    for one, other in itertools.combinations(np.array(noises), 2):
+        assert not np.isclose(one, other, rtol=0, atol=1e-12).any()
+    # Each reports what it spent alone. Row by row, both together move by no more than the account.
+    moves = continued[0].run.mechanism.strategy.row_moves(
+        8, rounds_apart=APART, participations=MOST
+    )
+    fresh = continued[0].run.mechanism.strategy.sensitivity(rounds_apart=APART, participations=MOST)
+    joint = math.sqrt(moves[:4] @ moves[:4] + 2 * moves[4:] @ moves[4:]) / fresh
+    together = gaussian_loss(1 / joint, releases=1, delta=1e-3).epsilon
+    alone = max(strategy.guarantees()[0].epsilon for strategy in continued)
+    entries = Ledger.read(tmp_path / "account.jsonl")
+    assert alone < together * 0.9
+    assert together * (1 - 1e-6) <= total_spent(entries, 1e-3) <= together * 1.01
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"sampling": SpacedSampling(CLIENTS, 1, 1, MOST)},
+        {"sampling": SpacedSampling(CLIENTS, 1, APART, MOST + 1)},
+        {"noise_multiplier": 1.0001},
+        {"clipping_norm": 0.5},
+    ],
+)
+def test_a_run_continues_under_the_plan_alone_with_which_it_began(tmp_path, changes):
+    play(tmp_path, rounds=2, **secure_options())
+    with pytest.raises(InvalidValue, match="expected the plan with which it began"):
+        play(tmp_path, rounds=8, **secure_options(**changes))
+    play(tmp_path, rounds=3, **secure_options())
 
 
 def test_upcycled_rounds_that_ask_nobody_use_no_place_of_the_noise():

@@ -41,11 +41,12 @@ def play(
     rounds_set: int | None = None,
     budget: Budget | None = None,
     run_budget: Budget | None = None,
+    engine: type[InProcessGrid] | None = None,
     **options,
 ):
     """Start a run once; in round ``dies_in`` it dies, after the requests or after the replies.
 
-    ``budget`` is the ledger's, and ``run_budget`` the strategy's.
+    ``budget`` is the ledger's, and ``run_budget`` the strategy's. ``engine`` is a `DyingGrid`.
     """
     facts = {"seed": 1, "seeded_noise": True, "plan": plan(), "evaluate_every": 2, **options}
     config = {
@@ -58,7 +59,7 @@ def play(
         ledger = run.open_ledger(budget=budget) if ledger else None
         strategy = strategy_of(method, run=run, ledger=ledger, budget=run_budget, **facts)
         settings = {"state-folder": str(folder / "state")} if memory else {}
-        grid = DyingGrid(
+        grid = (engine or DyingGrid)(
             strategy.method.client_app(task(), allow_seeded_noise=True), CLIENTS, settings
         )
         grid.dies_in, grid.at = dies_in, at

@@ -151,7 +151,9 @@ def _correlated(settings: ReleaseSettings, sampling: Sampling, *, of_users: bool
                 population=clients, size=size, rounds_apart=apart, participations=most
             ),
             "correlation": CorrelatedNoise(
-                buffers=settings.noise_buffers, bands=settings.noise_bands
+                buffers=settings.noise_buffers,
+                bands=settings.noise_bands,
+                momentum=getattr(settings, "server_momentum", 0.0),
             ),
         }
 

@@ -59,8 +59,9 @@ class NoiseStream:
     def has_unnoted(self, rounds: int) -> bool:
         """Return True if a process ended between storing a round's noise and noting the round.
 
-        No client was asked for that round. It counts nevertheless, and its noise stays unused: if
-        the note was lost instead, as with an older copy of the checkpoints, a model has it.
+        No client was asked for that round. It counts nevertheless, with its cohort, and its noise
+        stays unused: if the note was lost instead, as with an older copy of the checkpoints, a
+        model has it.
 
         Parameters
         ----------

@@ -56,7 +56,7 @@ from typing import Any, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from flower_ext.checks import require_count
+from flower_ext.checks import require_below_one, require_count
 from flower_ext.errors import InvalidValue
 from flower_ext.privacy.mechanisms.noise import NoiseSource
 from flower_ext.privacy.mechanisms.updates import Update
@@ -174,9 +174,17 @@ class StrategyMatrix:
         solved: Vector = lfilter([1.0], self.coefficients(rounds), impulse)
         return solved
 
-    def sum_error(self, rounds: int) -> float:
-        """Return the root mean square error of the sums over rounds 1 … t, for z of stddev 1."""
-        errors = np.cumsum(self.inverse(rounds)) ** 2
+    def model_error(self, rounds: int, *, momentum: float = 0.0) -> float:
+        """Return the root mean square error of the models after rounds 1 … t, for z of stddev 1.
+
+        Without momentum, a model is the sum of the rounds so far.
+
+        Parameters
+        ----------
+        momentum : float
+            μ of a server that moves along (1 − μ) times the buffer b_t = μ b_{t−1} + y_t.
+        """
+        errors = np.convolve(self.inverse(rounds), _model_weights(rounds, momentum))[:rounds] ** 2
         return math.sqrt(float(np.arange(rounds, 0, -1) @ errors) / rounds)
 
     def next(self, drawn: Update, past: Past | None) -> Past:
@@ -216,14 +224,19 @@ class CorrelatedNoise:
     bands : int
         Number of bands, in place of buffers; 0 for buffers. The server keeps one vector of the
         model's size less than bands. With buffers, it keeps one more.
+    momentum : float
+        μ of the server's `Sgd`. Momentum smooths noise that alternates, so the best matrix for a
+        server with momentum takes back more of a round's noise. The guarantee is the same.
     """
 
     buffers: int = 2
     bands: int = 0
+    momentum: float = 0.0
 
     def __post_init__(self) -> None:
         require_count("buffers", self.buffers)
         require_count("bands", self.bands)
+        require_below_one("momentum", self.momentum)
         if not (self.bands or 1 <= self.buffers <= 5):
             raise InvalidValue(
                 f"buffers={self.buffers!r} with bands=0: expected buffers from 1 to 5, or bands "
@@ -231,12 +244,12 @@ class CorrelatedNoise:
             )
 
     def matrix(self, rounds: int, *, rounds_apart: int, participations: int) -> StrategyMatrix:
-        """Return the matrix that minimises `sum_error` times `sensitivity`, by L-BFGS.
+        """Return the matrix that minimises `model_error` times `sensitivity`, by L-BFGS.
 
         This takes seconds for thousands of rounds. Results are cached.
         """
-        fit = _best_bands if self.bands else _best_buffers
-        return fit(self.bands or self.buffers, rounds, rounds_apart, participations)
+        fit, size = (_best_bands, self.bands) if self.bands else (_best_buffers, self.buffers)
+        return fit(size, rounds, rounds_apart, participations, self.momentum)
 
     def describe(self) -> str:
         """Return a few words for the log."""
@@ -244,13 +257,21 @@ class CorrelatedNoise:
         return f"correlated over rounds by {kept}"
 
 
+def _model_weights(rounds: int, momentum: float) -> Vector:
+    """Return the weights of the newest, second newest, … noise in a model: 1 without momentum."""
+    return 1 - momentum ** np.arange(1.0, rounds + 1)
+
+
 @lru_cache(maxsize=64)
-def _best_bands(bands: int, rounds: int, rounds_apart: int, participations: int) -> StrategyMatrix:
+def _best_bands(
+    bands: int, rounds: int, rounds_apart: int, participations: int, momentum: float
+) -> StrategyMatrix:
     """Return the best matrix of so many bands, by exact gradients: there may be hundreds."""
     from scipy.optimize import minimize
     from scipy.signal import lfilter
 
-    left = np.arange(rounds, 0, -1) / rounds  # fraction of the sums in which a round's noise is
+    left = np.arange(rounds, 0, -1) / rounds  # fraction of the models in which a round's noise is
+    weights = _model_weights(rounds, momentum)
     starts = np.arange(participations) * rounds_apart
     bands = min(bands, rounds)
 
@@ -259,15 +280,15 @@ def _best_bands(bands: int, rounds: int, rounds_apart: int, participations: int)
         return np.cumsum(steps[::-1])[::-1]
 
     def error(steps: Vector) -> tuple[float, Vector]:
-        column, impulse = column_of(steps), np.eye(1, rounds)[0]
+        column = column_of(steps)
         moves = np.zeros(starts[-1] + bands)
         for start in starts:
             moves[start : start + bands] += column
-        sums = np.cumsum(lfilter([1.0], column, impulse))
-        square, moved = left @ sums**2, moves @ moves
-        # Matrices of this form commute, so d sums / d c_j = −C⁻¹ (sums shifted by j).
-        back = lfilter([1.0], column, (left * sums)[::-1])[::-1]
-        by_error = np.array([-back[j:] @ sums[: rounds - j] for j in range(bands)]) / square
+        errors = lfilter([1.0], column, weights)
+        square, moved = left @ errors**2, moves @ moves
+        # Matrices of this form commute, so d errors / d c_j = −C⁻¹ (errors shifted by j).
+        back = lfilter([1.0], column, (left * errors)[::-1])[::-1]
+        by_error = np.array([-back[j:] @ errors[: rounds - j] for j in range(bands)]) / square
         by_move = sum(moves[start : start + bands] for start in starts) / moved
         # The error does not change with the scale of the column.
         return math.log(square * moved) / 2, np.cumsum(by_error + by_move)
@@ -281,7 +302,7 @@ def _best_bands(bands: int, rounds: int, rounds_apart: int, participations: int)
 
 @lru_cache(maxsize=64)
 def _best_buffers(
-    buffers: int, rounds: int, rounds_apart: int, participations: int
+    buffers: int, rounds: int, rounds_apart: int, participations: int, momentum: float
 ) -> StrategyMatrix:
     """Return the best matrix of so many buffers, by numerical gradients of few variables."""
     from scipy.optimize import minimize
@@ -294,7 +315,7 @@ def _best_buffers(
     def error(variables: Vector) -> float:
         chosen = matrix(variables)
         moved = chosen.sensitivity(rounds_apart=rounds_apart, participations=participations)
-        return math.log(chosen.sum_error(rounds) * moved)
+        return math.log(chosen.model_error(rounds, momentum=momentum) * moved)
 
     reach = np.geomspace(0.5, 1 / max(rounds_apart, 2), buffers)
     first = np.concatenate([np.full(buffers, -math.log(buffers)), -np.log(-np.log(reach))])

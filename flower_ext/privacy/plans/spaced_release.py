@@ -101,6 +101,7 @@ class SpacedRelease(ReleaseMechanism):
 _SPACED = (
     "a client that is asked has taken part, whether it answers or not; who may take part depends "
     "on earlier releases and on who took part, on nobody's data otherwise",
-    "the noise of earlier rounds stays secret, and the run never continues from an older copy of "
-    "its folder `secrets`",
+    "the noise of earlier rounds stays secret; the run never continues twice from one state, as "
+    "from a copy or a backup, unless both continuations charge one account",
+    "a partition-id belongs to the same client in all rounds, also after its node registers anew",
 )

@@ -114,7 +114,19 @@ def test_the_noise_of_all_rounds_times_the_matrix_is_fresh_noise(matrix):
     assert np.allclose(dense(matrix, 12) @ noises, fresh, rtol=0, atol=1e-12)
     assert matrix.inverse(12) == pytest.approx(np.linalg.inv(dense(matrix, 12))[:, 0])
     sums = np.tril(np.ones((12, 12))) @ np.linalg.inv(dense(matrix, 12))
-    assert matrix.sum_error(12) == pytest.approx(np.linalg.norm(sums) / math.sqrt(12))
+    assert matrix.model_error(12) == pytest.approx(np.linalg.norm(sums) / math.sqrt(12))
+
+
+@each_matrix
+@pytest.mark.parametrize("momentum", [0.0, 0.5, 0.95])
+def test_the_error_of_models_is_that_of_a_server_with_momentum(matrix, momentum):
+    noise = np.linalg.inv(dense(matrix, 12))
+    buffer, model, square = np.zeros(12), np.zeros(12), 0.0
+    for row in noise:
+        buffer = momentum * buffer + row
+        model = model + (1 - momentum) * buffer
+        square += model @ model / 12
+    assert matrix.model_error(12, momentum=momentum) == pytest.approx(math.sqrt(square))
 
 
 @pytest.mark.parametrize(
@@ -128,6 +140,9 @@ def test_the_noise_of_all_rounds_times_the_matrix_is_fresh_noise(matrix):
         (CorrelatedNoise(buffers=1), 500, 50, 4.31),
         (CorrelatedNoise(), 500, 50, 4.34),
         (CorrelatedNoise(bands=1), 500, 50, 1.0),
+        (CorrelatedNoise(momentum=0.9), 200, 50, 5.0),
+        (CorrelatedNoise(momentum=0.9, bands=50), 200, 50, 5.0),
+        (CorrelatedNoise(momentum=0.9), 500, 50, 5.6),
     ],
 )
 def test_the_best_matrix_has_so_much_less_error_than_independent_noise(noise, rounds, apart, gain):
@@ -136,7 +151,8 @@ def test_the_best_matrix_has_so_much_less_error_than_independent_noise(noise, ro
     independent = StrategyMatrix()
 
     def error(matrix):
-        return matrix.sum_error(rounds) * matrix.sensitivity(**limits)
+        models = matrix.model_error(rounds, momentum=noise.momentum)
+        return models * matrix.sensitivity(**limits)
 
     assert error(independent) / error(best) >= gain
     kept = max(1, noise.bands - 1) if noise.bands else 1 + noise.buffers
@@ -147,8 +163,20 @@ def test_the_best_matrix_has_so_much_less_error_than_independent_noise(noise, ro
         size = np.exp(1e-3 * rng.standard_normal(len(best.bands) + len(best.weights)))
         bands = np.minimum.accumulate(size[: len(best.bands)] * best.bands)
         weights = size[len(best.bands) :] * best.weights
+        weights /= max(1.0, weights.sum())
         other = StrategyMatrix(bands=tuple(bands), weights=tuple(weights), decays=best.decays)
         assert error(other) >= error(best) * (1 - 1e-6)
+
+
+def test_the_matrix_for_momentum_is_better_with_it_and_worse_without():
+    limits = {"rounds_apart": 50, "participations": 4}
+    plain, other = (CorrelatedNoise(momentum=m).matrix(200, **limits) for m in (0.0, 0.9))
+
+    def error(matrix, momentum):
+        return matrix.model_error(200, momentum=momentum) * matrix.sensitivity(**limits)
+
+    assert error(other, 0.9) < 0.9 * error(plain, 0.9)
+    assert error(plain, 0.0) < 0.9 * error(other, 0.0)
 
 
 def test_numbers_drawn_before_are_added_once_on_the_public_grid_by_name():
