@@ -61,14 +61,15 @@ DATA: Mapping[str, Config] = {
     },
 }
 _AVERAGE: Config = {"average-decay": 0.9}
-_MOMENTUM: Config = {"server-momentum": 0.8, "server-learning-rate": 0.3, "noise-bands": 20}
+_MOMENTUM: Config = {"server-momentum": 0.8, "server-learning-rate": 0.3}
 _CORRELATED: Config = {"noise": "correlated"}
 CASES: Mapping[str, Config] = {
     "Poisson": {},
     "Poisson, average": _AVERAGE,
+    "Poisson, average, momentum": {**_AVERAGE, **_MOMENTUM},
     "correlated": _CORRELATED,
     "correlated, average": {**_CORRELATED, **_AVERAGE},
-    "correlated, average, momentum": {**_CORRELATED, **_AVERAGE, **_MOMENTUM},
+    "correlated, average, momentum": {**_CORRELATED, **_AVERAGE, **_MOMENTUM, "noise-bands": 20},
 }
 
 
