@@ -1,10 +1,28 @@
-"""Checks of settings; each error names the setting, its value and the values allowed."""
+"""Checks of values; each error names the value and what would be accepted.
+
+===================  =======================  ========================
+type of a field      function                 accepts
+===================  =======================  ========================
+`Positive`           `require_positive`       a finite number > 0
+`NotNegative`        `require_not_negative`   a finite number >= 0
+`Fraction`           `require_rate`           a number in (0, 1]
+`FractionBelowOne`   `require_below_one`      a number in [0, 1)
+`ProperFraction`     `require_delta`          a number in (0, 1)
+`Count`              `require_at_least_one`   an integer >= 1
+`CountOrZero`        `require_count`          an integer >= 0
+===================  =======================  ========================
+
+A dataclass that inherits from `Checked` checks all its fields of these types when it is made.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
 from numbers import Integral, Real
+from typing import Annotated, Any, get_args, get_type_hints
 
 from flower_ext.errors import InvalidValue
 
@@ -19,40 +37,46 @@ def is_integer(value: object) -> bool:
     return isinstance(value, Integral) and not isinstance(value, bool)
 
 
-def require_positive(name: str, value: float) -> None:
-    """Refuse a value that is not a finite number above 0."""
-    if not (is_number(value) and 0 < value < math.inf):
-        raise InvalidValue(f"{name}={value!r}: expected a finite number > 0")
+@dataclass(frozen=True)
+class Rule:
+    """A condition on a value: in words, and as a function."""
+
+    expected: str
+    accepts: Callable[[Any], bool]
+
+    def check(self, name: str, value: object) -> None:
+        """Refuse a value that the rule does not accept; ``name`` names it in the error."""
+        if not self.accepts(value):
+            raise InvalidValue(f"{name}={value!r}: expected {self.expected}")
 
 
-def require_not_negative(name: str, value: float) -> None:
-    """Refuse a value that is not a finite number of 0 or more."""
-    if not (is_number(value) and 0 <= value < math.inf):
-        raise InvalidValue(f"{name}={value!r}: expected a finite number >= 0")
+_POSITIVE = Rule("a finite number > 0", lambda x: is_number(x) and 0 < x < math.inf)
+_NOT_NEGATIVE = Rule("a finite number >= 0", lambda x: is_number(x) and 0 <= x < math.inf)
+_FRACTION = Rule("a number in (0, 1]", lambda x: is_number(x) and 0 < x <= 1)
+_BELOW_ONE = Rule("a number in [0, 1)", lambda x: is_number(x) and 0 <= x < 1)
+_PROPER = Rule("a number in (0, 1)", lambda x: is_number(x) and 0 < x < 1)
+_COUNT = Rule("an integer >= 1", lambda x: is_integer(x) and x >= 1)
+_COUNT_OR_ZERO = Rule("an integer >= 0", lambda x: is_integer(x) and x >= 0)
+
+Positive = Annotated[float, _POSITIVE]
+NotNegative = Annotated[float, _NOT_NEGATIVE]
+Fraction = Annotated[float, _FRACTION]
+FractionBelowOne = Annotated[float, _BELOW_ONE]
+ProperFraction = Annotated[float, _PROPER]
+Count = Annotated[int, _COUNT]
+CountOrZero = Annotated[int, _COUNT_OR_ZERO]
+
+require_positive = _POSITIVE.check
+require_not_negative = _NOT_NEGATIVE.check
+require_rate = _FRACTION.check
+require_below_one = _BELOW_ONE.check
+require_at_least_one = _COUNT.check
+require_count = _COUNT_OR_ZERO.check
 
 
-def require_at_least_one(name: str, value: int) -> None:
-    """Refuse a value that is not an integer of 1 or more."""
-    if not (is_integer(value) and value >= 1):
-        raise InvalidValue(f"{name}={value!r}: expected an integer >= 1")
-
-
-def require_count(name: str, value: int) -> None:
-    """Refuse a value that is not an integer of 0 or more."""
-    if not (is_integer(value) and value >= 0):
-        raise InvalidValue(f"{name}={value!r}: expected an integer >= 0")
-
-
-def require_rate(name: str, value: float) -> None:
-    """Refuse a value that is not a number in (0, 1]."""
-    if not (is_number(value) and 0 < value <= 1):
-        raise InvalidValue(f"{name}={value!r}: expected a number in (0, 1]")
-
-
-def require_below_one(name: str, value: float) -> None:
-    """Refuse a value that is not a number in [0, 1)."""
-    if not (is_number(value) and 0 <= value < 1):
-        raise InvalidValue(f"{name}={value!r}: expected a number in [0, 1)")
+def require_delta(delta: float) -> None:
+    """Refuse a δ that is not a number in (0, 1)."""
+    _PROPER.check("delta", delta)
 
 
 def require_one_of(name: str, value: str, expected: Sequence[str]) -> None:
@@ -62,7 +86,35 @@ def require_one_of(name: str, value: str, expected: Sequence[str]) -> None:
         raise InvalidValue(f"{name}={value!r}: expected {words}")
 
 
-def require_delta(delta: float) -> None:
-    """Refuse a δ that is not a number in (0, 1)."""
-    if not (is_number(delta) and 0 < delta < 1):
-        raise InvalidValue(f"delta={delta!r}: expected a number in (0, 1)")
+class Checked:
+    """Base of dataclasses whose types of fields say which values are accepted.
+
+    Raises
+    ------
+    InvalidValue
+        A field is out of range.
+    """
+
+    def __post_init__(self) -> None:
+        kind: Any = type(self)  # mypy takes the class of a frozen dataclass for unhashable
+        for name, rule, may_be_none in _rules(kind):
+            value = getattr(self, name)
+            if value is not None or not may_be_none:
+                rule.check(name, value)
+
+
+@cache
+def _rules(kind: type) -> list[tuple[str, Rule, bool]]:
+    """Return the fields of a class that have a rule, and True for those that may be None.
+
+    If a subclass gives a field another type without a rule, that of its base class holds.
+    """
+    rules: dict[str, tuple[str, Rule, bool]] = {}
+    for owner in kind.__mro__:
+        for name, hint in get_type_hints(owner, include_extras=True).items():
+            alternatives = get_args(hint)
+            for part in (hint, *alternatives):
+                for rule in getattr(part, "__metadata__", ()):
+                    if isinstance(rule, Rule):
+                        rules.setdefault(name, (name, rule, type(None) in alternatives))
+    return [*rules.values()]

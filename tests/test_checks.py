@@ -1,6 +1,7 @@
 """Numbers of the wrong type or size are refused by the name of their setting."""
 
 import math
+from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
@@ -93,3 +94,24 @@ def test_numbers_of_numpy_are_numbers():
     assert plan(rounds=np.int64(3), clipping_norm=np.float32(0.5), delta=np.float64(1e-5))
     checks.require_count("steps", np.uint8(0))
     checks.require_rate("rate", np.int32(1))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rates(checks.Checked):
+    rate: checks.Fraction
+    rounds: checks.Count | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class MoreRates(Rates):
+    noise: checks.Positive = 1.0
+    rate: float = 1.0  # the rule of the base class holds
+    label: str = ""
+
+
+@pytest.mark.parametrize("field", [{"rate": None}, {"rate": 2}, {"rounds": 0}, {"noise": 0.0}])
+def test_fields_are_checked_by_their_types_in_subclasses_too(field):
+    (name,) = field
+    with pytest.raises(InvalidValue, match=f"^{name}=.*: expected a"):
+        MoreRates(**{"rate": 0.5, **field})
+    assert MoreRates(rate=0.5, label="any").rounds is None

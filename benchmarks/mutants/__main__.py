@@ -32,6 +32,10 @@ from scipy import stats
 from benchmarks.mutants.faults import Fault, faults_of
 
 ROOT = Path(__file__).parents[2]
+_OF_FAILURES = (
+    "federation/client/test_hidden_failures.py",
+    "federation/client/test_failing_clients.py",
+)
 _OF_PROTECTION = (
     "federation/test_protection.py",
     "federation/test_record_level_plan.py",
@@ -123,10 +127,8 @@ TESTS = {
     "federation/protection.py": _OF_PROTECTION,
     "federation/client/protecting.py": _OF_PROTECTION,
     "federation/client/vector_answers.py": _OF_MASKS,
-    "federation/client/hidden_failures.py": (
-        "federation/client/test_hidden_failures.py",
-        "federation/client/test_failing_clients.py",
-    ),
+    "federation/client/data_loading.py": _OF_FAILURES,
+    "federation/client/hidden_failures.py": _OF_FAILURES,
     "federation/population.py": ("federation/test_population.py", "auditing/test_cohorts.py"),
     "federation/connection.py": _OF_RUNS,
     "federation/replies.py": ("federation/test_records.py", "federation/test_hostile.py"),

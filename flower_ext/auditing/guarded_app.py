@@ -41,7 +41,9 @@ def guard_experiment(noise_multiplier: float = 1.0) -> Experiment:
         initial=ArrayRecord({"weight": Array(np.zeros(_SIZE))}),
         score=projected({"weight": _AXIS}),
         views=[AdversaryView.EACH_UPLOAD],
-        reported={AdversaryView.EACH_UPLOAD: privacy_loss_of([policy.spend], delta=_DELTA).epsilon},
+        reported={
+            AdversaryView.EACH_UPLOAD: privacy_loss_of([policy.spend()], delta=_DELTA).epsilon
+        },
         delta=_DELTA,
         gaussian=True,
     )

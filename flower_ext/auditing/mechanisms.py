@@ -197,6 +197,17 @@ def _scored(*accuracies: float) -> ClientData:
     return ClientData(train=pulls(0.0), test=test)
 
 
+_SECURE_SUM = LinearMechanism(
+    name="secure-sum",
+    # The server sees all messages of the protocol, and computes the sum from them.
+    plan=_release_plans(FullParticipation(3), noise_placement=_HONEST_SUM),
+    strategy=_dp_fedavg,
+    without=[client_data(0.0), client_data(0.0), client_data(0.0)],
+    present=[client_data(HUGE), client_data(0.0), client_data(0.0)],
+    views=(AdversaryView.RELEASED_MODELS, AdversaryView.SUM_ONLY),
+    partitions=[0],
+)
+
 _OF_CLIENTS = (
     _CLIENT_NOISE,
     replace(
@@ -228,16 +239,8 @@ _OF_CLIENTS = (
             PoissonSampling(2, 0.5), noise_multiplier=3.0, noise_placement="server"
         ),
     ),
-    LinearMechanism(
-        name="secure-sum",
-        # The server sees all messages of the protocol, and computes the sum from them.
-        plan=_release_plans(FullParticipation(3), noise_placement=_HONEST_SUM),
-        strategy=_dp_fedavg,
-        without=[client_data(0.0), client_data(0.0), client_data(0.0)],
-        present=[client_data(HUGE), client_data(0.0), client_data(0.0)],
-        views=(AdversaryView.RELEASED_MODELS, AdversaryView.SUM_ONLY),
-        partitions=[0],
-    ),
+    _SECURE_SUM,
+    replace(_SECURE_SUM, name="secure-sum-mod", app=plain_app),
     LinearMechanism(
         name="secure-scores",
         # Training has so much noise that the evaluations determine ε.

@@ -19,12 +19,7 @@ from flower_ext.data import ClientData, Examples, SiloData
 from flower_ext.federation import FederatedStrategy, Method
 from flower_ext.privacy import AdversaryView, FullParticipation, ReleasePlan, SecureSum
 from flower_ext.privacy.mechanisms.noised_sum import NoisePlacement
-from flower_ext.statistics import (
-    ClientStatistics,
-    UserStatistics,
-    read_statistics,
-    statistics_task,
-)
+from flower_ext.statistics import ClientStatistics, UserStatistics, read_statistics, statistics_task
 from flower_ext.statistics.release import RELEASED
 
 JOINT = read_statistics("mean age 20:90; histogram age 20:90:2")

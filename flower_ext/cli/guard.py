@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from bisect import bisect_right
 from pathlib import Path
 from typing import Annotated
 
@@ -14,8 +15,12 @@ from flower_ext.errors import InvalidValue
 from flower_ext.files import lock
 from flower_ext.guard.app_process import check_isolation
 from flower_ext.guard.flower_runtime import Disconnected, Runtime
-from flower_ext.guard.policy import NOT_ISOLATED, GuardPolicy, read_policy
+from flower_ext.guard.policy import CONSTANTS, NOT_ISOLATED, GuardPolicy, read_policy
 from flower_ext.guard.service import Guard
+from flower_ext.privacy import Release, privacy_loss_of
+from flower_ext.privacy.guarantee import epsilon_text
+
+_MOST_REPLIES = 1_000_000
 
 
 def guard(
@@ -47,10 +52,40 @@ def guard(
     policy.ledger.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     with signals_as_interrupts(), lock(policy.path.with_suffix(".lock")):
         _check_secret_protects(runtime)
-        for line in uncovered(policy):
+        for line in (*costs(policy), *uncovered(policy)):
             _tell(line)
         _tell(f"guarding {runtime_api_address} by {policy_file}")
         Guard(policy, runtime, tell=_tell).serve()
+
+
+def costs(policy: GuardPolicy) -> list[str]:
+    """Return one line about each type of message whose replies spend privacy.
+
+    Raises
+    ------
+    InvalidValue
+        The budget does not pay for one reply.
+    """
+    lines, budget = [], policy.budget
+    for name, rule in policy.messages.items():
+        if rule.release == CONSTANTS:
+            continue
+        spend = rule.spend(policy.noised_by(rule))
+
+        def epsilon(replies: int, spend: Release = spend) -> float:
+            return privacy_loss_of({spend: replies}, delta=budget.delta).epsilon
+
+        if epsilon(1) > budget.epsilon:
+            raise InvalidValue(
+                f"[messages.{name}]: one reply costs ε = {epsilon_text(epsilon(1))}, more than the "
+                f"budget's epsilon={budget.epsilon:g}; write a larger noise-multiplier or budget"
+            )
+        paid = bisect_right(range(1, _MOST_REPLIES), budget.epsilon, key=epsilon)
+        lines.append(
+            f"{name}: one reply costs ε = {epsilon_text(epsilon(1))}, and the budget of "
+            f"{budget.epsilon:g} pays for {paid:,} on an empty ledger"
+        )
+    return lines
 
 
 def uncovered(policy: GuardPolicy) -> list[str]:

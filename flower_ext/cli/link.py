@@ -164,6 +164,8 @@ def users(
     persons = _rewrite(
         RecordFile(path=table, encoding=encoding), pseudonyms, number_of, output, skip_unusable
     )
+    common = pseudonyms.fingerprint if buckets is None else f"{pseudonyms.fingerprint}-{buckets}"
+    _say(f"Fingerprint {common}: if another silo's differs, numbers are not common.")
     if buckets is not None:
         everyone = people or persons
         of_whom = "all silos together" if people else "this file alone; --people for all silos"
@@ -232,10 +234,7 @@ def _rewrite(
             texts.update(position for position in kept if _is_text(row[position]))
             num_rows += 1
         _refuse(source.path, unusable, skip_unusable)
-    _say(
-        f"{output}: {num_rows:,} rows of {len(persons):,} people. Fingerprint "
-        f"{pseudonyms.fingerprint}: if another silo's differs, numbers are not common."
-    )
+    _say(f"{output}: {num_rows:,} rows of {len(persons):,} people")
     _say(f"Columns kept: {', '.join(names[position] for position in kept)}")
     for position, count in texts.items():
         _say(
@@ -267,7 +266,9 @@ def _watched(
 
 def _refuse(path: Path, unusable: Counter[str], skip_unusable: bool) -> None:
     """Refuse a file with rows that cannot be linked, or say how many were left out."""
-    reasons = "; ".join(f"{count:,} rows: {reason}" for reason, count in unusable.items())
+    reasons = "; ".join(
+        f"{count:,} row{'s' if count > 1 else ''}: {reason}" for reason, count in unusable.items()
+    )
     if unusable and not skip_unusable:
         raise InvalidValue(
             f"{path}: {reasons}. Mend them, set --date-format, or leave these rows out with "

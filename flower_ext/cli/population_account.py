@@ -11,7 +11,7 @@ import typer
 from flower_ext.cli.screen import console, titled_table
 from flower_ext.errors import InvalidValue
 from flower_ext.privacy import Ledger, epsilon_text
-from flower_ext.privacy.shared_ledger import spent_by_run, study_guarantees, total_spent
+from flower_ext.privacy.study_composition import spent_by_run, study_guarantees, total_spent
 from flower_ext.runs.study import RUN_COLUMNS, run_row
 
 

@@ -14,14 +14,17 @@ from datetime import UTC, datetime
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from sys import modules
-from typing import Any
+from typing import Annotated, Any
+
+import typer
 
 from flower_ext.cli.screen import console
 from flower_ext.errors import InvalidValue
 from flower_ext.files import read_toml
-from flower_ext.runs.directory import RunDirectory, new_run_path
+from flower_ext.runs.directory import RUNS_VARIABLE, RunDirectory, new_run_path
 from flower_ext.runs.presets import SettingsFile, preset
 from flower_ext.runs.settings import (
+    OF_NODES,
     PATHS,
     RECORDED,
     Declaration,
@@ -31,6 +34,13 @@ from flower_ext.runs.settings import (
     nearest,
     num_nodes,
 )
+
+RunsFolder = Annotated[
+    Path, typer.Option(envvar=RUNS_VARIABLE, help="Folder for new run directories.")
+]
+Overrides = Annotated[
+    list[str] | None, typer.Option("--set", help="Override of a setting, name=value; repeatable.")
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -298,14 +308,14 @@ def begun_with(run: Path, app: Path, defaults: Mapping[str, Any]) -> dict[str, A
 def _absolute(config: Mapping[str, Any], *, is_local: bool) -> dict[str, str]:
     """Return the paths among an app's settings as absolute paths, for every process of the run.
 
-    If the run is on other machines, a relative ``data-folder`` stays relative, because each node
-    has its own files.
+    If the run is on other machines, places on nodes stay relative, because each node has its own
+    files.
     """
     paths = {name: str(config[name]) for name in PATHS if config.get(name)}
     if is_local:
         return {name: str(Path(path).expanduser().absolute()) for name, path in paths.items()}
     for name, path in paths.items():
-        if name != "data-folder" and not path.startswith(("/", "~")):
+        if name not in OF_NODES and not path.startswith(("/", "~")):
             raise UnfitSetting(
                 f"run-config {name}={path!r}: expected an absolute path on the machine where the "
                 "SuperLink starts the ServerApp"

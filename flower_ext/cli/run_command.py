@@ -18,7 +18,7 @@ import typer
 from click.core import ParameterSource
 
 from flower_ext.cli.engines import in_one_process, on_superlink, simulation_superlink
-from flower_ext.cli.preparing import PreparedRun, RunOptions, prepare
+from flower_ext.cli.preparing import Overrides, PreparedRun, RunOptions, RunsFolder, prepare
 from flower_ext.cli.processes import (
     GRACE,
     Ended,
@@ -32,8 +32,9 @@ from flower_ext.cli.reaper import reaped
 from flower_ext.cli.screen import console
 from flower_ext.files import LAST_MOMENTS, InUse
 from flower_ext.privacy import LedgerCorrupt
-from flower_ext.runs.directory import RUNS_VARIABLE, NotARun, RunDirectory
+from flower_ext.runs.directory import NotARun
 from flower_ext.runs.report import write_report
+from flower_ext.runs.writer import RunWriter
 
 
 def run(
@@ -45,10 +46,7 @@ def run(
             help="Connection of Flower's configuration; by default the local simulation."
         ),
     ] = None,
-    settings: Annotated[
-        list[str] | None,
-        typer.Option("--set", help="Override of a setting, name=value; repeatable."),
-    ] = None,
+    settings: Overrides = None,
     preset: Annotated[
         str | None,
         typer.Option(help="Setting of a paper, as `flower-ext settings APP --presets` lists them."),
@@ -56,9 +54,7 @@ def run(
     settings_file: Annotated[
         Path | None, typer.Option("--settings", help="File of settings; --set changes them.")
     ] = None,
-    runs: Annotated[
-        Path, typer.Option(envvar=RUNS_VARIABLE, help="Folder for new run directories.")
-    ] = Path("runs"),
+    runs: RunsFolder = Path("runs"),
     in_process: Annotated[
         bool,
         typer.Option(
@@ -99,7 +95,7 @@ def run(
     with signals_as_interrupts():
         path = launch(prepare(options))
     if path is not None and (path / "run.json").is_file():
-        RunDirectory.open(path).note(app=str(app_folder.absolute()))  # for export
+        RunWriter.open(path).note(app=str(app_folder.absolute()))  # for export
     if path is not None and superlink is None:
         console.print(f"Run directory: {path}", soft_wrap=True)
 
@@ -182,7 +178,7 @@ def _note_failure(run: PreparedRun, reason: str) -> bool:
     """
     if run.path is None or not (run.path / "run.json").is_file():
         return False
-    directory = RunDirectory.open(run.path)
+    directory = RunWriter.open(run.path)
     with suppress(NotARun, LedgerCorrupt, InUse, OSError):  # these must not hide the run's error
         directory.check_free(seconds=GRACE if run.options.superlink else LAST_MOMENTS)
         if directory.status == "running":

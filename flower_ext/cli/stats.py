@@ -9,11 +9,10 @@ from typing import Annotated
 
 import typer
 
-from flower_ext.cli.preparing import RunOptions, prepare
+from flower_ext.cli.preparing import Overrides, RunOptions, RunsFolder, prepare
 from flower_ext.cli.processes import signals_as_interrupts
 from flower_ext.cli.run_command import launch
 from flower_ext.cli.screen import console, titled_table
-from flower_ext.runs.directory import RUNS_VARIABLE
 from flower_ext.runs.settings import UnfitSetting
 from flower_ext.statistics import read_statistics
 from flower_ext.statistics.results import HEADER, PAGE, STANDARDISE, TABLE
@@ -33,17 +32,12 @@ def stats(
         ),
     ],
     epsilon: Annotated[float, typer.Option(help="ε of all these statistics together.")],
-    settings: Annotated[
-        list[str] | None,
-        typer.Option("--set", help="Override of a setting, name=value; repeatable."),
-    ] = None,
+    settings: Overrides = None,
     superlink: Annotated[
         str | None,
         typer.Option(help="Connection of Flower's configuration; by default the simulation."),
     ] = None,
-    runs: Annotated[
-        Path, typer.Option(envvar=RUNS_VARIABLE, help="Folder for new run directories.")
-    ] = Path("runs"),
+    runs: RunsFolder = Path("runs"),
     in_process: Annotated[
         bool, typer.Option("--in-process", help="Run in one process, without Ray.")
     ] = False,

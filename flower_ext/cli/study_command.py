@@ -41,15 +41,15 @@ import typer
 
 from flower_ext.cli import link
 from flower_ext.cli.population_account import ledger
-from flower_ext.cli.preparing import PreparedRun, RunOptions, prepare
+from flower_ext.cli.preparing import PreparedRun, RunOptions, RunsFolder, prepare
 from flower_ext.cli.processes import Interrupted, LaunchFailed, signals_as_interrupts
 from flower_ext.cli.run_command import launch
 from flower_ext.cli.screen import console, titled_table
 from flower_ext.errors import InvalidValue
 from flower_ext.files import read_toml
-from flower_ext.runs.directory import RUNS_VARIABLE, RunDirectory
+from flower_ext.runs.directory import RunDirectory
 from flower_ext.runs.presets import SettingsFile
-from flower_ext.runs.settings import INCIDENTAL, nearest
+from flower_ext.runs.settings import INCIDENTAL, OF_NODES, nearest
 
 ACCOUNT = "account.jsonl"
 """File in a study's folder with the spends of all stages."""
@@ -122,9 +122,7 @@ def study(
     folder: Annotated[
         Path | None, typer.Option(help="Folder of the study; by default its name in --runs.")
     ] = None,
-    runs: Annotated[
-        Path, typer.Option(envvar=RUNS_VARIABLE, help="Folder for new run directories.")
-    ] = Path("runs"),
+    runs: RunsFolder = Path("runs"),
 ) -> None:
     """Run a whole study: link tables, then each stage, under one budget; repeat it to continue.
 
@@ -178,8 +176,9 @@ def _prepared(plan: Study, stage: Stage, place: Path, superlink: str | None) -> 
     settings = {"run-directory": str(place / stage.name), **plan.settings}
     if "population-epsilon" in settings:
         settings.setdefault("budget-ledger", str(place / ACCOUNT))
-    if settings.get("data-folder"):
-        settings["data-folder"] = str(plan.placed(settings["data-folder"]))
+    for name in OF_NODES:
+        if settings.get(name):
+            settings[name] = str(plan.placed(settings[name]))
     for name in stage.uses:
         if not (path := place / name).exists():
             raise InvalidValue(f"uses {path}, which no earlier stage has written")

@@ -63,6 +63,10 @@ class IdentifierField:
 
     def __post_init__(self) -> None:
         require_one_of("kind", self.kind, ("text", "date"))
+        if self.date_format != "iso" and "%" not in self.date_format:
+            raise InvalidValue(
+                f"date_format={self.date_format!r}: expected iso, or a form such as %d.%m.%Y"
+            )
 
     def normalised(self, value: object) -> str:
         """Return a value in the form in which silos compare it.

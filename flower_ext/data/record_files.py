@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import csv
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -26,7 +27,8 @@ class RecordFile:
     path : Path
         A name that ends in .parquet is a Parquet file's; any other file is CSV.
     encoding : str
-        Of a CSV file. A byte order mark is understood.
+        Of a CSV file. A byte order mark is understood. A file of UTF-8 is refused under another
+        encoding, by which its names would become other names.
     """
 
     path: Path
@@ -105,6 +107,8 @@ class RecordFile:
                 encoding = "utf-16"
             elif mark == b"\xef\xbb\xbf":
                 encoding = "utf-8-sig"
+            elif codecs.lookup(encoding).name not in ("utf-8", "ascii") and _is_utf8(self.path):
+                raise InvalidValue(f"{self.path}: is UTF-8, not {encoding}; leave the encoding out")
             with self.path.open(encoding=encoding, newline="") as text:
                 yield text
         except UnicodeError:
@@ -126,6 +130,20 @@ class RecordFile:
         first = stream.readline()
         stream.seek(0)
         return csv.reader(stream, delimiter=max(DELIMITERS, key=first.count), strict=True)
+
+
+def _is_utf8(path: Path) -> bool:
+    """Return True for a file of UTF-8 with other signs than ASCII."""
+    has_others, decoder = False, codecs.getincrementaldecoder("utf-8")()
+    with path.open("rb") as stream:
+        try:
+            while block := stream.read(2**20):
+                has_others |= not block.isascii()
+                decoder.decode(block)
+            decoder.decode(b"", final=True)
+        except UnicodeError:
+            return False
+    return has_others
 
 
 def _open_parquet(path: Path) -> Any:

@@ -6,7 +6,8 @@ Put the mod first in the list, so that no other mod changes an upload after it::
 
 With the mod, a plain Flower ClientApp can take part in `DPFedAvg` under a `ReleasePlan` whose
 clients add the noise. The server's message says how to clip and how much noise to add. The mod
-applies the same `Protection` as the client side of this package.
+applies the same `Protection` as the client side of this package. Under a plan with a `SecureSum`,
+the mod also masks the noised update, so that the server sees only the sum of a cohort.
 
 ==============================  ==================================================================
 the ClientApp returns           what leaves the client
@@ -28,7 +29,8 @@ does not improve, read the nodes' logs.
 
 Before the first round the server rehearses: it asks up to three clients in turn, until one can
 train. In a rehearsal the mod reports only whether training succeeded (it sends an update of zeros)
-or failed. The guarantee does not cover this report.
+or failed. The guarantee does not cover this report. A node with ``require-secure-sum=true`` does
+not train in a rehearsal, and always reports success.
 """
 
 from __future__ import annotations
@@ -43,9 +45,8 @@ from flwr.clientapp.typing import ClientAppCallable, Mod
 from flower_ext.errors import InvalidValue, knowing_no_data
 from flower_ext.federation import records
 from flower_ext.federation._flower_private import message_like
-from flower_ext.federation.client.hidden_failures import log_hidden
 from flower_ext.federation.client.node import OF_UPLOADS, NodePolicy
-from flower_ext.federation.failures import failed, hidden_errors
+from flower_ext.federation.failures import failed, hidden_errors, log_hidden
 from flower_ext.federation.model_checks import refuse_half_precision
 from flower_ext.federation.protection import check_entries
 from flower_ext.federation.replies import moved_by
@@ -57,15 +58,21 @@ from flower_ext.federation.roster import (
     identity,
     is_rehearsal,
 )
+from flower_ext.federation.sums import masked
+from flower_ext.federation.sums.sum_limits import SumLimits
 from flower_ext.privacy import NoiseSource
 from flower_ext.privacy.mechanisms.protections import (
+    ClipToCells,
     ClipUpdate,
-    ClipWithSide,
     ProtectedByServer,
     Protection,
 )
 from flower_ext.privacy.mechanisms.updates import l2_norm
 from flower_ext.training.isolation import isolated
+
+_PROTECTIONS = (ClipUpdate, ClipToCells, ProtectedByServer)
+_NAME = "client-level-mod"
+"""Name under which the mod stores the secrets of a masked sum."""
 
 
 def client_level_dp_mod(*, allow_seeded_noise: bool = False) -> Mod:
@@ -96,17 +103,21 @@ def client_level_dp_mod(*, allow_seeded_noise: bool = False) -> Mod:
         if is_rehearsal(message):
             with hidden_errors(context), isolated():
                 received = records.to_arrays(message.content.array_records[records.MODEL])
-                l2_norm(_update(call_next(_without_entries(message), context), received))
+                if not context.node_config.get("require-secure-sum"):
+                    l2_norm(_update(call_next(_without_entries(message), context), received))
             learned_nothing = records.to_record(_zeros(received))
             return Message(RecordDict({records.UPDATE: learned_nothing}), reply_to=message)
         try:
             with knowing_no_data():
+                if _is_stage_of_sum(message):
+                    check_addressee(message, context)
+                    return masked.answer(message, context, _NAME, SumLimits.of(context.node_config))
                 entries, protection, noise = _requested(message, context, allow_seeded_noise)
                 received = records.to_arrays(message.content.array_records[records.MODEL])
                 refuse_half_precision(received)
         except Exception as error:  # no client data was read yet: the server may see it
             return failed(mod, message, context, error)
-        if not isinstance(protection, ClipUpdate):
+        if isinstance(protection, ProtectedByServer):
             return call_next(message, context)
         still = _zeros(received)
         try:
@@ -116,8 +127,13 @@ def client_level_dp_mod(*, allow_seeded_noise: bool = False) -> Mod:
         except Exception as error:  # a record may have caused any error
             log_hidden(error)
             update, norm = {name: still[name] for name in _floating(still)}, 0.0
-        with hidden_errors(context):
+        try:
             sent = {**still, **protection.released(update, noise)}
+            if isinstance(protection, ClipToCells):
+                cells = {name: np.asarray(value) for name, value in sent.items()}
+                sent = masked.seal(cells, _of_sum(message), context, _NAME)
+        except Exception as error:
+            return failed(mod, message, context, error)
         content = RecordDict({records.UPDATE: records.to_record(sent)})
         if entries.get("diagnostics"):
             content[records.METRICS] = records.metrics_record({"update-norm": norm})
@@ -133,26 +149,41 @@ def _requested(
     check_addressee(message, context)
     entries = entries_for_mods(message)
     protection = check_entries(entries) if entries else None
-    if type(protection) not in (ClipUpdate, ClipWithSide, ProtectedByServer):
+    if type(protection) not in _PROTECTIONS:
         name = "none" if protection is None else type(protection).__name__
         raise InvalidValue(
-            f"client_level_dp_mod: the server asks for the protection {name!r}, expected "
-            "ClipUpdate or ProtectedByServer, which a ReleasePlan asks for; run "
+            f"client_level_dp_mod: the server asks for the protection {name!r}, expected one "
+            "which a ReleasePlan asks for; run "
             "FederatedStrategy(DPFedAvg(), ReleasePlan(...)) on the server, or "
             "remove the mod. If the server does run it, another mod took the settings out: put "
             "this one first"
         )
     assert protection is not None
-    _refuse_outside_sums(context)
     policy = NodePolicy(context, allow_seeded_noise)
+    in_sum = isinstance(protection, ClipToCells) and not entries.get("diagnostics")
+    policy.check_way_out("an update", in_sum=in_sum)
     policy.check(protection)
+    if isinstance(protection, ClipToCells):
+        _of_sum(message)  # the noise of one share alone would protect little
     return entries, protection, policy.noise(entries, OF_UPLOADS)
 
 
 def _refuse_outside_sums(context: Context) -> None:
-    """Refuse every answer if the node's owner requires secure sums, which a mod cannot join."""
+    """Refuse to evaluate or answer a query if the node's owner requires secure sums."""
     policy = NodePolicy(context, allow_seeded_noise=False)
     policy.check_way_out("an answer of this ClientApp", in_sum=False)
+
+
+def _is_stage_of_sum(message: Message) -> bool:
+    """Return True for a message of a masked sum that asks for no training."""
+    return records.SECURE_SUM in message.content and records.MODEL not in message.content
+
+
+def _of_sum(message: Message) -> records.Arrays:
+    """Return the record of the masked sum in a training message."""
+    if records.SECURE_SUM not in message.content:
+        raise InvalidValue("ClipToCells without a secure sum in the server's message: expected one")
+    return records.to_arrays(message.content.array_records[records.SECURE_SUM])
 
 
 def _without_entries(message: Message) -> Message:

@@ -76,9 +76,12 @@ def connect(run: Run, grid: Grid, arrays: ArrayRecord) -> None:
 def leave_out_withdrawn(run: Run) -> None:
     """Let the nodes of clients that withdrew delete their memory, and never ask them again.
 
-    A node that does not answer is asked by the next run of the study.
+    Silos leave users that withdrew out of their answers to queries. A node that does not answer is
+    asked by the next run of the study.
     """
     account, clients = run.spending.account, run.clients
+    if run.method.traits.num_silos:
+        clients.withdrawn_users = run.spending.withdrawn
     leaving = run.population.leaving(run.spending.withdrawn)
     if account is None or not leaving & set(clients.nodes):
         return
@@ -87,9 +90,8 @@ def leave_out_withdrawn(run: Run) -> None:
     if remembering and not (clients.roster is None or clients.roster.foreign):
         runs = sorted({*runs_in(entries), run.checkpoints.run_id})
         content = {records.ROUND: ConfigRecord({"forget": runs})}
-        requests = clients.request("query", dict.fromkeys(remembering, content), 0)
-        replies = clients.replies(requests.messages)
-        note_forgotten(account, [p for p, _ in requests.accepted(replies, read_answer)])
+        answers = clients.ask(dict.fromkeys(remembering, content), 0, read_answer)
+        note_forgotten(account, [partition for partition, _ in answers])
     clients.leave(leaving)
     for kept in (run.remembered, run.client_metrics):
         for partition in leaving & set(kept):
@@ -100,11 +102,11 @@ def _check_foreign(run: Run, *, mod: bool) -> None:
     """Refuse a ClientApp from elsewhere if the method or the plan needs one of this package."""
     roster, mechanism = run.clients.roster, run.mechanism
     assert roster is not None
-    if mechanism.secure_sum:
+    if run.mechanism.queries:
         raise InvalidValue(
-            "noise_placement=SecureSum(…): expected 'client' or 'server', because the nodes' "
-            "ClientApp does not use this package and cannot mask its uploads; build it by "
-            "client_app(task)"
+            f"queries={[query.name for query in run.mechanism.queries]}: expected none, because "
+            "the nodes' ClientApp does not use this package and answers no query under noise; "
+            "build it by client_app(task)"
         )
     said = f" (the first to fail said: {roster.first_error})" if roster.first_error else ""
     fix = f"build the ClientApp with {run.method.name}.client_app(task)"

@@ -17,7 +17,7 @@ from flower_ext.federation.method import Method
 from flower_ext.federation.recording import base_of, record, recorded_run, runs_folder
 from flower_ext.federation.strategy import FederatedStrategy
 from flower_ext.privacy import Guarantee
-from flower_ext.runs import RunDirectory
+from flower_ext.runs import RunDirectory, RunWriter
 from flower_ext.runs.callbacks import Callback
 from flower_ext.training import LocalTraining
 
@@ -66,13 +66,13 @@ class Recorded:
 
     Attributes
     ----------
-    run : RunDirectory or None
+    run : RunWriter or None
         The directory of the last start; None before the first.
     """
 
     def __init__(self, strategy: Strategy, name: str | Path, callbacks: Sequence[Callback]) -> None:
         self.strategy = strategy
-        self.run: RunDirectory | None = None
+        self.run: RunWriter | None = None
         self._base = base_of(strategy)
         self._path = runs_folder() / Path(name).expanduser() if str(name) else None
         self._callbacks = callbacks

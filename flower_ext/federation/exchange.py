@@ -56,6 +56,8 @@ class Clients:
         self.method = method
         self.progress = progress
         self.timeout = timeout
+        self.withdrawn_users: Collection[int] = ()
+        """Users whose records silos leave out of their answers to queries."""
         self.refusals: list[str] = []
         self.roster: Roster | None = None
         self.grid: Grid | None = None
@@ -99,6 +101,8 @@ class Clients:
         assert self.roster is not None
         built = {id(content): content for content in contents.values()}
         if self.roster.foreign:
+            # Flower finds a mod only behind a function of the app, and an app may have no query's.
+            kind = "train" if kind == "query" else kind
             built = {key: _for_any_app(kind, content) for key, content in built.items()}
         shared = {key: RecordDict(dict(content)) for key, content in built.items()}
         like = Message(
@@ -116,6 +120,13 @@ class Clients:
         messages = messages_like(like, by_node)
         return {partition: messages[self.nodes[partition]] for partition in contents}
 
+    def ask(
+        self, contents: Mapping[int, Content], server_round: int, read: Callable[[Message], T]
+    ) -> Iterator[tuple[int, T]]:
+        """Send queries outside the rounds, and yield the answers as `Requests.accepted` does."""
+        requests = self.request("query", contents, server_round)
+        return requests.accepted(self.replies(requests.messages), read)
+
     def query(self, contents: Mapping[int, Content], read: Callable[[Message], T]) -> dict[int, T]:
         """Send each client a query, and return the answers by partition.
 
@@ -125,8 +136,10 @@ class Clients:
             A node does not answer, or ``read`` refuses its answer.
         """
         refused_before = len(self.refusals)
-        requests = self.request("query", contents, 0)
-        answers = dict(sorted(requests.accepted(self.replies(requests.messages), read)))
+        if users := sorted(self.withdrawn_users):
+            record = {records.WITHDRAWN: ConfigRecord({"users": users})}
+            contents = {partition: {**content, **record} for partition, content in contents.items()}
+        answers = dict(sorted(self.ask(contents, 0, read)))
         if missing := sorted(set(contents) - set(answers)):
             raise FederationNotReady(
                 f"partitions {missing} cannot take part: "
@@ -243,10 +256,11 @@ def _for_any_app(kind: str, content: Content) -> Content:
     """Return what Flower's own strategies send: a model, and one record of settings.
 
     Some apps and mods refuse a second record, so entries for this package's mods are settings, too.
+    Only the messages of a secure sum have a further record, which the mod takes out.
     """
     settings: dict[str, Any] = dict(content.get(records.CONFIG, {}))
     if kind == "train":
         round_entries: dict[str, Any] = dict(content.get(records.ROUND, {}))
         settings |= {f"{FOR_MODS}{name}": value for name, value in round_entries.items()}
-    model = {name: content[name] for name in (records.MODEL,) if name in content}
-    return {**model, records.CONFIG: ConfigRecord(settings)}
+    arrays = {n: content[n] for n in (records.MODEL, records.SECURE_SUM) if n in content}
+    return {**arrays, records.CONFIG: ConfigRecord(settings)}

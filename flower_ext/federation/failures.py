@@ -18,6 +18,7 @@ from flwr.clientapp import ClientApp
 from flwr.clientapp.typing import Mod
 
 from flower_ext.errors import is_tellable
+from flower_ext.privacy import NonFiniteUpdate
 from flower_ext.training.isolation import attempted
 
 log = getLogger("flwr")
@@ -33,6 +34,8 @@ TOLD = 100
 STAYS_THERE = "the client failed; the reason is in its own log"
 _shown: WeakKeyDictionary[Any, set[tuple[str, int]]] = WeakKeyDictionary()
 """For each app or mod, the lines of code whose tracebacks are logged already."""
+_hidden: set[tuple[str, int]] = set()
+"""Lines of code whose tracebacks this process has logged for errors that it hides."""
 
 
 def failed(app: ClientApp | Mod, message: Message, context: Context, error: Exception) -> Message:
@@ -66,6 +69,28 @@ def hidden_errors(context: Context) -> Iterator[None]:
     except Exception:
         log.exception("client %s failed", context.node_config.get("partition-id", context.node_id))
         raise ClientFailed(STAYS_THERE) from None
+
+
+def log_hidden(error: Exception) -> None:
+    """Log an error for the client's operator; the server receives an upload as usual."""
+    if isinstance(error, NonFiniteUpdate):
+        log.warning(
+            "a local training diverged (its model is not finite), so its model stays unchanged: "
+            "take a smaller learning rate if many trainings diverge, or check this client's data"
+        )
+    else:
+        log_once(
+            "a local training failed (%s), so its model stays unchanged: check this client's data, "
+            "or the task if no client trains",
+            error,
+        )
+
+
+def log_once(text: str, error: Exception) -> None:
+    """Log a text about the type of an error, with one traceback for each line of code."""
+    where = raised_at(error)
+    log.warning(text, type(error).__name__, exc_info=None if where in _hidden else error)
+    _hidden.add(where)
 
 
 @contextmanager

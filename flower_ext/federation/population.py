@@ -54,6 +54,9 @@ class Population:
         Draws the clients of a round.
     """
 
+    repeats = True
+    """False if a repeated round draws others than the first attempt, whatever the seed."""
+
     def __init__(self, sampling: Sampling) -> None:
         self.sampling = sampling
         self.participations = Participations()
@@ -146,15 +149,17 @@ class UsersInSilos(Population):
 
 
 class HiddenUsers(UsersInSilos):
-    """Users in silos that mask their parts of a sum: every party sees only the sum over all silos.
+    """Users of whom the server does not learn who was drawn, in silos that mask their parts.
 
     Parameters
     ----------
     sampling, num_silos
         See `UsersInSilos`.
     oblivious : bool
-        True if nobody knows which users are drawn, so any user may have been drawn.
+        True if the server does not know which users are drawn, so any user may have been drawn.
     """
+
+    repeats = False  # keys are secret
 
     def __init__(self, sampling: Sampling, num_silos: int, *, oblivious: bool) -> None:
         super().__init__(sampling, num_silos)

@@ -14,7 +14,7 @@ from flower_ext.federation.uploads import payload_bytes
 from flower_ext.metrics.spread import is_loss, reported_by_most, summarize
 from flower_ext.privacy import epsilon_text
 from flower_ext.privacy.guarantee import is_large
-from flower_ext.runs import RunDirectory
+from flower_ext.runs import RunWriter
 
 log = getLogger("flwr")
 
@@ -32,7 +32,7 @@ class Progress:
     message may still be evaluated.
     """
 
-    def __init__(self, directory: RunDirectory | None = None) -> None:
+    def __init__(self, directory: RunWriter | None = None) -> None:
         self.directory = directory
         self.row: dict[str, float] = {}
         self._evaluated = 0

@@ -17,8 +17,6 @@ from flower_ext.privacy.mechanisms.protections import (
     ClipUnits,
     ClipUnitsToCells,
     ClipUpdate,
-    ClipWithSide,
-    ClipWithSideToCells,
     ObjectivePerturbation,
     OutputPerturbation,
     ProtectedByServer,
@@ -38,10 +36,8 @@ _KINDS: Mapping[str, type[Protection]] = {
     kind.__name__: kind
     for kind in (
         ClipUpdate,
-        ClipWithSide,
         ClipUnits,
         ClipToCells,
-        ClipWithSideToCells,
         ClipUnitsToCells,
         OutputPerturbation,
         ClipSteps,

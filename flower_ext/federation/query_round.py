@@ -61,12 +61,13 @@ class QueryRound:
         self._summation = MaskedSum(run.mechanism.of_query(query))
         self._mechanism = self._summation.mechanism
         self._number = run.participations.answers[query.name] + 1
-        self._round = Round("evaluate", server_round, clients=run.clients, spending=run.spending)
+        self._server_round = server_round
+        self._round: Round | None = None
 
     def ask(self, model: records.Arrays, config: ConfigRecord) -> Iterable[Message]:
         """Store the spend durably, let all clients agree on masks, and ask for their vectors."""
         run, query, number = self._run, self._query, self._number
-        server_round = self._round.server_round
+        server_round = self._server_round
         try:
             ahead = deepcopy(run.participations)
             run.mechanism.count_answer(query, ahead)
@@ -91,19 +92,21 @@ class QueryRound:
             like={VECTOR: np.zeros(query.size)},
             read=_read_nothing,
         )
-        cohort = self._round.open(self._summation, opening)
-        if not cohort.partitions:
+        opened = self._round = Round("evaluate", self._summation, opening, run.spending)
+        if not opened.cohort.partitions:
             self.close([])
             return []
         shared = {**evaluation_content(run, model, config), **self._query_records()}
-        return self._round.ask({p: {**shared, **self._round.request(p)} for p in cohort.partitions})
+        return opened.ask({p: {**shared, **opened.request(p)} for p in opened.cohort.partitions})
 
     def close(self, replies: Iterable[Message]) -> Mapping[str, float]:
         """Unmask the sum; return what the query reads from it, or nothing if it is discarded."""
+        if self._round is None:  # the budget permitted no answer
+            return {}
         size, name = self._mechanism.cohort_size, self._query.name
         released, _ = self._round.close(replies, cohort=size, of=name)
         if released is None:
-            reason, number = self._round.discard_reason, self._round.server_round
+            reason, number = self._round.discard_reason, self._server_round
             log.warning("no %s after round %d: %s", name, number, reason)
             return {}
         total = np.asarray(released.value[VECTOR]) * size

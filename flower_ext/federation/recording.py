@@ -18,7 +18,7 @@ from flower_ext import runs
 from flower_ext.errors import InvalidValue
 from flower_ext.federation.query_round import use_records
 from flower_ext.federation.strategy import FederatedStrategy
-from flower_ext.runs import RunDirectory, new_run_path
+from flower_ext.runs import RunDirectory, RunWriter, new_run_path
 from flower_ext.runs.callbacks import Callback, Callbacks
 from flower_ext.runs.directory import RUNS_VARIABLE, Status
 from flower_ext.runs.settings import INCIDENTAL, Settings, UnfitSetting
@@ -45,7 +45,7 @@ def first_config(config: UserConfig) -> UserConfig:
 @contextmanager
 def recorded_run(
     config: UserConfig, name: str, callbacks: Sequence[Callback] = ()
-) -> Iterator[RunDirectory]:
+) -> Iterator[RunWriter]:
     """Open a run directory for the block; after the block, write the report.
 
     If the block fails or is interrupted, the function records that, writes a report of the rounds
@@ -88,13 +88,13 @@ def recorded_run(
         run.close()
 
 
-def _opened(config: UserConfig, name: str) -> RunDirectory:
+def _opened(config: UserConfig, name: str) -> RunWriter:
     path = _path_to_resume(config)
     if path is not None:
         _check_same(config, RunDirectory.open(path).config, path)
-        return RunDirectory.resume(path)
+        return RunWriter.resume(path)
     new = _named(config) or new_run_path(runs_folder(), name, datetime.now(UTC))
-    return RunDirectory.create(new, config=config)
+    return RunWriter.create(new, config=config)
 
 
 def runs_folder() -> Path:
@@ -102,7 +102,7 @@ def runs_folder() -> Path:
     return Path(os.environ.get(RUNS_VARIABLE, "runs")).expanduser().absolute()
 
 
-def _note_failure(run: RunDirectory, error: BaseException) -> None:
+def _note_failure(run: RunWriter, error: BaseException) -> None:
     try:
         # A refused value made no round: the run stays as complete as it was.
         if run.resumed and isinstance(error, InvalidValue) and run.withdraw():
@@ -122,7 +122,7 @@ def _reason(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"
 
 
-def _report(run: RunDirectory) -> None:
+def _report(run: RunWriter) -> None:
     print(f"Report: {runs.write_report(run)}", flush=True)
 
 
@@ -175,7 +175,7 @@ def base_of(strategy: Strategy) -> FederatedStrategy:
 
 
 def record(
-    run: RunDirectory,
+    run: RunWriter,
     strategy: Strategy,
     grid: Grid,
     initial_arrays: ArrayRecord,
@@ -217,11 +217,14 @@ def record(
 
 
 def settings_of(kind: type[AppSettings], context: Context) -> AppSettings:
-    """Return the run's settings, with the data folder that the node's owner sets.
+    """Return the run's settings, with the places on the node that its owner sets.
 
     A ``data-folder`` in the node config (``--node-config "data-folder='/path'"``) overrides that of
-    the run.
+    the run, and so does a ``draw-key`` if the app has this setting.
     """
-    folder = context.node_config.get("data-folder")
-    config = context.run_config
-    return kind.of(config if folder is None else {**config, "data-folder": folder})
+    node, config = context.node_config, dict(context.run_config)
+    if "data-folder" in node:
+        config["data-folder"] = node["data-folder"]
+    if "draw-key" in node and "draw-key" in config:
+        config["draw-key"] = node["draw-key"]
+    return kind.of(config)

@@ -148,14 +148,15 @@ class Roster:
         least = population - len(absent)
         nodes = wait_for_nodes(grid, population, timeout=timeout, least=least)
         log.info("asking the nodes which partitions they hold")
-        reported, error = _ask_identities(grid, nodes, IDENTITY, RecordDict(), timeout=timeout)
+        kind, question = IDENTITY, RecordDict()
+        reported, error = _ask_identities(grid, nodes, kind, question, timeout=timeout)
         foreign = not reported
         if foreign and mods:
             log.info("asking the nodes for client_level_dp_mod (a ClientApp without it fails here)")
             # The settings are those of any training, because mods before ours may read them.
             settings = ConfigRecord({"server-round": 0, FOR_MODS + _PARTITION_QUESTION: True})
-            question = RecordDict({_CONFIG: settings})
-            reported, error = _ask_identities(grid, nodes, "train", question, timeout=timeout)
+            kind, question = "train", RecordDict({_CONFIG: settings})
+            reported, error = _ask_identities(grid, nodes, kind, question, timeout=timeout)
             reported = {
                 node: partition for node, partition in reported.items() if partition is not None
             }  # a mod's answers
@@ -166,11 +167,30 @@ class Roster:
         if foreign and len(reported) == len(nodes) and set(reported.values()) == {_NO_PARTITION}:
             return cls(numbered, known=False, foreign=True, protects=True)
         answers = _by_partition(reported, population, clients_per_node)
-        if missing := sorted(set(range(population)) - set(answers) - set(absent)):
+        needed = set(range(population)) - set(absent)
+        # The node of a client that withdrew may have come before one that is needed.
+        while needed - set(answers) and len(nodes) < population:
+            late = _newer_nodes(grid, population, nodes, timeout=timeout)
+            if not late:
+                break
+            more, error = _ask_identities(grid, late, kind, question, timeout=timeout)
+            reported, nodes = {**reported, **more}, [*nodes, *late]
+            answers = _by_partition(reported, population, clients_per_node)
+        if missing := sorted(needed - set(answers)):
             raise FederationNotReady(
                 f"no node answered for partitions {missing[:10]}" + (f": {error}" if error else "")
             )
         return cls(answers, known=True, foreign=foreign, protects=foreign)
+
+
+def _newer_nodes(grid: Grid, population: int, nodes: Sequence[int], *, timeout: float) -> list[int]:
+    """Wait for nodes beside ``nodes``; return none if there are none after ``timeout``."""
+    try:
+        found = wait_for_nodes(grid, population, timeout=timeout, least=len(nodes) + 1)
+    except FederationNotReady as reason:
+        log.warning("%s", reason)
+        return []
+    return [node for node in found if node not in nodes]
 
 
 def _ask_identities(

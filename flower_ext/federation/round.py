@@ -14,8 +14,7 @@ import numpy as np
 from flwr.app import ArrayRecord, Message
 
 from flower_ext.errors import InvalidValue
-from flower_ext.federation.exchange import Clients, Content, Requests
-from flower_ext.federation.population import Cohort
+from flower_ext.federation.exchange import Content, Requests
 from flower_ext.federation.records import Update
 from flower_ext.federation.spending import Spending
 from flower_ext.federation.sums.summation import Opening, OpenSum, Summation
@@ -23,45 +22,38 @@ from flower_ext.privacy.mechanisms.plan import Aggregate, RoundDiscarded
 
 
 class Round:
-    """One round. Call `open`, `ask` and `close`, in this order.
+    """One round, whose sum is open. Call `ask` and `close`, in this order.
 
-    Before `ask`, the caller reserves the spend (`Spending.reserve`), because a client that was
-    asked may have uploaded, whatever happens to the server afterwards.
+    Before, the caller reserves the spend (`Spending.reserve`), because a client that was asked may
+    have uploaded, whatever happens to the server afterwards.
 
     Parameters
     ----------
     kind : {"train", "evaluate"}
         Type of the messages.
-    server_round : int
-        Number of the messages' round.
-    clients : Clients
+    summation : Summation
+    opening : Opening
     spending : Spending
     """
 
     def __init__(
-        self, kind: str, server_round: int, *, clients: Clients, spending: Spending
+        self, kind: str, summation: Summation, opening: Opening, spending: Spending
     ) -> None:
-        self.kind, self.server_round = kind, server_round
-        self._clients, self._spending = clients, spending
+        self.kind, self.server_round = kind, opening.server_round
+        self._clients, self._spending = opening.clients, spending
         self._sum: OpenSum | None = None
         self.requests: Requests | None = None
         """The messages to the cohort; None before `ask`."""
         self.discard_reason = ""
         """The reason why the round released nothing; empty if it released a mean."""
-        self.cohort = Cohort(partitions=(), units=(), population=0)
-        """The clients that contribute; known after `open`."""
-
-    def open(self, summation: Summation, opening: Opening) -> Cohort:
-        """Open the sum; return the clients that contribute, or none if too few are left."""
+        self.cohort = replace(opening.cohort, partitions=())
+        """The clients that contribute, or none if too few are left. The units stay, because they
+        were drawn and the round counts for them."""
         try:
             self._sum = summation.open(opening)
-        except RoundDiscarded as reason:
-            # Keep the units, because they were drawn and the round counts for them.
-            self.discard_reason = str(reason)
-            self.cohort = replace(opening.cohort, partitions=())
-        else:
             self.cohort = self._sum.cohort
-        return self.cohort
+        except RoundDiscarded as reason:
+            self.discard_reason = str(reason)
 
     def request(self, partition: int) -> Mapping[str, ArrayRecord]:
         """Return the records for one client only: those of the method and of the sum."""

@@ -40,7 +40,7 @@ from flower_ext.privacy.accounting.participations import Participations
 from flower_ext.privacy.mechanisms.plan import RoundMechanism
 from flower_ext.privacy.mechanisms.run_summary import RunSummary
 from flower_ext.privacy.mechanisms.vector_query import VectorQuery
-from flower_ext.runs import RunDirectory
+from flower_ext.runs import RunWriter
 from flower_ext.training import matches
 
 MODEL = "model"
@@ -74,7 +74,7 @@ class Run:
     summation: Summation
     population: Population
     spending: Spending
-    directory: InitVar[RunDirectory | None]
+    directory: InitVar[RunWriter | None]
     timeout: InitVar[float]
     stragglers: Stragglers | None
     seed: int | None
@@ -109,7 +109,7 @@ class Run:
     companions: dict[str, records.Arrays] = field(default_factory=dict, init=False)
     """Groups of arrays, by name, that a wrapper of the strategy keeps in the run's checkpoints."""
 
-    def __post_init__(self, directory: RunDirectory | None, timeout: float) -> None:
+    def __post_init__(self, directory: RunWriter | None, timeout: float) -> None:
         self.spending.check_plan(self.mechanism)
         self.progress = Progress()
         self.clients = Clients(self.method.client.name, self.progress, timeout=timeout)
@@ -173,7 +173,7 @@ class Run:
         """True if a repeated round equals the first attempt, because a seed determines it."""
         noiseless = self.mechanism.delta is None
         seeded = self.seed is not None and (self.seeded_noise or noiseless)
-        return seeded and self.summation.repeats
+        return seeded and self.summation.repeats and self.population.repeats
 
     def generator(self, *path: str | int) -> np.random.Generator:
         """Return the generator for a purpose: seeded if the run has a seed, else secure."""
@@ -332,12 +332,12 @@ class Run:
 
     # Files --------------------------------------------------------------------------------------
 
-    def attach(self, directory: RunDirectory, *, limit: Budget | None = None) -> None:
+    def attach(self, directory: RunWriter, *, limit: Budget | None = None) -> None:
         """Make a run that has not begun write to a directory, with a ledger for its releases.
 
         Parameters
         ----------
-        directory : RunDirectory
+        directory : RunWriter
         limit : Budget, optional
             Budget of a new ledger. If the plan has no releases for a ledger, budget of the run,
             unless the run has one.
@@ -364,7 +364,7 @@ class Run:
         elif spending.budget is None:
             spending.budget = limit
 
-    def _write_to(self, directory: RunDirectory | None) -> None:
+    def _write_to(self, directory: RunWriter | None) -> None:
         self.progress.directory = directory
         self.checkpoints = Checkpoints(directory, repeats=self.repeats)
         self._open_stream(directory)
@@ -375,7 +375,7 @@ class Run:
             "name": "" if directory is None else directory.path.name,
         }
 
-    def _open_stream(self, directory: RunDirectory | None) -> None:
+    def _open_stream(self, directory: RunWriter | None) -> None:
         """Begin the noise of a mechanism that correlates it, or continue that of a resumed run."""
         matrix, folder = self.mechanism.strategy_matrix, None
         if matrix is None:

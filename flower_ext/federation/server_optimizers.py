@@ -24,7 +24,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from flower_ext.checks import require_at_least_one, require_below_one, require_positive
+from flower_ext.checks import Checked, Count, FractionBelowOne, Positive, ProperFraction
 from flower_ext.errors import InvalidValue
 from flower_ext.federation.arrays import Arrays
 
@@ -33,7 +33,7 @@ Moments = Mapping[str, Arrays]
 
 
 @dataclass(frozen=True, kw_only=True)
-class ServerOptimizer(ABC):
+class ServerOptimizer(Checked, ABC):
     """A step of the server, by which the mean update of a round moves the shared model.
 
     Parameters
@@ -47,10 +47,7 @@ class ServerOptimizer(ABC):
         A field is out of range.
     """
 
-    learning_rate: float = 1.0
-
-    def __post_init__(self) -> None:
-        require_positive("learning_rate", self.learning_rate)
+    learning_rate: Positive = 1.0
 
     def advice(self, noise: float) -> str:
         """Return a warning if the fields do not suit noise of this stddev per coordinate, or ''."""
@@ -85,12 +82,11 @@ class Sgd(ServerOptimizer):
         If True, move along Δ_t + μ b_t.
     """
 
-    momentum: float = 0.0
+    momentum: FractionBelowOne = 0.0
     nesterov: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require_below_one("momentum", self.momentum)
         if self.nesterov and not self.momentum:
             raise InvalidValue("nesterov=True: expected a momentum > 0 as well")
 
@@ -128,14 +124,9 @@ class _Adaptive(ServerOptimizer):
         is divided by its own size, and every coordinate moves about as far as the others.
     """
 
-    learning_rate: float = 0.1
-    beta1: float = 0.9
-    tau: float = 1e-3
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require_below_one("beta1", self.beta1)
-        require_positive("tau", self.tau)
+    learning_rate: Positive = 0.1
+    beta1: FractionBelowOne = 0.9
+    tau: Positive = 1e-3
 
     def advice(self, noise: float) -> str:
         """Return why τ is too small for the noise; empty if it is not."""
@@ -168,7 +159,7 @@ class _Adaptive(ServerOptimizer):
 class Adagrad(_Adaptive):
     """FedAdagrad: v_t = v_{t−1} + Δ_t². Reddi et al. set β₁ = 0."""
 
-    beta1: float = 0.0
+    beta1: FractionBelowOne = 0.0
 
     def _square(self, v: np.ndarray, square: np.ndarray) -> np.ndarray:
         return np.asarray(v + square)
@@ -184,11 +175,7 @@ class Adam(_Adaptive):
         β₂ in [0, 1).
     """
 
-    beta2: float = 0.99
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require_below_one("beta2", self.beta2)
+    beta2: FractionBelowOne = 0.99
 
     def _square(self, v: np.ndarray, square: np.ndarray) -> np.ndarray:
         return np.asarray(self.beta2 * v + (1 - self.beta2) * square)
@@ -198,14 +185,14 @@ class Adam(_Adaptive):
 class Yogi(Adam):
     """FedYogi: v_t = v_{t−1} − (1 − β₂) Δ_t² sign(v_{t−1} − Δ_t²)."""
 
-    learning_rate: float = 0.01
+    learning_rate: Positive = 0.01
 
     def _square(self, v: np.ndarray, square: np.ndarray) -> np.ndarray:
         return np.asarray(v - (1 - self.beta2) * square * np.sign(v - square))
 
 
 @dataclass(frozen=True, kw_only=True)
-class ExponentialAverage:
+class ExponentialAverage(Checked):
     """Average of the models so far, with weights that fall by ``decay`` a round.
 
     The weights sum to 1 from the first round on, so the first model has no more weight than its
@@ -222,11 +209,7 @@ class ExponentialAverage:
         ``decay`` is out of range.
     """
 
-    decay: float = 0.9
-
-    def __post_init__(self) -> None:
-        require_positive("decay", self.decay)
-        require_below_one("decay", self.decay)
+    decay: ProperFraction = 0.9
 
     def add(self, model: Arrays, kept: Moments) -> Moments:
         """Return what to keep after one more model; ``kept`` is empty before the first."""
@@ -245,7 +228,7 @@ class ExponentialAverage:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TailAverage:
+class TailAverage(Checked):
     """Mean of the models after the last rounds. It keeps all of these models.
 
     Parameters
@@ -259,10 +242,7 @@ class TailAverage:
         ``last`` is out of range.
     """
 
-    last: int = 5
-
-    def __post_init__(self) -> None:
-        require_at_least_one("last", self.last)
+    last: Count = 5
 
     def add(self, model: Arrays, kept: Moments) -> Moments:
         """Return what to keep after one more model; ``kept`` is empty before the first."""

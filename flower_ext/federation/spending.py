@@ -9,26 +9,14 @@ from pathlib import Path
 from uuid import uuid4
 
 from flower_ext.errors import InvalidValue
-from flower_ext.privacy import (
-    Budget,
-    BudgetExhausted,
-    Guarantee,
-    Ledger,
-    Release,
-    epsilon_text,
-)
+from flower_ext.privacy import Budget, BudgetExhausted, Guarantee, Ledger, Release, epsilon_text
+from flower_ext.privacy.guarantee import claim_against
 from flower_ext.privacy.ledger import Reservation
 from flower_ext.privacy.mechanisms.plan import RoundMechanism
 from flower_ext.privacy.mechanisms.run_summary import RunSummary
 from flower_ext.privacy.mechanisms.vector_query import VectorQuery
-from flower_ext.privacy.shared_ledger import (
-    WITHOUT_NOISE,
-    Charge,
-    charge,
-    claim_against,
-    note_claims,
-    note_uncovered,
-)
+from flower_ext.privacy.shared_ledger import Charge, charge, note_claims, note_uncovered
+from flower_ext.privacy.study_composition import WITHOUT_NOISE
 from flower_ext.privacy.units import AdversaryView
 from flower_ext.privacy.withdrawal import withdrawn
 

@@ -32,7 +32,7 @@ from flower_ext.federation.training_round import TrainingRound
 from flower_ext.privacy import Budget, Guarantee, Ledger, PrivacyPlan
 from flower_ext.privacy.accounting.participations import Participations
 from flower_ext.privacy.mechanisms.plan import RoundMechanism
-from flower_ext.runs import RunDirectory
+from flower_ext.runs import RunWriter
 
 log = getLogger("flwr")
 
@@ -50,7 +50,7 @@ class FederatedStrategy(Strategy):
     sum : Callable[[RoundMechanism], Summation], optional
         Makes the run's sums, as `weighted_sum` does. By default the server adds up uploads, or
         masked uploads if the plan's noise is placed in a `SecureSum`.
-    run : RunDirectory, optional
+    run : RunWriter, optional
         Directory for metrics and checkpoints. If it was resumed, ``start`` continues from its last
         checkpoint.
     ledger : Ledger, optional
@@ -105,7 +105,7 @@ class FederatedStrategy(Strategy):
         plan: PrivacyPlan,
         *,
         sum: Callable[[RoundMechanism], Summation] | None = None,
-        run: RunDirectory | None = None,
+        run: RunWriter | None = None,
         ledger: Ledger | None = None,
         budget: Budget | None = None,
         seed: int | None = None,

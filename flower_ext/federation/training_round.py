@@ -45,13 +45,15 @@ class TrainingRound:
     trains in some rounds only, as in `Upcycled`, thus trains as it would without the other rounds.
     """
 
+    _round: Round
+
     def __init__(self, run: Run, server_round: int) -> None:
         abandoned = run.checkpoints.open
         if abandoned is not None and not run.repeats:  # a repetition counts once, when it ends
             run.count_abandoned(abandoned)
         self.run, self.number = run, run.participations.rounds + 1
+        self.server_round = server_round
         self._protection: Protection | None = None
-        self._round = Round("train", server_round, clients=run.clients, spending=run.spending)
 
     @property
     def cohort(self) -> Cohort:
@@ -66,7 +68,7 @@ class TrainingRound:
         BudgetExhausted
             This round would exceed the budget; nothing was sent.
         """
-        run, number, server_round = self.run, self.number, self._round.server_round
+        run, number, server_round = self.run, self.number, self.server_round
         if number == 1:
             rehearse(run, config)
         # Refusals come before the sum is opened: until then no client knows of the round.
@@ -91,8 +93,8 @@ class TrainingRound:
             like=run.mechanism.upload_like(run.model),
             read=self._read,
         )
-        cohort = self._round.open(run.summation, opening)
-        contents = self._contents(config)
+        self._round = Round("train", run.summation, opening, run.spending)
+        cohort, contents = self.cohort, self._contents(config)
         run.checkpoints.begin(BegunRound(number, [*cohort.units], *self._round.exposure()))
         run.progress.row["cohort"] = len(cohort.partitions)
         run.progress.row |= {**run.population.columns(drawn), **run.mechanism.state}
@@ -106,7 +108,7 @@ class TrainingRound:
         if mean is None:
             spent = "" if run.mechanism.delta is None else "; its privacy is spent nevertheless"
             reason = self._round.discard_reason
-            log.warning("round %d discarded: %s%s", self._round.server_round, reason, spent)
+            log.warning("round %d discarded: %s%s", self.server_round, reason, spent)
             run.progress.row["discarded"] = 1
         mirrored = run.method.client.memory is Memory.MIRRORED
         # Mirrored memory counts only if the server has stored its counterpart.
@@ -255,7 +257,7 @@ class TrainingRound:
         for name, group in (*state.everyone.items(), *state.server.items()):
             groups[f"in the server's state {name!r}"] = group
         for where, arrays in groups.items():
-            after = f"{where} after {step} in round {self._round.server_round}"
+            after = f"{where} after {step} in round {self.server_round}"
             require_finite(arrays, after, remedy)
         return {name: model[name] for name in self.run.model}, state
 

@@ -12,14 +12,22 @@ from typing import Any, TypeVar
 from flower_ext.checks import (
     is_number,
     require_at_least_one,
+    require_count,
     require_one_of,
     require_positive,
 )
 from flower_ext.errors import InvalidValue
 from flower_ext.files import read_toml
 from flower_ext.privacy import Budget, FullParticipation, NeighboringRelation, Release
+from flower_ext.secure.aggregation import Identities
 
-UPDATE, CONSTANTS = "clipped-noised-update", "constants"
+UPDATE, CONTRIBUTION, CONSTANTS = (
+    "clipped-noised-update",
+    "secure-sum-contribution",
+    "constants",
+)
+TRAIN = "train"
+"""Type of the messages that ask for an update, and in which sums of an app's updates are made."""
 ANY = "any"
 NAMESPACES, NOT_ISOLATED = "namespaces", "none"
 
@@ -36,13 +44,16 @@ class MessagePolicy:
 
     Parameters
     ----------
-    release : {"clipped-noised-update", "constants"}
+    release : {"clipped-noised-update", "secure-sum-contribution", "constants"}
         In the first case the reply has one update, bounded and noised by the guard. In the second
-        case no app runs, and the reply has only the ``constants``.
+        case the guard also masks it, so that only a sum over sites becomes known. In the third case
+        no app runs, and the reply has only the ``constants``.
     clipping_norm : float
-        Largest L2 norm of the update, over all its arrays together.
+        Largest L2 norm of the update, over all its arrays together. The server chooses the norm of
+        a contribution to a sum.
     noise_multiplier : float
-        Standard deviation of the noise, divided by ``clipping_norm``.
+        Standard deviation of the guard's noise, divided by the clipping norm. For a contribution,
+        it is the least that the server may ask for.
     arrays : {"all"} or list of str
         Arrays of the request that the app may update. The guard sends all other arrays, and those
         that are not floating-point, as it received them.
@@ -57,7 +68,7 @@ class MessagePolicy:
     constants: Mapping[str, int | float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        require_one_of("release", self.release, [UPDATE, CONSTANTS])
+        require_one_of("release", self.release, [UPDATE, CONTRIBUTION, CONSTANTS])
         for name, value in self.constants.items():
             if not (is_number(value) and math.isfinite(value)):
                 raise InvalidValue(f"constants.{name}={value!r}: expected a finite number")
@@ -66,6 +77,13 @@ class MessagePolicy:
             require_positive("noise-multiplier", self.noise_multiplier)
             if self.arrays != "all" and not isinstance(self.arrays, list):
                 raise InvalidValue(f'arrays={self.arrays!r}: expected "all" or a list of names')
+        elif self.release == CONTRIBUTION:
+            require_positive("noise-multiplier", self.noise_multiplier)
+            if self.clipping_norm or self.constants or self.arrays != "all":
+                raise InvalidValue(
+                    f'release="{CONTRIBUTION}": the server sets the norm, and nothing else leaves; '
+                    "leave out clipping-norm, constants and arrays"
+                )
         elif self.clipping_norm or self.noise_multiplier or self.arrays != "all":
             raise InvalidValue(
                 f'release="{CONSTANTS}": no array leaves; leave out clipping-norm, '
@@ -76,14 +94,61 @@ class MessagePolicy:
         """Return True if the app may update this array."""
         return self.arrays == "all" or name in self.arrays
 
-    @property
-    def spend(self) -> Release:
-        """One reply, as accounting sees it: the unit is the site's whole contribution."""
+    def spend(self, sites: int = 0) -> Release:
+        """Return one reply as accounting sees it: the unit is the site's whole contribution.
+
+        Parameters
+        ----------
+        sites : int
+            `GuardPolicy.noised_by`.
+        """
         return Release(
             sampling=FullParticipation(1),
-            noise_multiplier=self.noise_multiplier,
+            noise_multiplier=self.noise_multiplier * math.sqrt(sites or 1),
             relation=NeighboringRelation.REPLACE_ONE,
         )
+
+
+@dataclass(frozen=True, kw_only=True)
+class SumPolicy:
+    """The signed sums in which a site takes part.
+
+    Parameters
+    ----------
+    identity_key, members : str
+        Files of this site's Ed25519 key, and of the public keys of all sites, as ``ssh-keygen -t
+        ed25519`` writes them.
+    colluders : int
+        Number of other sites that may collude with the server.
+    honest_answers : int
+        Least number of sites, this one included, that are in every sum that may become known, and
+        of which none colludes. All of them must demand this policy's noise.
+
+    Raises
+    ------
+    InvalidValue
+        A number is out of range, or a file holds no keys.
+    """
+
+    identity_key: str
+    members: str
+    colluders: int
+    honest_answers: int
+
+    def __post_init__(self) -> None:
+        require_count("colluders", self.colluders)
+        require_at_least_one("honest-answers", self.honest_answers)
+        Identities.read(self.identity_key, self.members)
+
+    @property
+    def node_config(self) -> dict[str, str | int]:
+        """The same demands as a node config (see `flower_ext.federation.sums.sum_limits`)."""
+        return {
+            "sum-identity-key": self.identity_key,
+            "sum-members": self.members,
+            "sum-colluders": self.colluders,
+            "least-honest-answers": self.honest_answers,
+        }
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,6 +165,8 @@ class GuardPolicy:
         The most that all replies of the site may spend together.
     messages : Mapping[str, MessagePolicy]
         Permitted types of messages, such as "train".
+    sum : SumPolicy, optional
+        The secure sums to which contributions may go.
     timeout : float
         Seconds after which the guard ends an app.
     reply_after : float, optional
@@ -122,6 +189,7 @@ class GuardPolicy:
     ledger: Path
     budget: Budget
     messages: Mapping[str, MessagePolicy]
+    sum: SumPolicy | None = None
     timeout: float
     reply_after: float | None = None
     answer_limit: int = 1 << 30
@@ -146,6 +214,12 @@ class GuardPolicy:
             require_one_of("isolation", self.isolation, [NAMESPACES, NOT_ISOLATED])
         if not self.messages:
             raise InvalidValue("messages={}: expected at least one, such as [messages.train]")
+        for name, rule in self.messages.items():
+            if rule.release == CONTRIBUTION and (name != TRAIN or self.sum is None):
+                raise InvalidValue(
+                    f'[messages.{name}] with release="{CONTRIBUTION}": expected it in '
+                    f"[messages.{TRAIN}], and a section [sum]"
+                )
 
     def check_app(self, digest: str) -> None:
         """Refuse an app that the policy does not list.
@@ -170,6 +244,13 @@ class GuardPolicy:
             raise Refused(f"this site does not answer messages of the type {message_type!r}")
         return self.messages[message_type]
 
+    def noised_by(self, rule: MessagePolicy) -> int:
+        """Return the number of sites whose noise is in each sum of contributions; 0 otherwise."""
+        if rule.release != CONTRIBUTION:
+            return 0
+        assert self.sum is not None
+        return self.sum.honest_answers
+
 
 def read_policy(path: Path) -> GuardPolicy:
     """Read a policy from a TOML file, whose names have hyphens in place of underscores.
@@ -189,6 +270,8 @@ def read_policy(path: Path) -> GuardPolicy:
             name: _built(MessagePolicy, table, f"[messages.{name}]")
             for name, table in values.pop("messages", {}).items()
         }
+        if (table := values.pop("sum", None)) is not None:
+            values["sum"] = _built(SumPolicy, table, "[sum]")
         ledger = path.parent / str(values.pop("ledger", "ledger.jsonl"))
         parts = {"budget": budget, "messages": messages, "ledger": ledger, "path": path}
         return _built(GuardPolicy, {**values, **parts}, "the policy")

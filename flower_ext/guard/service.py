@@ -11,14 +11,16 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import IO, Any, NoReturn
 
-from flwr.app import ArrayRecord, MetricRecord, RecordDict
+from flwr.app import ArrayRecord, Message, MetricRecord, RecordDict
 
 from flower_ext.federation.arrays import to_record
 from flower_ext.files import write_whole
@@ -35,7 +37,7 @@ from flower_ext.guard.flower_runtime import (
     refusal_bytes,
     reply_bytes,
 )
-from flower_ext.guard.policy import CONSTANTS, GuardPolicy, MessagePolicy, Refused
+from flower_ext.guard.policy import CONTRIBUTION, UPDATE, GuardPolicy, MessagePolicy, Refused
 from flower_ext.guard.release import released, requested_arrays
 from flower_ext.privacy import (
     AdversaryView,
@@ -46,13 +48,8 @@ from flower_ext.privacy import (
     SecureNoise,
 )
 from flower_ext.privacy.accounting.accountant import privacy_loss_of
-from flower_ext.privacy.shared_ledger import (
-    CHARGE,
-    Charge,
-    charge,
-    check_affordable,
-    entries_of,
-)
+from flower_ext.privacy.shared_ledger import Charge, charge, check_affordable, entries_of
+from flower_ext.privacy.study_composition import CHARGE
 
 METRICS = "metrics"
 """Name of the MetricRecord of constants, as Flower's own strategies and examples name it."""
@@ -62,18 +59,22 @@ _PAUSE = 0.2
 
 @dataclass(frozen=True, kw_only=True)
 class Pending:
-    """A reply that is ready to leave, with all that sending it takes."""
+    """A reply that is ready to leave, with all that sending it takes.
+
+    ``sites`` is `GuardPolicy.noised_by`, on which the claims of the charge rest.
+    """
 
     token: str
     charge: dict[str, Any] | None
+    sites: int
     refusal: bytes
     message: bytes
     context: bytes
 
     def to_bytes(self) -> bytes:
         """Return the content of the file."""
-        head = json.dumps({"token": self.token, "charge": self.charge}).encode()
-        return joined(head, self.refusal, self.message, self.context)
+        head = {"token": self.token, "charge": self.charge, "sites": self.sites}
+        return joined(json.dumps(head).encode(), self.refusal, self.message, self.context)
 
     @classmethod
     def from_bytes(cls, content: bytes) -> Pending:
@@ -136,25 +137,15 @@ class Guard:
 
     def _reply_to(self, request: Request, token: str, started: float) -> Pending:
         """Run the app if the policy permits it, and return the reply."""
-        state, new = None, None
+        answer, sites = _AppAnswer(self.policy, self._log), 0
         try:
             self.policy.check_app(hashlib.sha256(request.fab).hexdigest())
             rule = self.policy.of(request.message.metadata.message_type)
             if not request.message.has_content():
                 raise Refused("this site answers only messages with content")
-            if rule.release == CONSTANTS:
-                content = RecordDict()
-            else:
-                name, record = only_arrays(request.message.content) or ("", None)
-                arrays = requested_arrays(record, rule)
-                new = self._charge(request, rule)
-                self._check_budget(new)
-                answer, state = self._answer(request)
-                leaving = released(arrays, answer, rule, self.noise)
-                content = RecordDict({name: to_record(leaving)})
-            if rule.constants:
-                content[METRICS] = MetricRecord(dict(rule.constants))
-            if self.policy.reply_after is not None:
+            sites = self.policy.noised_by(rule)
+            content, new = self._content(request, rule, answer)
+            if new is not None and self.policy.reply_after is not None:
                 time.sleep(max(0.0, started + self.policy.reply_after - time.monotonic()))
             message = reply_bytes(request, content)
             self.tell(f"run {request.run_id}: {rule.release}")
@@ -164,54 +155,72 @@ class Guard:
         return Pending(
             token=token,
             charge=None if new is None else new.to_dict(),
+            sites=sites,
             refusal=refusal_bytes(request, f"flower-ext guard: {_SPENT}"),
             message=message,
-            context=context_bytes(request.context, state),
+            context=context_bytes(request.context, answer.state),
         )
 
-    def _answer(self, request: Request) -> tuple[ArrayRecord | None, RecordDict | None]:
-        """Return the arrays of an app's answer and its memory; None for what is not usable."""
-        with _new_private_file(self._log) as log:
-            answer = answer_of(request.to_bytes(), self.policy, log)
-        if answer is None:
-            return None, None
+    def _content(
+        self, request: Request, rule: MessagePolicy, answer: _AppAnswer
+    ) -> tuple[RecordDict, Charge | None]:
+        """Return what leaves in the reply, and its charge; None if it depends on no data."""
+        content, new = RecordDict(), None
+        if rule.release == CONTRIBUTION:
+            # Its imports take seconds, and most guards need none of them.
+            from flower_ext.guard.sum_member import answer_in_sum, asks_for_contribution
+
+            if asks_for_contribution(request.message):
+                new = self._affordable_charge(request, rule)
+            run_app = partial(answer.to, request)
+            content = answer_in_sum(request, self.policy, rule, run_app)
+        elif rule.release == UPDATE:
+            name, record = only_arrays(request.message.content) or ("", None)
+            arrays = requested_arrays(record, rule)
+            new = self._affordable_charge(request, rule)
+            leaving = released(arrays, answer.to(request, request.message), rule, self.noise)
+            content = RecordDict({name: to_record(leaving)})
+        if rule.constants:
+            content[METRICS] = MetricRecord(dict(rule.constants))
+        return content, new
+
+    def _affordable_charge(self, request: Request, rule: MessagePolicy) -> Charge:
+        """Return the charge of the next reply. Refuse it before the app runs if it is too much.
+
+        The time of a later refusal would tell how long the app ran.
+        """
+        new = self._charge(request, rule)
         try:
-            content, state = read_answer(answer)
-        except Exception:  # a hostile app's bytes, from which any error may come
-            return None, None
-        arrays = only_arrays(content)
-        return None if arrays is None else arrays[1], state
+            check_affordable(self.policy.ledger, new, self.policy.budget)
+        except BudgetExhausted as error:
+            self.tell(str(error))
+            raise Refused(_SPENT) from None
+        return new
 
     def _charge(self, request: Request, rule: MessagePolicy) -> Charge:
-        """Return the charge of the next reply, under a number that no earlier reply has."""
-        run = f"{request.run_id}-node-{request.context.node_id}"
+        """Return the charge of the next reply, under a number that no earlier reply has.
+
+        Replies under another noise, after a change of the policy, count as another run's.
+        """
+        spend = rule.spend(self.policy.noised_by(rule))
+        node = request.context.node_id
+        run = f"{request.run_id}-node-{node}-{rule.release}-{spend.noise_multiplier:.6g}"
         number = 1 + sum(
             entry["kind"] == CHARGE and entry["run"] == run
             for entry in entries_of(self.policy.ledger)
         )
-        loss = privacy_loss_of({rule.spend: number}, delta=self.policy.budget.delta)
+        loss = privacy_loss_of({spend: number}, delta=self.policy.budget.delta)
         return Charge(
             run=run,
             method="flower-ext guard",
             training=number,
             repeatable=True,  # a pending reply is sent again, never noised again
             unit=PrivacyUnit.CLIENT,
-            relation=rule.spend.relation,
+            relation=spend.relation,
             epsilon=loss.epsilon,
             delta=loss.delta,
-            release=rule.spend,
+            release=spend,
         )
-
-    def _check_budget(self, new: Charge) -> None:
-        """Refuse a reply that the ledger cannot pay for, before the app runs.
-
-        The time of a later refusal would tell how long the app ran.
-        """
-        try:
-            check_affordable(self.policy.ledger, new, self.policy.budget)
-        except BudgetExhausted as error:
-            self.tell(str(error))
-            raise Refused(_SPENT) from None
 
     def _deliver(self) -> None:
         """Charge and send the reply that is ready, if there is one and the SuperNode waits."""
@@ -223,7 +232,8 @@ class Guard:
             message = pending.message
             if pending.charge is not None:
                 try:
-                    new = _with_claim(Charge.from_dict(pending.charge))
+                    new = Charge.from_dict(pending.charge)
+                    new = replace(new, claims=_claims(new, pending.sites))
                     charge(self.policy.ledger, new, self.policy.budget)
                 except BudgetExhausted as error:  # another node of the site was faster
                     self.tell(str(error))
@@ -234,21 +244,60 @@ class Guard:
         self._pending.unlink()
 
 
-def _with_claim(new: Charge) -> Charge:
-    """Return a charge with the guarantee of all replies of its run, against who sees each one."""
+class _AppAnswer:
+    """The answer of one app to one message; ``state`` is its memory, None if it is not usable."""
+
+    def __init__(self, policy: GuardPolicy, log: Path) -> None:
+        self._policy, self._log = policy, log
+        self.state: RecordDict | None = None
+
+    def to(self, request: Request, message: Message) -> ArrayRecord | None:
+        """Run the app on a message in the place of the request's; None if it failed in any way."""
+        with _new_private_file(self._log) as log:
+            answer = answer_of(replace(request, message=message).to_bytes(), self._policy, log)
+        if answer is None:
+            return None
+        try:
+            content, self.state = read_answer(answer)
+        except Exception:  # a hostile app's bytes, from which any error may come
+            return None
+        arrays = only_arrays(content)
+        return None if arrays is None else arrays[1]
+
+
+def _claims(new: Charge, sites: int) -> list[Guarantee]:
+    """Return the guarantees of all replies of a run: against who sees each one, and each sum."""
     assert new.release is not None
+    alone = new.release
+    if sites:
+        share = new.release.noise_multiplier / math.sqrt(sites)
+        alone = replace(new.release, noise_multiplier=share)
+    loss = privacy_loss_of({alone: new.training}, delta=new.delta)
     claim = Guarantee(
         unit=new.unit,
         relation=new.relation,
         view=AdversaryView.EACH_UPLOAD,
-        epsilon=new.epsilon,
-        delta=new.delta,
+        epsilon=loss.epsilon,
+        delta=loss.delta,
         basis="provable",
         accountant="exact Gaussian composition",
         source="the guard bounds and noises each reply",
+        releases=((alone, new.training),),
+    )
+    if not sites:
+        return [claim]
+    in_sums = replace(
+        claim,
+        view=AdversaryView.SUM_ONLY,
+        epsilon=new.epsilon,
+        source="the guard bounds, noises and masks each reply",
+        assumptions=(
+            f"at least {sites} sites of every sum that becomes known, this one included, add the "
+            "noise that this policy demands, and collude with nobody",
+        ),
         releases=((new.release, new.training),),
     )
-    return replace(new, claims=[claim])
+    return [claim, in_sums]
 
 
 def _new_private_file(path: Path) -> IO[bytes]:

@@ -1,11 +1,6 @@
 """Metrics of models, their spread over clients, and lower bounds on ε from samples."""
 
-from flower_ext.metrics.lower_bounds import (
-    BoundTerms,
-    LowerBound,
-    by_rates,
-    if_gaussian,
-)
+from flower_ext.metrics.lower_bounds import BoundTerms, LowerBound, by_rates, if_gaussian
 from flower_ext.metrics.one_run import (
     gaussian_curve,
     in_one_run,

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from flower_ext.checks import require_at_least_one, require_delta
+from flower_ext.checks import Checked, Count, FractionBelowOne, ProperFraction, require_delta
 from flower_ext.errors import InvalidValue
 from flower_ext.privacy import gaussian_loss
 
@@ -44,7 +44,7 @@ Scores = Sequence[float] | np.ndarray
 
 
 @dataclass(frozen=True, kw_only=True)
-class BoundTerms:
+class BoundTerms(Checked):
     """The terms on which ε is bounded from below.
 
     Parameters
@@ -59,17 +59,10 @@ class BoundTerms:
         ε that the mechanism reports at ``delta``; infinite if it reports none.
     """
 
-    delta: float
-    confidence: float
-    num_bounds: int = 1
+    delta: FractionBelowOne
+    confidence: ProperFraction
+    num_bounds: Count = 1
     reported: float = math.inf
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.delta < 1:
-            raise InvalidValue(f"delta={self.delta!r}: expected a number in [0, 1)")
-        if not 0 < self.confidence < 1:
-            raise InvalidValue(f"confidence={self.confidence!r}: expected a number in (0, 1)")
-        require_at_least_one("num_bounds", self.num_bounds)
 
     @property
     def failure(self) -> float:

@@ -36,12 +36,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from flower_ext.checks import (
-    is_number,
-    require_at_least_one,
-    require_not_negative,
-    require_positive,
-)
+from flower_ext.checks import Checked, Count, NotNegative, Positive, is_number, require_at_least_one
 from flower_ext.errors import InvalidValue
 from flower_ext.privacy.guarantee import Basis, Condition
 
@@ -50,7 +45,7 @@ LARGEST_WEIGHT = 2.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class DittoProblem:
+class DittoProblem(Checked):
     """Constants of the losses and the training that enter the bound.
 
     Theorem 1 covers one full-gradient step a round, on both models, without clipping.
@@ -72,28 +67,23 @@ class DittoProblem:
         G₀ ≥ ‖∇F_n‖ along the run and M ≥ ‖u_n* − w*‖; only the published bound needs them.
     """
 
-    strong_convexity: float
-    smoothness: float
-    initial_gap: float
-    initial_distance: float
-    dimension: int
-    num_clients: int
-    learning_rate: float
-    personal_learning_rate: float
+    strong_convexity: Positive
+    smoothness: Positive
+    initial_gap: NotNegative
+    initial_distance: NotNegative
+    dimension: Count
+    num_clients: Count
+    learning_rate: Positive
+    personal_learning_rate: Positive
     gradient_bound: float = math.inf
     model_spread: float = math.inf
 
     def __post_init__(self) -> None:
-        for name in ("strong_convexity", "smoothness", "learning_rate", "personal_learning_rate"):
-            require_positive(name, getattr(self, name))
-        for name in ("initial_gap", "initial_distance"):
-            require_not_negative(name, getattr(self, name))
+        super().__post_init__()
         for name in ("gradient_bound", "model_spread"):
             value = getattr(self, name)
             if not (is_number(value) and value >= 0):
                 raise InvalidValue(f"{name}={value!r}: expected a number >= 0")
-        for name in ("dimension", "num_clients"):
-            require_at_least_one(name, getattr(self, name))
         if self.smoothness < self.strong_convexity:
             raise InvalidValue(
                 f"smoothness={self.smoothness!r}: expected at least strong_convexity="

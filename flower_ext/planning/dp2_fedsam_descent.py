@@ -28,16 +28,19 @@ from dataclasses import dataclass
 import numpy as np
 
 from flower_ext.checks import (
+    Checked,
+    Count,
+    Fraction,
+    NotNegative,
+    Positive,
     require_at_least_one,
     require_not_negative,
-    require_positive,
-    require_rate,
 )
 from flower_ext.errors import InvalidValue
 
 
 @dataclass(frozen=True, kw_only=True)
-class PersonalDescent:
+class PersonalDescent(Checked):
     """Constants of the losses and of a run of DP²-FedSAM.
 
     Rounds sample exactly rN clients. Steps are plain gradient steps, without momentum.
@@ -57,38 +60,23 @@ class PersonalDescent:
         F(φ⁰, H⁰) − F*.
     """
 
-    extractor_smoothness: float
-    head_smoothness: float
-    gradient_bound: float
-    extractor_rate: float
-    head_rate: float
-    initial_gap: float
-    dimension: int
-    num_clients: int
-    clipping_norm: float
-    sampling_rate: float = 1.0
-    extractor_steps: int = 1
-    head_steps: int = 1
-    coupling: float = 0.0
-    extractor_stddev: float = 0.0
-    head_stddev: float = 0.0
-    radius: float = 0.0
-    noise_multiplier: float = 0.0
-
-    def __post_init__(self) -> None:
-        for name in (
-            *("extractor_smoothness", "head_smoothness", "gradient_bound"),
-            *("extractor_rate", "head_rate", "clipping_norm"),
-        ):
-            require_positive(name, getattr(self, name))
-        for name in (
-            *("initial_gap", "coupling", "extractor_stddev", "head_stddev"),
-            *("radius", "noise_multiplier"),
-        ):
-            require_not_negative(name, getattr(self, name))
-        for name in ("dimension", "num_clients", "extractor_steps", "head_steps"):
-            require_at_least_one(name, getattr(self, name))
-        require_rate("sampling_rate", self.sampling_rate)
+    extractor_smoothness: Positive
+    head_smoothness: Positive
+    gradient_bound: Positive
+    extractor_rate: Positive
+    head_rate: Positive
+    initial_gap: NotNegative
+    dimension: Count
+    num_clients: Count
+    clipping_norm: Positive
+    sampling_rate: Fraction = 1.0
+    extractor_steps: Count = 1
+    head_steps: Count = 1
+    coupling: NotNegative = 0.0
+    extractor_stddev: NotNegative = 0.0
+    head_stddev: NotNegative = 0.0
+    radius: NotNegative = 0.0
+    noise_multiplier: NotNegative = 0.0
 
     @property
     def paces(self) -> tuple[float, float]:

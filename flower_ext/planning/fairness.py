@@ -35,7 +35,10 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from flower_ext.checks import (
-    require_at_least_one,
+    Checked,
+    Count,
+    NotNegative,
+    Positive,
     require_not_negative,
     require_positive,
 )
@@ -45,7 +48,7 @@ from flower_ext.privacy.guarantee import Basis, Condition
 
 
 @dataclass(frozen=True, kw_only=True)
-class LinearFairness:
+class LinearFairness(Checked):
     """Theorems 2 and 3 for one federation.
 
     Parameters
@@ -61,20 +64,16 @@ class LinearFairness:
         default the means of both over the random û_n, which follow from the fields above.
     """
 
-    num_clients: int
-    num_examples: int
-    dimension: int
-    feature_energy: float
-    label_variance: float
-    model_variance: float
+    num_clients: Count
+    num_examples: Count
+    dimension: Count
+    feature_energy: Positive
+    label_variance: Positive
+    model_variance: NotNegative
     given_moments: tuple[float, float] | None = None
 
     def __post_init__(self) -> None:
-        for name in ("num_clients", "num_examples", "dimension"):
-            require_at_least_one(name, getattr(self, name))
-        for name in ("feature_energy", "label_variance"):
-            require_positive(name, getattr(self, name))
-        require_not_negative("model_variance", self.model_variance)
+        super().__post_init__()
         for moment in self.given_moments or ():
             require_not_negative("given_moments", moment)
 

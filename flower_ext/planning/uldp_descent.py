@@ -27,18 +27,13 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import ArrayLike
 
-from flower_ext.checks import (
-    require_at_least_one,
-    require_not_negative,
-    require_positive,
-    require_rate,
-)
+from flower_ext.checks import Checked, Count, Fraction, NotNegative, Positive, require_at_least_one
 from flower_ext.errors import InvalidValue
 from flower_ext.privacy.guarantee import Basis
 
 
 @dataclass(frozen=True, kw_only=True)
-class UldpDescent:
+class UldpDescent(Checked):
     """Constants of the losses and of a run of ULDP-AVG.
 
     Parameters
@@ -53,31 +48,21 @@ class UldpDescent:
         Least and largest factor C/max(C, η_l ‖E Σ g‖) of any pair and round; 1 without clipping.
     """
 
-    num_silos: int
-    num_users: int
-    dimension: int
-    local_steps: int
-    smoothness: float
-    initial_gap: float
-    learning_rate: float
-    server_rate: float
+    num_silos: Count
+    num_users: Count
+    dimension: Count
+    local_steps: Count
+    smoothness: Positive
+    initial_gap: NotNegative
+    learning_rate: Positive
+    server_rate: Positive
     gradient_bound: float = math.inf
-    gradient_stddev: float = 0.0
-    heterogeneity: float = 0.0
-    noise_multiplier: float = 0.0
-    clipping_norm: float = 1.0
-    least_factor: float = 1.0
-    largest_factor: float = 1.0
-
-    def __post_init__(self) -> None:
-        for name in ("num_silos", "num_users", "dimension", "local_steps"):
-            require_at_least_one(name, getattr(self, name))
-        for name in ("smoothness", "learning_rate", "server_rate", "clipping_norm"):
-            require_positive(name, getattr(self, name))
-        for name in ("initial_gap", "gradient_stddev", "heterogeneity", "noise_multiplier"):
-            require_not_negative(name, getattr(self, name))
-        for name in ("least_factor", "largest_factor"):
-            require_rate(name, getattr(self, name))
+    gradient_stddev: NotNegative = 0.0
+    heterogeneity: NotNegative = 0.0
+    noise_multiplier: NotNegative = 0.0
+    clipping_norm: Positive = 1.0
+    least_factor: Fraction = 1.0
+    largest_factor: Fraction = 1.0
 
 
 def uldp_avg_bound(

@@ -6,7 +6,7 @@ Published and provable guarantees have the same fields. Reports show both if the
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Literal
 
@@ -156,3 +156,17 @@ class Guarantee:
                 "conditions": tuple(Condition(**c) for c in entry.get("conditions", ())),
             }
         )
+
+
+def claim_against(view: AdversaryView, claims: Sequence[Guarantee]) -> Guarantee | None:
+    """Return the provable guarantee that holds against a view; None if there is none.
+
+    Without a guarantee against the view itself, it is the one against the next adversary that sees
+    more.
+    """
+    provable = [claim for claim in claims if claim.basis == "provable"]
+    for other in view.at_least:
+        for claim in provable:
+            if claim.view is other:
+                return claim
+    return None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import hmac
 import secrets
 
 import numpy as np
@@ -29,6 +30,17 @@ def seeded_generator(seed: int, *path: str | int) -> np.random.Generator:
     """
     words = np.frombuffer(_digest(seed, *path), dtype=np.uint32)
     return np.random.Generator(np.random.PCG64(np.random.SeedSequence(words.tolist())))
+
+
+def keyed_generator(key: bytes, *path: str | int) -> np.random.Generator:
+    """Return a ChaCha20 generator under HMAC-SHA-256 of ``path``, one for each ``path``.
+
+    All who hold ``key`` get the same numbers, which nobody else can predict.
+    """
+    from randomgen import ChaCha
+
+    digest = hmac.digest(key, repr(path).encode(), "sha256")
+    return np.random.Generator(ChaCha(key=int.from_bytes(digest), rounds=20))
 
 
 def derived_seed(seed: int, *path: str | int) -> int:

@@ -31,7 +31,7 @@ from flower_ext.privacy.accounting.events import PrivacyLoss, Release
 from flower_ext.privacy.accounting.group_privacy import DpSgd, group_loss
 from flower_ext.privacy.guarantee import epsilon_text
 from flower_ext.privacy.ledger import Ledger, LedgerFile
-from flower_ext.privacy.shared_ledger import WITHOUT_NOISE, RunCharges, label_of, runs_of
+from flower_ext.privacy.study_composition import WITHOUT_NOISE, RunCharges, label_of, runs_of
 from flower_ext.privacy.units import AdversaryView, PrivacyUnit
 
 WITHDRAWN, FORGOTTEN = "withdrawn", "forgotten"
@@ -142,7 +142,8 @@ def statement(path: Path, unit: PrivacyUnit, numbers: Collection[int]) -> dict[s
         "all runs together": together,
         "memory of clients": _memory(unit, numbers, entries),
         "not claimed": [
-            *("whether the silos deleted the person's records: ask each of them",),
+            "whether each silo deleted the person's records: ask each of them, because tests of a "
+            "model, whose records carry no numbers, may still use them",
             *sorted({entry["what"] for entry in before if entry["kind"] == "uncovered"}),
         ],
     }

@@ -25,42 +25,28 @@ from __future__ import annotations
 import csv
 import io
 import json
-import math
-import platform
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
-from datetime import UTC, datetime
-from importlib.metadata import PackageNotFoundError, version
+from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
-from uuid import uuid4
-
-import numpy as np
+from typing import Any, Literal, Self
 
 from flower_ext.errors import InvalidValue
-from flower_ext.files import LAST_MOMENTS, append_line, lock, write_rows, write_whole
-from flower_ext.privacy import Budget, Guarantee, Ledger
-
-if TYPE_CHECKING:
-    import torch
+from flower_ext.files import LAST_MOMENTS, lock
+from flower_ext.privacy import Guarantee, Ledger
 
 Status = Literal["running", "completed", "budget-exhausted", "failed"]
 
 RUNS_VARIABLE = "FLOWER_EXT_RUNS"
 """Environment variable that names the folder for new run directories."""
 
-_LOCK = ".lock"
-_BEFORE_A_RUN = (_LOCK, ".run.json.*.draft")
-"""Patterns of files that a run leaves if it ends before its ``run.json`` is written."""
+RUN_FILE, LOCK = "run.json", ".lock"
+"""Names of the file that makes a folder a run directory, and of the lock of its writer."""
 _METADATA = {"id", "config", "status", "started", "starts", "versions"}
 """Entries that every ``run.json`` has."""
 _RENEWED = ("guarantee.json", "clients.csv", "use.json")
 """Files that a run rewrites when it is resumed or ends."""
-_ENDED = ("reason", "finished", "summary", "accounted")
-_PACKAGES = ("flower-ext", "flwr", "torch", "numpy", "opacus", "dp-accounting", "ray")
-
-
 _CLIENTS, _MEAN, _ERROR = "scored_clients", "_mean", "_mean_error"
 """Name and endings of a secure evaluation's numbers in ``metrics.jsonl``."""
 
@@ -115,91 +101,26 @@ class Rounds(list[dict[str, float]]):
 
 
 class RunDirectory:
-    """Files of one run: make it with `create`, continue it with `resume`, read it with `open`.
+    """The files of one run, to read. A `RunWriter` writes them.
 
-    ``resumed`` is true if the run began earlier. ``accounted`` is true if ``guarantee.json`` covers
-    everything that clients were asked for.
+    ``path`` is the directory.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.resumed = self.accounted = False
-        self.on_round: Callable[[int, Mapping[str, float]], None] | None = None
-        """Called with every row that `log` has written."""
-        self._open = ExitStack()
-        self._before: dict[str, Any] = {}
 
     @classmethod
-    def create(cls, path: Path, config: Mapping[str, Any]) -> RunDirectory:
-        """Make a new run directory, which no other run may write to before it is closed.
-
-        Raises
-        ------
-        NotARun
-            The path exists and is not an empty directory (nothing is ever overwritten), or the
-            directory cannot be made.
-        InUse
-            Another run has just begun there.
-        """
-        path = Path(path)
-        run = cls(path)
-        try:
-            if path.exists() and (
-                not path.is_dir()
-                or any(not any(map(each.match, _BEFORE_A_RUN)) for each in path.iterdir())
-            ):
-                raise NotARun(f"run directory {path} is not empty; name a new one")
-            path.mkdir(parents=True, exist_ok=True)
-            # If two runs found the directory empty, only one gets the lock.
-            run._open.enter_context(lock(path / _LOCK))
-        except OSError as error:
-            raise NotARun(f"run directory {path} cannot be made: {error}") from error
-        run._write_json(
-            "run.json",
-            {
-                "id": uuid4().hex,
-                "config": dict(config),
-                "status": "running",
-                "started": _now(),
-                "starts": [{"started": _now()}],
-                "versions": _versions(),
-            },
-        )
-        return run
-
-    @classmethod
-    def resume(cls, path: Path) -> RunDirectory:
-        """Continue a run that was interrupted, or extend one that is complete.
+    def open(cls, path: Path) -> Self:
+        """Open an existing run directory for reading.
 
         Raises
         ------
         NotARun
             There is no ``run.json``.
-        InUse
-            A process still writes the run.
         """
-        run = cls.open(path)
-        run._open.enter_context(lock(run.path / _LOCK))
-        run._before = run.metadata
-        run.resumed, run.accounted = True, bool(run.metadata.get("accounted"))
-        metadata = {name: value for name, value in run.metadata.items() if name not in _ENDED}
-        start = {"started": _now(), "after_round": len(run.metrics())}
-        if (versions := _versions()) != metadata["versions"]:
-            start["versions"] = versions
-        starts = [*metadata["starts"], start]
-        run._write_json("run.json", {**metadata, "status": "running", "starts": starts})
-        return run
-
-    def withdraw(self) -> bool:
-        """Undo this start in ``run.json`` if it finished no round; return True in that case."""
-        idle: bool = self.metadata["starts"][-1]["after_round"] == len(self.metrics())
-        if idle:
-            self._write_json("run.json", self._before)
-        return idle
-
-    def close(self) -> None:
-        """Close the run's ledgers, and let another process continue the run."""
-        self._open.close()
+        if not (Path(path) / RUN_FILE).is_file():
+            raise NotARun(f"{path} holds no {RUN_FILE}: expected the directory of a run")
+        return cls(Path(path))
 
     def check_free(self, *, seconds: float = LAST_MOMENTS) -> None:
         """Wait until no process writes the run.
@@ -209,25 +130,12 @@ class RunDirectory:
         InUse
             A process still writes it after ``seconds``; the message names the process.
         """
-        lock(self.path / _LOCK, seconds=seconds).close()
-
-    @classmethod
-    def open(cls, path: Path) -> RunDirectory:
-        """Open an existing run directory for reading.
-
-        Raises
-        ------
-        NotARun
-            There is no ``run.json``.
-        """
-        if not (Path(path) / "run.json").is_file():
-            raise NotARun(f"{path} holds no run.json: expected the directory of a run")
-        return cls(Path(path))
+        lock(self.path / LOCK, seconds=seconds).close()
 
     @property
     def metadata(self) -> dict[str, Any]:
         """Contents of ``run.json``."""
-        with self._reading("run.json") as text:
+        with self._reading(RUN_FILE) as text:
             metadata: dict[str, Any] = json.loads(text)
             if missing := _METADATA - set(metadata):
                 raise InvalidValue(f"it lacks {', '.join(sorted(missing))}")
@@ -250,9 +158,10 @@ class RunDirectory:
         """The id of the run, the same over all its starts."""
         return str(self.metadata["id"])
 
-    def open_ledger(self, *, budget: Budget | None = None) -> Ledger:
-        """Open the run's ledger until the directory is closed (see `Ledger`)."""
-        return self._open.enter_context(closing(Ledger(self.ledger_path, budget=budget)))
+    @property
+    def resumed(self) -> bool:
+        """True if the run was continued after its first start."""
+        return len(self.metadata["starts"]) > 1
 
     @property
     def ledger_path(self) -> Path:
@@ -262,26 +171,6 @@ class RunDirectory:
     def ledger(self) -> list[dict[str, Any]]:
         """Return verified ledger entries; empty for a run without privacy."""
         return Ledger.read(self.ledger_path) if self.ledger_path.exists() else []
-
-    def log(self, round: int, **metrics: float) -> None:
-        """Add one round's metrics to ``metrics.jsonl``, and call ``on_round``.
-
-        Raises
-        ------
-        ValueError
-            A metric is not finite.
-        OSError
-            The line could not be written.
-        """
-        for name, value in metrics.items():
-            if not math.isfinite(value):
-                raise InvalidValue(
-                    f"metric {name}={value!r} of round {round}: expected a finite number"
-                )
-        line = json.dumps({"round": round, **metrics}).encode()
-        append_line(self.metrics_path, line, sync=False)
-        if self.on_round is not None:
-            self.on_round(round, metrics)
 
     @property
     def metrics_path(self) -> Path:
@@ -298,24 +187,6 @@ class RunDirectory:
             rounds[row["round"]] = rounds.get(row["round"], {}) | row
         return Rounds(rounds.values())
 
-    def forget_rounds(self, after: int) -> None:
-        """Drop the rows of rounds above ``after``, which will be repeated."""
-        for file in (self.metrics_path, self.path / "missing.jsonl"):
-            if file.exists():
-                kept = [row for row in self._lines(file.name) if row["round"] <= after]
-                write_whole(file, "".join(json.dumps(row) + "\n" for row in kept).encode())
-
-    def log_missing(
-        self, round: int, kind: str, partitions: Sequence[int], refusals: Sequence[str]
-    ) -> None:
-        """Add a line to ``missing.jsonl``: the partitions that gave no usable answer in a phase.
-
-        ``refusals`` are the reasons why the server refused replies in that phase.
-        """
-        line = {"round": round, "kind": kind, "partitions": list(partitions)}
-        content = json.dumps({**line, "refusals": list(refusals)}).encode()
-        append_line(self.path / "missing.jsonl", content, sync=False)
-
     def missing(self) -> list[dict[str, Any]]:
         """Return the lines of ``missing.jsonl``: round, kind, partitions and refusals of each."""
         return self._lines("missing.jsonl")
@@ -324,24 +195,10 @@ class RunDirectory:
         """Return (rounds, values) of one metric, for the rounds that measured it."""
         return self.metrics().series(name)
 
-    def save_guarantees(self, guarantees: Sequence[Guarantee]) -> None:
-        """Write ``guarantee.json``. The guarantees must cover all requests to clients so far."""
-        self._write_json("guarantee.json", [guarantee.to_dict() for guarantee in guarantees])
-        self.accounted = True
-
     def guarantees(self) -> list[Guarantee]:
         """Return the run's guarantees; empty for a run without privacy."""
         with self._reading("guarantee.json") as text:
             return [Guarantee.from_dict(entry) for entry in json.loads(text or "[]")]
-
-    def save_client_metrics(self, rows: Sequence[Mapping[str, float]]) -> None:
-        """Write ``clients.csv``: the last evaluation, one row per client, empty where undefined."""
-        if not rows:
-            return
-        names = list(dict.fromkeys(name for row in rows for name in row))
-        write_rows(
-            self.path / "clients.csv", names, [[row.get(n, "") for n in names] for row in rows]
-        )
 
     def client_metrics(self) -> list[dict[str, float]]:
         """Return the last evaluation, one row per client."""
@@ -349,44 +206,10 @@ class RunDirectory:
             rows = csv.DictReader(io.StringIO(text))
             return [{name: float(score) for name, score in row.items() if score} for row in rows]
 
-    def save_model(self, params: Mapping[str, torch.Tensor | np.ndarray]) -> None:
-        """Write the global model as ``model.safetensors``, whole or not at all."""
-        import torch  # takes seconds, which commands that only read a run do without
-        from safetensors.torch import save
-
-        tensors = {
-            name: torch.as_tensor(value).detach().cpu().clone().contiguous()
-            for name, value in params.items()
-        }
-        write_whole(self.path / "model.safetensors", save(tensors), private=False)
-
-    def save_use(self, use: Mapping[str, Any]) -> None:
-        """Write ``use.json``, from which ``flower-ext export`` builds a client's own model.
-
-        It names the method, the number of clients, the records of an evaluation request, the round
-        of each client's newest memory, and the fingerprint of the frozen parts.
-        """
-        self._write_json("use.json", dict(use))
-
     def use(self) -> dict[str, Any]:
         """Return what a client needs to build its own model from the shared one; may be empty."""
         with self._reading("use.json") as text:
             return dict(json.loads(text or "{}"))
-
-    def note(self, **entries: str) -> None:
-        """Add entries to ``run.json`` that only the caller knows, such as the app's folder."""
-        self._write_json("run.json", {**self.metadata, **entries})
-
-    def finish(self, status: Status, reason: str | None = None, **summary: float) -> None:
-        """Record how the run ended, and whether its guarantees cover all of it."""
-        outcome = {
-            "status": status,
-            "reason": reason,
-            "finished": _now(),
-            "accounted": self.accounted,
-            "summary": summary,
-        }
-        self._write_json("run.json", {**self.metadata, **outcome})
 
     @contextmanager
     def _reading(self, name: str) -> Iterator[str]:
@@ -408,27 +231,9 @@ class RunDirectory:
                 raise InvalidValue("a row lacks its round")
         return rows
 
-    def _write_json(self, name: str, value: Any) -> None:
-        content = json.dumps(value, indent=2, ensure_ascii=False).encode()
-        write_whole(self.path / name, content)
-
 
 def new_run_path(root: Path, name: str, started: datetime) -> Path:
     """Return a path below ``root`` that does not exist yet, named by what ran and when."""
     stem = f"{started:%Y%m%d-%H%M%S}-{name}"
     candidates = (root / (stem if n == 0 else f"{stem}-{n}") for n in range(1000))
     return next(path for path in candidates if not path.exists())
-
-
-def _now() -> str:
-    return datetime.now(UTC).isoformat(timespec="seconds")
-
-
-def _versions() -> dict[str, str]:
-    versions = {"python": platform.python_version()}
-    for package in _PACKAGES:
-        try:
-            versions[package] = version(package)
-        except PackageNotFoundError:
-            continue
-    return versions

@@ -14,16 +14,26 @@ its default. A field with a default of its own may be absent there.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, dataclass, field, fields
 from difflib import get_close_matches
 from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self, get_args, get_origin, get_type_hints
 
+from flower_ext.checks import Count as Count
+from flower_ext.checks import CountOrZero as CountOrZero
+from flower_ext.checks import Fraction as Fraction
+from flower_ext.checks import FractionBelowOne as FractionBelowOne
+from flower_ext.checks import NotNegative as NotNegative
+from flower_ext.checks import Positive as Positive
+from flower_ext.checks import ProperFraction as ProperFraction
+from flower_ext.checks import Rule as Rule
 from flower_ext.errors import InvalidValue
 
-PATHS = ("run-directory", "data-folder", "state-folder", "state-key-file")
+OF_NODES = ("data-folder", "draw-key")
+"""Settings that name places on a client's machine, where its node config overrides them."""
+PATHS = ("run-directory", "state-folder", "state-key-file", *OF_NODES)
 """Settings that name places."""
 
 INCIDENTAL = frozenset({*PATHS, "resume", "connect-timeout", "round-timeout"})
@@ -37,25 +47,10 @@ class UnfitSetting(InvalidValue):
     """A setting has a value that the app cannot use; the message says what it expects."""
 
 
-@dataclass(frozen=True)
-class Rule:
-    """A condition on a setting's values beyond their type: in words, and as a function."""
-
-    expected: str
-    accepts: Callable[[Any], bool]
-
-
 def _is_absolute_or_empty(text: str) -> bool:
     return not text or Path(text).expanduser().is_absolute()
 
 
-Positive = Annotated[float, Rule("a finite number > 0", lambda value: value > 0)]
-NotNegative = Annotated[float, Rule("a finite number >= 0", lambda value: value >= 0)]
-Fraction = Annotated[float, Rule("a number in (0, 1]", lambda value: 0 < value <= 1)]
-ProperFraction = Annotated[float, Rule("a number in (0, 1)", lambda value: 0 < value < 1)]
-FractionBelowOne = Annotated[float, Rule("a number in [0, 1)", lambda value: 0 <= value < 1)]
-Count = Annotated[int, Rule("an integer >= 1", lambda value: value >= 1)]
-CountOrZero = Annotated[int, Rule("an integer >= 0", lambda value: value >= 0)]
 AbsolutePath = Annotated[str, Rule("an absolute path", _is_absolute_or_empty)]
 
 

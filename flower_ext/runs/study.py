@@ -6,7 +6,12 @@ from pathlib import Path
 from typing import Any
 
 from flower_ext.privacy import AdversaryView, Ledger, epsilon_text
-from flower_ext.privacy.shared_ledger import RunSpend, spent_by_run, study_guarantees, total_spent
+from flower_ext.privacy.study_composition import (
+    RunSpend,
+    spent_by_run,
+    study_guarantees,
+    total_spent,
+)
 from flower_ext.runs.directory import RunDirectory
 
 _VIEWS = {

@@ -4,13 +4,7 @@ Begin with `JointStatistics`, which one noised sum releases, and with `ClientSta
 or `UserStatistics`, the methods that release it.
 """
 
-from flower_ext.statistics.cells import (
-    Bins,
-    ContingencyTable,
-    Histogram,
-    Quantiles,
-    SurvivalCurve,
-)
+from flower_ext.statistics.cells import Bins, ContingencyTable, Histogram, Quantiles, SurvivalCurve
 from flower_ext.statistics.moments import Count, Mean, Variance
 from flower_ext.statistics.notation import read_statistics
 from flower_ext.statistics.release import (

@@ -9,6 +9,7 @@ from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
+from itertools import pairwise, product
 
 import numpy as np
 from numpy.typing import NDArray
@@ -50,12 +51,8 @@ class Bins:
     @property
     def names(self) -> list[str]:
         """Names of the bins: those between the bounds, then below, above and missing."""
-        between = [
-            f"[{low:g}, {high:g}{']' if last else ')'}"
-            for low, high, last in zip(
-                self.edges, self.edges[1:], np.arange(1, self.count + 1) == self.count, strict=False
-            )
-        ]
+        *others, last = [f"[{low:g}, {high:g}" for low, high in pairwise(self.edges)]
+        between = [*(f"{name})" for name in others), f"{last}]"]
         return [*between, f"below {self.lower:g}", f"above {self.upper:g}", "missing"]
 
     def of(self, values: NDArray[np.float64]) -> NDArray[np.int64]:
@@ -68,9 +65,27 @@ class Bins:
 
 
 class _Cells(Statistic):
-    """Counts of people by cell; a subclass says in which cell a record is."""
+    """Counts of people by cell: a bin of one column, or a tuple of bins of several columns."""
 
     norm = 1.0
+
+    @property
+    @abstractmethod
+    def axes(self) -> Sequence[Bins]:
+        """The bins of each column."""
+
+    @property
+    def columns(self) -> Sequence[str]:
+        """The columns."""
+        return [bins.column for bins in self.axes]
+
+    @property
+    def names(self) -> Sequence[str]:
+        """The cells; those of several columns also name the columns."""
+        if len(self.axes) == 1:
+            return self.axes[0].names
+        labels = [[f"{bins.column} {name}" for name in bins.names] for bins in self.axes]
+        return [", ".join(cell) for cell in product(*labels)]
 
     @property
     def size(self) -> int:
@@ -79,14 +94,11 @@ class _Cells(Statistic):
 
     def vectors(self, columns: Columns) -> NDArray[np.float64]:
         """Return a one in each record's cell."""
-        cells = self.cells(columns)
+        positions = tuple(bins.of(columns[bins.column]) for bins in self.axes)
+        cells = np.ravel_multi_index(positions, [len(bins.names) for bins in self.axes])
         ones = np.zeros((len(cells), self.size))
         ones[np.arange(len(cells)), cells] = 1.0
         return ones
-
-    @abstractmethod
-    def cells(self, columns: Columns) -> NDArray[np.int64]:
-        """Return each record's cell."""
 
     def estimate(self, totals: NDArray[np.float64]) -> NDArray[np.float64]:
         """Return the totals: unbiased, and therefore sometimes below 0."""
@@ -105,18 +117,9 @@ class Histogram(_Cells):
         return f"histogram of {self.bins.column}"
 
     @property
-    def columns(self) -> Sequence[str]:
-        """The one column."""
-        return (self.bins.column,)
-
-    @property
-    def names(self) -> Sequence[str]:
-        """The bins."""
-        return self.bins.names
-
-    def cells(self, columns: Columns) -> NDArray[np.int64]:
-        """Return each record's bin."""
-        return self.bins.of(columns[self.bins.column])
+    def axes(self) -> Sequence[Bins]:
+        """The bins of the one column."""
+        return (self.bins,)
 
 
 @dataclass(frozen=True)
@@ -132,23 +135,9 @@ class ContingencyTable(_Cells):
         return f"table of {self.first.column} by {self.second.column}"
 
     @property
-    def columns(self) -> Sequence[str]:
-        """Both columns."""
-        return self.first.column, self.second.column
-
-    @property
-    def names(self) -> Sequence[str]:
-        """Pairs of bins."""
-        return [
-            f"{self.first.column} {one}, {self.second.column} {other}"
-            for one in self.first.names
-            for other in self.second.names
-        ]
-
-    def cells(self, columns: Columns) -> NDArray[np.int64]:
-        """Return each record's pair of bins."""
-        rows = self.first.of(columns[self.first.column])
-        return rows * len(self.second.names) + self.second.of(columns[self.second.column])
+    def axes(self) -> Sequence[Bins]:
+        """The bins of both columns."""
+        return self.first, self.second
 
 
 @dataclass(frozen=True)

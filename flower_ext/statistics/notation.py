@@ -20,13 +20,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from flower_ext.errors import InvalidValue
-from flower_ext.statistics.cells import (
-    Bins,
-    ContingencyTable,
-    Histogram,
-    Quantiles,
-    SurvivalCurve,
-)
+from flower_ext.statistics.cells import Bins, ContingencyTable, Histogram, Quantiles, SurvivalCurve
 from flower_ext.statistics.moments import Count, Mean, Variance
 from flower_ext.statistics.statistic import JointStatistics, Statistic
 

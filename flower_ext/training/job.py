@@ -10,12 +10,13 @@ import torch
 from torch import Tensor
 
 from flower_ext.checks import (
-    is_number,
-    require_at_least_one,
-    require_count,
-    require_not_negative,
-    require_positive,
-    require_rate,
+    Checked,
+    Count,
+    CountOrZero,
+    Fraction,
+    FractionBelowOne,
+    NotNegative,
+    Positive,
 )
 from flower_ext.data import Examples, trees
 from flower_ext.data.trees import Tree
@@ -38,7 +39,7 @@ OPTIMIZERS: Mapping[str, Callable[..., torch.optim.Optimizer]] = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class LocalTraining:
+class LocalTraining(Checked):
     """Settings for training one part of a model on one client in one round.
 
     Parameters
@@ -68,33 +69,25 @@ class LocalTraining:
         strongly convex problems.
     """
 
-    epochs: int = 2
-    steps: int | None = None
-    batch_size: int = 32
-    learning_rate: float = 0.1
-    learning_rate_decay: float = 1.0
-    momentum: float = 0.0
-    sam_radius: float = 0.0
-    proximal_weight: float = 0.0
+    epochs: CountOrZero = 2
+    steps: CountOrZero | None = None
+    batch_size: Count = 32
+    learning_rate: Positive = 0.1
+    learning_rate_decay: Fraction = 1.0
+    momentum: FractionBelowOne = 0.0
+    sam_radius: NotNegative = 0.0
+    proximal_weight: NotNegative = 0.0
     optimizer: str = SGD
-    weight_decay: float = 0.0
-    tolerance: float = 0.0
+    weight_decay: NotNegative = 0.0
+    tolerance: NotNegative = 0.0
 
     def __post_init__(self) -> None:
+        super().__post_init__()
+
         def require(name: str, ok: bool, expected: str) -> None:
             if not ok:
                 raise InvalidValue(f"{name}={getattr(self, name)!r}: expected {expected}")
 
-        require_count("epochs", self.epochs)
-        if self.steps is not None:
-            require_count("steps", self.steps)
-        require_at_least_one("batch_size", self.batch_size)
-        require_positive("learning_rate", self.learning_rate)
-        require_rate("learning_rate_decay", self.learning_rate_decay)
-        momentum = is_number(self.momentum) and 0 <= self.momentum < 1
-        require("momentum", momentum, "a number in [0, 1)")
-        for name in ("sam_radius", "proximal_weight", "weight_decay", "tolerance"):
-            require_not_negative(name, getattr(self, name))
         require("tolerance", not (self.tolerance and self.sam_radius), "0 with a sam_radius")
         known = self.optimizer in OPTIMIZERS
         require("optimizer", known, f"one of {', '.join(sorted(OPTIMIZERS))}")
@@ -149,7 +142,7 @@ class LocalTraining:
 
 
 @dataclass(frozen=True, kw_only=True)
-class StepNoise:
+class StepNoise(Checked):
     """Protection of the records in each step of a local training.
 
     Parameters
@@ -161,13 +154,9 @@ class StepNoise:
     source : NoiseSource
     """
 
-    clipping_norm: float
-    stddev: float
+    clipping_norm: Positive
+    stddev: NotNegative
     source: NoiseSource
-
-    def __post_init__(self) -> None:
-        require_positive("clipping_norm", self.clipping_norm)
-        require_not_negative("stddev", self.stddev)
 
 
 @dataclass(kw_only=True)

@@ -71,6 +71,9 @@ class Task:
         others are frozen, whatever their ``requires_grad``. For example FFA-LoRA (Sun et al.
         2024), which trains only the second matrices of adapters, is ``("*.lora_B",
         "*.modules_to_save")``.
+    draw_key : bytes, optional
+        Secret that all silos share and the server does not have (`data.linkage.read_key`). Silos
+        draw users by it under ``UldpAvg(silos_draw=True)``.
     """
 
     model: Callable[[], nn.Module]
@@ -81,6 +84,7 @@ class Task:
     )
     device: str = "auto"
     trainable: Sequence[str] | None = None
+    draw_key: bytes | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         if isinstance(self.model, nn.Module):

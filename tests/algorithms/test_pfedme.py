@@ -51,6 +51,7 @@ def client_work(task, client, method, *, size, dtype=torch.float32, terms=()):
         received=task.initial_params(0),
         memory=None,
         weighted_part=lambda users, norm: None,
+        draw_users=lambda sampling: [],
         training=method.training,
         round=1,
         seed=0,

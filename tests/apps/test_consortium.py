@@ -10,9 +10,10 @@ import pytest
 from typer.testing import CliRunner
 
 from flower_ext.cli.main import app as cli
+from flower_ext.data.linkage import write_key
 from flower_ext.federation import run_in_process
 from flower_ext.privacy import Ledger
-from flower_ext.privacy.shared_ledger import total_spent
+from flower_ext.privacy.study_composition import total_spent
 from flower_ext.runs import RunDirectory
 from flower_ext.runs.presets import SettingsFile
 from flower_ext.statistics.results import STANDARDISE, TABLE
@@ -146,6 +147,22 @@ def test_the_command_prints_the_statistics_and_where_their_page_is(tmp_path, mon
     assert "expected one of count, mean" in " ".join(refused.output.replace("│", " ").split())
 
 
+def test_silos_draw_the_users_of_a_training_by_the_key_of_link(tables, tmp_path):
+    key = tmp_path / "study.key"
+    write_key(key)
+    settings = {"features": "age 0:100", "outcome": "sick", "rounds": 3, "evaluate_every": 0}
+    settings |= {"user_sampling_rate": 0.2, "draws": "silos", "draw_key": str(key)}
+    refused = {**tables, **settings, "draw_key": str(tmp_path / "none.key"), "colluding_share": 0.0}
+    with pytest.raises(Exception, match="flower-ext link key"):
+        run(tmp_path / "refused", **refused)
+    with pytest.raises(Exception, match="colluding=0"):
+        run(tmp_path / "colluding", **{**refused, "colluding_share": 0.2})
+    made = run(tmp_path / "made", **{**refused, "draw_key": str(key)})
+    assert "users" not in made.metrics()[-1]
+    spent = {one.view: one.epsilon for one in made.guarantees() if one.basis == "provable"}
+    assert spent["sum-only"] == spent["released-models"] == pytest.approx(1.0, abs=0.02)
+
+
 def test_who_tests_depends_on_the_person_alone_in_all_silos(tables):
     """Without one person, no record of another person changes its part."""
     table_of = CONSORTIUM.module("tables").table_of
@@ -218,11 +235,15 @@ def test_a_study_goes_from_statistics_to_scores_and_keeps_what_is_complete(table
 
 @pytest.mark.engine
 @pytest.mark.slow
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1800)
 def test_supernodes_take_part_in_a_whole_study_with_files_of_their_own(tables, tmp_path):
-    """Three hospitals on a SuperLink with TLS; each SuperNode names its own data folder."""
+    """Three hospitals on a SuperLink with TLS; each SuperNode names its own data folder.
+
+    A SuperNode starts a process for each of a round's four messages, so two rounds must do.
+    """
     file = tmp_path / "small.toml"
     text = STUDY.format(app=json.dumps(str(CONSORTIUM.folder)), silos=3)
+    text = text.replace("rounds = 6", "rounds = 2, server-learning-rate = 12")
     file.write_text(text.replace('data-folder = "data"\n', ""))
     config = {"data-folder": tables["data_folder"]}
     with Deployment(tmp_path / "three", nodes=3, node_config=config) as deployment:
@@ -231,7 +252,7 @@ def test_supernodes_take_part_in_a_whole_study_with_files_of_their_own(tables, t
             env=deployment.env,
             capture_output=True,
             text=True,
-            timeout=800,
+            timeout=1700,
         )
     assert done.returncode == 0, done.stdout + done.stderr
     rows = released(RunDirectory.open(tmp_path / "small" / "statistics"))

@@ -124,7 +124,7 @@ def planted():
             yield name, "noise reused", faults.noise_reused, 2, trials
         if name == "uldp-secure-sum":
             yield name, "users clipped together", faults.rows_clipped_together, 1, 300
-        if name == "secure-sum":
+        if name in ("secure-sum", "secure-sum-mod"):
             yield name, "two clients silent", SILENT, 1, 450
             yield name, "pair masks left out", faults.pair_masks_left_out, 1, 450
         if name in ADAPTIVE:
@@ -152,6 +152,7 @@ DAILY = {
     "adaptive-clipping-server-noise of the next norm",
     "correlated-noise-noise of a round repeated",
     "secure-sum-clipping off",
+    "secure-sum-mod-pair masks left out",
     "server-noise-noise reused",
     "server-noise-poisson-σ/16",
     "uldp-avg-clipping off",
@@ -173,6 +174,7 @@ LIKE_ANOTHER = {
     "adaptive-clipping-secure-sum": "secure-sum",
     "server-noise": "server-noise-poisson",
     "client-noise-poisson": "server-noise-poisson",
+    "secure-sum-mod": "secure-sum",
     "uldp-sgd": "uldp-avg",
     "uldp-secure-sum": "secure-sum",
     "uldp-avg-by-records": "uldp-avg",

@@ -89,6 +89,7 @@ EXPECTED = {
     "adaptive-clipping-server": Expected(0.0, 0.5 / math.sqrt(2)),
     "adaptive-clipping-secure-sum": Expected(0.0, math.sqrt(2) * 0.5 / 3),
     "secure-sum": Expected(0.0, 0.5 / 3),
+    "secure-sum-mod": Expected(0.0, 0.5 / 3),
     "uldp-avg": Expected(0.5 / math.sqrt(2), 0.5 / 6),
     "uldp-sgd": Expected(0.5 / math.sqrt(2), 0.5 / 6),
     "uldp-secure-sum": Expected(0.0, 0.5 / 9),
@@ -139,7 +140,7 @@ def seen(name, runs=RUNS):
     """Return an adversary's observations of runs in which nobody learns."""
     of = MECHANISMS[name].experiment(rounds=ROUNDS)
     strategy = of.without.strategy
-    app = echo if name == "client-noise-mod" else strategy().method.client_app
+    app = echo if name.endswith("-mod") else strategy().method.client_app
     world = World(
         strategy=strategy, client_app=app(still(name)), num_clients=of.without.num_clients
     )

@@ -582,8 +582,6 @@ NOT_HERE = {
     "Unprotected": "leaves an upload as it is; nothing is promised",
     "AdaptiveRelease": "the paths of ReleaseMechanism, in three placements",
     "SpacedRelease": "the path of ReleaseMechanism with noise by the server",
-    "ClipWithSide": "the path of ClipUpdate, with one more number",
-    "ClipWithSideToCells": "the path of ClipToCells, with one more number",
     "squared_norms_of_rows": "adds nothing",
     "SidedSum": "the path of ClippedSum, with one more number",
     "BoundedSum": "returned by sum_clipped_rows",

@@ -5,7 +5,7 @@ import pytest
 from benchmarks.report.pages import names, pages, with_tables
 from benchmarks.report.rows import COLUMNS, collect, curve, gains, numbers, read, where
 from benchmarks.report.tables import TABLES
-from flower_ext.runs import RunDirectory
+from flower_ext.runs import RunWriter
 from tests.support.pages import ROOT
 
 PAPERS = {
@@ -51,7 +51,7 @@ def test_every_table_and_figure_of_the_papers_has_one_row():
 def a_run(path, seed, loss, status="completed"):
     """Write a run directory of the app ``uldp-fl`` with two rounds."""
     config = dict.fromkeys(COLUMNS["uldp-fl"].settings, "x") | {"seed": seed, "rounds": 2}
-    run = RunDirectory.create(path, config)
+    run = RunWriter.create(path, config)
     run.log(1, seconds=2.0, loss_pooled=1.0)
     run.log(2, seconds=3.0, loss_pooled=loss)
     run.finish(status)

@@ -17,6 +17,7 @@ from flower_ext.cli.main import app
 from flower_ext.federation import run_in_process
 from flower_ext.federation.engines.run_app import load_app
 from flower_ext.runs import RunDirectory
+from flower_ext.runs.writer import RunWriter
 from flower_ext.training import evaluate
 from tests.support.apps import DP2_FEDSAM, DP_DITTO, OWN
 
@@ -237,7 +238,7 @@ def test_what_cannot_be_exported_is_refused_with_what_to_change(
 
 def test_a_run_that_has_not_ended_is_refused(finished, tmp_path):
     path = shutil.copytree(finished(DP2_FEDSAM).path, tmp_path / "run")
-    RunDirectory.open(path).note(status="failed")
+    RunWriter.open(path).note(status="failed")
     done = call(path, "--output", tmp_path / "own.safetensors")
     assert done.exit_code == 2
     assert "--resume" in done.output

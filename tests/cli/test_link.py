@@ -1,6 +1,7 @@
 """``flower-ext link`` as the silos and the coordinator of a study type it."""
 
 import csv
+import re
 
 import pytest
 from typer.testing import CliRunner
@@ -92,9 +93,17 @@ def test_a_mistake_writes_nothing_and_says_what_to_change(link, tmp_path, words,
 def test_rows_that_cannot_be_linked_are_left_out_only_when_asked(link, tmp_path):
     (tmp_path / "a.csv").write_text(A + "Lee,Kim,,III\n", encoding="utf-8")
     common = f"users a.csv {OF_A} --key study.key --buckets 9 -o l.csv"
-    assert "1 rows: column 'Born'" in link(common, fails=True)
-    assert "Left out: 1 rows" in link(f"{common} --skip-unusable")
+    assert "1 row: column 'Born'" in link(common, fails=True)
+    assert "Left out: 1 row" in link(f"{common} --skip-unusable")
     assert len(rows(tmp_path / "l.csv")) == 2
+
+
+def test_silos_with_other_numbers_of_buckets_print_other_fingerprints(link):
+    prints = [
+        re.search(r"Fingerprint (\S+):", link(f"users a.csv {OF_A} --key study.key {rest}"))[1]
+        for rest in ("--buckets 9 -o l.csv", "--buckets 9 -o m.csv", "--buckets 99 -o n.csv")
+    ]
+    assert prints[0] == prints[1] != prints[2]
 
 
 def test_silos_with_other_keys_or_columns_are_not_numbered_together(link, tmp_path):

@@ -29,7 +29,7 @@ from flower_ext.privacy.theorems.dp2_fedsam_theorem import (
     dp2_fedsam_theorem2_noise_multiplier,
 )
 from flower_ext.privacy.theorems.uldp_group import group_loss_by_conversion, group_loss_by_renyi
-from flower_ext.runs import RunDirectory
+from flower_ext.runs import RunDirectory, RunWriter
 from flower_ext.runs.directory import NotARun
 from tests.support.commands import call
 from tests.support.finished_runs import finished
@@ -481,7 +481,7 @@ def test_a_place_that_cannot_be_is_said_in_one_line(tmp_path):
     assert compared.exit_code == 1
     assert "a file" in compared.output.replace("\n", "")
     with pytest.raises(NotARun, match="cannot be made"):
-        RunDirectory.create(file / "run", {})
+        RunWriter.create(file / "run", {})
 
 
 def test_an_app_whose_project_cannot_be_read_is_named(tmp_path):

@@ -12,7 +12,7 @@ from flower_ext.cli import preparing as module
 from flower_ext.cli.preparing import RunOptions
 from flower_ext.cli.processes import environment
 from flower_ext.errors import InvalidValue
-from flower_ext.runs import RunDirectory
+from flower_ext.runs import RunWriter
 from tests.support.apps import DP2_FEDSAM, FOREIGN, ULDP_FL
 
 
@@ -122,7 +122,7 @@ def test_a_superlink_elsewhere_is_sent_its_own_paths_as_they_are(path, monkeypat
 def test_a_run_that_was_moved_goes_on_with_the_memory_in_it(monkeypatch, tmp_path):
     first, moved = tmp_path / "first", tmp_path / "moved"
     kept = {"run-directory": str(first), "state-folder": str(first / "state")}
-    RunDirectory.create(first, kept).close()
+    RunWriter.create(first, kept).close()
     first.rename(moved)
     config = overrides(runs=tmp_path, resume=moved)
     assert json.loads(config["run-directory"]) == str(moved)

@@ -149,3 +149,8 @@ def test_the_order_of_numbers_says_nothing_of_pseudonyms_in_other_silos():
 def test_the_coordinator_sees_the_sizes_of_subsets():
     silos = [[b"a", b"b", b"c"], [b"b", b"c", b"d"], [b"c"]]
     assert shared_counts(silos) == {(0,): 1, (1,): 1, (0, 1): 1, (0, 1, 2): 1}
+
+
+def test_a_form_of_dates_without_a_percent_sign_is_refused():
+    with pytest.raises(InvalidValue, match=r"a form such as %d\.%m\.%Y"):
+        IdentifierField(column="born", kind="date", date_format="mm/dd/yyyy")

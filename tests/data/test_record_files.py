@@ -51,6 +51,15 @@ def test_a_broken_file_is_refused_and_its_content_not_shown(tmp_path, content, m
     assert "secr" not in str(refused.value)
 
 
+def test_a_file_of_utf_8_is_not_read_by_another_encoding(tmp_path):
+    path = tmp_path / "people.csv"
+    path.write_bytes("name\nZoë\n".encode())
+    with pytest.raises(InvalidValue, match="is UTF-8, not latin-1"):
+        [*RecordFile(path=path, encoding="latin-1").rows()]
+    path.write_bytes(b"name\nZoe\n")  # equal in both
+    assert [*RecordFile(path=path, encoding="latin-1").rows()] == [["Zoe"]]
+
+
 def test_a_missing_column_is_named_but_not_the_others(tmp_path):
     path = tmp_path / "people.csv"
     path.write_text("Secret,1980-03-01\n")  # no line of names: the first line is a person

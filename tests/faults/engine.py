@@ -24,7 +24,7 @@ from flower_ext.privacy import (
     ReleasePlan,
     seeded_generator,
 )
-from flower_ext.runs import RunDirectory
+from flower_ext.runs import RunWriter
 from tests.faults.grid import Delivered, FaultyGrid
 from tests.faults.worlds import SEED, SILOS, Case, initial
 
@@ -181,7 +181,7 @@ def run_case(case: Case, rounds: int, *, flood: int, seed: int) -> Outcome:
             seed=SEED,
             seeded_noise=True,
             evaluate_every=20,
-            run=RunDirectory.create(Path(folder) / "run", {}),
+            run=RunWriter.create(Path(folder) / "run", {}),
         )
         if isinstance(strategy.run.plan, ReleasePlan):
             strategy.run.spending.ledger = ledger

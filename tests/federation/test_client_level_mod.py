@@ -31,6 +31,7 @@ from flower_ext.federation import (
 from flower_ext.federation.protection import to_entries
 from flower_ext.federation.roster import FOR_MODS
 from flower_ext.privacy import (
+    AdaptiveClipping,
     AdversaryView,
     FixedSizeSampling,
     FullParticipation,
@@ -39,9 +40,10 @@ from flower_ext.privacy import (
     PerturbationPlan,
     PoissonSampling,
     ReleasePlan,
+    SecureScores,
     SecureSum,
 )
-from flower_ext.privacy.mechanisms.protections import ClipUpdate, ProtectedByServer
+from flower_ext.privacy.mechanisms.protections import ClipToCells, ClipUpdate, ProtectedByServer
 from flower_ext.training import Task, UnshareableModel
 from tests.support.strategies import strategy_of
 from tests.support.travelling import Recorder
@@ -206,16 +208,57 @@ def test_without_the_mod_a_run_is_refused_before_any_client_trains():
     assert trained == []
 
 
-def test_a_secure_sum_of_clients_that_cannot_mask_is_refused_before_any_client_trains():
+SUMS = SecureSum(colluding=0.0, dropouts=0.0)
+ADAPTIVE = AdaptiveClipping(initial=0.5, bit_noise=0.9)
+
+
+@pytest.mark.parametrize("norm", [0.5, ADAPTIVE], ids=["fixed", "adaptive"])
+def test_a_foreign_app_joins_a_secure_sum_and_gives_the_model_that_our_client_side_gives(norm):
+    planned = plan(noise_placement=SUMS, clipping_norm=norm)
+    seeded = {"plan": planned, "seed": 5, "seeded_noise": True, "evaluate_every": 0}
+    foreign, strategy, grid = run(foreign_app(), strategy_of(DPFedAvg, **seeded))
+    ours, _, _ = run(our_app(), strategy_of(Ours, **seeded))
+    assert strategy.refusals == []
+    for name in START:
+        assert not np.array_equal(foreign.arrays[name].numpy(), START[name])
+        np.testing.assert_array_equal(foreign.arrays[name].numpy(), ours.arrays[name].numpy())
+    # Beside the rehearsal and the identity, only bytes of the protocol leave a client.
+    for reply in grid.received[2 + CLIENTS + 1 :]:
+        ((record, arrays),) = reply.content.items()
+        assert record in (records.ANSWER, records.UPDATE)
+        assert list(arrays) == ["message"]
+
+
+@pytest.mark.parametrize("name", ["raises", "NaN"])
+def test_an_odd_client_in_a_secure_sum_masks_an_update_of_zeros(name):
+    def train(received, partition):
+        if partition == 1 and name == "raises":
+            raise ValueError(SECRET)
+        step = moved(received, partition)
+        return {n: v * np.nan for n, v in step.items()} if partition == 1 else step
+
+    def still(received, partition):
+        return received if partition == 1 else moved(received, partition)
+
+    seeded = {"plan": plan(noise_placement=SUMS), "seed": 5, "seeded_noise": True}
+    odd, expected = (
+        run(foreign_app(how), strategy_of(DPFedAvg, **seeded, evaluate_every=0))[0].arrays
+        for how in (train, still)
+    )
+    for name in START:
+        np.testing.assert_array_equal(odd[name].numpy(), expected[name].numpy())
+
+
+def test_queries_under_noise_are_refused_before_any_client_trains():
     trained = []
 
     def train(received, partition):
         trained.append(partition)
         return received
 
-    sums = SecureSum(colluding=0.0, dropouts=0.0)
-    strategy = FederatedStrategy(DPFedAvg(), plan(noise_placement=sums), evaluate_every=0)
-    with pytest.raises(ValueError, match="cannot mask its uploads"):
+    queries = (SecureScores(noise_multiplier=5.0, times=1),)
+    strategy = FederatedStrategy(DPFedAvg(), plan(noise_placement=SUMS, queries=queries))
+    with pytest.raises(ValueError, match="answers no query under noise"):
         run(foreign_app(train), strategy)
     assert trained == []
 
@@ -304,6 +347,39 @@ def test_a_node_that_requires_secure_sums_answers_nothing_by_the_mod():
     replies = [*grid.send_and_receive(questions)]
     assert len(replies) == CLIENTS
     assert all("require-secure-sum" in reply.error.reason for reply in replies)
+
+
+def test_a_node_that_requires_secure_sums_joins_them_and_trains_in_no_rehearsal():
+    rounds = []
+
+    def train(received, partition):
+        rounds.append(partition)
+        return moved(received, partition)
+
+    grid = Recorder(foreign_app(train), num_clients=CLIENTS)
+    for context in grid.contexts.values():
+        context.node_config |= {"require-secure-sum": True, "least-sum-members": CLIENTS}
+    strategy = FederatedStrategy(DPFedAvg(), plan(noise_placement=SUMS), evaluate_every=0)
+    _, strategy, _ = run(None, strategy, grid=grid)
+    assert strategy.refusals == []
+    assert len(rounds) == 2 * CLIENTS
+
+
+def test_a_share_of_a_sums_noise_never_leaves_without_masks():
+    share = ClipToCells(clipping_norm=1.0, noise_stddev=0.5, cell=2.0**-20)
+    reply = ask(START, START, share)
+    assert "without a secure sum" in reply.error.reason
+
+
+def test_diagnostics_beside_a_sum_are_refused_where_the_owner_requires_sums():
+    grid = Recorder(foreign_app(), num_clients=CLIENTS)
+    for context in grid.contexts.values():
+        context.node_config["require-secure-sum"] = True
+    strategy = strategy_of(
+        DPFedAvg, plan=plan(noise_placement=SUMS), diagnostics=True, evaluate_every=0
+    )
+    with pytest.raises(FederationNotReady, match="require-secure-sum"):
+        run(None, strategy, grid=grid)
 
 
 def test_a_floor_that_is_met_changes_nothing():

@@ -8,15 +8,14 @@ from torch import nn
 
 from flower_ext.algorithms import DP2FedSAM, DPDitto, DPFedAvg, PFedMe
 from flower_ext.data import ClientData, Examples
-from flower_ext.federation import FederatedStrategy, InProcessGrid, VirtualGrid, records
-from flower_ext.federation.client import hidden_failures
+from flower_ext.federation import FederatedStrategy, InProcessGrid, VirtualGrid, failures, records
 from flower_ext.federation.failures import STAYS_THERE
 from flower_ext.privacy import (
     FullParticipation,
     RecordLevelPlan,
     ReleasePlan,
 )
-from flower_ext.runs import RunDirectory, write_report
+from flower_ext.runs import RunWriter, write_report
 from flower_ext.training import LocalTraining, Task
 from tests.support.grids import grid
 from tests.support.strategies import strategy_of
@@ -239,7 +238,7 @@ def test_no_error_tells_of_a_record_in_replies_refusals_or_files(odd, engine, tm
         return odd(client) if client == 0 else client_data(client)
 
     sgd = LocalTraining(epochs=1, batch_size=8)
-    run = RunDirectory.create(tmp_path / "run", {"method": "dp-ditto", "dataset": "digits"})
+    run = RunWriter.create(tmp_path / "run", {"method": "dp-ditto", "dataset": "digits"})
     strategy = FederatedStrategy(DPDitto(local=sgd, personal_training=sgd), record_plan(), run=run)
     task = Task(model=Net, data=data, device="cpu")
     grid, replies = engine(DPDitto.client_app(task)), []
@@ -269,7 +268,7 @@ def test_no_error_tells_of_a_record_in_replies_refusals_or_files(odd, engine, tm
 
 
 def test_what_a_client_does_not_tell_is_in_its_own_log(logged, monkeypatch):
-    monkeypatch.setattr(hidden_failures, "_shown", set())
+    monkeypatch.setattr(failures, "_hidden", set())
     for _ in range(2):
         uploads(METHODS["DP-FedAvg"], Net, unreadable_record, engine=in_process)
     lines = [r for r in logged.records if "could not be loaded" in r.getMessage()]

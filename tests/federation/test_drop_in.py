@@ -21,7 +21,7 @@ from flower_ext.privacy import (
     NonPrivatePlan,
     PoissonSampling,
 )
-from flower_ext.runs import NotARun, RunDirectory, directory
+from flower_ext.runs import NotARun, RunDirectory, RunWriter, directory
 from flower_ext.runs.settings import UnfitSetting
 from flower_ext.training import LocalTraining
 from tests.support.recorded_runs import CLIENTS, plan, play
@@ -179,7 +179,7 @@ def test_a_folder_with_other_files_and_one_in_use_are_refused(tmp_path, monkeypa
     with pytest.raises(NotARun, match="not empty"):
         play(tmp_path / "mine")
     play(tmp_path / "run", dies_in=2)
-    other = RunDirectory.resume(tmp_path / "run")
+    other = RunWriter.resume(tmp_path / "run")
     with pytest.raises(InUse, match="in use by process"):
         play(tmp_path / "run")
     other.close()
@@ -242,7 +242,7 @@ def test_a_budget_ends_the_run_and_another_start_does_not_spend_more(tmp_path):
 
 
 def test_a_strategy_is_recorded_once(tmp_path):
-    own = RunDirectory.create(tmp_path / "own", config={})
+    own = RunWriter.create(tmp_path / "own", config={})
     grid = InProcessGrid(DPFedAvg.client_app(task()), num_clients=CLIENTS)
     initial = ArrayRecord(task().initial_params(0))
     with pytest.raises(InvalidValue, match="writes to this directory already"):

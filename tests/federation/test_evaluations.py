@@ -13,7 +13,7 @@ from flower_ext.data import Examples
 from flower_ext.federation import records
 from flower_ext.federation.client import vector_answers
 from flower_ext.privacy import Budget, Ledger, SecureScores, SecureSum, privacy_loss_of
-from flower_ext.runs import RunDirectory
+from flower_ext.runs import RunWriter
 from tests.support.losing import Losing
 from tests.support.secure_runs import CLIENTS, plan, strategy_of
 from tests.support.travelling import Recorder
@@ -281,7 +281,7 @@ def test_no_client_changes_the_score_of_another_by_a_single_bit(monkeypatch):
 
 
 def test_an_evaluation_that_was_asked_for_and_never_finished_counts_when_the_run_goes_on(tmp_path):
-    run_ = RunDirectory.create(tmp_path / "run", {})
+    run_ = RunWriter.create(tmp_path / "run", {})
     strategy = scored(run=run_, ledger=run_.open_ledger(), seeded_noise=False)
 
     class Dying(Recorder):
@@ -301,7 +301,7 @@ def test_an_evaluation_that_was_asked_for_and_never_finished_counts_when_the_run
         run(strategy, Dying, rounds=3)
     assert strategy.participations.answers["scores"] == 2
     run_.close()
-    again = RunDirectory.resume(tmp_path / "run")
+    again = RunWriter.resume(tmp_path / "run")
     second = scored(run=again, ledger=again.open_ledger(), seeded_noise=False)
     run(second, rounds=3)
     assert (

@@ -5,7 +5,7 @@ import pytest
 
 from flower_ext.federation import progress as module
 from flower_ext.federation.progress import Progress
-from flower_ext.runs import RunDirectory
+from flower_ext.runs import RunWriter
 
 
 def lines(logged) -> list[str]:
@@ -98,7 +98,7 @@ def test_a_score_that_most_clients_lack_has_no_mean():
 
 
 def test_the_row_of_a_round_is_written_under_its_number(tmp_path):
-    run = RunDirectory.create(tmp_path / "run", {})
+    run = RunWriter.create(tmp_path / "run", {})
     progress = Progress(run)
     for number in (1, 2):
         progress.begin()

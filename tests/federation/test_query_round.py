@@ -9,7 +9,7 @@ from flower_ext.algorithms import DPFedAvg
 from flower_ext.errors import InvalidValue
 from flower_ext.privacy import Ledger, SecureScores, VectorQuery, privacy_loss_of
 from flower_ext.privacy.mechanisms.updates import l2_norm
-from flower_ext.runs import RunDirectory
+from flower_ext.runs import RunWriter
 from tests.support.secure_runs import CLIENTS, plan, strategy_of
 from tests.support.travelling import Recorder
 from tests.support.worlds import CLASSES, client_data, initial, task
@@ -70,7 +70,7 @@ def test_an_answer_is_the_sum_of_all_clients_vectors_but_for_noise_of_the_size_t
 
 
 def test_the_answer_is_among_the_metrics_of_the_first_round(tmp_path):
-    directory = RunDirectory.create(tmp_path / "run", {})
+    directory = RunWriter.create(tmp_path / "run", {})
     strategy = asking(run=directory)
     run(strategy, rounds=2)
     first, second = directory.metrics()
@@ -143,10 +143,10 @@ def test_an_app_that_does_not_know_a_query_says_how_to_add_it():
 
 
 def test_a_resumed_run_does_not_ask_again(tmp_path):
-    directory = RunDirectory.create(tmp_path / "run", {})
+    directory = RunWriter.create(tmp_path / "run", {})
     run(asking(run=directory, seeded_noise=False), rounds=1)
     directory.close()
-    again = asking(run=RunDirectory.resume(tmp_path / "run"), seeded_noise=False)
+    again = asking(run=RunWriter.resume(tmp_path / "run"), seeded_noise=False)
     run(again, rounds=2)
     assert again.participations.answers == {"labels": 1}
     assert again.participations.rounds == 2

@@ -35,7 +35,7 @@ from flower_ext.privacy import (
     PerturbationPlan,
     RecordLevelPlan,
 )
-from flower_ext.runs import RunDirectory, directory, write_report
+from flower_ext.runs import RunDirectory, RunWriter, directory, write_report
 from flower_ext.training import LocalTraining
 from tests.support.dying_runs import CLIENTS, Died, plan, play
 from tests.support.grids import grid
@@ -273,7 +273,8 @@ def test_where_nobody_can_go_on_the_guarantee_counts_what_was_asked_for(tmp_path
         play(tmp_path, dies_in=4, **options)
     run = RunDirectory.open(tmp_path / "run")
     of_four = [g.epsilon for g in run.guarantees()]
-    run.save_guarantees([])  # as if the process had been killed before it wrote them
+    # As if the process had been killed before it wrote them.
+    RunWriter.open(run.path).save_guarantees([])
     facts = {**run.metadata, "status": "running"}
     (run.path / "run.json").write_text(json.dumps({**facts, "accounted": False}))
     shutil.rmtree(tmp_path / "state")

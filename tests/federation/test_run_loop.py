@@ -10,7 +10,7 @@ from flwr.serverapp.strategy import FedAdam
 from flower_ext.algorithms import DPFedAvg, Hosted, Upcycled
 from flower_ext.federation import InProcessGrid, State, records
 from flower_ext.privacy import FullParticipation, Ledger, NonPrivatePlan, ReleasePlan
-from flower_ext.runs import RunDirectory
+from flower_ext.runs import RunWriter
 from flower_ext.training import LocalTraining
 from tests.support.strategies import strategy_of
 from tests.support.worlds import initial, task
@@ -79,7 +79,7 @@ def started(strategy, arrays=None, rounds=5):
 def test_a_step_that_is_not_finite_ends_the_run_at_its_round_and_spends_no_more(
     method, said, tmp_path
 ):
-    run = RunDirectory.create(tmp_path / "run", {})
+    run = RunWriter.create(tmp_path / "run", {})
     ledger = Ledger(tmp_path / "ledger.jsonl")
     strategy = strategy_of(method, plan=noised(), run=run, ledger=ledger, **OPTIONS)
     with pytest.raises(ValueError, match=f"{said} in round 2: expected finite"):

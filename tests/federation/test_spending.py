@@ -22,8 +22,8 @@ from flower_ext.privacy import (
     privacy_loss_of,
 )
 from flower_ext.privacy.accounting.gaussian import gaussian_loss
-from flower_ext.privacy.shared_ledger import spent_by_run, study_guarantees, total_spent
-from flower_ext.runs import RunDirectory
+from flower_ext.privacy.study_composition import spent_by_run, study_guarantees, total_spent
+from flower_ext.runs import RunWriter
 from tests.support.strategies import strategy_of
 from tests.support.worlds import task
 
@@ -40,7 +40,7 @@ PLAN = ReleasePlan(
 def run_of(folder: Path, budget: Budget, *, rounds=2, plan=PLAN, method=DPFedAvg, **options):
     """Start or resume a run for ``rounds`` rounds in total."""
     begun = (folder / "run.json").exists()
-    run = RunDirectory.resume(folder) if begun else RunDirectory.create(folder, config={})
+    run = RunWriter.resume(folder) if begun else RunWriter.create(folder, config={})
     try:
         strategy = strategy_of(method, plan=plan, budget=budget, run=run, timeout=5.0, **options)
         grid = InProcessGrid(method.client_app(task()), num_clients=CLIENTS)

@@ -36,7 +36,7 @@ from flower_ext.privacy import (
     privacy_loss_of,
 )
 from flower_ext.privacy.accounting.calibration import calibrate_rounds
-from flower_ext.runs import RunDirectory
+from flower_ext.runs import RunWriter
 from flower_ext.training import LocalTraining, Task, UnshareableModel
 from tests.support.strategies import strategy_of
 from tests.support.travelling import Recorder, Tampering
@@ -347,7 +347,7 @@ def test_bad_replies_are_refused_counted_and_dropouts_for_the_plan(tmp_path):
         DPFedAvg(local=FAST),
         plan(sampling=FullParticipation(CLIENTS)),
         ledger=ledger,
-        run=(run := RunDirectory.create(tmp_path / "run", {})),
+        run=(run := RunWriter.create(tmp_path / "run", {})),
     )
     before = initial()
     result = strategy.start(grid, before, num_rounds=1)
@@ -386,7 +386,7 @@ def test_the_run_stops_cleanly_at_its_budget_and_sends_nothing_beyond(tmp_path):
 
 
 def test_with_seeded_noise_every_release_is_on_the_ledger_whoever_makes_it(tmp_path):
-    ledger, run = Ledger(tmp_path / "ledger.jsonl"), RunDirectory.create(tmp_path / "run", {})
+    ledger, run = Ledger(tmp_path / "ledger.jsonl"), RunWriter.create(tmp_path / "run", {})
 
     def strategy(**how):
         options = {"plan": plan(), "local": FAST, "evaluate_every": 0, "ledger": ledger, "seed": 1}
@@ -765,7 +765,7 @@ def test_a_ledger_that_would_stay_empty_is_refused(tmp_path):
 
 
 def test_where_a_budget_stops_a_run_its_guarantee_covers_all_releases(tmp_path):
-    run = RunDirectory.create(tmp_path / "run", {})
+    run = RunWriter.create(tmp_path / "run", {})
     spent = privacy_loss_of({plan().mechanism().release: 5}, delta=0.1).epsilon
     strategy = FederatedStrategy(
         DPFedAvg(local=FAST),
@@ -812,7 +812,7 @@ def test_a_run_that_once_had_an_answer_goes_on_whatever_is_refused(tmp_path, rou
         grid = grid_of(app)
         for node in refusing:
             grid.contexts[node].node_config["require-secure-noise"] = True
-        run = RunDirectory.resume(path) if path.exists() else RunDirectory.create(path, {})
+        run = RunWriter.resume(path) if path.exists() else RunWriter.create(path, {})
         with contextlib.closing(run):
             everyone = FullParticipation(CLIENTS)
             strategy = FederatedStrategy(

@@ -9,7 +9,8 @@ from flwr.app import ArrayRecord
 
 from flower_ext.algorithms import DPFedAvg, FedPer, UldpAvg
 from flower_ext.algorithms.uldp import UldpNaive
-from flower_ext.federation import FederatedStrategy, InProcessGrid
+from flower_ext.data import SiloData
+from flower_ext.federation import FederatedStrategy, FederationNotReady, InProcessGrid
 from flower_ext.privacy import (
     Budget,
     FixedSizeSampling,
@@ -22,9 +23,11 @@ from flower_ext.privacy import (
     SecureSum,
 )
 from flower_ext.privacy.withdrawal import forgotten, withdraw
-from flower_ext.runs import RunDirectory
+from flower_ext.runs import RunDirectory, RunWriter
 from tests.support import silos
+from tests.support.private_silos import make, make_openly, start
 from tests.support.strategies import strategy_of
+from tests.support.travelling import Recorder
 from tests.support.worlds import task
 
 CLIENTS, LEAVING, DELTA = 6, 2, 0.01
@@ -61,7 +64,7 @@ def plan(sampling=None, **changes) -> ReleasePlan:
 
 def run_of(folder: Path, given: Budget, *, plan, rounds=2, method=DPFedAvg, state="", **options):
     begun = (folder / "run.json").exists()
-    run = RunDirectory.resume(folder) if begun else RunDirectory.create(folder, config={})
+    run = RunWriter.resume(folder) if begun else RunWriter.create(folder, config={})
     settings = {"state-folder": str(state)} if state else {}
     try:
         strategy = strategy_of(method, plan=plan, budget=given, run=run, timeout=5.0, **options)
@@ -174,6 +177,60 @@ def test_a_run_begins_without_the_node_of_a_client_that_withdrew_but_without_no_
         another.start(InProcessGrid(app, CLIENTS - 2), initial, num_rounds=1)
 
 
+class Late(InProcessGrid):
+    """Some nodes connect first, all others when the server has asked these for their partitions."""
+
+    def __init__(self, *given, first, never=(), **options):
+        super().__init__(*given, **options)
+        self.first, self.never = {1_000 + p for p in first}, {1_000 + p for p in never}
+        self.has_asked = False
+
+    def get_node_ids(self):
+        nodes = self.contexts if self.has_asked else self.first
+        return [node for node in nodes if node not in self.never]
+
+    def send_and_receive(self, messages, *, timeout=None):
+        self.has_asked = True
+        return super().send_and_receive(messages, timeout=timeout)
+
+
+@pytest.mark.parametrize("missing", [(), (0,)], ids=["late", "never"])
+def test_the_node_of_a_client_that_withdrew_takes_the_place_of_no_node_that_is_late(
+    tmp_path, missing
+):
+    given = budget(tmp_path)
+    run_of(tmp_path / "a", given, plan=plan())
+    withdraw(given.ledger, PrivacyUnit.CLIENT, [CLIENTS - 1])
+    grid = Late(DPFedAvg.client_app(task()), CLIENTS, first=range(1, CLIENTS), never=missing)
+    strategy = FederatedStrategy(DPFedAvg(), plan(), budget=given, timeout=1.0)
+    initial = ArrayRecord(task().initial_params(0))
+    if missing:
+        with pytest.raises(FederationNotReady, match=r"partitions \[0\]"):
+            strategy.start(grid, initial, num_rounds=1)
+        return
+    strategy.start(grid, initial, num_rounds=1)
+    assert strategy.participations.rounds == 1
+    assert sorted(strategy.run.clients.nodes) == [*range(CLIENTS - 1)]
+
+
+def test_a_node_whose_owner_keeps_memory_deletes_nothing_and_ends_no_run(tmp_path):
+    given, state = budget(tmp_path), tmp_path / "nodes"
+    chosen = NonPrivatePlan(sampling=FullParticipation(CLIENTS))
+    run_of(tmp_path / "a", given, plan=chosen, method=FedPer, state=state)
+    withdraw(given.ledger, PrivacyUnit.CLIENT, [LEAVING])
+    settings = {"keep-memory": True, "state-folder": str(state)}
+    before = sorted(path.name for path in state.glob("*/*-*"))
+    grid = InProcessGrid(FedPer.client_app(task()), CLIENTS)
+    for context in grid.contexts.values():
+        context.node_config |= settings
+    strategy = FederatedStrategy(FedPer(), chosen, budget=given, timeout=5.0)
+    strategy.start(grid, ArrayRecord(task().initial_params(0)), num_rounds=1)
+    assert set(before) <= {path.name for path in state.glob("*/*-*")}
+    assert forgotten(Ledger.read(given.ledger)) == set()
+    assert any("keep-memory" in refusal for refusal in strategy.refusals)
+    assert strategy.participations.rounds == 1
+
+
 @pytest.mark.parametrize("method", [UldpAvg, UldpNaive])
 @pytest.mark.parametrize("secure", [False, True])
 def test_a_user_that_withdrew_counts_as_one_whose_records_every_silo_deleted(
@@ -204,6 +261,62 @@ def test_a_user_that_withdrew_counts_as_one_whose_records_every_silo_deleted(
         models.append(result.arrays.to_torch_state_dict())
     for name, array in models[0].items():
         np.testing.assert_allclose(array.numpy(), models[1][name].numpy(), rtol=0, atol=1e-6)
+
+
+class Leaving(Recorder):
+    """User 7 withdraws after ``rounds`` rounds of training."""
+
+    def __init__(self, *given, account, rounds_, **options):
+        super().__init__(*given, **options)
+        self.account, self.rounds = account, rounds_
+        self.leave_in_time(0)
+
+    def leave_in_time(self, done):
+        if done == self.rounds:
+            withdraw(self.account, PrivacyUnit.USER, [LEFT])
+
+    def send_and_receive(self, messages, *, timeout=None):
+        replies = super().send_and_receive(messages, timeout=timeout)
+        trained = [m for m in self.sent if m.metadata.message_type.startswith("train")]
+        if replies[0].metadata.message_type.startswith("train"):
+            self.leave_in_time(len(trained) // silos.SILOS)
+        return replies
+
+
+LEFT = 7
+
+
+@pytest.mark.parametrize("make", [make_openly, make], ids=["in the clear", "private weighting"])
+@pytest.mark.parametrize("rounds", [0, 1])
+def test_no_silo_counts_or_trains_on_records_of_a_user_that_withdrew(
+    tmp_path, make, rounds, monkeypatch
+):
+    """Silos counted the records at the set-up, so a later withdrawal changes no other's weight."""
+    counted, trained = [], []
+    count, read = torch.bincount, SiloData.by_user
+
+    def counts(owners, **options):
+        counted.append(count(owners, **options))
+        return counted[-1]
+
+    def users(data):
+        trained.append(read(data))
+        return trained[-1]
+
+    monkeypatch.setattr(torch, "bincount", counts)
+    monkeypatch.setattr(SiloData, "by_user", users)
+    account = tmp_path / "study.jsonl"
+    account.touch()
+    given = Budget(epsilon=1e6, delta=0.1, ledger=account)
+    strategy = make(budget=given, evaluate_every=0)
+    start(strategy, Leaving, rounds=2, account=account, rounds_=rounds)
+    assert strategy.refusals == []
+    assert not any(row.get("discarded") for row in [strategy.run.progress.row])
+    held = sum(int(one[LEFT]) for one in counted)
+    assert (held > 0) == (rounds > 0)
+    with_user = [LEFT in each for each in trained]
+    assert any(with_user[: silos.SILOS]) == (rounds > 0)
+    assert not any(with_user[silos.SILOS * rounds :])
 
 
 def test_data_without_a_user_keep_the_order_of_all_others():

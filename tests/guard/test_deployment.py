@@ -8,7 +8,14 @@ import pytest
 from flower_ext.privacy.mechanisms.noise import largest_noised_norm
 from flower_ext.privacy.shared_ledger import entries_of
 from tests.support.deployment import CONNECTION, Deployment
-from tests.support.guarding import CLIPPING_NORM, CONSTANTS, NOISE_MULTIPLIER, write_policy
+from tests.support.guarding import (
+    CLIPPING_NORM,
+    CONSTANTS,
+    NOISE_MULTIPLIER,
+    write_policy,
+    write_sum_policy,
+)
+from tests.support.identities import write_identities
 from tests.support.supernode import PLAIN
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(900)]
@@ -25,8 +32,8 @@ def deployment(tmp_path_factory):
         yield running
 
 
-def run(deployment, path, way="honest", rounds=2):
-    config = f'way="{way}" num-server-rounds={rounds} output="{path}"'
+def run(deployment, path, way="honest", rounds=2, more=""):
+    config = f'way="{way}" num-server-rounds={rounds} output="{path}" {more}'
     done = deployment.flwr("run", str(PLAIN), CONNECTION, "--stream", "--run-config", config)
     assert path.exists(), done.stdout + done.stderr + deployment.logs()
     return json.loads(path.read_text())
@@ -82,3 +89,19 @@ def test_an_app_that_raises_an_error_looks_as_any_other(deployment, tmp_path):
     guarded, others = split(result["replies"])
     assert [r["error"] is None for r in guarded] == [True, True]
     assert [MARK in r["error"] for r in others] == [True]
+
+
+def test_guarded_sites_answer_in_secure_sums_for_an_app_that_knows_none(tmp_path):
+    identities = write_identities(tmp_path, 3)
+    policies = {
+        site: write_sum_policy(tmp_path / f"site-{site}" / "guard.toml", identity)
+        for site, identity in enumerate(identities)
+    }
+    with Deployment(tmp_path / "flower", nodes=3, policies=policies) as sites:
+        result = run(sites, tmp_path / "sums.json", rounds=1, more="secure-sums=true")
+        assert result["refusals"] == [], sites.logs()
+        assert 0 < 3 * math.hypot(*result["model"]) <= largest_noised_norm(3.0, 1.0, 4)
+        for site in range(3):
+            (charge,) = charges(sites, site)
+            views = {claim["view"] for claim in charge["claims"]}
+            assert views == {"each-upload", "sum-only"}

@@ -4,7 +4,8 @@ import pytest
 
 from flower_ext.errors import InvalidValue
 from flower_ext.guard.policy import Refused, read_policy
-from tests.support.guarding import write_policy
+from tests.support.guarding import write_policy, write_sum_policy
+from tests.support.identities import write_identities
 
 
 @pytest.mark.parametrize(
@@ -39,6 +40,32 @@ def test_a_policy_with_a_fault_is_refused_by_name(tmp_path, old, new, words):
         read_policy(path)
     assert words in str(caught.value)
     assert str(path) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "words"),
+    [
+        ("noise-multiplier = 0.5", "", "noise-multiplier=0.0"),
+        ("noise-multiplier = 0.5", "noise-multiplier = 0.5\nclipping-norm = 1.0", "sets the norm"),
+        ("noise-multiplier = 0.5", "noise-multiplier = 0.5\nconstants = {n = 1}", "sets the norm"),
+        ("[messages.train]", "[messages.evaluate]", "expected it in [messages.train]"),
+        ("colluders = 0", "colluders = -1", "colluders=-1"),
+        ("honest-answers = 3", "honest-answers = 0", "honest-answers=0"),
+        ("honest-answers = 3", "", "honest_answers"),
+        ("members.pub", "nobody.pub", "nobody.pub"),
+    ],
+)
+def test_a_policy_of_sums_with_a_fault_is_refused_by_name(tmp_path, old, new, words):
+    path = write_sum_policy(tmp_path / "guard.toml", write_identities(tmp_path, 3)[0])
+    read_policy(path)
+    path.write_text(path.read_text().replace(old, new, 1))
+    with pytest.raises(InvalidValue) as caught:
+        read_policy(path)
+    assert words in str(caught.value)
+    without = path.read_text().split("[sum]")[0]
+    path.write_text(without)
+    with pytest.raises(InvalidValue):
+        read_policy(path)
 
 
 def test_a_policy_permits_only_the_listed_apps_and_types_of_message(tmp_path):

@@ -119,7 +119,7 @@ def test_an_unusable_answer_leads_to_the_same_bits_as_an_app_that_changes_nothin
 def test_the_noise_has_the_deviation_that_the_ledger_counts():
     request = {"weight": np.zeros(40_000)}
     leaving = released(request, None, POLICY, SeededNoise(3))["weight"]
-    spend = POLICY.spend
+    spend = POLICY.spend()
     deviation = spend.noise_multiplier * POLICY.clipping_norm
     # 40,000 numbers estimate a deviation to 0.35 %; five standard errors.
     assert np.std(leaving) == pytest.approx(deviation, rel=0.018)

@@ -19,7 +19,7 @@ from flower_ext.guard.policy import read_policy
 from flower_ext.guard.service import Guard
 from flower_ext.privacy import AdversaryView, Ledger
 from flower_ext.privacy.mechanisms.noise import largest_noised_norm
-from flower_ext.privacy.shared_ledger import study_guarantees
+from flower_ext.privacy.study_composition import study_guarantees
 from tests.support.dying_guard import PLACES
 from tests.support.grids import grid
 from tests.support.guarding import (
@@ -255,6 +255,22 @@ def test_a_spent_budget_is_refused_by_name_before_the_app_runs(node, tmp_path):
     assert AdversaryView.EACH_UPLOAD in {guarantee.view for guarantee in guarantees}
     for guarantee in guarantees:
         assert guarantee.epsilon == pytest.approx(charge["epsilon"])
+
+
+@needs_namespaces
+def test_replies_after_a_change_of_the_policy_do_not_count_with_its_noise(node, tmp_path):
+    guard = guard_of(node, tmp_path)
+    node.send()
+    guard.serve_one()
+    path = guard.policy.path
+    path.write_text(path.read_text().replace("noise-multiplier = 0.5", "noise-multiplier = 50.0"))
+    guard.policy = read_policy(path)
+    node.send()
+    guard.serve_one()
+    first, second = charges(guard)
+    assert second["epsilon"] < 1 < first["epsilon"]
+    (together,) = study_guarantees(Ledger.read(guard.policy.ledger), first["delta"])[:1]
+    assert together.epsilon >= first["epsilon"]
 
 
 def test_a_supernode_that_hands_messages_to_everybody_is_noticed():

@@ -16,14 +16,8 @@ from flower_ext.privacy import (
     Release,
     privacy_loss_of,
 )
-from flower_ext.privacy.shared_ledger import (
-    Charge,
-    DoesNotCompose,
-    charge,
-    note_uncovered,
-    spent_by_run,
-    total_spent,
-)
+from flower_ext.privacy.shared_ledger import Charge, DoesNotCompose, charge, note_uncovered
+from flower_ext.privacy.study_composition import spent_by_run, total_spent
 
 ADD_OR_REMOVE = NeighboringRelation.ADD_OR_REMOVE_ONE
 DELTA = 1e-3

@@ -8,7 +8,7 @@ from flower_ext.privacy import (
     OutputPerturbation,
     PerturbationPlan,
 )
-from flower_ext.runs import NotARun, RunDirectory, write_comparison
+from flower_ext.runs import NotARun, RunDirectory, RunWriter, write_comparison
 from flower_ext.runs.comparison import mean_and_std
 from tests.support.finished_runs import finished
 from tests.support.run_summary import run_summary
@@ -23,7 +23,7 @@ def test_a_single_run_claims_no_deviation():
 
 
 def test_runs_without_a_method_are_named_by_their_folder(tmp_path):
-    run = RunDirectory.create(tmp_path / "first", {})
+    run = RunWriter.create(tmp_path / "first", {})
     run.log(1, accuracy_mean=0.5)
     run.save_client_metrics([{"partition": 0, "accuracy": 0.5}])
     run.finish("completed")

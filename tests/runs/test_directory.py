@@ -9,12 +9,12 @@ import pytest
 import torch
 from safetensors.numpy import load_file
 
-from flower_ext.runs import NotARun, RunDirectory, new_run_path
+from flower_ext.runs import NotARun, RunDirectory, RunWriter, new_run_path
 
 
 @pytest.fixture
 def run(tmp_path):
-    return RunDirectory.create(tmp_path / "deep" / "run", {"method": "m", "rounds": 2})
+    return RunWriter.create(tmp_path / "deep" / "run", {"method": "m", "rounds": 2})
 
 
 def test_a_new_run_knows_its_configuration_and_versions_and_is_running(run):
@@ -26,11 +26,11 @@ def test_a_new_run_knows_its_configuration_and_versions_and_is_running(run):
 
 def test_nothing_is_overwritten(run, tmp_path):
     with pytest.raises(NotARun, match="not empty"):
-        RunDirectory.create(run.path, {})
+        RunWriter.create(run.path, {})
     file = tmp_path / "file"
     file.write_text("precious")
     with pytest.raises(NotARun):
-        RunDirectory.create(file, {})
+        RunWriter.create(file, {})
     assert file.read_text() == "precious"
 
 
@@ -69,7 +69,7 @@ def test_a_metric_that_a_client_lacks_is_an_empty_cell(run):
 def test_metrics_of_any_name_are_written_in_a_locale_of_ascii_alone(run):
     program = (
         "import locale, sys; assert locale.getencoding() != 'UTF-8'; from pathlib import Path; "
-        "from flower_ext.runs import RunDirectory as Run; run = Run.open(Path(sys.argv[1])); "
+        "from flower_ext.runs import RunWriter as Run; run = Run.open(Path(sys.argv[1])); "
         "run.save_client_metrics([{'\\u03c3': 0.5}]); run.client_metrics()"
     )
     ascii_alone = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}

@@ -4,7 +4,7 @@ import re
 import pytest
 from matplotlib.axes import Axes
 
-from flower_ext.runs import RunDirectory
+from flower_ext.runs import RunDirectory, RunWriter
 from flower_ext.runs.figures import COLOURS, draw_figures, draw_lines, qualities
 from tests.support.finished_runs import finished
 
@@ -49,14 +49,14 @@ def test_axes_say_what_they_show_in_words_a_search_finds(tmp_path):
 
 
 def test_what_was_not_measured_is_not_drawn(tmp_path):
-    run = RunDirectory.create(tmp_path / "run", {})
+    run = RunWriter.create(tmp_path / "run", {})
     assert draw_figures(run, tmp_path / "none") == {}
     run.log(1, accuracy_mean=0.5)
     assert list(draw_figures(run, tmp_path / "one")) == ["accuracy.svg"]
 
 
 def test_the_spread_of_training_losses_is_drawn_where_it_was_measured(tmp_path):
-    run = RunDirectory.create(tmp_path / "run", {})
+    run = RunWriter.create(tmp_path / "run", {})
     for number in (1, 2, 3):
         run.log(number, training_loss_std=0.1 * number)
     assert list(draw_figures(run, tmp_path)) == ["training_loss_spread.svg"]
@@ -66,7 +66,7 @@ def test_the_spread_of_training_losses_is_drawn_where_it_was_measured(tmp_path):
 
 @pytest.mark.parametrize(("published", "log"), [(1.0, False), (100.0, True)])
 def test_epsilons_far_apart_share_a_logarithmic_axis(tmp_path, published, log):
-    run = RunDirectory.create(tmp_path / "run", {})
+    run = RunWriter.create(tmp_path / "run", {})
     for number in (1, 2, 3):
         run.log(number, epsilon_provable=0.1 * number, epsilon_published=published * number)
     draw_figures(run, tmp_path)
@@ -104,7 +104,7 @@ def test_more_groups_than_colours_stay_apart(tmp_path):
 
 
 def test_record_level_epsilons_are_drawn_for_the_largest_client_and_the_mean(tmp_path):
-    run = RunDirectory.create(tmp_path / "run", {})
+    run = RunWriter.create(tmp_path / "run", {})
     for number in (1, 2):
         run.log(
             number,
@@ -124,7 +124,7 @@ def test_record_level_epsilons_are_drawn_for_the_largest_client_and_the_mean(tmp
 
 
 def test_messages_and_seconds_add_up_over_rounds(tmp_path):
-    run = RunDirectory.create(tmp_path / "run", {})
+    run = RunWriter.create(tmp_path / "run", {})
     for number, messages in enumerate((6, 0, 6, 0), 1):
         run.log(number, messages=messages, training_seconds=0.5, seconds=2.0)
     draw_figures(run, tmp_path)
@@ -144,7 +144,7 @@ def test_a_comparison_can_stand_against_something_else_than_rounds(tmp_path):
 
 def scored(path, *by_client) -> RunDirectory:
     """Return a run whose clients reported these scores."""
-    run = RunDirectory.create(path, {"method": "m", "dataset": "digits"})
+    run = RunWriter.create(path, {"method": "m", "dataset": "digits"})
     scores = [{"partition": number, **own} for number, own in enumerate(by_client)]
     run.save_client_metrics(scores)
     run.finish("completed")
@@ -195,7 +195,7 @@ def test_a_histogram_shows_every_client_under_its_partition(tmp_path, monkeypatc
     counted = []
     draw = Axes.hist
     monkeypatch.setattr(Axes, "hist", lambda *a, **k: counted.append(draw(*a, **k)[0].sum()))
-    run = RunDirectory.create(tmp_path / "run", {})
+    run = RunWriter.create(tmp_path / "run", {})
     rows = [{"partition": 3, "x": scores[0]}, {"partition": 7}, {"partition": 8, "x": scores[1]}]
     run.save_client_metrics(rows)
     draw_figures(run, tmp_path)

@@ -8,7 +8,7 @@ import pytest
 
 from flower_ext.metrics import summarize
 from flower_ext.privacy import AdversaryView, epsilon_text
-from flower_ext.runs import NotARun, RunDirectory, report, write_comparison, write_report
+from flower_ext.runs import NotARun, RunWriter, report, write_comparison, write_report
 from flower_ext.runs.page import table, to_html
 from tests.support.finished_runs import PLAN, finished
 from tests.support.guarantees import client_level
@@ -62,7 +62,7 @@ def test_the_report_counts_releases_refusals_and_top_ups(tmp_path):
 
 @pytest.mark.report
 def test_other_scores_than_accuracy_are_shown_over_the_clients_that_have_them(tmp_path):
-    run = RunDirectory.create(tmp_path / "run", {"method": "uldp-avg", "dataset": "tcga-brca"})
+    run = RunWriter.create(tmp_path / "run", {"method": "uldp-avg", "dataset": "tcga-brca"})
     run.log(1, concordance_mean=0.7, concordance_worst_decile=0.6, loss_worst_decile=2.0)
     run.save_client_metrics(
         [{"partition": 0, "loss": 2.0, "concordance": 0.8}, {"partition": 1, "loss": 2.5}]
@@ -169,7 +169,7 @@ def test_markup_in_a_configuration_stays_text(tmp_path):
     "name", ["<script>", "a|b", "![a](https://b/c.svg)", "a](/b.svg)", "`a", "*a*", "&lt;", "a\\|b"]
 )
 def test_the_name_of_a_metric_stays_text_in_tables_and_titles(tmp_path, name):
-    run = RunDirectory.create(tmp_path / "run", {"method": "m", "dataset": "digits"})
+    run = RunWriter.create(tmp_path / "run", {"method": "m", "dataset": "digits"})
     run.save_client_metrics([{"partition": 0, name: 0.5}])
     run.finish("completed")
     page = write_report(run).read_text(encoding="utf-8")
@@ -208,7 +208,7 @@ def test_a_failed_run_says_so_first(tmp_path):
 
 
 def test_a_run_that_made_no_round_still_has_a_report(tmp_path):
-    run = RunDirectory.create(tmp_path / "run", {"method": "m"})
+    run = RunWriter.create(tmp_path / "run", {"method": "m"})
     assert "No round was completed" in write_report(run).read_text(encoding="utf-8")
 
 
@@ -227,7 +227,7 @@ def test_a_comparison_has_a_line_a_method_with_its_spread_over_runs(tmp_path):
 
 
 def test_runs_without_an_evaluation_cannot_be_compared(tmp_path):
-    run = RunDirectory.create(tmp_path / "run", {})
+    run = RunWriter.create(tmp_path / "run", {})
     with pytest.raises(NotARun, match="nothing to compare"):
         write_comparison([run], tmp_path, title="Nothing")
 
@@ -265,7 +265,7 @@ def test_guarantees_that_say_less_than_the_ledger_are_called_out(tmp_path):
 
 @pytest.mark.parametrize("status", ["running", "failed"])
 def test_a_run_that_never_came_to_its_guarantee_is_not_called_one_without_privacy(tmp_path, status):
-    run = RunDirectory.create(tmp_path / "run", {"perturbation": "output"})
+    run = RunWriter.create(tmp_path / "run", {"perturbation": "output"})
     run.log(1, epsilon_published=0.4, epsilon_published_mean=0.2)
     if status == "failed":
         run.finish("failed", "disk full")
@@ -277,7 +277,7 @@ def test_a_run_that_never_came_to_its_guarantee_is_not_called_one_without_privac
 
 
 def test_only_a_run_that_accounted_for_all_says_so_where_it_failed(tmp_path):
-    run = RunDirectory.create(tmp_path / "run", {})
+    run = RunWriter.create(tmp_path / "run", {})
     run.log(1, epsilon_provable=0.4)
     run.save_guarantees(client_level(PLAN.mechanism(), worst_case(1, 10)))
     run.log(2)
@@ -286,7 +286,7 @@ def test_only_a_run_that_accounted_for_all_says_so_where_it_failed(tmp_path):
     assert "covers what clients had been asked for" in (run.path / "report.md").read_text(
         encoding="utf-8"
     )
-    RunDirectory.open(run.path).finish("failed", "its process is gone")
+    RunWriter.open(run.path).finish("failed", "its process is gone")
     write_report(run)
     text = (run.path / "report.md").read_text(encoding="utf-8")
     assert "covers what clients had been asked for" not in text
@@ -348,7 +348,7 @@ def test_a_guarantee_that_rests_on_a_secret_draw_names_the_files_that_tell_it(tm
 
 def secure_run(path, **more):
     """Return a run of three rounds whose second ended with a secure evaluation."""
-    run = RunDirectory.create(path, {"method": "dp2-fedsam", "rounds": 3, **more})
+    run = RunWriter.create(path, {"method": "dp2-fedsam", "rounds": 3, **more})
     run.log(1, evaluation_messages=16)  # too few answered
     scores = {"accuracy_mean": 0.7, "accuracy_mean_error": 0.06}
     scores |= {"loss_mean": 1.5, "loss_mean_error": 0.25}
@@ -375,7 +375,7 @@ def test_noised_means_are_reported_with_their_errors_and_the_round_that_gave_the
 
 
 def test_an_evaluation_that_released_nothing_is_not_called_none(tmp_path):
-    run = RunDirectory.create(tmp_path / "run", {"method": "dp2-fedsam"})
+    run = RunWriter.create(tmp_path / "run", {"method": "dp2-fedsam"})
     run.log(1, evaluation_messages=16)
     run.finish("completed")
     write_report(run)

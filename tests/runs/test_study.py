@@ -11,14 +11,9 @@ from flower_ext.privacy import (
     Release,
     epsilon_text,
 )
-from flower_ext.privacy.shared_ledger import (
-    Charge,
-    charge,
-    note_claims,
-    note_uncovered,
-    study_guarantees,
-)
-from flower_ext.runs import RunDirectory, write_report
+from flower_ext.privacy.shared_ledger import Charge, charge, note_claims, note_uncovered
+from flower_ext.privacy.study_composition import study_guarantees
+from flower_ext.runs import RunWriter, write_report
 from tests.support.commands import call
 
 DELTA = 1e-6
@@ -68,7 +63,7 @@ def test_the_last_report_has_the_epsilon_of_all_runs_as_the_ledger_prints_it(tmp
         "population-epsilon": 3.0,
         "population-delta": DELTA,
     }
-    run = RunDirectory.create(tmp_path / "run", config=account)
+    run = RunWriter.create(tmp_path / "run", config=account)
     run.finish("completed")
     write_report(run)
     report = (tmp_path / "run" / "report.md").read_text()
@@ -83,7 +78,7 @@ def test_the_last_report_has_the_epsilon_of_all_runs_as_the_ledger_prints_it(tmp
 
 
 def test_a_report_without_an_account_says_nothing_of_a_study(tmp_path):
-    run = RunDirectory.create(tmp_path / "run", config={"budget-ledger": ""})
+    run = RunWriter.create(tmp_path / "run", config={"budget-ledger": ""})
     run.finish("completed")
     write_report(run)
     assert "whole study" not in (tmp_path / "run" / "report.md").read_text()

@@ -12,7 +12,7 @@ from flower_ext.errors import InvalidValue
 from flower_ext.federation import FederatedStrategy, InProcessGrid
 from flower_ext.federation.recording import record
 from flower_ext.privacy import FullParticipation, PoissonSampling, ReleasePlan, SecureSum
-from flower_ext.runs import RunDirectory
+from flower_ext.runs import RunWriter
 from flower_ext.statistics import (
     ClientStatistics,
     StatisticsFiles,
@@ -171,7 +171,7 @@ def test_a_run_leaves_a_table_figures_and_a_page_with_the_guarantees(tmp_path):
     data, *_ = silos()
     joint, method = read_statistics(TEXT), UserStatistics(num_silos=SILOS)
     plan, task = plan_of(sigma=3.0), statistics_task(read_statistics(TEXT), data)
-    directory = RunDirectory.create(tmp_path / "run", config={"method": "statistics"})
+    directory = RunWriter.create(tmp_path / "run", config={"method": "statistics"})
     strategy = FederatedStrategy(method, plan, evaluate_every=0, seed=1, seeded_noise=True)
     grid = InProcessGrid(UserStatistics.client_app(task, allow_seeded_noise=True), SILOS)
     record(directory, strategy, grid, ArrayRecord(task.initial_params(0)), num_rounds=1)

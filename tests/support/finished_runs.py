@@ -2,7 +2,7 @@
 
 from flower_ext.privacy import Ledger, PoissonSampling, ReleasePlan
 from flower_ext.privacy.theorems.dp2_fedsam_theorem import theorem2_of_plan
-from flower_ext.runs import RunDirectory
+from flower_ext.runs import RunDirectory, RunWriter
 from tests.support.guarantees import client_level
 from tests.support.run_summary import run_summary, worst_case
 
@@ -16,7 +16,7 @@ PLAN = ReleasePlan(
 
 
 def finished(path, *, method="dp2-fedsam", accuracy=0.8, private=True, **config) -> RunDirectory:
-    run = RunDirectory.create(path, {"method": method, "dataset": "digits", **config})
+    run = RunWriter.create(path, {"method": method, "dataset": "digits", **config})
     if private:
         ledger = Ledger(run.ledger_path)
         for number in range(1, 5):

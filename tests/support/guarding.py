@@ -53,6 +53,52 @@ def write_policy(
     return path
 
 
+_SUM_POLICY = """
+apps = "any"
+timeout = 60
+isolation = "{isolation}"
+
+[budget]
+epsilon = {epsilon}
+delta = 1e-6
+
+[messages.train]
+release = "secure-sum-contribution"
+noise-multiplier = {noise_multiplier}
+
+[sum]
+identity-key = "{identity_key}"
+members = "{members}"
+colluders = {colluders}
+honest-answers = {honest_answers}
+"""
+
+
+def write_sum_policy(
+    path: Path,
+    identity: dict[str, str],
+    *,
+    isolation: str = "namespaces",
+    epsilon: float = 1000.0,
+    noise_multiplier: float = 0.5,
+    colluders: int = 0,
+    honest_answers: int = 3,
+) -> Path:
+    """Write a policy that permits nothing but contributions to sums, and return its path."""
+    content = _SUM_POLICY.format(
+        isolation=isolation,
+        epsilon=epsilon,
+        noise_multiplier=noise_multiplier,
+        identity_key=identity["sum-identity-key"],
+        members=identity["sum-members"],
+        colluders=colluders,
+        honest_answers=honest_answers,
+    )
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(content)
+    return path
+
+
 def _isolates() -> bool:
     if not shutil.which("unshare"):
         return False

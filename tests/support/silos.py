@@ -36,9 +36,9 @@ def silos(count=SILOS):
     return [silo(number) for number in range(count)]
 
 
-def task(data=None):
+def task(data=None, **options):
     data = silos() if data is None else data
-    return Task(model=Net, data=lambda number: data[number], device="cpu")
+    return Task(model=Net, data=lambda number: data[number], device="cpu", **options)
 
 
 def plan(sampling=None, **changes):

@@ -36,7 +36,7 @@ NODE, RUN = 77, 4711
 class LoopbackSuperNode:
     """A SuperNode that has joined one run of an app; use it in a ``with`` statement."""
 
-    def __init__(self, secret: bytes | None = b"secret", app: Path = PLAIN):
+    def __init__(self, secret: bytes | None = b"secret", app: Path = PLAIN, partition: int = 0):
         objects = ObjectStoreFactory()
         factory = NodeStateFactory(objectstore_factory=objects)
         self.state, self.store, self.port = factory.state(), objects.store(), free_port()
@@ -52,7 +52,7 @@ class LoopbackSuperNode:
             Context(
                 run_id=RUN,
                 node_id=NODE,
-                node_config={"partition-id": 0},
+                node_config={"partition-id": partition},
                 state=RecordDict(),
                 run_config={},
                 series_id=run.series_id,
@@ -91,13 +91,17 @@ class LoopbackSuperNode:
         content = RecordDict(
             {"arrays": record, "config": ConfigRecord({"way": "honest", **config})}
         )
+        return self.send_content(content, message_type, error=error)
+
+    def send_content(self, content, message_type="train", group_id="1", error=None) -> str:
+        """Put a message with this content in, and return its id."""
         metadata = Metadata(
             run_id=RUN,
             message_id="",
             src_node_id=1,
             dst_node_id=NODE,
             reply_to_message_id="",
-            group_id="1",
+            group_id=group_id,
             created_at=time.time(),
             ttl=3600.0,
             message_type=message_type,

@@ -1,8 +1,8 @@
 """Silo side: one ClientApp answers for statistics and for training."""
 
-from consortium_app.task import task_of
+from consortium_app.task import silo_task_of
 from flower_ext.algorithms import UldpAvg
 from flower_ext.federation import client_app
 from flower_ext.statistics import UserStatistics
 
-app = client_app(UldpAvg.client, UserStatistics.client, task=task_of, allow_seeded_noise=True)
+app = client_app(UldpAvg.client, UserStatistics.client, task=silo_task_of, allow_seeded_noise=True)

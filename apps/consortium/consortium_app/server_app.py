@@ -11,7 +11,7 @@ from consortium_app.task import BIAS, coefficients_of, joint_of, scales_of, task
 from flower_ext.algorithms import UldpAvg
 from flower_ext.federation import configured
 from flower_ext.files import write_whole
-from flower_ext.privacy import FullParticipation
+from flower_ext.privacy import FullParticipation, PoissonSampling
 from flower_ext.runs import RunDirectory
 from flower_ext.runs.callbacks import Callback
 from flower_ext.statistics import StatisticsFiles, UserStatistics
@@ -64,8 +64,11 @@ def main(grid: Grid, context: Context) -> None:
     method = UldpAvg(
         num_silos=silos,
         weighting="by-records",
+        silos_draw=settings.draws == "silos",
         local=configured.training(settings),
         **configured.server(settings, learning_rate=rate),
     )
-    plan = configured.release_plan(settings, everyone, of_users=True)
+    share = settings.user_sampling_rate
+    sampling = everyone if share == 1 else PoissonSampling(everyone.population, share)
+    plan = configured.release_plan(settings, sampling, of_users=True)
     configured.start(grid, context, settings, task, method, plan, callbacks=[model])

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from flower_ext.runs.settings import Count, CountOrZero, FractionBelowOne, setting
+from flower_ext.runs.settings import Count, CountOrZero, Fraction, FractionBelowOne, setting
 from flower_ext.runs.shared_settings import ReleaseSettings, ServerSettings, TrainingSettings
 
 
@@ -44,3 +44,12 @@ class Settings(ReleaseSettings, TrainingSettings, ServerSettings):
         "clipping norm of a user's update in a silo; statistics and scores: 1"
     )
     delta: FractionBelowOne = setting("delta at which epsilon holds")
+    user_sampling_rate: Fraction = setting("training: share of users in a round, on average")
+    draws: Literal["server", "silos"] = setting(
+        "training with a user-sampling-rate below 1: the party that draws the users; silos: by "
+        "draw-key, so that the server does not learn who is drawn"
+    )
+    draw_key: str = setting(
+        "draws=silos: file of `flower-ext link key`, in the node config of each SuperNode or as a "
+        "setting; equal in all silos"
+    )

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -12,7 +14,8 @@ from torch import nn
 from consortium_app.settings import Settings
 from consortium_app.tables import Table, num_users_of, table_of
 from flower_ext.data import Examples, SiloData
-from flower_ext.errors import InvalidValue, tellable
+from flower_ext.data.linkage import read_key
+from flower_ext.errors import InvalidValue, knowing_no_data, tellable
 from flower_ext.federation import settings_of
 from flower_ext.metrics import roc_auc
 from flower_ext.privacy import seeded_generator
@@ -39,6 +42,15 @@ def task_of(context: Context) -> Task:
         data=partial(standardised, settings),
         metrics={"accuracy": accuracy, "roc_auc": roc_auc},
     )
+
+
+def silo_task_of(context: Context) -> Task:
+    """Return a silo's task, with the key by which silos draw users."""
+    settings, task = settings_of(Settings, context), task_of(context)
+    if settings.draws != "silos":
+        return task
+    with knowing_no_data():
+        return replace(task, draw_key=read_key(Path(settings.draw_key)))
 
 
 def joint_of(settings: Settings) -> JointStatistics:

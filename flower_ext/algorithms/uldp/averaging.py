@@ -36,6 +36,7 @@ from flower_ext.algorithms.uldp.silo_training import WeightedTotal, users_traini
 from flower_ext.algorithms.uldp.weights import (
     DISCLOSURES,
     ONE_BY_ONE,
+    RATE,
     USERS,
     answer_server,
     ask_silos,
@@ -70,7 +71,12 @@ from flower_ext.privacy.mechanisms.plan import RoundMechanism
 from flower_ext.privacy.mechanisms.protections import SumOfUnits
 from flower_ext.privacy.mechanisms.run_summary import MethodTraits, RunSummary
 from flower_ext.privacy.theorems.silo_claims import SECURE_SUM, batching_assumption
-from flower_ext.privacy.theorems.uldp import Weighting, check_user_plan, uldp_avg_guarantees
+from flower_ext.privacy.theorems.uldp import (
+    Weighting,
+    check_silos_can_draw,
+    check_user_plan,
+    uldp_avg_guarantees,
+)
 from flower_ext.training import LocalTraining
 
 log = getLogger("flwr")
@@ -134,6 +140,11 @@ class UldpAvg(Method):
     weighting : {"equal", "by-records"}
         "equal" sets w_{s,u} = 1/|S|, and "by-records" sets n_{s,u}/N_u. For the latter, silos send
         their histograms to the server, unless the run's sum is a `weighted_sum`.
+    silos_draw : bool
+        True if the silos draw the users, by a key that the server does not have
+        (`Task.draw_key`). The server then does not learn who takes part, and sampling amplifies ε
+        against it too. Every silo learns who takes part. The plan needs a `PoissonSampling` and a
+        `SecureSum` without colluding silos.
     local : LocalTraining
         Training of the whole model on one user's records.
     **options
@@ -151,6 +162,7 @@ class UldpAvg(Method):
 
     num_silos: int
     weighting: Weighting = "equal"
+    silos_draw: bool = False
     local: LocalTraining = LocalTraining()
 
     def __post_init__(self) -> None:
@@ -166,17 +178,20 @@ class UldpAvg(Method):
     def check(self, plan: PrivacyPlan) -> None:
         """Refuse a plan that does not protect users whose records lie in this method's silos."""
         check_user_plan(plan, self.num_silos)
+        if self.silos_draw:
+            check_silos_can_draw(plan)
 
     def population(self, plan: PrivacyPlan, summation: Summation) -> Population:
-        """Return the population: the users, which a weighted sum hides from the server."""
-        if not summation.brings_weights:
+        """Return the population: the users, of whom the server may not learn who is drawn."""
+        if not (summation.brings_weights or self.silos_draw):
             return UsersInSilos(plan.sampling, self.num_silos)
-        is_oblivious = summation.hidden_draw != ""
+        is_oblivious = self.silos_draw or summation.hidden_draw != ""
         return HiddenUsers(plan.sampling, self.num_silos, oblivious=is_oblivious)
 
     def settings(self, plan: PrivacyPlan) -> Mapping[str, float]:
-        """Return |U| for the silos."""
-        return {USERS: plan.sampling.population}
+        """Return |U| for the silos, and q if they draw the users."""
+        rate = {RATE: plan.sampling.sampling_rate} if self.silos_draw else {}
+        return {USERS: plan.sampling.population, **rate}
 
     def connect(self, connected: Connected, state: State) -> State:
         """Check that all silos can take part, and ask for histograms if the weights need them."""
@@ -187,6 +202,7 @@ class UldpAvg(Method):
             sums.sampling.population,
             trainings=self.training,
             histogram=self.weighting == "by-records" and not brings_weights,
+            silos_draw=self.silos_draw,
         )
         if sums.secure_sum is not None:
             _warn_of_rounding(sums, connected.model, self.num_silos)
@@ -194,7 +210,7 @@ class UldpAvg(Method):
         return state.updated(server={SILOS: {ONE_BY_ONE: one_by_one, **weights}})
 
     def begin_round(self, cohort: Cohort, model: Arrays, state: State) -> Cohort:
-        """Weigh the users of the round, which line 5 of Algorithm 4 draws.
+        """Weigh the users of the round, which line 5 of Algorithm 4 draws, or all if silos draw.
 
         The norm of a silo's sum is at most the clipping norm times the total weight of its users.
         """
@@ -239,6 +255,7 @@ class UldpAvg(Method):
             run,
             secure_sum=summation.secure_sum or SECURE_SUM,
             hidden_draw=summation.hidden_draw,
+            silos_draw=self.silos_draw,
             batching=batching_assumption(dict(enumerate(apart.tolist()))),
         )
         return [

@@ -24,7 +24,10 @@ from flwr.app import ArrayRecord, ConfigRecord, Message
 from flower_ext.data.examples import owned
 from flower_ext.errors import InvalidValue, knowing_no_data
 from flower_ext.federation import Clients, ClientWork, Question, RefusedReply, records
+from flower_ext.federation.client.user_draws import FINGERPRINT_BYTES, draw_fingerprint
 from flower_ext.federation.replies import read_answer
+from flower_ext.federation.roster import FederationNotReady
+from flower_ext.privacy import PoissonSampling
 from flower_ext.privacy.theorems.uldp import Weighting
 from flower_ext.training import LocalTraining, Params, trains_one_by_one
 
@@ -32,7 +35,9 @@ USERS = "users"
 """Record of a round's users and one silo's weights; also the setting with the number of users."""
 SAMPLED = "sampled"
 WEIGHTS = "weights"
-HISTOGRAM, ONE_BY_ONE = "histogram", "one-by-one"
+HISTOGRAM, ONE_BY_ONE, FINGERPRINT = "histogram", "one-by-one", "draw-fingerprint"
+RATE = "user-sampling-rate"
+"""Setting with q, by which the silos draw the users; missing if the server draws them."""
 MOST_RECORDS = 2**40
 """Most records that one user may have in one silo, so that sums over silos stay exact."""
 DISCLOSURES: Mapping[Weighting, Sequence[str]] = {
@@ -115,6 +120,8 @@ def read_weights(work: ClientWork) -> np.ndarray:
     ------
     ValueError
         A weight is outside [0, 1], or the number of weights is not the number of sampled users.
+    ProtocolError
+        The silos draw the users, and this silo drew those of this round before.
     """
     with knowing_no_data():
         num_users, sent = int(work.settings[USERS]), work.state[USERS]
@@ -125,13 +132,17 @@ def read_weights(work: ClientWork) -> np.ndarray:
         check_weights(of_sampled[np.newaxis], 1, users.tolist())
         weights = np.zeros(num_users)
         weights[users] = of_sampled
+        if RATE in work.settings:
+            drawn = work.draw_users(PoissonSampling(num_users, work.settings[RATE]))
+            weights[np.setdiff1d(users, drawn)] = 0.0
         return weights
 
 
 def answer_server(question: Question) -> Params:
     """Report if the described trainings run one by one on this machine, and count users' records.
 
-    Users' numbers of records leave the silo only if the server asks for them.
+    Users' numbers of records, and the fingerprint of the key by which silos draw users, leave the
+    silo only if the server asks for them.
     """
     num_users, examples = int(question.values[USERS]), question.data.train
     owners = owned(question.data, num_users).owners
@@ -142,6 +153,8 @@ def answer_server(question: Question) -> Params:
     answer = {ONE_BY_ONE: torch.tensor(int(apart))}
     if question.values[HISTOGRAM]:
         answer[HISTOGRAM] = torch.bincount(owners.cpu().long(), minlength=num_users)
+    if question.values[FINGERPRINT]:
+        answer[FINGERPRINT] = torch.tensor([*draw_fingerprint(question.task)], dtype=torch.uint8)
     return answer
 
 
@@ -151,6 +164,7 @@ def ask_silos(
     *,
     trainings: Mapping[str, LocalTraining],
     histogram: bool,
+    silos_draw: bool = False,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Ask the silos if their users train one by one, and for the users' numbers of records.
 
@@ -160,6 +174,8 @@ def ask_silos(
         The phases of a user's training. How they run depends on a silo's machine.
     histogram : bool
         True to ask for the number of records of each user.
+    silos_draw : bool
+        True if silos draw the users, so that they need the same key.
 
     Returns
     -------
@@ -171,22 +187,32 @@ def ask_silos(
     Raises
     ------
     FederationNotReady
-        A silo cannot take part, because its data have no owners or an owner is out of range; the
-        message names the silo.
+        A silo cannot take part, because its data have no owners or an owner is out of range, or it
+        has another key; the message names the silo.
     """
-    question = ConfigRecord({USERS: num_users, HISTOGRAM: histogram})
+    question = ConfigRecord({USERS: num_users, HISTOGRAM: histogram, FINGERPRINT: silos_draw})
     content = {records.QUESTION: question, **records.training_records(trainings)}
     answers = clients.query(
         dict.fromkeys(clients.nodes, content),
-        lambda reply: _read_answer(reply, num_users if histogram else 0),
+        lambda reply: _read_answer(reply, num_users if histogram else 0, silos_draw),
     )
-    one_by_one, counts = zip(*(answers[silo] for silo in sorted(answers)), strict=True)
+    one_by_one, counts, keys = zip(*(answers[silo] for silo in sorted(answers)), strict=True)
+    for silo, key in zip(sorted(answers), keys, strict=True):
+        if key != keys[0]:
+            raise FederationNotReady(
+                f"silos {min(answers)} and {silo} have different keys, or versions of NumPy that "
+                "draw differently, so they would draw different users: give all silos one key, as "
+                "`flower-ext link key` writes it, and one version"
+            )
     return np.array(one_by_one), np.stack(counts)
 
 
-def _read_answer(reply: Message, num_users: int) -> tuple[bool, np.ndarray]:
+def _read_answer(
+    reply: Message, num_users: int, silos_draw: bool
+) -> tuple[bool, np.ndarray, bytes]:
     arrays = read_answer(reply)
-    expected = {ONE_BY_ONE, HISTOGRAM} if num_users else {ONE_BY_ONE}
+    asked = {HISTOGRAM: num_users > 0, FINGERPRINT: silos_draw}
+    expected = {ONE_BY_ONE, *(name for name, is_asked in asked.items() if is_asked)}
     if set(arrays) != expected or arrays[ONE_BY_ONE].shape != ():
         raise RefusedReply(f"arrays {sorted(arrays)}: expected {sorted(expected)}")
     if arrays[ONE_BY_ONE].dtype.kind not in "biu":
@@ -196,4 +222,7 @@ def _read_answer(reply: Message, num_users: int) -> tuple[bool, np.ndarray]:
         raise RefusedReply(f"{HISTOGRAM!r}: expected {num_users} integers")
     if not 0 <= counts.min(initial=0) <= counts.max(initial=0) <= MOST_RECORDS:
         raise RefusedReply(f"{HISTOGRAM!r}: expected numbers of records, 0 … 2^40")
-    return bool(arrays[ONE_BY_ONE]), counts.astype(np.int64)
+    key = arrays.get(FINGERPRINT, np.empty(0, dtype=np.uint8))
+    if key.dtype != np.uint8 or key.shape != ((FINGERPRINT_BYTES,) if silos_draw else (0,)):
+        raise RefusedReply(f"{FINGERPRINT!r}: expected {FINGERPRINT_BYTES} bytes")
+    return bool(arrays[ONE_BY_ONE]), counts.astype(np.int64), key.tobytes()

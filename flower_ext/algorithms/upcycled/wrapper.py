@@ -33,7 +33,7 @@ from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import FedAvgM, Result, Strategy
 
-from flower_ext.checks import require_not_negative, require_positive
+from flower_ext.checks import Checked, NotNegative, require_not_negative, require_positive
 from flower_ext.errors import InvalidValue
 from flower_ext.federation import FederatedStrategy
 from flower_ext.federation.arrays import Arrays, require_finite, to_arrays, to_record
@@ -48,13 +48,10 @@ Coefficient = Callable[[int], float]
 
 
 @dataclass(frozen=True)
-class Decaying:
+class Decaying(Checked):
     """c / √m: the increasing penalties under which Corollary 5.8's rate O(1/√M) holds."""
 
-    first: float
-
-    def __post_init__(self) -> None:
-        require_not_negative("first", self.first)
+    first: NotNegative
 
     def __call__(self, m: int) -> float:
         """Return c / √m."""

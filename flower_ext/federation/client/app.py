@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 from flwr.app import ArrayRecord, Context, Message, RecordDict
 
-from flower_ext.errors import InvalidValue, tellable
+from flower_ext.data import ClientData, SiloData
+from flower_ext.errors import InvalidValue, knowing_no_data, tellable
 from flower_ext.federation import records
 from flower_ext.federation.client.client_method import ClientMethod, Question
 from flower_ext.federation.client.cohort_app import Answer, CohortApp
-from flower_ext.federation.client.hidden_failures import data_of
+from flower_ext.federation.client.data_loading import NO_DATA, data_of
 from flower_ext.federation.client.side import ClientSide
-from flower_ext.federation.roster import IDENTITY, check_addressee, identity, partition_of
+from flower_ext.federation.roster import IDENTITY, check_addressee, identity
 from flower_ext.federation.state.memory import ClientMemory, ClientVault, forget_client
 from flower_ext.federation.sums import masked, weighted_silo
 from flower_ext.federation.uploads import Update
@@ -114,11 +116,12 @@ def _of_method(side: ClientSide, message: Message, context: Context) -> ArrayRec
                 "none; give it an answer="
             )
         )
-    side.policy(context).check_way_out("an answer", in_sum=False)
-    task = side.task_of(context)
+    policy = side.policy(context)
+    policy.check_way_out("an answer", in_sum=False)
+    task = policy.task(side.task)
     question = Question(
         task=task,
-        data=data_of(task, partition_of(context.node_config), hide_errors=True),
+        data=_data(task, message, policy.partition),
         values=dict(message.content.config_records[records.QUESTION]),
         training=records.read_trainings(message.content),
     )
@@ -133,14 +136,26 @@ def _of_weighted_sum(side: ClientSide, message: Message, context: Context) -> Ar
         )
     policy = side.policy(context)
     policy.check_way_out("a weighted sum", in_sum=False)
-    partition = partition_of(context.node_config)
     return weighted_silo.answer(
         records.to_arrays(message.content.array_records[records.WEIGHTED_SUM]),
-        data_of(side.task_of(context), partition, hide_errors=True),
-        partition,
+        _data(policy.task(side.task), message, policy.partition),
+        policy.partition,
         ClientVault(context, side.method.name),
         may_simulate=policy.may_simulate,
     )
+
+
+def _data(task: Task, message: Message, partition: int) -> ClientData:
+    """Return a client's data without the users whom the message names as withdrawn."""
+    data = data_of(task, partition, hide_errors=True)
+    named = message.content.config_records.get(records.WITHDRAWN)
+    if named is None or data is NO_DATA or not isinstance(data, SiloData):
+        return data
+    with knowing_no_data():
+        users: list[Any] = list(named["users"])  # type: ignore[arg-type]
+        if any(type(user) is not int for user in users):
+            raise TypeError("withdrawn users in the server's message: expected numbers")
+    return data.without(users)
 
 
 def _state(side: ClientSide, message: Message, context: Context) -> ArrayRecord:
@@ -152,14 +167,16 @@ def _state(side: ClientSide, message: Message, context: Context) -> ArrayRecord:
     """
     round_entries = message.content.config_records[records.ROUND]
     if "forget" in round_entries:
+        side.policy(context).check_forgetting()
         forget_client(context, list(round_entries["forget"]))  # type: ignore[arg-type]
         return records.to_record({"version": np.array(0, dtype=np.int64)})
     before = int(round_entries["number"]) + 1  # type: ignore[arg-type]
     memory = ClientMemory(context, side.method.name, str(round_entries["run"]))
     numbers = {"version": memory.newest(before) if memory.load(before) is not None else 0}
     if round_entries.get("report-size"):
-        side.policy(context).check_way_out("the number of examples", in_sum=False)
-        data = side.task_of(context).data(partition_of(context.node_config))
+        policy = side.policy(context)
+        policy.check_way_out("the number of examples", in_sum=False)
+        data = policy.task(side.task).data(policy.partition)
         numbers["num-examples"] = len(data.train)
     return records.to_record({n: np.array(v, dtype=np.int64) for n, v in numbers.items()})
 

@@ -16,7 +16,7 @@ import torch
 from flower_ext.data import ClientData, Examples
 from flower_ext.errors import InvalidValue, tellable
 from flower_ext.federation.sums.weighted_silo import HiddenSum, LostPart, SiloPart
-from flower_ext.privacy import NoiseSource, SecureNoise
+from flower_ext.privacy import NoiseSource, PoissonSampling, SecureNoise
 from flower_ext.privacy.mechanisms.bounds import BoundedSum
 from flower_ext.privacy.mechanisms.protections import Protection
 from flower_ext.training import Job, LocalTraining, Params, StepNoise, Task, Term
@@ -43,6 +43,8 @@ class ClientWork:
     weighted_part : Callable[[int, float], SiloPart | LostPart | None]
         Opens this silo's part of a `weighted_sum`, from the number of users and the clipping norm;
         returns None if the method weighs its users itself.
+    draw_users : Callable[[PoissonSampling], list[int]]
+        Draws the round's users as all other silos do, once a round (see `user_draws`).
     protection : Protection
         The plan's protection of the upload. A method that bounds units adds them up by its
         ``sum_units``; the client side applies everything else.
@@ -74,6 +76,7 @@ class ClientWork:
     received: Params
     memory: Params | None
     weighted_part: Callable[[int, float], SiloPart | LostPart | None]
+    draw_users: Callable[[PoissonSampling], list[int]]
     training: Mapping[str, LocalTraining]
     round: int
     seed: int

@@ -19,59 +19,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from logging import getLogger
 from typing import Any
 
-import torch
-
-from flower_ext.data import ClientData, Examples, SiloData
-from flower_ext.errors import is_tellable, tellable
+from flower_ext.errors import is_tellable
 from flower_ext.federation.client.client_method import ClientWork, LocalResult
-from flower_ext.federation.failures import raised_at
+from flower_ext.federation.client.data_loading import NO_DATA
+from flower_ext.federation.failures import log_hidden
 from flower_ext.privacy import NonFiniteUpdate
-from flower_ext.training import Params, Task
+from flower_ext.training import Params
 from flower_ext.training.isolation import isolated
 from flower_ext.training.params import is_finite
 from flower_ext.training.side_by_side import Steps, Training, completed
-
-log = getLogger("flwr")
-
-_NONE = Examples(features=torch.empty(0), targets=torch.empty(0))
-NO_DATA = SiloData(train=_NONE, test=_NONE, owners=torch.empty(0, dtype=torch.int64))
-"""Data of a client without examples, which every method accepts."""
-_shown: set[tuple[str, int]] = set()
-"""Lines of code whose tracebacks this process has logged already."""
-
-
-def data_of(task: Task, partition: int, *, hide_errors: bool) -> ClientData:
-    """Return a client's data; no examples if they cannot be loaded and ``hide_errors`` is True.
-
-    Raises
-    ------
-    TypeError
-        The task returned something else than ClientData.
-    Exception
-        Any error of ``Task.data``. If ``hide_errors`` is True, only a `tellable` one is raised; all
-        others are written to the client's log.
-    """
-    try:
-        with isolated():
-            data = task.data(partition)
-        if isinstance(data, ClientData):
-            return data
-        error: Exception = TypeError("data(partition) of the Task: expected ClientData")
-        if not hide_errors:
-            raise tellable(error)
-    except Exception as raised:
-        if not hide_errors or is_tellable(raised):
-            raise
-        error = raised
-    _log_with_traceback(
-        "the data of this client could not be loaded (%s), so it counts as a client without "
-        "examples: check Task.data",
-        error,
-    )
-    return NO_DATA
 
 
 def check_finite(params: Params | None) -> None:
@@ -156,25 +114,3 @@ def _model_or_start(training: Training) -> Steps[Any]:
         model = dict(training.job.params)
         check_finite(model)
     return model
-
-
-def log_hidden(error: Exception) -> None:
-    """Log an error for the client's operator; the server receives an upload as usual."""
-    if isinstance(error, NonFiniteUpdate):
-        log.warning(
-            "a local training diverged (its model is not finite), so its model stays unchanged: "
-            "take a smaller learning rate if many trainings diverge, or check this client's data"
-        )
-    else:
-        _log_with_traceback(
-            "a local training failed (%s), so its model stays unchanged: check this client's data, "
-            "or the task if no client trains",
-            error,
-        )
-
-
-def _log_with_traceback(text: str, error: Exception) -> None:
-    """Log a text about the type of an error, with one traceback for each line of code."""
-    where = raised_at(error)
-    log.warning(text, type(error).__name__, exc_info=None if where in _shown else error)
-    _shown.add(where)

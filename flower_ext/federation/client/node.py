@@ -6,7 +6,7 @@ does not know how many other clients there are. It never takes a path from the s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,16 +14,18 @@ import torch
 from flwr.app import Context
 
 from flower_ext.errors import InvalidValue, tellable
+from flower_ext.federation.client.requests import Request
 from flower_ext.federation.protection import SEEDED
 from flower_ext.federation.roster import PARTITION, partition_of
 from flower_ext.federation.sums.sum_limits import SumLimits
 from flower_ext.privacy import NoiseSource, SecureNoise, SeededNoise
 from flower_ext.privacy.mechanisms.protections import Protection
 from flower_ext.training import Task
-from flower_ext.training.isolation import attempted
 
 OF_UPLOADS = "client-noise"
 """Purpose of noise that protects an upload: noise on the upload itself, or in its training."""
+
+_ROUNDING = 1e-9
 
 
 @dataclass(frozen=True)
@@ -38,8 +40,10 @@ class NodePolicy:
       norms. The client then refuses training whose upload it does not noise itself. It also
       refuses objective perturbation, which has no noise multiplier.
     * ``require-secure-sum=true``: nothing about a client's data leaves it but in secure sums.
-    * ``least-sum-members``, ``least-sum-threshold-share``, ``sum-identity-key`` and
-      ``sum-members``: the secure sums in which the client takes part (see `SumLimits`).
+    * ``keep-memory=true``: the client never deletes what it remembers because the server asks.
+    * ``least-sum-members``, ``least-sum-threshold-share``, ``sum-identity-key``, ``sum-members``,
+      ``sum-colluders`` and ``least-honest-answers``: the secure sums in which the client takes part
+      (see `SumLimits`).
 
     Parameters
     ----------
@@ -52,9 +56,51 @@ class NodePolicy:
     allow_seeded_noise: bool
 
     @property
+    def partition(self) -> int:
+        """The partition of this client's data."""
+        return partition_of(self.context.node_config)
+
+    @property
+    def device(self) -> str | None:
+        """The device that the node config names, or None.
+
+        Raises
+        ------
+        InvalidValue
+            PyTorch knows no such device.
+        """
+        if (named := self.context.node_config.get("device")) is None:
+            return None
+        name = str(named)
+        try:
+            torch.device(name)
+        except RuntimeError:
+            error = InvalidValue(f"node config device={name!r}: expected cpu, cuda or cuda:N")
+            raise tellable(error) from None
+        return name
+
+    def task(self, task: Task | Callable[[Context], Task]) -> Task:
+        """Return the task that the clients of a process share, on the device of this node."""
+        shared = task if isinstance(task, Task) else _built(task, self.context)
+        return shared if self.device is None else replace(shared, device=self.device)
+
+    @property
     def may_simulate(self) -> bool:
         """True if this client accepts settings that protect nobody: seeded noise and small keys."""
         return self.allow_seeded_noise and not self.context.node_config.get("require-secure-noise")
+
+    def admit(self, request: Request) -> NoiseSource:
+        """Refuse a request that the owner does not permit; return the noise for its upload.
+
+        Raises
+        ------
+        PermissionError
+            The owner requires more noise, secure noise, or secure sums.
+        """
+        if request.kind == "train":
+            self.check(request.protection)
+        self.check_way_out("an update or scores", in_sum=request.is_summed)
+        return self.noise(request.entries, OF_UPLOADS)
 
     def check(self, protection: Protection) -> None:
         """Refuse training with less noise than the node's owner requires.
@@ -65,7 +111,8 @@ class NodePolicy:
             The node's owner requires more noise.
         """
         least = float(self.context.node_config.get("least-noise-multiplier", 0.0))
-        if not (multiplier := protection.noise_multiplier) >= least:
+        # A share of exactly the least noise may be smaller by a rounding.
+        if not (multiplier := protection.noise_multiplier) >= least * (1 - _ROUNDING):
             raise PermissionError(
                 f"the server asks for a noise multiplier of {multiplier:g} on this client's "
                 f"upload: the owner of this node requires least-noise-multiplier={least:g}"
@@ -92,6 +139,22 @@ class NodePolicy:
                 )
             )
 
+    def check_forgetting(self) -> None:
+        """Refuse to delete memory because the server asks, if the node's owner forbids it.
+
+        Raises
+        ------
+        PermissionError
+            The node's owner keeps the memory.
+        """
+        if self.context.node_config.get("keep-memory"):
+            raise tellable(
+                PermissionError(
+                    "the server asks this client to delete its memory: the owner of this node set "
+                    "keep-memory=true"
+                )
+            )
+
     def noise(self, entries: Mapping[str, Any], purpose: str) -> NoiseSource:
         """Return secure noise, or seeded noise if the server asks and this client allows it.
 
@@ -112,17 +175,7 @@ class NodePolicy:
                     "elsewhere, set seeded_noise=False on the server"
                 )
             )
-        partition = partition_of(self.context.node_config)
-        return SeededNoise(entries["seed"], purpose, partition, entries["number"])
-
-
-def task_on(task: Task | Callable[[Context], Task], contexts: Sequence[Context]) -> Task:
-    """Return the task that the clients of a process share, on the device that an owner names."""
-    # An unknown device in one client's node config is an error of that client only.
-    context = next(filter(_has_device, contexts), contexts[0])
-    shared = task if isinstance(task, Task) else _built(task, context)
-    device = device_of(context)
-    return shared if device is None else replace(shared, device=device)
+        return SeededNoise(entries["seed"], purpose, self.partition, entries["number"])
 
 
 def _built(task: Callable[[Context], Task], context: Context) -> Task:
@@ -141,20 +194,3 @@ def _built(task: Callable[[Context], Task], context: Context) -> Task:
                 "task: load a client's own data in Task.data, which gets the partition"
             )
         ) from None
-
-
-def device_of(context: Context) -> str | None:
-    """Return the device that the node config names, or None."""
-    if (named := context.node_config.get("device")) is None:
-        return None
-    name = str(named)
-    try:
-        torch.device(name)
-    except RuntimeError:
-        error = InvalidValue(f"node config device={name!r}: expected cpu, cuda or cuda:N")
-        raise tellable(error) from None
-    return name
-
-
-def _has_device(context: Context) -> bool:
-    return not isinstance(attempted(device_of, context), Exception)

@@ -18,9 +18,10 @@ from flower_ext.errors import InvalidValue, is_tellable, tellable
 from flower_ext.federation import records
 from flower_ext.federation.arrays import arrays_of
 from flower_ext.federation.client.client_method import Contribution, LocalResult, Memory
-from flower_ext.federation.client.hidden_failures import check_finite, log_hidden
+from flower_ext.federation.client.hidden_failures import check_finite
 from flower_ext.federation.client.node import OF_UPLOADS
 from flower_ext.federation.client.turns import Turn
+from flower_ext.federation.failures import log_hidden
 from flower_ext.federation.sums import masked
 from flower_ext.federation.sums.weighted_silo import HiddenSum
 from flower_ext.federation.uploads import Update
@@ -48,7 +49,7 @@ def upload_of(turn: Turn, result: LocalResult) -> Update:
         update = {name: value * protection.cell for name, value in sent.items()}
         # The client's end of `MaskedSum`: from here the server sees the cohort's sum alone.
         of_sum = turn.request.sums[records.SECURE_SUM]
-        sent = masked.seal(sent, of_sum, turn.context, turn.method.name)
+        sent = masked.seal(sent, of_sum, turn.policy.context, turn.method.name)
     # Store memory last, so that an error in masks or metrics keeps the previous round's memory.
     _store_memory(turn, result, update)
     return Update(sent, metrics)

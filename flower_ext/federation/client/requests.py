@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from flwr.app import ArrayRecord, ConfigRecord, Message
+from flwr.app import ArrayRecord, ConfigRecord, Context, Message
 
 from flower_ext.errors import InvalidValue, knowing_no_data, tellable
 from flower_ext.federation import records
 from flower_ext.federation.arrays import Arrays
+from flower_ext.federation.failures import attempt_each
 from flower_ext.federation.protection import Unprotected, check_entries
+from flower_ext.federation.roster import check_addressee
 from flower_ext.privacy import NonFiniteUpdate
-from flower_ext.privacy.mechanisms.protections import Protection
+from flower_ext.privacy.mechanisms.protections import ClipToCells, Protection
 from flower_ext.training import LocalTraining, Params, Task
 from flower_ext.training.params import is_finite
 
@@ -21,6 +23,8 @@ T = TypeVar("T")
 
 _OF_SUMS = (records.SECURE_SUM, records.WEIGHTED_SUM)
 """Array records that hold a protocol's bytes. The arrays of all other records become tensors."""
+_IN_THE_CLEAR = ("report-size", "diagnostics", "training-loss")
+"""Entries of a request for numbers about the client's data beside its update."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,6 +46,21 @@ class Request:
     """Name and fields of a query that is answered by a noised sum; empty without one."""
 
     @property
+    def is_summed(self) -> bool:
+        """True if the answer is masked, with nothing in the clear beside it."""
+        if any(self.entries.get(name) for name in _IN_THE_CLEAR):
+            return False
+        is_masked = records.SECURE_SUM in self.sums and isinstance(self.protection, ClipToCells)
+        return is_masked and (self.kind == "train" or bool(self.query))
+
+    @property
+    def hides_missing_data(self) -> bool:
+        """True if the server must not learn that this client could not load its data."""
+        if self.kind == "evaluate":
+            return bool(self.query)  # summed under noise
+        return self.protection.hides_missing_data
+
+    @property
     def run(self) -> str:
         """Name of the run, under which the client keeps memory; empty if the server gives none."""
         return str(self.entries.get("run", ""))
@@ -57,15 +76,15 @@ class Request:
         return int(self.entries["seed"])
 
 
-def reader(task: Task) -> Callable[[Message], Request]:
-    """Return a function that reads requests.
+def read_each(
+    task: Task, messages: Sequence[Message], contexts: Sequence[Context]
+) -> list[Request | Exception]:
+    """Return each client's request, or its error; a record in several messages is read only once.
 
-    If several messages hold the same record, the function reads and checks it only once.
+    The error of a client may be one of these:
 
-    Raises
-    ------
     InvalidValue
-        The model does not fit ``task``. The returned function raises this error and those below.
+        The message is for another partition, or the model does not fit ``task``.
     NonFiniteUpdate
         The model has NaN or infinite values.
     TypeError
@@ -113,7 +132,8 @@ def reader(task: Task) -> Callable[[Message], Request]:
             query=dict(configs.get(records.QUERY, {})),
         )
 
-    def read(message: Message) -> Request:
+    def read(message: Message, context: Context) -> Request:
+        check_addressee(message, context)
         key = id(message.content)
         if key not in contents:
             # Build a model outside the block below: its errors may depend on the client's data.
@@ -122,7 +142,7 @@ def reader(task: Task) -> Callable[[Message], Request]:
                 contents[key] = request(message)
         return contents[key]
 
-    return read
+    return attempt_each(read, messages, contexts)
 
 
 def _check_received(params: Params, task: Task) -> None:

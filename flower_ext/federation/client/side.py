@@ -1,8 +1,8 @@
 """The client side that every method shares: train and evaluate, whatever the method.
 
-A method supplies two functions (`ClientMethod`), written for one client. `ServedMethod` prepares
-their input from a message, and `upload_of` bounds and noises their results before anything leaves,
-so no method can forget one of these steps. The memory that a method returns cannot reach a reply.
+A method supplies two functions (`ClientMethod`), written for one client. `turn_of` prepares their
+input from a message, and `upload_of` bounds and noises their results before anything leaves, so no
+method can forget one of these steps. The memory that a method returns cannot reach a reply.
 
 If many clients live in one process, their functions run `side_by_side`: whenever all of them wait
 for a local training, these trainings form one batch (`training.train_each`). Under a plan that
@@ -12,17 +12,19 @@ or their presence.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 
 from flwr.app import Context, Message, RecordDict
 
-from flower_ext.federation.client.client_method import ClientWork
+from flower_ext.federation.client.client_method import ClientMethod, ClientWork
 from flower_ext.federation.client.hidden_failures import result_hiding_failures
-from flower_ext.federation.client.node import task_on
+from flower_ext.federation.client.node import NodePolicy
 from flower_ext.federation.client.protecting import upload_of
+from flower_ext.federation.client.requests import read_each
 from flower_ext.federation.client.scores import scores_of, scores_record
-from flower_ext.federation.client.turns import ServedMethod, Turn
+from flower_ext.federation.client.turns import Turn, turn_of
 from flower_ext.federation.client.vector_answers import WorkView, masked_vector, query_of
 from flower_ext.federation.failures import attempt_each, attempt_in_turn
 from flower_ext.federation.uploads import Update
@@ -32,10 +34,23 @@ from flower_ext.training.side_by_side import Steps, check_whole, completed, side
 
 
 @dataclass(frozen=True)
-class ClientSide(ServedMethod):
-    """Answers to messages of one method, for any number of clients at a time, one message each."""
+class ClientSide:
+    """Answers to messages of one method, for any number of clients at a time, one message each.
 
-    queries: Mapping[str, type[VectorQuery]] = field(default_factory=dict)
+    Parameters
+    ----------
+    method : ClientMethod
+    task : Task | Callable[[Context], Task]
+    allow_seeded_noise : bool
+        As in `client_app`.
+    queries : Mapping[str, type[VectorQuery]]
+        Kinds of queries that clients answer, by name.
+    """
+
+    method: ClientMethod
+    task: Task | Callable[[Context], Task]
+    allow_seeded_noise: bool
+    queries: Mapping[str, type[VectorQuery]]
 
     def train(
         self,
@@ -50,13 +65,25 @@ class ClientSide(ServedMethod):
         An error replaces the reply of its client only. ``alone`` means that the node trains no
         other client at the same time.
         """
-        turns = self.turns(messages, contexts, alone=alone)
+        turns = self._turns(messages, contexts, alone=alone)
 
         def answer(turn: Turn) -> Steps[Update]:
             result = yield from result_hiding_failures(self.method.local_update, turn.work)
             return upload_of(turn, result)
 
         return side_by_side(attempt_in_turn(answer, turns), memory_limit=memory_limit)
+
+    def _turns(
+        self, messages: Sequence[Message], contexts: Sequence[Context], *, alone: bool
+    ) -> list[Turn | Exception]:
+        """Return each client's turn, or its error; all share one task."""
+        policies = attempt_each(self.policy, contexts)
+        known = [policy for policy in policies if isinstance(policy, NodePolicy)]
+        if not known:
+            return [policy for policy in policies if isinstance(policy, Exception)]
+        task = known[0].task(self.task)
+        requests = read_each(task, messages, contexts)
+        return attempt_each(partial(turn_of, self.method, task, alone=alone), policies, requests)
 
     def score(
         self,
@@ -70,7 +97,7 @@ class ClientSide(ServedMethod):
         If the messages carry a query, which a noised sum answers, each client is evaluated by
         itself. No bit of its part of the sum then depends on the other clients.
         """
-        turns = self.turns(messages, contexts, alone=True)
+        turns = self._turns(messages, contexts, alone=True)
         if any(isinstance(turn, Turn) and turn.request.query for turn in turns):
             return attempt_each(self._masked_vector, turns)
         works = attempt_each(lambda turn: turn.work, turns)
@@ -92,7 +119,7 @@ class ClientSide(ServedMethod):
         Exception
             The error that `score` would return.
         """
-        (turn,) = self.turns([message], [context], alone=True)
+        (turn,) = self._turns([message], [context], alone=True)
         (model,) = self._used(attempt_each(lambda turn: turn.work, [turn]), MEMORY_LIMIT)
         if isinstance(model, Exception):
             raise model
@@ -110,6 +137,12 @@ class ClientSide(ServedMethod):
 
         return side_by_side(attempt_in_turn(model_of, works), memory_limit=memory_limit)
 
+    def policy(self, context: Context) -> NodePolicy:
+        """Return what the node's owner permits; refuse a device that PyTorch does not know."""
+        policy = NodePolicy(context, self.allow_seeded_noise)
+        _ = policy.device
+        return policy
+
     def task_of(self, context: Context) -> Task:
         """Return the task, on the device that the node's owner names."""
-        return task_on(self.task, [context])
+        return self.policy(context).task(self.task)

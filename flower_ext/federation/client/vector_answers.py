@@ -99,7 +99,7 @@ def masked_vector(query: VectorQuery, view: WorkView, turn: Turn) -> RecordDict:
     cells = protection.released({"vector": vector}, noise)
     whole = {name: np.asarray(array) for name, array in cells.items()}
     of_sum = request.sums[records.SECURE_SUM]
-    sealed = masked.seal(whole, of_sum, turn.context, turn.method.name)
+    sealed = masked.seal(whole, of_sum, turn.policy.context, turn.method.name)
     return RecordDict({records.UPDATE: records.to_record(sealed)})
 
 

@@ -24,7 +24,7 @@ from uuid import uuid4
 from flower_ext.federation.arrays import Arrays
 from flower_ext.federation.state.sealed import Damaged, Packed, pack, unpack
 from flower_ext.files import append_line, sync_to_disk, whole_lines, write_whole
-from flower_ext.runs import RunDirectory
+from flower_ext.runs import RunWriter
 
 log = getLogger("flwr")
 
@@ -57,13 +57,13 @@ class Checkpoints:
 
     Parameters
     ----------
-    directory : RunDirectory, optional
+    directory : RunWriter, optional
     repeats : bool
         True if a repeated round equals the first attempt, bit for bit. Nothing then has to be on
         disk before the server asks a client.
     """
 
-    def __init__(self, directory: RunDirectory | None, *, repeats: bool) -> None:
+    def __init__(self, directory: RunWriter | None, *, repeats: bool) -> None:
         self.directory = directory
         self.repeats = repeats
         self.run_id = (directory.id if directory is not None else "") or uuid4().hex

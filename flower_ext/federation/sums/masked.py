@@ -206,11 +206,11 @@ class OpenMaskedSum(OpenSum):
             self._partitions[member]: {records.SECURE_SUM: bytes_record(stage, message.to_bytes())}
             for member, message in content.items()
         }
-        requests = self._clients.request("query", contents, self._opening.server_round)
-        replies = self._clients.replies(requests.messages)
-        for _ in requests.accepted(
-            replies, lambda reply: add(self._message(reply, read_answer(reply), kind))
-        ):
+
+        def read(reply: Message) -> None:
+            add(self._message(reply, read_answer(reply), kind))
+
+        for _ in self._clients.ask(contents, self._opening.server_round, read):
             pass  # an answer that breaks the protocol is refused like any other reply
 
     def _message(self, reply: Message, arrays: Arrays, kind: type[T]) -> T:

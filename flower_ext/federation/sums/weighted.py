@@ -48,11 +48,7 @@ from flower_ext.federation.sums.summation import (
     bytes_record,
     single_message,
 )
-from flower_ext.privacy import (
-    AdversaryView,
-    FullParticipation,
-    SecureNoise,
-)
+from flower_ext.privacy import AdversaryView, FullParticipation, SecureNoise
 from flower_ext.privacy.mechanisms.noised_sum import NoisedSum
 from flower_ext.privacy.mechanisms.plan import Aggregate, RoundDiscarded, RoundMechanism
 from flower_ext.privacy.mechanisms.run_summary import MethodTraits

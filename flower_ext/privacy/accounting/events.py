@@ -29,7 +29,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from flower_ext.checks import require_not_negative
+from flower_ext.checks import Checked, NotNegative
 from flower_ext.errors import InvalidValue
 from flower_ext.privacy.accounting.sampling import (
     FixedSizeSampling,
@@ -68,7 +68,7 @@ class PrivacyLoss:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Release:
+class Release(Checked):
     """One noised sum, as accounting sees it.
 
     Parameters
@@ -85,13 +85,12 @@ class Release:
     """
 
     sampling: Sampling
-    noise_multiplier: float
+    noise_multiplier: NotNegative
     relation: NeighboringRelation
-    approximation_error: float = 0.0
+    approximation_error: NotNegative = 0.0
 
     def __post_init__(self) -> None:
-        require_not_negative("noise_multiplier", self.noise_multiplier)
-        require_not_negative("approximation_error", self.approximation_error)
+        super().__post_init__()
         poisson = isinstance(self.sampling, PoissonSampling)
         if poisson and self.relation is not NeighboringRelation.ADD_OR_REMOVE_ONE:
             raise InvalidValue(

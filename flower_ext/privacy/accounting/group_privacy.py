@@ -15,11 +15,12 @@ from functools import lru_cache
 import numpy as np
 
 from flower_ext.checks import (
+    Checked,
+    CountOrZero,
+    Fraction,
+    Positive,
     require_at_least_one,
-    require_count,
     require_delta,
-    require_positive,
-    require_rate,
 )
 from flower_ext.privacy.accounting.events import PrivacyLoss
 from flower_ext.privacy.accounting.gaussian import gaussian_loss
@@ -32,7 +33,7 @@ _NO_PRIVACY = 1e4
 
 
 @dataclass(frozen=True, kw_only=True)
-class DpSgd:
+class DpSgd(Checked):
     """One silo's DP-SGD as accounting sees it, for one local training or several.
 
     Parameters
@@ -44,14 +45,9 @@ class DpSgd:
     steps : int
     """
 
-    noise_multiplier: float
-    sampling_rate: float
-    steps: int
-
-    def __post_init__(self) -> None:
-        require_positive("noise_multiplier", self.noise_multiplier)
-        require_rate("sampling_rate", self.sampling_rate)
-        require_count("steps", self.steps)
+    noise_multiplier: Positive
+    sampling_rate: Fraction
+    steps: CountOrZero
 
 
 @lru_cache(maxsize=256)

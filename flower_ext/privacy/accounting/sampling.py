@@ -9,24 +9,20 @@ from typing import Any
 
 import numpy as np
 
-from flower_ext.checks import is_integer, require_at_least_one, require_rate
+from flower_ext.checks import Checked, Count, Fraction, is_integer
 from flower_ext.errors import InvalidValue
 from flower_ext.privacy.accounting.participations import Participations
 
 
 @dataclass(frozen=True)
-class PoissonSampling:
+class PoissonSampling(Checked):
     """Each of ``population`` units takes part independently with probability ``rate``.
 
     The cohort may be empty; an empty cohort is a release like any other.
     """
 
-    population: int
-    rate: float
-
-    def __post_init__(self) -> None:
-        require_at_least_one("population", self.population)
-        require_rate("rate", self.rate)
+    population: Count
+    rate: Fraction
 
     @property
     def sampling_rate(self) -> float:
@@ -49,14 +45,14 @@ class PoissonSampling:
 
 
 @dataclass(frozen=True)
-class FixedSizeSampling:
+class FixedSizeSampling(Checked):
     """Draw exactly ``size`` of ``population`` units, uniformly, without replacement."""
 
-    population: int
+    population: Count
     size: int
 
     def __post_init__(self) -> None:
-        require_at_least_one("population", self.population)
+        super().__post_init__()
         if not (is_integer(self.size) and 1 <= self.size <= self.population):
             raise InvalidValue(
                 f"size={self.size!r}: expected an integer from 1 to population={self.population}"
@@ -82,15 +78,12 @@ class FixedSizeSampling:
 
 
 @dataclass(frozen=True)
-class FullParticipation:
+class FullParticipation(Checked):
     """All ``population`` units take part in every round."""
 
     sampling_rate = 1.0
 
-    population: int
-
-    def __post_init__(self) -> None:
-        require_at_least_one("population", self.population)
+    population: Count
 
     @property
     def expected_cohort_size(self) -> float:
@@ -107,7 +100,7 @@ class FullParticipation:
 
 
 @dataclass(frozen=True)
-class SpacedSampling:
+class SpacedSampling(Checked):
     """Take units in turn, each a limited number of times and a number of rounds apart.
 
     Whoever has waited longest comes first, and units that never took part come in the order of
@@ -126,14 +119,13 @@ class SpacedSampling:
         k: the most rounds in which one unit takes part.
     """
 
-    population: int
-    size: int
-    rounds_apart: int
-    participations: int
+    population: Count
+    size: Count
+    rounds_apart: Count
+    participations: Count
 
     def __post_init__(self) -> None:
-        for name in ("population", "size", "rounds_apart", "participations"):
-            require_at_least_one(name, getattr(self, name))
+        super().__post_init__()
         if self.size * self.rounds_apart > self.population:
             raise InvalidValue(
                 f"rounds_apart={self.rounds_apart!r} with size={self.size} of "

@@ -46,7 +46,7 @@ from typing import Any
 import array_api_compat as api
 import numpy as np
 
-from flower_ext.checks import require_below_one, require_positive
+from flower_ext.checks import Checked, Positive, ProperFraction
 from flower_ext.errors import InvalidValue
 from flower_ext.privacy.mechanisms.bounds import ClippedSum, clip, clip_each_row
 from flower_ext.privacy.mechanisms.quantization import squared_norms_of_rows
@@ -57,7 +57,7 @@ SIDE = "adaptive-clipping-side"
 
 
 @dataclass(frozen=True, kw_only=True)
-class AdaptiveClipping:
+class AdaptiveClipping(Checked):
     """A clipping norm that follows a quantile of the norms of clients' updates.
 
     Give it to a `ReleasePlan` in place of a number. ε is that of a fixed norm under the same noise
@@ -89,19 +89,15 @@ class AdaptiveClipping:
         A field is out of range.
     """
 
-    initial: float = 0.1
-    quantile: float = 0.5
-    learning_rate: float = 0.2
-    bit_noise: float | None = None
-    least: float = 1e-6
-    most: float = 1e6
+    initial: Positive = 0.1
+    quantile: ProperFraction = 0.5
+    learning_rate: Positive = 0.2
+    bit_noise: Positive | None = None
+    least: Positive = 1e-6
+    most: Positive = 1e6
 
     def __post_init__(self) -> None:
-        for name in ("initial", "quantile", "learning_rate", "least", "most"):
-            require_positive(name, getattr(self, name))
-        require_below_one("quantile", self.quantile)
-        if self.bit_noise is not None:
-            require_positive("bit_noise", self.bit_noise)
+        super().__post_init__()
         if not self.least <= self.initial <= self.most:
             raise InvalidValue(
                 f"initial={self.initial!r}: expected a norm from least={self.least:g} to "

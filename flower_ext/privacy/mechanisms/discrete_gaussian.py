@@ -97,6 +97,11 @@ def share_stddev(total: float, shares: int) -> float:
     return stddev
 
 
+def worth(stddev: float) -> float:
+    """Return the stddev of the continuous Gaussian that one share is worth (step 5 above)."""
+    return math.sqrt(max(0.0, stddev**2 - _SMOOTHED))
+
+
 def draw(stddev: float, count: int, rng: np.random.Generator) -> np.ndarray:
     """Return ``count`` independent draws of N_Z(0, stddev²), as int64 of shape (count,).
 

@@ -7,10 +7,13 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from flower_ext.checks import (
+    Checked,
+    Count,
+    NotNegative,
+    Positive,
+    ProperFraction,
     is_number,
     require_at_least_one,
-    require_delta,
-    require_not_negative,
     require_one_of,
     require_positive,
 )
@@ -34,26 +37,24 @@ NoisePlacement = Literal["client", "server"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class ReleaseTerms:
+class ReleaseTerms(Checked):
     """The values that a user chooses for a run of noised sums; see `ReleasePlan`."""
 
     sampling: Sampling
     clipping_norm: float | AdaptiveClipping
-    noise_multiplier: float
-    rounds: int
-    delta: float
+    noise_multiplier: Positive
+    rounds: Count
+    delta: ProperFraction
     relation: NeighboringRelation | None = None
     noise_placement: NoisePlacement | SecureSum = "client"
     queries: tuple[VectorQuery, ...] = ()
 
     def __post_init__(self) -> None:
-        require_positive("noise_multiplier", self.noise_multiplier)
+        super().__post_init__()
         if isinstance(norm := self.clipping_norm, AdaptiveClipping):
             norm.count_noise(self.noise_multiplier, self.sampling.expected_cohort_size)
         else:
             require_positive("clipping_norm", norm)
-        require_at_least_one("rounds", self.rounds)
-        require_delta(self.delta)
         if not isinstance(self.noise_placement, SecureSum):
             require_one_of("noise_placement", self.noise_placement, ("client", "server"))
         if self.relation is None:
@@ -113,9 +114,9 @@ class NoisedSum(ReleaseTerms, RoundMechanism):
     """
 
     clipping_norm: float
-    silos: int | None = None
+    silos: Count | None = None
     sensitivity: float = 1.0
-    approximation_error: float = 0.0
+    approximation_error: NotNegative = 0.0
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -124,9 +125,6 @@ class NoisedSum(ReleaseTerms, RoundMechanism):
                 f"sensitivity={self.sensitivity!r}: expected 1 or more, because one unit can move "
                 "a sum by a whole clipping norm"
             )
-        require_not_negative("approximation_error", self.approximation_error)
-        if self.silos is not None:
-            require_at_least_one("silos", self.silos)
         if self.secure_sum is not None:
             check_cell(self.cell, self.clipping_norm)
             if self.silos is None and isinstance(self.sampling, PoissonSampling):

@@ -7,15 +7,17 @@ writes the parameters into messages. The local training applies what acts during
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import numpy as np
 
-from flower_ext.checks import require_positive
+from flower_ext.checks import Checked, Positive, require_positive
+from flower_ext.errors import InvalidValue
 from flower_ext.privacy.mechanisms.adaptive_clipping import rows_with_sides, with_side
 from flower_ext.privacy.mechanisms.bounds import BoundedSum, clip, sum_clipped_rows
+from flower_ext.privacy.mechanisms.discrete_gaussian import worth
 from flower_ext.privacy.mechanisms.noise import NoiseSource, largest_noised_norm
 from flower_ext.privacy.mechanisms.quantization import Cells, in_cells, sum_rows_in_cells
 from flower_ext.privacy.mechanisms.updates import Update, check_arrays, in_float64, in_precision_of
@@ -100,7 +102,39 @@ class _ClipAndNoise(Protection):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ClipUpdate(_ClipAndNoise):
+class _ClipWithSide(_ClipAndNoise):
+    """Bound an update, and with it the side of its norm if the norm adapts.
+
+    Parameters
+    ----------
+    clipping_norm, noise_stddev : float
+        As for `_ClipAndNoise`; they are those of the update with its side.
+    update_norm, side_weight : float, optional
+        C and κ of `adaptive_clipping`. With both, the upload has a side.
+
+    Raises
+    ------
+    InvalidValue
+        Only one of ``update_norm`` and ``side_weight`` is given.
+    """
+
+    update_norm: float | None = None
+    side_weight: float | None = None
+
+    def __post_init__(self) -> None:
+        for name, other in (("update_norm", "side_weight"), ("side_weight", "update_norm")):
+            if getattr(self, name) is None and getattr(self, other) is not None:
+                raise InvalidValue(f"{name}=None: expected a number, because {other} is given")
+
+    def _sided(
+        self, update: Update, add_side: Callable[[Update, float, float], Update] = with_side
+    ) -> Update:
+        norm, weight = self.update_norm, self.side_weight
+        return update if norm is None or weight is None else add_side(update, norm, weight)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClipUpdate(_ClipWithSide):
     """Clip the whole update and add a share of the sum's noise (for a `ReleasePlan`).
 
     Parameters
@@ -109,6 +143,8 @@ class ClipUpdate(_ClipAndNoise):
         Norm bound C.
     noise_stddev : float
         Standard deviation of this client's share.
+    update_norm, side_weight : float, optional
+        With both, the upload has the side of the update's norm (see `adaptive_clipping`).
     noise_grid : float, optional
         Step of the grid to which uploads are rounded; it must be the same for all clients and
         rounds. By default `noise_grid` of the share.
@@ -118,7 +154,7 @@ class ClipUpdate(_ClipAndNoise):
 
     def released(self, upload: Update, noise: NoiseSource) -> Update:
         """Return the clipped update with noise."""
-        return self.noised(clip(upload, self.clipping_norm).value, noise)
+        return self.noised(clip(self._sided(upload), self.clipping_norm).value, noise)
 
     def noised(self, bounded: Update, noise: NoiseSource) -> Update:
         """Add noise to an update that is already bounded."""
@@ -126,50 +162,18 @@ class ClipUpdate(_ClipAndNoise):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ClipWithSide(ClipUpdate):
-    """Clip an update, and send with it the side of its norm (see `adaptive_clipping`).
-
-    Parameters
-    ----------
-    clipping_norm : float
-        C', of the update with its side.
-    update_norm, side_weight : float
-        C and κ.
-    **options
-        Fields of `ClipUpdate`.
-    """
-
-    update_norm: float
-    side_weight: float
-
-    def released(self, upload: Update, noise: NoiseSource) -> Update:
-        """Return the clipped update and its side, with noise."""
-        return super().released(with_side(upload, self.update_norm, self.side_weight), noise)
-
-
-@dataclass(frozen=True, kw_only=True)
 class ClipUnits(ClipUpdate):
-    """Add noise to a sum over units, each clipped by `sum_units`; otherwise as `ClipUpdate`.
-
-    Parameters
-    ----------
-    update_norm, side_weight : float, optional
-        As for `ClipWithSide`, if the norm adapts.
-    **options
-        Fields of `ClipUpdate`.
-    """
+    """Add noise to a sum over units, each clipped by `sum_units`; otherwise as `ClipUpdate`."""
 
     takes_models = False
-    update_norm: float | None = None
-    side_weight: float | None = None
 
     def sum_units(self, rows: Update, weights: Sequence[float]) -> BoundedSum:
         """Return the weighted sum of units' updates, each clipped (see `sum_clipped_rows`)."""
-        return sum_clipped_rows(_sided(rows, self), self.clipping_norm, weights)
+        return sum_clipped_rows(self._sided(rows, rows_with_sides), self.clipping_norm, weights)
 
 
 @dataclass(frozen=True, kw_only=True)
-class ClipToCells(_ClipAndNoise):
+class ClipToCells(_ClipWithSide):
     """Clip the whole update, round it to a public grid, and add discrete Gaussian noise.
 
     The upload is a vector of whole numbers, for a secure sum (see
@@ -177,7 +181,7 @@ class ClipToCells(_ClipAndNoise):
 
     Parameters
     ----------
-    clipping_norm, noise_stddev : float
+    clipping_norm, noise_stddev, update_norm, side_weight : float
         As for `ClipUpdate`.
     cell : float
         Step of the grid, a power of two. The upload counts such steps.
@@ -185,9 +189,14 @@ class ClipToCells(_ClipAndNoise):
 
     cell: float
 
+    @property
+    def noise_multiplier(self) -> float:
+        """Stddev of the continuous Gaussian that this client's noise is worth, in norms."""
+        return worth(self.noise_stddev / self.cell) * self.cell / self.clipping_norm
+
     def released(self, upload: Update, noise: NoiseSource) -> Update:
         """Return the noised update in cells, as int64."""
-        return self.noised(in_cells(upload, self.clipping_norm, self.cell), noise)
+        return self.noised(in_cells(self._sided(upload), self.clipping_norm, self.cell), noise)
 
     def noised(self, cells: Cells, noise: NoiseSource) -> Cells:
         """Add noise to an update that is already bounded and in cells."""
@@ -195,45 +204,19 @@ class ClipToCells(_ClipAndNoise):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ClipWithSideToCells(ClipToCells):
-    """Clip an update, and send with it the side of its norm, both in cells; see `ClipWithSide`."""
-
-    update_norm: float
-    side_weight: float
-
-    def released(self, upload: Update, noise: NoiseSource) -> Update:
-        """Return the noised update and its side in cells, as int64."""
-        return super().released(with_side(upload, self.update_norm, self.side_weight), noise)
-
-
-@dataclass(frozen=True, kw_only=True)
 class ClipUnitsToCells(ClipToCells):
-    """Add discrete Gaussian noise to a sum over units, each clipped and rounded to cells.
-
-    Parameters
-    ----------
-    update_norm, side_weight : float, optional
-        As for `ClipUnits`.
-    **options
-        Fields of `ClipToCells`.
-    """
+    """Add discrete Gaussian noise to a sum over units, each clipped and rounded to cells."""
 
     takes_models = False
-    update_norm: float | None = None
-    side_weight: float | None = None
 
     def sum_units(self, rows: Update, weights: Sequence[float]) -> BoundedSum:
         """Return the weighted sum of units' updates in cells (see `sum_rows_in_cells`)."""
-        return sum_rows_in_cells(_sided(rows, self), self.clipping_norm, self.cell, weights)
+        sided = self._sided(rows, rows_with_sides)
+        return sum_rows_in_cells(sided, self.clipping_norm, self.cell, weights)
 
 
 SumOfUnits = ClipUnits | ClipUnitsToCells
 """Protections of a sum over units."""
-
-
-def _sided(rows: Update, protection: SumOfUnits) -> Update:
-    norm, weight = protection.update_norm, protection.side_weight
-    return rows if norm is None or weight is None else rows_with_sides(rows, norm, weight)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -314,7 +297,7 @@ class ClipSteps(Protection):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ObjectivePerturbation(Protection):
+class ObjectivePerturbation(Checked, Protection):
     """Add ⟨n, w⟩ to the local objective, with fresh noise n of density ∝ exp(−α‖n‖₂).
 
     Parameters
@@ -326,11 +309,8 @@ class ObjectivePerturbation(Protection):
     """
 
     hides_failures = False  # as for `ClipSteps`
-    rate: float
+    rate: Positive
     least_examples: int = 0
-
-    def __post_init__(self) -> None:
-        require_positive("rate", self.rate)
 
     def __str__(self) -> str:
         return f"objective perturbation: rate {self.rate:g}"

@@ -16,14 +16,7 @@ from flower_ext.privacy.mechanisms.adaptive_clipping import (
 )
 from flower_ext.privacy.mechanisms.noised_sum import NoisedSum
 from flower_ext.privacy.mechanisms.plan import Aggregate
-from flower_ext.privacy.mechanisms.protections import (
-    ClipToCells,
-    ClipUpdate,
-    ClipWithSide,
-    ClipWithSideToCells,
-    Protection,
-    SumOfUnits,
-)
+from flower_ext.privacy.mechanisms.protections import ClipToCells, ClipUpdate, Protection
 from flower_ext.privacy.mechanisms.run_summary import RunSummary
 from flower_ext.privacy.mechanisms.updates import RunningSum, Update
 from flower_ext.privacy.mechanisms.vector_query import VectorQuery
@@ -84,12 +77,9 @@ class AdaptiveRelease(ReleaseMechanism):
     def protection(self, run: RunSummary, cohort_size: int) -> Protection | None:
         """Return the bounds of update and side, and one client's share of the noise."""
         usual = super().protection(run, cohort_size)
-        sided = {"update_norm": self.update_norm, "side_weight": self.side_weight}
-        if isinstance(usual, SumOfUnits):
-            return type(usual)(**{**vars(usual), **sided})
-        if isinstance(usual, ClipToCells):
-            return ClipWithSideToCells(**vars(usual), **sided)
-        return ClipWithSide(**vars(usual), **sided) if isinstance(usual, ClipUpdate) else usual
+        if not isinstance(usual, ClipUpdate | ClipToCells):
+            return usual
+        return replace(usual, update_norm=self.update_norm, side_weight=self.side_weight)
 
     def begin_sum(self, like: Update) -> RunningSum:
         """Return an empty sum; if the server adds the noise, it also counts the sides."""

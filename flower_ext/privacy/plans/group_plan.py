@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from flower_ext.checks import require_delta
+from flower_ext.checks import Checked, ProperFraction
 from flower_ext.privacy.accounting.group_privacy import DpSgd
 from flower_ext.privacy.accounting.sampling import FullParticipation
 from flower_ext.privacy.guarantee import Guarantee
@@ -15,7 +15,7 @@ from flower_ext.privacy.theorems.uldp_group import uldp_group_guarantees
 
 
 @dataclass(frozen=True, kw_only=True)
-class GroupPlan(PlainAverage):
+class GroupPlan(Checked, PlainAverage):
     """ULDP-GROUP-k: silos protect records by DP-SGD, and the server averages what they send.
 
     Parameters
@@ -34,11 +34,8 @@ class GroupPlan(PlainAverage):
 
     sampling: FullParticipation
     one_round: DpSgd
-    delta: float
+    delta: ProperFraction
     users: int | None = None
-
-    def __post_init__(self) -> None:
-        require_delta(self.delta)
 
     def num_units(self, run: RunSummary) -> int | None:
         """Return the number of users."""

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from flower_ext.checks import require_delta
+from flower_ext.checks import Checked, ProperFraction
 from flower_ext.privacy.guarantee import Guarantee
 from flower_ext.privacy.mechanisms.plan import PlainAverage
 from flower_ext.privacy.mechanisms.protections import OutputPerturbation, Perturbation, Protection
@@ -19,7 +19,7 @@ from flower_ext.privacy.theorems.upcycled import epsilons, perturbation_guarante
 
 
 @dataclass(frozen=True, kw_only=True)
-class PerturbationPlan(PlainAverage):
+class PerturbationPlan(Checked, PlainAverage):
     """A plan in which each client perturbs its local model; the server takes the plain mean.
 
     Privacy unit: one record of one client. The server sees every upload and its sender, so the
@@ -40,10 +40,7 @@ class PerturbationPlan(PlainAverage):
 
     perturbation: Perturbation
     objective: LocalObjective = field(default_factory=LocalObjective)
-    delta: float
-
-    def __post_init__(self) -> None:
-        require_delta(self.delta)
+    delta: ProperFraction
 
     def describe(self) -> str:
         """Describe the plan in words, for the log."""

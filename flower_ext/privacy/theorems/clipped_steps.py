@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from flower_ext.checks import require_at_least_one, require_positive
+from flower_ext.checks import Checked, Count, Positive, require_at_least_one, require_positive
 from flower_ext.errors import InvalidValue
 from flower_ext.privacy.accounting.calibration import calibrate_noise_multiplier
 from flower_ext.privacy.accounting.events import PrivacyLoss
@@ -19,7 +19,7 @@ from flower_ext.privacy.units import NeighboringRelation
 
 
 @dataclass(frozen=True, kw_only=True)
-class ClippedSteps:
+class ClippedSteps(Checked):
     """The local steps of one client in one round, which clip each record's gradient.
 
     A step is u ← u − η (1/B) Σ clip(∇F̂(u; record), G), the sum being over B records. Noise in
@@ -40,17 +40,14 @@ class ClippedSteps:
         an order that does not depend on them, and each round begins a new pass.
     """
 
-    learning_rate: float
-    gradient_clipping_norm: float
-    num_examples: int
-    local_steps: int = 1
+    learning_rate: Positive
+    gradient_clipping_norm: Positive
+    num_examples: Count
+    local_steps: Count = 1
     batch_size: int | None = None
 
     def __post_init__(self) -> None:
-        require_positive("learning_rate", self.learning_rate)
-        require_positive("gradient_clipping_norm", self.gradient_clipping_norm)
-        require_at_least_one("num_examples", self.num_examples)
-        require_at_least_one("local_steps", self.local_steps)
+        super().__post_init__()
         if self.batch_size is not None and not 1 <= self.batch_size <= self.num_examples:
             raise InvalidValue(
                 f"batch_size={self.batch_size!r}: expected an integer from 1 to num_examples="

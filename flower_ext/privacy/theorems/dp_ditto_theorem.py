@@ -29,7 +29,15 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from flower_ext.checks import require_at_least_one, require_delta, require_positive
+from flower_ext.checks import (
+    Checked,
+    Count,
+    Positive,
+    ProperFraction,
+    require_at_least_one,
+    require_delta,
+    require_positive,
+)
 from flower_ext.errors import InvalidValue
 from flower_ext.privacy.accounting.gaussian import gaussian_loss
 from flower_ext.privacy.accounting.sampling import FullParticipation, Sampling
@@ -47,28 +55,24 @@ from flower_ext.privacy.units import AdversaryView, NeighboringRelation, Privacy
 
 
 @dataclass(frozen=True, kw_only=True)
-class RecordLevelTerms:
+class RecordLevelTerms(Checked):
     """The values that a user chooses for a run of noised local models; see `RecordLevelPlan`."""
 
     sampling: Sampling
-    clipping_norm: float
-    noise_stddev: float
-    num_examples: int
-    rounds: int
-    delta: float
+    clipping_norm: Positive
+    noise_stddev: Positive
+    num_examples: Count
+    rounds: Count
+    delta: ProperFraction
     steps: ClippedSteps | None = None
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if not isinstance(self.sampling, FullParticipation):
             raise InvalidValue(
                 f"sampling={self.sampling!r}: expected FullParticipation, because every client "
                 "uploads in every round"
             )
-        require_positive("clipping_norm", self.clipping_norm)
-        require_positive("noise_stddev", self.noise_stddev)
-        require_at_least_one("num_examples", self.num_examples)
-        require_at_least_one("rounds", self.rounds)
-        require_delta(self.delta)
         if self.steps is not None:
             self.steps.require_examples(self.num_examples)
 

@@ -25,19 +25,18 @@ from typing import Literal
 
 import numpy as np
 
-from flower_ext.checks import (
-    require_at_least_one,
-    require_count,
-    require_delta,
-    require_positive,
-)
+from flower_ext.checks import require_at_least_one, require_count, require_delta, require_positive
 from flower_ext.errors import InvalidValue
 from flower_ext.privacy.accounting.accountant import privacy_loss_of
 from flower_ext.privacy.accounting.approximation import with_approximation_error
 from flower_ext.privacy.accounting.events import PrivacyLoss, Release
 from flower_ext.privacy.accounting.gaussian import gaussian_loss
 from flower_ext.privacy.accounting.group_privacy import DpSgd, group_loss
-from flower_ext.privacy.accounting.sampling import FixedSizeSampling, FullParticipation
+from flower_ext.privacy.accounting.sampling import (
+    FixedSizeSampling,
+    FullParticipation,
+    PoissonSampling,
+)
 from flower_ext.privacy.guarantee import Condition, Guarantee, epsilon_text
 from flower_ext.privacy.mechanisms.noised_sum import NoisedSum, ReleaseTerms
 from flower_ext.privacy.mechanisms.plan import PrivacyPlan
@@ -140,6 +139,7 @@ def uldp_avg_guarantees(
     *,
     secure_sum: str = SECURE_SUM,
     hidden_draw: str = "",
+    silos_draw: bool = False,
     batching: str = "",
 ) -> list[Guarantee]:
     """Return the guarantees of ULDP-AVG and ULDP-SGD: Theorem 5, and the provable ones by view.
@@ -164,11 +164,15 @@ def uldp_avg_guarantees(
         Assumption that hides single uploads from the server.
     hidden_draw : str
         Assumption that hides the sample from the server; empty if the server knows the sample.
+    silos_draw : bool
+        True if the silos draw the users by a secret key, which is such an assumption.
     batching : str
         Assumption under which no bit of a user's training depends on other users (see
         `batching_assumption`).
     """
     rounds = run.participations.rounds
+    if silos_draw:
+        hidden_draw = _drawn_by_silos(mechanism, rounds)
     amplified = privacy_loss_of({mechanism.release: rounds}, delta=mechanism.delta)
     shield = shield_of(mechanism)
     in_sums, in_uploads = exposures(mechanism, run)
@@ -258,6 +262,25 @@ def _hidden_sample(mechanism: NoisedSum, secure: bool) -> tuple[str, ...]:
     return (HIDDEN_DRAW, draw_assumption("sampled users", secure))
 
 
+def _drawn_by_silos(mechanism: NoisedSum, rounds: int) -> str:
+    """Return the assumption about users whom silos draw, and what ε is against a silo.
+
+    A silo knows the draws, so nothing is amplified, and it can subtract its share of the noise. A
+    user counts in every round, because the server does not know in which.
+    """
+    least = mechanism.sum_parameters.least_answers
+    of_others = mechanism.noise_multiplier * math.sqrt((least - 1) / least)
+    against_silo = math.inf
+    if of_others > 0:
+        against_silo = gaussian_loss(of_others, releases=rounds, delta=mechanism.delta).epsilon
+    return (
+        "silos draw users by a key that only they have, HMAC-SHA-256 and ChaCha20 act as random "
+        "functions, and the server sends all silos the same request, and none twice; every silo "
+        "knows who is drawn: against a silo that sees the released models, ε of users' records "
+        f"in the other silos is {epsilon_text(against_silo)}"
+    )
+
+
 def _two_numbers(mechanism: NoisedSum, rounds: int) -> str:
     """Return what a person's privacy is if silos gave that person two numbers.
 
@@ -309,6 +332,28 @@ def _theorem_5(mechanism: NoisedSum, rounds: int) -> Guarantee:
         source=source,
         assumptions=(*assumptions, *mechanism.assumptions),
     )
+
+
+def check_silos_can_draw(plan: PrivacyPlan) -> None:
+    """Refuse a plan under which silos cannot draw the users out of the server's sight.
+
+    Raises
+    ------
+    InvalidValue
+        Nothing is drawn, or the server sees uploads or may learn the silos' key.
+    """
+    assert isinstance(plan, ReleaseTerms)
+    if not isinstance(plan.sampling, PoissonSampling):
+        raise InvalidValue(
+            f"silos_draw=True with sampling={plan.sampling!r}: expected PoissonSampling, because "
+            "silos draw every user independently"
+        )
+    if plan.secure_sum is None or plan.secure_sum.colluding:
+        raise InvalidValue(
+            f"silos_draw=True with noise_placement={plan.noise_placement!r}: expected "
+            "SecureSum(colluding=0), because the server must see sums alone, and a silo that "
+            "colludes with it would show it the draw"
+        )
 
 
 def check_user_plan(plan: PrivacyPlan, num_silos: int) -> None:

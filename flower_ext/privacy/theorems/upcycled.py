@@ -25,12 +25,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from flower_ext.checks import (
-    require_at_least_one,
-    require_count,
-    require_delta,
-    require_positive,
-)
+from flower_ext.checks import require_at_least_one, require_count, require_delta, require_positive
 from flower_ext.errors import InvalidValue
 from flower_ext.privacy.accounting.events import PrivacyLoss
 from flower_ext.privacy.accounting.gaussian import EXACT_GAUSSIAN, gaussian_loss

@@ -15,7 +15,7 @@ import numpy as np
 from gmpy2 import mpz
 from numpy.typing import ArrayLike, NDArray
 
-from flower_ext.checks import require_positive
+from flower_ext.checks import Checked, Positive
 from flower_ext.errors import InvalidValue
 from flower_ext.secure.weighting.multiexp import LARGEST_EXPONENT
 
@@ -23,7 +23,7 @@ _SPARE_BITS = 64
 
 
 @dataclass(frozen=True, kw_only=True)
-class FixedPoint:
+class FixedPoint(Checked):
     """Encoding of numbers up to ``bound`` in magnitude, as multiples of ``step``.
 
     Parameters
@@ -34,12 +34,11 @@ class FixedPoint:
         Largest accepted magnitude.
     """
 
-    step: float = 1e-10
-    bound: float
+    step: Positive = 1e-10
+    bound: Positive
 
     def __post_init__(self) -> None:
-        require_positive("step", self.step)
-        require_positive("bound", self.bound)
+        super().__post_init__()
         if self.bound / self.step > LARGEST_EXPONENT:
             raise InvalidValue(
                 f"bound={self.bound!r} over step={self.step!r} is above 2**61: "

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from flower_ext.checks import require_positive
+from flower_ext.checks import Positive
 from flower_ext.data import Examples, trees
 from flower_ext.data.trees import Tree
 from flower_ext.privacy import DpSgd, NoiseSource
@@ -41,14 +41,9 @@ class DpSgdTraining(DpSgd):
         L2 bound C on one record's gradient over all trained parameters.
     """
 
-    batch_size: float
-    learning_rate: float
-    clipping_norm: float
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        for name in ("batch_size", "learning_rate", "clipping_norm"):
-            require_positive(name, getattr(self, name))
+    batch_size: Positive
+    learning_rate: Positive
+    clipping_norm: Positive
 
 
 def train_dp_sgd(

@@ -19,11 +19,7 @@ from torch import Tensor, nn
 from flower_ext.data import trees
 from flower_ext.data.trees import Tree
 from flower_ext.errors import InvalidValue, tellable
-from flower_ext.training.example_gradient import (
-    gradient_alone,
-    has_rows,
-    model_of_single_examples,
-)
+from flower_ext.training.example_gradient import gradient_alone, has_rows, model_of_single_examples
 from flower_ext.training.isolation import attempted
 from flower_ext.training.model_calls import UnlikeTypes, call_with
 from flower_ext.training.params import Params, clone, is_finite, shaken

@@ -58,7 +58,7 @@ from flower_ext.privacy import (
     SecureSum,
     privacy_loss_of,
 )
-from flower_ext.runs import RunDirectory
+from flower_ext.runs import RunWriter
 from flower_ext.training import LocalTraining, evaluate
 from tests.support.strategies import strategy_of
 from tests.support.worlds import client_data, task
@@ -447,7 +447,7 @@ def test_even_rounds_of_flowers_strategies_send_nothing_to_train(base):
     ids=["DP-FedAvg", "DP2-FedSAM", "SCAFFOLD", "Hosted"],
 )
 def test_even_rounds_send_nothing_in_the_rows_of_a_run_too_and_are_evaluated(base, tmp_path):
-    run = RunDirectory.create(tmp_path / "run", {})
+    run = RunWriter.create(tmp_path / "run", {})
     grid = recorder()
     strategy = Upcycled(base(run), 0.5)
     strategy.start(grid, initial(), num_rounds=6)
@@ -542,7 +542,7 @@ def test_rounds_go_on_until_the_budget_ends_and_the_last_model_is_the_result(aff
         return privacy_loss_of({DPFedAvg().mechanism(plan).release: releases}, delta=0.1).epsilon
 
     budget = Budget(epsilon=(epsilon(affordable) + epsilon(affordable + 1)) / 2, delta=0.1)
-    run = RunDirectory.create(tmp_path / "run", {})
+    run = RunWriter.create(tmp_path / "run", {})
     base = private(DPFedAvg, plan=plan, ledger=Ledger(run.ledger_path, budget=budget), run=run)
     grid, strategy = recorder(), Upcycled(base, 0.5)
     models = models_of_ours(strategy, rounds=20, grid=grid)

@@ -9,14 +9,11 @@ import torch
 
 from flower_ext.data import ClientData
 from flower_ext.errors import tellable
-from flower_ext.federation.client import hidden_failures
+from flower_ext.federation import failures
 from flower_ext.federation.client.client_method import LocalResult
-from flower_ext.federation.client.hidden_failures import (
-    NO_DATA,
-    check_finite,
-    log_hidden,
-    result_hiding_failures,
-)
+from flower_ext.federation.client.data_loading import NO_DATA
+from flower_ext.federation.client.hidden_failures import check_finite, result_hiding_failures
+from flower_ext.federation.failures import log_hidden
 from flower_ext.federation.protection import Unprotected
 from flower_ext.privacy import NonFiniteUpdate
 from flower_ext.privacy.mechanisms.protections import (
@@ -177,7 +174,7 @@ def test_the_first_parameter_that_is_not_finite_is_named():
 
 
 def test_one_line_of_code_leaves_one_traceback_in_the_log(logged, monkeypatch):
-    monkeypatch.setattr(hidden_failures, "_shown", set())
+    monkeypatch.setattr(failures, "_hidden", set())
     for number in range(3):
         try:
             raise ValueError(number)

@@ -55,7 +55,7 @@ def answer(asked, *, least=0.0):
     query = query_of(asked, KINDS)
     policy = NodePolicy(context, allow_seeded_noise=False)
     method = SimpleNamespace(name="m")
-    turn = SimpleNamespace(request=asked, policy=policy, context=context, method=method)
+    turn = SimpleNamespace(request=asked, policy=policy, method=method)
     return masked_vector(query, view, turn)
 
 

@@ -3,6 +3,7 @@
 import multiprocessing
 from collections import Counter
 from copy import deepcopy
+from dataclasses import replace
 from unittest.mock import patch
 
 import numpy as np
@@ -13,7 +14,7 @@ from scipy import stats
 from flower_ext.algorithms import DP2FedSAM, DPFedAvg, Upcycled
 from flower_ext.errors import ProtocolError
 from flower_ext.federation import records
-from flower_ext.federation.client.side import ClientSide
+from flower_ext.federation.client import side, turns
 from flower_ext.federation.state.memory import ClientVault
 from flower_ext.federation.sums import masked
 from flower_ext.federation.sums.masked import BEGIN, KEYS, QUESTION
@@ -52,12 +53,13 @@ def raw_updates():
     Clients train as they do before clipping: in the forms in which no bit depends on others.
     """
     bare = NonPrivatePlan(sampling=FullParticipation(CLIENTS))
-    turn = ClientSide._turn
+    turn_of = turns.turn_of
 
-    def invariant_turn(self, *args, batch_invariant):
-        return turn(self, *args, batch_invariant=True)
+    def invariant_turn(*args, **options):
+        turn = turn_of(*args, **options)
+        return turn._replace(work=replace(turn.work, batch_invariant=True))
 
-    with patch.object(ClientSide, "_turn", invariant_turn):
+    with patch.object(side, "turn_of", invariant_turn):
         grid, _ = run(strategy_of(plan=bare, seeded_noise=False))
     return {
         reply.metadata.src_node_id - 1_000: records.to_arrays(reply.content[records.UPDATE])

@@ -7,6 +7,7 @@ from flower_ext.errors import InvalidValue
 from flower_ext.federation import FederationNotReady, InProcessGrid, records
 from flower_ext.federation.sums.sum_limits import SumLimits
 from flower_ext.privacy import AdversaryView, SecureScores, SecureSum
+from flower_ext.secure.aggregation import RoundContext
 from tests.support.identities import write_identities
 from tests.support.secure_runs import CLIENTS, plan, strategy_of
 from tests.support.worlds import initial, task
@@ -46,13 +47,39 @@ def refusals_of(strategy, configs):
     [
         ({"least-sum-members": CLIENTS + 1}, "requires least-sum-members"),
         ({"least-sum-threshold-share": 1.1}, "requires least-sum-threshold-share"),
+        ({"least-honest-answers": CLIENTS + 1}, "requires least-honest-answers"),
+        ({"least-honest-answers": 5, "sum-colluders": CLIENTS}, "a sum of 0 honest members"),
     ],
 )
 def test_sums_that_show_too_much_are_refused(node, expected):
     assert expected in refusals_of(strategy_of(), [node] * CLIENTS)
     fair = {"least-sum-members": 5, "least-sum-threshold-share": 0.5, "require-secure-sum": True}
+    fair |= {"least-honest-answers": 5}
     _, refusals = run(strategy_of(), [fair] * CLIENTS)
     assert not refusals
+
+
+@pytest.mark.parametrize("colluders", range(4))
+@pytest.mark.parametrize("signed", [False, True])
+def test_a_node_counts_the_honest_members_that_the_plan_counts(colluders, signed):
+    placement = SecureSum(colluding=colluders / 20, dropouts=0.05, signed=signed)
+    parameters = placement.for_cohort(20)
+    context = RoundContext(
+        run=bytes(16),
+        round_number=1,
+        members=20,
+        graph=bytes(32),
+        bits=32,
+        length=1,
+        neighbours=parameters.neighbors,
+        threshold=parameters.threshold,
+        least_answers=parameters.least_answers,
+        signed=signed,
+    )
+    honest = parameters.honest_answers
+    SumLimits(colluders=colluders, least_honest=honest).check(context)
+    with pytest.raises(PermissionError, match=f"a sum of {honest} honest"):
+        SumLimits(colluders=colluders, least_honest=honest + 1).check(context)
 
 
 def test_one_missing_file_is_named_to_its_owner():

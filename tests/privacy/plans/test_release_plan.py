@@ -27,7 +27,8 @@ from flower_ext.privacy import (
 )
 from flower_ext.privacy.accounting.participations import Participations
 from flower_ext.privacy.mechanisms.run_summary import MethodTraits, RunSummary
-from flower_ext.privacy.shared_ledger import Charge, charge, total_spent
+from flower_ext.privacy.shared_ledger import Charge, charge
+from flower_ext.privacy.study_composition import total_spent
 from tests.support.sums import aggregate
 
 DIMENSION = 200_000

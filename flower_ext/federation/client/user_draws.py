@@ -1,0 +1,77 @@
+"""Draws of users that all silos make alike, without a message, and unknown to the server.
+
+Each silo draws the users of a round by a generator whose key is HMAC-SHA-256 of the run and the
+round under a secret that the silos share (`Task.draw_key`). The draws of different rounds are
+independent only if no round comes twice, so each silo remembers the newest round that it drew. The
+server could otherwise ask for the same users under several models.
+"""
+
+from __future__ import annotations
+
+import hashlib
+
+from flower_ext.errors import InvalidValue, ProtocolError, tellable
+from flower_ext.federation.state.memory import ClientVault
+from flower_ext.privacy import PoissonSampling
+from flower_ext.privacy.randomness import keyed_generator
+from flower_ext.training import Task
+
+FINGERPRINT_BYTES = 16
+
+
+def draw_users(
+    task: Task, vault: ClientVault, run: tuple[str, int], number: int, sampling: PoissonSampling
+) -> list[int]:
+    """Return the users of a training round, in ascending order.
+
+    Parameters
+    ----------
+    task : Task
+    vault : ClientVault
+        Memory of the newest round that this silo drew.
+    run : tuple of str and int
+        The run's name and Flower's id of it, which a resumed run does not keep.
+    number : int
+        Number of the round, from 1.
+    sampling : PoissonSampling
+
+    Raises
+    ------
+    ProtocolError
+        This silo drew the users of this round, or of a later one, before.
+    InvalidValue
+        The task has no key.
+    """
+    key = _key_of(task)
+    if number <= (newest := int.from_bytes(vault.load() or b"")):
+        raise tellable(
+            ProtocolError(
+                f"the server asks for users of round {number}, but this silo drew those of round "
+                f"{newest} before: expected each round once, because its draw is the same again"
+            )
+        )
+    vault.store(number.to_bytes(8))  # before anything leaves
+    return sampling.draw(keyed_generator(key, "users", *run, number))
+
+
+def draw_fingerprint(task: Task) -> bytes:
+    """Return 16 bytes that are equal in silos with the same key and the same generator.
+
+    Raises
+    ------
+    InvalidValue
+        The task has no key.
+    """
+    trial = keyed_generator(_key_of(task), "fingerprint").random(256)
+    return hashlib.sha256(trial.astype("<f8").tobytes()).digest()[:FINGERPRINT_BYTES]
+
+
+def _key_of(task: Task) -> bytes:
+    if task.draw_key is None:
+        raise tellable(
+            InvalidValue(
+                "this silo has no key to draw users by: give it Task(draw_key=...), from the file "
+                "of `flower-ext link key` that all silos share"
+            )
+        )
+    return task.draw_key

@@ -1,0 +1,85 @@
+"""The guard as a member of masked sums: the site bounds, noises and masks, and not the app.
+
+The guard applies `client_level_dp_mod` in its own process. The app gets the model alone, and its
+answer is an update like any other. The keys of a sum stay in the guard's folder, which no app can
+read, and on disk before a reply leaves.
+
+Guarantees
+----------
+A masked sum that becomes known holds the vectors of at least `SumPolicy.honest_answers` members
+that do not collude, each with noise of ``noise_multiplier`` clipping norms or more. Any two data
+sets of the site, and any two behaviours of the app, move it by at most two clipping norms.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from flwr.app import ArrayRecord, Context, Message, RecordDict
+
+from flower_ext.errors import InvalidValue
+from flower_ext.federation import records
+from flower_ext.federation.client_level_mod import client_level_dp_mod
+from flower_ext.federation.roster import PARTITION
+from flower_ext.guard.flower_runtime import Request
+from flower_ext.guard.policy import GuardPolicy, MessagePolicy, Refused
+
+_MOD = client_level_dp_mod()
+
+
+def asks_for_contribution(message: Message) -> bool:
+    """Return True if a message asks for a vector; other messages of a sum need no app."""
+    return records.MODEL in message.content and records.SECURE_SUM in message.content
+
+
+def answer_in_sum(
+    request: Request,
+    policy: GuardPolicy,
+    rule: MessagePolicy,
+    run_app: Callable[[Message], ArrayRecord | None],
+) -> RecordDict:
+    """Answer a message of a masked sum.
+
+    Parameters
+    ----------
+    run_app : Callable[[Message], ArrayRecord | None]
+        Returns an app's arrays; None if the app failed in any way.
+
+    Raises
+    ------
+    Refused
+        The sum, or this share of its noise, is not what the policy permits; or the message is of
+        another kind. The text depends on no data.
+    """
+
+    def train(message: Message, context: Context) -> Message:
+        if (arrays := run_app(message)) is None:
+            raise InvalidValue("the app did not answer with one ArrayRecord")
+        return Message(RecordDict({records.MODEL: arrays}), reply_to=message)
+
+    reply = _MOD(request.message, _context(request, policy, rule), train)
+    if reply.has_error():
+        raise Refused(reply.error.reason)
+    return reply.content
+
+
+def _context(request: Request, policy: GuardPolicy, rule: MessagePolicy) -> Context:
+    """Return the context of the mod, in which nothing comes from the app or the server."""
+    assert policy.sum is not None
+    node_config = {
+        "require-secure-noise": True,
+        "require-secure-sum": True,
+        "least-noise-multiplier": rule.noise_multiplier,
+        "state-folder": str(policy.path.with_suffix(".sums")),
+        **policy.sum.node_config,
+    }
+    if (partition := request.context.node_config.get(PARTITION)) is not None:
+        node_config[PARTITION] = partition
+    return Context(
+        run_id=request.run_id,
+        node_id=request.context.node_id,
+        node_config=node_config,
+        state=RecordDict(),
+        run_config={},
+        series_id=request.context.series_id,
+    )

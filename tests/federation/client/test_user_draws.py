@@ -1,0 +1,110 @@
+"""Silos draw the same users from a key alone, independently in every round, and each round once."""
+
+import numpy as np
+import pytest
+from flwr.app import Context, RecordDict
+
+from flower_ext.errors import ProtocolError, is_tellable
+from flower_ext.federation.client import user_draws
+from flower_ext.federation.client.user_draws import draw_fingerprint, draw_users
+from flower_ext.federation.state.memory import ClientVault
+from flower_ext.metrics import BoundTerms, by_rates
+from flower_ext.privacy import PoissonSampling, SecureNoise, privacy_loss_of
+from flower_ext.privacy.accounting.events import Release
+from flower_ext.privacy.randomness import keyed_generator
+from flower_ext.privacy.units import NeighboringRelation
+from tests.support.silos import task
+
+KEY, OTHER = bytes(range(32)), bytes(32)
+USERS, RATE = 20_000, 0.3
+SAMPLING = PoissonSampling(USERS, RATE)
+
+
+def silo(number=0, folder=None, flower_run=1):
+    node = {"partition-id": number}
+    node |= {} if folder is None else {"state-folder": str(folder)}
+    context = Context(
+        run_id=flower_run, node_id=number, node_config=node, state=RecordDict(), run_config={}
+    )
+    return ClientVault(context, "uldp_avg-draws")
+
+
+def drawn(number=1, key=KEY, run=("study", 1), sampling=SAMPLING, vault=None):
+    return draw_users(task(draw_key=key), vault or silo(), run, number, sampling)
+
+
+def test_all_silos_draw_the_same_users_each_with_the_rate():
+    users = drawn(vault=silo(0))
+    assert users == drawn(vault=silo(1))
+    spread = np.sqrt(USERS * RATE * (1 - RATE))
+    assert abs(len(users) - USERS * RATE) < 5 * spread
+
+
+@pytest.mark.parametrize(
+    "other",
+    [{"number": 2}, {"run": ("another study", 1)}, {"run": ("study", 2)}, {"key": OTHER}],
+    ids=["round", "run", "Flower's run", "key"],
+)
+def test_another_round_run_or_key_draws_independently(other):
+    both = len({*drawn()} & {*drawn(**other)})
+    assert abs(both - USERS * RATE**2) < 5 * np.sqrt(USERS * RATE**2)
+
+
+@pytest.mark.parametrize("again", [1, 3])
+def test_a_silo_draws_each_round_once_and_never_an_earlier_one(again, tmp_path):
+    for folder in (None, tmp_path):
+        vault = silo(folder=folder)
+        drawn(3, vault=vault)
+        # A new process has the folder alone.
+        later = vault if folder is None else silo(folder=folder)
+        with pytest.raises(ProtocolError, match=r"round 3 before") as refused:
+            drawn(again, vault=later)
+        assert is_tellable(refused.value)
+        assert drawn(4, vault=later)
+
+
+def test_a_silo_without_a_key_says_how_to_get_one():
+    with pytest.raises(Exception, match="link key") as refused:
+        drawn(key=None)
+    assert is_tellable(refused.value)
+
+
+def test_fingerprints_are_equal_for_equal_keys_alone():
+    prints = [draw_fingerprint(task(draw_key=key)) for key in (KEY, KEY, OTHER)]
+    assert prints[0] == prints[1] != prints[2]
+    assert KEY[:4] not in prints[0]
+
+
+ROUNDS, NOISE, TRIALS, DELTA = 64, 2.0, 4000, 0.01
+FEW = PoissonSampling(TRIALS, 0.2)
+
+
+def sums_of_canaries(present):
+    """Return what a server sees of each user over all rounds, whose sums hold that user alone."""
+    vault, total = silo(), np.zeros(TRIALS)
+    for number in range(1, ROUNDS + 1):
+        total[drawn(number, sampling=FEW, vault=vault)] += float(present)
+    return SecureNoise().add_gaussian({"sum": total}, NOISE * ROUNDS**0.5)["sum"]
+
+
+def bound_and_reported(confidence):
+    release = Release(
+        sampling=FEW, noise_multiplier=NOISE, relation=NeighboringRelation.ADD_OR_REMOVE_ONE
+    )
+    reported = privacy_loss_of({release: ROUNDS}, delta=DELTA).epsilon
+    terms = BoundTerms(delta=DELTA, confidence=confidence, reported=reported)
+    return by_rates(sums_of_canaries(False), sums_of_canaries(True), terms).epsilon, reported
+
+
+def test_what_many_rounds_show_of_a_user_stays_below_epsilon():
+    bound, reported = bound_and_reported(1 - 1e-6)
+    assert bound < reported
+
+
+def test_a_draw_that_does_not_depend_on_the_round_exceeds_epsilon(monkeypatch):
+    def forgetful(key, *path):
+        return keyed_generator(key, *path[:-1])
+
+    monkeypatch.setattr(user_draws, "keyed_generator", forgetful)
+    bound, reported = bound_and_reported(0.99)
+    assert bound > reported, (bound, reported)
