@@ -78,7 +78,7 @@ def main() -> None:
     parser = parser_of("correlated", __doc__)
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--datasets", nargs="*", choices=DATA, default=[*DATA])
-    parser.add_argument("--epsilons", type=float, nargs="*", default=[1.0, 2.0, 8.0])
+    parser.add_argument("--epsilons", type=float, nargs="*", default=[2.0])
     arguments = parser.parse_args()
     experiment = Experiment.of(arguments, "dp2-fedsam", _COMMON)
     columns = ["clients", "cohort", "rounds", "momentum", *(f"ε = {each:g}" for each in EPSILONS)]
