@@ -61,14 +61,15 @@ DATA: Mapping[str, Config] = {
     },
 }
 _AVERAGE: Config = {"average-decay": 0.9}
-_MOMENTUM: Config = {"server-momentum": 0.8, "server-learning-rate": 0.3, "noise-bands": 20}
+_MOMENTUM: Config = {"server-momentum": 0.8, "server-learning-rate": 0.3}
 _CORRELATED: Config = {"noise": "correlated"}
 CASES: Mapping[str, Config] = {
     "Poisson": {},
     "Poisson, average": _AVERAGE,
+    "Poisson, average, momentum": {**_AVERAGE, **_MOMENTUM},
     "correlated": _CORRELATED,
     "correlated, average": {**_CORRELATED, **_AVERAGE},
-    "correlated, average, momentum": {**_CORRELATED, **_AVERAGE, **_MOMENTUM},
+    "correlated, average, momentum": {**_CORRELATED, **_AVERAGE, **_MOMENTUM, "noise-bands": 20},
 }
 
 
@@ -77,7 +78,7 @@ def main() -> None:
     parser = parser_of("correlated", __doc__)
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--datasets", nargs="*", choices=DATA, default=[*DATA])
-    parser.add_argument("--epsilons", type=float, nargs="*", default=[1.0, 2.0, 8.0])
+    parser.add_argument("--epsilons", type=float, nargs="*", default=[2.0])
     arguments = parser.parse_args()
     experiment = Experiment.of(arguments, "dp2-fedsam", _COMMON)
     columns = ["clients", "cohort", "rounds", "momentum", *(f"ε = {each:g}" for each in EPSILONS)]

@@ -36,6 +36,7 @@ COMMANDS = {
     "stats": "stats",
     "study": "study_command",
     "guard": "guard",
+    "check": "check",
     "export": "export",
     "settings": "settings_table",
 }

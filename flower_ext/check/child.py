@@ -1,0 +1,156 @@
+"""The process of a check: ``python -m flower_ext.check.child``.
+
+It reads a request as JSON from its standard input and writes the answer as JSON to its standard
+output. Whatever the app prints goes to a file that only the user may read.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import traceback
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from flower_ext.check import stand_in
+from flower_ext.check.app_folder import AppFolder
+from flower_ext.check.observe import TRAIN, Instruments, Observed
+from flower_ext.check.probes import REAL, Probes
+from flower_ext.check.repair import repaired
+from flower_ext.check.verdict import DELTA, verdict
+from flower_ext.federation.engines.run_app import load_app
+
+_DATA_WORDS = ("flwr_datasets", "datasets", "Connection", "Timeout", "HTTPError", "FileNotFound")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """The options of a check."""
+
+    app: str
+    """Folder of the app's copy."""
+    log: str
+    config: Mapping[str, Any]
+    clients: int
+    rounds: int
+    seconds: float
+    random_data: bool
+    columns: Mapping[str, stand_in.Column]
+
+
+class NotChecked(Exception):
+    """The app could not be run; the message has no data."""
+
+
+def main() -> None:
+    """Check an app."""
+    answer = os.dup(sys.stdout.fileno())
+    request = Request(**json.load(sys.stdin))
+    log = os.open(request.log, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600)
+    os.dup2(log, sys.stdout.fileno())
+    os.dup2(log, sys.stderr.fileno())
+    try:
+        result = checked(request)
+    except NotChecked as error:
+        result = {"error": str(error)}
+    with os.fdopen(answer, "w", encoding="utf-8") as pipe:
+        json.dump(result, pipe)
+    sys.stdout.flush()
+    os._exit(0)  # threads of the app may never end
+
+
+def checked(request: Request) -> dict[str, Any]:
+    """Run an app and return the verdict.
+
+    Raises
+    ------
+    NotChecked
+        The app does not load, or no client trains.
+    """
+    torch.set_num_threads(1)  # so that two equal runs compute equal numbers
+    app, log, start = AppFolder(Path(request.app)), Path(request.log), 0
+    instruments = Instruments()
+    instruments.install()
+    if request.random_data:
+        columns = {name: (kind, tuple(shape)) for name, (kind, shape) in request.columns.items()}
+        stand_in.install(columns)
+
+    def new_log() -> str:
+        nonlocal start
+        text = log.read_bytes()[start:]
+        start += len(text)
+        return text.decode(errors="replace")
+
+    try:
+        server, client = load_app(app.path)
+    except (Exception, SystemExit) as error:
+        traceback.print_exc()
+        raise NotChecked(f"the app does not load: {_described(error, app)}") from None
+    instruments.limit_rounds(request.rounds)
+    if any("opacus" in (app.path / path).read_text(encoding="utf-8") for path in app.modules):
+        instruments.count_engines()
+    probes = Probes(
+        server=server,
+        client=client,
+        config=request.config,
+        clients=request.clients,
+        rounds=request.rounds,
+        instruments=instruments,
+        seconds=request.seconds,
+        log=new_log,
+        place=app.place,
+    )
+    real = probes.run(REAL, 1, held=False)
+    if real is None:
+        raise NotChecked(f"the app's first run did not end in {request.seconds:g} s, or crashed")
+    _refuse_failed(real)
+    probes.run_all(has_task=real.facts.has_task)
+    found = verdict(probes, app)
+    noise = real.facts.noise
+    diff = ""
+    if found.unproven or any(finding.refutes for finding in found.findings):
+        claim = max(found.claims, key=lambda claim: claim["delta"], default=None)
+        diff = repaired(
+            app,
+            epsilon=8.0 if claim is None else claim["epsilon"],
+            delta=DELTA if claim is None or not claim["delta"] else claim["delta"],
+            clipping_norm=1.0 if noise is None else noise.clipping_norm,
+            clients=request.clients,
+        )
+    return {**found.to_dict(), "diff": diff}
+
+
+def _refuse_failed(real: Observed) -> None:
+    trained = any(reply.kind == TRAIN and not reply.error for reply in real.replies)
+    if trained and not real.ended:
+        return
+    reason = real.ended or (real.client_errors or ["no client sent a training reply"])[0]
+    if trained and real.rounds > 0 and not real.ended:
+        return
+    raise NotChecked(f"the app failed: {reason}{_advice(reason)}")
+
+
+def _described(error: BaseException, app: AppFolder) -> str:
+    frames = traceback.extract_tb(error.__traceback__)
+    inside = [f for f in frames if Path(f.filename).is_relative_to(app.path)]
+    where = f" at {app.place(inside[-1].filename, inside[-1].lineno or 0)}" if inside else ""
+    # The name of a missing module or attribute comes from source, not from data.
+    what = f" ({error})" if isinstance(error, ImportError | AttributeError) else ""
+    return f"{type(error).__name__}{where}{what}{_advice(f'{type(error).__name__}{what}')}"
+
+
+def _advice(reason: str) -> str:
+    if any(word in reason for word in _DATA_WORDS):
+        return "; if its data cannot be loaded here, add --data random"
+    if "FederationNotReady" in reason:
+        return "; if the app expects another number of clients, give it as --clients"
+    return ""
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,605 @@
+"""Run an app for a few rounds, watch each message, and change what one client's code returns.
+
+A mod at the innermost place of a ClientApp sees what the app's function returns, before all other
+mods. In a *held* run the function is not called: the mod answers with the received model moved by
+a small public step. What leaves then depends on mods and noise alone, and on nobody's data.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+import os
+import pickle
+import random
+import select
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from copy import copy, deepcopy
+from dataclasses import dataclass, field
+from functools import cache, wraps
+from typing import Any, Literal, TypeVar
+
+import numpy as np
+import torch
+from flwr.app import (
+    Array,
+    ArrayRecord,
+    ConfigRecord,
+    Context,
+    Error,
+    Message,
+    MetricRecord,
+    RecordDict,
+)
+from flwr.clientapp import ClientApp
+from flwr.serverapp import ServerApp
+from flwr.serverapp.strategy import Result, Strategy
+
+from flower_ext.federation import InProcessGrid, records
+from flower_ext.federation import _flower_private as private
+from flower_ext.federation.client.cohort_app import CohortApp, answer_all
+from flower_ext.federation.failures import CLIENT_APP_RAISED
+from flower_ext.federation.roster import asks_identity, is_rehearsal
+
+R = TypeVar("R")
+Change = Literal["", "huge", "huge and heavy", "nan", "zero", "raise"]
+"""Change of one client in each round: its update, its weight too, or its absence."""
+
+HELD, HUGE, HEAVY = 1e-3, 1e4, 1000
+"""Norm of a held update, norm of a huge one, and factor of a heavy client's metrics."""
+_SAMPLE = 100_000
+"""Coordinates of each vector that are kept."""
+TRAIN = "train"
+
+
+class Enough(BaseException):
+    """The app has run for as many rounds as are observed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Vector:
+    """All floating-point coordinates of some arrays, in short."""
+
+    size: int
+    sample: np.ndarray
+    """At most `_SAMPLE` coordinates, evenly spaced."""
+    along: float
+    """Projection onto `direction`."""
+    norm: float
+    finite: bool
+
+
+@cache
+def direction(size: int) -> np.ndarray:
+    """Return a public unit vector, in which a changed client moves the model."""
+    unit: np.ndarray = _signs(size, 7) / size**0.5
+    return unit
+
+
+@cache
+def _step(size: int) -> np.ndarray:
+    step: np.ndarray = _signs(size, 8) * (HELD / size**0.5)
+    return step
+
+
+def _signs(size: int, seed: int) -> np.ndarray:
+    """Return public numbers of 1 and -1."""
+    bits = np.random.Generator(np.random.PCG64(seed)).integers(0, 2, size)
+    return np.where(bits == 0, -1.0, 1.0)
+
+
+def vector(arrays: Iterable[np.ndarray]) -> Vector | None:
+    """Return the vector of the floating-point arrays; None if there are none."""
+    parts = [np.asarray(array, np.float64).ravel() for array in arrays if array.dtype.kind == "f"]
+    if not sum(part.size for part in parts):
+        return None
+    flat = np.concatenate(parts)
+    with np.errstate(all="ignore"):
+        return Vector(
+            size=flat.size,
+            sample=flat[:: max(1, flat.size // _SAMPLE)].copy(),
+            along=float(flat @ direction(flat.size)),
+            norm=float(np.linalg.norm(flat)),
+            finite=bool(np.isfinite(flat).all()),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reply:
+    """One message that left a client."""
+
+    kind: str
+    round: int
+    partition: int
+    error: bool
+    records: tuple[tuple[str, str], ...]
+    """Kind and name of each record."""
+    metrics: Mapping[str, Any]
+    upload: Vector | None
+    """Difference to the received model; None without an array record that fits it."""
+    integers: bool
+    scalars: bool
+    """True if an array of integers, or a floating-point array without axes, left."""
+
+
+@dataclass(kw_only=True)
+class Observed:
+    """Everything that one run showed."""
+
+    asked: list[tuple[str, tuple[int, ...]]] = field(default_factory=list)
+    """Kind of each batch of messages, with the partitions that got one."""
+    replies: list[Reply] = field(default_factory=list)
+    releases: list[Vector] = field(default_factory=list)
+    """The initial model, and each model that followed it."""
+    metrics: set[str] = field(default_factory=set)
+    """Names of metrics that the strategy returned."""
+    planned_rounds: int | None = None
+    limit: int = 0
+    """Number of rounds that the strategy was allowed; some may train nobody."""
+    ended: str = ""
+    """Type and place of the error that ended the run."""
+    client_errors: list[str] = field(default_factory=list)
+    template: dict[str, RecordDict] = field(default_factory=dict)
+    facts: Any = None
+    log: str = ""
+
+    def uploads(self, round: int) -> dict[int, Vector]:
+        """Return the uploads of a training round, by partition."""
+        return {
+            reply.partition: reply.upload
+            for reply in self.replies
+            if reply.kind == TRAIN and reply.round == round and reply.upload is not None
+        }
+
+    def target(self, round: int) -> int | None:
+        """Return the partition that a change concerns in a round."""
+        trained = [partitions for kind, partitions in self.asked if kind == TRAIN]
+        return trained[round - 1][0] if round <= len(trained) and trained[round - 1] else None
+
+    @property
+    def planned_trainings(self) -> int:
+        """Number of planned rounds that train, if they do so as often as the observed rounds."""
+        if not self.planned_rounds:
+            return self.rounds
+        return math.ceil(self.planned_rounds * self.rounds / max(self.limit, self.rounds, 1))
+
+    @property
+    def rounds(self) -> int:
+        """Number of training rounds."""
+        return sum(kind == TRAIN for kind, _ in self.asked)
+
+
+@dataclass(kw_only=True)
+class Instruments:
+    """Changes of Flower's classes, made before an app is loaded."""
+
+    mods: dict[str, list[Any]] = field(default_factory=dict)
+    """Mods of each category of messages, the outermost first."""
+    strategies: list[Strategy] = field(default_factory=list)
+    """The strategy that runs the rounds, and those inside it."""
+    begun: list[Strategy] = field(default_factory=list)
+    """Copies of them from before the first round."""
+    engines: list[tuple[int, float]] = field(default_factory=list)
+    """For each private engine of Opacus, the client and the noise multiplier."""
+    watch: Watch | None = None
+
+    def install(self) -> None:
+        """Make each ClientApp report its mods, with a mod of the check as the innermost."""
+        begin = ClientApp.__init__
+
+        def started(
+            app: ClientApp, client_fn: Any = None, mods: list[Any] | None = None, **more: Any
+        ) -> None:
+            vars(app)["watched_mods"] = outer = list(mods or [])
+            if client_fn is not None:
+                self.mods.update(dict.fromkeys((TRAIN, "evaluate", "query"), outer))
+            begin(app, client_fn, [*outer, self._inner] if client_fn else outer, **more)
+
+        ClientApp.__init__ = started  # type: ignore[method-assign, assignment]
+        for category in (TRAIN, "evaluate", "query"):
+            self._instrument(category)
+
+    def _instrument(self, category: str) -> None:
+        register = getattr(ClientApp, category)
+
+        def registered(
+            app: ClientApp, action: str = "default", *, mods: list[Any] | None = None
+        ) -> Any:
+            self.mods[category] = [*vars(app).get("watched_mods", ()), *(mods or [])]
+            if isinstance(app, CohortApp):
+                return register(app, action, mods=mods)
+            return register(app, action, mods=[*(mods or []), self._inner])
+
+        setattr(ClientApp, category, registered)
+
+    def _inner(self, message: Message, context: Context, call_next: Any) -> Message:
+        assert self.watch is not None
+        return self.watch.inner(message, context, call_next)
+
+    def limit_rounds(self, rounds: int) -> None:
+        """Make every strategy stop after some rounds, and report itself and its planned rounds."""
+        kinds = [Strategy]
+        for kind in kinds:
+            kinds.extend(kind.__subclasses__())
+        for kind in set(kinds):
+            if "start" in vars(kind):
+                kind.start = self._limited(vars(kind)["start"], rounds)  # type: ignore[method-assign]
+
+    def _limited(self, start: Callable[..., Result], rounds: int) -> Callable[..., Result]:
+        signature = inspect.signature(start)
+
+        @wraps(start)
+        def limited(strategy: Strategy, *arguments: Any, **options: Any) -> Result:
+            watch = self.watch
+            if watch is None or watch.in_strategy:
+                return start(strategy, *arguments, **options)
+            call = signature.bind(strategy, *arguments, **options)
+            call.apply_defaults()
+            # A wrapper may take all options of the strategy inside as keywords.
+            named = next(
+                (v for v in call.arguments.values() if isinstance(v, dict) and "num_rounds" in v),
+                call.arguments,
+            )
+            planned = int(named.get("num_rounds", 3))
+            watch.observed.planned_rounds = planned
+            named["num_rounds"] = watch.observed.limit = min(planned, rounds)
+            self.strategies.extend(chain_of(strategy))
+            self.begun.extend(copy(part) for part in self.strategies)
+            watch.in_strategy = True
+            result = start(*call.args, **call.kwargs)
+            watch.in_strategy = False
+            watch.finish(result)
+            return result
+
+        return limited
+
+    def count_engines(self) -> None:
+        """Count the private engines of Opacus, each of which has an accountant of its own."""
+        from opacus import PrivacyEngine
+
+        make = PrivacyEngine.make_private
+
+        @wraps(make)
+        def counted(engine: Any, *arguments: Any, **options: Any) -> Any:
+            if self.watch is not None:
+                multiplier = float(options.get("noise_multiplier", 0.0))
+                self.engines.append((self.watch.answering, multiplier))
+            return make(engine, *arguments, **options)
+
+        PrivacyEngine.make_private = counted
+
+
+@dataclass(kw_only=True)
+class Watch:
+    """One run: its seed, the change of one client, and what was observed so far."""
+
+    seed: int
+    rounds: int
+    change: Change = ""
+    template: Mapping[str, RecordDict] | None = None
+    """By category, what the app's function returned in an earlier run; it makes this run held."""
+    place: Callable[[str, int], str] = lambda file, line: f"{file}:{line}"
+    observed: Observed = field(default_factory=Observed)
+    in_strategy: bool = False
+    answering: int = -1
+    _turns: dict[int, int] = field(default_factory=dict)
+
+    def ask(self, messages: Sequence[Message]) -> None:
+        """Note a batch of messages before clients answer."""
+        if not messages:
+            return
+        kind = _kind(messages[0])
+        if kind == TRAIN and self.observed.rounds >= self.rounds and not self.in_strategy:
+            raise Enough
+        sent = vector(_arrays(messages[0].content).values())
+        same = all(
+            message.content is messages[0].content or _same(message.content, messages[0].content)
+            for message in messages[1:]
+        )
+        if sent is not None and same and kind in (TRAIN, "evaluate"):
+            self.release(sent)
+        self.observed.asked.append((kind, tuple(_partition(message) for message in messages)))
+
+    def release(self, sent: Vector) -> None:
+        """Note a model if it is another one than before."""
+        known = self.observed.releases
+        if known and known[-1].size != sent.size:
+            return
+        if not known or not np.array_equal(known[-1].sample, sent.sample, equal_nan=True):
+            known.append(sent)
+
+    def finish(self, result: Any) -> None:
+        """Note the last model, and the names of metrics that the strategy returned."""
+        arrays = getattr(result, "arrays", None)
+        if arrays and (last := vector(a.numpy() for a in arrays.values())) is not None:
+            self.release(last)
+        for name in ("train_metrics_clientapp", "evaluate_metrics_clientapp"):
+            for metrics in getattr(result, name, {}).values():
+                self.observed.metrics.update(metrics)
+
+    def answer(self, app: ClientApp, message: Message, context: Context) -> Message:
+        """Return one client's reply, under random numbers of its own."""
+        partition = self.answering = _partition(message)
+        turn = self._turns[partition] = self._turns.get(partition, 0) + 1
+        before = random.getstate(), np.random.get_state(), torch.get_rng_state()  # noqa: NPY002 - apps draw from it
+        seed_all(self.seed, partition, turn)
+        is_ours = isinstance(app, CohortApp)
+        try:
+            if is_ours:
+                reply = answer_all(app, [message], [context])[0]
+            else:
+                content, message.content = message.content, deepcopy(message.content)
+                try:
+                    reply = app(message, context)
+                finally:
+                    message.content = content
+        except Exception as error:  # whatever the app raises becomes an error reply, as in Flower
+            self.observed.client_errors.append(self.described(error))
+            reply = Message(Error(code=CLIENT_APP_RAISED, reason=""), reply_to=message)
+        finally:
+            random.setstate(before[0])
+            np.random.set_state(before[1])  # noqa: NPY002 - apps draw from it
+            torch.set_rng_state(before[2])
+        if is_ours and self._is_changed(message):
+            reply = self._changed_reply(message, reply)
+        self.note(message, reply)
+        return reply
+
+    def inner(self, message: Message, context: Context, call_next: Any) -> Message:
+        """Answer in place of the app's function, or call it and note what it returns."""
+        category = message.metadata.message_type.partition(".")[0]
+        if self.template is None or category not in self.template:
+            reply: Message = call_next(message, context)
+            if reply.has_content():
+                self.observed.template.setdefault(category, deepcopy(reply.content))
+            return reply
+        content = deepcopy(self.template[category])
+        if category == TRAIN:
+            change: Change = self.change if self._is_changed(message) else ""
+            if change == "raise":
+                raise RuntimeError("the check lets this client fail")
+            for name, record in content.array_records.items():
+                if (received := _like(record, message.content)) is not None:
+                    content[name] = _moved(received, change)
+            if change == "huge and heavy":
+                for metrics in content.metric_records.values():
+                    for name, value in metrics.items():
+                        if isinstance(value, int | float):
+                            metrics[name] = value * HEAVY
+        return Message(content, reply_to=message)
+
+    def _is_changed(self, message: Message) -> bool:
+        kind, partitions = self.observed.asked[-1]
+        return bool(self.change) and kind == TRAIN and partitions[0] == _partition(message)
+
+    def _changed_reply(self, message: Message, reply: Message) -> Message:
+        """Return a changed reply of an app whose function the check cannot replace."""
+        if self.change == "raise" or not reply.has_content():
+            return Message(Error(code=CLIENT_APP_RAISED, reason=""), reply_to=message)
+        content = reply.content.copy()
+        for name, record in content.array_records.items():
+            content[name] = _moved(record, self.change)
+        return Message(content, reply_to=message)
+
+    def note(self, message: Message, reply: Message) -> None:
+        """Note what leaves a client."""
+        kind, _ = self.observed.asked[-1]
+        content = reply.content if reply.has_content() else RecordDict()
+        metrics = {
+            name: value
+            for record in content.values()
+            if isinstance(record, MetricRecord | ConfigRecord)
+            for name, value in record.items()
+        }
+        arrays = _arrays(content)
+        self.observed.replies.append(
+            Reply(
+                kind=kind,
+                round=self.observed.rounds,
+                partition=_partition(message),
+                error=reply.has_error(),
+                records=tuple((type(record).__name__, name) for name, record in content.items()),
+                metrics=metrics,
+                upload=_upload(message.content, content),
+                integers=any(array.dtype.kind in "iub" for array in arrays.values()),
+                scalars=any(a.ndim == 0 and a.dtype.kind == "f" for a in arrays.values()),
+            )
+        )
+
+    def described(self, error: BaseException) -> str:
+        """Return type and place of an error, but not its text, which may hold data."""
+        frames = traceback.extract_tb(error.__traceback__)
+        places = [self.place(frame.filename, frame.lineno or 0) for frame in frames]
+        last = next((p for p in reversed(places) if "/" in p), places[-1] if places else "")
+        return f"{type(error).__name__} at {last}"
+
+
+class WatchedGrid(InProcessGrid):
+    """A grid in this process that shows every message to a `Watch`."""
+
+    watch: Watch
+    app: ClientApp
+
+    def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
+        """Note the messages, then run the clients."""
+        self.watch.ask(messages := list(messages))
+        return super().push_messages(messages)
+
+    def send_and_receive(
+        self, messages: Iterable[Message], *, timeout: float | None = None
+    ) -> Iterable[Message]:
+        """Note the messages, then run the clients."""
+        self.watch.ask(messages := list(messages))
+        return list(super().send_and_receive(messages, timeout=timeout))
+
+    def _answer_here(self, messages: Sequence[Message]) -> list[Message]:
+        return [
+            self.watch.answer(self.app, message, self.contexts[message.metadata.dst_node_id])
+            for message in messages
+        ]
+
+
+def observe(
+    server: ServerApp,
+    client: ClientApp,
+    config: Mapping[str, Any],
+    clients: int,
+    watch: Watch,
+) -> Observed:
+    """Run an app once, and return what was observed, also if the app raises."""
+    grid = WatchedGrid(client, clients, config)
+    grid.watch, grid.app = watch, client
+    context = Context(
+        run_id=1,
+        node_id=private.SERVER_NODE_ID,
+        node_config={},
+        state=RecordDict(),
+        run_config=dict(config),
+    )
+    seed_all(watch.seed, 0, 0)
+    try:
+        server(grid, context)
+    except Enough:
+        pass
+    except BaseException as error:  # also SystemExit of the app
+        if not isinstance(error.__context__, Enough):
+            watch.observed.ended = watch.described(error)
+            traceback.print_exc()
+    return watch.observed
+
+
+def chain_of(strategy: Strategy) -> list[Strategy]:
+    """Return a strategy and those that it wraps, the outermost first."""
+    chain: list[Strategy] = []
+    inner: Any = strategy
+    while isinstance(inner, Strategy) and inner not in chain:
+        chain.append(inner)
+        inner = getattr(inner, "strategy", None) or getattr(inner, "base", None)
+    return chain
+
+
+def in_fork(run: Callable[[], R], *, seconds: float) -> R | None:
+    """Return the result of a function in a forked process; None if it takes too long or dies.
+
+    The fork keeps what the app changes in its modules out of the next run.
+    """
+    _flush()
+    reading, writing = os.pipe()
+    if not (process := os.fork()):
+        try:
+            with os.fdopen(writing, "wb") as pipe:
+                result = run()
+                _flush()  # the caller ends this process as soon as it has the result
+                pickle.dump(result, pipe)
+        except BaseException:  # the process must end here, whatever happens
+            traceback.print_exc()
+        _flush()
+        os._exit(0)
+    os.close(writing)
+    parts, deadline = [], time.monotonic() + seconds
+    try:
+        while (left := deadline - time.monotonic()) > 0:
+            if not select.select([reading], [], [], left)[0]:
+                return None
+            if not (part := os.read(reading, 1 << 20)):
+                break
+            parts.append(part)
+        answer: R | None = pickle.loads(b"".join(parts)) if parts else None
+        return answer
+    except (EOFError, pickle.UnpicklingError):
+        return None
+    finally:
+        os.close(reading)
+        with suppress(ProcessLookupError):
+            os.kill(process, signal.SIGKILL)
+        os.waitpid(process, 0)
+
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(Exception):  # an app may have replaced or closed it
+            stream.flush()
+
+
+def seed_all(*path: int) -> None:
+    """Seed the global generators, which apps draw from."""
+    seed = int(np.random.SeedSequence(path).generate_state(1)[0])
+    random.seed(seed)
+    np.random.seed(seed)  # noqa: NPY002 - apps draw from it
+    torch.manual_seed(seed)
+
+
+def _kind(message: Message) -> str:
+    """Return the category of a message; for two kinds that look like training, another name."""
+    if asks_identity(message):
+        return "identity"
+    if is_rehearsal(message):
+        return "rehearsal"
+    return message.metadata.message_type.partition(".")[0]
+
+
+def _partition(message: Message) -> int:
+    return int(message.metadata.dst_node_id) - 1_000
+
+
+def _arrays(content: RecordDict) -> dict[tuple[str, str], np.ndarray]:
+    return {
+        (name, key): array.numpy()
+        for name, record in content.array_records.items()
+        for key, array in record.items()
+    }
+
+
+def _same(one: RecordDict, other: RecordDict) -> bool:
+    left, right = _arrays(one), _arrays(other)
+    return left.keys() == right.keys() and all(
+        np.array_equal(array, right[key]) for key, array in left.items()
+    )
+
+
+def _like(record: ArrayRecord, content: RecordDict) -> ArrayRecord | None:
+    """Return the received record with the same arrays; None if there is none."""
+    shapes = {key: tuple(array.shape) for key, array in record.items()}
+    for received in content.array_records.values():
+        if shapes == {key: tuple(array.shape) for key, array in received.items()}:
+            return received
+    return None
+
+
+def _upload(received: RecordDict, sent: RecordDict) -> Vector | None:
+    differences: list[np.ndarray] = []
+    for name, record in sent.array_records.items():
+        arrays = {key: array.numpy() for key, array in record.items()}
+        if name == records.UPDATE:  # of this package: already a difference
+            differences.extend(arrays.values())
+        elif (model := _like(record, received)) is not None:
+            differences.extend(
+                np.asarray(array, np.float64) - model[key].numpy()
+                for key, array in arrays.items()
+                if array.dtype.kind == "f"
+            )
+    return vector(differences)
+
+
+def _moved(record: ArrayRecord, change: Change) -> ArrayRecord:
+    """Return a record, moved by a held update or by that of a changed client."""
+    arrays = {key: array.numpy() for key, array in record.items()}
+    size = sum(array.size for array in arrays.values() if array.dtype.kind == "f")
+    move = np.zeros(size) if change == "zero" or not size else _step(size)
+    if change.startswith("huge"):
+        move = HUGE * direction(size)
+    elif change == "nan":
+        move = np.full(size, np.nan)
+    start, moved = 0, {}
+    for key, array in arrays.items():
+        if array.dtype.kind == "f":
+            part = move[start : start + array.size].reshape(array.shape)
+            start += array.size
+            array = np.asarray(array + part, array.dtype)
+        moved[key] = Array(np.asarray(array))
+    return ArrayRecord(moved)

@@ -1,0 +1,189 @@
+"""Run an app several times, with other random numbers or one changed client, and compare.
+
+Every decision by chance is wrong with probability `LUCK` at most, over all decisions of a check.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import numpy as np
+from flwr.clientapp import ClientApp
+from flwr.serverapp import ServerApp
+from scipy.stats import chi2
+
+from flower_ext.check.observe import HELD, Change, Instruments, Observed, Watch, in_fork, observe
+from flower_ext.check.recognise import facts_of
+
+LUCK = 1e-6
+_DECISIONS = 100
+_DEVIATIONS = 6.5
+"""Standard deviations that a Gaussian exceeds with probability `LUCK` / `_DECISIONS`."""
+REAL, AGAIN, OTHER = "real", "again", "other"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Spread:
+    """A measured standard deviation, with bounds that hold but for bad luck."""
+
+    value: float
+    low: float
+    high: float
+
+
+def spread(differences: np.ndarray) -> Spread:
+    """Return the standard deviation of Gaussian noise around zero, with its bounds."""
+    count, total = differences.size, float(np.sum(differences**2))
+    low, high = chi2.ppf([LUCK / _DECISIONS / 2, 1 - LUCK / _DECISIONS / 2], count)
+    return Spread(
+        value=(total / count) ** 0.5, low=(total / high) ** 0.5, high=(total / low) ** 0.5
+    )
+
+
+@dataclass(kw_only=True)
+class Probes:
+    """The runs of one check, by name.
+
+    Parameters
+    ----------
+    server, client
+        The app.
+    config : Mapping
+    clients, rounds : int
+    instruments : Instruments
+    seconds : float
+        Longest time of a run.
+    log : Callable
+        Returns and clears what the app printed.
+    place : Callable
+        Names a place in the app's source.
+    """
+
+    server: ServerApp
+    client: ClientApp
+    config: Mapping[str, Any]
+    clients: int
+    rounds: int
+    instruments: Instruments
+    seconds: float
+    log: Callable[[], str]
+    place: Callable[[str, int], str]
+    runs: dict[str, Observed | None] = field(default_factory=dict)
+
+    def run(self, name: str, seed: int, change: Change = "", *, held: bool) -> Observed | None:
+        """Run the app once in a process of its own; None if the run does not end in time."""
+        real = self.runs.get(REAL)
+        watch = Watch(
+            seed=seed,
+            rounds=self.rounds,
+            change=change,
+            template=real.template if held and real is not None else None,
+            place=self.place,
+        )
+        self.runs[name] = in_fork(partial(self._observed, watch), seconds=self.seconds)
+        if (observed := self.runs[name]) is not None:
+            observed.log = self.log()
+        return observed
+
+    def _observed(self, watch: Watch) -> Observed:
+        self.instruments.watch = watch
+        observed = observe(self.server, self.client, self.config, self.clients, watch)
+        if REAL not in self.runs:
+            observed.facts = facts_of(self.instruments, self.client, observed)
+        return observed
+
+    def run_all(self, *, has_task: bool) -> None:
+        """Make all runs that follow the real one."""
+        held = not has_task
+        self.run(AGAIN, 1, held=held)
+        self.run(OTHER, 2, held=held)
+        for change in ("nan", "raise"):
+            self.run(change, 1, change, held=held)
+        if held:
+            self.run("twin", 1, held=True)
+            self.run("huge", 1, "huge", held=True)
+            self.run("huge, other", 2, "huge", held=True)
+            self.run("heavy", 1, "huge and heavy", held=True)
+            self.run("zero", 1, "zero", held=True)
+
+    @property
+    def repeats(self) -> bool:
+        """True if equal random numbers repeat the noise, so that it cancels in a difference."""
+        one, other = self.runs.get(AGAIN), self.runs.get("twin")
+        if one is None or other is None or len(one.releases) != len(other.releases):
+            return False
+        ones, others = one.uploads(1), other.uploads(1)
+        return ones.keys() == others.keys() and all(
+            np.array_equal(left.sample, right.sample)
+            for left, right in zip(
+                [*one.releases, *ones.values()], [*other.releases, *others.values()], strict=True
+            )
+        )
+
+    # Comparisons --------------------------------------------------------------------------------
+
+    def upload_noise(self, one: str, other: str, round: int) -> dict[int, np.ndarray]:
+        """Return differences between two runs' uploads of one round, by partition."""
+        left, right = self._uploads(one, round), self._uploads(other, round)
+        return {
+            client: left[client].sample - right[client].sample
+            for client in left.keys() & right.keys()
+            if left[client].finite and right[client].finite
+        }
+
+    def target_noise(self, one: str, other: str, round: int) -> np.ndarray | None:
+        """Return the difference between the uploads of the changed client."""
+        a, b = self.runs.get(one), self.runs.get(other)
+        if a is None or b is None:
+            return None
+        left, right = a.target(round), b.target(round)
+        ups = self._uploads(one, round).get(left or 0), self._uploads(other, round).get(right or 0)
+        if left is None or ups[0] is None or ups[1] is None:
+            return None
+        return ups[0].sample - ups[1].sample if ups[0].finite and ups[1].finite else None
+
+    def release_noise(self, one: str, other: str, round: int) -> np.ndarray | None:
+        """Return the difference between two runs' steps of the model in one round."""
+        steps = [_step(self.runs.get(name), round) for name in (one, other)]
+        return None if steps[0] is None or steps[1] is None else steps[0] - steps[1]
+
+    def upload_growth(self, name: str, round: int) -> float | None:
+        """Return how far a changed client's upload moves along the change."""
+        huge, held = self.runs.get(name), self.runs.get(AGAIN)
+        if huge is None or held is None or (client := huge.target(round)) is None:
+            return None
+        left, right = huge.uploads(round).get(client), held.uploads(round)
+        if left is None or not left.finite or not right:
+            return None
+        return left.along - float(np.median([upload.along for upload in right.values()]))
+
+    def movement(self, name: str, round: int) -> float | None:
+        """Return how far one changed client moves the model in a round, along the change."""
+        changed, held = self.runs.get(name), self.runs.get(AGAIN)
+        if changed is None or held is None:
+            return None
+        if min(len(changed.releases), len(held.releases)) <= round:
+            return None
+        steps = [
+            run.releases[round].along - run.releases[round - 1].along for run in (changed, held)
+        ]
+        return float(steps[0] - steps[1])
+
+    def _uploads(self, name: str, round: int) -> dict[int, Any]:
+        run = self.runs.get(name)
+        return {} if run is None else run.uploads(round)
+
+
+def exceeds(value: float, bound: float, stddev: float) -> bool:
+    """Return True if a projection exceeds a bound by more than noise and rounding explain."""
+    return value > bound * 1.01 + 2 * HELD + _DEVIATIONS * stddev * 2**0.5
+
+
+def _step(run: Observed | None, round: int) -> np.ndarray | None:
+    if run is None or len(run.releases) <= round:
+        return None
+    after, before = run.releases[round], run.releases[round - 1]
+    return after.sample - before.sample if after.finite and before.finite else None

@@ -1,0 +1,277 @@
+"""Read strategy, mods and their parameters from the live objects of an app.
+
+Only classes and functions of Flower and of this package are known. A subclass that the app defines
+is not: its methods may do anything.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from copy import deepcopy
+from dataclasses import dataclass, replace
+from typing import Any
+
+from flwr.clientapp import ClientApp
+from flwr.clientapp.mod import LocalDpMod
+
+from flower_ext.check.observe import TRAIN, Instruments, Observed
+from flower_ext.federation import FederatedStrategy
+from flower_ext.federation.client.cohort_app import CohortApp
+from flower_ext.privacy import (
+    FullParticipation,
+    Guarantee,
+    NeighboringRelation,
+    Release,
+    SecureNoise,
+    privacy_loss_of,
+    secure_generator,
+)
+
+SERVER_SIDE = "DifferentialPrivacyServerSideFixedClipping"
+CLIENT_SIDE = "DifferentialPrivacyClientSideFixedClipping"
+SERVER_ADAPTIVE = "DifferentialPrivacyServerSideAdaptiveClipping"
+CLIENT_ADAPTIVE = "DifferentialPrivacyClientSideAdaptiveClipping"
+FIXED_MOD, ADAPTIVE_MOD, OUR_MOD = (
+    "fixedclipping_mod",
+    "adaptiveclipping_mod",
+    "client_level_dp_mod",
+)
+LOCAL_MOD = LocalDpMod.__name__
+SECURE_SUM_MODS = frozenset({"secagg_mod", "secaggplus_mod"})
+_SIZE_MODS = frozenset({"arrays_size_mod", "message_size_mod"})
+"""Mods that change nothing."""
+_AVERAGES = frozenset({"FedAvg", "FedAvgM", "FedAdam", "FedYogi", "FedAdagrad", "FedProx"})
+APP = "app"
+_LARGEST_COHORT = 1000
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """A strategy or a mod: its name, and the package that it comes from (flwr, ours, or app)."""
+
+    name: str
+    origin: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Noise:
+    """Clipping and Gaussian noise, with the parameters of the live object.
+
+    Parameters
+    ----------
+    clipping_norm : float
+    release_stddev : float
+        Standard deviation in a coordinate of the released mean, if the server adds the noise.
+    upload_stddev : Mapping[int, float]
+        Standard deviation in a coordinate of an upload, by the size of the cohort; size 0 stands
+        for all others.
+    cohort : float
+        Number by which the sum is divided; 0 if that is not known.
+    """
+
+    clipping_norm: float
+    release_stddev: float = 0.0
+    upload_stddev: Mapping[int, float]
+    cohort: float = 0.0
+
+    def of_upload(self, cohort: int) -> float:
+        """Return the standard deviation in an upload of a cohort."""
+        return self.upload_stddev.get(cohort, self.upload_stddev.get(0, 0.0))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Claim:
+    """An ε that the app states, for so many rounds; δ is 0 if the app states none."""
+
+    source: str
+    epsilon: float
+    delta: float
+    rounds: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Facts:
+    """Everything that was recognised in an app."""
+
+    strategies: Sequence[Part]
+    mods: Sequence[Part]
+    has_task: bool
+    """True if a `Task` of this package made the ClientApp."""
+    noise: Noise | None
+    release: Release | None
+    """One round of Flower's mechanism, as its parameters say."""
+    guarantees: Sequence[Guarantee]
+    """Guarantees of this package after the planned rounds."""
+    guarantees_now: Sequence[Guarantee]
+    """The same, after the observed rounds."""
+    claims: Sequence[Claim]
+    local: Mapping[str, float]
+    """Arguments of a `LocalDpMod`."""
+    weighted_by: str
+    secure_noise: bool
+    engines: Sequence[int]
+    """The client of each private engine of Opacus."""
+    uncovered_metrics: bool = False
+    """True if the guarantee itself names metrics that it does not cover."""
+
+    def has(self, name: str) -> bool:
+        """Return True if a known strategy or mod has this name."""
+        return any(p.name == name and p.origin != APP for p in (*self.strategies, *self.mods))
+
+    @property
+    def is_ours(self) -> bool:
+        """True if a strategy of this package makes the releases, and the app overrides nothing."""
+        return self.has(FederatedStrategy.__name__) and not any(
+            part.origin == APP for part in self.strategies
+        )
+
+    def epsilon(self, rounds: int, delta: float) -> float | None:
+        """Return ε of Flower's mechanism if every condition held; None if it has no noise."""
+        if self.release is None:
+            return None
+        return privacy_loss_of({self.release: rounds}, delta=delta).epsilon
+
+
+def facts_of(instruments: Instruments, client: ClientApp, observed: Observed) -> Facts:
+    """Return what the live objects say after a run."""
+    chain: list[Any] = instruments.strategies
+    mods = instruments.mods.get(TRAIN, [])
+    planned = observed.planned_trainings
+    federated = next((s for s in chain if type(s) is FederatedStrategy), None)
+    local = next((mod for mod in mods if type(mod) is LocalDpMod), None)
+    noise, release = _flower_noise(instruments.begun, local)
+    if federated is not None:
+        noise = _our_noise(federated)
+    return Facts(
+        strategies=[_part(type(strategy)) for strategy in chain],
+        mods=[_part(mod) for mod in mods],
+        has_task=isinstance(client, CohortApp),
+        noise=noise,
+        release=release,
+        guarantees=[] if federated is None else _guarantees(federated, planned),
+        guarantees_now=[] if federated is None else federated.guarantees(),
+        claims=_claims(chain, local, observed),
+        local={} if local is None else dict(vars(local)),
+        weighted_by=str(getattr(chain[-1], "weighted_by_key", "")) if chain else "",
+        secure_noise=federated is not None
+        and isinstance(federated.run.noise("check"), SecureNoise),
+        engines=[client for client, _ in instruments.engines],
+        uncovered_metrics=federated is not None,
+    )
+
+
+def is_silent(part: Part) -> bool:
+    """Return True for a mod that changes no message."""
+    return part.name in _SIZE_MODS and part.origin == "flwr"
+
+
+def is_average(part: Part) -> bool:
+    """Return True for a strategy of Flower that releases a function of the mean of replies."""
+    return part.name in _AVERAGES and part.origin == "flwr"
+
+
+def _part(thing: Any) -> Part:
+    kind = thing if hasattr(thing, "__qualname__") else type(thing)
+    module, name = str(kind.__module__), str(kind.__qualname__)
+    package, outer = module.partition(".")[0], name.partition(".")[0]
+    known = package in ("flwr", "flower_ext") and hasattr(sys.modules.get(module), outer)
+    return Part(name=outer, origin=package if known else APP)
+
+
+def _flower_noise(
+    chain: Sequence[Any], local: LocalDpMod | None
+) -> tuple[Noise | None, Release | None]:
+    if local is not None:
+        stddev = math.inf
+        if local.epsilon and local.delta:
+            factor = math.sqrt(2 * math.log(1.25 / local.delta))
+            stddev = local.sensitivity * factor / local.epsilon
+        noise = Noise(clipping_norm=local.clipping_norm, upload_stddev={0: stddev})
+        return noise, _release(stddev / local.clipping_norm)
+    for strategy in chain:
+        if _part(type(strategy)).name in (
+            SERVER_SIDE,
+            CLIENT_SIDE,
+            SERVER_ADAPTIVE,
+            CLIENT_ADAPTIVE,
+        ):
+            multiplier, cohort = strategy.noise_multiplier, strategy.num_sampled_clients
+            norm = strategy.clipping_norm
+            noise = Noise(
+                clipping_norm=norm,
+                release_stddev=multiplier * norm / cohort,
+                upload_stddev={},
+                cohort=cohort,
+            )
+            return noise, _release(multiplier)
+    return None, None
+
+
+def _release(noise_multiplier: float) -> Release | None:
+    if not 0 < noise_multiplier < math.inf:
+        return None
+    return Release(
+        sampling=FullParticipation(1),
+        noise_multiplier=noise_multiplier,
+        relation=NeighboringRelation.REPLACE_SPECIAL,
+    )
+
+
+def _our_noise(strategy: FederatedStrategy) -> Noise | None:
+    run = strategy.run
+    uploads, norm = {}, 0.0
+    for size in range(1, min(run.plan.sampling.population, _LARGEST_COHORT) + 1):
+        protection = run.mechanism.protection(run.summary, size)
+        uploads[size] = float(getattr(protection, "noise_stddev", 0.0))
+        norm = float(getattr(protection, "clipping_norm", norm))
+    norm = norm or float(getattr(run.plan, "clipping_norm", 0.0) or 0.0)
+    if run.mechanism.secure_sum is not None or not norm:
+        return None  # a masked upload shows neither bound nor noise
+    # A server with its own step does not release the mean itself.
+    plain = repr(strategy.method.server) == repr(type(strategy.method.server)())
+    stddev = run.mechanism.mean_noise_stddev if plain and not any(uploads.values()) else 0.0
+    expected = run.plan.sampling.expected_cohort_size
+    return Noise(
+        clipping_norm=norm,
+        release_stddev=stddev,
+        upload_stddev=uploads,
+        cohort=expected if stddev else 0.0,
+    )
+
+
+def _guarantees(strategy: FederatedStrategy, rounds: int) -> list[Guarantee]:
+    """Return the guarantees after more rounds, whose cohorts are drawn as in the run."""
+    run = strategy.run
+    ahead, generator = deepcopy(run.population), secure_generator()
+    while ahead.participations.rounds < rounds:
+        cohort = ahead.draw(generator)
+        size = len(cohort.partitions)
+        ahead.count(cohort.units, size, requests=size)
+    return run.claims(replace(run.summary, participations=ahead.participations))
+
+
+def _claims(chain: Sequence[Any], local: LocalDpMod | None, observed: Observed) -> list[Claim]:
+    claims = []
+    if local is not None:
+        claims.append(Claim(source=LOCAL_MOD, epsilon=local.epsilon, delta=local.delta, rounds=1))
+    for strategy in chain:
+        if (accountant := getattr(strategy, "accountant", None)) is None:
+            continue
+        spent = accountant.get_privacy_spent()
+        claims.append(
+            Claim(
+                source=type(accountant).__name__,
+                epsilon=float(spent.epsilon),
+                delta=float(spent.delta),
+                rounds=observed.rounds,
+            )
+        )
+    return claims
+
+
+def engines_per_client(facts: Facts) -> int:
+    """Return the largest number of private engines that one client made."""
+    return max(Counter(facts.engines).values(), default=0)

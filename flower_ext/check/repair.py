@@ -1,0 +1,159 @@
+"""Write the change of an app's source that gives it a provable ε: a plan, and a mod.
+
+The change takes the place of the app's strategy and of its privacy mods. It needs an app whose
+rounds ``strategy.start`` runs, with one record of arrays.
+"""
+
+from __future__ import annotations
+
+import ast
+import difflib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeGuard
+
+from flower_ext.check.app_folder import AppFolder
+from flower_ext.check.recognise import ADAPTIVE_MOD, FIXED_MOD, LOCAL_MOD, OUR_MOD, SECURE_SUM_MODS
+
+_REPLACED = {FIXED_MOD, ADAPTIVE_MOD, LOCAL_MOD, OUR_MOD, *SECURE_SUM_MODS}
+_CLIENT_IMPORT = "from flower_ext.federation import client_level_dp_mod\n"
+_SERVER_IMPORTS = (
+    "from flower_ext.algorithms import DPFedAvg\n"
+    "from flower_ext.federation import FederatedStrategy\n"
+    "from flower_ext.privacy import FullParticipation, ReleasePlan\n"
+)
+
+
+@dataclass(frozen=True)
+class Edit:
+    """New text for a range of the source, whose lines count from 1 and whose columns from 0."""
+
+    start: tuple[int, int]
+    end: tuple[int, int]
+    text: str
+
+
+def repaired(
+    app: AppFolder, *, epsilon: float, delta: float, clipping_norm: float, clients: int
+) -> str:
+    """Return a unified diff; it is empty if the app has no known place to change."""
+    server, client = _component(app, "serverapp"), _component(app, "clientapp")
+    if server is None or client is None:
+        return ""
+    plan = (
+        f"ReleasePlan.for_target(epsilon={epsilon:g}, delta={delta:g}, "
+        f"clipping_norm={clipping_norm:g}, rounds={{rounds}}, "
+        f"sampling=FullParticipation(population={clients}))"
+    )
+    edits = {
+        server: list(_server_edits(app, server, plan)),
+        client: list(_client_edits(app, client)),
+    }
+    if not all(edits.values()):
+        return ""
+    return "".join(_diff(app, path, changes) for path, changes in edits.items())
+
+
+def _component(app: AppFolder, side: str) -> Path | None:
+    module = str(app.tool["components"][side]).partition(":")[0]
+    path = Path(*module.split(".")).with_suffix(".py")
+    return path if path in app.modules else None
+
+
+def _server_edits(app: AppFolder, path: Path, plan: str) -> Iterator[Edit]:
+    tree, source = app.modules[path], (app.path / path).read_text(encoding="utf-8")
+    for call in _calls(tree, "start"):
+        if not isinstance(call.func, ast.Attribute) or not isinstance(call.func.value, ast.Name):
+            continue
+        name = call.func.value.id
+        made = [node for node in ast.walk(tree) if _assigns(node, name)]
+        if not made:
+            continue
+        rounds = next((k.value for k in call.keywords if k.arg == "num_rounds"), None)
+        text = "3" if rounds is None else ast.get_source_segment(source, rounds) or "3"
+        last = max(made, key=lambda node: node.lineno)
+        # Later assignments may wrap the first: all but the last go.
+        yield _import_edit(tree, _SERVER_IMPORTS, source)
+        for node in made:
+            indent = " " * node.col_offset
+            kept = f"{name} = FederatedStrategy(DPFedAvg(), plan)"
+            new = f"plan = {plan.format(rounds=text)}\n{indent}{kept}"
+            yield _edit(node, new) if node is last else _removal(node)
+        return
+
+
+def _client_edits(app: AppFolder, path: Path) -> Iterator[Edit]:
+    tree, source = app.modules[path], (app.path / path).read_text(encoding="utf-8")
+    apps = list(_calls(tree, "ClientApp"))
+    if not apps or any(apps[0].args) or any(k.arg == "client_fn" for k in apps[0].keywords):
+        return
+    yield _import_edit(tree, _CLIENT_IMPORT, source)
+    others = [mod for call in apps[:1] for mod in _mods(call, source)]
+    yield _edit(apps[0], f"ClientApp(mods=[{', '.join(['client_level_dp_mod()', *others])}])")
+    for call in _calls(tree, "train"):
+        if any(keyword.arg == "mods" for keyword in call.keywords):
+            keywords = ", ".join(
+                f"{keyword.arg}=[{', '.join(_mods(call, source))}]"
+                if keyword.arg == "mods"
+                else str(ast.get_source_segment(source, keyword))
+                for keyword in call.keywords
+            )
+            arguments = [str(ast.get_source_segment(source, part)) for part in call.args]
+            function = ast.get_source_segment(source, call.func)
+            yield _edit(call, f"{function}({', '.join([*arguments, keywords])})")
+
+
+def _mods(call: ast.Call, source: str) -> list[str]:
+    """Return the mods of a call that stay, as source."""
+    lists = [k.value for k in call.keywords if k.arg == "mods" and isinstance(k.value, ast.List)]
+    mods = [mod for found in lists for mod in found.elts]
+    texts = [str(ast.get_source_segment(source, mod)) for mod in mods]
+    return [text for text in texts if not any(name in text for name in _REPLACED)]
+
+
+def _calls(tree: ast.AST, name: str) -> Iterator[ast.Call]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and name in (
+            getattr(node.func, "attr", None),
+            getattr(node.func, "id", None),
+        ):
+            yield node
+
+
+def _assigns(node: ast.AST, name: str) -> TypeGuard[ast.Assign]:
+    if not isinstance(node, ast.Assign):
+        return False
+    return [getattr(target, "id", None) for target in node.targets] == [name]
+
+
+def _edit(node: ast.expr | ast.stmt, text: str) -> Edit:
+    assert node.end_lineno is not None
+    assert node.end_col_offset is not None
+    return Edit((node.lineno, node.col_offset), (node.end_lineno, node.end_col_offset), text)
+
+
+def _removal(node: ast.stmt) -> Edit:
+    return Edit((node.lineno, 0), ((node.end_lineno or node.lineno) + 1, 0), "")
+
+
+def _import_edit(tree: ast.Module, text: str, source: str) -> Edit:
+    new = [line for line in text.splitlines(keepends=True) if line not in source]
+    imports = [node for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)]
+    line = max((node.end_lineno or 0 for node in imports), default=0) + 1
+    return Edit((line, 0), (line, 0), "".join(new))
+
+
+def _diff(app: AppFolder, path: Path, edits: list[Edit]) -> str:
+    old = (app.path / path).read_text(encoding="utf-8").splitlines(keepends=True)
+    lines = list(old)
+    for edit in sorted(edits, key=lambda edit: edit.start, reverse=True):
+        (first, left), (last, right) = edit.start, edit.end
+        if first > len(lines):
+            lines.append(edit.text)
+            continue
+        # Columns of the syntax tree count bytes.
+        before = lines[first - 1].encode()[:left].decode()
+        after = lines[last - 1].encode()[right:].decode() if last <= len(lines) else ""
+        lines[first - 1 : last] = (before + edit.text + after).splitlines(keepends=True)
+    return "".join(difflib.unified_diff(old, lines, f"a/{path.as_posix()}", f"b/{path.as_posix()}"))

@@ -1,0 +1,201 @@
+"""Say what is provable, what the app claims, and whether the claims follow."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from flower_ext.check.app_folder import AppFolder
+from flower_ext.check.findings import Finding, findings, promised
+from flower_ext.check.observe import Observed
+from flower_ext.check.probes import REAL, Probes
+from flower_ext.check.recognise import Claim, Facts
+from flower_ext.privacy import Guarantee, PrivacyUnit, privacy_loss_of
+
+DELTA = 1e-5
+"""δ for an app that states none."""
+_SLACK = 1.001
+"""A claim may be rounded."""
+_EPSILON_KEY = re.compile(r"((target|dp|privacy|local|ldp|max|total)[-_])?(eps|epsilon)")
+_DELTA_KEY = re.compile(r"((target|dp|privacy|local|ldp)[-_])?delta")
+_NUMBER = r"[^\w\n.]{1,8}([0-9]+(?:\.[0-9]+)?(?:e[+-]?[0-9]+)?)"
+_PRINTED = re.compile(r"(?:\bepsilon|\beps|ε)" + _NUMBER, re.IGNORECASE)
+_PRINTED_DELTA = re.compile(r"(?:\bdelta|δ)" + _NUMBER, re.IGNORECASE)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Provable:
+    """An ε for one unit; None, with the reason, if nothing is provable."""
+
+    unit: str
+    epsilon: float | None
+    delta: float | None
+    text: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """The result of a check. It holds no data of the app."""
+
+    strategies: Sequence[str]
+    mods: Sequence[str]
+    protection: str
+    rounds: int
+    planned_rounds: int
+    clients: int
+    provable: Sequence[Provable]
+    conditional: Mapping[str, float]
+    """ε of Flower's mechanism if all its conditions held, for one release and for all rounds."""
+    claims: Sequence[Mapping[str, Any]]
+    findings: Sequence[Finding]
+    messages: Sequence[str]
+
+    @property
+    def unproven(self) -> bool:
+        """True if the app claims an ε that is not provable."""
+        return any(not claim["provable"] for claim in self.claims)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the verdict, ready for JSON."""
+        return {**asdict(self), "unproven": self.unproven}
+
+
+def verdict(probes: Probes, app: AppFolder) -> Verdict:
+    """Return the verdict after all runs."""
+    real = probes.runs[REAL]
+    assert real is not None
+    facts: Facts = real.facts
+    planned = real.planned_trainings
+    found = findings(probes, app)
+    claims = [*facts.claims, *_configured(probes.config, planned), *_reported(real)]
+    delta = max((claim.delta for claim in claims), default=0.0) or DELTA
+    refuted = next((finding for finding in found if finding.refutes), None)
+    provable = list(_provable(facts, refuted, planned, delta))
+    conditional = {}
+    if facts.release is not None:
+        conditional = {
+            "delta": delta,
+            "one release": facts.epsilon(1, delta) or math.inf,
+            "all rounds": facts.epsilon(planned, delta) or math.inf,
+        }
+    return Verdict(
+        strategies=[f"{part.name} ({part.origin})" for part in facts.strategies],
+        mods=[f"{part.name} ({part.origin})" for part in facts.mods],
+        protection=promised(facts.noise),
+        rounds=real.rounds,
+        planned_rounds=planned,
+        clients=probes.clients,
+        provable=provable,
+        conditional=conditional,
+        claims=[
+            {**asdict(claim), "provable": not refuted and _follows(claim, facts, planned)}
+            for claim in claims
+        ],
+        findings=found,
+        messages=list(_messages(real, app)),
+    )
+
+
+def _provable(
+    facts: Facts, refuted: Finding | None, planned: int, delta: float
+) -> Iterator[Provable]:
+    proved = [
+        claim
+        for claim in facts.guarantees
+        if claim.basis == "provable" and math.isfinite(claim.epsilon) and claim.conditions_hold
+    ]
+    for unit in (PrivacyUnit.RECORD, PrivacyUnit.CLIENT, PrivacyUnit.USER):
+        if refuted is not None:
+            yield Provable(
+                unit=unit.value, epsilon=None, delta=None, text=f"nothing: {refuted.text}"
+            )
+            continue
+        # A guarantee for a client or a user covers each of its records too.
+        fitting = [claim for claim in proved if unit in (claim.unit, PrivacyUnit.RECORD)]
+        for claim in fitting:
+            warning = f"; {claim.large_delta}" if claim.large_delta else ""
+            yield Provable(
+                unit=unit.value,
+                epsilon=claim.epsilon,
+                delta=claim.delta,
+                text=f"against an adversary who sees {claim.view.sees}{warning}",
+            )
+        if fitting:
+            continue
+        if unit is not PrivacyUnit.USER and (epsilon := facts.epsilon(planned, delta)):
+            yield Provable(
+                unit=unit.value,
+                epsilon=epsilon,
+                delta=delta,
+                text="if a client's update is replaced by zeros, for the released models",
+            )
+        else:
+            text = "nothing: no mechanism of the app bounds what one such unit contributes"
+            yield Provable(unit=unit.value, epsilon=None, delta=None, text=text)
+
+
+def _follows(claim: Claim, facts: Facts, planned: int) -> bool:
+    limit = claim.epsilon * _SLACK
+    if facts.release is not None:
+        epsilon = facts.epsilon(claim.rounds, claim.delta or DELTA)
+        return epsilon is not None and epsilon <= limit
+    guarantees = facts.guarantees if claim.rounds >= planned else facts.guarantees_now
+    return any(
+        guarantee.basis == "provable"
+        and guarantee.conditions_hold
+        and _epsilon_at(guarantee, claim.delta) <= limit
+        for guarantee in guarantees
+    )
+
+
+def _epsilon_at(guarantee: Guarantee, delta: float) -> float:
+    if not delta or guarantee.delta <= delta * _SLACK:
+        return guarantee.epsilon
+    if guarantee.releases is None:
+        return math.inf
+    return privacy_loss_of(dict(guarantee.releases), delta=delta).epsilon
+
+
+def _configured(config: Mapping[str, Any], planned: int) -> Iterator[Claim]:
+    numbers = {
+        name: float(value)
+        for name, value in config.items()
+        if isinstance(value, int | float) and not isinstance(value, bool) and value > 0
+    }
+    delta = next((v for name, v in numbers.items() if _DELTA_KEY.fullmatch(name)), 0.0)
+    for name, value in numbers.items():
+        if _EPSILON_KEY.fullmatch(name):
+            yield Claim(source=f"setting {name}", epsilon=value, delta=delta, rounds=planned)
+
+
+def _reported(real: Observed) -> Iterator[Claim]:
+    """Return the largest ε in metrics, and the largest that the app printed."""
+    metrics = [
+        float(value)
+        for reply in real.replies
+        for name, value in reply.metrics.items()
+        if _EPSILON_KEY.fullmatch(name) and isinstance(value, int | float) and value > 0
+    ]
+    lines = [line for line in real.log.splitlines() if "published" not in line]
+    printed = [float(number) for line in lines for number in _PRINTED.findall(line)]
+    deltas = [float(number) for line in lines for number in _PRINTED_DELTA.findall(line)]
+    for source, values in (("metric epsilon", metrics), ("printed", [*filter(None, printed)])):
+        if values:
+            delta = max(filter(lambda value: 0 < value < 1, deltas), default=0.0)
+            yield Claim(source=source, epsilon=max(values), delta=delta, rounds=real.rounds)
+
+
+def _messages(real: Observed, app: AppFolder) -> Iterator[str]:
+    """Describe each kind of message that leaves a client."""
+    kinds = dict.fromkeys(reply.kind for reply in real.replies)
+    for kind in kinds:
+        replies = [reply for reply in real.replies if reply.kind == kind]
+        errors = sum(reply.error for reply in replies)
+        records = dict.fromkeys(
+            f"{record} {app.shown(name)!r}" for reply in replies for record, name in reply.records
+        )
+        sent = ", ".join(records) or "nothing"
+        yield f"{kind}: {len(replies)} replies ({errors} errors) with {sent}"

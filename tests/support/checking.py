@@ -1,0 +1,59 @@
+"""Run a check in a fork of the test's process, which has imported everything already."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from flower_ext.check.app_folder import unpacked
+from flower_ext.check.child import NotChecked, Request, checked
+from flower_ext.check.observe import in_fork
+from flower_ext.files import read_toml
+from tests.support.check_apps import CLIENTS
+
+
+def result_of(
+    app: Path,
+    scratch: Path,
+    *,
+    clients: int = CLIENTS,
+    rounds: int = 2,
+    settings: Mapping[str, Any] | None = None,
+    **options: Any,
+) -> dict[str, Any]:
+    """Return the answer of a check, or ``{"error": …}`` as the command prints it."""
+    scratch.mkdir(parents=True, exist_ok=True)
+    folder = unpacked(app, scratch.resolve())
+    defaults = read_toml(folder.path / "pyproject.toml")["tool"]["flwr"]["app"].get("config", {})
+    request = Request(
+        app=str(folder.path),
+        log=str(scratch / "log"),
+        config={**defaults, **(settings or {})},
+        clients=clients,
+        rounds=rounds,
+        seconds=120,
+        **{"random_data": False, "columns": {}, **options},
+    )
+
+    def answer() -> dict[str, Any]:
+        log = os.open(request.log, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600)
+        os.dup2(log, 1)
+        os.dup2(log, 2)
+        sys.stdout = os.fdopen(1, "w")  # pytest's own stream leads elsewhere
+        os.chdir(scratch)
+        try:
+            return checked(request)
+        except NotChecked as error:
+            return {"error": str(error)}
+
+    result = in_fork(answer, seconds=300)
+    assert result is not None, Path(request.log).read_text()[-3000:]
+    return result
+
+
+def codes(result: Mapping[str, Any]) -> set[str]:
+    """Return the codes of the findings that refute."""
+    return {finding["code"] for finding in result["findings"] if finding["refutes"]}
