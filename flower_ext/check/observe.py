@@ -306,7 +306,7 @@ class Watch:
         self.observed.asked.append((kind, tuple(_partition(message) for message in messages)))
 
     def release(self, sent: Vector) -> None:
-        """Note a model if it is another one than before."""
+        """Note a model if it differs from the one before."""
         known = self.observed.releases
         if known and known[-1].size != sent.size:
             return
