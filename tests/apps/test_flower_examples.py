@@ -13,7 +13,6 @@ from flwr.clientapp.mod import LocalDpMod, adaptiveclipping_mod, fixedclipping_m
 from flwr.serverapp.strategy import DifferentialPrivacyClientSideFixedClipping, FedAdam, FedAvg
 
 from flower_ext.algorithms import DPFedAvg, Hosted, Upcycled
-from flower_ext.errors import InvalidValue
 from flower_ext.federation import (
     FederatedStrategy,
     FederationNotReady,
@@ -162,10 +161,11 @@ def test_behind_our_mod_the_nodes_own_log_shows_them(logged):
     assert strategy.participations.rounds == 0
 
 
-def test_a_secure_sum_needs_a_client_app_of_this_package():
+def test_behind_the_mod_flowers_quickstart_trains_in_secure_sums():
     secure = plan(noise_placement=SecureSum(colluding=0.0, dropouts=0.25))
-    with pytest.raises(InvalidValue, match=r"cannot mask its uploads; build it by client_app"):
-        run(projects.quickstart(client_level_dp_mod()), FederatedStrategy(DPFedAvg(), secure))
+    strategy = FederatedStrategy(DPFedAvg(), secure)
+    run(projects.quickstart(client_level_dp_mod()), strategy)
+    assert strategy.refusals == []
 
 
 def test_an_app_without_a_setting_for_it_runs_with_the_number_of_clients_it_is_given():

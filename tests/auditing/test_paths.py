@@ -593,17 +593,20 @@ NOT_HERE = {
 """Names that need no path of their own."""
 
 
+CARRIERS = ("privacy", "federation")
+
+
 def classes():
     """Return the public classes of the package that hold, bound, carry or add parts of sums."""
     for module in pkgutil.walk_packages(flower_ext.__path__, f"{flower_ext.__name__}."):
-        if module.name.split(".")[1] in ("privacy", "federation"):
+        if module.name.split(".")[1] in CARRIERS:
             import_module(module.name)
     found = set()
     waiting = [Protection, RoundMechanism, bounds.BoundedSum, RunningSum, Grid, Summation]
     while waiting:
         kind = waiting.pop()
         waiting += kind.__subclasses__()
-        own = kind.__module__.startswith(f"{flower_ext.__name__}.")
+        own = kind.__module__.startswith(tuple(f"{flower_ext.__name__}.{one}." for one in CARRIERS))
         if own and kind.__name__[0] != "_" and not inspect.isabstract(kind):
             found.add(kind.__name__)
     return found - {Protection.__name__}

@@ -231,7 +231,7 @@ def test_another_model_is_refused(tmp_path):
         plan=NonPrivatePlan(sampling=FullParticipation(CLIENTS)),
         ledger=False,
     )
-    with pytest.raises(ValueError, match="another model"):
+    with pytest.raises(ValueError, match="differs from the run's first one"):
         play(tmp_path, rounds=2, ledger=False)
 
 

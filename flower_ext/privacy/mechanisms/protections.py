@@ -126,9 +126,7 @@ class _ClipWithSide(_ClipAndNoise):
             if getattr(self, name) is None and getattr(self, other) is not None:
                 raise InvalidValue(f"{name}=None: expected a number, because {other} is given")
 
-    def _sided(
-        self, update: Update, add_side: Callable[[Update, float, float], Update] = with_side
-    ) -> Update:
+    def _sided(self, update: Update, add_side: Callable[[Update, float, float], Update]) -> Update:
         norm, weight = self.update_norm, self.side_weight
         return update if norm is None or weight is None else add_side(update, norm, weight)
 
@@ -154,7 +152,7 @@ class ClipUpdate(_ClipWithSide):
 
     def released(self, upload: Update, noise: NoiseSource) -> Update:
         """Return the clipped update with noise."""
-        return self.noised(clip(self._sided(upload), self.clipping_norm).value, noise)
+        return self.noised(clip(self._sided(upload, with_side), self.clipping_norm).value, noise)
 
     def noised(self, bounded: Update, noise: NoiseSource) -> Update:
         """Add noise to an update that is already bounded."""
@@ -196,7 +194,9 @@ class ClipToCells(_ClipWithSide):
 
     def released(self, upload: Update, noise: NoiseSource) -> Update:
         """Return the noised update in cells, as int64."""
-        return self.noised(in_cells(self._sided(upload), self.clipping_norm, self.cell), noise)
+        return self.noised(
+            in_cells(self._sided(upload, with_side), self.clipping_norm, self.cell), noise
+        )
 
     def noised(self, cells: Cells, noise: NoiseSource) -> Cells:
         """Add noise to an update that is already bounded and in cells."""
