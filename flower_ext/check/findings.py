@@ -13,9 +13,10 @@ import numpy as np
 
 from flower_ext.check import recognise
 from flower_ext.check.app_folder import AppFolder
-from flower_ext.check.observe import HELD, TRAIN, Observed, Reply
+from flower_ext.check.observe import TRAIN, Observed, Reply
 from flower_ext.check.probes import AGAIN, OTHER, REAL, Probes, exceeds, spread
 from flower_ext.check.recognise import APP, Facts, Noise
+from flower_ext.check.vectors import HELD
 
 _NORM_BIT = "norm_bit"
 

@@ -7,22 +7,13 @@ a small public step. What leaves then depends on mods and noise alone, and on no
 
 from __future__ import annotations
 
-import inspect
 import math
-import os
-import pickle
 import random
-import select
-import signal
-import sys
-import time
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
-from copy import copy, deepcopy
+from copy import deepcopy
 from dataclasses import dataclass, field
-from functools import cache, wraps
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -38,75 +29,24 @@ from flwr.app import (
 )
 from flwr.clientapp import ClientApp
 from flwr.serverapp import ServerApp
-from flwr.serverapp.strategy import Result, Strategy
 
+from flower_ext.check.vectors import Vector, direction, held_step, vector
 from flower_ext.federation import InProcessGrid, records
 from flower_ext.federation import _flower_private as private
 from flower_ext.federation.client.cohort_app import CohortApp, answer_all
 from flower_ext.federation.failures import CLIENT_APP_RAISED
 from flower_ext.federation.roster import asks_identity, is_rehearsal
 
-R = TypeVar("R")
 Change = Literal["", "huge", "huge and heavy", "nan", "zero", "raise"]
 """Change of one client in each round: its update, its weight too, or its absence."""
 
-HELD, HUGE, HEAVY = 1e-3, 1e4, 1000
-"""Norm of a held update, norm of a huge one, and factor of a heavy client's metrics."""
-_SAMPLE = 100_000
-"""Coordinates of each vector that are kept."""
+HUGE, HEAVY = 1e4, 1000
+"""Norm of a huge update, and factor of a heavy client's metrics."""
 TRAIN = "train"
 
 
 class Enough(BaseException):
     """The app has run for as many rounds as are observed."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Vector:
-    """All floating-point coordinates of some arrays, in short."""
-
-    size: int
-    sample: np.ndarray
-    """At most `_SAMPLE` coordinates, evenly spaced."""
-    along: float
-    """Projection onto `direction`."""
-    norm: float
-    finite: bool
-
-
-@cache
-def direction(size: int) -> np.ndarray:
-    """Return a public unit vector, in which a changed client moves the model."""
-    unit: np.ndarray = _signs(size, 7) / size**0.5
-    return unit
-
-
-@cache
-def _step(size: int) -> np.ndarray:
-    step: np.ndarray = _signs(size, 8) * (HELD / size**0.5)
-    return step
-
-
-def _signs(size: int, seed: int) -> np.ndarray:
-    """Return public numbers of 1 and -1."""
-    bits = np.random.Generator(np.random.PCG64(seed)).integers(0, 2, size)
-    return np.where(bits == 0, -1.0, 1.0)
-
-
-def vector(arrays: Iterable[np.ndarray]) -> Vector | None:
-    """Return the vector of the floating-point arrays; None if there are none."""
-    parts = [np.asarray(array, np.float64).ravel() for array in arrays if array.dtype.kind == "f"]
-    if not sum(part.size for part in parts):
-        return None
-    flat = np.concatenate(parts)
-    with np.errstate(all="ignore"):
-        return Vector(
-            size=flat.size,
-            sample=flat[:: max(1, flat.size // _SAMPLE)].copy(),
-            along=float(flat @ direction(flat.size)),
-            norm=float(np.linalg.norm(flat)),
-            finite=bool(np.isfinite(flat).all()),
-        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -172,106 +112,6 @@ class Observed:
     def rounds(self) -> int:
         """Number of training rounds."""
         return sum(kind == TRAIN for kind, _ in self.asked)
-
-
-@dataclass(kw_only=True)
-class Instruments:
-    """Changes of Flower's classes, made before an app is loaded."""
-
-    mods: dict[str, list[Any]] = field(default_factory=dict)
-    """Mods of each category of messages, the outermost first."""
-    strategies: list[Strategy] = field(default_factory=list)
-    """The strategy that runs the rounds, and those inside it."""
-    begun: list[Strategy] = field(default_factory=list)
-    """Copies of them from before the first round."""
-    engines: list[tuple[int, float]] = field(default_factory=list)
-    """For each private engine of Opacus, the client and the noise multiplier."""
-    watch: Watch | None = None
-
-    def install(self) -> None:
-        """Make each ClientApp report its mods, with a mod of the check as the innermost."""
-        begin = ClientApp.__init__
-
-        def started(
-            app: ClientApp, client_fn: Any = None, mods: list[Any] | None = None, **more: Any
-        ) -> None:
-            vars(app)["watched_mods"] = outer = list(mods or [])
-            if client_fn is not None:
-                self.mods.update(dict.fromkeys((TRAIN, "evaluate", "query"), outer))
-            begin(app, client_fn, [*outer, self._inner] if client_fn else outer, **more)
-
-        ClientApp.__init__ = started  # type: ignore[method-assign, assignment]
-        for category in (TRAIN, "evaluate", "query"):
-            self._instrument(category)
-
-    def _instrument(self, category: str) -> None:
-        register = getattr(ClientApp, category)
-
-        def registered(
-            app: ClientApp, action: str = "default", *, mods: list[Any] | None = None
-        ) -> Any:
-            self.mods[category] = [*vars(app).get("watched_mods", ()), *(mods or [])]
-            if isinstance(app, CohortApp):
-                return register(app, action, mods=mods)
-            return register(app, action, mods=[*(mods or []), self._inner])
-
-        setattr(ClientApp, category, registered)
-
-    def _inner(self, message: Message, context: Context, call_next: Any) -> Message:
-        assert self.watch is not None
-        return self.watch.inner(message, context, call_next)
-
-    def limit_rounds(self, rounds: int) -> None:
-        """Make every strategy stop after some rounds, and report itself and its planned rounds."""
-        kinds = [Strategy]
-        for kind in kinds:
-            kinds.extend(kind.__subclasses__())
-        for kind in set(kinds):
-            if "start" in vars(kind):
-                kind.start = self._limited(vars(kind)["start"], rounds)  # type: ignore[method-assign]
-
-    def _limited(self, start: Callable[..., Result], rounds: int) -> Callable[..., Result]:
-        signature = inspect.signature(start)
-
-        @wraps(start)
-        def limited(strategy: Strategy, *arguments: Any, **options: Any) -> Result:
-            watch = self.watch
-            if watch is None or watch.in_strategy:
-                return start(strategy, *arguments, **options)
-            call = signature.bind(strategy, *arguments, **options)
-            call.apply_defaults()
-            # A wrapper may take all options of the strategy inside as keywords.
-            named = next(
-                (v for v in call.arguments.values() if isinstance(v, dict) and "num_rounds" in v),
-                call.arguments,
-            )
-            planned = int(named.get("num_rounds", 3))
-            watch.observed.planned_rounds = planned
-            named["num_rounds"] = watch.observed.limit = min(planned, rounds)
-            self.strategies.extend(chain_of(strategy))
-            self.begun.extend(copy(part) for part in self.strategies)
-            watch.in_strategy = True
-            result = start(*call.args, **call.kwargs)
-            watch.in_strategy = False
-            watch.finish(result)
-            return result
-
-        return limited
-
-    def count_engines(self) -> None:
-        """Count the private engines of Opacus, each of which has an accountant of its own."""
-        from opacus import PrivacyEngine
-
-        make = PrivacyEngine.make_private
-
-        @wraps(make)
-        def counted(engine: Any, *arguments: Any, **options: Any) -> Any:
-            if self.watch is not None:
-                multiplier = float(options.get("noise_multiplier", 0.0))
-                self.engines.append((self.watch.answering, multiplier))
-            return make(engine, *arguments, **options)
-
-        PrivacyEngine.make_private = counted
 
 
 @dataclass(kw_only=True)
@@ -473,59 +313,6 @@ def observe(
     return watch.observed
 
 
-def chain_of(strategy: Strategy) -> list[Strategy]:
-    """Return a strategy and those that it wraps, the outermost first."""
-    chain: list[Strategy] = []
-    inner: Any = strategy
-    while isinstance(inner, Strategy) and inner not in chain:
-        chain.append(inner)
-        inner = getattr(inner, "strategy", None) or getattr(inner, "base", None)
-    return chain
-
-
-def in_fork(run: Callable[[], R], *, seconds: float) -> R | None:
-    """Return the result of a function in a forked process; None if it takes too long or dies.
-
-    The fork keeps what the app changes in its modules out of the next run.
-    """
-    _flush()
-    reading, writing = os.pipe()
-    if not (process := os.fork()):
-        try:
-            with os.fdopen(writing, "wb") as pipe:
-                result = run()
-                _flush()  # the caller ends this process as soon as it has the result
-                pickle.dump(result, pipe)
-        except BaseException:  # the process must end here, whatever happens
-            traceback.print_exc()
-        _flush()
-        os._exit(0)
-    os.close(writing)
-    parts, deadline = [], time.monotonic() + seconds
-    try:
-        while (left := deadline - time.monotonic()) > 0:
-            if not select.select([reading], [], [], left)[0]:
-                return None
-            if not (part := os.read(reading, 1 << 20)):
-                break
-            parts.append(part)
-        answer: R | None = pickle.loads(b"".join(parts)) if parts else None
-        return answer
-    except (EOFError, pickle.UnpicklingError):
-        return None
-    finally:
-        os.close(reading)
-        with suppress(ProcessLookupError):
-            os.kill(process, signal.SIGKILL)
-        os.waitpid(process, 0)
-
-
-def _flush() -> None:
-    for stream in (sys.stdout, sys.stderr):
-        with suppress(Exception):  # an app may have replaced or closed it
-            stream.flush()
-
-
 def seed_all(*path: int) -> None:
     """Seed the global generators, which apps draw from."""
     seed = int(np.random.SeedSequence(path).generate_state(1)[0])
@@ -590,7 +377,7 @@ def _moved(record: ArrayRecord, change: Change) -> ArrayRecord:
     """Return a record, moved by a held update or by that of a changed client."""
     arrays = {key: array.numpy() for key, array in record.items()}
     size = sum(array.size for array in arrays.values() if array.dtype.kind == "f")
-    move = np.zeros(size) if change == "zero" or not size else _step(size)
+    move = np.zeros(size) if change == "zero" or not size else held_step(size)
     if change.startswith("huge"):
         move = HUGE * direction(size)
     elif change == "nan":

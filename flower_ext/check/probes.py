@@ -15,8 +15,11 @@ from flwr.clientapp import ClientApp
 from flwr.serverapp import ServerApp
 from scipy.stats import chi2
 
-from flower_ext.check.observe import HELD, Change, Instruments, Observed, Watch, in_fork, observe
+from flower_ext.check.forks import in_fork
+from flower_ext.check.instruments import Instruments
+from flower_ext.check.observe import Change, Observed, Watch, observe
 from flower_ext.check.recognise import facts_of
+from flower_ext.check.vectors import HELD
 
 LUCK = 1e-6
 _DECISIONS = 100

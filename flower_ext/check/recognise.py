@@ -17,7 +17,8 @@ from typing import Any
 from flwr.clientapp import ClientApp
 from flwr.clientapp.mod import LocalDpMod
 
-from flower_ext.check.observe import TRAIN, Instruments, Observed
+from flower_ext.check.instruments import Instruments
+from flower_ext.check.observe import TRAIN, Observed
 from flower_ext.federation import FederatedStrategy
 from flower_ext.federation.client.cohort_app import CohortApp
 from flower_ext.privacy import (

@@ -1,8 +1,9 @@
 import numpy as np
 import pytest
 
-from flower_ext.check.observe import direction, in_fork, vector
+from flower_ext.check.forks import in_fork
 from flower_ext.check.probes import spread
+from flower_ext.check.vectors import direction, vector
 
 
 @pytest.mark.parametrize("size", [200, 100_000])

@@ -10,7 +10,7 @@ from typing import Any
 
 from flower_ext.check.app_folder import unpacked
 from flower_ext.check.child import NotChecked, Request, checked
-from flower_ext.check.observe import in_fork
+from flower_ext.check.forks import in_fork
 from flower_ext.files import read_toml
 from tests.support.check_apps import CLIENTS
 

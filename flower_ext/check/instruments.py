@@ -1,0 +1,127 @@
+"""Make Flower's classes report what an app builds of them: mods, strategies and private engines."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from copy import copy
+from dataclasses import dataclass, field
+from functools import wraps
+from typing import Any
+
+from flwr.app import Context, Message
+from flwr.clientapp import ClientApp
+from flwr.serverapp.strategy import Result, Strategy
+
+from flower_ext.check.observe import TRAIN, Watch
+from flower_ext.federation.client.cohort_app import CohortApp
+
+
+@dataclass(kw_only=True)
+class Instruments:
+    """Changes of Flower's classes, made before an app is loaded."""
+
+    mods: dict[str, list[Any]] = field(default_factory=dict)
+    """Mods of each category of messages, the outermost first."""
+    strategies: list[Strategy] = field(default_factory=list)
+    """The strategy that runs the rounds, and those inside it."""
+    begun: list[Strategy] = field(default_factory=list)
+    """Copies of them from before the first round."""
+    engines: list[tuple[int, float]] = field(default_factory=list)
+    """For each private engine of Opacus, the client and the noise multiplier."""
+    watch: Watch | None = None
+
+    def install(self) -> None:
+        """Make each ClientApp report its mods, with a mod of the check as the innermost."""
+        begin = ClientApp.__init__
+
+        def started(
+            app: ClientApp, client_fn: Any = None, mods: list[Any] | None = None, **more: Any
+        ) -> None:
+            vars(app)["watched_mods"] = outer = list(mods or [])
+            if client_fn is not None:
+                self.mods.update(dict.fromkeys((TRAIN, "evaluate", "query"), outer))
+            begin(app, client_fn, [*outer, self._inner] if client_fn else outer, **more)
+
+        ClientApp.__init__ = started  # type: ignore[method-assign, assignment]
+        for category in (TRAIN, "evaluate", "query"):
+            self._instrument(category)
+
+    def _instrument(self, category: str) -> None:
+        register = getattr(ClientApp, category)
+
+        def registered(
+            app: ClientApp, action: str = "default", *, mods: list[Any] | None = None
+        ) -> Any:
+            self.mods[category] = [*vars(app).get("watched_mods", ()), *(mods or [])]
+            if isinstance(app, CohortApp):
+                return register(app, action, mods=mods)
+            return register(app, action, mods=[*(mods or []), self._inner])
+
+        setattr(ClientApp, category, registered)
+
+    def _inner(self, message: Message, context: Context, call_next: Any) -> Message:
+        assert self.watch is not None
+        return self.watch.inner(message, context, call_next)
+
+    def limit_rounds(self, rounds: int) -> None:
+        """Make every strategy stop after some rounds, and report itself and its planned rounds."""
+        kinds = [Strategy]
+        for kind in kinds:
+            kinds.extend(kind.__subclasses__())
+        for kind in set(kinds):
+            if "start" in vars(kind):
+                kind.start = self._limited(vars(kind)["start"], rounds)  # type: ignore[method-assign]
+
+    def _limited(self, start: Callable[..., Result], rounds: int) -> Callable[..., Result]:
+        signature = inspect.signature(start)
+
+        @wraps(start)
+        def limited(strategy: Strategy, *arguments: Any, **options: Any) -> Result:
+            watch = self.watch
+            if watch is None or watch.in_strategy:
+                return start(strategy, *arguments, **options)
+            call = signature.bind(strategy, *arguments, **options)
+            call.apply_defaults()
+            # A wrapper may take all options of the strategy inside as keywords.
+            named = next(
+                (v for v in call.arguments.values() if isinstance(v, dict) and "num_rounds" in v),
+                call.arguments,
+            )
+            planned = int(named.get("num_rounds", 3))
+            watch.observed.planned_rounds = planned
+            named["num_rounds"] = watch.observed.limit = min(planned, rounds)
+            self.strategies.extend(chain_of(strategy))
+            self.begun.extend(copy(part) for part in self.strategies)
+            watch.in_strategy = True
+            result = start(*call.args, **call.kwargs)
+            watch.in_strategy = False
+            watch.finish(result)
+            return result
+
+        return limited
+
+    def count_engines(self) -> None:
+        """Count the private engines of Opacus, each of which has an accountant of its own."""
+        from opacus import PrivacyEngine
+
+        make = PrivacyEngine.make_private
+
+        @wraps(make)
+        def counted(engine: Any, *arguments: Any, **options: Any) -> Any:
+            if self.watch is not None:
+                multiplier = float(options.get("noise_multiplier", 0.0))
+                self.engines.append((self.watch.answering, multiplier))
+            return make(engine, *arguments, **options)
+
+        PrivacyEngine.make_private = counted
+
+
+def chain_of(strategy: Strategy) -> list[Strategy]:
+    """Return a strategy and those that it wraps, the outermost first."""
+    chain: list[Strategy] = []
+    inner: Any = strategy
+    while isinstance(inner, Strategy) and inner not in chain:
+        chain.append(inner)
+        inner = getattr(inner, "strategy", None) or getattr(inner, "base", None)
+    return chain
