@@ -111,11 +111,11 @@ def checked(request: Request) -> dict[str, Any]:
         raise NotChecked(f"the app's first run did not end in {request.seconds:g} s, or crashed")
     _refuse_failed(real)
     probes.run_all(has_task=real.facts.has_task)
-    found = verdict(probes, app)
+    opinion = verdict(probes, app)
     noise = real.facts.noise
     diff = ""
-    if found.unproven or any(finding.refutes for finding in found.findings):
-        claim = max(found.claims, key=lambda claim: claim["delta"], default=None)
+    if opinion.unproven or any(finding.refutes for finding in opinion.findings):
+        claim = max(opinion.claims, key=lambda claim: claim["delta"], default=None)
         diff = repaired(
             app,
             epsilon=8.0 if claim is None else claim["epsilon"],
@@ -123,7 +123,7 @@ def checked(request: Request) -> dict[str, Any]:
             clipping_norm=1.0 if noise is None else noise.clipping_norm,
             clients=request.clients,
         )
-    return {**found.to_dict(), "diff": diff}
+    return {**opinion.to_dict(), "diff": diff}
 
 
 def _refuse_failed(real: Observed) -> None:

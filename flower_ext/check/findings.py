@@ -36,7 +36,7 @@ def findings(probes: Probes, app: AppFolder) -> list[Finding]:
     real = probes.runs[REAL]
     assert real is not None
     facts: Facts = real.facts
-    found = [
+    every_finding = [
         *_structure(facts),
         *_noise(probes, facts),
         *_bounds(probes, facts),
@@ -44,7 +44,7 @@ def findings(probes: Probes, app: AppFolder) -> list[Finding]:
         *_messages(real, facts, app),
     ]
     once: dict[str, Finding] = {}
-    for finding in found:
+    for finding in every_finding:
         once.setdefault(finding.code, finding)
     return sorted(once.values(), key=lambda finding: not finding.refutes)
 
@@ -155,14 +155,14 @@ def _noise(probes: Probes, facts: Facts) -> Iterator[Finding]:
         if any(noise.upload_stddev.values()) or facts.local:
             sizes = [_cohort(probes.runs[name], number) for name in pair]
             stddev = math.hypot(*(noise.of_upload(size) for size in sizes))
-            found: list[Finding] = []
+            of_uploads: list[Finding] = []
             if parts := probes.upload_noise(*pair, number):
                 gap = np.concatenate(list(parts.values()))
                 size = _largest(again, number)
-                found = list(_compared(gap, stddev, size, f"uploads of round {number}"))
-            yield from found
+                of_uploads = list(_compared(gap, stddev, size, f"uploads of round {number}"))
+            yield from of_uploads
             changed = probes.target_noise("huge", "huge, other", number)
-            if not found and changed is not None:
+            if not of_uploads and changed is not None:
                 what = f"a changed client's upload in round {number}"
                 yield from _compared(changed, stddev, np.inf, what)
         if noise.release_stddev and not facts.has_task:

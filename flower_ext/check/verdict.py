@@ -69,10 +69,10 @@ def verdict(probes: Probes, app: AppFolder) -> Verdict:
     assert real is not None
     facts: Facts = real.facts
     planned = real.planned_trainings
-    found = findings(probes, app)
+    every_finding = findings(probes, app)
     claims = [*facts.claims, *_configured(probes.config, planned), *_reported(real)]
     delta = max((claim.delta for claim in claims), default=0.0) or DELTA
-    refuted = next((finding for finding in found if finding.refutes), None)
+    refuted = next((finding for finding in every_finding if finding.refutes), None)
     provable = list(_provable(facts, refuted, planned, delta))
     conditional = {}
     if facts.release is not None:
@@ -94,7 +94,7 @@ def verdict(probes: Probes, app: AppFolder) -> Verdict:
             {**asdict(claim), "provable": not refuted and _follows(claim, facts, planned)}
             for claim in claims
         ],
-        findings=found,
+        findings=every_finding,
         messages=list(_messages(real, app)),
     )
 
@@ -121,7 +121,8 @@ def _provable(
                 unit=unit.value,
                 epsilon=claim.epsilon,
                 delta=claim.delta,
-                text=f"against an adversary who sees {claim.view.sees}{warning}",
+                text=f"under the relation {claim.relation.value}, against an adversary who sees "
+                f"{claim.view.sees} ({claim.basis}; {claim.accountant}){warning}",
             )
         if fitting:
             continue
@@ -130,7 +131,8 @@ def _provable(
                 unit=unit.value,
                 epsilon=epsilon,
                 delta=delta,
-                text="if a client's update is replaced by zeros, for the released models",
+                text="under the relation replace-special (a client's update becomes zero), against "
+                "an adversary who sees the released models (provable; exact Gaussian composition)",
             )
         else:
             text = "nothing: no mechanism of the app bounds what one such unit contributes"

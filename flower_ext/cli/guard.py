@@ -17,7 +17,7 @@ from flower_ext.guard.app_process import check_isolation
 from flower_ext.guard.flower_runtime import Disconnected, Runtime
 from flower_ext.guard.policy import CONSTANTS, NOT_ISOLATED, GuardPolicy, read_policy
 from flower_ext.guard.service import Guard
-from flower_ext.privacy import Release, privacy_loss_of
+from flower_ext.privacy import AdversaryView, Release, privacy_loss_of
 from flower_ext.privacy.guarantee import epsilon_text
 
 _MOST_REPLIES = 1_000_000
@@ -81,8 +81,11 @@ def costs(policy: GuardPolicy) -> list[str]:
                 f"budget's epsilon={budget.epsilon:g}; write a larger noise-multiplier or budget"
             )
         paid = bisect_right(range(1, _MOST_REPLIES), budget.epsilon, key=epsilon)
+        view = AdversaryView.SUM_ONLY if policy.noised_by(rule) else AdversaryView.EACH_UPLOAD
         lines.append(
-            f"{name}: one reply costs ε = {epsilon_text(epsilon(1))}, and the budget of "
+            f"{name}: one reply costs ε = {epsilon_text(epsilon(1))} at δ = {budget.delta:g} for "
+            f"this site (unit client, {spend.relation.value}), against an adversary who sees "
+            f"{view.sees} (provable; exact Gaussian composition). The budget of "
             f"{budget.epsilon:g} pays for {paid:,} on an empty ledger"
         )
     return lines

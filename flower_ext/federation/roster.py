@@ -186,11 +186,11 @@ class Roster:
 def _newer_nodes(grid: Grid, population: int, nodes: Sequence[int], *, timeout: float) -> list[int]:
     """Wait for nodes beside ``nodes``; return none if there are none after ``timeout``."""
     try:
-        found = wait_for_nodes(grid, population, timeout=timeout, least=len(nodes) + 1)
+        connected = wait_for_nodes(grid, population, timeout=timeout, least=len(nodes) + 1)
     except FederationNotReady as reason:
         log.warning("%s", reason)
         return []
-    return [node for node in found if node not in nodes]
+    return [node for node in connected if node not in nodes]
 
 
 def _ask_identities(

@@ -145,11 +145,11 @@ class Guard:
                 raise Refused("this site answers only messages with content")
             sites = self.policy.noised_by(rule)
             content, new = self._content(request, rule, answer)
-            if new is not None and self.policy.reply_after is not None:
-                time.sleep(max(0.0, started + self.policy.reply_after - time.monotonic()))
+            self._wait(answer, started)
             message = reply_bytes(request, content)
             self.tell(f"run {request.run_id}: {rule.release}")
         except Refused as error:
+            self._wait(answer, started)
             message, new = refusal_bytes(request, f"flower-ext guard: {error}"), None
             self.tell(f"run {request.run_id}: refused, {error}")
         return Pending(
@@ -160,6 +160,14 @@ class Guard:
             message=message,
             context=context_bytes(request.context, answer.state),
         )
+
+    def _wait(self, answer: _AppAnswer, started: float) -> None:
+        """Wait until a reply leaves, whose time would otherwise tell how long the app ran.
+
+        A refusal waits as well, because a sum may refuse a message after the app has run.
+        """
+        if answer.has_run and self.policy.reply_after is not None:
+            time.sleep(max(0.0, started + self.policy.reply_after - time.monotonic()))
 
     def _content(
         self, request: Request, rule: MessagePolicy, answer: _AppAnswer
@@ -250,9 +258,11 @@ class _AppAnswer:
     def __init__(self, policy: GuardPolicy, log: Path) -> None:
         self._policy, self._log = policy, log
         self.state: RecordDict | None = None
+        self.has_run = False
 
     def to(self, request: Request, message: Message) -> ArrayRecord | None:
         """Run the app on a message in the place of the request's; None if it failed in any way."""
+        self.has_run = True
         with _new_private_file(self._log) as log:
             answer = answer_of(replace(request, message=message).to_bytes(), self._policy, log)
         if answer is None:

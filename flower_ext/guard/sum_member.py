@@ -57,7 +57,10 @@ def answer_in_sum(
             raise InvalidValue("the app did not answer with one ArrayRecord")
         return Message(RecordDict({records.MODEL: arrays}), reply_to=message)
 
-    reply = _MOD(request.message, _context(request, policy, rule), train)
+    try:
+        reply = _MOD(request.message, _context(request, policy, rule), train)
+    except Exception:  # the server's bytes, from which any error may come
+        raise Refused("this site cannot read the message") from None
     if reply.has_error():
         raise Refused(reply.error.reason)
     return reply.content

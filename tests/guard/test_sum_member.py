@@ -1,13 +1,16 @@
 """Guards that join secure sums: real node APIs, real apps in real processes, one server."""
 
+import time
 from contextlib import ExitStack
+from dataclasses import replace
 
 import numpy as np
 import pytest
-from flwr.app import Array, ArrayRecord, ConfigRecord, Message
+from flwr.app import Array, ArrayRecord, ConfigRecord, Message, RecordDict
 
 from flower_ext.algorithms import DPFedAvg
 from flower_ext.federation import FederatedStrategy, FederationNotReady, InProcessGrid, records
+from flower_ext.federation.roster import FOR_MODS, REHEARSAL
 from flower_ext.guard import service
 from flower_ext.guard.flower_runtime import Runtime
 from flower_ext.guard.policy import read_policy
@@ -147,6 +150,40 @@ def test_what_the_policy_does_not_permit_is_refused_by_name_at_no_cost(sites, pl
         run(grid, **plan)
     refusals = [a.error.reason for a in grid.received if a.has_error()]
     assert words in str(failure.value) + " ".join(refusals)
+    assert charges(grid) == [[], [], []]
+
+
+@pytest.mark.parametrize("record", [None, ArrayRecord()], ids=["missing", "empty"])
+def test_a_message_that_no_mod_reads_ends_no_guard(sites, record):
+    grid = sites()
+    rehearsal = {"config": ConfigRecord({f"{FOR_MODS}{REHEARSAL}": True, "flower-ext/number": "x"})}
+    grid.nodes[0].send_content(RecordDict({**rehearsal, **({"arrays": record} if record else {})}))
+    assert grid.guards[0].serve_one()
+    (answer,) = grid.nodes[0].replies()
+    assert "cannot read the message" in answer.error.reason
+
+
+@needs_namespaces
+def test_a_sum_that_refuses_after_the_app_has_run_tells_not_how_long_it_ran(sites, monkeypatch):
+    grid, waits = sites(), []
+    for guard in grid.guards:
+        guard.policy = replace(guard.policy, reply_after=1e6)
+    sleep = time.sleep
+    monkeypatch.setattr(time, "sleep", lambda s: waits.append(s) if s > 9e5 else sleep(s))
+    real = GuardedSites.send_and_receive
+
+    def spoiled(sites, messages, **options):
+        messages = list(messages)
+        for message in messages:
+            if {records.MODEL, records.SECURE_SUM} <= set(message.content):
+                (name,) = message.content[records.SECURE_SUM]
+                message.content[records.SECURE_SUM][name] = Array(np.zeros(3, np.uint8))
+        return real(sites, messages, **options)
+
+    monkeypatch.setattr(GuardedSites, "send_and_receive", spoiled)
+    with pytest.raises((FederationNotReady, RuntimeError)):
+        run(grid)
+    assert len(waits) == SITES
     assert charges(grid) == [[], [], []]
 
 

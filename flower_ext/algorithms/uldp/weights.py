@@ -211,8 +211,8 @@ def _read_answer(
     reply: Message, num_users: int, silos_draw: bool
 ) -> tuple[bool, np.ndarray, bytes]:
     arrays = read_answer(reply)
-    asked = {HISTOGRAM: num_users > 0, FINGERPRINT: silos_draw}
-    expected = {ONE_BY_ONE, *(name for name, is_asked in asked.items() if is_asked)}
+    optional = {HISTOGRAM: num_users > 0, FINGERPRINT: silos_draw}
+    expected = {ONE_BY_ONE, *(name for name, is_expected in optional.items() if is_expected)}
     if set(arrays) != expected or arrays[ONE_BY_ONE].shape != ():
         raise RefusedReply(f"arrays {sorted(arrays)}: expected {sorted(expected)}")
     if arrays[ONE_BY_ONE].dtype.kind not in "biu":
