@@ -15,7 +15,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+# Apps import `dp_accounting` to account, and `torch._dynamo` with an optimizer. Each run is a fork
+# of this process: without these lines it would import both anew, which takes longer than the run.
+import dp_accounting  # noqa: F401
 import torch
+import torch._dynamo
 
 from flower_ext.check import stand_in
 from flower_ext.check.app_folder import AppFolder
