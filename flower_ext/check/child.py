@@ -15,11 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-# Apps import `dp_accounting` to account, and `torch._dynamo` with an optimizer. Each run is a fork
-# of this process: without these lines it would import both anew, which takes longer than the run.
-import dp_accounting  # noqa: F401
 import torch
-import torch._dynamo
 
 from flower_ext.check import stand_in
 from flower_ext.check.app_folder import AppFolder
@@ -110,6 +106,7 @@ def checked(request: Request) -> dict[str, Any]:
         log=new_log,
         place=app.place,
     )
+    import_once()
     real = probes.run(REAL, 1, held=False)
     if real is None:
         raise NotChecked(f"the app's first run did not end in {request.seconds:g} s, or crashed")
@@ -128,6 +125,15 @@ def checked(request: Request) -> dict[str, Any]:
             clients=request.clients,
         )
     return {**opinion.to_dict(), "diff": diff}
+
+
+def import_once() -> None:
+    """Import what apps import to account, and with an optimizer of torch.
+
+    Each run is a fork of this process. It would import them anew, which takes longer than the run.
+    """
+    import dp_accounting  # noqa: F401
+    import torch._dynamo  # noqa: F401
 
 
 def _refuse_failed(real: Observed) -> None:

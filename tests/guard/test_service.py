@@ -370,15 +370,20 @@ def test_a_reply_that_was_sent_before_the_kill_is_sent_again_with_the_same_bits(
     assert len(charges(tmp_path / "ledger.jsonl")) == 1
 
 
+def _children_since(before):
+    return [each for each in psutil.Process().children(recursive=True) if each not in before]
+
+
 @needs_namespaces
 @pytest.mark.parametrize("member", range(3))
 def test_a_killed_app_looks_as_any_other(node, tmp_path, member):
     """The members of its family: the command, the namespace's first process, the app itself."""
     guard = guard_of(node, tmp_path)
     node.send(way="by-waiting")
+    before = psutil.Process().children(recursive=True)
     serving = threading.Thread(target=guard.serve_one)
     serving.start()
-    while len(family := psutil.Process().children(recursive=True)) < 3:
+    while len(family := _children_since(before)) < 3:
         time.sleep(0.05)
     family[member].kill()
     serving.join(60)
