@@ -67,6 +67,9 @@ deploy: $(VENV)/.installed
 quick: $(VENV)/.compiled
 	$(BIN)/python -m tests.support.quick --base "$(BASE)"
 
+# Further threads of tests that run side by side, and of their processes, would wait for one another.
+quick test test-core grids audits nightly: export OMP_NUM_THREADS ?= 1
+
 test: $(VENV)/.compiled
 	$(BIN)/pytest
 
