@@ -23,7 +23,7 @@ from typing import TypeAlias, TypeVar
 
 from flower_ext.checks import require_at_least_one
 from flower_ext.errors import InvalidValue
-from flower_ext.secure.json_record import JsonRecord
+from flower_ext.json_record import JsonRecord
 from flower_ext.secure.messages import Message
 
 T = TypeVar("T")
