@@ -82,7 +82,7 @@ class Spending:
                 "a ledger records; to stop a run under any private plan, give budget= instead"
             )
 
-    def check(
+    def charge_round(
         self,
         mechanism: RoundMechanism,
         server_round: int,

@@ -69,5 +69,5 @@ def reported_by_few(by_client: Iterable[Mapping[str, float]]) -> dict[str, int]:
 
 
 def is_loss(metric: str) -> bool:
-    """Return True for a metric of which less is better."""
+    """Return True for a metric where lower is better."""
     return metric.endswith("loss")

@@ -1,4 +1,4 @@
-"""Noise of which later rounds take a part back, so that sums over rounds carry less of it.
+"""Correlated noise: later rounds cancel part of earlier noise, so sums over rounds carry less.
 
 Sources: Denisov, McMahan, Rush, Smith, Thakurta, "Improved Differential Privacy for SGD via Optimal
 Private Linear Operators on Adaptive Streams" (2022); Choquette-Choo et al., "Multi-Epoch Matrix
