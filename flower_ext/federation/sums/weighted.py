@@ -10,7 +10,7 @@ al., "Uldp-FL" (PVLDB 2024), over Paillier, or one of a plug-in.
 =========  =======================================  ===============================================
 stage      message of the server                    answer of a silo
 =========  =======================================  ===============================================
-set-up     a query for each `ProtocolStep`                  the answer to that step
+set-up     a query for each `ProtocolStep`          the answer to that step
 (draw)     an offer, to silo 0                      the silos' choices, which the server cannot read
 training   encrypted weights, beside the query      its masked sum, or a notice of lost keys
 =========  =======================================  ===============================================
