@@ -32,8 +32,9 @@ class JsonRecord:
 
     def to_dict(self) -> dict[str, Any]:
         """Return all fields as values that JSON can hold."""
+        record: Any = type(self)  # mypy takes the class of a frozen dataclass for unhashable
         kind = {"kind": self.kind} if self.kind else {}
-        return {**kind, **{name: _plain(getattr(self, name)) for name in _types(type(self))}}
+        return {**kind, **{name: _plain(getattr(self, name)) for name in _types(record)}}
 
     def to_bytes(self) -> bytes:
         """Return all fields as JSON."""
@@ -49,7 +50,8 @@ class JsonRecord:
             The values are malformed or of a different kind, or a field is out of range.
         """
         try:
-            types = _types(cls)
+            record: Any = cls
+            types = _types(record)
             names = {*types, "kind"} if cls.kind else {*types}
             if differing := sorted(names ^ values.keys()):
                 raise InvalidValue(f"{cls.__name__}: unknown or missing field {differing[0]!r}")
