@@ -16,6 +16,8 @@ from flower_ext.errors import InvalidValue
 NOT_WRITTEN: Mapping[str, Any] = {"json": False}
 """Metadata of a field that `JsonRecord` leaves out; a record that is read has its default there."""
 
+_EXPECTED = "expected the JSON of all its fields"
+
 
 class JsonRecord:
     """A dataclass as JSON; the types of its fields say how they are read.
@@ -54,14 +56,16 @@ class JsonRecord:
             types = _types(record)
             names = {*types, "kind"} if cls.kind else {*types}
             if differing := sorted(names ^ values.keys()):
-                raise InvalidValue(f"{cls.__name__}: unknown or missing field {differing[0]!r}")
+                raise InvalidValue(
+                    f"{cls.__name__}: {_EXPECTED}; unknown or missing field {differing[0]!r}"
+                )
             if cls.kind and values["kind"] != cls.kind:
                 raise InvalidValue(f"kind={values['kind']!r}: expected {cls.kind!r}")
             return cls(**{name: _read(kind, values[name]) for name, kind in types.items()})
         except InvalidValue:
             raise
         except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
-            raise InvalidValue(f"{cls.__name__}: expected the JSON of all its fields") from error
+            raise InvalidValue(f"{cls.__name__}: {_EXPECTED}") from error
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Self:
@@ -75,7 +79,7 @@ class JsonRecord:
         try:
             values = json.loads(data)
         except (ValueError, RecursionError) as error:
-            raise InvalidValue(f"{cls.__name__}: expected JSON") from error
+            raise InvalidValue(f"{cls.__name__}: {_EXPECTED}") from error
         return cls.from_dict(values)
 
 

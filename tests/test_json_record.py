@@ -76,7 +76,7 @@ def test_a_field_that_is_not_written_has_its_default_again():
         ({"kind": "circle"}, "unknown or missing field 'kind'"),
         ({"shape": {"kind": "line", "side": 1}}, "kind='line': expected one of circle, square"),
         ({"shape": {"kind": "square", "side": True}}, "Square: expected"),
-        ({"within": {"kind": "square", "side": 1}}, "Circle: unknown or missing field 'radius'"),
+        ({"within": {"kind": "square", "side": 1}}, "Circle: .* missing field 'radius'"),
         ({"within": {"kind": "square", "radius": 1}}, "kind='square': expected 'circle'"),
         ({"colour": "blue"}, "Drawing: expected"),
         ({"basis": "water"}, "Drawing: expected"),
@@ -100,5 +100,5 @@ def test_values_that_are_no_record_are_refused(changes, expected):
 
 @pytest.mark.parametrize("data", [b"", b"[]", b"null", b"{", b"\xff", b"[" * 100_000])
 def test_bytes_that_are_no_record_are_refused(data):
-    with pytest.raises(InvalidValue, match="Drawing: expected|Drawing: unknown or missing"):
+    with pytest.raises(InvalidValue, match="Drawing: expected"):
         Drawing.from_bytes(data)
