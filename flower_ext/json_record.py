@@ -60,7 +60,9 @@ class JsonRecord:
                     f"{cls.__name__}: {_EXPECTED}; unknown or missing field {differing[0]!r}"
                 )
             if cls.kind and values["kind"] != cls.kind:
-                raise InvalidValue(f"kind={values['kind']!r}: expected {cls.kind!r}")
+                raise InvalidValue(
+                    f"{cls.__name__}: expected kind={cls.kind!r}, got {values['kind']!r}"
+                )
             return cls(**{name: _read(kind, values[name]) for name, kind in types.items()})
         except InvalidValue:
             raise
