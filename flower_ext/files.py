@@ -128,15 +128,14 @@ def from_table(kind: type[T], table: Mapping[str, Any], where: str) -> T:
         It is no table, lacks a field or has an unknown one, or the class refuses a value. Except in
         the last case, the message begins with ``where``.
     """
-    known = {each.name.replace("_", "-") for each in fields(kind)}  # type: ignore[arg-type]
+    known = {each.name.replace("_", "-"): each.name for each in fields(kind)}  # type: ignore[arg-type]
     expected = ", ".join(sorted(known))
     if not isinstance(table, Mapping):
         raise InvalidValue(f"{where}={table!r}: expected a table of {expected}")
-    values = {name.replace("_", "-"): value for name, value in table.items()}
-    if unknown := sorted(values.keys() - known):
+    if unknown := sorted(table.keys() - known):
         raise InvalidValue(f"{where} has {unknown[0]!r}: expected {expected}")
     try:
-        return kind(**{name.replace("-", "_"): value for name, value in values.items()})
+        return kind(**{known[name]: value for name, value in table.items()})
     except TypeError as error:
         raise InvalidValue(
             f"{where}: {error}".replace(f"{kind.__name__}.__init__() ", "")
