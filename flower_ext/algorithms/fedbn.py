@@ -53,14 +53,14 @@ class FedBN(FedPer):
 
     @classmethod
     def for_model(cls, model: nn.Module, **options: Any) -> Self:
-        """Return the method for a model, with all normalisation layers that train as personal ones.
+        """Return the method for a model whose trainable normalisation layers are all personal.
 
         Parameters
         ----------
         model : nn.Module
             A model of the task, as in ``FedBN.for_model(task.model())``.
         **options
-            Fields of `FedPer` but ``personal``.
+            Fields of `FedPer`, except ``personal``.
 
         Raises
         ------

@@ -120,8 +120,8 @@ def audit(
     Parameters
     ----------
     confidence : float
-        Confidence with which all bounds of this audit, and of ``num_audits`` − 1 others like it,
-        hold at once.
+        Probability that all bounds of this audit, and of ``num_audits`` − 1 audits like it, hold at
+        once.
     num_audits : int
         Number of audits that share the probability of a wrong bound.
     progress : Callable[[int, int], None], optional

@@ -137,7 +137,7 @@ def on_superlink(
     LaunchFailed
         Flower refused the run, or the run failed.
     KeyboardInterrupt
-        The caller was interrupted. If the SuperLink is not this command's, the run was stopped.
+        The caller was interrupted. If the SuperLink outlives this command, the run was stopped.
     """
     command = ["run", str(app), *connection]
     for key, value in changes.items():

@@ -57,7 +57,7 @@ Output = Annotated[Path, typer.Option("--output", "-o", help="File to write.")]
 
 @app.callback()
 def link() -> None:
-    """Give people the same number in every silo, without telling who they are.
+    """Give people the same number in every silo, without revealing who they are.
 
     Example: flower-ext link users patients.csv --by name --by-date born --key study.key --buckets
     100000 -o linked.csv
@@ -195,7 +195,8 @@ def _given_numbers(path: Path, pseudonyms: Pseudonyms) -> Callable[[bytes], int]
     fingerprint, lines = _read_lines(path)
     if fingerprint != pseudonyms.fingerprint:
         raise InvalidValue(
-            f"numbers={path}: made with a different key, or with columns of different kinds"
+            f"numbers={path}: made with a different key, or with columns of different kinds; use "
+            "the key and columns of `link pseudonyms`"
         )
     given = {bytes.fromhex(pseudonym): int(number) for pseudonym, number in lines}
 

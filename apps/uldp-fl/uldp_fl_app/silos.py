@@ -39,7 +39,7 @@ class SilosInfo:
     model : str
         Name of the model in ``flower_ext.training.models``.
     num_silos : int
-        Default number of silos; the only one with ``fixed_silos``.
+        Default number of silos; with ``fixed_silos``, the only accepted number.
     fixed_silos : bool
         The data themselves assign records to silos, such as hospitals or regions.
     records_per_user : int
@@ -100,7 +100,7 @@ def describe_silos(name: str) -> SilosInfo:
     Raises
     ------
     ValueError
-        The name is unknown; the message lists the known ones.
+        The name is unknown; the message lists the known names.
     """
     require_one_of("name", name, silo_names())
     return _SILOS[name]

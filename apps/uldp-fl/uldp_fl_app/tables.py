@@ -52,16 +52,17 @@ def breast_cancer(*, rng: np.random.Generator) -> ClientData:
 def creditcard(folder: Path | None = None, *, rng: np.random.Generator) -> ClientData:
     """Load card transactions: 30 features, 1 for fraud; 85 % train, class by class.
 
-    The file is Kaggle's ``creditcard.csv``, or a subset with a column ``pool`` whose rows
-    ``random`` count. All frauds are kept, with 28,432 normal transactions or as many as there are.
-    The authors thin out only their training rows, and test on all normal rows of the test part.
+    The file is Kaggle's ``creditcard.csv``, or a subset of it with a column ``pool``, of which only
+    rows with ``random`` count. All frauds are kept, with 28,432 normal transactions or as many as
+    there are. The authors thin out only their training rows, and test on all normal rows of the
+    test part.
 
     Raises
     ------
     DataNotFound
         No folder has the file; the message names the paths.
     ValueError
-        The file has other content.
+        The file has unexpected content.
     """
     (path,) = _find("creditcard", CREDITCARD, folder)
     file = _CsvFile.read(path)

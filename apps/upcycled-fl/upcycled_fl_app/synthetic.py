@@ -175,7 +175,7 @@ def read(path: Path) -> list[ClientData]:
     FileNotFoundError
         There is no such file.
     ValueError
-        The file is damaged or has other content.
+        The file is damaged or has unexpected content.
     """
     try:
         with np.load(path) as arrays:

@@ -41,7 +41,7 @@ class AdaptiveRelease(ReleaseMechanism):
     update_norm : float
         C of the round.
     **options
-        Fields of `ReleaseMechanism`, without ``clipping_norm``.
+        Fields of `ReleaseMechanism`, except ``clipping_norm``.
     """
 
     clipping: AdaptiveClipping

@@ -65,7 +65,7 @@ class RecordLevelPlan(RecordLevelTerms, PlainAverage):
     ) -> RecordLevelPlan:
         """Return the plan whose ε is ``epsilon`` after ``rounds`` rounds.
 
-        ``basis`` says which ε: that of the published theorem, or the provable one.
+        ``basis`` selects the ε of the published theorem, or the provable ε.
 
         Raises
         ------

@@ -1,4 +1,4 @@
-"""A builder of the guarantees of one run, and sentences that several guarantees print."""
+"""A builder of the guarantees of one run, and sentences that several guarantees share."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ class Claims:
     unit, relation, delta
         As in `Guarantee`.
     assumptions : tuple of str
-        Assumptions of every provable guarantee. A published one has only those of its theorem.
+        Assumptions of every provable guarantee. A published guarantee has only the assumptions of
+        its theorem.
     not_covered : Sequence[str]
         Values that leave the clients without being covered by any provable guarantee.
     """

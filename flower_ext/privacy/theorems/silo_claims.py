@@ -1,11 +1,11 @@
-"""Assumptions about silos with users in common, and the worth of a secure sum of their uploads.
+"""Assumptions about silos with users in common, and the noise in secure sums of their uploads.
 
 The members of a secure sum are the n silos, all of them in every round. At least m silos answer,
 and each adds a discrete Gaussian share of variance σ²C²/m. Let c silos collude with the server.
 They can subtract their own shares of the noise, and their users' parts with them.
 
-* Weights by records: a user may have all its weight in the other silos, and then moves the rest of
-  the sum by C. The rest has at least m − c shares, so the noise multiplier is σ√((m − c)/m).
+* Weights by records: a user may have all its weight in honest silos, and then moves their sum by C.
+  Their sum has at least m − c shares of noise, so the noise multiplier is σ√((m − c)/m).
 * Equal weights: a user moves the sum of h' other silos by C h'/n, under noise σC √(h'/m). The noise
   multiplier is σ n/√(m h') ≥ σ, so collusion costs nothing.
 * NAIVE: a user moves the sum of h' silos by 2C h', under noise σC n √(h'/m). The noise multiplier
@@ -58,7 +58,7 @@ def user_claims(delta: float, *assumptions: str, not_covered: Sequence[str] = ()
 
 
 def shield_of(mechanism: NoisedSum) -> tuple[str, ...]:
-    """Return the assumptions about the secure sum of a plan's silos; none without one."""
+    """Return the assumptions about the secure sum of a plan's silos; none without a secure sum."""
     if mechanism.secure_sum is None:
         return ()
     return (*of_secure_sum(mechanism, mechanism.secure_sum), _OWN_RECORDS)

@@ -42,14 +42,16 @@ class RoundContext(JsonRecord):
     length : int
         Length of each member's vector.
     neighbours : int
-        Number of neighbours of each member, as from `degree`.
+        Number of neighbours of each member, as `degree` returns it.
     threshold : int
-        Number of neighbours whose shares unmask a member. Fewer may collude with the server.
+        Number of neighbours whose shares together unmask a member. Fewer neighbours may collude
+        with the server and still learn nothing.
     least_answers : int
         Least number of masked vectors; with fewer, the round is discarded.
     signed : bool
         True if members sign their keys, and all members are neighbours. No server can then choose a
-        member's neighbours, or speak for them; see `flower_ext.secure.aggregation.identities`.
+        member's neighbours, or send keys in their name; see
+        `flower_ext.secure.aggregation.identities`.
 
     Raises
     ------

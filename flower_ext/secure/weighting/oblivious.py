@@ -89,7 +89,7 @@ class Sender:
         Parameters
         ----------
         answer : bytes
-            `Receiver.answer`.
+            The receiver's message, from `Receiver.answer`.
         texts : Sequence[Sequence[bytes]]
             The P texts of each transfer, all of one length.
 
@@ -111,7 +111,7 @@ class Sender:
         Parameters
         ----------
         answer : bytes
-            `Receiver.answer`.
+            The receiver's message, from `Receiver.answer`.
         transfers, num_texts : int
             Number of transfers, and P.
 
@@ -139,7 +139,7 @@ class Sender:
 
 
 class Receiver:
-    """The other party's side: it opens one text of each transfer, and can open no other.
+    """The receiver: it opens one text of each transfer, and can open no other.
 
     Parameters
     ----------
@@ -217,7 +217,9 @@ class Receiver:
                 for key, start in zip(self.keys(), starts, strict=True)
             ]
         except InvalidTag as error:
-            raise InvalidValue("sealed texts: expected those sealed for this answer") from error
+            raise InvalidValue(
+                "sealed texts: expected texts that the sender sealed for this answer"
+            ) from error
 
 
 def _scalar(number: int) -> bytes:

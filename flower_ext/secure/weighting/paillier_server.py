@@ -74,8 +74,8 @@ class PaillierServer(ServerParty[PaillierSettings, PaillierSum]):
 
         A user with more than ``max_records_per_user`` records, or a total that is not allowed,
         makes the sum about uniform modulo n. This goes unnoticed with probability 2 · ``sum_bound``
-        / n, or 2⁻⁶⁴ with packing. A server that tries totals on such a sum may find the user's
-        total; set ``silo_record_limits`` to rule this out.
+        / n, or 2⁻⁶⁴ with packing. A server may find that user's total by trying all totals on the
+        sum; set ``silo_record_limits`` to rule this out.
         """
         self._check_sums(messages)
         settings, public = self.settings, self._key.public

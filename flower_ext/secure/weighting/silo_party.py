@@ -291,7 +291,7 @@ class SiloParty(JsonRecord, ABC):
     def _mix_seed(self, part: bytes) -> None:
         """Take the seed that all silos derive from silo 0's part.
 
-        The server's key is fresh and keeps silo 0 from choosing the seed; the part keeps it secret.
+        The server's fresh key keeps silo 0 from choosing the seed. The part keeps the seed secret.
         """
         check_length("seed", part, SEED_BYTES)
         self.seed = derive(part, "seed", self.server_key, self.settings.context)
@@ -299,7 +299,7 @@ class SiloParty(JsonRecord, ABC):
     def _draw_receiver(self, number: int, offer: bytes) -> Receiver:
         """Return the receiver of one draw's transfers, which is the same at all silos.
 
-        ``number`` is that of the round or epoch that the draw is for.
+        ``number`` is the number of the draw's round or epoch.
         """
         if self.settings.draw_choices is None:
             raise ProtocolError(

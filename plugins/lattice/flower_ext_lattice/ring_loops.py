@@ -303,10 +303,10 @@ def invert(x: Any, back: Any, q: Any, scale: Any) -> None:
 
 @_fast
 def switch(one: Any, two: Any, high: Any, low: Any, rows: Any, words: Any) -> None:
-    """Do as `ring.switch`. Each of ``rows`` serves one prime.
+    """Do as `ring.switch`. Each of ``rows`` has the constants of one prime q.
 
-    It holds q; 2^56 and 2^28 modulo q; the inverse of the other prime modulo q; and
-    2^16 (2^48 - q) / q.
+    These are q; 2^56 and 2^28 modulo q; the inverse of the other prime modulo q; and 2^16 (2^48 -
+    q) / q.
     """
     for i in range(words.shape[0]):
         top, bottom = float(low[i] >> 28), float(low[i] & 0xFFFFFFF)
