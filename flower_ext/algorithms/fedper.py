@@ -12,8 +12,8 @@ e, b, η_j             ``local.epochs`` (or ``steps``), ``.batch_size``, ``.lear
 γ_j                   ``weighting="examples"`` of a `NonPrivatePlan`; otherwise 1/N
 ====================  =====================================================
 
-The paper draws a client's first personal layers at random; here all clients begin with those of the
-run's initial model.
+The paper draws a client's first personal layers at random; here all clients begin with the personal
+layers of the run's initial model.
 """
 
 from __future__ import annotations

@@ -153,7 +153,7 @@ def users(
     encoding: Encoding = "utf-8",
     skip_unusable: SkipUnusable = False,
 ) -> None:
-    """Replace identifiers by the numbers of users: their buckets, or those of `link union`."""
+    """Replace identifiers by the numbers of users: buckets, or the numbers of `link union`."""
     pseudonyms = _pseudonyms(key, by, by_date, date_format)
     if numbers is not None and buckets is None:
         number_of = _given_numbers(numbers, pseudonyms)

@@ -161,7 +161,7 @@ class RunCharges:
     Parameters
     ----------
     by_query : dict
-        Charges by query; those of training rounds under the empty name.
+        Charges by query; charges of training rounds have the empty name.
     stretches : list of dict
         For each stretch of rounds, the last spend by view. The last charge of a stretch covers all
         its rounds. A round number that comes again begins a stretch, because the run was resumed

@@ -1,4 +1,4 @@
-"""Data sets that consist of silos with common users, by name: those of the Uldp-FL experiments."""
+"""The data sets of the Uldp-FL experiments, by name: silos with common users."""
 
 from __future__ import annotations
 
@@ -126,7 +126,8 @@ def load_silos(
     folder : Path, optional
         Folder of the files; by default the environment variable FLOWER_EXT_DATA names it.
     num_users, num_silos : int, optional
-        By default those of `describe_silos`. For fixed silos no other ``num_silos`` is accepted.
+        By default as `describe_silos` returns them. For fixed silos no other ``num_silos`` is
+        accepted.
     distribution : {"uniform", "zipf"}
         See `allocate` and, for fixed silos, `allocate_within`.
     labels_per_user : int, optional

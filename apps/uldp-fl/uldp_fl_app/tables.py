@@ -130,7 +130,7 @@ def _heart_centre(path: Path) -> ClientData:
 def tcga_brca(folder: Path | None = None, *, scaled: bool = False) -> list[ClientData]:
     """Load survival of breast cancer patients in six regions, with 39 features.
 
-    The split into train and test is that of the FLamby benchmark.
+    The FLamby benchmark defines the split into training and test.
 
     Targets are float32 (n, 2): time in days, and 1 for a death or 0 for the end of observation.
     Features are age in years and indicators, unscaled. In years, age weighs fifty times as much as

@@ -1,7 +1,7 @@
 """Upcycled-FL (Algorithm 1) around any Flower strategy.
 
-Odd rounds are those of the base strategy. In an even round the server extrapolates the last step.
-It sends nothing to any client and uses no data, so the round spends no privacy (Lemma 6.1:
+In odd rounds the base strategy trains. In an even round the server extrapolates the last step. It
+sends nothing to any client and uses no data, so the round spends no privacy (Lemma 6.1:
 post-processing).
 
 The m-th even round moves on by c_m times the last step: w̄²ᵐ = w̄²ᵐ⁻¹ + c_m (w̄²ᵐ⁻¹ − w̄²ᵐ⁻²). The

@@ -1,4 +1,4 @@
-r"""Gaussian noise on whole numbers: its sampler, and what it is worth for the accountant.
+r"""Gaussian noise on whole numbers: its sampler, and the continuous noise that it replaces.
 
 The discrete Gaussian N_Z(0, s²) gives a whole number k with a probability ∝ exp(−k²/2s²) (Canonne,
 Kamath, Steinke 2020). If clients add shares of this noise to whole numbers, the server can sum them

@@ -33,7 +33,7 @@ class AdaptiveRelease(ReleaseMechanism):
     """A `ReleaseMechanism` of updates with their sides, and the clipping norm of one round.
 
     Its ``clipping_norm`` C' bounds update and side together (see `adaptive_clipping`), so sum,
-    noise, grid and accounting are those of a fixed norm.
+    noise, grid and accounting work as for a fixed norm.
 
     Parameters
     ----------

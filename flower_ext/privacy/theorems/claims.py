@@ -132,7 +132,7 @@ ONE_ANSWER = (
     "resist_equivocation is off: the server never tells some neighbours that a client answered and "
     "others that the client was lost, which could show it that client's upload"
 )
-"""The assumption about secure sums whose threshold is below the one that prevents this attack."""
+"""The assumption about secure sums whose threshold is too low to prevent this attack."""
 HONEST_COUNTS = (
     "all silos and the server follow the protocol: one silo or server that lies about counts voids "
     "ε for the users of all silos, whose updates then count up to N_max times"

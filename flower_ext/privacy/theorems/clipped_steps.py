@@ -55,7 +55,7 @@ class ClippedSteps(Checked):
             )
 
     def require_examples(self, num_examples: int) -> None:
-        """Refuse a number of examples other than the one that the steps are planned for."""
+        """Refuse a number of examples for which the steps were not planned."""
         if num_examples != self.num_examples:
             raise InvalidValue(
                 f"num_examples={num_examples!r}: expected {self.num_examples}, the number in "

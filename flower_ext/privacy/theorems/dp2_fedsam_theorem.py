@@ -99,7 +99,7 @@ def theorem2_of_plan(plan: PrivacyPlan, run: RunSummary) -> list[Guarantee]:
     if not isinstance(plan, ReleaseTerms) or isinstance(plan.clipping_norm, AdaptiveClipping):
         return []  # the paper's clipping norm is fixed
     if isinstance(plan.sampling, SpacedSampling):
-        return []  # the paper's noise multiplier is that of one round
+        return []  # the paper's noise multiplier is for one round
     theorem = dp2_fedsam_theorem2(
         noise_multiplier=plan.noise_multiplier,
         sampling_rate=plan.sampling.sampling_rate,

@@ -11,10 +11,10 @@ They can subtract their own shares of the noise, and their users' parts with the
 * NAIVE: a user moves the sum of h' silos by 2C h', under noise σC n √(h'/m). The noise multiplier
   is (σ/2) n/√(m h') ≥ σ/2, so again collusion costs nothing.
 
-Poisson sampling of users is sound with secure sums, unlike that of clients. The number of asked
-silos, the number of shares in a sum and the size of each share depend on n and m only, so the noise
-does not reveal the number of drawn users. The server draws the users and tells the silos, so
-sampling amplifies nothing against a server that sees sums.
+Poisson sampling of users is sound with secure sums, unlike Poisson sampling of clients. The number
+of asked silos, the number of shares in a sum and the size of each share depend on n and m only, so
+the noise does not reveal the number of drawn users. The server draws the users and tells the silos,
+so sampling amplifies nothing against a server that sees sums.
 """
 
 from __future__ import annotations

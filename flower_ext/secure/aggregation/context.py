@@ -128,7 +128,7 @@ class Invitation(JsonRecord):
     Raises
     ------
     InvalidValue
-        A number is out of range, or the number of neighbours is not that of the context.
+        A number is out of range, or there are not ``context.neighbours`` neighbours.
     """
 
     kind = "invitation"

@@ -24,7 +24,7 @@ _DOMAIN = b"flower-ext secure sum identity 1"
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Identities:
-    """A member's own identity, and those of all members that its owner trusts.
+    """A member's identity, and the identities of all members that its owner trusts.
 
     Parameters
     ----------

@@ -1,4 +1,4 @@
-"""Paillier encryption with generator n + 1. Keys, ciphertexts and decryption are those of `phe`.
+"""Paillier encryption with generator n + 1; keys, ciphertexts and decryption as in `phe`.
 
 Source: Paillier, "Public-Key Cryptosystems Based on Composite Degree Residuosity Classes"
 (EUROCRYPT 1999).

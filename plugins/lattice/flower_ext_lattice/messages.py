@@ -1,4 +1,4 @@
-"""Messages of private weighting over ring-LWE, besides those of every scheme.
+"""Messages of private weighting over ring-LWE, besides the messages that all schemes share.
 
 A body holds words of polynomials as little-endian numbers of 6 bytes (residues, first parts of a
 sum) or 8 bytes (second parts).

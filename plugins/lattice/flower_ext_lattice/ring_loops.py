@@ -135,7 +135,7 @@ class _Vectors:
 def _product(
     typing_context: Any, row: Any, at: Any, key: Any, total: Any, q: Any, inverse: Any
 ) -> Any:
-    """Add eight neighbours of ``row``, times ``key``, to those of ``total``."""
+    """Add eight neighbours of ``row``, times ``key``, to eight neighbours of ``total``."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         source, at, key, target, q, inverse = arguments
@@ -334,7 +334,7 @@ def split(words: Any, q: Any, x: Any) -> None:
 
 @_fast
 def join(one: Any, two: Any, inverse: Any, q: Any, other: Any, words: Any) -> None:
-    """Do as `ring.add_joined`; ``inverse`` is that of q modulo ``other``."""
+    """Do as `ring.add_joined`; ``inverse`` is the inverse of q modulo ``other``."""
     p = 1.0 / float(other)
     for i in range(words.shape[0]):
         t = int(_canonical(_times(two[i] - one[i], inverse, float(other), p), float(other), p))
