@@ -74,7 +74,7 @@ class FedBN(FedPer):
         ]
         if not layers:
             raise InvalidValue(
-                f"{cls.__name__} for a {type(model).__name__}: expected a model with normalisation "
-                "layers that train, such as BatchNorm or GroupNorm"
+                f"{cls.__name__} for a {type(model).__name__}: expected a model with trainable "
+                "normalisation layers, such as BatchNorm or GroupNorm"
             )
         return cls(personal=layers, **options)

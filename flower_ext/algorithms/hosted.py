@@ -68,8 +68,8 @@ class Hosted(DPFedAvg):
         for kind, missing in _BEYOND_MODELS.items():
             if isinstance(self.strategy, kind):
                 raise InvalidValue(
-                    f"strategy={type(self.strategy).__name__}: expected one that needs no more "
-                    "than models and numbers of examples, such as FedAvg, FedAdam or FedMedian; "
+                    f"strategy={type(self.strategy).__name__}: expected a strategy that needs "
+                    "only models and numbers of examples, such as FedAvg, FedAdam or FedMedian; "
                     f"{kind.__name__} needs {missing}, so run it in an app of its own"
                 )
         require_usual_server(self, f"{self.label} takes the server's step")

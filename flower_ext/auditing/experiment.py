@@ -114,8 +114,8 @@ def of_scores(name: str) -> Score:
     """Return a score for audits of evaluations whose canary reports a far higher value than others.
 
     The score rebuilds two noised sums, the number of clients and the sum of their centred scores,
-    from the released count and mean. It projects both on the canary's part, which is at most
-    (1, ½). All other clients report the middle of the bounds, which are 0 and 1.
+    from the released count and mean. It projects both on the canary's part, which is at most (1,
+    ½). All other clients report ½, the middle of the bounds 0 and 1.
     """
 
     def score(seen: Observation, view: AdversaryView) -> float:

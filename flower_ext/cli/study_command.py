@@ -84,7 +84,8 @@ class Study:
         Raises
         ------
         InvalidValue
-            There is no such file, it is not TOML, or it does not have this form.
+            There is no such file, it is not TOML, or it lacks the form shown at the top of this
+            module.
         """
         content = read_toml(path)
         try:
@@ -145,7 +146,7 @@ def study(
         except LaunchFailed as error:
             raise LaunchFailed(
                 f"stage {stage.name}: {error}. Remove the cause and repeat the command, which "
-                f"keeps complete stages"
+                "keeps complete stages"
             ) from error
     console.rule(plan.title or file.stem)
     pages = titled_table("Stages", ("stage", "page"))

@@ -59,7 +59,8 @@ class SettingsFile:
         Raises
         ------
         InvalidValue
-            There is no such file, it is not TOML, or it does not have this form.
+            There is no such file, it is not TOML, or it lacks the form shown at the top of this
+            module.
         """
         content = read_toml(path)
         title, shared = content.pop("title", ""), content.pop("settings", {})

@@ -1,4 +1,4 @@
-"""The plan of a run, and numbers of its training that depend on the method."""
+"""The plan of a run, and the training values that depend on the method."""
 
 from flower_ext.algorithms import UldpGroup
 from flower_ext.algorithms.uldp import theory_learning_rate

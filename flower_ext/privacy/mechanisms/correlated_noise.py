@@ -112,8 +112,8 @@ class StrategyMatrix:
         falling = [1.0 - sum(self.weights), *self.bands, 0.0]
         if not all(a >= b for a, b in itertools.pairwise(falling)):
             raise InvalidValue(
-                f"bands={self.bands!r} with weights={self.weights!r}: expected numbers that do not "
-                "rise and are not negative, the first of them and all weights together at most 1"
+                f"bands={self.bands!r} with weights={self.weights!r}: expected bands >= 0 that do "
+                "not rise, of which the first and all weights add up to at most 1"
             )
         if len(self.weights) != len(self.decays) or not (
             all(weight >= 0 for weight in self.weights) and all(0 <= d < 1 for d in self.decays)

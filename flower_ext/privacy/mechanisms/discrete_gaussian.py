@@ -174,7 +174,7 @@ def _check(stddev: float) -> None:
     if not LEAST_STDDEV <= stddev <= MOST_STDDEV:
         raise InvalidValue(
             f"stddev={stddev!r} of discrete noise: expected {LEAST_STDDEV:g} to {MOST_STDDEV:g} "
-            "steps of the grid; if it is less, take a finer grid, else a coarser one"
+            "steps of the grid; if it is smaller, take a finer grid; if larger, a coarser grid"
         )
 
 

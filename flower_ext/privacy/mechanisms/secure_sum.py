@@ -133,7 +133,9 @@ class SecureSum:
             if not (is_number(share) and 0 <= share < 1):
                 raise InvalidValue(f"{name}={share!r}: expected a share in [0, 1)")
         if self.signed and not self.resist_equivocation:
-            raise InvalidValue("resist_equivocation=False with signed=True: expected True")
+            raise InvalidValue(
+                "resist_equivocation=False with signed=True: expected resist_equivocation=True"
+            )
         if self.colluding + self.dropouts >= 1:
             raise InvalidValue(
                 f"colluding={self.colluding:g} and dropouts={self.dropouts:g}: expected less than "

@@ -1,4 +1,4 @@
-"""Queries beside the training: each client answers by a vector, and their noised sum is released.
+"""Queries beside the training: each client answers by a vector; a run releases the noised sum.
 
 To add a query, subclass `VectorQuery` as a frozen dataclass, name it among the ``queries`` of a
 `ReleasePlan`, and give its class to ``client_app(queries=...)``. Bound, noise, masks, ledger and

@@ -92,7 +92,7 @@ def batching_assumption(apart: Mapping[int, bool]) -> str:
 
 
 def exposures(mechanism: NoisedSum, run: RunSummary) -> tuple[float, float]:
-    """Return the largest weight of any user in sums, and in uploads (see `Participations`)."""
+    """Return any user's largest weight in sums, and in uploads (see `Participations`)."""
     in_sums = run.participations.in_sums
     in_uploads = float(max(run.participations.uploads.values(), default=0))
     if mechanism.secure_sum is None:

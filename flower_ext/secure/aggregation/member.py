@@ -180,7 +180,7 @@ class Member(JsonRecord):
         return SealedShares(digest=context.digest, member=index, commitment=hashed, sealed=sealed)
 
     def mask(self, message: Delivery, values: Residues) -> MaskedInput:
-        """Return ``values`` under the member's own mask and a mask for each neighbour that shared.
+        """Return ``values`` under the member's mask and a mask per neighbour that sent shares.
 
         The member then forgets its own secrets, so that it can mask nothing else. Shares that it
         cannot open do not end the round: the member masks as usual, and later reveals no share of

@@ -107,10 +107,10 @@ class PaillierServer(ServerParty[PaillierSettings, PaillierSum]):
         return message
 
     def _sealed_weights(self, number: int, sender: Sender, choices: bytes) -> PaillierWeights:
-        """Return P sealed fresh encryptions per user: k of its inverse total, the others of zero.
+        """Return P sealed encryptions per user: k of the user's inverse total, the others of zero.
 
-        Only the server knows their order, and only the silos know which one they open. No party
-        therefore learns whether the opened one is among the k.
+        Only the server knows the order of the P encryptions, and only the silos know which of them
+        they open. No party therefore learns whether the opened encryption is among the k.
         """
         settings, size = self.settings, self.settings.draw_choices or 1
         messages = [mpz(0)] * (settings.users * size)

@@ -150,7 +150,7 @@ class ServerParty(ABC, Generic[SettingsT, SumT]):
                 f"silos {missing} sent nothing: expected messages from all {len(everyone)}"
             )
         if senders != everyone:
-            raise InvalidValue(f"sums of silos {senders}: expected one each from {everyone}")
+            raise InvalidValue(f"sums of silos {senders}: expected one sum from each of {everyone}")
 
     @abstractmethod
     def _take_counts(self, answers: Mapping[int, bytes]) -> None:

@@ -83,8 +83,8 @@ class SiloSum(Protocol):
 class SiloParty(JsonRecord, ABC):
     """One silo. Everything it holds is secret, except the messages that its methods return.
 
-    Call `answer` for each step of the set-up and of draws, and `open_sum` for every round. Its
-    `to_bytes` hold all that it needs after a restart, with secrets in the clear.
+    Call `answer` for each step of the set-up and of draws, and `open_sum` for every round.
+    `to_bytes` returns all that the silo needs after a restart, with secrets in the clear.
 
     Parameters
     ----------
@@ -98,8 +98,8 @@ class SiloParty(JsonRecord, ABC):
     ----------
     save : Callable[[bytes], None]
         Set this to a function that stores `to_bytes` durably. The silo calls it before it returns a
-        message that must not be made twice, so that a silo restored from the stored bytes reuses
-        nothing.
+        message that must not be made twice, so that a silo restored from the stored bytes uses no
+        mask twice.
 
     Raises
     ------
