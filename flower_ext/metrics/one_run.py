@@ -11,8 +11,8 @@ bound                         largest chance of c correct guesses         holds 
                               Melis, Chaudhuri 2024)                      by default, Gaussians
 ============================  ==========================================  ==========================
 
-Both bounds grow with c. So each is wrong only if c reaches a certain number, which has a
-probability of at most 1 − ``confidence``. If either is wrong, c has reached the smaller of both
+Both bounds grow with c. So each is wrong only if c reaches a certain number, an event of
+probability 1 − ``confidence`` at most. If either is wrong, c has reached the smaller of both
 numbers. Both bounds therefore hold at once, without Bonferroni's inequality.
 
 `refutes` bounds the chance of c correct guesses as follows. Let p_i be the probability of exactly i

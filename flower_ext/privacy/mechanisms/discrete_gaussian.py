@@ -98,7 +98,7 @@ def share_stddev(total: float, shares: int) -> float:
 
 
 def worth(stddev: float) -> float:
-    """Return the stddev of the continuous Gaussian that one share is worth (step 5 above)."""
+    """Return the stddev of the continuous Gaussian that one share replaces (step 5 above)."""
     return math.sqrt(max(0.0, stddev**2 - _SMOOTHED))
 
 

@@ -6,10 +6,10 @@ They can subtract their own shares of the noise, and their users' parts with the
 
 * Weights by records: a user may have all its weight in honest silos, and then moves their sum by C.
   Their sum has at least m − c shares of noise, so the noise multiplier is σ√((m − c)/m).
-* Equal weights: a user moves the sum of h' other silos by C h'/n, under noise σC √(h'/m). The noise
-  multiplier is σ n/√(m h') ≥ σ, so collusion costs nothing.
-* NAIVE: a user moves the sum of h' silos by 2C h', under noise σC n √(h'/m). The noise multiplier
-  is (σ/2) n/√(m h') ≥ σ/2, so again collusion costs nothing.
+* Equal weights: a user moves the sum of h' honest silos by C h'/n, under noise σC √(h'/m). The
+  noise multiplier is σ n/√(m h') ≥ σ, so collusion costs nothing.
+* NAIVE: a user moves the sum of h' honest silos by 2C h', under noise σC n √(h'/m). The noise
+  multiplier is (σ/2) n/√(m h') ≥ σ/2, so again collusion costs nothing.
 
 Poisson sampling of users is sound with secure sums, unlike Poisson sampling of clients. The number
 of asked silos, the number of shares in a sum and the size of each share depend on n and m only, so

@@ -1,7 +1,7 @@
-"""Public values of one round, on which all parties agree and every key and message depends.
+"""Public values of one round: all parties agree on them, and all keys and messages depend on them.
 
-Members share keys with k neighbours. These are the nearest ones on a circle in a secretly drawn
-order (a circulant or Harary graph), of which O(log n) suffice (Bell et al. 2020).
+A member shares keys with k neighbours: the nearest members on a circle in a secretly drawn order (a
+circulant or Harary graph). O(log n) neighbours suffice (Bell et al. 2020).
 """
 
 from __future__ import annotations
