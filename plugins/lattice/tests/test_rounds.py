@@ -246,7 +246,7 @@ def test_all_silos_or_nothing(shared):
     sums = world.weigh(opening, updates, noise)
     with pytest.raises(IncompleteRound, match=r"silos \[1\] sent nothing"):
         world.server.close_round([sums[0], sums[2]])
-    with pytest.raises(InvalidValue, match="expected one each"):
+    with pytest.raises(InvalidValue, match="expected one sum from each"):
         world.server.close_round([*sums, sums[0]])
     with pytest.raises(InvalidValue, match="cut off"):
         world.server.read_sum(0, dataclasses.replace(sums[0], first=sums[0].first[:-1]).to_bytes())
