@@ -130,7 +130,8 @@ def entries_of(path: Path) -> list[dict[str, Any]]:
 def note_claims(path: Path, claims: Sequence[Guarantee], **identity: str) -> None:
     """Record the provable guarantees of a run so far, with everything on which they rest.
 
-    A charge is written before its round, so it does not know who will answer. These guarantees do.
+    A charge is written before its round, when nobody knows which clients will answer. These
+    guarantees count the answers.
 
     Parameters
     ----------
