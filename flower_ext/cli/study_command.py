@@ -25,7 +25,7 @@ A study is a TOML file::
     settings = { epsilon = 1.0 }
 
 The run directory of each stage is in the study's folder, beside the account. Repeat the command to
-continue a study: a stage that is complete is kept, one that was interrupted is resumed.
+continue a study: a complete stage is kept, and an interrupted stage is resumed.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from flower_ext.cli.processes import Interrupted, LaunchFailed, signals_as_inter
 from flower_ext.cli.run_command import launch
 from flower_ext.cli.screen import console, titled_table
 from flower_ext.errors import InvalidValue
-from flower_ext.files import read_toml
+from flower_ext.files import from_table, read_toml
 from flower_ext.runs.directory import RunDirectory
 from flower_ext.runs.presets import SettingsFile
 from flower_ext.runs.settings import INCIDENTAL, OF_NODES, nearest
@@ -84,20 +84,16 @@ class Study:
         Raises
         ------
         InvalidValue
-            There is no such file, it is not TOML, or it has not this form.
+            There is no such file, it is not TOML, or it lacks the form shown at the top of this
+            module.
         """
-        content = read_toml(path)
-        try:
-            stages = [Stage(**stage) for stage in content.pop("stage", [])]
-            study = cls(path=path, stage=stages, **content)
-        except TypeError:
-            study = None
-        if study is None or not stages or len({stage.name for stage in stages}) < len(stages):
-            raise InvalidValue(
-                f'study {path}: expected title = "…", app = "…", a table [settings], tables '
-                "[[link]], and tables [[stage]] with name, settings and uses; give "
-                "each stage a different name"
-            )
+        content, where = read_toml(path), f"study {path}"
+        stages = [
+            from_table(Stage, each, f"{where}: [[stage]]") for each in content.pop("stage", [])
+        ]
+        study = from_table(cls, {**content, "path": path, "stage": stages}, where)
+        if not stages or len({stage.name for stage in stages}) < len(stages):
+            raise InvalidValue(f"{where}: expected tables [[stage]], each with a different name")
         for entry in study.link:
             for name in entry:
                 if name not in _LINK_OPTIONS:
@@ -109,7 +105,7 @@ class Study:
         return study
 
     def placed(self, path: str) -> Path:
-        """Return a path of the file as an absolute one."""
+        """Return a path in the study's file as an absolute path."""
         return (self.path.parent / Path(path).expanduser()).absolute()
 
 
@@ -144,8 +140,8 @@ def study(
             raise InvalidValue(f"stage {stage.name}: {error}") from error
         except LaunchFailed as error:
             raise LaunchFailed(
-                f"stage {stage.name}: {error}. Mend it and repeat the command, which keeps the "
-                "stages that are complete"
+                f"stage {stage.name}: {error}. Remove the cause and repeat the command, which "
+                "keeps complete stages"
             ) from error
     console.rule(plan.title or file.stem)
     pages = titled_table("Stages", ("stage", "page"))

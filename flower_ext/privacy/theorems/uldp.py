@@ -54,8 +54,8 @@ from flower_ext.privacy.theorems.silo_claims import (
     OF_SILOS_IN_CELLS,
     SECURE_SUM,
     exposures,
-    published_shield,
-    shield_of,
+    published_sum_assumptions,
+    sum_assumptions,
     user_claims,
 )
 from flower_ext.privacy.units import AdversaryView, NeighboringRelation
@@ -105,7 +105,7 @@ def uldp_naive_guarantees(mechanism: NoisedSum, run: RunSummary) -> list[Guarant
     rounds, sigma, delta = run.participations.rounds, mechanism.noise_multiplier, mechanism.delta
     loss = gaussian_loss(sigma / 2, releases=rounds, delta=delta)
     source = f"noise multiplier {sigma:.4g}, {rounds} rounds, sensitivity 2C of every silo's update"
-    shield = shield_of(mechanism)
+    shield = sum_assumptions(mechanism)
     claims = user_claims(
         delta,
         *(OF_SILOS_IN_CELLS if shield else OF_SILOS),
@@ -119,7 +119,7 @@ def uldp_naive_guarantees(mechanism: NoisedSum, run: RunSummary) -> list[Guarant
             uldp_closed_form(noise_multiplier=sigma, rounds=rounds, delta=delta),
             accountant="closed form (RDP)",
             source="Kato et al., Uldp-FL, Theorem 3",
-            assumptions=published_shield(mechanism),
+            assumptions=published_sum_assumptions(mechanism),
             conditions=(
                 Condition(
                     "one user moves a silo's clipped update by at most C (what holds is 2C: "
@@ -174,7 +174,7 @@ def uldp_avg_guarantees(
     if silos_draw:
         hidden_draw = _drawn_by_silos(mechanism, rounds)
     amplified = privacy_loss_of({mechanism.release: rounds}, delta=mechanism.delta)
-    shield = shield_of(mechanism)
+    shield = sum_assumptions(mechanism)
     in_sums, in_uploads = exposures(mechanism, run)
     claims = user_claims(
         mechanism.delta,
@@ -190,7 +190,7 @@ def uldp_avg_guarantees(
     in_rounds = f"{sampling}, noise multiplier {sigma:.4g}, {rounds} rounds"
 
     def at_server(exposure: float, mechanism: NoisedSum) -> tuple[PrivacyLoss, str]:
-        """Return the loss to a server, which knows the sample unless a protocol hides the draw."""
+        """Return the loss against a server, which knows the sample unless a protocol hides it."""
         if hidden_draw:
             return privacy_loss_of({mechanism.release: rounds}, delta=mechanism.delta), in_rounds
         # Errors of a protocol add up over all rounds, also those without the most exposed user.
@@ -240,7 +240,7 @@ def uldp_avg_guarantees(
 
 
 def _share_of_noise(mechanism: NoisedSum, run: RunSummary) -> tuple[float, str]:
-    """Return the ratio of noise that hides a user in a sum to that in all uploads; also in words.
+    """Return the noise that hides a user in a sum, as a share of all uploads' noise and in words.
 
     With weights by records a user may have all its weight in one silo. Only that silo's share of
     the noise then hides the user.
@@ -263,7 +263,7 @@ def _hidden_sample(mechanism: NoisedSum, secure: bool) -> tuple[str, ...]:
 
 
 def _drawn_by_silos(mechanism: NoisedSum, rounds: int) -> str:
-    """Return the assumption about users whom silos draw, and what ε is against a silo.
+    """Return the assumption about users whom silos draw, and the ε against a silo.
 
     A silo knows the draws, so nothing is amplified, and it can subtract its share of the noise. A
     user counts in every round, because the server does not know in which.
@@ -282,10 +282,10 @@ def _drawn_by_silos(mechanism: NoisedSum, rounds: int) -> str:
 
 
 def _two_numbers(mechanism: NoisedSum, rounds: int) -> str:
-    """Return what a person's privacy is if silos gave that person two numbers.
+    """Return a sentence with the ε of a person to whom silos gave two numbers.
 
-    The numbers are two users, drawn independently, of whom each moves the sum by at most C. That is
-    a group of two records in DP-SGD.
+    That person is two users, drawn independently, each of whom moves the sum by at most C. This
+    equals a group of two records in DP-SGD.
     """
     epsilon = _epsilon_of_two_numbers(mechanism.release, rounds, mechanism.delta)
     return (
@@ -312,7 +312,10 @@ def _epsilon_of_two_numbers(release: Release, rounds: int, delta: float) -> floa
 def _theorem_5(mechanism: NoisedSum, rounds: int) -> Guarantee:
     if isinstance(mechanism.sampling, FullParticipation):
         accountant, view = "closed form (RDP)", AdversaryView.SUM_ONLY
-        source, assumptions = "Kato et al., Uldp-FL, Theorem 5", published_shield(mechanism)
+        source, assumptions = (
+            "Kato et al., Uldp-FL, Theorem 5",
+            published_sum_assumptions(mechanism),
+        )
         epsilon = uldp_closed_form(
             noise_multiplier=mechanism.noise_multiplier, rounds=rounds, delta=mechanism.delta
         )

@@ -1,6 +1,6 @@
-"""The settings that all parties of a run agree on, the steps of their dialogue, and their sums.
+"""Settings, steps and sums of a run that are the same under every encryption scheme.
 
-They are the same under every scheme. The server and the silos take these steps before a sum:
+The server and the silos take these steps before a sum:
 
 =========  ==================================  =====================================================
 step       message of the server               answer of a silo
@@ -23,8 +23,8 @@ from typing import TypeAlias, TypeVar
 
 from flower_ext.checks import require_at_least_one
 from flower_ext.errors import InvalidValue
-from flower_ext.secure.json_record import JsonRecord
-from flower_ext.secure.messages import Message
+from flower_ext.json_record import JsonRecord
+from flower_ext.secure.messages import ProtocolMessage
 
 T = TypeVar("T")
 
@@ -78,7 +78,7 @@ class PartySettings(JsonRecord, ABC):
         if choices is not None and not 0 < drawn < choices:
             raise InvalidValue(
                 f"winning_choices={drawn!r}: expected an integer from 1 to draw_choices - 1 = "
-                f"{choices - 1}, because a draw neither always nor never takes a user"
+                f"{choices - 1}, because a draw takes some users and leaves others out"
             )
 
     @cached_property
@@ -91,7 +91,7 @@ class PartySettings(JsonRecord, ABC):
 
     @property
     def insecurity(self) -> str:
-        """Reason why these settings protect nobody, so that they suit simulations only; or ''."""
+        """Reason why these settings suit simulations only; empty if they protect users."""
         return ""
 
     @property
@@ -115,7 +115,7 @@ class PartySettings(JsonRecord, ABC):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Step:
+class ProtocolStep:
     """A step of the protocol: what the server sends to silos, and what they answer.
 
     Parameters
@@ -130,12 +130,12 @@ class Step:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SumMessage(Message):
-    """A silo's masked sum of one round, for the server. Each scheme adds the sum."""
+class SumMessage(ProtocolMessage):
+    """Header of a silo's masked sum of one round. Each scheme's subclass adds the sum itself."""
 
     round_number: int
     silo: int
 
 
-Dialogue: TypeAlias = Generator[Step, Mapping[int, bytes], T]
+Dialogue: TypeAlias = Generator[ProtocolStep, Mapping[int, bytes], T]
 """A generator of the server: it yields each step, and receives the silos' answers to it."""

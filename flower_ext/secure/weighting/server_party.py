@@ -21,7 +21,7 @@ from flower_ext.secure.weighting.agreement import (
     SEEDING_SILO,
     Dialogue,
     PartySettings,
-    Step,
+    ProtocolStep,
     SumMessage,
 )
 from flower_ext.secure.weighting.oblivious import Sender
@@ -68,17 +68,17 @@ class ServerParty(ABC, Generic[SettingsT, SumT]):
             An answer is malformed, or the scheme refuses the totals.
         """
         settings, silos = self.settings, range(self.settings.silos)
-        keys = yield Step(name=BEGIN, questions=dict.fromkeys(silos, settings.to_bytes()))
+        keys = yield ProtocolStep(name=BEGIN, questions=dict.fromkeys(silos, settings.to_bytes()))
         _check_keys(keys)
         # One message for all: a silo that received other keys shows another fingerprint.
         public = b"".join(keys[silo] for silo in silos) + self.public_key
-        answers = yield Step(name=KEYS, questions=dict.fromkeys(silos, public))
+        answers = yield ProtocolStep(name=KEYS, questions=dict.fromkeys(silos, public))
         sealed, others = answers[SEEDING_SILO], silos[1:]
         check_length("sealed seeds", sealed, SEALED_SEED_BYTES * len(others))
         starts = range(0, len(sealed), SEALED_SEED_BYTES)
         seeds = [sealed[start : start + SEALED_SEED_BYTES] for start in starts]
         questions = {SEEDING_SILO: b"", **dict(zip(others, seeds, strict=True))}
-        counts = yield Step(name=COUNT, questions=questions)
+        counts = yield ProtocolStep(name=COUNT, questions=questions)
         self._take_counts(counts)
         self._is_set_up = True
 
@@ -121,7 +121,7 @@ class ServerParty(ABC, Generic[SettingsT, SumT]):
         """
 
     def read_sum(self, silo: int, data: bytes) -> SumT:
-        """Return a silo's sum if it is well formed, of that silo and of the open round.
+        """Return a silo's sum if it is well formed and belongs to that silo and the open round.
 
         Raises
         ------
@@ -150,7 +150,7 @@ class ServerParty(ABC, Generic[SettingsT, SumT]):
                 f"silos {missing} sent nothing: expected messages from all {len(everyone)}"
             )
         if senders != everyone:
-            raise InvalidValue(f"sums of silos {senders}: expected one each from {everyone}")
+            raise InvalidValue(f"sums of silos {senders}: expected one sum from each of {everyone}")
 
     @abstractmethod
     def _take_counts(self, answers: Mapping[int, bytes]) -> None:
@@ -170,7 +170,9 @@ class ServerParty(ABC, Generic[SettingsT, SumT]):
 
     def _expect_open(self) -> None:
         if self._open_round is None:
-            raise ProtocolError("no round is open: open one and send its message to the silos")
+            raise ProtocolError(
+                "no round is open: call begin_round and send its message to the silos"
+            )
 
     def _totals(self, counts: Mapping[int, bytes], modulus: int) -> list[int]:
         """Add up the masked counts of all silos, by place in the secret order; the masks cancel."""
@@ -201,11 +203,11 @@ class ServerParty(ABC, Generic[SettingsT, SumT]):
     def _draw(self, number: int) -> Dialogue[tuple[Sender, bytes]]:
         """Offer silo 0 a secret draw; return the transfers' sender and the silos' choices.
 
-        ``number`` is that of the round or epoch that the draw is for.
+        ``number`` is the number of the draw's round or epoch.
         """
         sender = Sender(self.settings.context)
         offer = number.to_bytes(NUMBER_BYTES, "big") + sender.public
-        answers = yield Step(name=DRAW, questions={SEEDING_SILO: offer})
+        answers = yield ProtocolStep(name=DRAW, questions={SEEDING_SILO: offer})
         return sender, answers[SEEDING_SILO]
 
 
@@ -217,7 +219,9 @@ def _check_keys(keys: Mapping[int, bytes]) -> None:
     first: dict[bytes, int] = {}
     for silo, public in keys.items():
         if (other := first.setdefault(public, silo)) != silo:
-            raise InvalidValue(f"silos {other} and {silo}: expected a different public key of each")
+            raise InvalidValue(
+                f"silos {other} and {silo}: expected a different public key from each"
+            )
         try:
             check_public(public)
         except InvalidValue as error:

@@ -1,4 +1,4 @@
-"""Messages of private weighting over ring-LWE, besides those of every scheme.
+"""Messages of private weighting over ring-LWE, besides the messages that all schemes share.
 
 A body holds words of polynomials as little-endian numbers of 6 bytes (residues, first parts of a
 sum) or 8 bytes (second parts).
@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from flower_ext.errors import ProtocolError
-from flower_ext.secure.messages import Message, check_later
+from flower_ext.secure.messages import ProtocolMessage, check_later
 from flower_ext.secure.weighting.agreement import SEED_BYTES, SumMessage
 from flower_ext.secure.weighting.oblivious import POINT_BYTES, SEAL_BYTES
 from flower_ext_lattice.layout import DEGREE
@@ -25,7 +25,7 @@ from flower_ext_lattice.settings import (
 
 
 @dataclass(frozen=True, kw_only=True)
-class LatticeKey(Message):
+class LatticeKey(ProtocolMessage):
     """The server's public key, for all silos.
 
     ``public_seed`` determines pk1, and every a_u together with the nonce of its weights.
@@ -45,12 +45,12 @@ class LatticeKey(Message):
 
 
 @dataclass(frozen=True, kw_only=True)
-class LatticeWeights(Message):
+class LatticeWeights(ProtocolMessage):
     """One epoch's encrypted weights, for all silos.
 
-    ``nonce`` is random, and enters every a_u and every pad, so that no two messages share them,
-    even of one epoch. ``words`` holds all words of b_u except the constant one. ``sealed`` holds,
-    for each user, M candidates for that word; the silos can open one of them. If the draw is
+    ``nonce`` is random, and enters every a_u and every pad, so that no two messages share them, not
+    even messages of one epoch. ``words`` holds all words of b_u except the constant one. ``sealed``
+    holds, for each user, M candidates for that word; the silos can open one of them. If the draw is
     secret, there are two columns of candidates, ``columns`` holds their sealed keys, and ``offer``
     is the server's offer for which silo 0 made all silos' choices. Otherwise these two are empty.
     """
@@ -79,7 +79,7 @@ class LatticeWeights(Message):
 
 
 @dataclass(frozen=True, kw_only=True)
-class RoundOpening(Message):
+class RoundOpening(ProtocolMessage):
     """The server's request for the sums of one round under the weights of one epoch."""
 
     kind = b"LWro"
