@@ -70,7 +70,7 @@ def result_hiding_failures(
     try:
         return (yield from _finite_result(local_update, replace(work, data=NO_DATA)))
     except Exception as error:
-        if is_tellable(error) or not protection.takes_models:
+        if is_tellable(error) or protection.of_units:
             raise
         return LocalResult(model=work.received, memory=work.memory)
 

@@ -27,12 +27,7 @@ from flower_ext.federation.sums.weighted_silo import HiddenSum
 from flower_ext.federation.uploads import Update
 from flower_ext.privacy import NoiseSource
 from flower_ext.privacy.mechanisms.bounds import BoundedSum
-from flower_ext.privacy.mechanisms.protections import (
-    ClipToCells,
-    ClipUnits,
-    ClipUnitsToCells,
-    Protection,
-)
+from flower_ext.privacy.mechanisms.protections import ClipAndNoise, Protection
 from flower_ext.privacy.mechanisms.updates import l2_norm
 from flower_ext.training import Params, difference
 
@@ -45,8 +40,8 @@ def upload_of(turn: Turn, result: LocalResult) -> Update:
     protection = turn.request.protection
     contribution, update = _protected(turn, result)
     metrics, sent = _metrics(turn, result, contribution), arrays_of(update)
-    if isinstance(protection, ClipToCells):
-        update = {name: value * protection.cell for name, value in sent.items()}
+    if (cell := protection.cell) is not None:
+        update = {name: value * cell for name, value in sent.items()}
         # The client's end of `MaskedSum`: from here the server sees the cohort's sum alone.
         of_sum = turn.request.sums[records.SECURE_SUM]
         sent = masked.seal(sent, of_sum, turn.policy.context, turn.method.name)
@@ -68,7 +63,7 @@ def _protected(turn: Turn, result: LocalResult) -> tuple[Contribution, Protected
     try:
         return protect(result)
     except Exception as error:  # a difference of two finite models may overflow
-        if is_tellable(error) or not (protection.hides_failures and protection.takes_models):
+        if is_tellable(error) or not (protection.hides_failures and not protection.of_units):
             raise
         log_hidden(error)
         return protect(LocalResult(model=received))
@@ -115,9 +110,8 @@ def protected(
         The method bounds each unit's part of the update and the plan does not expect that, or the
         reverse; or the method's bound is larger than the plan's.
     """
-    bounds_units = isinstance(protection, ClipUnits | ClipUnitsToCells)
     # A sum over units says how far one unit moves it; clipping the whole would not.
-    if isinstance(update, BoundedSum | HiddenSum) or bounds_units:
+    if isinstance(update, BoundedSum | HiddenSum) or protection.of_units:
         return _noised_sum(update, received, protection, noise)
     released = protection.released(update, noise)
     if not protection.bounds_models:
@@ -132,12 +126,11 @@ def _noised_sum(
     noise: NoiseSource,
 ) -> Protected:
     """Return a sum over units, each bounded by the method, with this client's share of noise."""
-    cell = getattr(protection, "cell", None)
     if (
         not isinstance(update, BoundedSum | HiddenSum)
-        or not isinstance(protection, ClipUnits | ClipUnitsToCells)
+        or not (isinstance(protection, ClipAndNoise) and protection.of_units)
         or not update.bound <= protection.clipping_norm  # also if it is NaN
-        or getattr(update, "cell", None) != cell
+        or getattr(update, "cell", None) != protection.cell
     ):
         raise tellable(
             InvalidValue(
@@ -149,7 +142,7 @@ def _noised_sum(
         zeros = {n: torch.zeros_like(p, dtype=torch.float64) for n, p in received.items()}
         return update.encrypt(noise.gaussian(zeros, protection.noise_stddev))
     noised = protection.noised(update.value, noise)
-    if cell is not None:
+    if protection.cell is not None:
         return noised
     sent = {name: torch.as_tensor(value) for name, value in noised.items()}
     # A sum may have an array that no model has, such as the sides of adaptive clipping.
@@ -160,7 +153,7 @@ def _bound_of(value: object) -> str:
     """Return the bound on each unit's part, by a sum or by a protection, for an error."""
     if isinstance(value, BoundedSum | HiddenSum):
         bound = f"a bound of {value.bound:g}"
-    elif isinstance(value, ClipUnits | ClipUnitsToCells):
+    elif isinstance(value, ClipAndNoise) and value.of_units:
         bound = f"a bound of {value.clipping_norm:g}"
     else:
         return "no bound"

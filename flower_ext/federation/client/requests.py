@@ -15,7 +15,7 @@ from flower_ext.federation.failures import attempt_each
 from flower_ext.federation.protection import Unprotected, check_entries
 from flower_ext.federation.roster import check_addressee
 from flower_ext.privacy import NonFiniteUpdate
-from flower_ext.privacy.mechanisms.protections import ClipToCells, Protection
+from flower_ext.privacy.mechanisms.protections import Protection
 from flower_ext.training import LocalTraining, Params, Task
 from flower_ext.training.params import is_finite
 
@@ -50,7 +50,7 @@ class Request:
         """True if the answer is masked, with nothing in the clear beside it."""
         if any(self.entries.get(name) for name in _IN_THE_CLEAR):
             return False
-        is_masked = records.SECURE_SUM in self.sums and isinstance(self.protection, ClipToCells)
+        is_masked = records.SECURE_SUM in self.sums and self.protection.cell is not None
         return is_masked and (self.kind == "train" or bool(self.query))
 
     @property

@@ -19,7 +19,6 @@ from flower_ext.federation.client.requests import Request
 from flower_ext.federation.client.scores import scores_of
 from flower_ext.federation.client.turns import Turn
 from flower_ext.federation.sums import masked
-from flower_ext.privacy.mechanisms.protections import ClipToCells
 from flower_ext.privacy.mechanisms.vector_query import VectorQuery
 from flower_ext.training import Params
 from flower_ext.training.isolation import isolated
@@ -87,7 +86,7 @@ def masked_vector(query: VectorQuery, view: WorkView, turn: Turn) -> RecordDict:
     request, protection = turn.request, turn.request.protection
     with knowing_no_data():
         turn.policy.check(protection)
-        if not isinstance(protection, ClipToCells) or records.SECURE_SUM not in request.sums:
+        if protection.cell is None or records.SECURE_SUM not in request.sums:
             raise tellable(
                 InvalidValue(
                     "query: expected a message with a secure sum and the protection ClipToCells"

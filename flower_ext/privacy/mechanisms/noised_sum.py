@@ -26,7 +26,7 @@ from flower_ext.privacy.mechanisms.bounds import ClippedSum
 from flower_ext.privacy.mechanisms.discrete_gaussian import share_stddev
 from flower_ext.privacy.mechanisms.noise import NoiseSource, largest_noised_norm, noise_grid
 from flower_ext.privacy.mechanisms.plan import Aggregate, RoundDiscarded, RoundMechanism, divided
-from flower_ext.privacy.mechanisms.protections import ClipToCells
+from flower_ext.privacy.mechanisms.protections import ClipAndNoise
 from flower_ext.privacy.mechanisms.quantization import Cells, cell_of, check_cell, out_of_cells
 from flower_ext.privacy.mechanisms.secure_sum import SecureSum, SumParameters, ring_bits
 from flower_ext.privacy.mechanisms.updates import RunningSum, Update, l2_norm
@@ -236,11 +236,11 @@ class NoisedSum(ReleaseTerms, RoundMechanism):
         )
 
     @property
-    def cells_protection(self) -> ClipToCells:
+    def cells_protection(self) -> ClipAndNoise:
         """Protection of an upload to a secure sum."""
         least = self.sum_parameters.least_answers
         share = share_stddev(self.noise_stddev / self.cell, least)
-        return ClipToCells(
+        return ClipAndNoise(
             clipping_norm=self.clipping_norm, noise_stddev=share * self.cell, cell=self.cell
         )
 

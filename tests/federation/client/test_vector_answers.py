@@ -12,9 +12,9 @@ from flower_ext.federation.client.node import NodePolicy
 from flower_ext.federation.client.vector_answers import masked_vector, query_of
 from flower_ext.federation.protection import Unprotected
 from flower_ext.privacy import SecureScores
-from flower_ext.privacy.mechanisms.protections import ClipToCells
+from flower_ext.privacy.mechanisms.protections import ClipAndNoise
 
-SHARE = ClipToCells(clipping_norm=1.0, noise_stddev=0.5, cell=2.0**-16)
+SHARE = ClipAndNoise(clipping_norm=1.0, noise_stddev=0.5, cell=2.0**-16)
 KINDS = {"scores": SecureScores}
 ONE_SCORE = {"noise_multiplier": 1.0, "bounds": [["accuracy", 0.0, 1.0]]}
 
