@@ -144,11 +144,12 @@ def _requested(
     entries = entries_for_mods(message)
     protection = check_entries(entries) if entries else None
     if not isinstance(protection, ClipAndNoise | ProtectedByServer) or protection.of_units:
+        kind = entries.get(KIND, "none")
         raise InvalidValue(
-            "client_level_dp_mod: the server asks for the protection "
-            f"{entries.get(KIND, 'none')!r}, expected one which a ReleasePlan asks for; run "
-            "FederatedStrategy(DPFedAvg(), ReleasePlan(...)) on the server, or remove the mod. If the server does run it, another mod took the settings out: put "
-            "this one first"
+            f"client_level_dp_mod: the server asks for the protection {kind!r}, expected one "
+            "which a ReleasePlan asks for; run FederatedStrategy(DPFedAvg(), ReleasePlan(...)) on "
+            "the server, or remove the mod. If the server does run it, another mod took the "
+            "settings out: put this one first"
         )
     policy = NodePolicy(context, allow_seeded_noise)
     in_sum = protection.cell is not None and not entries.get("diagnostics")

@@ -28,20 +28,20 @@ _IN_THE_CLEAR = ("report-size", "diagnostics", "training-loss")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Request:
+class ClientRequest:
     """A request of the server: its round, the model, other arrays, and phases of training."""
 
-    kind: str
-    protection: Protection
-    entries: Mapping[str, Any]
-    """Entries of the round's record, among them those of the protection."""
     model: Params
-    state: Mapping[str, Params]
-    sums: Mapping[str, Arrays]
-    """The server's messages for the sum of the round, by the record's name."""
     training: Mapping[str, LocalTraining]
-    settings: Mapping[str, float]
-    config: Mapping[str, object]
+    kind: str = "train"
+    protection: Protection = field(default_factory=Protection)
+    entries: Mapping[str, Any] = field(default_factory=lambda: {"number": 1, "seed": 0})
+    """Entries of the round's record, among them those of the protection."""
+    state: Mapping[str, Params] = field(default_factory=dict)
+    sums: Mapping[str, Arrays] = field(default_factory=dict)
+    """The server's messages for the sum of the round, by the record's name."""
+    settings: Mapping[str, float] = field(default_factory=dict)
+    config: Mapping[str, object] = field(default_factory=dict)
     query: Mapping[str, Any] = field(default_factory=dict)
     """Name and fields of a query that is answered by a noised sum; empty without one."""
 
@@ -78,7 +78,7 @@ class Request:
 
 def read_each(
     task: Task, messages: Sequence[Message], contexts: Sequence[Context]
-) -> list[Request | Exception]:
+) -> list[ClientRequest | Exception]:
     """Return each client's request, or its error; a record in several messages is read only once.
 
     The error of a client may be one of these:
@@ -90,7 +90,7 @@ def read_each(
     TypeError
         An entry of the round has the wrong type (see `check_entries`).
     """
-    contents: dict[int, Request] = {}
+    contents: dict[int, ClientRequest] = {}
     arrays: dict[int, Params] = {}
 
     def params(record: ArrayRecord) -> Params:
@@ -100,7 +100,7 @@ def read_each(
             arrays[id(record)] = received
         return arrays[id(record)]
 
-    def request(message: Message) -> Request:
+    def request(message: Message) -> ClientRequest:
         content = message.content
         arrays_of = records.of_kind(content, ArrayRecord)
         sums = {n: records.to_arrays(arrays_of.pop(n)) for n in _OF_SUMS if n in arrays_of}
@@ -119,7 +119,7 @@ def read_each(
             )
         round_entries = dict(configs[records.ROUND])
         protection = check_entries(round_entries) or Unprotected()
-        return Request(
+        return ClientRequest(
             kind=message.metadata.message_type.partition(".")[0],
             protection=protection,
             entries=round_entries,
@@ -132,7 +132,7 @@ def read_each(
             query=dict(configs.get(records.QUERY, {})),
         )
 
-    def read(message: Message, context: Context) -> Request:
+    def read(message: Message, context: Context) -> ClientRequest:
         check_addressee(message, context)
         key = id(message.content)
         if key not in contents:
