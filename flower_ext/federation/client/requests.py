@@ -14,10 +14,9 @@ from flower_ext.federation.arrays import Arrays
 from flower_ext.federation.failures import attempt_each
 from flower_ext.federation.protection import Unprotected, check_entries
 from flower_ext.federation.roster import check_addressee
-from flower_ext.privacy import NonFiniteUpdate
 from flower_ext.privacy.mechanisms.protections import Protection
+from flower_ext.privacy.mechanisms.updates import check_like, require_finite
 from flower_ext.training import LocalTraining, Params, Task
-from flower_ext.training.params import is_finite
 
 T = TypeVar("T")
 
@@ -137,7 +136,7 @@ def read_each(
         key = id(message.content)
         if key not in contents:
             # Build a model outside the block below: its errors may depend on the client's data.
-            _ = task.shapes, task.dtypes
+            _ = task.shapes, task.template
             with knowing_no_data():
                 contents[key] = request(message)
         return contents[key]
@@ -147,15 +146,10 @@ def read_each(
 
 def _check_received(params: Params, task: Task) -> None:
     """Refuse arrays on which training would fail, before their results reach the memory."""
-    for name, value in params.items():
-        if not is_finite(value):
-            raise NonFiniteUpdate(f"{name!r} in the server's message holds NaN or infinite values")
-        if tuple(value.shape) != (shape := task.shapes.get(name, tuple(value.shape))):
-            raise InvalidValue(f"{name!r} has shape {tuple(value.shape)}: expected {shape}")
-        if value.dtype != (dtype := task.dtypes.get(name, value.dtype)):
-            raise InvalidValue(
-                f"{name!r} is of type {value.dtype}: expected {dtype}, as in the task"
-            )
+    require_finite(params, "in the server's message", "the server's model may have diverged")
+    known = [name for name in params if name in task.template]
+    like = {name: task.template[name] for name in known}
+    check_like({name: params[name] for name in known}, like, types=True)
 
 
 class _Named(dict[str, T]):

@@ -149,17 +149,54 @@ def zeros_like(like: Update) -> dict[str, Any]:
     return zeros
 
 
-def check_like(update: Update, like: Update) -> None:
-    """Refuse an update whose names or shapes differ from those of ``like``."""
+def check_like(update: Update, like: Update, *, types: bool = False) -> None:
+    """Refuse an update whose names or shapes, or with ``types`` its types, differ from ``like``.
+
+    Raises
+    ------
+    InvalidValue
+        The message has names, shapes and types only, and no numbers of the update.
+    """
     if set(update) != set(like):
         missing, unexpected = sorted(set(like) - set(update)), sorted(set(update) - set(like))
-        raise InvalidValue(
-            f"array names differ from the expected ones: add {missing}, leave out {unexpected}"
-        )
-    for name, array in like.items():
-        if tuple(update[name].shape) != tuple(array.shape):
+        raise InvalidValue(f"array names differ: missing {missing}, unexpected {unexpected}")
+    for name, expected in like.items():
+        array = update[name]
+        if tuple(array.shape) != tuple(expected.shape) or (types and array.dtype != expected.dtype):
             raise InvalidValue(
-                f"{name!r} has shape {tuple(update[name].shape)}, expected {tuple(array.shape)}"
+                f"{name!r} has {_form(array, types)}: expected {_form(expected, types)}"
+            )
+
+
+def _form(array: Any, types: bool) -> str:
+    shape = f"shape {tuple(array.shape)}"
+    return f"{shape} and type {array.dtype}" if types else shape
+
+
+def is_finite(array: Any) -> bool:
+    """Return True if no number of an array is NaN or infinite; only floating-point ones can be."""
+    if getattr(array.dtype, "kind", "f") not in "fc":  # of NumPy; texts have no sum
+        return True
+    with np.errstate(over="ignore", invalid="ignore"):
+        # The sum of finite numbers may overflow, but usually it is finite. It takes far less time.
+        if math.isfinite(array.sum()):
+            return True
+    namespace = api.array_namespace(array)
+    return bool(namespace.all(namespace.isfinite(array)))
+
+
+def require_finite(update: Update, where: str, remedy: str) -> None:
+    """Refuse arrays with NaN or infinite values.
+
+    Raises
+    ------
+    NonFiniteUpdate
+        The message names the first such array, ``where`` it is and the ``remedy``.
+    """
+    for name, array in update.items():
+        if not is_finite(array):
+            raise NonFiniteUpdate(
+                f"{name!r} holds NaN or infinite values {where}: expected finite numbers; {remedy}"
             )
 
 
