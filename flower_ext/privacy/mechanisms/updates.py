@@ -175,12 +175,14 @@ def _form(array: Any, types: bool) -> str:
 
 def is_finite(array: Any) -> bool:
     """Return True if no number of an array is NaN or infinite; only floating-point ones can be."""
-    if getattr(array.dtype, "kind", "f") not in "fc":  # of NumPy; texts have no sum
-        return True
-    with np.errstate(over="ignore", invalid="ignore"):
-        # The sum of finite numbers may overflow, but usually it is finite. It takes far less time.
-        if math.isfinite(array.sum()):
+    # The sum of finite numbers may overflow, but usually it is finite. It takes far less time.
+    if isinstance(array, np.ndarray):
+        if array.dtype.kind not in "fc":  # texts have no sum
             return True
+        with np.errstate(over="ignore", invalid="ignore"):
+            return bool(np.isfinite(array.sum())) or bool(np.isfinite(array).all())
+    if math.isfinite(array.sum()):
+        return True
     namespace = api.array_namespace(array)
     return bool(namespace.all(namespace.isfinite(array)))
 
