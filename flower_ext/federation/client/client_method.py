@@ -25,7 +25,7 @@ from flower_ext.privacy import NoiseSource, PoissonSampling, SecureNoise
 from flower_ext.privacy.mechanisms.bounds import BoundedSum
 from flower_ext.privacy.mechanisms.protections import Protection
 from flower_ext.training import Job, LocalTraining, Params, StepNoise, Task, Term
-from flower_ext.training.batched.many import train_invariantly, train_jobs
+from flower_ext.training.batched.many import train_each, train_invariantly
 from flower_ext.training.side_by_side import Steps, Training, check_yielded
 from flower_ext.training.validation import RUNNING_STATISTICS
 
@@ -169,7 +169,7 @@ class ClientWork:
             task=self.task,
             job=job,
             trained=trained,
-            solve=train_invariantly if self.batch_invariant else train_jobs,
+            solve=train_invariantly if self.batch_invariant else train_each,
             returns_params=True,
         )
 
