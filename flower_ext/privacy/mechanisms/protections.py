@@ -20,7 +20,12 @@ from flower_ext.privacy.mechanisms.bounds import BoundedSum, clip, sum_clipped_r
 from flower_ext.privacy.mechanisms.discrete_gaussian import worth
 from flower_ext.privacy.mechanisms.noise import NoiseSource, largest_noised_norm
 from flower_ext.privacy.mechanisms.quantization import in_cells, sum_rows_in_cells
-from flower_ext.privacy.mechanisms.updates import Update, check_arrays, in_float64, in_precision_of
+from flower_ext.privacy.mechanisms.updates import (
+    NamedArrays,
+    check_arrays,
+    in_float64,
+    in_precision_of,
+)
 
 
 class Protection:
@@ -50,7 +55,7 @@ class Protection:
         """Standard deviation of the client's own noise, in clipping norms; 0 without noise."""
         return 0.0
 
-    def released(self, upload: Update, noise: NoiseSource) -> Update:
+    def released(self, upload: NamedArrays, noise: NoiseSource) -> NamedArrays:
         """Return the upload as it leaves the client: an update, or a model with `bounds_models`.
 
         Raises
@@ -146,14 +151,14 @@ class ClipAndNoise(_Noised):
             return super().noise_multiplier
         return worth(self.noise_stddev / self.cell) * self.cell / self.clipping_norm
 
-    def released(self, upload: Update, noise: NoiseSource) -> Update:
+    def released(self, upload: NamedArrays, noise: NoiseSource) -> NamedArrays:
         """Return the clipped update with noise; with ``cell``, in cells as int64."""
         sided = self._sided(upload, with_side)
         if self.cell is None:
             return self.noised(clip(sided, self.clipping_norm).value, noise)
         return self.noised(in_cells(sided, self.clipping_norm, self.cell), noise)
 
-    def sum_units(self, rows: Update, weights: Sequence[float]) -> BoundedSum:
+    def sum_units(self, rows: NamedArrays, weights: Sequence[float]) -> BoundedSum:
         """Return the weighted sum of units' updates, each clipped; with ``cell``, in cells.
 
         See `sum_clipped_rows` and `sum_rows_in_cells`.
@@ -163,13 +168,15 @@ class ClipAndNoise(_Noised):
             return sum_clipped_rows(sided, self.clipping_norm, weights)
         return sum_rows_in_cells(sided, self.clipping_norm, self.cell, weights)
 
-    def noised(self, bounded: Update, noise: NoiseSource) -> Update:
+    def noised(self, bounded: NamedArrays, noise: NoiseSource) -> NamedArrays:
         """Add noise to an update that is already bounded, and in cells if there is a ``cell``."""
         if self.cell is None:
             return noise.add_gaussian(bounded, self.noise_stddev, grid=self.noise_grid)
         return noise.add_discrete_gaussian(bounded, self.noise_stddev / self.cell)
 
-    def _sided(self, update: Update, add_side: Callable[[Update, float, float], Update]) -> Update:
+    def _sided(
+        self, update: NamedArrays, add_side: Callable[[NamedArrays, float, float], NamedArrays]
+    ) -> NamedArrays:
         norm, weight = self.update_norm, self.side_weight
         return update if norm is None or weight is None else add_side(update, norm, weight)
 
@@ -201,7 +208,7 @@ class OutputPerturbation(_Noised):
             f"noise stddev {self.noise_stddev:g}"
         )
 
-    def released(self, upload: Update, noise: NoiseSource) -> dict[str, Any]:
+    def released(self, upload: NamedArrays, noise: NoiseSource) -> dict[str, Any]:
         """Clip and noise a model in float64, then round the result to the model's own precision.
 
         Raises
@@ -242,7 +249,7 @@ class ClipSteps(Protection):
         """Standard deviation of a step's noise, in clipping norms of a gradient."""
         return self.noise_stddev / self.gradient_clipping_norm
 
-    def released(self, upload: Update, noise: NoiseSource) -> Update:
+    def released(self, upload: NamedArrays, noise: NoiseSource) -> NamedArrays:
         """Return the clipped model, whose steps were all noised during training."""
         return clip(upload, self.clipping_norm).value
 
@@ -270,7 +277,7 @@ class ObjectivePerturbation(Checked, Protection):
     def __str__(self) -> str:
         return f"objective perturbation: rate {self.rate:g}"
 
-    def direction(self, like: Update, noise: NoiseSource) -> dict[str, np.ndarray]:
+    def direction(self, like: NamedArrays, noise: NoiseSource) -> dict[str, np.ndarray]:
         """Draw n, as float64 arrays with the names and shapes of ``like``."""
         check_arrays(like)
         sizes = [math.prod(array.shape) for array in like.values()]

@@ -16,15 +16,15 @@ import numpy as np
 
 from flower_ext.errors import InvalidValue
 
-Update = Mapping[str, Any]
-"""Arrays by name: one unit's contribution to a sum, or the sum itself."""
+NamedArrays = Mapping[str, Any]
+"""Arrays of any library by name: one unit's contribution to a sum, or the sum itself."""
 
 
 class NonFiniteUpdate(InvalidValue):
     """An update holds NaN or infinite values, which no norm bounds."""
 
 
-def check_arrays(update: Update) -> None:
+def check_arrays(update: NamedArrays) -> None:
     """Refuse an update that cannot be bounded and noised: all arrays must be real floating-point.
 
     Raises
@@ -48,7 +48,7 @@ def check_arrays(update: Update) -> None:
         raise InvalidValue("the update holds no numbers: name at least one non-empty array")
 
 
-def l2_norm(update: Update) -> float:
+def l2_norm(update: NamedArrays) -> float:
     """Return the L2 norm over all arrays together, computed in float64.
 
     Raises
@@ -63,12 +63,12 @@ def l2_norm(update: Update) -> float:
     return largest * scaled
 
 
-def in_float64(update: Update) -> dict[str, Any]:
+def in_float64(update: NamedArrays) -> dict[str, Any]:
     """Return copies of all arrays in float64."""
     return {name: as_float64(array) for name, array in update.items()}
 
 
-def in_precision_of(like: Update, update: Update) -> dict[str, Any]:
+def in_precision_of(like: NamedArrays, update: NamedArrays) -> dict[str, Any]:
     """Return the arrays of ``update`` in the precision of the same arrays in ``like``.
 
     Raises
@@ -93,7 +93,7 @@ class RunningSum:
 
     Parameters
     ----------
-    like : Update
+    like : NamedArrays
         Gives the names and shapes of the updates, and the types of the released average.
 
     Attributes
@@ -112,11 +112,11 @@ class RunningSum:
 
     bound: float = math.inf
 
-    def __init__(self, like: Update) -> None:
+    def __init__(self, like: NamedArrays) -> None:
         self.like = like
         self.value, self.count = zeros_like(like), 0
 
-    def add(self, update: Update) -> None:
+    def add(self, update: NamedArrays) -> None:
         """Add an update.
 
         Raises
@@ -130,7 +130,7 @@ class RunningSum:
         self.count += 1
 
 
-def zeros_like(like: Update) -> dict[str, Any]:
+def zeros_like(like: NamedArrays) -> dict[str, Any]:
     """Return zeros in float64 with the names, shapes and devices of ``like``.
 
     Raises
@@ -149,7 +149,7 @@ def zeros_like(like: Update) -> dict[str, Any]:
     return zeros
 
 
-def check_like(update: Update, like: Update, *, types: bool = False) -> None:
+def check_like(update: NamedArrays, like: NamedArrays, *, types: bool = False) -> None:
     """Refuse an update whose names or shapes, or with ``types`` its types, differ from ``like``.
 
     Raises
@@ -187,7 +187,7 @@ def is_finite(array: Any) -> bool:
     return bool(namespace.all(namespace.isfinite(array)))
 
 
-def require_finite(update: Update, where: str, remedy: str) -> None:
+def require_finite(update: NamedArrays, where: str, remedy: str) -> None:
     """Refuse arrays with NaN or infinite values.
 
     Raises
@@ -218,7 +218,7 @@ def as_float64(array: Any) -> Any:
     return namespace.astype(array, namespace.float64)
 
 
-def scaled_norm(update: Update) -> tuple[float, float]:
+def scaled_norm(update: NamedArrays) -> tuple[float, float]:
     """Return (m, s) with norm = m·s. m is 1, or the largest magnitude if squares leave float64."""
     wide = in_float64(update)
     if 1e-100 < (norm := plain_norm(wide)) < 1e100:
@@ -240,7 +240,7 @@ def scaled_norm(update: Update) -> tuple[float, float]:
     return largest, plain_norm({name: array / largest for name, array in wide.items()})
 
 
-def plain_norm(wide: Update) -> float:
+def plain_norm(wide: NamedArrays) -> float:
     """Return the L2 norm of all float64 arrays together.
 
     It is inf or NaN if squares overflow, and 0 if they underflow.

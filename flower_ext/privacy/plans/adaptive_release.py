@@ -18,7 +18,7 @@ from flower_ext.privacy.mechanisms.noised_sum import NoisedSum
 from flower_ext.privacy.mechanisms.plan import Aggregate
 from flower_ext.privacy.mechanisms.protections import ClipAndNoise, Protection
 from flower_ext.privacy.mechanisms.run_summary import RunSummary
-from flower_ext.privacy.mechanisms.updates import RunningSum, Update
+from flower_ext.privacy.mechanisms.updates import NamedArrays, RunningSum
 from flower_ext.privacy.mechanisms.vector_query import VectorQuery
 from flower_ext.privacy.plans.release_mechanism import ReleaseMechanism
 
@@ -81,7 +81,7 @@ class AdaptiveRelease(ReleaseMechanism):
             return usual
         return replace(usual, update_norm=self.update_norm, side_weight=self.side_weight)
 
-    def begin_sum(self, like: Update) -> RunningSum:
+    def begin_sum(self, like: NamedArrays) -> RunningSum:
         """Return an empty sum; if the server adds the noise, it also counts the sides."""
         if not self.noised_by_server:
             return super().begin_sum(like)
