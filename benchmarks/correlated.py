@@ -67,6 +67,7 @@ DATA: Mapping[str, Config] = {
         "sampling-rate": 0.05,
         "rounds": 100,
         "clipping-norm": 0.1,
+        "learning-rate": 0.03,
         "delta": 1e-4,
         "evaluate-every": 100,
     },
