@@ -102,12 +102,11 @@ def from_entries(entries: Mapping[str, Any]) -> Protection | None:
     kind, fixed = _KINDS.get(name, (None, {}))
     parts = {} if kind is None else {_in_messages(p.name): p for p in _parts_of(kind, fixed)}
     known = set() if kind is None else {KIND, SEEDED, *parts}
-    unknown = InvalidValue(
-        f"the server's message has {sorted(set(entries) - _OF_ROUNDS - known)} and "
-        f"{KIND}={entries.get(KIND)!r}: expected a known protection"
-    )
-    if not set(entries) <= _OF_ROUNDS | known:
-        raise unknown
+    if unknown := set(entries) - _OF_ROUNDS - known:
+        raise InvalidValue(
+            f"the server's message has {sorted(unknown)} and {KIND}={entries.get(KIND)!r}: "
+            "expected a known protection"
+        )
     if kind is None:
         return None
     if type(entries.get(SEEDED)) is not bool:
@@ -121,8 +120,8 @@ def from_entries(entries: Mapping[str, Any]) -> Protection | None:
                     f"{entry}={value!r} in the server's message: expected a finite number > 0"
                 )
     protection = kind(**numbers, **fixed)
-    if _kind_of(protection) != name:  # without its cell, a kind would be another one
-        raise unknown
+    if _kind_of(protection) != name:  # "ClipToCells" without a cell would be "ClipUpdate"
+        raise InvalidValue(f"{KIND}={name!r} without cell in the server's message: expected one")
     return protection
 
 

@@ -555,7 +555,7 @@ def test_no_part_of_a_protection_stands_for_another(protection):
             without = replace(protection, **{name.replace("-", "_"): None})
             assert from_entries(rest) == without
         else:
-            missing = f"a known protection|{name.replace('-', '[-_]')}=None"
+            missing = f"a known protection|without cell|{name.replace('-', '[-_]')}=None"
             with pytest.raises((TypeError, ValueError), match=missing):
                 from_entries(rest)
 
