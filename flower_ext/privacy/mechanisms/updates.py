@@ -21,7 +21,7 @@ NamedArrays = Mapping[str, Any]
 
 
 class NonFiniteUpdate(InvalidValue):
-    """An update holds NaN or infinite values, which no norm bounds."""
+    """An update holds NaN or infinite values, so no clipping bounds its norm."""
 
 
 def check_arrays(update: NamedArrays) -> None:
