@@ -27,7 +27,7 @@ from flower_ext.data.trees import Tree
 from flower_ext.training.dp.one_pass import OnePass
 from flower_ext.training.dp.per_example import GradientRows, Parts, is_known
 from flower_ext.training.example_gradient import (
-    Loss,
+    ExampleLoss,
     gradient_alone,
     loss_alone,
     model_of_single_examples,
@@ -96,7 +96,7 @@ class Passes:
             return 1
         return _width(self.batch_size, written=way == GradientMethod.BY_VMAP or not self._is_dense)
 
-    def by_vmap(self, x: Tree, y: Tree, loss: Loss) -> Parts:
+    def by_vmap(self, x: Tree, y: Tree, loss: ExampleLoss) -> Parts:
         """Return every example's own gradient, for any model that vmap follows."""
         chosen = {name: self.params[name] for name in self.names}
         buffers = {n: self.params.get(n, b) for n, b in self.model.named_buffers()}
@@ -108,7 +108,7 @@ class Passes:
         gradients = vmap(grad(alone), in_dims=(None, 0, 0), randomness="different")(chosen, x, y)
         return {name: GradientRows(gradient) for name, gradient in gradients.items()}
 
-    def _alone(self, x: Tree, y: Tree, loss: Loss) -> Parts:
+    def _alone(self, x: Tree, y: Tree, loss: ExampleLoss) -> Parts:
         """Return the gradient of a pass of one example, for any model."""
         (pair,) = trees.each((x, y))
         gradient = gradient_alone(self.model, self.params, self.names, loss, *pair)
