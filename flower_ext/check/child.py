@@ -106,7 +106,7 @@ def checked(request: Request) -> dict[str, Any]:
         log=new_log,
         place=app.place,
     )
-    real = probes.run(REAL, 1, held=False)
+    real = probes.run(REAL, 1)
     if real is None:
         raise NotChecked(f"the app's first run did not end in {request.seconds:g} s, or crashed")
     _refuse_failed(real)

@@ -134,6 +134,9 @@ def _show(result: dict[str, Any]) -> None:
         units.setdefault(text, []).append(entry["unit"])
     for text, names in units.items():
         _line(f"  {', '.join(names)}: {text}")
+    if (second := result["measured"]) is not None:
+        agrees = "agrees with" if second["agrees"] else "CONTRADICTS"
+        _line(f"  Measured: {second['text']}; it {agrees} the app's {second['stated']:.3g}")
     if (conditional := result["conditional"]) and any(f["refutes"] for f in result["findings"]):
         _line(
             f"  With all findings below mended, this noise gives a client ε = "
