@@ -6,7 +6,7 @@ A finding that *refutes* leaves no ε provable. All others name what the guarant
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from scipy.stats import binom
@@ -32,6 +32,8 @@ class Finding:
     text: str
     remedy: str
     refutes: bool = True
+    place: str = ""
+    """``path:line`` of the app's call that the remedy changes; empty if the app has none."""
 
 
 def findings(probes: Probes, app: AppFolder) -> list[Finding]:
@@ -50,8 +52,29 @@ def findings(probes: Probes, app: AppFolder) -> list[Finding]:
     ]
     once: dict[str, Finding] = {}
     for finding in every_finding:
-        once.setdefault(finding.code, finding)
+        once.setdefault(finding.code, replace(finding, place=_place(finding.code, facts, app)))
     return sorted(once.values(), key=lambda finding: not finding.refutes)
+
+
+_CLIENT_CALLS = {
+    **dict.fromkeys(("mod-missing", "mod-order"), ("ClientApp", "train")),
+    **dict.fromkeys(("sensitivity", "secure-sum"), ("LocalDpMod", "ClientApp")),
+    **dict.fromkeys(("metrics", "records", "integers", "scalars", "names", "weights"), ("train",)),
+    **dict.fromkeys(("influence", "failures-seen"), ("train",)),
+    "engine-restarts": ("make_private",),
+}
+"""By finding, the calls of the client's source that its remedy changes."""
+
+
+def _place(code: str, facts: Facts, app: AppFolder) -> str:
+    """Return where the app makes the mod, the strategy or the reply that a remedy changes."""
+    if names := _CLIENT_CALLS.get(code):
+        return app.call_of("clientapp", *names)
+    if facts.local:
+        return app.call_of("clientapp", recognise.LOCAL_MOD)
+    made = [part.name for part in facts.strategies]
+    loops = ("send_and_receive", "push_messages") if code == "beside-the-strategy" else ()
+    return app.call_of("serverapp", *loops, *made, "start", "send_and_receive", "main")
 
 
 def _structure(facts: Facts) -> Iterator[Finding]:

@@ -158,7 +158,8 @@ def _show(result: dict[str, Any]) -> None:
     if refuting:
         _line("\nChange first")
     for number, finding in enumerate(refuting[:3], 1):
-        _line(f"  {number}. {finding['remedy']} [{finding['code']}]")
+        place = f"{finding['place']}: " if finding["place"] else ""
+        _line(f"  {number}. {place}{finding['remedy']} [{finding['code']}]")
     if result["diff"]:
         _line("\nA change that makes ε provable (read it: it replaces strategy and mods)")
         _line(result["diff"])
