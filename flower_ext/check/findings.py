@@ -59,8 +59,11 @@ def findings(probes: Probes, app: AppFolder) -> list[Finding]:
 _CLIENT_CALLS = {
     **dict.fromkeys(("mod-missing", "mod-order"), ("ClientApp", "train")),
     **dict.fromkeys(("sensitivity", "secure-sum"), ("LocalDpMod", "ClientApp")),
-    **dict.fromkeys(("metrics", "records", "integers", "scalars", "names", "weights"), ("train",)),
-    **dict.fromkeys(("influence", "failures-seen"), ("train",)),
+    **dict.fromkeys(
+        ("metrics", "records", "integers", "scalars", "names", "weights", "influence"),
+        ("train", "ClientApp"),
+    ),
+    "failures-seen": ("train", "ClientApp"),
     "engine-restarts": ("make_private",),
 }
 """By finding, the calls of the client's source that its remedy changes."""
@@ -184,7 +187,11 @@ def _rounds(real: Observed, facts: Facts) -> Iterator[Finding]:
             text=f"the app starts strategies {real.starts} times, each with a guarantee of its own",
             remedy="start one strategy, or charge all to one ledger",
         )
-    if facts.declared is None or facts.stated is None or facts.stated.unit is not PrivacyUnit.CLIENT:
+    if (
+        facts.declared is None
+        or facts.stated is None
+        or facts.stated.unit is not PrivacyUnit.CLIENT
+    ):
         return  # no message shows which users were drawn
     sampling = facts.declared.sampling
     asked, draws = sum(map(len, real.trainings.values())), real.rounds * sampling.population

@@ -50,13 +50,15 @@ def measured(probes: Probes, facts: Facts) -> Measured | None:
     gap = upload_gap(probes, facts, 1)
     if gap is None and (gap := release_gap(probes, facts, 1)) is None:
         return None
-    ratio, planned = spread(gap), facts.planned
-    norm = bound = noise.clipping_norm
-    found = probes.bound(1, noise.cohort)
-    if found is not None and not noise.bounds_models:
-        norm = max(norm, found)
-    scale = release.noise_multiplier * bound / norm
-    multipliers = [scale * value for value in (ratio.value, ratio.high, ratio.low)]
+    ratio, planned, moves = spread(gap), facts.planned, facts.moves
+    size = probes.cohort(AGAIN, 1)
+    in_sum = noise.of_upload(size) * size**0.5 or noise.release_stddev * noise.cohort
+    drawn = release.sampling.describe()
+    if noise.bounds_models:  # the adversary sees each upload
+        in_sum, drawn = noise.of_upload(size), "each upload alone"
+    elif (bound := probes.bound(1, noise.cohort)) is not None:
+        moves *= max(1.0, bound / noise.clipping_norm)
+    multipliers = [in_sum * value / moves for value in (ratio.value, ratio.high, ratio.low)]
     epsilon, low, high = (
         second_epsilon(release, multiplier, planned, stated.delta) for multiplier in multipliers
     )
@@ -66,8 +68,8 @@ def measured(probes: Probes, facts: Facts) -> Measured | None:
         high=high,
         stated=stated.epsilon,
         text=f"noise of {multipliers[0]:.4g} times what one {stated.unit.value} moves "
-        f"({multipliers[2]:.4g} to {multipliers[1]:.4g}; clipped at {norm:.4g}), "
-        f"{release.sampling.describe()}, {planned} rounds: ε = {epsilon_text(epsilon)} "
+        f"({multipliers[2]:.4g} to {multipliers[1]:.4g}; that is {moves:.4g}), "
+        f"{drawn}, {planned} rounds: ε = {epsilon_text(epsilon)} "
         f"({low:.3g} to {high:.3g}) at δ = {stated.delta:.3g}",
     )
 
@@ -91,9 +93,7 @@ def release_gap(probes: Probes, facts: Facts, number: int) -> np.ndarray | None:
     return None if step is None else step / (noise.release_stddev * 2**0.5)
 
 
-def second_epsilon(
-    release: Release, noise_multiplier: float, rounds: int, delta: float
-) -> float:
+def second_epsilon(release: Release, noise_multiplier: float, rounds: int, delta: float) -> float:
     """Return ε of releases with another noise, by dp-accounting or a closed form."""
     if noise_multiplier <= 0:
         return math.inf
@@ -111,7 +111,9 @@ def second_epsilon(
         drawn = dp_accounting.SampledWithoutReplacementDpEvent(
             sampling.population, sampling.size, gaussian
         )
-        accountant = RdpAccountant(neighboring_relation=dp_accounting.NeighboringRelation.REPLACE_ONE)
+        accountant = RdpAccountant(
+            neighboring_relation=dp_accounting.NeighboringRelation.REPLACE_ONE
+        )
         return min(plain, float(accountant.compose(drawn, rounds).get_epsilon(delta)))
     return plain
 

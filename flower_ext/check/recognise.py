@@ -119,6 +119,8 @@ class Facts:
     """One round of Flower's mechanism, as its parameters say."""
     declared: Release | None
     """One round of a mechanism of this package, if all rounds are alike and independent."""
+    moves: float
+    """Distance by which one unit moves the sum of such a round (in a perturbation, an upload)."""
     holds: bool
     """True if held runs replace what clients learned, before bound and noise."""
     foreign: Sequence[str]
@@ -176,9 +178,9 @@ def facts_of(instruments: Instruments, client: ClientApp, observed: Observed) ->
     federated = next((s for s in chain if type(s) is FederatedStrategy), None)
     local = next((mod for mod in mods if type(mod) is LocalDpMod), None)
     noise, release = _flower_noise(instruments.begun, local)
-    declared, holds = None, True
+    declared, moves, holds = None, 0.0, True
     if federated is not None:
-        noise, declared, holds = _our_noise(federated)
+        noise, declared, moves, holds = _our_noise(federated)
     guarantees = [] if federated is None else _guarantees(federated, planned)
     return Facts(
         strategies=[_part(type(strategy)) for strategy in chain],
@@ -187,6 +189,7 @@ def facts_of(instruments: Instruments, client: ClientApp, observed: Observed) ->
         noise=noise,
         release=release,
         declared=declared,
+        moves=moves,
         holds=holds or not isinstance(client, CohortApp),
         foreign=_foreign(federated, client),
         guarantees=guarantees,
@@ -269,15 +272,19 @@ def _foreign(strategy: FederatedStrategy | None, client: ClientApp) -> list[str]
         method = type(run.method)  # may be the app's, except for what states the guarantee
         parts += [getattr(method, name) for name in ("claims", "mechanism", "complete_summary")]
         parts += [getattr(method, name) for name in ("population", "disclosures")]
-    names = [_part(part).name for part in parts if _origin(part) == APP]
+    names = [
+        getattr(part, "__qualname__", type(part).__qualname__)
+        for part in parts
+        if _origin(part) == APP
+    ]
     for part in parts:
         kind, values = type(part), getattr(part, "__dict__", {})
         if isroutine(part) or isinstance(part, partial):
             continue
         names += [f"{kind.__name__}.{n}" for n in values if isroutine(getattr(kind, n, None))]
         for base in kind.__mro__:
-            functions = [value for value in vars(base).values() if isfunction(value)]
-            names += [each.__qualname__ for each in functions if _origin(each) == APP]
+            functions = [(name, value) for name, value in vars(base).items() if isfunction(value)]
+            names += [f"{base.__name__}.{n}" for n, value in functions if _origin(value) == APP]
     return list(dict.fromkeys(names))
 
 
@@ -292,26 +299,25 @@ def _origin(thing: Any) -> str:
 
 def _our_noise(
     strategy: FederatedStrategy,
-) -> tuple[Noise | None, Release | None, bool]:
-    """Return noise, one round for the accountant, and True if held runs reach before the noise."""
+) -> tuple[Noise | None, Release | None, float, bool]:
+    """Return the noise, and `Facts.declared`, `Facts.moves` and `Facts.holds`."""
     run = strategy.run
-    uploads, norm, declared, protection = {}, 0.0, None, None
+    uploads, norm, moves, declared, protection = {}, 0.0, 0.0, None, None
     for size in range(1, min(run.plan.sampling.population, _LARGEST_COHORT) + 1):
         protection = run.mechanism.protection(run.summary, size)
         uploads[size] = float(getattr(protection, "noise_stddev", 0.0))
         norm = float(getattr(protection, "clipping_norm", norm))
     if isinstance(run.plan, PerturbationPlan) and isinstance(protection, OutputPerturbation):
-        moved = max(
-            sensitivity(protection, run.plan.objective_in(run.summary), size)
-            for size in run.num_examples.values()
-        )
-        declared = _release(protection.noise_stddev / moved) if moved else None
+        objective, sizes = run.plan.objective_in(run.summary), run.num_examples.values()
+        moves = max(sensitivity(protection, objective, size) for size in sizes)
+        declared = _release(protection.noise_stddev / moves) if moves else None
     elif type(run.mechanism) is ReleaseMechanism and not run.mechanism.queries:
         declared = run.mechanism.release
+        moves = run.mechanism.clipping_norm * run.mechanism.sensitivity
     holds = protection is None or protection.hides_failures
     norm = norm or float(getattr(run.mechanism, "clipping_norm", 0.0) or 0.0)
     if not norm:
-        return None, None, holds
+        return None, None, 0.0, holds
     if run.mechanism.secure_sum is not None:
         uploads = {}  # a masked upload shows neither bound nor noise
     # A server with its own step does not release the mean itself.
@@ -325,7 +331,7 @@ def _our_noise(
         cohort=expected if stddev else 0.0,
         bounds_models=protection is not None and protection.bounds_models,
     )
-    return noise, declared, holds
+    return noise, declared, moves, holds
 
 
 def _guarantees(strategy: FederatedStrategy, rounds: int) -> list[Guarantee]:
