@@ -13,8 +13,8 @@ from scipy.stats import binom
 
 from flower_ext.check import recognise
 from flower_ext.check.app_folder import AppFolder
-from flower_ext.check.observe import TRAIN, Observed, Reply
 from flower_ext.check.measured import measured, release_gap, upload_gap
+from flower_ext.check.observe import TRAIN, Observed, Reply
 from flower_ext.check.probes import AGAIN, LUCK, QUIET, REAL, Probes, exceeds, spread
 from flower_ext.check.recognise import APP, Facts, Noise
 from flower_ext.check.vectors import HELD
@@ -152,8 +152,8 @@ def _structure(facts: Facts) -> Iterator[Finding]:
         recognise.OUR_MOD,
     )
     names = [part.name if part.origin != APP else "" for part in facts.mods]
-    last = len(names) if facts.has_task else 0
-    first = min((names.index(name) for name in protecting if name in names), default=last)
+    none = len(names) if facts.has_task else 0
+    first = min((names.index(name) for name in protecting if name in names), default=none)
     outside = [part for part in facts.mods[:first] if not recognise.is_silent(part)]
     if outside:
         protection = [*names, "the client side of flower_ext"][first]

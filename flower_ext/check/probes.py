@@ -124,7 +124,7 @@ class Probes:
         if one is None or other is None or len(one.releases) != len(other.releases):
             return False
         ones, others = one.uploads(1), other.uploads(1)
-        steps = [*others.values()] or [_step(other, 1)]
+        steps: list[Vector | None] = [*others.values()] or [_step(other, 1)]
         if all(step is not None and step.norm <= 2 * HELD for step in steps):
             return True
         return ones.keys() == others.keys() and all(
