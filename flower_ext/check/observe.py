@@ -83,8 +83,6 @@ class Observed:
     replies: list[Reply] = field(default_factory=list)
     releases: list[Vector] = field(default_factory=list)
     """The initial model, and each model that followed it."""
-    metrics: set[str] = field(default_factory=set)
-    """Names of metrics that the strategy returned."""
     planned: int = 0
     """Number of training rounds for which strategies were started."""
     ended: str = ""
@@ -171,13 +169,10 @@ class Watch:
             known.append(sent)
 
     def finish(self, result: Any) -> None:
-        """Note the last model, and the names of metrics that the strategy returned."""
+        """Note the last model."""
         arrays = getattr(result, "arrays", None)
         if arrays and (last := vector(a.numpy() for a in arrays.values())) is not None:
             self.release(last)
-        for name in ("train_metrics_clientapp", "evaluate_metrics_clientapp"):
-            for metrics in getattr(result, name, {}).values():
-                self.observed.metrics.update(metrics)
 
     def answer(self, app: ClientApp, message: Message, context: Context) -> Message:
         """Return one client's reply, under random numbers of its own."""
