@@ -137,8 +137,13 @@ class Probes:
     # Comparisons --------------------------------------------------------------------------------
 
     def upload_noise(self, one: str, other: str, round: int) -> dict[int, np.ndarray]:
-        """Return differences between two runs' uploads of one round, by partition."""
+        """Return differences between two runs' uploads of one round, by partition.
+
+        All clients of held runs learn the same, so that any two compare if no client is in both.
+        """
         left, right = self._uploads(one, round), self._uploads(other, round)
+        if one != REAL and not left.keys() & right.keys():
+            right = dict(zip(left, right.values(), strict=False))
         return {
             client: left[client].sample - right[client].sample
             for client in left.keys() & right.keys()

@@ -323,6 +323,8 @@ def _our_noise(
     # A server with its own step does not release the mean itself.
     plain = repr(strategy.method.server) == repr(type(strategy.method.server)())
     stddev = run.mechanism.mean_noise_stddev if plain and not any(uploads.values()) else 0.0
+    if not stddev and not any(uploads.values()):
+        return None, declared, moves, holds  # nothing that is watched shows the noise
     expected = run.plan.sampling.expected_cohort_size
     noise = Noise(
         clipping_norm=norm,
