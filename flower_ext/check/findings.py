@@ -318,7 +318,7 @@ def _unbounded(what: str, number: int, value: float, bound: float, *, weighs: bo
 
 
 def _changed_clients(probes: Probes, facts: Facts) -> Iterator[Finding]:
-    """See what a client does to others, and to the run, by its NaN, its zero or its absence."""
+    """Find what a client does to others, and to the run, by its NaN, its zero or its absence."""
     again = probes.runs.get(AGAIN)
     if again is None or again.ended:
         return
@@ -388,7 +388,7 @@ def _ends(code: str, text: str) -> Finding:
 
 
 def _messages(real: Observed, facts: Facts, app: AppFolder) -> Iterator[Finding]:
-    """See what leaves clients beside the update."""
+    """Find what leaves clients beside the update."""
     if facts.has_task:
         return
     replies = [reply for reply in real.replies if reply.kind == TRAIN and not reply.error]

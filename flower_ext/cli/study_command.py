@@ -46,7 +46,7 @@ from flower_ext.cli.processes import Interrupted, LaunchFailed, signals_as_inter
 from flower_ext.cli.run_command import launch
 from flower_ext.cli.screen import console, titled_table
 from flower_ext.errors import InvalidValue
-from flower_ext.files import read_toml
+from flower_ext.files import from_table, read_toml
 from flower_ext.runs.directory import RunDirectory
 from flower_ext.runs.presets import SettingsFile
 from flower_ext.runs.settings import INCIDENTAL, OF_NODES, nearest
@@ -87,18 +87,13 @@ class Study:
             There is no such file, it is not TOML, or it lacks the form shown at the top of this
             module.
         """
-        content = read_toml(path)
-        try:
-            stages = [Stage(**stage) for stage in content.pop("stage", [])]
-            study = cls(path=path, stage=stages, **content)
-        except TypeError:
-            study = None
-        if study is None or not stages or len({stage.name for stage in stages}) < len(stages):
-            raise InvalidValue(
-                f'study {path}: expected title = "…", app = "…", a table [settings], tables '
-                "[[link]], and tables [[stage]] with name, settings and uses; give "
-                "each stage a different name"
-            )
+        content, where = read_toml(path), f"study {path}"
+        stages = [
+            from_table(Stage, each, f"{where}: [[stage]]") for each in content.pop("stage", [])
+        ]
+        study = from_table(cls, {**content, "path": path, "stage": stages}, where)
+        if not stages or len({stage.name for stage in stages}) < len(stages):
+            raise InvalidValue(f"{where}: expected tables [[stage]], each with a different name")
         for entry in study.link:
             for name in entry:
                 if name not in _LINK_OPTIONS:

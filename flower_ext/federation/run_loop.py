@@ -229,7 +229,7 @@ class RunLoop:
                 run.mechanism.count_answer(query, run.participations)
         roster = run.clients.roster
         if is_unfinished and not (roster is not None and roster.known):
-            run.population.forget_who()  # partitions may be others than in the earlier process
+            run.population.equalise_counts()  # partitions may be others than in the earlier process
         run.save_guarantees()
         # A ledger that lacks a release was cut off or exchanged; too much of its budget would be
         # left.

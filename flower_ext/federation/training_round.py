@@ -79,8 +79,8 @@ class TrainingRound:
         drawn = run.population.without(drawn, run.spending.withdrawn)
         self._warn_beyond_plan()
         run.check_training()
-        same = derived_seed(run.seed or 0, "release", run.checkpoints.run_id, number)
-        identity = same if run.repeats else None
+        release_identity = derived_seed(run.seed or 0, "release", run.checkpoints.run_id, number)
+        identity = release_identity if run.repeats else None
         # The spend, then the noise, then the units: all are on disk before clients use any data.
         run.spending.reserve(run.mechanism.release_in(number), server_round, identity)
         opening = Opening(

@@ -51,8 +51,8 @@ def study(tmp_path):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (("[settings]", "[options]"), "expected title"),
-        (('name = "first"', ""), "expected title"),
+        (("[settings]", "[options]"), "study.toml has 'options': expected app, link, "),
+        (('name = "first"', ""), "[[stage]]: missing 1 required keyword-only argument: 'name'"),
         (("buckets = 10", "bucket = 10"), "did you mean buckets?"),
         (('output = "linked/0.csv"', ""), "expected table, key and output"),
         (("north.csv", "south.csv"), "cannot be read; No such file"),

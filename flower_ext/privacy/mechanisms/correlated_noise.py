@@ -1,4 +1,4 @@
-"""Correlated noise: later rounds subtract a part of it, so that sums over rounds carry less.
+"""Correlated noise: later rounds cancel part of earlier noise, so sums over rounds carry less.
 
 Sources: Denisov, McMahan, Rush, Smith, Thakurta, "Improved Differential Privacy for SGD via Optimal
 Private Linear Operators on Adaptive Streams" (2022); Choquette-Choo et al., "Multi-Epoch Matrix
