@@ -29,6 +29,7 @@ EXPERIMENTS = {
     "trainings": "speed.trainings",
     "memory": "speed.memory",
     "dp-sgd": "speed.dp_sgd",
+    "guard": "guard",
     "faults": "faults",
     "report": "report",
     "mutants": "mutants",

@@ -107,7 +107,7 @@ def checked(request: ProbeRequest) -> dict[str, Any]:
         place=app.place,
     )
     import_once()
-    real = probes.run(REAL, 1, held=False)
+    real = probes.run(REAL, 1)
     if real is None:
         raise NotChecked(f"the app's first run did not end in {request.seconds:g} s, or crashed")
     _refuse_failed(real)

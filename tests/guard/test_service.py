@@ -138,6 +138,9 @@ WAYS = [
     ("by-a-process-that-stays", "finished"),
     ("by-killing-the-guard", "finished"),
     ("by-reading-secrets", "raised"),
+    ("by-writing-a-kernel-setting", "raised"),
+    ("by-asking-for-a-key", "raised"),
+    ("by-inner-namespaces", "raised"),
 ]
 DAILY = ("in-metrics in-another-record in-the-context in-log-lines", "in-an-error")
 
