@@ -169,13 +169,15 @@ class Question:
     """A question that the server asks outside the rounds, and the data to answer it with.
 
     ``values`` has the plain values of the question, and ``training`` the phases of training that
-    it describes.
+    it describes. ``draw_fingerprint`` returns the fingerprint of the key by which silos draw users
+    (see `user_draws`).
     """
 
     task: Task
     data: ClientData
     values: Mapping[str, Any]
     training: Mapping[str, LocalTraining]
+    draw_fingerprint: Callable[[], bytes]
 
 
 class Memory(Enum):

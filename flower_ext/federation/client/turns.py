@@ -13,7 +13,7 @@ from flower_ext.federation.client.client_method import ClientMethod, ClientWork,
 from flower_ext.federation.client.data_loading import checked_data
 from flower_ext.federation.client.node import NodePolicy
 from flower_ext.federation.client.requests import Request
-from flower_ext.federation.client.user_draws import draw_users
+from flower_ext.federation.client.user_draws import draw_users, draws_vault
 from flower_ext.federation.state.memory import ClientMemory, ClientVault
 from flower_ext.federation.sums import weighted_silo
 from flower_ext.privacy import NoiseSource
@@ -92,7 +92,7 @@ def turn_of(
         draw_users=partial(
             draw_users,
             task,
-            ClientVault(policy.context, f"{method.name}-draws"),
+            draws_vault(policy.context, method.name),
             (request.run, policy.context.run_id),
             request.round,
         ),
