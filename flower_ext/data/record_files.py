@@ -27,8 +27,8 @@ class RecordFile:
     path : Path
         A name that ends in .parquet is a Parquet file's; any other file is CSV.
     encoding : str
-        Of a CSV file. A byte order mark is understood. A file of UTF-8 is refused under another
-        encoding, by which its names would become other names.
+        Of a CSV file; latin-1 is read as cp1252. A byte order mark is understood. A file of UTF-8
+        is refused under another encoding, by which its names would become other names.
     """
 
     path: Path
@@ -109,12 +109,16 @@ class RecordFile:
                 encoding = "utf-8-sig"
             elif codecs.lookup(encoding).name not in ("utf-8", "ascii") and _is_utf8(self.path):
                 raise InvalidValue(f"{self.path}: is UTF-8, not {encoding}; leave the encoding out")
+            if codecs.lookup(encoding).name == "iso8859-1":
+                # Files that are called latin-1 are usually cp1252, as browsers take it, too: where
+                # latin-1 has control characters, it has letters, such as Š.
+                encoding = "cp1252"
             with self.path.open(encoding=encoding, newline="") as text:
                 yield text
         except UnicodeError:
             raise InvalidValue(
                 f"{self.path}: not every byte is {encoding}; give the file's encoding, often "
-                "cp1252 or latin-1"
+                "cp1252 or utf-16-le"
             ) from None
         except LookupError:
             raise InvalidValue(

@@ -242,8 +242,9 @@ class ClientVault:
 def forget_client(context: Context, runs: Sequence[str]) -> None:
     """Delete everything that a client keeps of ``runs``: memory of all methods, and its keys.
 
-    Permanent records stay: they are of what the client did, and not of its data. Memory in a context's state is that of the context's run only. Memory of other runs that is not
-    in a folder vanishes with the SuperNode's process.
+    Permanent records stay: they are of what the client did, and not of its data. Memory in a
+    context's state is that of the context's run only. Memory of other runs that is not in a folder
+    vanishes with the SuperNode's process.
     """
     for name in [*context.state]:
         if name.startswith("flower_ext.") and not name.endswith(f".{_PERMANENT}"):
