@@ -208,7 +208,7 @@ settings = {{ epsilon = 10, rounds = 6, evaluate-every = 0 }}
 
 [[stage]]
 name = "scores"
-uses = ["statistics/standardise.toml", "training/model.toml"]
+uses = ["training/model.toml"]
 settings = {{ method = "scores", statistics = "mean correct 0:1", epsilon = 10 }}
 """
 
