@@ -255,13 +255,7 @@ def _launched(run: PreparedRun, path: Path) -> None:
 
 
 def _check_released(directory: RunDirectory) -> None:
-    """Refuse a stage whose rounds were all discarded, on which no other stage can build.
-
-    Raises
-    ------
-    LaunchFailed
-        The stage released nothing.
-    """
+    """Refuse a stage whose rounds were all discarded, on which no other stage can build."""
     rounds = directory.metrics()
     if rounds and all(row.get("discarded") for row in rounds):
         raise LaunchFailed(

@@ -185,22 +185,16 @@ class ClientVault:
     """
 
     def __init__(self, context: Context, method: str, *, is_permanent: bool = False) -> None:
-        kind = _PERMANENT if is_permanent else "vault"
+        kind = _PERMANENT if is_permanent else "secret"
+        owner = partition_of(context.node_config) if is_permanent else context.node_id
         self._context, self._key = context, f"flower_ext.{method}.{kind}"
-        if is_permanent:
-            file = f"{context.run_id}-{partition_of(context.node_config)}-{method}.{kind}"
-        else:
-            file = f"{context.run_id}-{context.node_id}-{method}.secret"
-        self._name = f"{SECRETS}/{file}"
+        self._name = f"{SECRETS}/{context.run_id}-{owner}-{method}.{kind}"
         self._loaded = False
         self._on_disk: bytes | None = None
 
     @property
     def outlives_process(self) -> bool:
-        """True if a restart loses nothing: in a folder, or in a simulation, which is one process.
-
-        A simulation that is started again is a new run.
-        """
+        """True if a restart loses nothing; a simulation that starts again is a new run."""
         return StateFolder.of(self._context) is not None or private.in_simulation()
 
     def load(self) -> bytes | None:
