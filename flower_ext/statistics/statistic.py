@@ -174,7 +174,7 @@ class JointStatistics:
 
     def part(self, examples: Examples) -> NDArray[np.float64]:
         """Return one unit's part (size,), of L2 norm at most 1: the mean over its records."""
-        return self.parts([examples])[0]
+        return self.parts([examples]).ravel()
 
     def parts(self, units: Sequence[Examples]) -> NDArray[np.float64]:
         """Return the parts of several units (units, size), none of which has no record."""
