@@ -96,12 +96,12 @@ def survival(folder: Path | None, output: Path) -> tuple[Path, float, float]:
     users, released = rounds_of([(columns, np.arange(len(days)))], joint)
     (curve,) = released(ReleasePlan.for_target(epsilon=1.0, **terms_of(users))).values()
     ends = np.linspace(0, DAYS, INTERVALS + 1)[1:]
-    exact = kaplan_meier(days, events, ends)
+    exact, places = kaplan_meier(days, events, ends), ends.tolist()
     lines = {
-        "ε = 1": [(ends, [each.value for each in curve])],
-        "exact": [(ends, exact)],
-        "95 % interval, lower": [(ends, [each.lower for each in curve])],
-        "95 % interval, upper": [(ends, [each.upper for each in curve])],
+        "ε = 1": [(places, [each.value for each in curve])],
+        "exact": [(places, exact)],
+        "95 % interval, lower": [(places, [each.lower for each in curve])],
+        "95 % interval, upper": [(places, [each.upper for each in curve])],
     }
     figure = draw_lines(
         output, "survival", "Kaplan–Meier curve of TcgaBrca", "share alive", lines, xlabel="days"
