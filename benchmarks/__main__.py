@@ -24,6 +24,7 @@ EXPERIMENTS = {
     "ring-lwe": "weighting.ring_lwe",
     "secure-sums": "secure_sum",
     "statistics": "released_statistics",
+    "study": "study",
     "sharing": "sharing",
     "speed": "speed",
     "trainings": "speed.trainings",

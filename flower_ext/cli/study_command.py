@@ -221,6 +221,7 @@ def _run(run: PreparedRun, path: Path) -> None:
             _launched(run, path)
             return
         if directory.status == "completed":
+            _check_released(directory)
             console.print(f"{path}: complete, kept", soft_wrap=True)
             return
         app, superlink = run.options.app, run.options.superlink
@@ -243,5 +244,18 @@ def _launched(run: PreparedRun, path: Path) -> None:
         raise LaunchFailed(
             f"{path} is not on this machine: repeat the command where the ServerApp runs"
         )
-    if (status := RunDirectory.open(path).status) != "completed":
-        raise LaunchFailed(f"its run ended as {status}; {path / 'report.html'} says why")
+    directory = RunDirectory.open(path)
+    if directory.status != "completed":
+        raise LaunchFailed(f"its run ended as {directory.status}; {path / 'report.html'} says why")
+    _check_released(directory)
+
+
+def _check_released(directory: RunDirectory) -> None:
+    """Refuse a stage whose rounds were all discarded, on which no other stage can build."""
+    rounds = directory.metrics()
+    if rounds and all(row.get("discarded") for row in rounds):
+        raise LaunchFailed(
+            f"every round was discarded, so it released nothing, and its ε is spent; "
+            f"{directory.path / 'report.html'} says why. To run it again, give it another name, "
+            "also in `uses`"
+        )

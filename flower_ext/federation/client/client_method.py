@@ -18,7 +18,7 @@ from flower_ext.errors import InvalidValue, tellable
 from flower_ext.federation import records
 from flower_ext.federation.client.node import NodePolicy
 from flower_ext.federation.client.requests import ClientRequest
-from flower_ext.federation.client.user_draws import draw_users
+from flower_ext.federation.client.user_draws import draw_users, draws_vault
 from flower_ext.federation.state.memory import ClientMemory, ClientVault
 from flower_ext.federation.sums.weighted_silo import HiddenSum, LostPart, SiloPart, open_part
 from flower_ext.privacy import NoiseSource, PoissonSampling, SecureNoise
@@ -129,10 +129,8 @@ class ClientWork:
     def draw_users(self, sampling: PoissonSampling) -> list[int]:
         """Draw the round's users as all other silos do, once a round (see `user_draws`)."""
         context = self.policy.context
-        vault = ClientVault(context, f"{self.method.name}-draws")
-        return draw_users(
-            self.task, vault, (self.request.run, context.run_id), self.round, sampling
-        )
+        vault, run = draws_vault(context, self.method.name), (self.request.run, context.run_id)
+        return draw_users(self.task, vault, run, self.round, sampling)
 
     def initial_params(self) -> Params:
         """Return the whole model before training, which is equal on all clients."""
@@ -213,13 +211,15 @@ class Question:
     """A question that the server asks outside the rounds, and the data to answer it with.
 
     ``values`` has the plain values of the question, and ``training`` the phases of training that
-    it describes.
+    it describes. ``draw_fingerprint`` returns the fingerprint of the key by which silos draw users
+    (see `user_draws`).
     """
 
     task: Task
     data: ClientData
     values: Mapping[str, Any]
     training: Mapping[str, LocalTraining]
+    draw_fingerprint: Callable[[], bytes]
 
 
 class Memory(Enum):
