@@ -90,7 +90,7 @@ def local_update(work: ClientWork) -> Steps[LocalResult]:
 
 @one_by_one
 def descend_mixture(task: Task, job: LocalGlobalMixture, trained: Callable[[str], bool]) -> Params:
-    """Return v_i and α_i of one job."""
+    """Train v_i and α_i of one client, and return both."""
     rate, alpha = job.training.learning_rate, float(job.params[WEIGHT])
     with seeded_by(job.generator, task.torch_device()):
         problem = local_problem(task, job.params, trained=trained)

@@ -42,7 +42,7 @@ from flower_ext.training import LocalTraining, Params, Proximal
 
 
 def local_update(work: ClientWork) -> Steps[LocalResult]:
-    """Train the local model from ω, then the personal model from its last state (lines 4–10)."""
+    """Train the local model from ω, and the personal model from where it stood (lines 4–10)."""
     trained = yield work.train("local", work.received)
     personal = yield from train_personal_model(work)
     return LocalResult(model=trained, memory=personal)

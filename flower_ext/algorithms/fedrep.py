@@ -27,7 +27,7 @@ from flower_ext.training import LocalTraining
 
 @dataclass(frozen=True, kw_only=True)
 class FedRep(Centaur):
-    """A shared representation by plain SGD and personal heads: equal to `Centaur`.
+    """Personal heads on a shared representation that plain SGD trains: the method of `Centaur`.
 
     Only the defaults differ: ten epochs of the head, one of the representation. Both classes have
     the same client side, and the same plans fit both (see `FedPer`).

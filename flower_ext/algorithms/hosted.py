@@ -78,7 +78,7 @@ class Hosted(DPFedAvg):
             if self.local.proximal_weight not in (0.0, weight):
                 raise InvalidValue(
                     f"local.proximal_weight={self.local.proximal_weight!r}: expected FedProx's "
-                    f"proximal_mu={weight!r}, or 0.0 to take it over"
+                    f"proximal_mu={weight!r}, or 0.0, which stands for it"
                 )
             object.__setattr__(self, "local", replace(self.local, proximal_weight=weight))
 

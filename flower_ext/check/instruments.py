@@ -36,7 +36,7 @@ class Instruments:
     watch: Watch | None = None
 
     def install(self) -> None:
-        """Make each ClientApp report its mods, with a mod of the check as the innermost."""
+        """Make each ClientApp report its mods, and add a mod of the check after all of them."""
         begin = ClientApp.__init__
 
         def started(

@@ -110,7 +110,7 @@ class ScheduleSettings(Settings):
 
     @property
     def weight(self) -> float | LinearFairness:
-        """λ, or the Bayesian linear model whose fairest λ is chosen."""
+        """λ itself, or a Bayesian linear model from which the fairest λ is computed."""
         return self._part(LinearFairness) if self.global_weight is None else self.global_weight
 
     def _part(self, kind: type[Part], **values: Any) -> Part:

@@ -176,7 +176,7 @@ class Requests:
         return self.clients.partition_of(reply)
 
     def sent(self, reply: Message) -> records.Arrays:
-        """Return the model that the sender of a reply received."""
+        """Return the model that was sent to the client from which a reply came."""
         content = self.by_partition[self.partition_of(reply)].content
         return records.to_arrays(records.of_kind(content, ArrayRecord)[records.MODEL])
 

@@ -97,7 +97,7 @@ def log_once(text: str, error: Exception) -> None:
 
 @contextmanager
 def unlogged(*texts: str) -> Iterator[None]:
-    """Drop errors that contain one of ``texts`` from Flower's log in this process.
+    """Keep errors that contain one of ``texts`` out of Flower's log in this process.
 
     The filter is active during the block. Flower's simulation runs in the ServerApp's process and
     logs each exception of a ClientApp twice, with its traceback, even one that the server provokes.

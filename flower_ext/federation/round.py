@@ -56,7 +56,7 @@ class Round:
             self.discard_reason = str(reason)
 
     def request(self, partition: int) -> Mapping[str, ArrayRecord]:
-        """Return the records for one client only: those of the method and of the sum."""
+        """Return the records that differ between clients, of the method and of the sum."""
         of_method = self.cohort.requests.get(partition, {})
         return {**of_method, **self._sum.request(partition)} if self._sum else of_method
 

@@ -83,7 +83,7 @@ class MessagePolicy:
                 )
         elif self.clipping_norm or self.noise_multiplier or self.arrays != "all":
             raise InvalidValue(
-                f'release="{CONSTANTS}": no array leaves; leave out clipping-norm, '
+                f'release="{CONSTANTS}": sends no arrays; remove clipping-norm, '
                 "noise-multiplier and arrays"
             )
 

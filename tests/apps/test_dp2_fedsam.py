@@ -120,7 +120,10 @@ def test_personalisation_learns_what_a_shared_model_cannot(tmp_path):
             r"apfl-weight=2\.0: expected a number in \[0, 1\]",
         ),
         ({"method": "apfl", "momentum": 0.5}, r"local\.momentum=0\.5: leave it out"),
-        ({"method": "fedbn", "model": "digits-mlp"}, "expected a model with normalisation layers"),
+        (
+            {"method": "fedbn", "model": "digits-mlp"},
+            "expected a model with trainable normalisation layers",
+        ),
         ({"method": "fedper", "calibration": "published"}, "'published' with method='fedper'"),
     ],
 )

@@ -121,7 +121,7 @@ def test_every_method_says_how_clients_count(method):
         "have the same weight",
         "plain mean",
         "weighted by",
-        "weights clients in its mean",
+        "weights clients in the mean",
         "weights every client equally",
     )
     known = [c.__doc__ or "" for c in getattr(algorithms, method).__mro__]

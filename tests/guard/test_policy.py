@@ -19,7 +19,7 @@ from tests.support.identities import write_identities
         ("clipping-norm = 1.0", "clipping-norm = nan", "clipping-norm=nan"),
         ("clipping-norm = 1.0", "clipping-norms = 1.0", "clipping-norms"),
         ('"clipped-noised-update"', '"everything"', "release='everything'"),
-        ('"constants"', '"constants"\nclipping-norm = 1.0', "no array leaves"),
+        ('"constants"', '"constants"\nclipping-norm = 1.0', "sends no arrays"),
         ('"namespaces"', '"perhaps"', "isolation='perhaps'"),
         ('apps = "any"', 'apps = ["somebody/plain"]', "SHA-256"),
         ('apps = "any"', "", "apps"),

@@ -189,7 +189,7 @@ class UldpAvg(Method):
         return HiddenUsers(plan.sampling, self.num_silos, oblivious=is_oblivious)
 
     def settings(self, plan: PrivacyPlan) -> Mapping[str, float]:
-        """Return |U| for the silos, and q if they draw the users."""
+        """Return what silos need: the number of users |U|, and the rate q if silos draw users."""
         rate = {RATE: plan.sampling.sampling_rate} if self.silos_draw else {}
         return {USERS: plan.sampling.population, **rate}
 

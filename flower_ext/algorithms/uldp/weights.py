@@ -89,8 +89,8 @@ def check_weights(
         raise InvalidValue("weights: expected numbers in [0, 1]")
     if weighting == "equal" and (weights > (1 + _ROUNDING) / num_silos).any():
         raise InvalidValue(
-            f"weights up to {weights.max():.6g}: expected at most 1/{num_silos} with equal "
-            "weights, because ε assumes that a user moves an upload by no more"
+            f"weights up to {weights.max():.6g} with weighting='equal': expected at most "
+            f"1/{num_silos}, because ε assumes that a user moves an upload by at most C/{num_silos}"
         )
     sums = weights.sum(axis=0)
     if (sums > 1 + _ROUNDING).any():

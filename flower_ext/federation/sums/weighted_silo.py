@@ -198,8 +198,8 @@ class SiloPart:
     """A silo's part of a round: one clipped update of each user whom the set-up counted.
 
     Silos that lost their data, or whose users came or left since the set-up, still send a sum, in
-    which users without an update count as zero. Silos that cannot encrypt their updates send a sum
-    of zeros. A missing sum would reveal that this silo holds an unusual record.
+    which users without an update count as zero. A silo that cannot encrypt an update, because a
+    record is unusual, sends a sum of zeros: a missing sum would reveal the record.
 
     Parameters
     ----------

@@ -30,10 +30,10 @@ _ADAPTIVE = (
 
 @dataclass(frozen=True, kw_only=True)
 class AdaptiveRelease(ReleaseMechanism):
-    """A `ReleaseMechanism` of updates with their sides, and the clipping norm of one round.
+    """A `ReleaseMechanism` of one round, for updates that say if they exceed the clipping norm.
 
-    Its ``clipping_norm`` C' bounds update and side together (see `adaptive_clipping`), so sum,
-    noise, grid and accounting work as for a fixed norm.
+    One more number of an update, its side, says so (see `adaptive_clipping`). ``clipping_norm`` C'
+    bounds update and side together, so sum, noise, grid and accounting work as for a fixed norm.
 
     Parameters
     ----------

@@ -99,8 +99,8 @@ class ReleasePlan(ReleaseTerms, PrivacyPlan):
         if isinstance(self.clipping_norm, AdaptiveClipping):
             raise InvalidValue(
                 f"clipping_norm={self.clipping_norm!r} with spaced sampling: expected a number, "
-                "because noise that follows the norm of each round does not fit that of earlier "
-                "rounds"
+                "because later rounds subtract earlier noise, which an adaptive norm would have "
+                "scaled differently"
             )
 
     @classmethod

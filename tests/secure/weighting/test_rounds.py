@@ -218,7 +218,9 @@ def test_malformed_sums_are_refused_and_the_round_stays_open(world, rng):
         with pytest.raises(ValueError, match="ciphertext"):
             world.server.close_round([wrong, *good[1:]])
     for senders in ([good[0], *good], [*good, dataclasses.replace(good[0], silo=3)]):
-        with pytest.raises(ValueError, match="expected one each|silo=3: expected an integer"):
+        with pytest.raises(
+            ValueError, match="expected one sum from each|silo=3: expected an integer"
+        ):
             world.server.close_round(senders)
     assert world.server.close_round(good) == pytest.approx(world.plain(updates, noise), abs=1e-10)
 
