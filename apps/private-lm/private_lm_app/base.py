@@ -33,7 +33,7 @@ RECIPE: dict[str, Any] = {
     "hidden_dropout": 0.0,
     "attention_dropout": 0.0,
 }
-STEPS, BATCH, TOKENS, LEARNING_RATE = 800, 32, 64, 4e-3
+STEPS, BATCH, TOKENS, LEARNING_RATE = 600, 32, 64, 4e-3
 
 
 def tiny_base(cache: Path | None, *, steps: int = STEPS) -> Path:
