@@ -73,7 +73,9 @@ def finetuning_settings(folder: Path) -> dict[str, object]:
     }
 
 
-def save_causal(folder: Path, *, seed: int = 0, dtype: torch.dtype = torch.float32, **config) -> Path:
+def save_causal(
+    folder: Path, *, seed: int = 0, dtype: torch.dtype = torch.float32, **config
+) -> Path:
     """Write a one-layer GPT-NeoX with the weights of ``seed``, and a tokenizer of bytes."""
     from transformers import ByT5Tokenizer, GPTNeoXConfig, GPTNeoXForCausalLM
 

@@ -15,9 +15,7 @@ def base(tmp_path):
 
 
 def lora(folder, **changes):
-    return with_lora(
-        causal_model(folder, setting="base"), **{"rank": 2, "only_b": True, **changes}
-    )
+    return with_lora(causal_model(folder, setting="base"), **{"rank": 2, "only_b": True, **changes})
 
 
 def test_only_b_trains_in_single_precision_on_a_base_in_half_precision(tmp_path):
@@ -32,10 +30,7 @@ def test_only_b_trains_in_single_precision_on_a_base_in_half_precision(tmp_path)
 
 def test_both_matrices_train_if_asked(base):
     names = Task(model=lambda: lora(base, only_b=False), data=lambda client: None).shapes
-    assert {name.split(".")[-3] for name in names} == {"lora_A", "lora_B"} or {
-        name.split(".")[-2] for name in names
-    } >= {"default"}
-    assert any(".lora_A." in name for name in names)
+    assert {name.split(".")[-3] for name in names} == {"lora_A", "lora_B"}
 
 
 def test_changes_of_a_model_leave_the_next_one_as_it_was(base):
@@ -48,7 +43,7 @@ def test_changes_of_a_model_leave_the_next_one_as_it_was(base):
 def test_a_head_that_the_files_lack_is_refused(tmp_path):
     folder = save_causal(tmp_path / "headless")
     weights = load_file(folder / "model.safetensors")
-    del weights["lm_head.weight"]
+    del weights["embed_out.weight"]
     save_file(weights, folder / "model.safetensors", {"format": "pt"})
     with pytest.raises(ValueError, match=r"base='.*headless': its files lack lm_head\.weight"):
         causal_model(str(folder), setting="base")
@@ -56,19 +51,23 @@ def test_a_head_that_the_files_lack_is_refused(tmp_path):
 
 def test_a_head_that_is_tied_needs_no_weight_of_its_own(tmp_path):
     folder = save_causal(tmp_path / "tied", tie_word_embeddings=True)
-    assert "lm_head.weight" not in load_file(folder / "model.safetensors")
+    assert "embed_out.weight" not in load_file(folder / "model.safetensors")
     causal_model(str(folder), setting="base")
 
 
 @pytest.mark.parametrize("targets", ["lm_head", "embed_in,dense"])
 def test_an_adapter_on_a_tied_weight_is_refused(targets, tmp_path):
     folder = str(save_causal(tmp_path / "tied", tie_word_embeddings=True))
-    with pytest.raises(ValueError, match=f"LoRA targets='{targets}': '{targets.split(',')[0]}' is tied"):
+    with pytest.raises(
+        ValueError, match=f"LoRA targets='{targets}': '{targets.split(',')[0]}' is tied"
+    ):
         lora(folder, targets=targets)
 
 
 def test_targets_that_name_no_layer_are_refused_with_those_that_there_are(base):
-    with pytest.raises(ValueError, match="LoRA targets='q_proj' name no layer.*dense_4h_to_h.*query"):
+    with pytest.raises(
+        ValueError, match="LoRA targets='q_proj' name no layer.*dense_4h_to_h.*query"
+    ):
         lora(base, targets="q_proj")
 
 

@@ -84,7 +84,9 @@ def test_one_text_changes_no_other_text_s_gradient():
     other[0] = IGNORED
 
     def gradient(labels):
-        (slope,) = torch.autograd.grad(next_token_loss(model(ids, labels), labels), model.parameters())
+        (slope,) = torch.autograd.grad(
+            next_token_loss(model(ids, labels), labels), model.parameters()
+        )
         return slope
 
     alone = next_token_loss(model(ids[:1], labels[:1]), labels[:1]) / 4

@@ -120,7 +120,9 @@ def load_exported(folder: Path) -> nn.Module:
 
 def main() -> None:
     """Run the command."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
     parser.add_argument("run", type=Path)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--merge", action="store_true")

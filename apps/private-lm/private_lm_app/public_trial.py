@@ -1,4 +1,4 @@
-"""A trial of the settings on public text, before a client trains: would the model learn at all?
+"""A trial of the settings on public text, before any client trains: does the model learn?
 
 The server trains as one client would, on Python's documentation, which is nobody's private text.
 The trial finds adapters that get no gradient, and a clipping norm that fits no update.
@@ -6,6 +6,7 @@ The trial finds adapters that get no gradient, and a clipping norm that fits no 
 
 from __future__ import annotations
 
+import math
 from logging import getLogger
 from typing import Any
 
@@ -43,7 +44,7 @@ def try_on_public_text(settings: Settings, task: Task, base: str) -> None:
             "public text moves no adapter, so the run would only add noise; expected layers on "
             "which the loss depends"
         )
-    if not norm < torch.inf:
+    if not norm < math.inf:
         raise InvalidValue(
             f"learning-rate={settings.learning_rate}: training on public text diverges; expected "
             "a smaller one"
@@ -60,7 +61,7 @@ def try_on_public_text(settings: Settings, task: Task, base: str) -> None:
 
 
 def update_norm(settings: Settings, task: Task, base: str) -> float:
-    """Return the norm of the update of one local training on public text."""
+    """Return the norm of the update of one local training on public text, which may be infinite."""
     params = task.initial_params(settings.seed)
     job = Job(
         params=params,
@@ -68,7 +69,9 @@ def update_norm(settings: Settings, task: Task, base: str) -> float:
         training=configured.training(settings),
         generator=torch.Generator().manual_seed(0),
     )
-    return l2_norm(difference(train(task, job), params))
+    update = difference(train(task, job), params)
+    finite = all(bool(part.isfinite().all()) for part in update.values())
+    return l2_norm(update) if finite else math.inf
 
 
 def public_examples(base: str, max_tokens: int) -> Examples:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import lru_cache, partial
+from functools import cache, partial
 
 from flwr.app import Context
 from torch import nn
@@ -71,7 +71,7 @@ def build(base: str, rank: int, only_b: bool, targets: str) -> nn.Module:
     )
 
 
-@lru_cache(maxsize=None)
+@cache
 def client_data(texts: Texts, base: str, max_tokens: int, client: int) -> ClientData:
     """Return one client's examples."""
     return texts.client_data(pretrained("AutoTokenizer", base, setting="base"), max_tokens, client)

@@ -3,9 +3,9 @@
 A folder holds files of two kinds:
 
 * ``*.txt`` is running text, which is cut into windows.
-* each line of ``*.jsonl`` is a record ``{"prompt": ..., "completion": ..., "author": 3}``. The model
-  learns the completion alone. ``prompt`` may be absent, and ``author`` is needed only for privacy of
-  authors.
+* Each line of ``*.jsonl`` is a record ``{"prompt": ..., "completion": ..., "author": 3}``. The
+  model learns the completion alone. ``prompt`` may be absent. ``author`` is needed only for privacy
+  of authors.
 """
 
 from __future__ import annotations
