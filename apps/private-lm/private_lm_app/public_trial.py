@@ -1,4 +1,4 @@
-"""A trial of the settings on public text, before any client trains: does the model learn?
+"""A trial of the settings on public text, which finds models that learn nothing, before any round.
 
 The server trains as one client would, on Python's documentation, which is nobody's private text.
 The trial finds adapters that get no gradient, and a clipping norm that fits no update.

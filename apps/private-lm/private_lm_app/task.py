@@ -9,7 +9,7 @@ from torch import nn
 
 from flower_ext.data import ClientData
 from flower_ext.federation import settings_of
-from flower_ext.runs.settings import UnfitSetting, absolute_path
+from flower_ext.runs.settings import absolute_path
 from flower_ext.training import Task
 from flower_ext.training.hugging_face import causal_model, pretrained, with_lora
 from flower_ext.training.language import (
@@ -48,14 +48,9 @@ def base_of(settings: Settings) -> str:
 
 def texts_of(settings: Settings) -> Texts:
     """Return the texts that the settings name."""
-    folder = absolute_path(settings.data_folder) if settings.dataset == "folder" else None
-    if settings.dataset == "folder" and folder is None:
-        raise UnfitSetting(
-            "run-config data-folder='' with dataset='folder': expected the absolute path of a "
-            "folder of texts"
-        )
     return Texts(
-        folder=folder,
+        of_python=settings.dataset == "python",
+        folder=absolute_path(settings.data_folder),
         clients=settings.clients,
         texts_per_client=settings.texts_per_client,
         users=settings.num_users if settings.method == AUTHORS else 0,

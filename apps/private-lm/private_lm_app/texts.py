@@ -36,13 +36,16 @@ class Texts:
 
     Parameters
     ----------
+    of_python : bool
+        The texts are source code of Python's library, and not those of ``folder``.
     folder : Path, optional
         Without sub-folders, its files are those of the only client of this machine; else the
-        sub-folders belong to the clients, in the order of their names. None: source code of Python.
+        sub-folders belong to the clients, in the order of their names.
     clients, texts_per_client, users, seed
         As the settings; ``users`` is 0 if texts have no authors.
     """
 
+    of_python: bool
     folder: Path | None
     clients: int
     texts_per_client: int
@@ -57,7 +60,7 @@ class Texts:
         InvalidValue
             No text leaves a token to learn, or an author is not a number below ``users``.
         """
-        texts = self._of_python(client) if self.folder is None else self._of_folder(client)
+        texts = self._of_python(client) if self.of_python else self._of_folder(client)
         rows = [row for text in texts for row in encoded(tokenizer, text, max_tokens)]
         if not rows:
             raise InvalidValue(
@@ -79,15 +82,18 @@ class Texts:
         return author
 
     def _of_folder(self, client: int) -> Iterator[Text]:
-        assert self.folder is not None
+        named = f"data-folder={str(self.folder or '')!r}"
         with knowing_no_data():  # a folder's name and the number of clients are no person's data
-            if not self.folder.is_dir():
-                raise DataNotFound(f"data-folder={str(self.folder)!r}: expected a folder of texts")
+            if self.folder is None or not self.folder.is_dir():
+                raise DataNotFound(
+                    f"{named} with dataset='folder': expected the absolute path of a folder of "
+                    "texts, in the settings or in the node config"
+                )
             folders = sorted(path for path in self.folder.iterdir() if path.is_dir())
             if folders and len(folders) != self.clients:
                 raise InvalidValue(
-                    f"data-folder={str(self.folder)!r} with clients={self.clients}: expected "
-                    f"{self.clients} sub-folders, one for each client"
+                    f"{named} with clients={self.clients}: expected {self.clients} sub-folders, "
+                    "one for each client"
                 )
         return read(folders[client] if folders else self.folder)
 
