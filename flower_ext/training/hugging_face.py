@@ -97,24 +97,31 @@ def with_lora(
     Raises
     ------
     InvalidValue
-        No layer has one of these names, or one is tied to another layer.
+        No linear layer has one of these names, or one is tied to another layer.
     """
     peft, _ = libraries("LoRA")
     names = targets if targets == "all-linear" else [*filter(None, targets.split(","))]
     _refuse_tied(model, names)
+    _refuse_unknown(model, names)
     config = peft.LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=names, **options)
-    try:
-        adapted = peft.get_peft_model(model, config)
-    except ValueError as error:
-        linear = {name.rpartition(".")[2] for name, m in model.named_modules() if _is_linear(m)}
-        raise InvalidValue(
-            f"LoRA targets={targets!r} name no layer of {type(model).__name__}: expected "
-            f"all-linear, or some of {', '.join(sorted(linear))}"
-        ) from error
+    adapted = peft.get_peft_model(model, config)
     for name, parameter in adapted.named_parameters():
         if only_b and ".lora_A." in name:
             parameter.requires_grad_(False)
     return adapted
+
+
+def _refuse_unknown(model: nn.Module, names: str | list[str]) -> None:
+    """Refuse a name of no layer, which PEFT would pass over if another name has one."""
+    layers = [name for name, module in model.named_modules() if _is_linear(module)]
+    leaves = {name.rpartition(".")[2] for name in layers}
+    for target in [] if names == "all-linear" else names or [""]:
+        if not any(f".{name}".endswith(f".{target}") for name in layers):
+            raise InvalidValue(
+                f"LoRA targets={','.join(names)!r}: {target!r} names no linear layer of "
+                f"{type(model).__name__}; expected all-linear, or some of "
+                f"{', '.join(sorted(leaves))}"
+            )
 
 
 def _is_linear(layer: nn.Module) -> bool:

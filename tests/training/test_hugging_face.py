@@ -55,7 +55,7 @@ def test_a_head_that_is_tied_needs_no_weight_of_its_own(tmp_path):
     causal_model(str(folder), setting="base")
 
 
-@pytest.mark.parametrize("targets", ["lm_head", "embed_in,dense"])
+@pytest.mark.parametrize("targets", ["lm_head", "lm_head,dense"])
 def test_an_adapter_on_a_tied_weight_is_refused(targets, tmp_path):
     folder = str(save_causal(tmp_path / "tied", tie_word_embeddings=True))
     with pytest.raises(
@@ -64,11 +64,10 @@ def test_an_adapter_on_a_tied_weight_is_refused(targets, tmp_path):
         lora(folder, targets=targets)
 
 
-def test_targets_that_name_no_layer_are_refused_with_those_that_there_are(base):
-    with pytest.raises(
-        ValueError, match="LoRA targets='q_proj' name no layer.*dense_4h_to_h.*query"
-    ):
-        lora(base, targets="q_proj")
+@pytest.mark.parametrize("targets", ["q_proj", "dense,q_proj", "embed_in,dense", ""])
+def test_each_target_has_to_name_a_layer(targets, base):
+    with pytest.raises(ValueError, match="names no linear layer.*dense_4h_to_h.*query_key_value"):
+        lora(base, targets=targets)
 
 
 def test_a_folder_without_a_model_is_refused(tmp_path, monkeypatch):

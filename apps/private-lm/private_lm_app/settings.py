@@ -40,7 +40,8 @@ class Settings(ReleaseSettings, CohortSettings, TrainingSettings, ServerSettings
     lora_rank: Count = setting("r: rank of LoRA's matrices")
     lora_only_b: bool = setting("only B trains; A stays as drawn, equal on all nodes (FFA-LoRA)")
     lora_targets: str = setting(
-        "layers with adapters, separated by commas; all-linear: all but the head"
+        "layers with adapters, separated by commas; all-linear: all but the head; empty: "
+        "all-linear, or three layers of the tiny model"
     )
 
     epochs_alone: Count = setting("alone: epochs of a client's training")

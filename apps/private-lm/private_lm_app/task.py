@@ -19,7 +19,7 @@ from flower_ext.training.language import (
     perplexity,
     token_accuracy,
 )
-from private_lm_app.base import tiny_base
+from private_lm_app.base import TARGETS, tiny_base
 from private_lm_app.settings import Settings
 from private_lm_app.texts import Texts
 
@@ -32,7 +32,8 @@ def task_of(context: Context) -> Task:
     """Return the task of a run, for its clients and its server alike."""
     settings = settings_of(Settings, context)
     base = base_of(settings)
-    lora = (settings.lora_rank, settings.lora_only_b, settings.lora_targets)
+    targets = settings.lora_targets or ("all-linear" if settings.base else TARGETS)
+    lora = (settings.lora_rank, settings.lora_only_b, targets)
     return Task(
         model=partial(build, base, *lora),
         data=partial(client_data, texts_of(settings), base, settings.max_tokens),
