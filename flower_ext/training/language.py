@@ -43,7 +43,7 @@ class LanguageModel(nn.Module):
         """Return `Scores` (n, tokens - 1) of token numbers and labels (n, tokens)."""
         if torch.is_grad_enabled():
             return self._scores(input_ids, labels)
-        pairs = zip(input_ids.split(_ROWS), labels.split(_ROWS), strict=True)
+        pairs = zip(torch.split(input_ids, _ROWS), torch.split(labels, _ROWS), strict=True)
         parts = [self._scores(*pair) for pair in pairs]
         return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
 

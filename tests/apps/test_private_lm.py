@@ -214,7 +214,12 @@ def test_adapters_that_get_no_gradient_are_refused_before_a_round(tmp_path):
     [(1e-6, "nearly all of it is cut off"), (1e6, "noise will drown it"), (0.5, "")],
 )
 def test_a_clipping_norm_far_from_an_update_s_is_warned_of(norm, said, base, caplog):
-    settings = {"clipping": "fixed", "clipping-norm": norm, "learning-rate": 0.3}
+    settings = {
+        "clipping": "fixed",
+        "clipping-norm": norm,
+        "learning-rate": 0.3,
+        "optimizer": "SGD",
+    }
     whole = PRIVATE_LM.module("settings").Settings.of(config(base=base, **settings))
     trial = PRIVATE_LM.module("public_trial")
     with caplog.at_level(logging.WARNING, "flwr"):
