@@ -54,6 +54,14 @@ CASES: dict[str, Config] = {
         "noise": "correlated",
         "noise-placement": "server",
     },
+    "the same, momentum 0.8 and an average": {
+        "noise": "correlated",
+        "noise-placement": "server",
+        "noise-bands": 20,
+        "server-momentum": 0.8,
+        "server-learning-rate": 0.3,
+        "average-decay": 0.9,
+    },
 }
 HEADER = ("mechanism", "ε", "accuracy", "last norm", "seconds", "MB")
 

@@ -12,14 +12,13 @@ v̄_i                   the mixture α_i v_i + (1 − α_i) w_i, which the clien
 τ, η                  ``local.epochs`` (or ``steps``), ``local.learning_rate``
 ====================  =====================================================
 
-For each mini-batch, w_i moves by −η ∇f_i(w_i), and v_i by the gradient at the mixture, which is −η
-α_i ∇f_i(v̄_i). If α_i adapts, it moves at the first mini-batch of a round, by −η_α ⟨v_i − w_i,
-∇f_i(v̄_i)⟩, and is clamped to [0, 1].
+At each mini-batch, w_i moves by −η ∇f_i(w_i), and v_i moves by −η α_i ∇f_i(v̄_i). If α_i adapts, it
+moves at the first mini-batch of a round, by −η_α ⟨v_i − w_i, ∇f_i(v̄_i)⟩, and is clamped to [0, 1].
 
-The upload is that of `DPFedAvg`, because w_i trains without v_i and α_i. Then v_i trains beside a
-second descent of w_i on the same mini-batches. Nothing of this second descent leaves the client, so
-no plan needs to noise it. PFLlib differs: there v_i moves by the gradient at v_i, and is replaced
-by the mixture after each round.
+The upload equals that of `DPFedAvg`, because w_i trains without v_i and α_i. Then v_i trains beside
+a second descent of w_i on the same mini-batches. Nothing of this second descent leaves the client,
+so no plan needs to noise it. PFLlib differs: there v_i moves by the gradient at v_i, and is
+replaced by the mixture after each round.
 """
 
 from __future__ import annotations
@@ -61,7 +60,7 @@ WEIGHT = "mixture/α"
 
 @dataclass(kw_only=True)
 class Mixture(Job):
-    """A job that trains v_i and α_i, its ``params``, beside w_i, which starts at ``shared``."""
+    """Job that trains v_i and α_i (the ``params``) beside w_i, which starts at ``shared``."""
 
     shared: Params
     weight_rate: float
@@ -119,7 +118,7 @@ def mixture(v: Mapping[str, Tensor], w: Mapping[str, Tensor], alpha: float) -> P
 
 
 def local_model(work: ClientWork) -> Params:
-    """Return the mixture of v_i with the received model; a new client has only the latter."""
+    """Return the mixture of v_i with the received model; a new client returns the latter."""
     if work.memory is None:
         return work.received
     personal = {name: work.memory[name] for name in work.received}
@@ -140,10 +139,10 @@ class APFL(Method):
     Parameters
     ----------
     personal_weight : float
-        α in [0, 1], with which a client begins. At 0 the client uses the shared model; at 1 it uses
-        a model that is trained on its own data only.
+        Each client's initial α, in [0, 1]. At 0 the client uses the shared model; at 1 it uses a
+        model that is trained on its own data only.
     weight_learning_rate : float
-        η_α >= 0 of the adaptive α_i; the paper takes η. At 0, α stays as it is.
+        η_α >= 0: learning rate of the adaptive α_i; the paper takes η. At 0, α does not change.
     local : LocalTraining
         Training of w_i and v_i, by plain SGD.
     **options

@@ -15,10 +15,9 @@ p_0                   1/N for each client
 λ(r)                  (cos(πr/L) + 1)/2 up to round L = ``penalty_rounds``, then 0
 ====================  =====================================================
 
-In each round the server sends a client the core models of all clients. The client replaces the
-server's copy of its own core model by the one in its memory. Under a `RecordLevelPlan` the client
-clips and noises its core model before it uploads it; p_i and the personal model never leave the
-client.
+In each round the server sends a client the core models of all clients. For its own core model, the
+client uses its memory, not the server's copy. Under a `RecordLevelPlan` the client clips and noises
+its core model before it uploads it; p_i and the personal model never leave the client.
 """
 
 from __future__ import annotations
@@ -68,9 +67,9 @@ CORE, PERSONAL, RELATION = "core", "personal", "relation"
 
 @dataclass(kw_only=True)
 class Mixture(Job):
-    """A job that trains the model Σ_j p_j w_j by changing p and the core model ``index``.
+    """Job that trains the model Σ_j p_j w_j by changing p and the client's own core model.
 
-    ``params`` is w_j; ``others`` maps every other client to its core model.
+    ``params`` is w_j for j = ``index``; ``others`` maps every other client to its core model.
     """
 
     others: Mapping[int, Params]
@@ -113,7 +112,7 @@ def local_update(work: ClientWork) -> Steps[LocalResult]:
 def train_mixture(
     task: Task, job: Mixture, trained: Callable[[str], bool]
 ) -> tuple[Params, Tensor, Params]:
-    """Return (w_j, p, Σ_j p_j w_j) after training one job.
+    """Return the core model, p and the personal model of one job after its training.
 
     Jobs run one after another, because each job holds all core models.
     """
@@ -162,7 +161,7 @@ class Apple(Method):
     Parameters
     ----------
     relation_learning_rate : float
-        η_2.
+        η_2: learning rate of p_i.
     penalty : float
         μ >= 0: strength of the pull of p_i towards equal shares; it fades over ``penalty_rounds``.
     penalty_rounds : int

@@ -43,7 +43,7 @@ def local_update(work: ClientWork) -> Steps[LocalResult]:
     """Train the head with φ frozen, then φ by SAM with h frozen (Algorithm 2, lines 5–17)."""
     shared, head = work.received, personal_part(work)
     model = yield work.train("head", {**shared, **head}, lambda name: name in head)
-    # The extractor descends under the new head, not under the one before it.
+    # The extractor descends under the new head, not under the previous head.
     model = yield work.train("extractor", model, lambda name: name in shared)
     moved = {name: model[name] for name in shared}
     return LocalResult(model=moved, memory={name: model[name] for name in head})
@@ -75,8 +75,8 @@ class DP2FedSAM(Method):
         Names of the modules that form the head h; ``*`` matches any part of a name. The paper
         takes the last linear layer.
     head : LocalTraining
-        SGD on h. The paper's rate is 0.1 or 0.005: its text and its symbols assign the two rates
-        in opposite ways.
+        SGD on h. The paper gives the rates 0.1 and 0.005, but its text and its symbols assign them
+        to head and extractor in opposite ways.
     extractor : LocalTraining
         SAM on φ with radius q.
     adapt_before_evaluation : bool
@@ -107,7 +107,7 @@ class DP2FedSAM(Method):
     def claims(
         self, plan: PrivacyPlan, run: RunSummary, state: State, summation: Summation
     ) -> list[Guarantee]:
-        """Return Theorem 2, by which the paper calibrates all its methods, and what is provable."""
+        """Return the published guarantee of Theorem 2, and the provable guarantees of this run."""
         return [*theorem2_of_plan(plan, run), *super().claims(plan, run, state, summation)]
 
 

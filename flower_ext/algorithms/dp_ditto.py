@@ -20,7 +20,7 @@ method is Ditto.
 
 In place of noise on the upload, the plan may ask for clipped gradients and noise in each local step
 (``plan.steps``). Then each local step clips every record's gradient and adds noise, and the upload
-gets no noise of its own.
+gets no further noise.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class DPDitto(Method):
         λ in [0, 2]. At 0, a personal model learns from its client's data only; at 2, it only
         follows the shared model.
     local : LocalTraining
-        Training of the uploaded model; it has to match the plan's ``steps`` if it has any.
+        Training of the uploaded model. If the plan has ``steps``, this training must match them.
     personal_training : LocalTraining
         Training of the personal model, by plain SGD.
     **options

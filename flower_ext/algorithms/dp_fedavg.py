@@ -95,7 +95,7 @@ class DPFedAvg(Method):
     def claims(
         self, plan: PrivacyPlan, run: RunSummary, state: State, summation: Summation
     ) -> list[Guarantee]:
-        """Return Theorem 2, by which the paper calibrates all its methods, and what is provable."""
+        """Return the published guarantee of Theorem 2, and the provable guarantees of this run."""
         return [*theorem2_of_plan(plan, run), *super().claims(plan, run, state, summation)]
 
 

@@ -14,10 +14,10 @@ s                     ``sample_share``
 ====================  =====================================================
 
 A round starts from Θ̂_i = Θ_i + (Θ − Θ_i) ⊙ W_i. The client trains W_i by the gradient ∇_Θ̂ F ⊙ (Θ
-− Θ_i), clamped to [0, 1], on a new sample of its records. It makes one pass in every round and
-``first_passes`` passes in its first one, while the paper continues until the loss no longer
-changes. Under a `RecordLevelPlan` the client clips and noises Θ_i before it uploads it; Θ_i itself
-and W_i never leave the client.
+− Θ_i), clamped to [0, 1], on a new sample of its records. It makes ``first_passes`` passes in its
+first round and one pass in every later round. In its first round, the paper continues until the
+loss no longer changes. Under a `RecordLevelPlan` the client clips and noises Θ_i before it uploads
+it; Θ_i itself and W_i never leave the client.
 """
 
 from __future__ import annotations
@@ -157,7 +157,7 @@ class FedALA(Method):
     first_passes : int
         Passes over the sample in a client's first training of W.
     local : LocalTraining
-        Training of the local model; its batch size is also that of W.
+        Training of the local model. W trains with the same batch size.
     **options
         Fields of `Method`.
     """
@@ -187,7 +187,7 @@ class FedALA(Method):
 
     @property
     def training(self) -> Mapping[str, LocalTraining]:
-        """The phases of local training: the local model, and the weights of its start."""
+        """The phases of local training: the local model, and the aggregation weights W."""
         weights = LocalTraining(
             epochs=1,
             batch_size=self.local.batch_size,
@@ -196,6 +196,6 @@ class FedALA(Method):
         return {"local": self.local, "weights": weights}
 
     def settings(self, plan: PrivacyPlan) -> Mapping[str, float]:
-        """Return the numbers, and the names of the modules with weights, for the clients."""
+        """Return the settings that clients need, with the names of modules that have weights."""
         modules = {ADAPTIVE + module: 1.0 for module in self.adaptive}
         return {**super().settings(plan), **modules}

@@ -9,7 +9,7 @@ paper                 here
 w_i, u_i              the client's memory, the model that it receives
 ξ_ij                  `attention`: α A'(‖w_i − w_j‖²) for j ≠ i, and 1 − Σ_j ξ_ij for i itself
 σ                     ``attention_width``
-α_k                   σ/N for N clients, with which no ξ_ii is negative
+α_k                   σ/N for N clients, so that no ξ_ii is negative
 λ/α_k                 ``attraction``
 ====================  =====================================================
 

@@ -53,14 +53,14 @@ class FedBN(FedPer):
 
     @classmethod
     def for_model(cls, model: nn.Module, **options: Any) -> Self:
-        """Return the method for a model, with all normalisation layers that train as personal ones.
+        """Return the method for a model whose trainable normalisation layers are all personal.
 
         Parameters
         ----------
         model : nn.Module
             A model of the task, as in ``FedBN.for_model(task.model())``.
         **options
-            Fields of `FedPer` but ``personal``.
+            Fields of `FedPer`, except ``personal``.
 
         Raises
         ------
@@ -74,7 +74,7 @@ class FedBN(FedPer):
         ]
         if not layers:
             raise InvalidValue(
-                f"{cls.__name__} for a {type(model).__name__}: expected a model with normalisation "
-                "layers that train, such as BatchNorm or GroupNorm"
+                f"{cls.__name__} for a {type(model).__name__}: expected a model with trainable "
+                "normalisation layers, such as BatchNorm or GroupNorm"
             )
         return cls(personal=layers, **options)

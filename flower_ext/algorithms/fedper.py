@@ -12,8 +12,8 @@ e, b, η_j             ``local.epochs`` (or ``steps``), ``.batch_size``, ``.lear
 γ_j                   ``weighting="examples"`` of a `NonPrivatePlan`; otherwise 1/N
 ====================  =====================================================
 
-The paper draws a client's first personal layers at random; here all clients begin with those of the
-run's initial model.
+The paper draws a client's first personal layers at random; here all clients begin with the personal
+layers of the run's initial model.
 """
 
 from __future__ import annotations
@@ -54,8 +54,9 @@ class FedPer(Method):
     counts by its number of examples, as the paper does.
 
     A `ReleasePlan` protects whole clients; a `RecordLevelPlan` with noise on uploads protects
-    records. Both bound and noise what the client sends of the base. A `RecordLevelPlan` with noise
-    in local steps is refused, because an upload depends on records through personal layers, too.
+    records. Both bound the client's update of the base layers, and add noise. A `RecordLevelPlan`
+    with noise in local steps is refused, because an upload also depends on records through personal
+    layers.
 
     Parameters
     ----------

@@ -53,9 +53,9 @@ class Hosted(DPFedAvg):
     Raises
     ------
     InvalidValue
-        The server needs more than models and numbers of examples, as QFedAvg does; the cohorts are
-        smaller than its ``min_train_nodes`` or ``min_available_nodes``; or an option would have no
-        effect beside the server's own.
+        ``strategy`` needs more than models and numbers of examples, as QFedAvg does; the cohorts
+        are smaller than its ``min_train_nodes`` or ``min_available_nodes``; or an option would have
+        no effect because ``strategy`` decides it.
     """
 
     weighs_updates = True
@@ -68,8 +68,8 @@ class Hosted(DPFedAvg):
         for kind, missing in _BEYOND_MODELS.items():
             if isinstance(self.strategy, kind):
                 raise InvalidValue(
-                    f"strategy={type(self.strategy).__name__}: expected one that needs no more "
-                    "than models and numbers of examples, such as FedAvg, FedAdam or FedMedian; "
+                    f"strategy={type(self.strategy).__name__}: expected a strategy that needs "
+                    "only models and numbers of examples, such as FedAvg, FedAdam or FedMedian; "
                     f"{kind.__name__} needs {missing}, so run it in an app of its own"
                 )
         require_usual_server(self, f"{self.label} takes the server's step")
@@ -109,7 +109,7 @@ class Hosted(DPFedAvg):
     def configure(
         self, config: ConfigRecord, model: records.Arrays, state: State, plan: PrivacyPlan
     ) -> ConfigRecord:
-        """Return the configuration with what the Flower strategy adds to it.
+        """Return the configuration, with the entries that the Flower strategy adds.
 
         The Flower strategy begins the round with the moments of ``state``, which `step` continues.
         """
@@ -150,7 +150,7 @@ class Hosted(DPFedAvg):
         return records.to_arrays(arrays), self._state(server, steps=_steps(state) + 1)
 
     def _reply(self, base: records.Arrays, partition: int, update: records.Update) -> Message:
-        """Return an accepted update as the reply of a ClientApp that Flower's strategy reads."""
+        """Return an accepted update in the form of a ClientApp's reply, for Flower's strategy."""
         model = {name: base[name] + update.arrays[name] for name in base}
         weight = {self.strategy.weighted_by_key: update.metrics[self.strategy.weighted_by_key]}
         content = RecordDict(

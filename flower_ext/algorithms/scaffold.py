@@ -68,7 +68,7 @@ def local_update(work: ClientWork) -> Steps[LocalResult]:
 
 @dataclass(frozen=True, kw_only=True)
 class Scaffold(Method):
-    """Stochastic controlled averaging. In c all clients count alike, in the mean as the plan says.
+    """Stochastic controlled averaging. c weights all clients alike; the plan weights the mean.
 
     Any plan but a `ReleasePlan` fits, because the server needs each client's update.
 

@@ -1,4 +1,4 @@
-"""Two worlds that differ in one unit, the canary, and scores of its presence in a run."""
+"""Two worlds that differ in one unit (the canary), and scores that detect it in a run."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def projected(
 ) -> Score:
     """Return a score that projects an observation on the canary's direction.
 
-    No score tells the two worlds apart better under Gaussian noise. In a secure round this score
+    Under Gaussian noise, no score separates the two worlds better. In a secure round this score
     projects the sum that the server computes, or an upload of the canary that no mask hides.
 
     Parameters
@@ -72,7 +72,7 @@ def projected(
     signs : Sequence[float]
         Sign of the canary's pull by round. The last sign of a shorter list holds for later rounds.
     partitions : Sequence[int], optional
-        Partitions whose uploads the canary is in, for an adversary that sees each of them; by
+        Partitions whose uploads contain the canary, for an adversary that sees each upload; by
         default all.
     whole : bool
         True if uploads are whole models. The score then undoes the subtraction of the sent model.
@@ -111,11 +111,11 @@ def projected(
 
 
 def of_scores(name: str) -> Score:
-    """Return a score for audits of evaluations, in which the canary reports far more than others.
+    """Return a score for audits of evaluations whose canary reports a far higher value than others.
 
     The score rebuilds two noised sums, the number of clients and the sum of their centred scores,
-    from the released count and mean. It projects both on the canary's part, which is at most
-    (1, ½). All other clients report the middle of the bounds, which are 0 and 1.
+    from the released count and mean. It projects both on the canary's part, which is at most (1,
+    ½). All other clients report ½, the middle of the bounds 0 and 1.
     """
 
     def score(seen: Observation, view: AdversaryView) -> float:
@@ -130,7 +130,7 @@ def of_scores(name: str) -> Score:
 
 @dataclass(frozen=True, kw_only=True)
 class World:
-    """Everything that a run needs, including the parts that are equal in both worlds.
+    """Everything that a run in one world needs.
 
     Parameters
     ----------

@@ -1,6 +1,6 @@
 """Run a strategy in two worlds, with and without a canary, and bound its ε from below.
 
-An audit works with any Flower strategy, because it never looks inside. Its adversary sees the
+An audit works with any Flower strategy, because it only observes runs. Its adversary sees the
 uploads on the grid and the model after each round of `Strategy.start`. The audit tests the ε in the
 strategy's ``guarantees()``, or the ε that the experiment names. `audit_in_one_run` is cheap but far
 looser: it includes each of many canaries with probability one half.
@@ -120,8 +120,8 @@ def audit(
     Parameters
     ----------
     confidence : float
-        Confidence with which all bounds of this audit, and of ``num_audits`` − 1 others like it,
-        hold at once.
+        Probability that all bounds of this audit, and of ``num_audits`` − 1 audits like it, hold at
+        once.
     num_audits : int
         Number of audits that share the probability of a wrong bound.
     progress : Callable[[int, int], None], optional
@@ -226,8 +226,8 @@ def audit_in_one_run(
     """Bound ε of a strategy with ``guarantees()`` by one run with many canaries.
 
     `in_one_run` always gives a bound. If the reported ε is that of a Gaussian mechanism,
-    `in_one_run_by_curve` gives a second one, which is usually larger. Both hold at once with
-    ``confidence``. They are far looser than the bounds of `audit`, which takes thousands of runs:
+    `in_one_run_by_curve` gives a second bound, which is usually larger. Both hold at once with
+    ``confidence``. Both are far looser than the bounds of `audit`, which takes thousands of runs:
     canaries disturb each other, and few guesses prove little even if all are correct.
 
     Parameters

@@ -2,8 +2,8 @@
 
 The model and its loss are linear, so every record pulls the model by a fixed amount, whatever the
 model is, and an update is the sum of these pulls. The canary pulls with a force far above every
-bound, along one weight and the bias: an audit thus finds an implementation that bounds each array
-by itself. All other records pull the other way, or not at all. The loss changes its sign in every
+bound, along one weight and the bias. An audit thus detects an implementation that clips each array
+separately. All other records pull the other way, or not at all. The loss changes its sign in every
 round, but noise that is used twice does not, so an audit finds reused noise.
 """
 
@@ -37,7 +37,7 @@ BEYOND = 5.0
 ONE_STEP = LocalTraining(steps=1, batch_size=64, learning_rate=1.0)
 
 
-@dataclass(eq=False)  # equal to itself alone, because caches have `loss` as a key
+@dataclass(eq=False)  # compared by identity, because caches have `loss` as a key
 class Turns:
     """A public schedule: the loss changes its sign in every round."""
 

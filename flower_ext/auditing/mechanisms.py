@@ -72,7 +72,7 @@ _record_plan = partial(RecordLevelPlan, sampling=FullParticipation(1), num_examp
 def _release_plans(
     sampling: Sampling, *, noise_multiplier: float = 0.5, **options: Any
 ) -> Callable[[float, int], ReleasePlan]:
-    """Return the plan for any multiple of ``noise_multiplier`` and number of rounds."""
+    """Return a function of a factor on ``noise_multiplier`` and of rounds that makes the plan."""
     return lambda noise, rounds: ReleasePlan(
         sampling=sampling,
         clipping_norm=1.0,
@@ -128,7 +128,7 @@ def _adaptive_plans(sampling: Sampling, **options: Any) -> Callable[[float, int]
 
 
 def _sided_score(*, silos: int = 1, partitions: Sequence[int] | None = None) -> Score:
-    """Return a score of updates and sides; a mean over silos is a part of the released mean."""
+    """Return a score that projects on the canary's update, its side, and the next norm."""
     # The canary's update is as long as half of its side's weight; the next norm tells the side.
     norm = 2 * math.sqrt(2) / _RATE / silos
     direction = {**axes(SIZE), SIDE: np.array([-math.sqrt(2)]), NEXT_NORM: np.array([norm])}
@@ -165,10 +165,10 @@ def _in_turns_matrix(rounds: int) -> StrategyMatrix:
 
 
 def of_correlated(moves: Vector) -> Score:
-    """Return the best score of runs with correlated noise: no other separates both worlds better.
+    """Return the score that best separates both worlds under correlated noise.
 
-    It undoes the correlation, and projects on the moves of each round's row, which the canary
-    causes in `StrategyMatrix` times the sums.
+    Let C be the `StrategyMatrix`. C times the releases has independent noise, and the canary moves
+    its rows by ``moves``. The score projects C times the releases on ``moves``.
     """
     column = _in_turns_matrix(len(moves)).coefficients(len(moves))
     weights = [float(column[: len(moves) - n] @ moves[n:]) for n in range(len(moves))]
@@ -192,7 +192,7 @@ _CORRELATED = replace(
 
 
 def _scored(*accuracies: float) -> ClientData:
-    """Return a client's data whose training moves nothing and whose mean target is its score."""
+    """Return the data of a client that trains nothing and scores the mean of ``accuracies``."""
     test = Examples(torch.zeros(len(accuracies), SIZE), torch.tensor(accuracies))
     return ClientData(train=pulls(0.0), test=test)
 

@@ -138,7 +138,7 @@ class _Listener(InProcessGrid):
 
 
 def _upload(reply: Message, sent: Arrays) -> Arrays | None:
-    """Return the model that a client sent minus the one it received; None for other replies."""
+    """Return the model that a client sent minus the model it received; None for other replies."""
     if reply.has_error():
         return None
     # Reading ``content`` would turn the upload into records, which the server reads another way.

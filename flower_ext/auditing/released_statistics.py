@@ -1,7 +1,7 @@
 """Released statistics as experiments: one person, or one client, moves a sum as far as possible.
 
-The canary's age is far above the public bound, so its part has norm 1 and lies in cells of its own.
-All other people have no known age.
+The canary's age is far above the public bound, so its part has norm 1 and lies in cells that no
+other person fills. All other people have no known age.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def _experiment(
     *,
     noise: float = 1.0,
 ) -> Experiment:
-    """Return two worlds of a method, with ``noise`` times half a clipping norm of noise."""
+    """Return two worlds of a method under a noise multiplier of ``noise`` / 2."""
     plan = ReleasePlan(
         sampling=FullParticipation(_UNITS),
         clipping_norm=1.0,

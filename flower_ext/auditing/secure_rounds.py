@@ -39,7 +39,7 @@ the ring. A uniform upload of at least 64 numbers does so with a probability bel
 class SecureTranscript:
     """The messages of a round's first secure sum, and the values that its server can compute.
 
-    The first sum adds updates. A later one may add scores, in vectors of another length.
+    The first sum adds updates. A later sum may add scores, in vectors of another length.
     """
 
     def __init__(self) -> None:

@@ -1,1 +1,1 @@
-"""The command line: one module a command, and the ways to run an app."""
+"""The command line: one module per command, and the ways to run an app."""

@@ -78,7 +78,7 @@ def audit(
 
 
 def experiment_of(target: str) -> Experiment:
-    """Return the experiment of a named mechanism, or the one that ``module:function`` returns.
+    """Return the experiment of a named mechanism, or the experiment of ``module:function``.
 
     Raises
     ------

@@ -80,7 +80,9 @@ class ScheduleSettings(Settings):
             raise InvalidValue(f"give either global-weight or all of {_named(_LINEAR)}")
         several = self.batch_size is not None or self.local_steps > 1
         if several and self.gradient_clipping_norm is None:
-            raise InvalidValue("batch-size and local-steps need gradient-clipping-norm")
+            raise InvalidValue(
+                "batch-size and local-steps need gradient-clipping-norm: give it, or leave both out"
+            )
 
     def plan_of(self, rounds: int, basis: Basis) -> RecordLevelPlan:
         """Return the plan that keeps the budget over ``rounds`` rounds, by the bound ``basis``."""
@@ -112,7 +114,7 @@ class ScheduleSettings(Settings):
         return self._part(LinearFairness) if self.global_weight is None else self.global_weight
 
     def _part(self, kind: type[Part], **values: Any) -> Part:
-        """Return the object whose fields are settings of the same names, with other ``values``."""
+        """Return a ``kind`` whose fields are ``values``, or else settings of the same names."""
         names = {each.name for each in fields(kind)}
         present = {name: value for name, value in vars(self).items() if value is not None}
         return kind(**{**{name: present[name] for name in names & present.keys()}, **values})

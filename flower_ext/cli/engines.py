@@ -80,9 +80,10 @@ def in_one_process(
 def simulation_superlink(env: Mapping[str, str]) -> Iterator[dict[str, str]]:
     """Start a SuperLink for one simulation; yield the variables with which ``flwr`` finds it.
 
-    ``flwr run`` starts a SuperLink that stays and that all simulations of a user share. This one
-    has its own port and home and no database, and ends with the block, so that no other run depends
-    on it. Use the function inside `flower_ext.cli.reaper.reaped`, which ends Ray's processes.
+    ``flwr run`` starts a SuperLink that stays and that all simulations of a user share. The
+    SuperLink of this function has its own port and home and no database, and ends with the block,
+    so that no other run depends on it. Use the function inside `flower_ext.cli.reaper.reaped`,
+    which ends Ray's processes.
 
     ``env`` holds the environment variables of Flower's processes. The SuperLink's home is a folder
     below ``FLWR_HOME``.
@@ -137,7 +138,7 @@ def on_superlink(
     LaunchFailed
         Flower refused the run, or the run failed.
     KeyboardInterrupt
-        The caller was interrupted. If the SuperLink is not this command's, the run was stopped.
+        The caller was interrupted. If the SuperLink outlives this command, the run was stopped.
     """
     command = ["run", str(app), *connection]
     for key, value in changes.items():

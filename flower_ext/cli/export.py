@@ -102,7 +102,7 @@ def _check_files(run: RunDirectory, *outputs: Path) -> None:
 def _client_model(
     run: RunDirectory, shared: Params, client: int, app: Path | None
 ) -> tuple[Params, bool]:
-    """Return the model that a client builds from the shared one, and True if it has memory."""
+    """Return the model that a client builds from the shared one; True if the client has memory."""
     use = run.use()
     if not use:
         raise InvalidValue(
@@ -185,7 +185,7 @@ def _guarantees(run: RunDirectory, about_client: list[str]) -> dict[str, list[An
 
 
 def _about_client(client: int | None, personal: Sequence[str], is_secret: bool) -> list[str]:
-    """Return sentences on what the file reveals of its client and of all others."""
+    """Return sentences on what the file reveals about its client and about other clients."""
     if is_secret:
         return [
             f"This file holds parameters of client {client} that carry no noise: no ε covers the "

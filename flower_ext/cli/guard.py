@@ -1,4 +1,4 @@
-"""``flower-ext guard``: run apps for a SuperNode, and bound what leaves in their replies."""
+"""``flower-ext guard``: run apps for a SuperNode, and bound the data in their replies."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def costs(policy: GuardPolicy) -> list[str]:
 
 
 def uncovered(policy: GuardPolicy) -> list[str]:
-    """Return one line about each thing that this policy leaves open."""
+    """Return one line about each leak that this policy does not close."""
     lines = []
     if policy.reply_after is None:
         lines.append("not covered: the time of each reply, because reply-after is not set")

@@ -57,7 +57,7 @@ Output = Annotated[Path, typer.Option("--output", "-o", help="File to write.")]
 
 @app.callback()
 def link() -> None:
-    """Give people the same number in every silo, without telling who they are.
+    """Give people the same number in every silo, without revealing who they are.
 
     Example: flower-ext link users patients.csv --by name --by-date born --key study.key --buckets
     100000 -o linked.csv
@@ -153,7 +153,7 @@ def users(
     encoding: Encoding = "utf-8",
     skip_unusable: SkipUnusable = False,
 ) -> None:
-    """Replace identifiers by the numbers of users: their buckets, or those of `link union`."""
+    """Replace identifiers by the numbers of users: buckets, or the numbers of `link union`."""
     pseudonyms = _pseudonyms(key, by, by_date, date_format)
     if numbers is not None and buckets is None:
         number_of = _given_numbers(numbers, pseudonyms)
@@ -195,7 +195,8 @@ def _given_numbers(path: Path, pseudonyms: Pseudonyms) -> Callable[[bytes], int]
     fingerprint, lines = _read_lines(path)
     if fingerprint != pseudonyms.fingerprint:
         raise InvalidValue(
-            f"numbers={path}: made with a different key, or with columns of different kinds"
+            f"numbers={path}: made with a different key, or with columns of different kinds; use "
+            "the key and columns of `link pseudonyms`"
         )
     given = {bytes.fromhex(pseudonym): int(number) for pseudonym, number in lines}
 

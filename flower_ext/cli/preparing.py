@@ -233,7 +233,7 @@ def _declared(app: Path, named: str) -> dict[str, Declaration]:
 
 
 def _choose_clients(options: RunOptions, config: ChainMap[str, Any]) -> None:
-    """Set the number of clients as the options say, and how many of them a node simulates."""
+    """Set the number of clients from the options, and the number of clients per node."""
     per_node, setting = config.get("clients-per-node"), clients_setting(config)
     if setting is not None and options.clients is not None:
         config[setting] = options.clients
@@ -308,7 +308,7 @@ def begun_with(run: Path, app: Path, defaults: Mapping[str, Any]) -> dict[str, A
 def _absolute(config: Mapping[str, Any], *, is_local: bool) -> dict[str, str]:
     """Return the paths among an app's settings as absolute paths, for every process of the run.
 
-    If the run is on other machines, places on nodes stay relative, because each node has its own
+    If the run is on other machines, paths on nodes stay relative, because each node has its own
     files.
     """
     paths = {name: str(config[name]) for name in PATHS if config.get(name)}

@@ -35,7 +35,7 @@ _PATIENCE = 30
 def reaped() -> Iterator[None]:
     """When the block or this process ends, end every process that was started in the block.
 
-    Only processes that inherit the block's environment are found, and their descendants.
+    The reaper finds only processes that inherit the block's environment, and their descendants.
     """
     mark, former = f"{os.getpid()}-{secrets.token_hex(8)}", os.environ.get(_MARK)
     # A session of its own keeps signals to the command's terminal and process group away.

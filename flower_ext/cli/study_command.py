@@ -25,7 +25,7 @@ A study is a TOML file::
     settings = { epsilon = 1.0 }
 
 The run directory of each stage is in the study's folder, beside the account. Repeat the command to
-continue a study: a stage that is complete is kept, one that was interrupted is resumed.
+continue a study: a complete stage is kept, and an interrupted stage is resumed.
 """
 
 from __future__ import annotations
@@ -84,7 +84,8 @@ class Study:
         Raises
         ------
         InvalidValue
-            There is no such file, it is not TOML, or it has not this form.
+            There is no such file, it is not TOML, or it lacks the form shown at the top of this
+            module.
         """
         content = read_toml(path)
         try:
@@ -109,7 +110,7 @@ class Study:
         return study
 
     def placed(self, path: str) -> Path:
-        """Return a path of the file as an absolute one."""
+        """Return a path in the study's file as an absolute path."""
         return (self.path.parent / Path(path).expanduser()).absolute()
 
 
@@ -144,8 +145,8 @@ def study(
             raise InvalidValue(f"stage {stage.name}: {error}") from error
         except LaunchFailed as error:
             raise LaunchFailed(
-                f"stage {stage.name}: {error}. Mend it and repeat the command, which keeps the "
-                "stages that are complete"
+                f"stage {stage.name}: {error}. Remove the cause and repeat the command, which "
+                "keeps complete stages"
             ) from error
     console.rule(plan.title or file.stem)
     pages = titled_table("Stages", ("stage", "page"))

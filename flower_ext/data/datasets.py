@@ -41,7 +41,7 @@ class DatasetInfo:
 
 
 def _idx_files(*folders: str) -> tuple[tuple[str, ...], ...]:
-    """Return the four usual files of images and labels, in each of the folders."""
+    """Return the paths of MNIST's four files of images and labels, for each folder."""
     parts = [
         f"{part}-{kind}" for part in ("train", "t10k") for kind in ("images-idx3", "labels-idx1")
     ]
@@ -80,7 +80,7 @@ def describe(name: str) -> DatasetInfo:
     Raises
     ------
     ValueError
-        The name is unknown; the message lists the known ones.
+        The name is unknown; the message lists the known names.
     """
     require_one_of("dataset", name, names())
     return _DATASETS[name]

@@ -169,7 +169,7 @@ class SiloData(ClientData):
     def limited(self, limits: np.ndarray, rng: np.random.Generator) -> SiloData:
         """Return a silo with at most ``limits[u]`` training examples of each user u.
 
-        They are chosen at random; all of a user's examples are equally likely.
+        The examples are chosen at random; all of a user's examples are equally likely.
 
         Raises
         ------

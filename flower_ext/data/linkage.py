@@ -1,18 +1,18 @@
-"""Common numbers for people whose records lie in several silos, without telling who they are.
+"""Common user numbers for people with records in several silos, without revealing the people.
 
-User-level privacy across silos needs one number a person, equal in every silo. Silos that share a
-secret key turn an identifier, such as names and a date of birth, into a *pseudonym*:
-HMAC-SHA-256 of the normalised identifier, shortened to 128 bits. Numbers come from pseudonyms in
-one of two ways:
+User-level privacy across silos needs one number per person, equal in every silo. Silos that share a
+secret key turn an identifier, such as names and a date of birth, into a *pseudonym*: HMAC-SHA-256
+of the normalised identifier, shortened to 128 bits. Numbers come from pseudonyms in one of two
+ways:
 
-* **Buckets** need no message: a number is the pseudonym modulo the number of buckets. Two people of
+* **Buckets** need no message: a number is the pseudonym modulo the number of buckets. Two people in
   one bucket count as one user. Both stay protected, but they share one bound.
 * A **numbered union** needs a coordinator, who holds no key: silos send their pseudonyms, and the
-  coordinator numbers the union in random order. Sorted numbers would tell a silo that holds the key
-  which people are in no silo, because consecutive numbers leave no pseudonym between them.
+  coordinator numbers the union in random order. If the numbers were sorted, a silo with the key
+  could find out who is in no silo: consecutive numbers leave no pseudonym between them.
 
-A person whose identifier is spelled in j ways has j numbers, and a guarantee for one user becomes
-one for a group of j.
+A person whose identifier is spelled in j ways has j numbers. The guarantee for that person is that
+of a group of j users.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _DECIMALS = re.compile(r"\s*[+-]?\d+[.,]\d*\s*")
 
 
 class UnusableValue(InvalidValue):
-    """A value of an identifier is empty or not of its kind; the message does not show it."""
+    """A value of an identifier is empty or of the wrong kind; the message hides the value."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +50,7 @@ class IdentifierField:
     Parameters
     ----------
     column : str
-        The column's name in this silo's file. It may be another in another silo.
+        Name of the column in this silo's file. Silos may use different names.
     kind : {"text", "date"}
         Texts are compared without case, spaces and punctuation, dates by their day.
     date_format : str
@@ -163,7 +163,7 @@ class Pseudonyms:
 
     @property
     def fingerprint(self) -> str:
-        """Eight hexadecimal digits that are equal where the key and the kinds of fields are."""
+        """Eight hexadecimal digits, equal in silos with the same key and kinds of fields."""
         kinds = ",".join(part.kind for part in self.fields)
         return hmac.digest(self.key, f"fingerprint {kinds}".encode(), "sha256")[:4].hex()
 
@@ -214,7 +214,7 @@ def expected_shared_pairs(num_people: int, num_buckets: int) -> float:
 def number_union(silos: Sequence[Collection[bytes]]) -> list[dict[bytes, int]]:
     """Return a number below N for every pseudonym of each silo, where N is the size of the union.
 
-    The numbers are in a secret random order, so a silo learns from them N and nothing else.
+    The numbers are in a secret random order, so a silo learns only N from its numbers.
     """
     union = sorted(set().union(*silos))
     secrets.SystemRandom().shuffle(union)
@@ -223,7 +223,7 @@ def number_union(silos: Sequence[Collection[bytes]]) -> list[dict[bytes, int]]:
 
 
 def shared_counts(silos: Sequence[Collection[bytes]]) -> dict[tuple[int, ...], int]:
-    """Return the number of people in exactly each set of silos: what the coordinator learns."""
+    """Return what the coordinator learns: how many people are in exactly each set of silos."""
     homes: dict[bytes, tuple[int, ...]] = {}
     for silo, pseudonyms in enumerate(silos):
         for pseudonym in set(pseudonyms):

@@ -5,7 +5,7 @@ is assigned twice. ``pathological``, ``dirichlet`` and ``split`` read a target a
 refuse targets of several numbers, and NaN, which is no class.
 
 flwr-datasets has partitioners of the same names, but they read Hugging Face tables, and its
-pathological partition neither holds all classes equally often nor always holds each of them.
+pathological partition may deal classes unequally often, or leave some out.
 """
 
 from __future__ import annotations

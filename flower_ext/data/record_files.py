@@ -17,18 +17,18 @@ DELIMITERS = ",;\t|"
 
 @dataclass(frozen=True, kw_only=True)
 class RecordFile:
-    """A CSV file with a line of names, or a Parquet file (extra ``parquet``).
+    """A CSV file whose first line names the columns, or a Parquet file (extra ``parquet``).
 
-    No error shows a value of the file, nor its first line: in a file without a line of names, that
-    is a person's.
+    No error shows a value of the file or its first line. If the file has no line of names, its
+    first line is a person's record.
 
     Parameters
     ----------
     path : Path
-        A name that ends in .parquet is a Parquet file's; any other file is CSV.
+        A file whose name ends in .parquet is Parquet; any other file is CSV.
     encoding : str
-        Of a CSV file. A byte order mark is understood. A file of UTF-8 is refused under another
-        encoding, by which its names would become other names.
+        Encoding of a CSV file, which may have a byte order mark. A UTF-8 file is refused under
+        another encoding, because that would change the names of columns.
     """
 
     path: Path
@@ -56,7 +56,7 @@ class RecordFile:
         return names
 
     def positions(self, columns: Sequence[str]) -> list[int]:
-        """Return where columns stand in a row.
+        """Return the positions of ``columns`` in a row.
 
         Raises
         ------
@@ -77,7 +77,8 @@ class RecordFile:
         Raises
         ------
         InvalidValue
-            A line has more or fewer fields than the first, or bytes that the encoding lacks.
+            A line has more or fewer fields than the first, or bytes that are invalid in the
+            encoding.
         """
         if self.is_parquet:
             for batch in _open_parquet(self.path).iter_batches(batch_size=2**14):
@@ -118,7 +119,7 @@ class RecordFile:
             ) from None
         except LookupError:
             raise InvalidValue(
-                f"encoding={self.encoding!r}: expected one that Python knows"
+                f"encoding={self.encoding!r}: expected an encoding that Python knows"
             ) from None
         except csv.Error as error:
             raise InvalidValue(f"{self.path}: not a CSV file: {error}") from None
@@ -126,14 +127,14 @@ class RecordFile:
             raise InvalidValue(f"{self.path}: cannot be read; {error.strerror}") from None
 
     def _lines(self, stream: IO[str]) -> Iterator[list[str]]:
-        """Yield the fields of lines, apart by the delimiter that the first line has most often."""
+        """Yield each line's fields, split at the most frequent delimiter of the first line."""
         first = stream.readline()
         stream.seek(0)
         return csv.reader(stream, delimiter=max(DELIMITERS, key=first.count), strict=True)
 
 
 def _is_utf8(path: Path) -> bool:
-    """Return True for a file of UTF-8 with characters other than ASCII."""
+    """Return True for a UTF-8 file with characters other than ASCII."""
     has_others, decoder = False, codecs.getincrementaldecoder("utf-8")()
     with path.open("rb") as stream:
         try:

@@ -25,7 +25,7 @@ def checked(name: str, tree: Tree) -> Tree:
     Raises
     ------
     TypeError
-        A part is not a tensor, nor a tuple or mapping of tensors; the message names it.
+        A part is neither a tensor nor a tuple or mapping of tensors; the message names the part.
     """
     if isinstance(tree, Tensor):
         return tree
@@ -134,7 +134,7 @@ def _children(tree: Any) -> Any:
 
 
 def _like(tree: Any, children: dict[Any, Any]) -> Any:
-    """Return an object of the same type with other parts."""
+    """Return an object of the type of ``tree`` with ``children`` as its parts."""
     if isinstance(tree, tuple | list):
         return getattr(tree, "_make", type(tree))(children.values())  # _make: of a named tuple
     return children if type(tree) is dict else type(tree)(**children)

@@ -16,9 +16,9 @@ def limit_contributions(
 ) -> np.ndarray:
     """Return the number of records that each user keeps in each silo.
 
-    A user keeps at most ``group_size`` records in all silos together, namely min(N_u, k), so as
-    few as possible are wasted. All records of a user are equally likely to be kept. The choice
-    reads exact numbers of records in all silos at once, which no guarantee covers.
+    A user keeps min(N_u, ``group_size``) records in all silos together, so no record is left out
+    needlessly. All records of a user are equally likely to be kept. The choice reads exact numbers
+    of records in all silos at once, which no guarantee covers.
 
     Parameters
     ----------

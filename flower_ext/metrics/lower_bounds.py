@@ -1,4 +1,4 @@
-"""Lower bounds on ε from samples of two worlds.
+"""Lower bounds on ε from samples of two worlds: runs without a canary, and runs with it.
 
 =====================  =================================================  =======================
 method                 from                                               holds for
@@ -45,14 +45,14 @@ Scores = Sequence[float] | np.ndarray
 
 @dataclass(frozen=True, kw_only=True)
 class BoundTerms(Checked):
-    """The terms on which ε is bounded from below.
+    """Parameters of a lower bound on ε, and the reported ε to compare it with.
 
     Parameters
     ----------
     delta : float
         δ of the ε, in [0, 1).
     confidence : float
-        Probability with which this bound and the others of its group all hold.
+        Probability that this bound and all others of its group hold at once.
     num_bounds : int
         Number of bounds in the group, which share the failure probability 1 − ``confidence``.
     reported : float
@@ -72,7 +72,7 @@ class BoundTerms(Checked):
 
 @dataclass(frozen=True, kw_only=True)
 class LowerBound:
-    """An ε, at least 0, that the mechanism is shown to exceed on the given terms."""
+    """Lower bound on the mechanism's ε, at least 0; it holds as ``terms`` say."""
 
     epsilon: float
     method: str
@@ -139,7 +139,7 @@ def if_gaussian(without: Scores, present: Scores, terms: BoundTerms) -> LowerBou
 
 
 def upper_rate(count: int | np.ndarray, trials: int, failure: float) -> np.ndarray:
-    """Return a rate that the probability exceeds with chance ``failure`` at most.
+    """Return an upper bound on a probability; it is too low with chance ``failure`` at most.
 
     This is Clopper and Pearson's upper bound.
     """
@@ -151,7 +151,7 @@ def upper_rate(count: int | np.ndarray, trials: int, failure: float) -> np.ndarr
 
 
 def lower_rate(count: int | np.ndarray, trials: int, failure: float) -> np.ndarray:
-    """Return a rate that the probability falls below with chance ``failure`` at most.
+    """Return a lower bound on a probability; it is too high with chance ``failure`` at most.
 
     This is Clopper and Pearson's lower bound.
     """
@@ -215,7 +215,7 @@ def _best_threshold(
 def _rates(
     zero: np.ndarray, one: np.ndarray, threshold: float | np.ndarray, failure: float
 ) -> Pair:
-    """Bound the rates above each threshold: false positives from above, true ones from below."""
+    """Bound the rates at each threshold: false positives from above, true positives from below."""
     false, true = (
         len(scores) - np.searchsorted(np.sort(scores), threshold, side="right")
         for scores in (zero, one)

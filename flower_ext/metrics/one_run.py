@@ -11,15 +11,16 @@ bound                         largest chance of c correct guesses         holds 
                               Melis, Chaudhuri 2024)                      by default, Gaussians
 ============================  ==========================================  ==========================
 
-Both bounds grow with c. So whichever of them is wrong, c has reached a number that it reaches with
-probability 1 − ``confidence`` at most: both hold at once, without Bonferroni's inequality.
+Both bounds grow with c. So each is wrong only if c reaches a certain number, an event of
+probability 1 − ``confidence`` at most. If either is wrong, c has reached the smaller of both
+numbers. Both bounds therefore hold at once, without Bonferroni's inequality.
 
-How `refutes` bounds the chance of c correct guesses. Let p_i be the probability of exactly i
-correct guesses, and P_i that of at least i. For one canary, consider the event that its guess is
-correct and that at least i guesses are. With the coin turned, and the same output, the guess is
-wrong and at least i − 1 guesses are correct. The worlds of the two coins are neighbours. If an
-event of probability y has at least the probability L(y) in a neighbouring world, with L convex, the
-mean over the canaries and coins gives, by Jensen's inequality,
+`refutes` bounds the chance of c correct guesses as follows. Let p_i be the probability of exactly i
+correct guesses, and P_i the probability of at least i. For one canary, consider the event that its
+guess is correct and that at least i guesses are. With the coin flipped, and the same output, the
+guess is wrong and at least i − 1 guesses are correct. The worlds of the two coins are neighbours.
+If an event of probability y has at least the probability L(y) in a neighbouring world, with L
+convex, the mean over the canaries and coins gives, by Jensen's inequality,
 
     Σ_{l ≥ i−1} (c' − l) p_l / m  ≥  L( Σ_{l ≥ i} l p_l / m ).
 
@@ -61,8 +62,8 @@ def in_one_run(
 ) -> LowerBound:
     """Bound ε from one run with m canaries, each included by an independent fair coin.
 
-    The attack guesses that the ``guesses`` / 2 highest scores are included and as many of the
-    lowest are not. It abstains from the others.
+    The attack guesses that the canaries of the ``guesses`` / 2 highest scores are included, and
+    that those of as many lowest scores are not. It makes no other guesses.
 
     Parameters
     ----------
@@ -87,7 +88,7 @@ def in_one_run(
 
 
 def gaussian_curve(epsilon: float, delta: float) -> LeastChance:
-    """Return the curve of the Gaussian mechanism that is (ε, δ)-private and no more."""
+    """Return the curve of the Gaussian mechanism whose smallest ε at δ is ``epsilon``."""
     import dp_accounting
     from scipy import special
 
@@ -101,14 +102,14 @@ def profile_curve(epsilons: Sequence[float], deltas: Sequence[float]) -> LeastCh
     Parameters
     ----------
     epsilons, deltas : Sequence[float]
-        For instance δ(ε) by an accountant, the larger one of both orders of the worlds. More pairs
+        For instance an accountant's δ(ε): the larger value of both orders of the worlds. More pairs
         make the curve, and the bound, tighter; every choice is valid.
     """
     shrink, subtracted = np.exp(-np.asarray(epsilons)), np.asarray(deltas)
 
     def least(chance: float) -> float:
         event = shrink * (chance - subtracted)
-        # The same pair, said of the complement of the event.
+        # The same pair, applied to the complement of the event.
         complement = 1 - subtracted - (1 - chance) / shrink
         return max(0.0, float(event.max()), float(complement.max()))
 

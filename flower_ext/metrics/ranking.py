@@ -1,4 +1,4 @@
-"""Metrics of the order of scores: for two classes, one of them rare, and for survival times."""
+"""Ranking metrics: for two classes, of which one may be rare, and for survival times."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def concordance_index(scores: Tensor, targets: Tensor) -> float:
 
 
 def _of_scores(metric: str, outputs: Tensor, targets: Tensor) -> float:
-    from sklearn import metrics  # imports for half a second, and few methods need it
+    from sklearn import metrics  # importing it takes half a second, and few methods need it
 
     if outputs.ndim != 2 or outputs.shape[1] != 2:
         raise InvalidValue(f"outputs of shape {tuple(outputs.shape)}: expected (n, 2), two classes")

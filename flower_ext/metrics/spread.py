@@ -37,7 +37,7 @@ def summarize(values: Sequence[float], *, lower_is_better: bool = False) -> Spre
     """
     array = np.sort(np.asarray(values, dtype=np.float64))
     if array.size == 0 or not np.isfinite(array).all():
-        raise InvalidValue(f"expected at least one value, all finite; got {array.size} values")
+        raise InvalidValue(f"values: expected at least one, all finite; got {array.size}")
     squares = float(np.sum(array**2))
     worst = array[::-1] if lower_is_better else array
     return Spread(
@@ -57,7 +57,7 @@ def reported_by_most(by_client: Iterable[Mapping[str, float]]) -> set[str]:
 
 
 def reported_by_few(by_client: Iterable[Mapping[str, float]]) -> dict[str, int]:
-    """Return the metrics that at most half of the clients report, with their numbers of clients.
+    """Return the metrics that at most half of the clients report, with the number of clients.
 
     The metric with the largest number comes first.
     A client leaves out a score that failed or that is not finite.
@@ -69,5 +69,5 @@ def reported_by_few(by_client: Iterable[Mapping[str, float]]) -> dict[str, int]:
 
 
 def is_loss(metric: str) -> bool:
-    """Return True for a metric of which less is better."""
+    """Return True for a metric that is better when lower."""
     return metric.endswith("loss")

@@ -63,7 +63,7 @@ def _rounded_up(value: float) -> str:
 
 @dataclass(frozen=True)
 class Condition:
-    """A precondition of a theorem, with a flag that says if this run meets it."""
+    """A precondition of a theorem, with a flag that is True if this run meets it."""
 
     text: str
     holds: bool
@@ -161,8 +161,7 @@ class Guarantee:
 def claim_against(view: AdversaryView, claims: Sequence[Guarantee]) -> Guarantee | None:
     """Return the provable guarantee that holds against a view; None if there is none.
 
-    Without a guarantee against the view itself, it is the one against the next adversary that sees
-    more.
+    If no guarantee is for the view itself, return that for the nearest adversary that sees more.
     """
     provable = [claim for claim in claims if claim.basis == "provable"]
     for other in view.at_least:

@@ -79,7 +79,7 @@ class Charge:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Charge:
-        """Return the charge, without claims, of which `to_dict` made ``values``."""
+        """Return the charge that `to_dict` wrote, without its claims."""
         release = values["release"]
         return cls(
             **{
@@ -150,7 +150,8 @@ def entries_of(path: Path) -> list[dict[str, Any]]:
 def note_claims(path: Path, claims: Sequence[Guarantee], **identity: str) -> None:
     """Record the provable guarantees of a run so far, with everything on which they rest.
 
-    A charge is written before its round, so it does not know who will answer. These guarantees do.
+    A charge is written before its round, when nobody knows which clients will answer. These
+    guarantees count the answers.
 
     Parameters
     ----------

@@ -1,9 +1,9 @@
 """Compose the spends of all runs of a study, from the entries of the account that they share.
 
-The composition answers for each view of an adversary alone. Against the released models, releases
-compose round by round. Against an adversary that sees more, a run counts with the releases of its
-most exposed unit, as its guarantee does. If a run's spend is known only as (ε, δ), it composes by
-`joint_loss`. A run that promises nothing against a view makes the sum infinite there. Rounds are
+The module composes each adversary's view separately. Against the released models, releases compose
+round by round. Against an adversary that sees more, a run counts with the releases of its most
+exposed unit, as its guarantee does. If a run's spend is known only as (ε, δ), it composes by
+`joint_loss`. A run without a guarantee against a view makes ε infinite for that view. Rounds are
 composed as if every run's plan had been fixed beforehand.
 """
 
@@ -33,8 +33,8 @@ _MODELS = AdversaryView.RELEASED_MODELS
 class RunSpend:
     """The privacy that one run of the account spent, without the account's other runs.
 
-    ``epsilons`` has ε for each view in which the account knows the run; `epsilon` is that against
-    the released models. It is None if no ε covers the run.
+    ``epsilons`` has ε by view, for each view that the account has for this run. `epsilon` is the ε
+    against the released models, or None if no ε covers the run.
     """
 
     run: str
@@ -161,7 +161,7 @@ class RunCharges:
     Parameters
     ----------
     by_query : dict
-        Charges by query; those of training rounds under the empty name.
+        Charges by query; charges of training rounds have the empty name.
     stretches : list of dict
         For each stretch of rounds, the last spend by view. The last charge of a stretch covers all
         its rounds. A round number that comes again begins a stretch, because the run was resumed
@@ -214,7 +214,7 @@ class RunCharges:
 
     @property
     def views(self) -> set[AdversaryView]:
-        """The views against which the run has guarantees of its own."""
+        """The views for which the account has guarantees of this run."""
         return {_MODELS, *(AdversaryView(view) for stretch in self.stretches for view in stretch)}
 
     def against(self, view: AdversaryView) -> _Part:
@@ -271,7 +271,7 @@ def _joint(parts: Sequence[_Part], delta: float) -> PrivacyLoss:
 
 
 def _shared_texts(runs: Sequence[RunCharges], view: AdversaryView, name: str) -> list[str]:
-    """Return the lines of all runs once, with the names of the runs if they are not of all."""
+    """Return each line of any run once; name a line's runs unless all runs have it."""
     by_text: dict[str, list[str]] = {}
     for run in runs:
         for text in run.texts(view, name):

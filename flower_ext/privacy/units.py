@@ -57,9 +57,9 @@ class AdversaryView(StrEnum):
 
     @property
     def at_least(self) -> tuple[AdversaryView, ...]:
-        """The view itself and those of adversaries that see more, nearest first.
+        """The view itself and all views of adversaries that see more, nearest first.
 
-        A guarantee against any of them holds against this one, too.
+        A guarantee against any of them also holds against this view.
         """
         by_knowledge = (
             AdversaryView.RELEASED_MODELS,

@@ -1,12 +1,12 @@
 """Withdrawal of a person, or of a client, from a study, and the statement about its models.
 
-The study's account (`shared_ledger`) names the number that withdrew, and nothing else. Every run
-reads the account after it has charged a round and before it asks anybody. A round whose charge
-comes after the withdrawal therefore uses nothing of the person. All earlier rounds are charged
-before it, so the statement counts exactly the charges that stand before the withdrawal.
+The study's account (`shared_ledger`) records only the number of the user or client. Every run reads
+the account after it has charged a round and before it asks anybody. A round whose charge comes
+after the withdrawal therefore uses nothing of the person. All earlier rounds are charged before it,
+so the statement counts exactly the charges that stand before the withdrawal.
 
-Models stay as they are. The statement says with which (ε, δ) each of them is indistinguishable
-from a model without this person, which is the guarantee of its run.
+Models stay as they are. For each model, the statement gives the guarantee of its run: the (ε, δ)
+with which the model is indistinguishable from a model without this person.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ def withdraw(path: Path, unit: PrivacyUnit, numbers: Collection[int]) -> list[di
     path : Path
     unit : {PrivacyUnit.USER, PrivacyUnit.CLIENT}
     numbers : Collection[int]
-        Numbers of users, or partitions of clients. Several numbers are one person whom silos know
-        by each of them.
+        Numbers of users, or partitions of clients. Several numbers are one person, whom silos know
+        by all of these numbers.
 
     Raises
     ------
@@ -77,7 +77,7 @@ def withdraw(path: Path, unit: PrivacyUnit, numbers: Collection[int]) -> list[di
 
 
 def withdrawn(entries: Sequence[Mapping[str, Any]]) -> frozenset[int]:
-    """Return the numbers that withdrew."""
+    """Return the numbers of the users or clients that withdrew."""
     return frozenset(entry["number"] for entry in entries if entry["kind"] == WITHDRAWN)
 
 
@@ -92,7 +92,7 @@ def runs_in(entries: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def note_forgotten(path: Path, numbers: Collection[int]) -> None:
-    """Record that nodes deleted what they remembered of clients."""
+    """Record that nodes deleted the memory of clients."""
     with closing(LedgerFile(path, wait=True)) as account:
         for number in sorted(set(numbers) - forgotten(account.entries)):
             account.append(FORGOTTEN, {"number": number})
@@ -261,11 +261,13 @@ def verify(content: Mapping[str, Any], public_key: str) -> None:
     except (InvalidSignature, KeyError, TypeError, ValueError) as error:
         if isinstance(error, InvalidValue):
             raise
-        raise InvalidValue("signature: expected that of a statement that nobody changed") from None
+        raise InvalidValue(
+            "signature: expected a statement that nobody changed since it was signed"
+        ) from None
 
 
 def signing_key(path: Path) -> Ed25519PrivateKey:
-    """Return the study's key in a file, which is made if it does not exist.
+    """Return the study's key from a file; make the file if it does not exist.
 
     Raises
     ------

@@ -16,9 +16,10 @@ class Callback:
     A callback sees what the run directory already holds, and nothing else. No update, no single
     upload and no un-noised sum ever reaches it, so it cannot change what is released.
 
-    Beware: the directory is for the server's user alone. Scores that clients report at evaluation
-    are not noised, and no guarantee covers them. Amplification by sampling assumes that nobody
-    knows the size of a cohort. A callback that sends rows elsewhere reveals both to its readers.
+    Beware: only the server's operator should read the directory. Scores that clients report at
+    evaluation are not noised, and no guarantee covers them. Amplification by sampling assumes that
+    nobody knows the size of a cohort. A callback that sends rows elsewhere reveals both to its
+    readers.
 
     The first exception of a callback is logged; no exception ends the run. The run waits for each
     call to return.

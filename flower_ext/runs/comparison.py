@@ -183,7 +183,7 @@ def mean_and_std(values: Sequence[float], *, digits: int = 3) -> str:
 
 
 def _epsilon(runs: Sequence[RunDirectory], basis: str) -> str:
-    """Return a group's largest ε with unit, view and δ; "none" if one of its runs has none.
+    """Return a group's largest ε with unit, view and δ; "none" if a run of the group has no ε.
 
     Among provable guarantees, those against released models are preferred.
     """

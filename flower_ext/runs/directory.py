@@ -16,8 +16,8 @@ file                   content
 ``report.md, .html``   the report
 =====================  ====================================================================
 
-All files but the model are for the server's user alone (mode 0600): they reveal which clients were
-drawn, how many, and the un-noised values that clients reported.
+Only the server's operator may read the files, except the model (mode 0600). They reveal which
+clients were drawn, how many, and the un-noised values that clients reported.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ class NotARun(InvalidValue):
 class NoisedScores:
     """Mean scores over all clients that a secure evaluation released, with noise.
 
-    ``round`` is the round after which clients were evaluated, and ``clients`` the number of clients
-    with scores, with noise. ``errors`` holds the standard errors of ``means`` due to noise.
+    ``round`` is the round after which clients were evaluated, and ``clients`` the noised number of
+    clients with scores. ``errors`` holds the standard errors of ``means`` due to noise.
     """
 
     round: int

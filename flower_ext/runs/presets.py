@@ -32,7 +32,7 @@ FOLDER = "papers"
 
 @dataclass(frozen=True)
 class SettingsFile:
-    """Settings that a file holds.
+    """The settings in a file.
 
     Parameters
     ----------
@@ -59,7 +59,8 @@ class SettingsFile:
         Raises
         ------
         InvalidValue
-            There is no such file, it is not TOML, or it has not this form.
+            There is no such file, it is not TOML, or it lacks the form shown at the top of this
+            module.
         """
         content = read_toml(path)
         title, shared = content.pop("title", ""), content.pop("settings", {})
@@ -77,7 +78,7 @@ class SettingsFile:
         """Return the file's values for a run whose settings ``chosen`` are set already.
 
         The result does not include ``chosen``, which select among the special values. A setting
-        that neither they nor the file names has its value in ``defaults``, those of the app.
+        that is neither chosen nor in the file has the app's value, in ``defaults``.
         """
         values = dict(self.shared)
         for name, cases in self.special.items():

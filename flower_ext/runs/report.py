@@ -2,7 +2,7 @@
 
 The report begins with the results: the quality of the clients' models and the proved ε. Figures
 follow, then the basis of each guarantee; the papers' claims come after the provable guarantees.
-This module computes what the template ``templates/report.md.jinja`` says.
+This module computes the values that the template ``templates/report.md.jinja`` shows.
 """
 
 from __future__ import annotations

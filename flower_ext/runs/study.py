@@ -36,8 +36,8 @@ def run_row(run: RunSpend) -> tuple[str, ...]:
 def study_values(run: RunDirectory) -> dict[str, Any] | None:
     """Return what the report's template says about the study; None if the run is in no account.
 
-    The account is that of the setting ``budget-ledger``, as it is now: the report of the last run
-    covers all runs.
+    The setting ``budget-ledger`` names the account. The function reads it as it is now, so the
+    report of the last run covers all runs.
     """
     path = Path(str(run.config.get("budget-ledger") or ""))
     if not path.is_file():

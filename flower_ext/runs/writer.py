@@ -33,7 +33,7 @@ _PACKAGES = ("flower-ext", "flwr", "torch", "numpy", "opacus", "dp-accounting", 
 class RunWriter(RunDirectory):
     """The files of a run in progress: make them with `create`, or continue them with `resume`.
 
-    ``accounted`` is true if ``guarantee.json`` covers everything that clients were asked for.
+    ``accounted`` is true if ``guarantee.json`` covers all requests to clients so far.
     """
 
     def __init__(self, path: Path) -> None:

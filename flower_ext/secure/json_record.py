@@ -14,9 +14,9 @@ from flower_ext.errors import InvalidValue
 class JsonRecord:
     """A dataclass as JSON, with bytes in hexadecimal and enumerations by name.
 
-    A subclass names its ``kind``, which is written beside its fields, and gives a reader for each
-    type of its fields that `_READERS` does not list. A record may hold a party's secrets in the
-    clear: store its bytes where nobody else can read them.
+    A subclass sets ``kind``, which the JSON contains beside the fields. For each field type that
+    `_READERS` does not list, the subclass gives a reader. A record may hold a party's secrets in
+    the clear: store its bytes where nobody else can read them.
     """
 
     kind: ClassVar[str]
@@ -46,7 +46,7 @@ class JsonRecord:
 
     @classmethod
     def from_plain(cls, values: Mapping[str, Any]) -> Self:
-        """Read a record that is a field of another one."""
+        """Make a record from plain JSON values, as they stand in a larger record."""
         types = {field.name: str(field.type) for field in fields(cls)}  # type: ignore[arg-type]
         if set(values) != {"kind", *types} or values["kind"] != cls.kind:
             raise KeyError("another kind")

@@ -25,7 +25,7 @@ def derive(key: bytes, *label: str | int | bytes) -> bytes:
 
 
 def public_of(private: bytes) -> bytes:
-    """Return the X25519 public key, 32 bytes, of a private one."""
+    """Return the X25519 public key, 32 bytes, of a private key."""
     return X25519PrivateKey.from_private_bytes(private).public_key().public_bytes_raw()
 
 

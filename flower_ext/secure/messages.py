@@ -14,7 +14,7 @@ _MEMBER_BYTES = 4
 
 
 class Message:
-    """A frozen dataclass of integers, bytes, and bytes by member.
+    """A message: a frozen dataclass of integers, bytes, and mappings from members to bytes.
 
     As bytes, a message begins with its kind, and its fields follow in order: integers of eight
     bytes (big-endian), and bytes whose lengths the public settings determine. Entries by member
@@ -25,7 +25,7 @@ class Message:
 
     @classmethod
     def _lengths(cls, settings: Any) -> Mapping[str, int]:
-        """Return the length of each field of bytes, or of each entry of a field."""
+        """Return the length in bytes of each field, or of each entry of a field by member."""
         raise NotImplementedError
 
     @classmethod
@@ -91,7 +91,7 @@ class Message:
 
 
 def _entries(data: bytes, size: int, name: str) -> dict[int, bytes]:
-    """Return the entries of ``size`` bytes that fill ``data``, each after its member's number."""
+    """Read ``data`` as entries, each a member's number and ``size`` bytes."""
     step = _MEMBER_BYTES + size
     if len(data) % step:
         raise InvalidValue(f"{name} of {len(data)} bytes: expected entries of {step} bytes each")
@@ -106,7 +106,7 @@ def _entries(data: bytes, size: int, name: str) -> dict[int, bytes]:
 
 
 def pack_numbers(numbers: Sequence[int], size: int) -> bytes:
-    """Return the numbers, joined, in ``size`` big-endian bytes each."""
+    """Join the numbers, each as ``size`` big-endian bytes."""
     return b"".join(int(number).to_bytes(size, "big") for number in numbers)
 
 

@@ -2,7 +2,7 @@
 
 Two silos agree on a key by X25519 and HKDF-SHA256 and draw the same numbers from it. One silo adds
 (or multiplies by) them, and the other subtracts (or divides by) them. The masks therefore cancel in
-the sum (or product) over all silos, and in no smaller one.
+the sum (or product) over all silos, and in none over fewer silos.
 
 The numbers come from ChaCha20 under a key for one run, pair, purpose and round. Each draw has 128
 bits more than the modulus, so that its remainder is within 2⁻¹²⁸ of uniform.
@@ -69,8 +69,8 @@ class PairKeys:
     Raises
     ------
     ValueError
-        A key is malformed, of low order or given twice, or the key at this silo's index is not its
-        own.
+        A key is malformed, of low order or given twice, or ``public_keys[index]`` does not belong
+        to ``private``.
     """
 
     def __init__(

@@ -34,7 +34,7 @@ def map_slices(
 ) -> list[Result]:
     """Apply ``work`` to slices of ``items``, in a thread for each core; return results in order.
 
-    Work with a ``name`` that takes longer than ten seconds logs how much of it is left.
+    If ``name`` is given and the work takes longer than ten seconds, the log shows what is left.
     """
     workers = cores()
     size = min(_LARGEST_SLICE, max(1, len(items) // (_SLICES_PER_WORKER * workers)))

@@ -121,5 +121,5 @@ def test_all_layers_of_normalisation_that_train_are_found_by_their_type():
     )
     model[6][1].requires_grad_(False)
     assert FedBN.for_model(model).personal == ("1", "2", "4", "5", "6.0")
-    with pytest.raises(ValueError, match="FedBN for a Linear: expected a model with normalisation"):
+    with pytest.raises(ValueError, match="FedBN for a Linear: expected a model with trainable"):
         FedBN.for_model(nn.Linear(2, 2))

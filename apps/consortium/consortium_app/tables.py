@@ -62,7 +62,7 @@ def table_of(settings: Settings, silo: int) -> Table:
     Raises
     ------
     DataNotFound, InvalidValue
-        The files are missing or have another form; no message shows a value.
+        The files are missing or malformed; no message shows a value.
     """
     match settings.dataset:
         case "files":
@@ -79,7 +79,9 @@ def table_of(settings: Settings, silo: int) -> Table:
 
 
 def _read(settings: Settings, silo: int) -> Table:
-    with knowing_no_data():  # names of files and columns are no person's, so the server may know
+    with (
+        knowing_no_data()
+    ):  # names of files and columns reveal nobody's data, so the server may see them
         if not settings.data_folder:
             raise UnfitSetting(
                 "run-config data-folder='' with dataset='files': expected the folder of the silo's "
@@ -147,7 +149,7 @@ def invented(num_silos: int, seed: int) -> list[Table]:
 
 @cache
 def _silos(dataset: str, folder: str) -> list[Table]:
-    """Return the silos of real data; every row is a person of its own."""
+    """Return the silos of real data; every row is a different person."""
     where = Path(folder) if folder else None
     tables = _tcga_brca(where) if dataset == "tcga-brca" else _heart_disease(where)
     ends = np.cumsum([len(next(iter(table.values()))) for table in tables])

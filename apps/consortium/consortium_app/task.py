@@ -124,7 +124,7 @@ def whole_table(settings: Settings, silo: int) -> SiloData:
 
 
 def scored_table(settings: Settings, silo: int) -> SiloData:
-    """Return the rows of the people who test, with the model's risk and if it is right.
+    """Return the rows of test people, with the model's risk and whether it is correct.
 
     A row whose target is not 0 or 1 is left out.
     """
@@ -147,7 +147,7 @@ def standardised(settings: Settings, silo: int) -> SiloData:
     """Return a silo's rows for training and for tests, standardised by public numbers.
 
     A missing feature becomes the centre, and a row whose target is not 0 or 1 is left out. A row,
-    and its part, depend on no other row.
+    and its choice for training or tests, depend on no other row.
     """
     table = table_of(settings, silo)
     features, target = _features(table, settings), table.columns[settings.outcome]
@@ -178,7 +178,7 @@ def _has_target(table: Table, settings: Settings) -> np.ndarray:
 
 
 def _tests(table: Table, settings: Settings) -> np.ndarray:
-    """Return which rows are of people who test: a public choice of numbers, equal in all silos.
+    """Return a mask of the rows of test people, a public choice that is equal in all silos.
 
     A choice by a row's place would move other people's rows when one person leaves.
     """
@@ -187,6 +187,6 @@ def _tests(table: Table, settings: Settings) -> np.ndarray:
 
 
 def _require_columns(table: Table, names: list[str]) -> None:
-    """Refuse a table that lacks columns; their names are no person's."""
+    """Refuse a table that lacks columns; the error may name them, as they are nobody's data."""
     if missing := [name for name in names if name not in table.columns]:
         raise tellable(InvalidValue(f"column {', '.join(missing)} is missing in a silo's table"))

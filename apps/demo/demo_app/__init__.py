@@ -1,1 +1,1 @@
-"""Training alone, together with privacy, and together without, as one Flower app."""
+"""One Flower app for training alone, together with privacy, and together without privacy."""

@@ -44,7 +44,7 @@ def client_data(settings: Settings, client: int) -> ClientData:
     """Return one client's training digits, and the held-out digits, which all clients share.
 
     Each digit of MNIST belongs to one client only. The digits that come with the package are few,
-    so each client draws from all of them, and varies what it draws.
+    so each client draws from all of them, and varies its digits.
 
     Raises
     ------

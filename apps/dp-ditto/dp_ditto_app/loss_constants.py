@@ -17,7 +17,7 @@ from flower_ext.errors import InvalidValue
 
 @dataclass(frozen=True, kw_only=True)
 class LossConstants:
-    """Constants of the losses, named as in `DittoProblem`: ``DittoProblem(**asdict(it), ...)``."""
+    """Constants of the losses, for ``DittoProblem(**asdict(constants), ...)``."""
 
     strong_convexity: float
     smoothness: float
@@ -54,7 +54,7 @@ def estimate_constants(
     local_optima : ArrayLike
         u_n*: shape (clients, weights), for instance from training each client alone.
     smallest_step : float
-        Rounds that move the model less than this (L2) are ignored for curvature.
+        Rounds that move the model less than this (L2) do not count for curvature.
 
     Returns
     -------

@@ -30,7 +30,7 @@ PILOT = (
 
 @dataclass
 class PilotFile(Callback):
-    """Leaves the estimates of a pilot run as ``pilot.toml`` in the run directory."""
+    """Write the estimates of a pilot run to ``pilot.toml`` in the run directory."""
 
     pilot: LossConstants
     dimension: int
@@ -66,7 +66,7 @@ def pilot_of(settings: Settings, task: Task) -> LossConstants | None:
 
 
 def problem_of(settings: Settings, task: Task, pilot: LossConstants | None) -> DittoProblem:
-    """Return the constants of Theorem 1; those of the losses from the pilot run or the settings.
+    """Return the constants of Theorem 1, with the losses' constants from a pilot run or settings.
 
     A setting ``gradient-bound`` or ``model-spread`` of 0 stands for an unknown value.
     """

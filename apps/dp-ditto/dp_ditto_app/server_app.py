@@ -26,7 +26,7 @@ def main(grid: Grid, context: Context) -> None:
     if settings.noise == "steps" and method not in ("dp-ditto", *WITHOUT_PRIVACY):
         raise UnfitSetting(
             f"run-config noise='steps' with method={method!r}: expected noise='upload', because "
-            "this method uploads more of a record than its gradients; calibration='published' "
+            "its uploads depend on records also outside the noised steps; calibration='published' "
             "is the noise of the paper"
         )
     task = task_of(context)

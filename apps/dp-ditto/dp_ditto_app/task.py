@@ -77,7 +77,7 @@ def client_data(
     Raises
     ------
     UnfitSetting
-        The client has fewer.
+        The client has fewer examples for training.
     """
     examples = pool(dataset, folder)
     own = shares(dataset, folder, key)[client]

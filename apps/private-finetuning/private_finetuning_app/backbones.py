@@ -31,7 +31,7 @@ class Backbone(nn.Module):
     image_size : int
         Height and width to which pictures are scaled.
     weights : Path, optional
-        A file with a ``state_dict`` that includes the classifier; by default the package's.
+        A file with a ``state_dict`` that includes the classifier. By default the library's weights.
     """
 
     def __init__(

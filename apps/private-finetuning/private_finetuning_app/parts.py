@@ -21,7 +21,7 @@ class Adapter(nn.Module):
 
 
 class ChannelAffine(nn.Module):
-    """A BatchNorm in evaluation, trained as a factor and a shift of each channel."""
+    """A BatchNorm in evaluation mode, with a trainable factor and shift per channel."""
 
     def __init__(self, norm: _BatchNorm) -> None:
         super().__init__()

@@ -77,7 +77,7 @@ def allocate(
 def _few_labels(
     targets: np.ndarray, sizes: np.ndarray, labels_per_user: int, rng: np.random.Generator
 ) -> np.ndarray:
-    """Return owners so that user u has about ``sizes[u]`` records of at most so many labels."""
+    """Return owners with about ``sizes[u]`` records and at most ``labels_per_user`` labels each."""
     labels, counts = np.unique(targets, return_counts=True)
     if not 1 <= labels_per_user <= len(labels):
         raise InvalidValue(f"labels_per_user={labels_per_user!r}: expected 1 … {len(labels)}")

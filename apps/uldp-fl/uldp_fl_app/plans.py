@@ -1,4 +1,4 @@
-"""The plan of a run, and numbers of its training that depend on the method."""
+"""The plan of a run, and the training values that depend on the method."""
 
 from flower_ext.algorithms import UldpGroup
 from flower_ext.algorithms.uldp import theory_learning_rate
@@ -12,7 +12,7 @@ PRIVATE = ("uldp-avg-private", "uldp-sgd-private")
 
 
 def plan_of(settings: Settings, method: Method) -> PrivacyPlan:
-    """Return the plan of a run: the sampling of users, and the noise; ULDP-GROUP-k has its own."""
+    """Return the plan of a run; ULDP-GROUP-k has a plan of a different class."""
     if settings.method == "default":
         return NonPrivatePlan(sampling=FullParticipation(settings.num_silos))
     if isinstance(method, UldpGroup):
@@ -39,7 +39,7 @@ def dp_sgd(settings: Settings) -> DpSgdTraining:
 
 
 def server_learning_rate(settings: Settings) -> float:
-    """Return the configured rate, or by default the paper's for averages over users, else 1."""
+    """Return the configured rate; by default the paper's rate for averages over users, else 1."""
     method, rate = settings.method, settings.server_learning_rate
     if rate or method in ("uldp-naive", "uldp-group", "default"):
         return rate or 1.0

@@ -1,4 +1,4 @@
-"""Data sets that consist of silos with common users, by name: those of the Uldp-FL experiments."""
+"""The data sets of the Uldp-FL experiments, by name: silos with common users."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class SilosInfo:
     model : str
         Name of the model in ``flower_ext.training.models``.
     num_silos : int
-        Default number of silos; the only one with ``fixed_silos``.
+        Default number of silos; with ``fixed_silos``, the only accepted number.
     fixed_silos : bool
         The data themselves assign records to silos, such as hospitals or regions.
     records_per_user : int
@@ -100,7 +100,7 @@ def describe_silos(name: str) -> SilosInfo:
     Raises
     ------
     ValueError
-        The name is unknown; the message lists the known ones.
+        The name is unknown; the message lists the known names.
     """
     require_one_of("name", name, silo_names())
     return _SILOS[name]
@@ -126,7 +126,8 @@ def load_silos(
     folder : Path, optional
         Folder of the files; by default the environment variable FLOWER_EXT_DATA names it.
     num_users, num_silos : int, optional
-        By default those of `describe_silos`. For fixed silos no other ``num_silos`` is accepted.
+        By default as `describe_silos` returns them. For fixed silos no other ``num_silos`` is
+        accepted.
     distribution : {"uniform", "zipf"}
         See `allocate` and, for fixed silos, `allocate_within`.
     labels_per_user : int, optional

@@ -52,16 +52,17 @@ def breast_cancer(*, rng: np.random.Generator) -> ClientData:
 def creditcard(folder: Path | None = None, *, rng: np.random.Generator) -> ClientData:
     """Load card transactions: 30 features, 1 for fraud; 85 % train, class by class.
 
-    The file is Kaggle's ``creditcard.csv``, or a subset with a column ``pool`` whose rows
-    ``random`` count. All frauds are kept, with 28,432 normal transactions or as many as there are.
-    The authors thin out only their training rows, and test on all normal rows of the test part.
+    The file is Kaggle's ``creditcard.csv``, or a subset of it with a column ``pool``, of which only
+    rows with ``random`` count. All frauds are kept, with 28,432 normal transactions or as many as
+    there are. The authors thin out only their training rows, and test on all normal rows of the
+    test part.
 
     Raises
     ------
     DataNotFound
         No folder has the file; the message names the paths.
     ValueError
-        The file has other content.
+        The file has unexpected content.
     """
     (path,) = _find("creditcard", CREDITCARD, folder)
     file = _CsvFile.read(path)
@@ -129,7 +130,7 @@ def _heart_centre(path: Path) -> ClientData:
 def tcga_brca(folder: Path | None = None, *, scaled: bool = False) -> list[ClientData]:
     """Load survival of breast cancer patients in six regions, with 39 features.
 
-    The split into train and test is that of the FLamby benchmark.
+    The FLamby benchmark defines the split into training and test.
 
     Targets are float32 (n, 2): time in days, and 1 for a death or 0 for the end of observation.
     Features are age in years and indicators, unscaled. In years, age weighs fifty times as much as

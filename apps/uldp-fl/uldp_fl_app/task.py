@@ -45,7 +45,7 @@ def task_of(context: Context) -> Task:
 
 
 def num_users_of(settings: Settings) -> int:
-    """Return |U|, the number of users; by default that of the data set."""
+    """Return |U|, the number of users; by default the data set's number."""
     return settings.num_users or describe_silos(settings.dataset).num_users
 
 

@@ -1,4 +1,4 @@
-"""Data sets that consist of devices, by name: those of the Upcycled-FL experiments."""
+"""The data sets of the Upcycled-FL experiments, by name; each consists of devices."""
 
 from __future__ import annotations
 

@@ -71,13 +71,13 @@ def check_method(settings: Settings) -> None:
     if method == "pfedme" and local.proximal_weight:
         raise UnfitSetting(
             f"run-config proximal-weight={local.proximal_weight!r} with method='pfedme': expected "
-            "0, because its attraction is such a weight"
+            "0, because pFedMe's attraction takes its place"
         )
     rate = settings.server_learning_rate
     if rate and method in ("fedavg", "fedprox", "feddyn"):
         raise UnfitSetting(
-            f"run-config server-learning-rate={rate!r} with method={method!r}: expected 0, because "
-            "its server takes no step of its own"
+            f"run-config server-learning-rate={rate!r} with method={method!r}: expected 0, "
+            "because the server of this method takes the mean as it is"
         )
 
 

@@ -2,8 +2,9 @@
 
 Device k draws features x ~ N(v_k, Σ) in 20 dimensions, where Σ is diagonal with Σ_jj = j^-1.2. It
 labels them y = argmax(W_k x + b_k). All entries of W_k and b_k are N(u_k, 1) with u_k ~ N(0, β);
-those of the centre v_k are N(B_k, 1) with B_k ~ N(0, γ); β and γ are variances. The kinds ``0-0``,
-``0.5-0.5`` and ``1-1`` name β and γ. In ``iid`` all devices share one W and b, and v_k is zero.
+the entries of the centre v_k are N(B_k, 1) with B_k ~ N(0, γ); β and γ are variances. The kinds
+``0-0``, ``0.5-0.5`` and ``1-1`` name β and γ. In ``iid`` all devices share one W and b, and v_k is
+zero.
 
 Because u_k is added to every entry, it moves all logits equally, so β changes no label. The last
 three kinds differ only in γ.
@@ -59,8 +60,8 @@ def _known(kind: str) -> _Kind:
 def device_sizes(kind: str, *, rng: np.random.Generator, num_devices: int = DEVICES) -> np.ndarray:
     """Draw the number of examples of each device, int64 (num_devices,): 50 plus a log-normal.
 
-    The log-normal is fitted to every draw. Its mean is that of Table 2. So is its standard
-    deviation over devices, except where a few devices cannot be that uneven.
+    The log-normal is fitted to every draw. Its mean equals that in Table 2, and so does its
+    standard deviation over devices, unless a few devices cannot be that uneven.
 
     Raises
     ------
@@ -175,7 +176,7 @@ def read(path: Path) -> list[ClientData]:
     FileNotFoundError
         There is no such file.
     ValueError
-        The file is damaged or has other content.
+        The file is damaged or has unexpected content.
     """
     try:
         with np.load(path) as arrays:

@@ -78,7 +78,7 @@ def model_name(settings: Settings) -> str:
 def loss_of(settings: Settings) -> LocalObjective:
     """Return the properties of the model's loss that objective perturbation needs.
 
-    Its bounds hold for features of norm 1 at most, so it has none without ``unit-features``.
+    The bounds hold for features of norm 1 at most, so there are none without ``unit-features``.
     """
     loss = LOSSES.get(model_name(settings), LocalObjective())
     if settings.unit_features:

@@ -90,7 +90,7 @@ GRADIENT = LocalTraining(steps=1, batch_size=2**31 - 1, learning_rate=1.0)
 def users_of_round(
     work: ClientWork,
 ) -> tuple[dict[int, Examples], WeightedTotal | SiloPart | LostPart]:
-    """Return the users of this silo with a weight above 0, and the total that takes their updates.
+    """Return this silo's users with a weight above 0, and the total that adds their updates.
 
     Raises
     ------
@@ -172,7 +172,7 @@ class UldpAvg(Method):
 
     @property
     def traits(self) -> MethodTraits:
-        """The method's declarations, with its number of silos and its weights."""
+        """The method's traits, with its number of silos and its weighting."""
         return replace(super().traits, num_silos=self.num_silos, weighting=self.weighting)
 
     def check(self, plan: PrivacyPlan) -> None:
@@ -182,7 +182,7 @@ class UldpAvg(Method):
             check_silos_can_draw(plan)
 
     def population(self, plan: PrivacyPlan, summation: Summation) -> Population:
-        """Return the population: the users, of whom the server may not learn who is drawn."""
+        """Return the population of users. Weights or a draw by silos hide it from the server."""
         if not (summation.brings_weights or self.silos_draw):
             return UsersInSilos(plan.sampling, self.num_silos)
         is_oblivious = self.silos_draw or summation.hidden_draw != ""
@@ -210,7 +210,7 @@ class UldpAvg(Method):
         return state.updated(server={SILOS: {ONE_BY_ONE: one_by_one, **weights}})
 
     def begin_round(self, cohort: Cohort, model: Arrays, state: State) -> Cohort:
-        """Weigh the users of the round, which line 5 of Algorithm 4 draws, or all if silos draw.
+        """Compute the weights of the users drawn (Algorithm 4, line 5), or of all if silos draw.
 
         The norm of a silo's sum is at most the clipping norm times the total weight of its users.
         """
@@ -276,7 +276,7 @@ class UldpSgd(UldpAvg):
     Parameters
     ----------
     **options
-        Fields of `UldpAvg`, without ``local``.
+        Fields of `UldpAvg`, except ``local``.
     """
 
     local: LocalTraining = GRADIENT

@@ -6,8 +6,8 @@ Source: Kato et al., Uldp-FL (PVLDB 2024), Algorithm 2; DP-SGD is due to Abadi e
 paper                 here
 ====================  =====================================================
 S, k                  ``num_silos``, ``group_size``
-B                     limits by silo and user, drawn once by the server; which records a silo
-                      keeps is the same in every round
+B                     limits by silo and user, drawn once by the server; a silo keeps the
+                      same records in every round
 C, σ                  ``local.clipping_norm``, ``local.noise_multiplier``
 γ, Q                  ``local.sampling_rate``, ``local.steps``
 η_l, η_g              ``local.learning_rate``, ``server.learning_rate``
@@ -81,7 +81,7 @@ def local_update(work: ClientWork) -> LocalResult:
 def kept(work: ClientWork) -> Examples:
     """Return the records that the silo may use under its limit for each user.
 
-    They are the same in every round.
+    These records are the same in every round.
     """
     data, limits = owned(work.data, int(work.settings[USERS])), work.state[LIMITS][LIMITS].numpy()
     return data.limited(limits, seeded_generator(work.seed, "kept records")).train
@@ -93,8 +93,8 @@ class UldpGroup(Method):
 
     All silos have the same weight in the mean. Run the method under the plan that `plan` returns.
 
-    To draw the limits, the server needs in the clear how many records each user has in each silo.
-    No guarantee covers that.
+    To draw the limits, the server reads in the clear how many records each user has in each silo.
+    No guarantee covers these numbers.
 
     Parameters
     ----------

@@ -69,7 +69,7 @@ class UldpNaive(Method):
 
     @property
     def traits(self) -> MethodTraits:
-        """The method's declarations, with its number of silos."""
+        """The method's traits, with its number of silos."""
         return replace(super().traits, num_silos=self.num_silos)
 
     def mechanism(self, plan: PrivacyPlan) -> RoundMechanism:
@@ -89,7 +89,7 @@ class UldpNaive(Method):
     def claims(
         self, plan: PrivacyPlan, run: RunSummary, state: State, summation: Summation
     ) -> list[Guarantee]:
-        """Return Theorem 3, and what is provable against a server that sees each upload."""
+        """Return Theorem 3, and the provable guarantees against a server that sees each upload."""
         sums = super().mechanism(plan)
         assert isinstance(sums, NoisedSum)
         return uldp_naive_guarantees(sums, run)

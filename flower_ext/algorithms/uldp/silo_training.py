@@ -1,7 +1,7 @@
 """The trainings of a silo's users: each user is trained and clipped alone, and only totals remain.
 
-A total is a sum in the clear; under a plan with secure sums, a sum in whole numbers of grid cells;
-or a `SiloPart` of a weighted sum.
+A total is one of three: a sum in the clear; a sum in whole grid cells, under a plan with secure
+sums; or a `SiloPart` of a weighted sum.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _PREPARED = 2048
 
 
 class UsersTotal(Protocol):
-    """A total over a silo's users, which takes their unclipped updates in groups of rows."""
+    """A total over a silo's users. Callers add unclipped updates, one row per user."""
 
     def counts(self, user: int) -> bool:
         """Return True if the user's update counts; other users need no training."""
@@ -79,7 +79,7 @@ class WeightedTotal:
 
 @dataclass(kw_only=True)
 class SiloJob(Job):
-    """Trainings of a silo's users, each on that user's examples; only their total is needed."""
+    """Trainings of a silo's users, each on that user's examples. The caller needs only a total."""
 
     users: Mapping[int, Examples]
     seeds: Sequence[int]
@@ -99,7 +99,7 @@ class SiloJob(Job):
 def users_training(
     work: ClientWork, users: Mapping[int, Examples], total: UsersTotal, num_users: int
 ) -> Training:
-    """Return the trainings of a silo's ``users``, whose updates are added to ``total``."""
+    """Return the trainings of a silo's ``users``; `add_users` adds their updates to ``total``."""
     job = SiloJob(
         params=work.received,
         examples=work.data.train,
@@ -130,7 +130,7 @@ def users_updates(
 
     No user's update depends on the other users (see `attempt_groups`), because one user could
     otherwise change the updates of others. If a user's training raises or diverges, the update is
-    zero. An error in place of the silo's sum would remove all users of the silo.
+    zero. If the silo sent an error instead, all its users would be missing from the sum.
     """
     solve = partial(
         train_groups, task, trained=trained, memory_limit=memory_limit, batch_invariant=True

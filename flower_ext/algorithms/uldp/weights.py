@@ -106,7 +106,7 @@ def check_weights(
 
 
 def users_records(weights: np.ndarray, users: Sequence[int], num_users: int) -> list[ArrayRecord]:
-    """Return for each silo a record: the round's users as bits, and their weights in that silo."""
+    """Return one record per silo: the round's users as bits, and their weights in that silo."""
     chosen = np.zeros(num_users, dtype=bool)
     chosen[np.asarray(users, dtype=np.int64)] = True
     bits = np.packbits(chosen)
@@ -121,7 +121,7 @@ def read_weights(work: ClientWork) -> np.ndarray:
     ValueError
         A weight is outside [0, 1], or the number of weights is not the number of sampled users.
     ProtocolError
-        The silos draw the users, and this silo drew those of this round before.
+        The silos draw the users, and this silo drew this round's users before.
     """
     with knowing_no_data():
         num_users, sent = int(work.settings[USERS]), work.state[USERS]
@@ -139,7 +139,7 @@ def read_weights(work: ClientWork) -> np.ndarray:
 
 
 def answer_server(question: Question) -> Params:
-    """Report if users would train one by one on this machine, and count users' records.
+    """Report whether users would train one by one on this machine, and count users' records.
 
     Users' numbers of records, and the fingerprint of the key by which silos draw users, leave the
     silo only if the server asks for them.
@@ -166,7 +166,7 @@ def ask_silos(
     histogram: bool,
     silos_draw: bool = False,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Ask the silos if their users train one by one, and for the users' numbers of records.
+    """Ask the silos whether users train one by one, and how many records each user has.
 
     Parameters
     ----------
@@ -180,9 +180,9 @@ def ask_silos(
     Returns
     -------
     one_by_one : ndarray
-        One truth value per silo.
+        One bool per silo.
     histogram : ndarray
-        n_{s,u} as int64 (silos, users); (silos, 0) if the silos were not asked for it.
+        n_{s,u} as int64 (silos, users); (silos, 0) if ``histogram`` is False.
 
     Raises
     ------

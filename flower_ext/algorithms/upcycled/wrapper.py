@@ -1,7 +1,7 @@
 """Upcycled-FL (Algorithm 1) around any Flower strategy.
 
-Odd rounds are those of the base strategy. In an even round the server extrapolates the last step.
-It sends nothing to any client and uses no data, so the round spends no privacy (Lemma 6.1:
+In odd rounds the base strategy trains. In an even round the server extrapolates the last step. It
+sends nothing to any client and uses no data, so the round spends no privacy (Lemma 6.1:
 post-processing).
 
 The m-th even round moves on by c_m times the last step: w̄²ᵐ = w̄²ᵐ⁻¹ + c_m (w̄²ᵐ⁻¹ − w̄²ᵐ⁻²). The
@@ -66,13 +66,13 @@ def proximal_ratio(*, proximal_weight: float, penalty: float) -> float:
 
 
 class Upcycled(Strategy):
-    """A strategy that trains by its base strategy in odd rounds, and extrapolates in even rounds.
+    """A strategy that trains as its base strategy in odd rounds, and extrapolates in even rounds.
 
     A base strategy of Flower sees the odd rounds numbered 1, 2, 3, …, because FedAdam's bias
     correction needs that. Its clients see the same numbers in ``server-round``. A base strategy of
     this package counts training rounds itself and sees 1, 3, 5, …, as in its records.
 
-    The base evaluates in every round, and weights clients in its mean as it does without this
+    The base evaluates in every round. It weights clients in the mean as it does without this
     wrapper. All other attributes of the base (``guarantees()``, ``stopped``, …) are available here.
 
     In even rounds the state of the base's server optimiser stays unchanged, and the extrapolated

@@ -1,1 +1,1 @@
-"""Events and samplers, and the (ε, δ) that they are worth."""
+"""Samplers and releases, and accountants that bound their (ε, δ)."""

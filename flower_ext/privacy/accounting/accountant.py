@@ -85,7 +85,7 @@ def privacy_loss_of(
 def joint_loss(
     releases: Mapping[Release, int], spends: Sequence[PrivacyLoss], *, delta: float
 ) -> PrivacyLoss:
-    """Return an upper bound on (ε, δ) of releases, and of mechanisms whose ε and δ alone are known.
+    """Return an upper bound on (ε, δ) of releases and of mechanisms with a known (ε, δ) only.
 
     The result is the lesser of two bounds. Basic composition adds ε's and δ's; the releases get the
     rest of δ. Optimal composition (Kairouz et al. 2015) takes the worst mechanism of each (ε, δ),

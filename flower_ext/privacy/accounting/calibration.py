@@ -1,7 +1,6 @@
 """Find the noise, the number of rounds or the sampling rate that meets a target (ε, δ).
 
-Every search returns a value from the side on which the accountant's ε is at most the target, so
-`privacy_loss_of` the result never exceeds the target.
+Every search errs on the safe side: the accountant's ε of its result never exceeds the target.
 """
 
 from __future__ import annotations
@@ -56,8 +55,8 @@ def calibrate_noise_multiplier(
 ) -> float:
     """Return the smallest noise multiplier, to a relative ``tolerance``, that meets the target.
 
-    The search ends at a noise multiplier of 0.001, which hides nothing. It gets that far only if
-    ``delta`` is at least the chance that a unit is ever drawn; choose a smaller ``delta``.
+    The smallest result is 0.001, which hides nothing. It means that ``delta`` is at least the
+    chance that a unit is ever drawn; choose a smaller ``delta``.
 
     Parameters
     ----------
@@ -159,7 +158,7 @@ def calibrate_sampling_rate(
     noise_multiplier: float,
     rounds: int,
 ) -> float:
-    """Return the largest Poisson sampling rate, to a thousandth of it, that meets the target.
+    """Return the largest Poisson sampling rate that meets the target, to a relative 0.001.
 
     Raises
     ------

@@ -57,8 +57,8 @@ class PrivacyLoss:
     epsilon, delta : float
     accountant : str
     releases : Counts, optional
-        Releases whose composition has at most this loss, so that it composes with others. None if
-        only (ε, δ) is known.
+        Releases whose composition has at most this loss, for composition with other releases. None
+        if only (ε, δ) is known.
     """
 
     epsilon: float
@@ -140,7 +140,7 @@ class Release(Checked):
         return gaussian
 
     def under(self, relation: NeighboringRelation) -> Release:
-        """Return a release of the same loss under another relation, if sampling amplifies none."""
+        """Return a release of the same loss under another relation, if no sampling amplifies it."""
         noise = self.relative_noise * relation.sensitivity_factor
         return replace(self, relation=relation, noise_multiplier=noise)
 

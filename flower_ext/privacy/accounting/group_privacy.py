@@ -52,7 +52,7 @@ class DpSgd(Checked):
 
 @lru_cache(maxsize=256)
 def group_loss(silo: DpSgd, *, group_size: int, delta: float) -> PrivacyLoss:
-    """Return (ε, δ) of at most ``group_size`` records, whichever silos they lie in.
+    """Return (ε, δ) of a group of at most ``group_size`` records, in whichever silos they lie.
 
     All silos' releases of one step form one vector with noise in every coordinate. Each sampled
     record of the user moves it by at most one clipping norm, and the number of sampled records is
@@ -61,7 +61,7 @@ def group_loss(silo: DpSgd, *, group_size: int, delta: float) -> PrivacyLoss:
     Parameters
     ----------
     silo : DpSgd
-        Training of every silo.
+        DP-SGD of each silo.
 
     Raises
     ------
@@ -108,7 +108,7 @@ def _binomial(count: int, rate: float) -> tuple[list[float], list[float]]:
 
 
 def _by_central_limit(silo: DpSgd, group_size: int, delta: float) -> float:
-    """Return a rough ε, to choose the grid only: many steps are nearly one Gaussian. May be 0."""
+    """Return a rough ε, or 0, to choose the grid only. Many steps are nearly one Gaussian."""
     exponent = silo.noise_multiplier**-2
     if exponent > 100:
         return math.inf

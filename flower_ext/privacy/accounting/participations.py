@@ -36,7 +36,7 @@ class Participations:
         """Add a round.
 
         If the clients add the noise, a sum in which ``answered`` of the ``asked`` shares arrived
-        carries only that fraction of the noise, and a single upload carries 1/asked of it. An
+        carries only that fraction of the noise's variance, and a single upload carries 1/asked. An
         adversary may also see uploads that the server refused or that came too late, so every
         upload that was asked for counts as seen.
 
@@ -82,9 +82,9 @@ class Participations:
         return max(self._in_uploads.values(), default=0.0)
 
     def level(self, units: Iterable[int]) -> None:
-        """Give each of ``units`` the largest count, weights and last round of any unit.
+        """Set the count, weights and last round of ``units`` to the largest of any unit.
 
-        Use it if the server no longer knows which counts belong to which unit.
+        Call this if the server no longer knows which counts belong to which unit.
         """
         units = list(units)
         most = max(self.uploads.values(), default=0)

@@ -97,9 +97,9 @@ def _grid_interval(epsilon: float, delta: float, *, steps: int) -> float:
 def pld_epsilon(events: Sequence[tuple[Any, int]], delta: float, *, interval: float) -> float:
     """Return ε from a grid of privacy losses that are rounded up.
 
-    An event is one of dp-accounting's, or its DifferentialPrivacyParameters: the worst mechanism of
-    an (ε, δ).
-    The result is infinite if rounding in the Fourier transforms can lose as much as ``delta``.
+    ``events`` are dp-accounting's. Among them, `DifferentialPrivacyParameters` stands for the worst
+    mechanism of an (ε, δ). The result is infinite if rounding in the Fourier transforms can lose as
+    much as ``delta``.
     """
     from dp_accounting import pld
 

@@ -38,7 +38,7 @@ _MARGIN = 1e-9
 def renyi_loss(counts: Iterable[tuple[Release, int]], delta: float) -> PrivacyLoss:
     """Return the bound at the best order.
 
-    The divergence is above 0 at every order, so rounding cannot turn a loss into none.
+    The divergence is above 0 at every order, so no loss is rounded to 0.
     """
     from dp_accounting import rdp
 

@@ -23,18 +23,19 @@ was computed. This also holds on the grid of a secure sum, whose cells follow σ
 side included, is rounded to cells with a norm of at most C'/cell, checked in whole numbers (see
 `quantization`).
 
-A zero update has the side 0, where the paper counts it within C. Clients whose training fails or
-whose data cannot be loaded send zero updates, and a client whose data are zeroed out is one of
-them. If they had the side ½, zeroing out a longer update would move the sum by √(C² + κ²), more
-than C'. The whole vector of such a client is zero.
+A zero update has the side 0, whereas the paper counts it within C. Clients whose training fails or
+whose data cannot be loaded send zero updates. So does a client whose data are zeroed out in a
+neighbouring data set. If they had the side ½, zeroing out a longer update would move the sum by
+√(C² + κ²), more than C'. The whole vector of such a client is zero.
 
 C is a function of earlier releases and public numbers, so all rounds compose adaptively.
 
 A user in several silos (Uldp-FL) contributes Σ_s w_s (clip(Δ_s, C), κ·side_s), where Δ_s is the
 update on the user's records in silo s. Each silo compares the norm of its own Δ_s, before the
 weight, and clips the vector to C'. Since Σ_s w_s <= 1, the contribution of all silos is at most C'
-long, so the sensitivity is that of one vector. A user without records in a silo contributes nothing
-there, like a zero update. So C follows the quantile over all users' parts, counted by weight.
+long, so the sensitivity equals that of one vector. A user without records in a silo contributes
+nothing there, like a zero update. So C follows the quantile over all users' parts, counted by
+weight.
 """
 
 from __future__ import annotations
@@ -60,13 +61,14 @@ SIDE = "adaptive-clipping-side"
 class AdaptiveClipping(Checked):
     """A clipping norm that follows a quantile of the norms of clients' updates.
 
-    Give it to a `ReleasePlan` in place of a number. ε is that of a fixed norm under the same noise
-    multiplier σ. The model gets a little more noise for the same norm, by the factor
-    1/√(1 − (σ/2σ_b)²).
+    Give it to a `ReleasePlan` in place of a number. ε equals that of a fixed norm under the same
+    noise multiplier σ. The model gets a little more noise for the same norm, by the factor 1/√(1 −
+    (σ/2σ_b)²).
 
     A fraction far from the quantile moves the norm by a factor of up to exp(η γ) or exp(η (1 − γ))
-    a round. Clients that do not answer count as half within the norm: if only a share r answers,
-    the norm settles where the fraction is ½ + (γ − ½)/r, and runs to a limit if no fraction is.
+    a round. Clients that do not answer count as half within the norm. If only a share r answers,
+    the norm settles where the fraction is ½ + (γ − ½)/r; if that is no fraction, the norm runs to a
+    limit.
 
     Parameters
     ----------

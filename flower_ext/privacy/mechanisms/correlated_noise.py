@@ -1,4 +1,4 @@
-"""Noise of which later rounds take a part back, so that sums over rounds carry less of it.
+"""Correlated noise: later rounds subtract a part of it, so that sums over rounds carry less.
 
 Sources: Denisov, McMahan, Rush, Smith, Thakurta, "Improved Differential Privacy for SGD via Optimal
 Private Linear Operators on Adaptive Streams" (2022); Choquette-Choo et al., "Multi-Epoch Matrix
@@ -66,7 +66,7 @@ Vector = NDArray[np.float64]
 
 @dataclass(frozen=True, kw_only=True)
 class Past:
-    """The noise of the last round and what the next round needs of earlier ones. It is secret.
+    """The noise of the last round, and the earlier noise that the next round needs. It is secret.
 
     Parameters
     ----------
@@ -112,8 +112,8 @@ class StrategyMatrix:
         falling = [1.0 - sum(self.weights), *self.bands, 0.0]
         if not all(a >= b for a, b in itertools.pairwise(falling)):
             raise InvalidValue(
-                f"bands={self.bands!r} with weights={self.weights!r}: expected numbers that do not "
-                "rise and are not negative, the first of them and all weights together at most 1"
+                f"bands={self.bands!r} with weights={self.weights!r}: expected bands >= 0 that do "
+                "not rise, of which the first and all weights add up to at most 1"
             )
         if len(self.weights) != len(self.decays) or not (
             all(weight >= 0 for weight in self.weights) and all(0 <= d < 1 for d in self.decays)
@@ -222,8 +222,8 @@ class CorrelatedNoise:
     buffers : int
         Number of decaying buffers. Two already come within a tenth of the least error.
     bands : int
-        Number of bands, in place of buffers; 0 for buffers. The server keeps one vector of the
-        model's size less than bands. With buffers, it keeps one more.
+        Number of bands, in place of buffers; 0 for buffers. The server keeps ``bands`` − 1 vectors
+        of the model's size, or ``buffers`` + 1.
     momentum : float
         μ of the server's `Sgd`. Momentum smooths noise that alternates, so the best matrix for a
         server with momentum takes back more of a round's noise. The guarantee is the same.
@@ -324,7 +324,7 @@ def _best_buffers(
 
 
 class PreparedNoise(NoiseSource):
-    """Normal numbers that were drawn before, for one release. Each number is used once.
+    """Normal numbers for one release, drawn in advance. Each number is used once.
 
     Parameters
     ----------
@@ -364,7 +364,7 @@ class PreparedNoise(NoiseSource):
 
 @dataclass
 class _Replay:
-    """The part of a generator that noise needs, for numbers that were drawn before."""
+    """The part of a generator that noise needs, for numbers drawn in advance."""
 
     numbers: Vector
     used: int = field(default=0, init=False)

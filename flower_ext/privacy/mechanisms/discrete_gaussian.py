@@ -1,4 +1,4 @@
-r"""Gaussian noise on whole numbers: its sampler, and what it is worth for the accountant.
+r"""Gaussian noise on whole numbers: its sampler, and the continuous noise that it replaces.
 
 The discrete Gaussian N_Z(0, s²) gives a whole number k with a probability ∝ exp(−k²/2s²) (Canonne,
 Kamath, Steinke 2020). If clients add shares of this noise to whole numbers, the server can sum them
@@ -98,7 +98,7 @@ def share_stddev(total: float, shares: int) -> float:
 
 
 def worth(stddev: float) -> float:
-    """Return the stddev of the continuous Gaussian that one share is worth (step 5 above)."""
+    """Return the stddev of the continuous Gaussian that one share replaces (step 5 above)."""
     return math.sqrt(max(0.0, stddev**2 - _SMOOTHED))
 
 
@@ -174,7 +174,7 @@ def _check(stddev: float) -> None:
     if not LEAST_STDDEV <= stddev <= MOST_STDDEV:
         raise InvalidValue(
             f"stddev={stddev!r} of discrete noise: expected {LEAST_STDDEV:g} to {MOST_STDDEV:g} "
-            "steps of the grid; if it is less, take a finer grid, else a coarser one"
+            "steps of the grid; if it is smaller, take a finer grid; if larger, a coarser grid"
         )
 
 

@@ -328,7 +328,7 @@ class NoisedSum(ReleaseTerms, RoundMechanism):
             )
 
     def begin_sum(self, like: Update) -> RunningSum:
-        """Return an empty sum of uploads, which clips them if the server adds the noise."""
+        """Return an empty sum. It clips each added upload if the server adds the noise."""
         if self.secure_sum is not None:
             raise InvalidValue(
                 "begin_sum with noise_placement=SecureSum(…): the secure sum adds up the uploads; "

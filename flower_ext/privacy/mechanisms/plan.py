@@ -1,4 +1,4 @@
-"""Base classes of plans, which a user writes, and of mechanisms, which run."""
+"""Base classes of plans, which a user writes, and of mechanisms, which a run executes."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ class RoundMechanism(ABC):
         return None
 
     def with_strategy(self, matrix: StrategyMatrix) -> RoundMechanism:
-        """Return the mechanism with the matrix with which a run began."""
+        """Return the mechanism with ``matrix``, which a resumed run began with."""
         raise NotImplementedError(f"{type(self).__name__} has no strategy matrix")
 
     @property

@@ -1,7 +1,8 @@
 """Protections that a client applies to its upload before it leaves: one class per mechanism.
 
 A class holds its parameters and applies them to arrays of any library. `federation.protection`
-writes the parameters into messages. The local training applies what acts during training.
+writes the parameters into messages. The local training applies the protections that act during
+training.
 """
 
 from __future__ import annotations
@@ -61,10 +62,10 @@ class Protection:
     def largest_upload(self, numbers: int, *, norms: float = 1.0) -> float:
         """Return an L2 norm that an honest upload exceeds with probability `IMPROBABLE` at most.
 
-        Refusing larger uploads refuses an honest one with at most that probability, which no
-        reported δ counts. A hostile client can then move the sum no further than an honest client's
-        noise might. The check does not bound the client's part by C; only a server that adds the
-        noise itself can do that.
+        If the server refuses larger uploads, it refuses an honest upload with at most that
+        probability, which no reported δ counts. A hostile client can then move the sum no further
+        than an honest client's noise might. The check does not bound the client's part by C; only a
+        server that adds the noise itself can do that.
 
         Parameters
         ----------
@@ -97,7 +98,7 @@ class _ClipAndNoise(Protection):
         return self.noise_stddev / self.clipping_norm
 
     def largest_upload(self, numbers: int, *, norms: float = 1.0) -> float:
-        """Return the largest norm of an honest upload, which the noise makes longer."""
+        """Return the largest norm of an honest upload, with its noise."""
         return largest_noised_norm(norms * self.clipping_norm, self.noise_stddev, numbers)
 
 
@@ -108,7 +109,7 @@ class _ClipWithSide(_ClipAndNoise):
     Parameters
     ----------
     clipping_norm, noise_stddev : float
-        As for `_ClipAndNoise`; they are those of the update with its side.
+        As for `_ClipAndNoise`, of the update together with its side.
     update_norm, side_weight : float, optional
         C and κ of `adaptive_clipping`. With both, the upload has a side.
 
@@ -189,7 +190,7 @@ class ClipToCells(_ClipWithSide):
 
     @property
     def noise_multiplier(self) -> float:
-        """Stddev of the continuous Gaussian that this client's noise is worth, in norms."""
+        """Stddev of the continuous Gaussian that the client's noise replaces, in clipping norms."""
         return worth(self.noise_stddev / self.cell) * self.cell / self.clipping_norm
 
     def released(self, upload: Update, noise: NoiseSource) -> Update:
@@ -316,7 +317,7 @@ class ObjectivePerturbation(Checked, Protection):
         return f"objective perturbation: rate {self.rate:g}"
 
     def direction(self, like: Update, noise: NoiseSource) -> dict[str, np.ndarray]:
-        """Draw n, as float64 arrays with the names and shapes of ``like``."""
+        """Draw the noise n as float64 arrays with the names and shapes of ``like``."""
         check_arrays(like)
         sizes = [math.prod(array.shape) for array in like.values()]
         parts = np.split(noise.gamma_direction(sum(sizes), 1 / self.rate), np.cumsum(sizes)[:-1])

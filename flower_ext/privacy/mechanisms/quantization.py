@@ -186,7 +186,7 @@ def _rows_in_cells(exact: Any, clipping_norm: float, cell: float, shares: np.nda
     scale = np.ldexp(1.0, np.frexp(np.where(largest > 0, largest, 1.0))[1] - 1)
     exact /= column(scale)
     norms = np.sqrt(_plain(squared_norms_of_rows(exact)))
-    # The weight counts before rounding: a weighed whole number would be no whole number.
+    # Weights apply before rounding: a weighed whole number would be no whole number.
     limits = shares * (clipping_norm / cell) * _MARGIN
     with np.errstate(over="ignore", divide="ignore", invalid="ignore"):
         clipped = np.where(norms > 0, limits / norms, 0.0)

@@ -1,4 +1,4 @@
-"""The traits of a method and the summary of a run; a plan knows nothing else about them."""
+"""The traits of a method and the summary of a run: all that a plan knows about them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class MethodTraits:
     bounds_units : bool
         A client's upload is a sum over units, and the method bounds each unit.
     weighs_updates : bool
-        True if clients count in its step by a rule of the method's own.
+        True if the method's step weights clients by a rule of the method's own.
     needs_each_update : bool
         The server needs every single update, not only their noised sum.
     keeps_memory : bool
@@ -27,7 +27,7 @@ class MethodTraits:
     memoryless : bool
         Updates do not depend on anything that a client keeps between rounds.
     upload_phase : str, optional
-        The one phase of training that determines the upload; None if more than that does.
+        The phase of training that alone determines the upload; None if anything else does, too.
     num_silos : int, optional
         Number of silos among which each unit's data are divided; None if the units are clients.
     weighting : str

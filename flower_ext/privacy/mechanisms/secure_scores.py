@@ -3,8 +3,9 @@
 For an evaluation with k scores, each client has a vector (1, x₁, …, x_k), where x_j is its j-th
 score, clipped to public bounds and mapped from [low, high] to [−½, ½]. A client without test
 examples has a vector of zeros. One client's vector therefore has a norm of at most √(1 + k/4). The
-sum over all clients is released with Gaussian noise, and the mean of a score is the ratio of two of
-its numbers. The count carries noise too, because it reveals which clients have test examples.
+sum over all clients is released with Gaussian noise, and the mean of a score is the ratio of two
+numbers of the sum. The count carries noise too, because it reveals which clients have test
+examples.
 """
 
 from __future__ import annotations

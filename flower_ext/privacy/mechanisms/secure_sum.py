@@ -13,13 +13,13 @@ stay. The graph has the least k with a t such that
 * T n P(X ≥ 2t - k) ≤ 2⁻⁴⁰: the server might tell some neighbours that a member answered, and the
   others that it was lost. Each honest neighbour then gives one kind of share, and each colluder
   gives both. The server then has at most k + X shares, and t of each kind only if X ≥ 2t - k.
-* T n(n-1)/2 P(k given places are empty) ≤ 2⁻⁴⁰: what honest members remain is connected. A circle
-  with k/2 neighbours on each side splits only at two gaps of k/2 places. There are n(n-1)/2 pairs
-  of gaps. Places are empty if their members collude or do not answer, at most c and D of n.
+* T n(n-1)/2 P(k given places are empty) ≤ 2⁻⁴⁰: the remaining honest members are connected. A
+  circle with k/2 neighbours on each side splits only at two gaps of k/2 places. There are n(n-1)/2
+  pairs of gaps. Places are empty if their members collude or do not answer, at most c and D of n.
 * T n P(Y < t) ≤ 2⁻²⁰: enough shares arrive, or the round is discarded.
 
-In a complete graph all members are neighbours, and nothing is random but C: c < t ≤ n - 1 - D, and
-2t > n - 1 + c.
+In a complete graph all members are neighbours, and only C is random: c < t ≤ n - 1 - D, and 2t > n
+- 1 + c.
 
 The server of a *signed* sum may lie. Its graph is complete with t = n - 1 - D, and its keys are
 those of members that know each other. The server can tell each honest member that D others were
@@ -133,7 +133,9 @@ class SecureSum:
             if not (is_number(share) and 0 <= share < 1):
                 raise InvalidValue(f"{name}={share!r}: expected a share in [0, 1)")
         if self.signed and not self.resist_equivocation:
-            raise InvalidValue("resist_equivocation=False with signed=True: expected True")
+            raise InvalidValue(
+                "resist_equivocation=False with signed=True: expected resist_equivocation=True"
+            )
         if self.colluding + self.dropouts >= 1:
             raise InvalidValue(
                 f"colluding={self.colluding:g} and dropouts={self.dropouts:g}: expected less than "

@@ -21,7 +21,7 @@ Update = Mapping[str, Any]
 
 
 class NonFiniteUpdate(InvalidValue):
-    """An update holds NaN or infinite values, which no norm bounds."""
+    """An update holds NaN or infinite values, so no clipping bounds its norm."""
 
 
 def check_arrays(update: Update) -> None:

@@ -1,8 +1,8 @@
-"""Queries beside the training: a vector of each client, released as a noised sum over all clients.
+"""Queries beside the training: each client answers by a vector; a run releases the noised sum.
 
 To add a query, subclass `VectorQuery` as a frozen dataclass, name it among the ``queries`` of a
 `ReleasePlan`, and give its class to ``client_app(queries=...)``. Bound, noise, masks, ledger and
-accounting are those of every secure sum.
+accounting work as for every secure sum.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class LocalView(Protocol):
     def scores(self, *, training: bool) -> Mapping[str, float]:
         """Return the scores of the model that the client would use, on its test examples.
 
-        With ``training``, the loss on its training examples is among them.
+        If ``training`` is True, the loss on the client's training examples is included.
         """
 
 

@@ -1,1 +1,1 @@
-"""Plans, in which a user decides about privacy: one plan a kind of release."""
+"""Plans that determine the privacy of a run: one plan per kind of release."""

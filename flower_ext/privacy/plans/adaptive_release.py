@@ -33,7 +33,7 @@ class AdaptiveRelease(ReleaseMechanism):
     """A `ReleaseMechanism` of updates with their sides, and the clipping norm of one round.
 
     Its ``clipping_norm`` C' bounds update and side together (see `adaptive_clipping`), so sum,
-    noise, grid and accounting are those of a fixed norm.
+    noise, grid and accounting work as for a fixed norm.
 
     Parameters
     ----------
@@ -41,7 +41,7 @@ class AdaptiveRelease(ReleaseMechanism):
     update_norm : float
         C of the round.
     **options
-        Fields of `ReleaseMechanism`, without ``clipping_norm``.
+        Fields of `ReleaseMechanism`, except ``clipping_norm``.
     """
 
     clipping: AdaptiveClipping

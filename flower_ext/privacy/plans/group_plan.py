@@ -16,7 +16,7 @@ from flower_ext.privacy.theorems.uldp_group import uldp_group_guarantees
 
 @dataclass(frozen=True, kw_only=True)
 class GroupPlan(Checked, PlainAverage):
-    """ULDP-GROUP-k: silos protect records by DP-SGD, and the server averages what they send.
+    """ULDP-GROUP-k: silos protect records by DP-SGD, and the server averages their models.
 
     Parameters
     ----------

@@ -1,4 +1,4 @@
-"""The plan of perturbed local models: record-level privacy from a server that sees every upload."""
+"""The plan of perturbed local models: record-level privacy against a server that sees uploads."""
 
 from __future__ import annotations
 
@@ -60,10 +60,10 @@ class PerturbationPlan(Checked, PlainAverage):
         )
 
     def _rounding(self, sent: Mapping[str, Any]) -> float:
-        """Return how far rounding to its precision moves a trained model, in clipping norms.
+        """Return the distance by which rounding may move a trained model, in clipping norms.
 
-        Rounding moves a number by half of eps at most, relatively. It moves a subnormal number by
-        half of the smallest positive number at most.
+        Rounding moves a number by at most half of eps, relatively, and a subnormal number by at
+        most half of the smallest positive number.
         """
         perturbation = self.perturbation
         norm = (

@@ -65,7 +65,7 @@ class RecordLevelPlan(RecordLevelTerms, PlainAverage):
     ) -> RecordLevelPlan:
         """Return the plan whose ε is ``epsilon`` after ``rounds`` rounds.
 
-        ``basis`` says which ε: that of the published theorem, or the provable one.
+        ``basis`` selects the ε of the published theorem, or the provable ε.
 
         Raises
         ------
@@ -121,8 +121,8 @@ class RecordLevelPlan(RecordLevelTerms, PlainAverage):
         """
         if self.steps and method.upload_phase is None:
             raise InvalidValue(
-                f"plan.steps: {method.name} uploads more of a record than its gradients in local "
-                "steps, and noise in the steps protects only these; choose a plan without steps"
+                f"plan.steps: an upload of {method.name} depends on records also outside the "
+                "noised local steps; choose a plan without steps"
             )
         return self
 

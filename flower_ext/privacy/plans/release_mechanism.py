@@ -58,7 +58,7 @@ class ReleaseMechanism(NoisedSum):
         return dict(counts)
 
     def count_answer(self, query: VectorQuery, participations: Participations) -> None:
-        """Count one release of a query, for adversaries that see sums and that see uploads.
+        """Count one release of a query, in the counts for sums and in the counts for uploads.
 
         The unit of the count is a training round with noise multiplier σ. A release with noise
         multiplier σ_q reveals as much as (σ/σ_q)² training rounds, and counts as that many.

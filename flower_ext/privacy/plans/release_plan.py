@@ -37,7 +37,8 @@ class ReleasePlan(ReleaseTerms, PrivacyPlan):
     sampling : Sampling
         Draws the cohorts; the accounting assumes the same sampling.
     clipping_norm : float or AdaptiveClipping
-        L2 bound C on one unit's whole update; or how it follows the norms of clients' updates.
+        L2 bound C on one unit's whole update, or the rule by which C follows a quantile of the
+        updates' norms.
     noise_multiplier : float
         σ: the sum carries N(0, (σC)² I).
     rounds : int
@@ -55,8 +56,8 @@ class ReleasePlan(ReleaseTerms, PrivacyPlan):
         clients, a `SecureSum` needs cohorts of a fixed size.
     correlation : CorrelatedNoise, optional
         Correlates the server's noise over rounds. It needs ``noise_placement="server"``, a fixed
-        ``clipping_norm`` and a `SpacedSampling`. Under such a sampling, ``noise_multiplier`` is
-        that of all rounds together, however many there are, with correlation or without.
+        ``clipping_norm`` and a `SpacedSampling`. Under such a sampling, ``noise_multiplier``
+        describes all rounds together, however many there are, with or without correlation.
     queries : tuple of VectorQuery
         Further releases of a run, counted in the same ε: `SecureScores` for the scores of
         evaluations, or queries of your own. Each is a secure sum over all clients. Without a query

@@ -1,4 +1,4 @@
-"""A builder of the guarantees of one run, and sentences that several guarantees print."""
+"""A builder of the guarantees of one run, and sentences that several guarantees share."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ class Claims:
     unit, relation, delta
         As in `Guarantee`.
     assumptions : tuple of str
-        Assumptions of every provable guarantee. A published one has only those of its theorem.
+        Assumptions of every provable guarantee. A published guarantee has only the assumptions of
+        its theorem.
     not_covered : Sequence[str]
         Values that leave the clients without being covered by any provable guarantee.
     """
@@ -131,7 +132,7 @@ ONE_ANSWER = (
     "resist_equivocation is off: the server never tells some neighbours that a client answered and "
     "others that the client was lost, which could show it that client's upload"
 )
-"""The assumption about secure sums whose threshold is below the one that prevents this attack."""
+"""The assumption about secure sums whose threshold is too low to prevent this attack."""
 HONEST_COUNTS = (
     "all silos and the server follow the protocol: one silo or server that lies about counts voids "
     "ε for the users of all silos, whose updates then count up to N_max times"

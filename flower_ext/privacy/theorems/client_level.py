@@ -55,17 +55,17 @@ def client_level_guarantees(
 ) -> list[Guarantee]:
     """Return the provable guarantees of a run of ``mechanism``, one for each adversary.
 
-    * Released models: amplified by sampling, because it stays secret who took part, and how many
-      did unless their number is fixed.
+    * Released models: amplified by sampling, because cohorts stay secret. Their size is secret,
+      too, unless it is fixed.
     * Sums only: no amplification. Gaussian composition over the realised participations, each
       with the noise that clients really supplied; the server knows any noise that it added.
     * Each upload: one client's share of the noise alone, σ/√cohort.
 
     A guarantee says so if cohorts or noise were drawn from a seed. If clients keep values between
-    rounds, what they send depends on the rounds in which they were drawn. With a fixed cohort size
-    that reveals something about who else was drawn, which the amplification of single rounds does
-    not cover; the guarantee then lists it as an assumption. Under Poisson sampling clients are
-    drawn independently. ``releases`` are all releases of the run, answers to queries included.
+    rounds, a client's upload depends on the rounds in which it was drawn. With a fixed cohort size,
+    the upload thus reveals something about other clients' draws. The amplification of single rounds
+    does not cover this, so the guarantee lists it as an assumption. Under Poisson sampling clients
+    are drawn independently. ``releases`` are all releases of the run, answers to queries included.
 
     Raises
     ------
@@ -152,7 +152,7 @@ def _hidden_cohorts(mechanism: NoisedSum, run: RunSummary) -> tuple[str, ...]:
 
 
 def _nothing_before_noise(mechanism: NoisedSum) -> list[Guarantee]:
-    """Return the empty guarantees against adversaries who see what the server has not noised."""
+    """Return infinite ε against adversaries who see sums or uploads before the server's noise."""
     claims = Claims(
         unit=mechanism.unit, relation=NeighboringRelation.REPLACE_SPECIAL, delta=mechanism.delta
     )
@@ -163,7 +163,7 @@ def _nothing_before_noise(mechanism: NoisedSum) -> list[Guarantee]:
 
 
 def of_secure_sum(mechanism: NoisedSum, sums: SecureSum) -> tuple[str, ...]:
-    """Return the assumptions about a secure sum, for a server that sees what the sum shows."""
+    """Return the assumptions about a secure sum, against the server that computes it."""
     parameters, clients = mechanism.sum_parameters, mechanism.num_clients
     drawn = "" if parameters.members == clients else ", all but surely (1 - 2^-40 a run)"
     return (

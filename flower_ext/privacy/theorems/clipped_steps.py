@@ -22,9 +22,9 @@ from flower_ext.privacy.units import NeighboringRelation
 class ClippedSteps(Checked):
     """The local steps of one client in one round, which clip each record's gradient.
 
-    A step is u ← u − η (1/B) Σ clip(∇F̂(u; record), G), the sum being over B records. Noise in
-    every step protects the whole round. Without it, the two neighbouring models may move apart
-    from the second step on.
+    A step is u ← u − η (1/B) Σ clip(∇F̂(u; record), G), summed over B records. Noise in every step
+    protects the whole round. Without it, the two neighbouring models may move apart from the second
+    step on.
 
     Parameters
     ----------
@@ -37,7 +37,7 @@ class ClippedSteps(Checked):
     local_steps : int
     batch_size : int, optional
         Records per step, B; by default all. Smaller batches run through the records in passes, in
-        an order that does not depend on them, and each round begins a new pass.
+        an order that does not depend on the records' content. Each round begins a new pass.
     """
 
     learning_rate: Positive
@@ -55,7 +55,7 @@ class ClippedSteps(Checked):
             )
 
     def require_examples(self, num_examples: int) -> None:
-        """Refuse a number of examples other than the one that the steps are planned for."""
+        """Refuse a number of examples for which the steps were not planned."""
         if num_examples != self.num_examples:
             raise InvalidValue(
                 f"num_examples={num_examples!r}: expected {self.num_examples}, the number in "

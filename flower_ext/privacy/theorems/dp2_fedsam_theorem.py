@@ -31,11 +31,11 @@ def dp2_fedsam_theorem2(
 ) -> Guarantee:
     """Return the guarantee of Theorem 2 of DP²-FedSAM, as published.
 
-    The theorem asks for σ² ≥ 7 r² T (ε + 2 ln(1/δ)) / ε², which is solved here for the smallest ε.
-    Its proof uses the sub-sampled Gaussian's closed form (Lemma 4 of the paper). The two conditions
-    of that lemma are checked at the proof's order α = 1 + 2 ln(1/δ)/ε. The paper prints the second
-    one with a factor of the sensitivity C; here noise is measured in multiples of C, so the factor
-    is 1.
+    The theorem requires σ² ≥ 7 r² T (ε + 2 ln(1/δ)) / ε². This function returns the smallest such
+    ε. Its proof uses the sub-sampled Gaussian's closed form (Lemma 4 of the paper). The two
+    conditions of that lemma are checked at the proof's order α = 1 + 2 ln(1/δ)/ε. The paper prints
+    the second condition with a factor of the sensitivity C; here noise is measured in multiples of
+    C, so the factor is 1.
 
     Raises
     ------
@@ -99,7 +99,7 @@ def theorem2_of_plan(plan: PrivacyPlan, run: RunSummary) -> list[Guarantee]:
     if not isinstance(plan, ReleaseTerms) or isinstance(plan.clipping_norm, AdaptiveClipping):
         return []  # the paper's clipping norm is fixed
     if isinstance(plan.sampling, SpacedSampling):
-        return []  # the paper's noise multiplier is that of one round
+        return []  # the paper's noise multiplier is for one round
     theorem = dp2_fedsam_theorem2(
         noise_multiplier=plan.noise_multiplier,
         sampling_rate=plan.sampling.sampling_rate,

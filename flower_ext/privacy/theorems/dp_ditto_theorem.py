@@ -152,7 +152,8 @@ def dp_ditto_guarantees(
         ),
         not_covered=not_covered,
     )
-    # By Eqns 7–8 noise and ε are inverse, so the noise for ε = 1 gives the ε of any noise.
+    # By Eqns 7–8 ε is inversely proportional to the noise, so the noise for ε = 1 gives any other
+    # ε.
     for_one = dp_ditto_noise_stddev(
         epsilon=1.0,
         delta=delta,

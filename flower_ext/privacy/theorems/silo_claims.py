@@ -1,20 +1,20 @@
-"""Assumptions about silos with users in common, and the worth of a secure sum of their uploads.
+"""Assumptions about silos with users in common, and the noise in secure sums of their uploads.
 
 The members of a secure sum are the n silos, all of them in every round. At least m silos answer,
 and each adds a discrete Gaussian share of variance σ²C²/m. Let c silos collude with the server.
 They can subtract their own shares of the noise, and their users' parts with them.
 
-* Weights by records: a user may have all its weight in the other silos, and then moves the rest of
-  the sum by C. The rest has at least m − c shares, so the noise multiplier is σ√((m − c)/m).
-* Equal weights: a user moves the sum of h' other silos by C h'/n, under noise σC √(h'/m). The noise
-  multiplier is σ n/√(m h') ≥ σ, so collusion costs nothing.
-* NAIVE: a user moves the sum of h' silos by 2C h', under noise σC n √(h'/m). The noise multiplier
-  is (σ/2) n/√(m h') ≥ σ/2, so again collusion costs nothing.
+* Weights by records: a user may have all its weight in honest silos, and then moves their sum by C.
+  Their sum has at least m − c shares of noise, so the noise multiplier is σ√((m − c)/m).
+* Equal weights: a user moves the sum of h' honest silos by C h'/n, under noise σC √(h'/m). The
+  noise multiplier is σ n/√(m h') ≥ σ, so collusion costs nothing.
+* NAIVE: a user moves the sum of h' honest silos by 2C h', under noise σC n √(h'/m). The noise
+  multiplier is (σ/2) n/√(m h') ≥ σ/2, so again collusion costs nothing.
 
-Poisson sampling of users is sound with secure sums, unlike that of clients. The number of asked
-silos, the number of shares in a sum and the size of each share depend on n and m only, so the noise
-does not reveal the number of drawn users. The server draws the users and tells the silos, so
-sampling amplifies nothing against a server that sees sums.
+Poisson sampling of users is sound with secure sums, unlike Poisson sampling of clients. The number
+of asked silos, the number of shares in a sum and the size of each share depend on n and m only, so
+the noise does not reveal the number of drawn users. The server draws the users and tells the silos,
+so sampling amplifies nothing against a server that sees sums.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def user_claims(delta: float, *assumptions: str, not_covered: Sequence[str] = ()
 
 
 def shield_of(mechanism: NoisedSum) -> tuple[str, ...]:
-    """Return the assumptions about the secure sum of a plan's silos; none without one."""
+    """Return the assumptions about the secure sum of a plan's silos; none without a secure sum."""
     if mechanism.secure_sum is None:
         return ()
     return (*of_secure_sum(mechanism, mechanism.secure_sum), _OWN_RECORDS)
@@ -92,7 +92,7 @@ def batching_assumption(apart: Mapping[int, bool]) -> str:
 
 
 def exposures(mechanism: NoisedSum, run: RunSummary) -> tuple[float, float]:
-    """Return the largest weight of any user in sums, and in uploads (see `Participations`)."""
+    """Return any user's largest weight in sums, and in uploads (see `Participations`)."""
     in_sums = run.participations.in_sums
     in_uploads = float(max(run.participations.uploads.values(), default=0))
     if mechanism.secure_sum is None:

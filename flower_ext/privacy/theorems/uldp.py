@@ -190,7 +190,7 @@ def uldp_avg_guarantees(
     in_rounds = f"{sampling}, noise multiplier {sigma:.4g}, {rounds} rounds"
 
     def at_server(exposure: float, mechanism: NoisedSum) -> tuple[PrivacyLoss, str]:
-        """Return the loss to a server, which knows the sample unless a protocol hides the draw."""
+        """Return the loss against a server, which knows the sample unless a protocol hides it."""
         if hidden_draw:
             return privacy_loss_of({mechanism.release: rounds}, delta=mechanism.delta), in_rounds
         # Errors of a protocol add up over all rounds, also those without the most exposed user.
@@ -240,7 +240,7 @@ def uldp_avg_guarantees(
 
 
 def _share_of_noise(mechanism: NoisedSum, run: RunSummary) -> tuple[float, str]:
-    """Return the ratio of noise that hides a user in a sum to that in all uploads; also in words.
+    """Return the noise that hides a user in a sum, as a share of all uploads' noise and in words.
 
     With weights by records a user may have all its weight in one silo. Only that silo's share of
     the noise then hides the user.
@@ -263,7 +263,7 @@ def _hidden_sample(mechanism: NoisedSum, secure: bool) -> tuple[str, ...]:
 
 
 def _drawn_by_silos(mechanism: NoisedSum, rounds: int) -> str:
-    """Return the assumption about users whom silos draw, and what ε is against a silo.
+    """Return the assumption about users whom silos draw, and the ε against a silo.
 
     A silo knows the draws, so nothing is amplified, and it can subtract its share of the noise. A
     user counts in every round, because the server does not know in which.
@@ -282,10 +282,10 @@ def _drawn_by_silos(mechanism: NoisedSum, rounds: int) -> str:
 
 
 def _two_numbers(mechanism: NoisedSum, rounds: int) -> str:
-    """Return what a person's privacy is if silos gave that person two numbers.
+    """Return a sentence with the ε of a person to whom silos gave two numbers.
 
-    The numbers are two users, drawn independently, of whom each moves the sum by at most C. That is
-    a group of two records in DP-SGD.
+    That person is two users, drawn independently, each of whom moves the sum by at most C. This
+    equals a group of two records in DP-SGD.
     """
     epsilon = _epsilon_of_two_numbers(mechanism.release, rounds, mechanism.delta)
     return (

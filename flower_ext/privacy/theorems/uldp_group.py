@@ -9,8 +9,8 @@ k, γ                  ``group_size``, ``DpSgd.sampling_rate``
 ====================  =====================================================
 
 Lemma 8 turns (ε, δ) of one record into that of a group; Lemma 9 (Mironov 2017, Proposition 2)
-covers groups of 2^c records. Use them to compare with published numbers: `group_loss` needs no
-power of two and is several times smaller.
+covers groups of 2^c records. Use these lemmas only to compare with published numbers: `group_loss`
+needs no power of two, and its ε is several times smaller.
 """
 
 from __future__ import annotations
@@ -43,7 +43,8 @@ def uldp_group_guarantees(
 
     Each silo runs the same DP-SGD on at most ``group_size`` records of each user. The published
     guarantee takes the largest power of two that is not above k, and the orders that the authors'
-    figures use; Lemma 9 does not hold for some of these. The provable one is `group_loss`.
+    figures use; Lemma 9 does not hold for some of these orders. The provable guarantee is that of
+    `group_loss`.
 
     Raises
     ------

@@ -62,7 +62,7 @@ def upcycled_theorem_6_2_delta(
     """Return δ of output perturbation as published: exp(−a (ε/(2a) − 1/2)²) for ε ≥ a.
 
     It inverts `upcycled_theorem_6_2`, with the same a, and rests on the same distance τ/|D_i|. For
-    a provable δ, search for the one at which `epsilons` gives your ε.
+    a provable δ, search for the δ at which `epsilons` gives your ε.
 
     Raises
     ------
@@ -109,10 +109,10 @@ def upcycled_theorem_6_3(
 def sensitivity(
     perturbation: OutputPerturbation, objective: LocalObjective, num_examples: int | None
 ) -> float:
-    """Return how far one record can move the model before noise (L2): min(2τ, stability).
+    """Return the L2 distance by which one record can move the model before noise.
 
-    Clipping projects onto a ball and thus moves no two models further apart. Rounding may move each
-    of them by its ``rounding``, which is counted `_ROUNDINGS` times.
+    This is min(2τ, stability): clipping projects onto a ball, which moves no two models further
+    apart. Rounding may move each of them by its ``rounding``, which is counted `_ROUNDINGS` times.
     """
     stable = math.inf if num_examples is None else objective.stability(num_examples)
     norm = perturbation.clipping_norm

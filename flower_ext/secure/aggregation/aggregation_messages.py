@@ -1,16 +1,16 @@
 """Messages between the parties of a secure sum, as values and as bytes.
 
-=================  ================  =====================================================
+=================  ================  =============================================================
 message            from, to          carries
-=================  ================  =====================================================
+=================  ================  =============================================================
 `Advert`           member, server    two public keys
 `Keys`             server, member    the public keys of the member and its neighbours
-`SealedShares`     member, server    a share of its two secrets for each neighbour, sealed
+`SealedShares`     member, server    for each neighbour, sealed shares of the member's two secrets
 `Delivery`         server, member    the shares that neighbours sealed for the member
 `MaskedInput`      member, server    the masked vector
-`UnmaskRequest`    server, member    which of a neighbour's two secrets to reveal a share of
-`Revealed`         member, server    for each neighbour a share of one of its secrets
-=================  ================  =====================================================
+`UnmaskRequest`    server, member    for each neighbour, the kind of share to reveal
+`Revealed`         member, server    for each neighbour, a share of one of its secrets
+=================  ================  =============================================================
 
 As bytes, every message begins with its kind and the digest of its round.
 """
@@ -41,7 +41,7 @@ def key_pair(keys: bytes) -> tuple[bytes, bytes]:
 
 
 def _keys_bytes(context: RoundContext) -> int:
-    """Return the length of a member's keys; in a signed round, identity and signature follow."""
+    """Return the length in bytes of a member's keys, with identity and signature if signed."""
     return 2 * KEY_BYTES + (IDENTITY_BYTES + SIGNATURE_BYTES) * context.signed
 
 
@@ -100,8 +100,7 @@ class Keys(_RoundMessage):
 class SealedShares(_RoundMessage):
     """A hash of the member's seed, and shares of seed and mask key that neighbours can open.
 
-    Behind each pair of sealed shares come their hashes, by which the server recognises a wrong
-    share.
+    The hashes of both shares follow each sealed pair. The server recognises a wrong share by them.
     """
 
     kind = b"S"
@@ -138,7 +137,7 @@ class MaskedInput(_RoundMessage):
 
 @dataclass(frozen=True, kw_only=True)
 class UnmaskRequest(_RoundMessage):
-    """Request to one member after the training: the kind of share to reveal of each neighbour.
+    """Request to one member after the training: for each neighbour, the kind of share to reveal.
 
     Parameters
     ----------
@@ -155,7 +154,7 @@ class UnmaskRequest(_RoundMessage):
     kinds: Mapping[int, bytes]
 
     def check(self, context: RoundContext) -> None:
-        """Refuse anything but a request of this round for one of the two kinds of shares."""
+        """Refuse a request of another round, or for an unknown kind of share."""
         if not 0 <= self.answers <= context.members:
             raise InvalidValue(f"answers={self.answers}: expected 0 to {context.members}")
         if not set(self.kinds.values()) <= {OF_SEED, OF_KEY}:
@@ -167,7 +166,7 @@ class UnmaskRequest(_RoundMessage):
 class Revealed(_RoundMessage):
     """For each neighbour, a byte for the kind of share, and a share of its seed or mask key.
 
-    A neighbour is missing if the member could not open the shares that came from it.
+    A neighbour is missing if the member could not open that neighbour's shares.
     """
 
     kind = b"R"

@@ -74,7 +74,7 @@ class SumServer:
 
     def __init__(self, context: RoundContext, graph: Graph) -> None:
         if graph_digest(graph) != context.graph or len(graph) != context.members:
-            raise InvalidValue("graph: expected the one whose digest is in the context")
+            raise InvalidValue("graph: expected the graph whose digest is context.graph")
         self._context, self._graph = context, graph
         self.faults: dict[tuple[int, ShareFault], set[int]] = {}
         self._stage = 0
@@ -206,7 +206,7 @@ class SumServer:
         kinds = self._kinds(message.member)
         if not {o: share[:1] for o, share in message.shares.items()}.items() <= kinds.items():
             raise InvalidValue(
-                f"shares of member {message.member}: expected the kinds in the server's request"
+                f"shares of member {message.member}: expected the kinds that the server requested"
             )
         for other, kind in kinds.items():
             if other not in message.shares:
@@ -267,8 +267,8 @@ class SumServer:
                 return secret
         self.faults[member, ShareFault.UNFIT] = set()
         raise IncompleteRound(
-            f"{what} of member {member}: the shares do not fit what the member published; "
-            "the round is discarded"
+            f"{what} of member {member}: the shares rebuild a secret that the member did not "
+            "publish; the round is discarded"
         )
 
     def _is_right(self, holder: int, owner: int, revealed: bytes) -> bool:
@@ -280,14 +280,14 @@ class SumServer:
         return published == share_hash(digest, share, owner=owner, holder=holder, kind=kind)
 
     def _fits(self, member: int, kind: bytes, secret: bytes) -> bool:
-        """Return True if the secret is the one whose hash or public key the member published."""
+        """Return True if the secret fits the hash or public key that the member published."""
         if kind == OF_SEED:
             published = self._shared[member].commitment
             return published == commitment(self._context.digest, secret, member)
         return public_of(secret) == key_pair(self._keys[member])[0]
 
     def _kinds(self, member: int) -> dict[int, bytes]:
-        """Return the kind of share that a member reveals of each neighbour that shared."""
+        """Return, for each neighbour that sent shares, the kind of share that a member reveals."""
         return {
             other: OF_SEED if other in self._answered else OF_KEY
             for other in self._near(member, self._sharing)

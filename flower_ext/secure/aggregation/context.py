@@ -1,7 +1,7 @@
-"""Public values of one round, on which all parties agree and every key and message depends.
+"""Public values of one round: all parties agree on them, and all keys and messages depend on them.
 
-Members share keys with k neighbours. These are the nearest ones on a circle in a secretly drawn
-order (a circulant or Harary graph), of which O(log n) suffice (Bell et al. 2020).
+A member shares keys with k neighbours: the nearest members on a circle in a secretly drawn order (a
+circulant or Harary graph). O(log n) neighbours suffice (Bell et al. 2020).
 """
 
 from __future__ import annotations
@@ -42,14 +42,16 @@ class RoundContext(JsonRecord):
     length : int
         Length of each member's vector.
     neighbours : int
-        Number of neighbours of each member, as from `degree`.
+        Number of neighbours of each member, as `degree` returns it.
     threshold : int
-        Number of neighbours whose shares unmask a member. Fewer may collude with the server.
+        Number of neighbours whose shares together unmask a member. Fewer neighbours may collude
+        with the server and still learn nothing.
     least_answers : int
         Least number of masked vectors; with fewer, the round is discarded.
     signed : bool
         True if members sign their keys, and all members are neighbours. No server can then choose a
-        member's neighbours, or speak for them; see `flower_ext.secure.aggregation.identities`.
+        member's neighbours, or send keys in their name; see
+        `flower_ext.secure.aggregation.identities`.
 
     Raises
     ------
@@ -126,7 +128,7 @@ class Invitation(JsonRecord):
     Raises
     ------
     InvalidValue
-        A number is out of range, or the number of neighbours is not that of the context.
+        A number is out of range, or there are not ``context.neighbours`` neighbours.
     """
 
     kind = "invitation"

@@ -1,8 +1,8 @@
-"""Identities of members that know each other, so that no server can speak for one of them.
+"""Signed keys of members that know each other, so that no server can pose as one of them.
 
 In a signed round a member sends its two fresh public keys with its identity, an Ed25519 key that
-outlives rounds, and a signature over the round, its number and these keys. The other members accept
-only identities that their own owners listed, each for one member.
+outlives rounds, and a signature over the round, its number and these keys. Each member accepts only
+the identities that its owner listed, and accepts no identity twice.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _DOMAIN = b"flower-ext secure sum identity 1"
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Identities:
-    """A member's own identity, and those of all members that its owner trusts.
+    """A member's identity, and the identities of all members that its owner trusts.
 
     Parameters
     ----------
@@ -43,8 +43,8 @@ class Identities:
         Raises
         ------
         InvalidValue
-            A file cannot be read, or has something else than Ed25519 keys without a password, or a
-            key twice.
+            A file cannot be read, contains a key twice, or contains anything but Ed25519 keys
+            without a password.
         """
         try:
             private = load_ssh_private_key(Path(key_file).read_bytes(), password=None)
@@ -53,7 +53,7 @@ class Identities:
         except Exception as error:  # `cryptography` raises many kinds for malformed files
             raise InvalidValue(
                 f"sum-identity-key={str(key_file)!r} and sum-members={str(members_file)!r}: "
-                "expected a private key without a password, and a file with a public key a line, "
+                "expected a private key without a password, and a file of one public key per line, "
                 f"as `ssh-keygen -t ed25519 -N ''` writes them ({type(error).__name__})"
             ) from error
         if not isinstance(private, Ed25519PrivateKey):
@@ -61,7 +61,7 @@ class Identities:
         public = [key.public_bytes_raw() for key in listed if isinstance(key, Ed25519PublicKey)]
         if len(public) < len(listed) or len(set(public)) < len(public):
             raise InvalidValue(
-                f"sum-members={str(members_file)!r}: expected different Ed25519 keys, one a line"
+                f"sum-members={str(members_file)!r}: expected different Ed25519 keys, one per line"
             )
         return cls(private=private, trusted=frozenset(public))
 
@@ -96,7 +96,9 @@ class Identities:
                     f"member {member}: expected an identity that sum-members of this node lists"
                 )
             if identity in known:
-                raise ProtocolError(f"member {member}: expected an identity of its own")
+                raise ProtocolError(
+                    f"member {member}: expected a different identity for each member"
+                )
             known.add(identity)
             signature = entry[2 * KEY_BYTES + IDENTITY_BYTES :]
             try:

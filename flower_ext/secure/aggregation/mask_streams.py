@@ -72,8 +72,8 @@ def share_hash(digest: bytes, share: bytes, *, owner: int, holder: int, kind: by
 
     An adversary with t - 1 shares knows how every other share, and the secret, depends linearly on
     one unknown number of 256 bits. Each share is the key of its own hash, so these keys are
-    related. The hashes reveal nothing if HKDF-SHA256 is a random oracle. That it is a pseudorandom
-    function would not be enough, because this need not hold for related keys.
+    related. The hashes reveal nothing if HKDF-SHA256 is a random oracle. A pseudorandom function
+    would not be enough, because its outputs may be related for related keys.
     """
     return derive(share, "sum: share", digest, owner, holder, kind)
 

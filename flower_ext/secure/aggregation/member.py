@@ -112,8 +112,8 @@ class Member(JsonRecord):
         Raises
         ------
         ProtocolError
-            The call is out of order; or the round is signed and there are no ``identities``, or the
-            reverse.
+            The call is out of order; or ``identities`` are missing in a signed round, or given in
+            another round.
         """
         self._expect(MemberStage.NEW)
         self._check_signed(identities)
@@ -180,12 +180,13 @@ class Member(JsonRecord):
         return SealedShares(digest=context.digest, member=index, commitment=hashed, sealed=sealed)
 
     def mask(self, message: Delivery, values: Residues) -> MaskedInput:
-        """Return ``values`` under the member's own mask and a mask for each neighbour that shared.
+        """Return ``values`` under the member's mask and a mask per neighbour that sent shares.
 
         The member then forgets its own secrets, so that it can mask nothing else. Shares that it
         cannot open do not end the round: the member masks as usual, and later reveals no share of
-        the neighbour that sent them. The server uses the shares that other members hold, and learns
-        from the missing one that it was sealed badly, by the neighbour or by the server itself.
+        the neighbour that sent them. The server then uses the shares that other members hold. From
+        the missing share it learns that the neighbour, or the server itself, sealed the share
+        badly.
 
         Parameters
         ----------
@@ -246,7 +247,7 @@ class Member(JsonRecord):
         if self.stage is MemberStage.UNMASKED:
             if request.to_bytes() != self.request:
                 raise ProtocolError(
-                    "request: expected the one that this member answered before, because two "
+                    "request: expected the request that this member answered before, because two "
                     "answers could reveal both secrets of one neighbour"
                 )
             return Revealed.from_bytes(self.answer, context)
@@ -285,7 +286,7 @@ class Member(JsonRecord):
         return public_of(self.mask_private) + public_of(self.channel_private)
 
     def _forget(self, **kept: Any) -> None:
-        """Keep only what a next step needs."""
+        """Delete what no later step needs."""
         vars(self).update(vars(Member(invitation=self.invitation, **kept)))
 
     def _expect(self, stage: MemberStage) -> None:

@@ -33,7 +33,7 @@ def split(
     Raises
     ------
     InvalidValue
-        The secret has not 32 bytes, a point is repeated or not positive, or there are fewer
+        The secret does not have 32 bytes, a point is repeated or not positive, or there are fewer
         points than ``threshold``.
     """
     if len(secret) != SECRET_BYTES:

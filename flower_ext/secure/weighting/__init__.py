@@ -16,8 +16,8 @@ P                     `PaillierSettings.precision`, of the whole sum
 This package departs from the paper in six points:
 
 * The silos number the users in an order that the server does not know.
-* The silos derive their seed from what silo 0 drew and from the server's key, so that silo 0 alone
-  cannot choose it.
+* The silos derive their seed from random bytes of silo 0 and from the server's key, so that silo 0
+  alone cannot choose it.
 * A silo masks its sum by units modulo n² whose product over the silos is one. The paper adds
   numbers modulo n that sum to zero. A unit hides the message *and* the randomness of a ciphertext,
   so a single upload is uniform.

@@ -1,6 +1,6 @@
-"""The settings that all parties of a run agree on, the steps of their dialogue, and their sums.
+"""Settings, steps and sums of a run that are the same under every encryption scheme.
 
-They are the same under every scheme. The server and the silos take these steps before a sum:
+The server and the silos take these steps before a sum:
 
 =========  ==================================  =====================================================
 step       message of the server               answer of a silo
@@ -78,7 +78,7 @@ class PartySettings(JsonRecord, ABC):
         if choices is not None and not 0 < drawn < choices:
             raise InvalidValue(
                 f"winning_choices={drawn!r}: expected an integer from 1 to draw_choices - 1 = "
-                f"{choices - 1}, because a draw neither always nor never takes a user"
+                f"{choices - 1}, because a draw takes some users and leaves others out"
             )
 
     @cached_property
@@ -91,7 +91,7 @@ class PartySettings(JsonRecord, ABC):
 
     @property
     def insecurity(self) -> str:
-        """Reason why these settings protect nobody, so that they suit simulations only; or ''."""
+        """Reason why these settings suit simulations only; empty if they protect users."""
         return ""
 
     @property
@@ -131,7 +131,7 @@ class Step:
 
 @dataclass(frozen=True, kw_only=True)
 class SumMessage(Message):
-    """A silo's masked sum of one round, for the server. Each scheme adds the sum."""
+    """Header of a silo's masked sum of one round. Each scheme's subclass adds the sum itself."""
 
     round_number: int
     silo: int

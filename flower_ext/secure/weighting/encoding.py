@@ -1,7 +1,7 @@
 """Encoding of a sum's coordinates: real numbers as integers, and several integers in a plaintext.
 
-Source: Algorithm 5 of Kato et al., "Uldp-FL" (PVLDB 2024). Values are rounded to the nearest
-multiple of a step, negatives are n − x modulo n. The paper rounds towards zero, which doubles the
+Source: Algorithm 5 of Kato et al., "Uldp-FL" (PVLDB 2024). A value is rounded to the nearest
+multiple of a step, and −x is encoded as n − x. The paper rounds towards zero, which doubles the
 largest error. A plaintext holds coordinates as the digits of a number to a large base.
 """
 
@@ -75,7 +75,7 @@ class FixedPoint(Checked):
 
 
 def from_residue(residue: mpz, modulus: mpz) -> mpz:
-    """Return the signed integer of magnitude below ``modulus / 2`` with this residue."""
+    """Return the integer between ± ``modulus / 2`` that equals ``residue`` modulo ``modulus``."""
     return residue - modulus if 2 * residue > modulus else residue
 
 

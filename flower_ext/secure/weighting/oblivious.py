@@ -17,10 +17,10 @@ Keys of different runs, answers and texts have nothing in common.
 
 * *The sender learns no choice.* b·G is uniform in the group, and adding (c + 1)·A permutes the
   group, so B is uniform for every c, whatever A the sender chose. This needs no assumption.
-* *The receiver learns one key.* Its own point is b·A, and that of text j differs from it by
-  (c - j)·a·A with c - j not a multiple of ℓ. If H is a random oracle, a second key is random unless
-  the receiver computes such a point, and hence a²·G from A = a·G. That solves the computational
-  Diffie-Hellman problem, because 2·xy = (x + y)² - x² - y².
+* *The receiver learns one key.* The point of its chosen text is b·A. The point of text j differs
+  from b·A by (c - j)·a·A, with c - j not a multiple of ℓ. If H is a random oracle, a second key is
+  random unless the receiver computes such a point, and hence a²·G from A = a·G. That solves the
+  computational Diffie-Hellman problem, because 2·xy = (x + y)² - x² - y².
 * *Every received point has order ℓ.* The curve has points of order 1, 2, 4 and 8. The product of
   such a point and a secret scalar reveals the scalar modulo 8, and A of small order would reveal
   the choice. libsodium's check refuses these points, points off the curve or outside the subgroup,
@@ -89,7 +89,7 @@ class Sender:
         Parameters
         ----------
         answer : bytes
-            `Receiver.answer`.
+            The receiver's message, from `Receiver.answer`.
         texts : Sequence[Sequence[bytes]]
             The P texts of each transfer, all of one length.
 
@@ -111,7 +111,7 @@ class Sender:
         Parameters
         ----------
         answer : bytes
-            `Receiver.answer`.
+            The receiver's message, from `Receiver.answer`.
         transfers, num_texts : int
             Number of transfers, and P.
 
@@ -139,7 +139,7 @@ class Sender:
 
 
 class Receiver:
-    """The other party's side: it opens one text of each transfer, and can open no other.
+    """The receiver: it opens one text of each transfer, and can open no other.
 
     Parameters
     ----------
@@ -217,7 +217,9 @@ class Receiver:
                 for key, start in zip(self.keys(), starts, strict=True)
             ]
         except InvalidTag as error:
-            raise InvalidValue("sealed texts: expected those sealed for this answer") from error
+            raise InvalidValue(
+                "sealed texts: expected texts that the sender sealed for this answer"
+            ) from error
 
 
 def _scalar(number: int) -> bytes:

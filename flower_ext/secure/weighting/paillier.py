@@ -1,4 +1,4 @@
-"""Paillier encryption with generator n + 1. Keys, ciphertexts and decryption are those of `phe`.
+"""Paillier encryption with generator n + 1; keys, ciphertexts and decryption as in `phe`.
 
 Source: Paillier, "Public-Key Cryptosystems Based on Composite Degree Residuosity Classes"
 (EUROCRYPT 1999).
@@ -102,7 +102,7 @@ class PublicKey:
     def plain(self, message: mpz) -> mpz:
         """Return ``message`` as a ciphertext that hides nothing.
 
-        Multiply it into a ciphertext that hides its message to add ``message`` to it.
+        Multiply a ciphertext by the result to add ``message`` to its content.
         """
         return (1 + self.n * (message % self.n)) % self.n_squared
 
@@ -111,7 +111,8 @@ class PublicKey:
 
         Multiply a ciphertext by one of them to keep its message and give it fresh randomness. This
         matters because the key holder can read the randomness of a ciphertext. If the ciphertext
-        was computed from the key holder's own, the randomness would reveal the computation.
+        was computed from ciphertexts of the key holder, its randomness would reveal the
+        computation.
         """
 
         def draw(slice_: Sequence[int]) -> list[mpz]:
@@ -129,7 +130,7 @@ class PrivateKey:
 
     def __post_init__(self) -> None:
         if self.p == self.q or self.p.bit_length() != self.q.bit_length():
-            raise InvalidValue("primes: expected two different ones of the same length")
+            raise InvalidValue("primes: expected two different primes of the same length")
 
     @cached_property
     def public(self) -> PublicKey:

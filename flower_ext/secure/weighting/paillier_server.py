@@ -74,8 +74,8 @@ class PaillierServer(ServerParty[PaillierSettings, PaillierSum]):
 
         A user with more than ``max_records_per_user`` records, or a total that is not allowed,
         makes the sum about uniform modulo n. This goes unnoticed with probability 2 · ``sum_bound``
-        / n, or 2⁻⁶⁴ with packing. A server that tries totals on such a sum may find the user's
-        total; set ``silo_record_limits`` to rule this out.
+        / n, or 2⁻⁶⁴ with packing. A server may find that user's total by trying all totals on the
+        sum; set ``silo_record_limits`` to rule this out.
         """
         self._check_sums(messages)
         settings, public = self.settings, self._key.public
@@ -107,10 +107,10 @@ class PaillierServer(ServerParty[PaillierSettings, PaillierSum]):
         return message
 
     def _sealed_weights(self, number: int, sender: Sender, choices: bytes) -> PaillierWeights:
-        """Return P sealed fresh encryptions per user: k of its inverse total, the others of zero.
+        """Return P sealed encryptions per user: k of the user's inverse total, the others of zero.
 
-        Only the server knows their order, and only the silos know which one they open. No party
-        therefore learns whether the opened one is among the k.
+        Only the server knows the order of the P encryptions, and only the silos know which of them
+        they open. No party therefore learns whether the opened encryption is among the k.
         """
         settings, size = self.settings, self.settings.draw_choices or 1
         messages = [mpz(0)] * (settings.users * size)

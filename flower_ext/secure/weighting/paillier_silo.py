@@ -69,7 +69,7 @@ class PaillierSilo(SiloParty):
     def weights(self, message: PaillierWeights) -> list[mpz]:
         """Return Enc(n_su / N_u · C_LCM) of each user with records in this silo.
 
-        Computing it costs one full exponentiation per user, instead of one per coordinate.
+        This costs one full exponentiation per user, instead of one per coordinate.
 
         Raises
         ------

@@ -1,4 +1,4 @@
-"""Protocol 1 over Paillier: what a user decides, from which the settings of a run follow."""
+"""Protocol 1 over Paillier: the caller's options, and the settings of a run made from them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _LARGEST_STEP = 0.25
 
 @dataclass(frozen=True, kw_only=True)
 class PrivateWeighting(WeightingProtocol):
-    """Settings of Protocol 1 over Paillier. Sums that could overflow are refused before any run.
+    """Options of Protocol 1 over Paillier. A run whose sums could overflow is refused at its start.
 
     Parameters
     ----------
@@ -81,7 +81,8 @@ class PrivateWeighting(WeightingProtocol):
     def assumed_totals(self) -> str:
         """Assumption on users' totals that no silo can check by itself; empty if there is none.
 
-        A total that breaks it makes a sum out of bounds, and a server may then try totals on it.
+        A total that breaks the assumption puts the sum out of bounds. A server may then find that
+        total by trying all totals on the sum.
         """
         if self.allowed_totals is not None:
             totals = " or ".join(str(total) for total in self.allowed_totals)
@@ -97,12 +98,12 @@ class PrivateWeighting(WeightingProtocol):
 
     @property
     def disclosures(self) -> Sequence[str]:
-        """Facts outside any guarantee, among them the number of users without records."""
+        """Facts that a run reveals outside any guarantee, such as how many users lack records."""
         nobody = "how many users have no record in any silo (not which): the server"
         return nobody, *super().disclosures
 
     def assumptions(self, view: AdversaryView) -> Sequence[str]:
-        """Return the assumptions on counts: that nobody lies, and the totals no silo can check."""
+        """Return the assumptions on record counts: honest silos, and `assumed_totals`."""
         return tuple(filter(None, (HONEST_COUNTS, self.assumed_totals)))
 
     def settings_of(
@@ -113,7 +114,7 @@ class PrivateWeighting(WeightingProtocol):
         Raises
         ------
         ValueError
-            As `PaillierSettings`; or the encoding's steps are coarse against a silo's noise.
+            As `PaillierSettings`; or the encoding's steps are too coarse for a silo's noise.
         """
         stddev = mechanism.client_noise_stddev(silos)
         settings = PaillierSettings(

@@ -1,4 +1,4 @@
-"""Interface of private weighting: what a user decides, and the parties of a run.
+"""Interface of a protocol for private weighting: its options, and the parties of a run.
 
 `federation.sums.weighted` runs the parties over Flower. To add a protocol, a distribution declares
 an entry point in the group ``flower_ext.weighting``, which has the name of the protocol and loads a
@@ -80,7 +80,7 @@ class WeightingProtocol(ABC):
         return (RUNNING_TIME,) if self.hidden_draw else (DRAWN_PLACES, RUNNING_TIME)
 
     def assumptions(self, view: AdversaryView) -> Sequence[str]:
-        """Return what this protocol adds to the assumptions of the guarantee against a view."""
+        """Return the assumptions that this protocol adds to a guarantee against ``view``."""
         return ()
 
     @abstractmethod
@@ -94,7 +94,7 @@ class WeightingProtocol(ABC):
         """
 
     def winning_choices(self, mechanism: NoisedSum) -> int:
-        """Return the number of ``draw_choices`` that mean taking part, or 1 if the server draws.
+        """Return how many of the ``draw_choices`` choices draw a user; 1 if the server draws.
 
         Raises
         ------
@@ -148,7 +148,7 @@ def load_protocol(name: str) -> type[WeightingProtocol]:
 
 
 def protocol_of(data: bytes) -> type[WeightingProtocol]:
-    """Return the protocol of a run's settings or of a silo's state, which name it.
+    """Return the protocol that a run's settings, or a silo's state, name.
 
     Raises
     ------

@@ -121,7 +121,7 @@ class ServerParty(ABC, Generic[SettingsT, SumT]):
         """
 
     def read_sum(self, silo: int, data: bytes) -> SumT:
-        """Return a silo's sum if it is well formed, of that silo and of the open round.
+        """Return a silo's sum if it is well formed and belongs to that silo and the open round.
 
         Raises
         ------
@@ -150,7 +150,7 @@ class ServerParty(ABC, Generic[SettingsT, SumT]):
                 f"silos {missing} sent nothing: expected messages from all {len(everyone)}"
             )
         if senders != everyone:
-            raise InvalidValue(f"sums of silos {senders}: expected one each from {everyone}")
+            raise InvalidValue(f"sums of silos {senders}: expected one sum from each of {everyone}")
 
     @abstractmethod
     def _take_counts(self, answers: Mapping[int, bytes]) -> None:
@@ -170,7 +170,9 @@ class ServerParty(ABC, Generic[SettingsT, SumT]):
 
     def _expect_open(self) -> None:
         if self._open_round is None:
-            raise ProtocolError("no round is open: open one and send its message to the silos")
+            raise ProtocolError(
+                "no round is open: call begin_round and send its message to the silos"
+            )
 
     def _totals(self, counts: Mapping[int, bytes], modulus: int) -> list[int]:
         """Add up the masked counts of all silos, by place in the secret order; the masks cancel."""
@@ -201,7 +203,7 @@ class ServerParty(ABC, Generic[SettingsT, SumT]):
     def _draw(self, number: int) -> Dialogue[tuple[Sender, bytes]]:
         """Offer silo 0 a secret draw; return the transfers' sender and the silos' choices.
 
-        ``number`` is that of the round or epoch that the draw is for.
+        ``number`` is the number of the draw's round or epoch.
         """
         sender = Sender(self.settings.context)
         offer = number.to_bytes(NUMBER_BYTES, "big") + sender.public
@@ -217,7 +219,9 @@ def _check_keys(keys: Mapping[int, bytes]) -> None:
     first: dict[bytes, int] = {}
     for silo, public in keys.items():
         if (other := first.setdefault(public, silo)) != silo:
-            raise InvalidValue(f"silos {other} and {silo}: expected a different public key of each")
+            raise InvalidValue(
+                f"silos {other} and {silo}: expected a different public key from each"
+            )
         try:
             check_public(public)
         except InvalidValue as error:

@@ -83,8 +83,8 @@ class SiloSum(Protocol):
 class SiloParty(JsonRecord, ABC):
     """One silo. Everything it holds is secret, except the messages that its methods return.
 
-    Call `answer` for each step of the set-up and of draws, and `open_sum` for every round. Its
-    `to_bytes` hold all that it needs after a restart, with secrets in the clear.
+    Call `answer` for each step of the set-up and of draws, and `open_sum` for every round.
+    `to_bytes` returns all that the silo needs after a restart, with secrets in the clear.
 
     Parameters
     ----------
@@ -98,8 +98,8 @@ class SiloParty(JsonRecord, ABC):
     ----------
     save : Callable[[bytes], None]
         Set this to a function that stores `to_bytes` durably. The silo calls it before it returns a
-        message that must not be made twice, so that a silo restored from the stored bytes reuses
-        nothing.
+        message that must not be made twice, so that a silo restored from the stored bytes uses no
+        mask twice.
 
     Raises
     ------
@@ -291,7 +291,7 @@ class SiloParty(JsonRecord, ABC):
     def _mix_seed(self, part: bytes) -> None:
         """Take the seed that all silos derive from silo 0's part.
 
-        The server's key is fresh and keeps silo 0 from choosing the seed; the part keeps it secret.
+        The server's fresh key keeps silo 0 from choosing the seed. The part keeps the seed secret.
         """
         check_length("seed", part, SEED_BYTES)
         self.seed = derive(part, "seed", self.server_key, self.settings.context)
@@ -299,7 +299,7 @@ class SiloParty(JsonRecord, ABC):
     def _draw_receiver(self, number: int, offer: bytes) -> Receiver:
         """Return the receiver of one draw's transfers, which is the same at all silos.
 
-        ``number`` is that of the round or epoch that the draw is for.
+        ``number`` is the number of the draw's round or epoch.
         """
         if self.settings.draw_choices is None:
             raise ProtocolError(

@@ -51,7 +51,7 @@ class Part:
 
     @property
     def where(self) -> slice:
-        """The slice of its numbers."""
+        """Slice of this parameter's numbers in the network."""
         return slice(self.start, self.start + self.shape.numel())
 
     @property
@@ -89,7 +89,7 @@ class Window:
 
     @property
     def out(self) -> tuple[int, int]:
-        """Size of the images after the layer."""
+        """Height and width of the images after the layer."""
         high, wide = (
             (size + 2 * border - kernel) // step + 1
             for size, border, kernel, step in zip(
@@ -100,7 +100,7 @@ class Window:
 
     @property
     def padded(self) -> int:
-        """Numbers of an image with its border."""
+        """Number of values in an image with its border."""
         high, wide = (
             size + 2 * border for size, border in zip(self.size, self.border, strict=True)
         )
@@ -132,7 +132,7 @@ class Layer:
 
     @property
     def scratch(self) -> int:
-        """Numbers that a pass needs beside outputs and slopes, for one example."""
+        """Number of values that a pass stores beside outputs and slopes, for one example."""
         if self.window is None:
             return 0
         window = self.window

@@ -88,7 +88,7 @@ class NotCompiled(FlowerExtError, RuntimeError):
 
 
 def _kept(folders: Sequence[Path]) -> bytes:
-    """Return the object file from the first of ``folders`` that has it whole."""
+    """Return the complete object file from the first of ``folders`` that has one."""
     name = _file_name()
     for folder in folders:
         if (code := read_cached(folder / name)) is not None:

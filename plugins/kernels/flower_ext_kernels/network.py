@@ -91,7 +91,7 @@ class CompiledNetwork:
         return [classes is not None and bool(fit) for classes, fit in pairs]
 
     def groups(self, jobs: Sequence[Job], memory_limit: int) -> list[list[int]]:
-        """Return groups of the jobs that it `takes`, each with as many models as may be returned.
+        """Return groups of the jobs that it `takes`, each as large as memory for results permits.
 
         Jobs that need too much memory while they train are left out.
         """
@@ -189,7 +189,7 @@ class CompiledNetwork:
         return draw(count, draws_generator(job.generator)) if count else _NO_TARGETS
 
     def gains_alone(self, job: Job) -> bool:
-        """Return True if one training, on one thread here, takes no longer than by PyTorch.
+        """Return True if a single job, on one thread here, takes no longer than in PyTorch.
 
         PyTorch may use more threads, but they have little to share in small networks.
         """

@@ -60,7 +60,7 @@ def fetch(values: np.ndarray, begin: int, size: int) -> None:
 
 @loops
 def lines(values: np.ndarray, parts: int) -> int:
-    """Return the size of parts of ``values`` that are whole lines of the processor's caches."""
+    """Return the size of parts of ``values`` that fill whole cache lines."""
     return int(len(values) // (LINE * parts) + 1) * LINE
 
 

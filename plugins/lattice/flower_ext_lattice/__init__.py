@@ -7,9 +7,9 @@ is in `flower_ext.secure.weighting` and remains the default. This package is a p
 point of the group ``flower_ext.weighting`` registers `LatticeWeighting` as protocol ``lattice``.
 
 Protocol 1 inverts blinded totals, so a plaintext must hold lcm(1, …, N_max). This protocol looks
-the inverse up instead. The silos share a secret shift ρ_u for each user. The server learns only
-x_u = N_u + ρ_u modulo M, and offers encryptions of ⌊2^k / j⌋ for all j, rotated by x_u. The silos
-can open only the one at ρ_u.
+the inverse up instead. The silos share a secret shift ρ_u for each user. The server learns only x_u
+= N_u + ρ_u modulo M, and offers encryptions of ⌊2^k / j⌋ for all j, rotated by x_u. The silos can
+open only the encryption at ρ_u.
 
 =========================  ================================================================
 specification              here
@@ -42,8 +42,8 @@ round    ``server.open_round(round_number)``                 RoundOpening, to al
 =======  ==================================================  ==============================
 
 An epoch lasts until other users are drawn. ``server.begin_round`` makes the server's calls for
-epoch and round at once, ``silo.open_sum`` those of a silo. A silo that restarted accepts the
-weights of its last epoch again if they are the same to the last bit.
+epoch and round at once, and ``silo.open_sum`` makes the silo's calls. A silo that restarted accepts
+the weights of its last epoch again if they are the same to the last bit.
 
 A silo never needs to hold all users' updates at once.
 

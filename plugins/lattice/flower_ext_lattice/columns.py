@@ -1,9 +1,10 @@
 """A draw of users that neither the server nor the silos know, by a second key for every entry.
 
-The server writes every entry of a user's weights in two columns, one with y_u = 0 and one with
-y_u = 1, in an order that it draws at random for each user. Each column has a key of its own. By
-1-out-of-P oblivious transfer the silos receive the number and the key of one column: that with
-y_u = 1 by ``winning_choices`` of the P choices, and that with y_u = 0 by the others.
+The server writes every entry of a user's weights in two columns, one with y_u = 0 and one with y_u
+= 1, in an order that it draws at random for each user. Each column has a key of its own. By
+1-out-of-P oblivious transfer the silos receive the number and the key of one column. For
+``winning_choices`` of the P choices it is the column with y_u = 1, and for the other choices the
+column with y_u = 0.
 
 The server does not know which choice the silos made. The silos do not know which column they
 opened, because the order is random and an encryption of zero looks like any other.

@@ -138,7 +138,7 @@ class EncryptedSum:
     ) -> tuple[bytes, bytes]:
         """Return the words of c0 and of c1 with noise, dither, fresh randomness and masks.
 
-        Call it once, because it overwrites the totals.
+        Call this method once, because it overwrites the totals.
 
         Parameters
         ----------

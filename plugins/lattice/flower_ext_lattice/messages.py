@@ -1,4 +1,4 @@
-"""Messages of private weighting over ring-LWE, besides those of every scheme.
+"""Messages of private weighting over ring-LWE, besides the messages that all schemes share.
 
 A body holds words of polynomials as little-endian numbers of 6 bytes (residues, first parts of a
 sum) or 8 bytes (second parts).
@@ -48,9 +48,9 @@ class LatticeKey(Message):
 class LatticeWeights(Message):
     """One epoch's encrypted weights, for all silos.
 
-    ``nonce`` is random, and enters every a_u and every pad, so that no two messages share them,
-    even of one epoch. ``words`` holds all words of b_u except the constant one. ``sealed`` holds,
-    for each user, M candidates for that word; the silos can open one of them. If the draw is
+    ``nonce`` is random, and enters every a_u and every pad, so that no two messages share them, not
+    even messages of one epoch. ``words`` holds all words of b_u except the constant one. ``sealed``
+    holds, for each user, M candidates for that word; the silos can open one of them. If the draw is
     secret, there are two columns of candidates, ``columns`` holds their sealed keys, and ``offer``
     is the server's offer for which silo 0 made all silos' choices. Otherwise these two are empty.
     """

@@ -135,7 +135,7 @@ class _Vectors:
 def _product(
     typing_context: Any, row: Any, at: Any, key: Any, total: Any, q: Any, inverse: Any
 ) -> Any:
-    """Add eight neighbours of ``row``, times ``key``, to those of ``total``."""
+    """Add eight neighbours of ``row``, times ``key``, to eight neighbours of ``total``."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         source, at, key, target, q, inverse = arguments
@@ -303,10 +303,10 @@ def invert(x: Any, back: Any, q: Any, scale: Any) -> None:
 
 @_fast
 def switch(one: Any, two: Any, high: Any, low: Any, rows: Any, words: Any) -> None:
-    """Do as `ring.switch`. Each of ``rows`` serves one prime.
+    """Do as `ring.switch`. Each of ``rows`` has the constants of one prime q.
 
-    It holds q; 2^56 and 2^28 modulo q; the inverse of the other prime modulo q; and
-    2^16 (2^48 - q) / q.
+    These are q; 2^56 and 2^28 modulo q; the inverse of the other prime modulo q; and 2^16 (2^48 -
+    q) / q.
     """
     for i in range(words.shape[0]):
         top, bottom = float(low[i] >> 28), float(low[i] & 0xFFFFFFF)
@@ -334,7 +334,7 @@ def split(words: Any, q: Any, x: Any) -> None:
 
 @_fast
 def join(one: Any, two: Any, inverse: Any, q: Any, other: Any, words: Any) -> None:
-    """Do as `ring.add_joined`; ``inverse`` is that of q modulo ``other``."""
+    """Do as `ring.add_joined`; ``inverse`` is the inverse of q modulo ``other``."""
     p = 1.0 / float(other)
     for i in range(words.shape[0]):
         t = int(_canonical(_times(two[i] - one[i], inverse, float(other), p), float(other), p))

@@ -113,7 +113,7 @@ class LatticeServer(ServerParty[LatticeSettings, LatticeSum]):
         """
         self._expect_set_up()
         if self._epoch is None:
-            raise ProtocolError("open_round: expected open_epoch before, to encrypt the weights")
+            raise ProtocolError("open_round: call open_epoch first, which encrypts the weights")
         check_round_number(round_number, self._last_round, self.settings)
         self._last_round = round_number
         self._open_round = round_number

@@ -125,9 +125,9 @@ class LatticeSettings(PartySettings):
         return SUM_LIMIT * self.clipping_norm
 
     def contribution_bound(self, clipping_norm: float) -> float:
-        """Return the largest L2 norm by which one user who was drawn moves the sum.
+        """Return the largest L2 distance by which one drawn user moves the sum.
 
-        It is the sum of ``clipping_norm`` with the slack of clipping and
+        It adds up ``clipping_norm``, with a slack for rounding in clipping, and
 
         * 1.5 · √d steps: encoding moves a coordinate by at most half a step, and the fraction of a
           step in the weighted sum changes the carry of the dither by at most one;

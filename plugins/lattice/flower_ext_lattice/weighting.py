@@ -1,6 +1,6 @@
-"""Private weighting over ring-LWE: what a user decides, from which the settings of a run follow.
+"""Private weighting over ring-LWE: the caller's options, and the settings of a run.
 
-Experimental: no outsider has reviewed it. The package has the protocol.
+Experimental: no outsider has reviewed it. `flower_ext_lattice` describes the protocol.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _LARGEST_APPROXIMATION_ERROR = 1e-3
 
 @dataclass(frozen=True, kw_only=True)
 class LatticeWeighting(WeightingProtocol):
-    """Settings of private weighting over ring-LWE. Experimental: no outsider has reviewed it.
+    """Options of private weighting over ring-LWE. Experimental: no outsider has reviewed it.
 
     Parameters
     ----------

@@ -149,7 +149,9 @@ class OpenedWeights:
         try:
             self._constants = ring.from_words(raw.tobytes(), (2, users), name="weights")
         except InvalidValue as error:
-            raise InvalidValue("weights: expected those sealed for these silos") from error
+            raise InvalidValue(
+                "weights: expected weights that the server sealed for these silos"
+            ) from error
         self._kept: dict[int, Reals] = {}
 
     def keys(self, places: Sequence[int]) -> list[Reals]:

@@ -246,7 +246,7 @@ def test_all_silos_or_nothing(shared):
     sums = world.weigh(opening, updates, noise)
     with pytest.raises(IncompleteRound, match=r"silos \[1\] sent nothing"):
         world.server.close_round([sums[0], sums[2]])
-    with pytest.raises(InvalidValue, match="expected one each"):
+    with pytest.raises(InvalidValue, match="expected one sum from each"):
         world.server.close_round([*sums, sums[0]])
     with pytest.raises(InvalidValue, match="cut off"):
         world.server.read_sum(0, dataclasses.replace(sums[0], first=sums[0].first[:-1]).to_bytes())
@@ -319,7 +319,7 @@ def test_malformed_answers_end_the_set_up(step, forged, said):
 
 def test_a_server_names_places_of_its_users_only():
     world = LatticeWorld(lattice_settings(), np.ones((3, 4), int))
-    with pytest.raises(ProtocolError, match="expected open_epoch before"):
+    with pytest.raises(ProtocolError, match="call open_epoch first"):
         world.server.open_round(1)
     with pytest.raises(InvalidValue, match="places: expected integers from 0 to 3"):
         world.server.open_epoch(places=[4])

@@ -408,7 +408,9 @@ def test_an_active_server_learns_a_choice_from_a_refused_round(world):
     pad = weights._pad(silo.settings, silo._entry_keys[0], label_of(message), 0, choice)
     sealed[choice * size : (choice + 1) * size] = bytes(b ^ 255 for b in pad)
     wrong = dataclasses.replace(message, sealed=bytes(sealed))
-    with pytest.raises(InvalidValue, match="expected those sealed for these silos"):
+    with pytest.raises(
+        InvalidValue, match="expected weights that the server sealed for these silos"
+    ):
         silo.receive_weights(wrong)
 
 

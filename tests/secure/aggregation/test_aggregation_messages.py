@@ -144,7 +144,7 @@ def test_another_graph_has_another_digest_and_the_server_refuses_it():
     graph = graph_for()
     other = graph_for(number=2)
     assert graph_digest(graph) != graph_digest(other)
-    with pytest.raises(InvalidValue, match="whose digest is in the context"):
+    with pytest.raises(InvalidValue, match="expected the graph whose digest"):
         SumServer(round_context(), other)
 
 

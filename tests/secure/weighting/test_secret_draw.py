@@ -109,7 +109,7 @@ def test_a_silo_cannot_tell_what_it_took_and_cannot_open_the_rest():
     receiver.open(sealed, size)
     for user in range(5):
         receiver.choices[user] = (receiver.choices[user] + 1) % 3
-        with pytest.raises(ValueError, match="sealed texts: expected those"):
+        with pytest.raises(ValueError, match="sealed texts: expected texts that"):
             receiver.open(sealed, size)
         receiver.choices[user] = (receiver.choices[user] - 1) % 3
 
