@@ -121,6 +121,14 @@ def compete(
     print(json.dumps([best, peak_megabytes() - before]))
 
 
+class TextLoss(nn.CrossEntropyLoss):
+    """Cross-entropy whose unreduced values are one per text: Opacus expects one per example."""
+
+    def forward(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        losses = super().forward(outputs, targets)
+        return losses.flatten(1).mean(dim=1) if losses.dim() > 1 else losses
+
+
 def peak_megabytes() -> float:
     """Return this process's peak of memory, on Linux, since it was last forgotten."""
     lines = Path("/proc/self/status").read_text().splitlines()
@@ -188,7 +196,7 @@ def ghost(build: Callable[[], nn.Module], x: Features, y: Tensor) -> Callable[[]
         max_grad_norm=CLIPPING_NORM,
         expected_batch_size=len(y),
     )
-    loss = DPLossFastGradientClipping(model, steps, nn.CrossEntropyLoss(), "mean")
+    loss = DPLossFastGradientClipping(model, steps, TextLoss(), "mean")
 
     def step() -> None:
         steps.zero_grad()
