@@ -29,6 +29,8 @@ DEPLOY_SETTINGS ?= --set rounds=3 --set sampling=everyone --set partition=iid
 export FLWR_HOME ?= $(CURDIR)/.flwr
 export FLWR_TELEMETRY_ENABLED ?= 0
 export FLWR_DISABLE_UPDATE_CHECK ?= 1
+# Tests start hundreds of processes, each of which would compile the package anew.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: install demo deploy quick test test-core test-all grids audits test-slow nightly mutants lint docs check format clean
 
@@ -64,6 +66,9 @@ deploy: $(VENV)/.installed
 
 quick: $(VENV)/.compiled
 	$(BIN)/python -m tests.support.quick --base "$(BASE)"
+
+# Further threads of tests that run side by side, and of their processes, would wait for one another.
+quick test test-core grids audits nightly: export OMP_NUM_THREADS ?= 1
 
 test: $(VENV)/.compiled
 	$(BIN)/pytest

@@ -9,7 +9,7 @@ and five silos at random. All statistics of a data set are released together.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -25,7 +25,9 @@ from flower_ext.federation import FederatedStrategy, InProcessGrid
 from flower_ext.privacy import FullParticipation, ReleasePlan
 from flower_ext.runs.page import table
 from flower_ext.statistics import (
+    Estimate,
     JointStatistics,
+    Statistic,
     UserStatistics,
     estimates,
     read_statistics,
@@ -87,15 +89,13 @@ def main(
     print(table(("data set", "statistic", "intervals", "covered", "mean standard error"), rows))
 
 
-def coverage(
-    load: Callable[[Path | None], list[tuple[Columns, NDArray[np.int64]]]],
-    joint: JointStatistics,
-    folder: Path | None,
-    runs: int,
-    epsilon: float,
-) -> list[tuple[str, str, str, str]]:
-    """Return for each statistic: its words, and how many of its intervals cover."""
-    silos = load(folder)
+Rounds = Callable[[ReleasePlan], dict[Statistic, list[Estimate]]]
+
+
+def rounds_of(
+    silos: Sequence[tuple[Columns, NDArray[np.int64]]], joint: JointStatistics
+) -> tuple[int, Rounds]:
+    """Return the number of users, and a function that releases the statistics under a plan."""
     users = 1 + max(int(owners.max()) for _, owners in silos)
 
     def data(silo: int) -> SiloData:
@@ -107,29 +107,44 @@ def coverage(
         return SiloData(train=rows, test=rows.subset([]), owners=torch.from_numpy(owners))
 
     task, method = statistics_task(joint, data), UserStatistics(num_silos=len(silos))
-    app = UserStatistics.client_app(task)
+    app, rng = UserStatistics.client_app(task), np.random.default_rng(0)
 
-    def released(plan: ReleasePlan) -> dict[str, NDArray[np.float32]]:
+    def released(plan: ReleasePlan) -> dict[Statistic, list[Estimate]]:
         strategy = FederatedStrategy(method, plan, evaluate_every=0)
         initial = ArrayRecord(task.initial_params(0))
         arrays = strategy.start(InProcessGrid(app, len(silos)), initial, num_rounds=1).arrays
-        return {RELEASED: arrays.to_torch_state_dict()[RELEASED].numpy()}
+        model = {RELEASED: arrays.to_torch_state_dict()[RELEASED].numpy()}
+        return estimates(joint, model, method=method, plan=plan, rng=rng)
 
-    terms: dict[str, Any] = {
+    return users, released
+
+
+def terms_of(users: int) -> dict[str, Any]:
+    """Return the terms of all plans but for the noise."""
+    return {
         "sampling": FullParticipation(users),
         "rounds": 1,
         "delta": 1e-5,
         "clipping_norm": 1.0,
     }
-    rng = np.random.default_rng(0)
-    exact_plan = ReleasePlan(noise_multiplier=1e-5, **terms)
-    exact = estimates(joint, released(exact_plan), method=method, plan=exact_plan, rng=rng)
+
+
+def coverage(
+    load: Callable[[Path | None], list[tuple[Columns, NDArray[np.int64]]]],
+    joint: JointStatistics,
+    folder: Path | None,
+    runs: int,
+    epsilon: float,
+) -> list[tuple[str, str, str, str]]:
+    """Return for each statistic: its words, and how many of its intervals cover."""
+    users, released = rounds_of(load(folder), joint)
+    terms = terms_of(users)
+    exact = released(ReleasePlan(noise_multiplier=1e-5, **terms))
     plan = ReleasePlan.for_target(epsilon=epsilon, **terms)
     covered: dict[str, list[bool]] = {}
     errors: dict[str, list[float]] = {}
     for _ in range(runs):
-        noised = estimates(joint, released(plan), method=method, plan=plan, rng=rng)
-        for statistic, own in noised.items():
+        for statistic, own in released(plan).items():
             for each, truth in zip(own, exact[statistic], strict=True):
                 covered.setdefault(statistic.title, []).append(
                     each.lower <= truth.value <= each.upper

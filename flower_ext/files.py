@@ -9,16 +9,19 @@ import os
 import socket
 import time
 import tomllib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import fields
 from glob import escape
 from pathlib import Path
 from secrets import token_hex
-from typing import IO, Any
+from typing import IO, Any, TypeVar
 
 import psutil
 
 from flower_ext.errors import FlowerExtError, InvalidValue
+
+T = TypeVar("T")
 
 
 class InUse(FlowerExtError, RuntimeError):
@@ -114,6 +117,29 @@ def read_toml(path: Path) -> dict[str, Any]:
         raise InvalidValue(f"{path}: expected a TOML file; {error.strerror}") from None
     except ValueError as error:
         raise InvalidValue(f"{path} is not valid TOML: {error}") from None
+
+
+def from_table(kind: type[T], table: Mapping[str, Any], where: str) -> T:
+    """Make a dataclass from a TOML table, whose names have hyphens in place of underscores.
+
+    Raises
+    ------
+    InvalidValue
+        It is no table, lacks a field or has an unknown one, or the class refuses a value. Except in
+        the last case, the message begins with ``where``.
+    """
+    known = {each.name.replace("_", "-"): each.name for each in fields(kind)}  # type: ignore[arg-type]
+    expected = ", ".join(sorted(known))
+    if not isinstance(table, Mapping):
+        raise InvalidValue(f"{where}={table!r}: expected a table of {expected}")
+    if unknown := sorted(table.keys() - known):
+        raise InvalidValue(f"{where} has {unknown[0]!r}: expected {expected}")
+    try:
+        return kind(**{known[name]: value for name, value in table.items()})
+    except TypeError as error:
+        raise InvalidValue(
+            f"{where}: {error}".replace(f"{kind.__name__}.__init__() ", "")
+        ) from None
 
 
 def sync_to_disk(path: Path) -> None:

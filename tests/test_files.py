@@ -1,15 +1,17 @@
 """Files that several processes write at once, or that a killed process left; locks that name their
-holder."""
+holder; tables that become dataclasses."""
 
 import multiprocessing
 import os
 import socket
 import subprocess
 import sys
+from dataclasses import dataclass
 
 import pytest
 
-from flower_ext.files import InUse, lock, write_whole
+from flower_ext.errors import InvalidValue
+from flower_ext.files import InUse, from_table, lock, write_whole
 
 HOLD = """
 import os, sys, time
@@ -77,3 +79,27 @@ def test_writers_of_one_file_leave_the_content_of_one_of_them_and_no_draft(tmp_p
     assert errors.empty()
     assert path.read_bytes() in contents
     assert list(tmp_path.iterdir()) == [path]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Box:
+    max_size: int
+    name: str = ""
+
+
+def test_a_table_becomes_a_dataclass():
+    assert from_table(Box, {"max-size": 3}, "[box]") == Box(max_size=3)
+
+
+@pytest.mark.parametrize(
+    ("table", "message"),
+    [
+        ({"max-size": 3, "colour": 1}, r"^\[box\] has 'colour': expected max-size, name$"),
+        ({"max_size": 3}, r"^\[box\] has 'max_size': expected max-size, name$"),
+        ({}, r"^\[box\]: missing 1 required keyword-only argument: 'max_size'$"),
+        (3, r"^\[box\]=3: expected a table of max-size, name$"),
+    ],
+)
+def test_a_table_that_does_not_fit_is_refused_with_its_place(table, message):
+    with pytest.raises(InvalidValue, match=message):
+        from_table(Box, table, "[box]")

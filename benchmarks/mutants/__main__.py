@@ -151,7 +151,7 @@ TESTS = {
     "secure/aggregation/member.py": ("secure/aggregation",),
     "secure/aggregation/aggregation_messages.py": ("secure/aggregation",),
     "secure/messages.py": ("secure",),
-    "secure/json_record.py": ("secure",),
+    "json_record.py": ("test_json_record.py", "secure"),
     "secure/aggregation/aggregation_server.py": ("secure/aggregation",),
     "secure/aggregation/shamir.py": ("secure/aggregation",),
 }

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
-from flower_ext.secure.weighting.agreement import Dialogue, Step
+from flower_ext.secure.weighting.agreement import Dialogue, ProtocolStep
 from flower_ext.secure.weighting.silo_party import SiloParty
 
 T = TypeVar("T")
@@ -20,7 +20,7 @@ def timed(work: Callable[..., T], *arguments: Any) -> tuple[T, float]:
     return result, time.process_time() - started
 
 
-def converse(dialogue: Dialogue[T], ask: Callable[[Step], Mapping[int, bytes]]) -> T:
+def converse(dialogue: Dialogue[T], ask: Callable[[ProtocolStep], Mapping[int, bytes]]) -> T:
     """Take all steps of a dialogue, and return its result."""
     try:
         step = next(dialogue)
@@ -32,7 +32,7 @@ def converse(dialogue: Dialogue[T], ask: Callable[[Step], Mapping[int, bytes]]) 
 
 
 def answers(
-    silos: Sequence[SiloParty], counts: Sequence[Sequence[int]], step: Step
+    silos: Sequence[SiloParty], counts: Sequence[Sequence[int]], step: ProtocolStep
 ) -> dict[int, bytes]:
     """Return the answers of silos with these counts."""
     return {

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from benchmarks.weighting.dialogue import answers, converse, timed
 from flower_ext.privacy import seeded_generator
 from flower_ext.secure import threads
-from flower_ext.secure.weighting.agreement import Step
+from flower_ext.secure.weighting.agreement import ProtocolStep
 from flower_ext_lattice.messages import LatticeWeights
 from flower_ext_lattice.server import LatticeServer
 from flower_ext_lattice.settings import LatticeSettings
@@ -70,7 +70,7 @@ def set_up(
     silos = [LatticeSilo(settings, at) for at in range(settings.silos)]
     answering = 0.0
 
-    def ask(step: Step) -> dict[int, bytes]:
+    def ask(step: ProtocolStep) -> dict[int, bytes]:
         nonlocal answering
         replies, spent = timed(answers, silos, counts.tolist(), step)
         answering += spent
@@ -101,7 +101,7 @@ def _opened(server: LatticeServer, silo: LatticeSilo) -> tuple[LatticeWeights, f
         return *timed(server.open_epoch), 0.0
     answering = 0.0
 
-    def ask(step: Step) -> dict[int, bytes]:
+    def ask(step: ProtocolStep) -> dict[int, bytes]:
         nonlocal answering
         replies, answering = timed(answers, [silo], [[]], step)
         return replies

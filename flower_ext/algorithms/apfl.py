@@ -59,7 +59,7 @@ WEIGHT = "mixture/α"
 
 
 @dataclass(kw_only=True)
-class Mixture(Job):
+class LocalGlobalMixture(Job):
     """Job that trains v_i and α_i (the ``params``) beside w_i, which starts at ``shared``."""
 
     shared: Params
@@ -69,7 +69,7 @@ class Mixture(Job):
 def local_update(work: ClientWork) -> Steps[LocalResult]:
     """Train w_i, which the client uploads, then v_i and α_i on the same mini-batches."""
     alpha = number_of(work.settings["personal_weight"])
-    job = Mixture(
+    job = LocalGlobalMixture(
         params=work.memory or {**work.received, WEIGHT: alpha},
         examples=work.data.train,
         training=work.training["local"],
@@ -89,7 +89,7 @@ def local_update(work: ClientWork) -> Steps[LocalResult]:
 
 
 @one_by_one
-def descend_mixture(task: Task, job: Mixture, trained: Callable[[str], bool]) -> Params:
+def descend_mixture(task: Task, job: LocalGlobalMixture, trained: Callable[[str], bool]) -> Params:
     """Return v_i and α_i of one job."""
     rate, alpha = job.training.learning_rate, float(job.params[WEIGHT])
     with seeded_by(job.generator, task.torch_device()):

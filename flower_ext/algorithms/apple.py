@@ -66,7 +66,7 @@ CORE, PERSONAL, RELATION = "core", "personal", "relation"
 
 
 @dataclass(kw_only=True)
-class Mixture(Job):
+class CoreModelMixture(Job):
     """Job that trains the model Σ_j p_j w_j by changing p and the client's own core model.
 
     ``params`` is w_j for j = ``index``; ``others`` maps every other client to its core model.
@@ -89,7 +89,7 @@ def local_update(work: ClientWork) -> Steps[LocalResult]:
     fading = (math.cos(math.pi * last / rounds) + 1) / 2 if last < rounds else 0.0
     types = [p.dtype for p in work.received.values() if p.is_floating_point()]
     dtype = reduce(torch.promote_types, types, torch.float32)
-    job = Mixture(
+    job = CoreModelMixture(
         params=part(kept, CORE) or work.received,
         examples=work.data.train,
         training=work.training["local"],
@@ -110,7 +110,7 @@ def local_update(work: ClientWork) -> Steps[LocalResult]:
 
 @one_by_one
 def train_mixture(
-    task: Task, job: Mixture, trained: Callable[[str], bool]
+    task: Task, job: CoreModelMixture, trained: Callable[[str], bool]
 ) -> tuple[Params, Tensor, Params]:
     """Return the core model, p and the personal model of one job after its training.
 

@@ -313,6 +313,19 @@ _OF_USERS = (
         present=[silo_data([0, 1, 2], [HUGE, 0.0, 0.0]), _OTHER_USERS],
         partitions=[0],
     ),
+    LinearMechanism(
+        name="uldp-silos-draw",
+        # The rate is so small that sampling determines ε, and silos tell nobody whom they draw.
+        plan=_release_plans(
+            PoissonSampling(3, 0.05), noise_multiplier=1.0, noise_placement=_HONEST_SUM
+        ),
+        strategy=lambda plan: _run(UldpAvg(num_silos=3, silos_draw=True, local=ONE_STEP), plan),
+        without=[_OTHER_USERS] * 3,
+        present=[silo_data([0, 1, 2], [BEYOND, 0.0, 0.0])] * 3,
+        views=(AdversaryView.RELEASED_MODELS, AdversaryView.SUM_ONLY),
+        app=lambda task: UldpAvg.client_app(replace(task, draw_key=bytes(32))),
+        rounds=4,
+    ),
     _ULDP_ADAPTIVE,
     replace(
         _ULDP_ADAPTIVE,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import shutil
 import zipfile
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -53,6 +54,26 @@ class AppFolder:
         """Return a name if the source spells it out, and otherwise a text without data."""
         return name if name in self.literals | _KNOWN else "(a computed name)"
 
+    def component(self, side: str) -> Path | None:
+        """Return the file that defines the ``"serverapp"`` or the ``"clientapp"``."""
+        module = str(self.tool["components"][side]).partition(":")[0]
+        path = Path(*module.split(".")).with_suffix(".py")
+        return path if path in self.modules else None
+
+    def call_of(self, side: str, *names: str) -> str:
+        """Return ``path:line`` of a call, by the first of these names that the source calls.
+
+        A component's own file comes before the others. The place is empty if nothing calls them.
+        """
+        trees = dict(self.modules)
+        if (first := self.component(side)) is not None:
+            trees = {first: trees.pop(first), **trees}
+        for name in names:
+            for path, tree in trees.items():
+                if call := next(calls(tree, name), None):
+                    return f"{path.as_posix()}:{call.lineno}"
+        return ""
+
     def place(self, file: str, line: int) -> str:
         """Return the place in a file, relative to the app if it is the app's."""
         path = Path(file)
@@ -63,6 +84,16 @@ class AppFolder:
 _KNOWN = frozenset(
     {"arrays", "metrics", "config", "model", "update", "num-examples", "num_examples", "norm_bit"}
 )
+
+
+def calls(tree: ast.AST, name: str) -> Iterator[ast.Call]:
+    """Yield the calls of a function or method, the least nested first."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and name in (
+            getattr(node.func, "attr", None),
+            getattr(node.func, "id", None),
+        ):
+            yield node
 
 
 def unpacked(app: Path, scratch: Path) -> AppFolder:

@@ -5,18 +5,21 @@ A finding that *refutes* leaves no ε provable. All others name what the guarant
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
+from scipy.stats import binom
 
 from flower_ext.check import recognise
 from flower_ext.check.app_folder import AppFolder
+from flower_ext.check.measured import measured, release_gap, upload_gap
 from flower_ext.check.observe import TRAIN, Observed, Reply
-from flower_ext.check.probes import AGAIN, OTHER, REAL, Probes, exceeds, spread
+from flower_ext.check.probes import AGAIN, LUCK, QUIET, REAL, Probes, exceeds, spread
 from flower_ext.check.recognise import APP, Facts, Noise
 from flower_ext.check.vectors import HELD
+from flower_ext.federation import FederatedStrategy
+from flower_ext.privacy import PrivacyUnit
 
 _NORM_BIT = "norm_bit"
 
@@ -29,6 +32,8 @@ class Finding:
     text: str
     remedy: str
     refutes: bool = True
+    place: str = ""
+    """``path:line`` of the app's call that the remedy changes; empty if the app has none."""
 
 
 def findings(probes: Probes, app: AppFolder) -> list[Finding]:
@@ -38,15 +43,41 @@ def findings(probes: Probes, app: AppFolder) -> list[Finding]:
     facts: Facts = real.facts
     every_finding = [
         *_structure(facts),
+        *_rounds(real, facts),
         *_noise(probes, facts),
         *_bounds(probes, facts),
+        *_second_opinion(probes, facts),
         *_changed_clients(probes, facts),
         *_messages(real, facts, app),
     ]
     once: dict[str, Finding] = {}
     for finding in every_finding:
-        once.setdefault(finding.code, finding)
+        once.setdefault(finding.code, replace(finding, place=_place(finding.code, facts, app)))
     return sorted(once.values(), key=lambda finding: not finding.refutes)
+
+
+_CLIENT_CALLS = {
+    **dict.fromkeys(("mod-missing", "mod-order"), ("ClientApp", "train")),
+    **dict.fromkeys(("sensitivity", "secure-sum"), ("LocalDpMod", "ClientApp")),
+    **dict.fromkeys(
+        ("metrics", "records", "integers", "scalars", "names", "weights", "influence"),
+        ("train", "ClientApp"),
+    ),
+    "failures-seen": ("train", "ClientApp"),
+    "engine-restarts": ("make_private",),
+}
+"""By finding, the calls of the client's source that its remedy changes."""
+
+
+def _place(code: str, facts: Facts, app: AppFolder) -> str:
+    """Return where the app makes the mod, the strategy or the reply that a remedy changes."""
+    if names := _CLIENT_CALLS.get(code):
+        return app.call_of("clientapp", *names)
+    if facts.local:
+        return app.call_of("clientapp", recognise.LOCAL_MOD)
+    made = [part.name for part in facts.strategies]
+    loops = ("send_and_receive", "push_messages") if code == "beside-the-strategy" else ()
+    return app.call_of("serverapp", *loops, *made, "start", "send_and_receive", "main")
 
 
 def _structure(facts: Facts) -> Iterator[Finding]:
@@ -57,6 +88,12 @@ def _structure(facts: Facts) -> Iterator[Finding]:
                 text=f"the strategy {part.name} is the app's; its methods may do anything",
                 remedy="use a strategy of Flower or of flower_ext without overriding its methods",
             )
+    if facts.foreign:
+        yield Finding(
+            code="foreign-parts",
+            text=f"the app replaces parts on which the guarantee rests: {', '.join(facts.foreign)}",
+            remedy="let the guarantee's parts come from flower_ext alone",
+        )
     if not facts.strategies:
         yield Finding(
             code="unknown-loop",
@@ -115,14 +152,16 @@ def _structure(facts: Facts) -> Iterator[Finding]:
         recognise.OUR_MOD,
     )
     names = [part.name if part.origin != APP else "" for part in facts.mods]
-    first = min((names.index(name) for name in protecting if name in names), default=0)
+    none = len(names) if facts.has_task else 0
+    first = min((names.index(name) for name in protecting if name in names), default=none)
     outside = [part for part in facts.mods[:first] if not recognise.is_silent(part)]
     if outside:
+        protection = [*names, "the client side of flower_ext"][first]
         yield Finding(
             code="mod-order",
-            text=f"the mod {outside[0].name} stands before {names[first]} and may change the "
+            text=f"the mod {outside[0].name} stands before {protection} and may change the "
             "protected upload",
-            remedy=f"put {names[first]} first in the list of mods",
+            remedy=f"put {protection} first, and all other mods after it",
         )
     if (engines := recognise.engines_per_client(facts)) > 1:
         yield Finding(
@@ -130,6 +169,37 @@ def _structure(facts: Facts) -> Iterator[Finding]:
             text=f"a client makes a new Opacus engine {engines} times: each counts its own round "
             "only, so the printed ε leaves out all other rounds",
             remedy="keep the accountant's history in context.state, and add up all rounds",
+        )
+
+
+def _rounds(real: Observed, facts: Facts) -> Iterator[Finding]:
+    """See who is asked, and by whom."""
+    if facts.strategies and real.beside:
+        yield Finding(
+            code="beside-the-strategy",
+            text=f"the app asks clients for {', '.join(sorted(real.beside))} beside its strategy, "
+            "which no guarantee counts",
+            remedy="let strategy.start send all messages",
+        )
+    if real.starts > 1:
+        yield Finding(
+            code="several-runs",
+            text=f"the app starts strategies {real.starts} times, each with a guarantee of its own",
+            remedy="start one strategy, or charge all to one ledger",
+        )
+    if (
+        facts.declared is None
+        or facts.stated is None
+        or facts.stated.unit is not PrivacyUnit.CLIENT
+    ):
+        return  # no message shows which users were drawn
+    sampling = facts.declared.sampling
+    asked, draws = sum(map(len, real.trainings.values())), real.rounds * sampling.population
+    if binom.sf(asked - 1, draws, sampling.sampling_rate) < LUCK:
+        yield Finding(
+            code="sampling",
+            text=f"{asked} requests in {real.rounds} rounds are more than {sampling.describe()}",
+            remedy="ask the cohort that the plan's sampling draws",
         )
 
 
@@ -143,47 +213,35 @@ def _missing(mod: str) -> Finding:
 
 def _noise(probes: Probes, facts: Facts) -> Iterator[Finding]:
     """Compare the noise with the one that the parameters promise."""
-    if (noise := facts.noise) is None:
+    again, noise = probes.runs.get(AGAIN), facts.noise
+    if again is None or noise is None:
         return
-    adaptive = facts.has(recognise.SERVER_ADAPTIVE) or facts.has(recognise.CLIENT_ADAPTIVE)
-    again, other = probes.runs.get(AGAIN), probes.runs.get(OTHER)
-    if again is None or other is None:
-        return
-    pair = (REAL, AGAIN) if facts.has_task else (AGAIN, OTHER)
-    last = 1 if adaptive or facts.has_task else probes.rounds
+    last = 1 if facts.is_adaptive or facts.has_task else probes.rounds
     for number in range(1, last + 1):
-        if any(noise.upload_stddev.values()) or facts.local:
-            sizes = [_cohort(probes.runs[name], number) for name in pair]
-            stddev = math.hypot(*(noise.of_upload(size) for size in sizes))
-            of_uploads: list[Finding] = []
-            if parts := probes.upload_noise(*pair, number):
-                gap = np.concatenate(list(parts.values()))
-                size = _largest(again, number)
-                of_uploads = list(_compared(gap, stddev, size, f"uploads of round {number}"))
+        of_uploads: list[Finding] = []
+        if (gap := upload_gap(probes, facts, number)) is not None:
+            size = _largest(again, number)
+            of_uploads = list(_compared(gap, size, f"uploads of round {number}"))
             yield from of_uploads
-            changed = probes.target_noise("huge", "huge, other", number)
-            if not of_uploads and changed is not None:
-                what = f"a changed client's upload in round {number}"
-                yield from _compared(changed, stddev, np.inf, what)
-        if noise.release_stddev and not facts.has_task:
-            stddev = noise.release_stddev * 2**0.5
-            if (step := probes.release_noise(AGAIN, OTHER, number)) is not None:
-                steps = again.releases[number].sample - again.releases[number - 1].sample
-                size = float(np.linalg.norm(steps))
-                yield from _compared(step, stddev, size, f"the model of round {number}")
-
-
-def _cohort(run: Observed | None, number: int) -> int:
-    trained = [] if run is None else [who for kind, who in run.asked if kind == TRAIN]
-    return len(trained[number - 1]) if len(trained) >= number else 0
+        changed = probes.target_noise("huge", "huge, other", number)
+        stddev = noise.of_upload(probes.cohort(AGAIN, number))
+        if stddev and not of_uploads and changed is not None:
+            what = f"a changed client's upload in round {number}"
+            # Noise of this package is in one of these runs only.
+            stddev *= 1.0 if facts.has(recognise.OUR_MOD) else 2**0.5
+            yield from _compared(changed / stddev, np.inf, what)
+        if (gap := release_gap(probes, facts, number)) is not None:
+            steps = again.releases[number].sample - again.releases[number - 1].sample
+            size = float(np.linalg.norm(steps))
+            yield from _compared(gap, size, f"the model of round {number}")
 
 
 def _largest(run: Observed, number: int) -> float:
     return max((upload.norm for upload in run.uploads(number).values()), default=0.0)
 
 
-def _compared(gap: np.ndarray, stddev: float, size: float, what: str) -> Iterator[Finding]:
-    measured = spread(gap / stddev)
+def _compared(gap: np.ndarray, size: float, what: str) -> Iterator[Finding]:
+    measured = spread(gap)
     if measured.value < 1e-3 and size > 2 * HELD and np.isfinite(size):
         yield Finding(
             code="seeded-noise",
@@ -206,19 +264,19 @@ def _compared(gap: np.ndarray, stddev: float, size: float, what: str) -> Iterato
 
 def _bounds(probes: Probes, facts: Facts) -> Iterator[Finding]:
     """Compare what one changed client moves with what clipping permits."""
-    if (noise := facts.noise) is None or facts.has_task:
+    if (noise := facts.noise) is None or not facts.holds:
         return
     clients_clip = facts.has(recognise.CLIENT_SIDE) or facts.has(recognise.CLIENT_ADAPTIVE)
     clients_clip = clients_clip or bool(facts.local) or any(noise.upload_stddev.values())
-    adaptive = facts.has(recognise.SERVER_ADAPTIVE) or facts.has(recognise.CLIENT_ADAPTIVE)
-    noisy, past = not probes.repeats, set()
-    for number in range(1, 2 if adaptive else probes.rounds + 1):
-        size = _cohort(probes.runs.get(AGAIN), number)
+    noisy, past = not probes.is_exact, set()
+    largest = noise.clipping_norm * (2 if noise.bounds_models else 1)
+    for number in range(1, 2 if facts.is_adaptive or facts.has_task else probes.rounds + 1):
+        size = probes.cohort(QUIET, number)
         for name in ("huge", "heavy"):
             grown = probes.upload_growth(name, number) if clients_clip else None
             moved = probes.movement(name, number) if noise.cohort else None
             limits = (
-                (grown, noise.clipping_norm, noise.of_upload(size), "its upload"),
+                (grown, largest, noise.of_upload(size), "its upload"),
                 (
                     moved,
                     noise.clipping_norm / (noise.cohort or 1),
@@ -232,6 +290,16 @@ def _bounds(probes: Probes, facts: Facts) -> Iterator[Finding]:
                 if exceeds(abs(value), bound, noisy * stddev):
                     past.add(what)
                     yield _unbounded(what, number, abs(value), bound, weighs=name == "heavy")
+
+
+def _second_opinion(probes: Probes, facts: Facts) -> Iterator[Finding]:
+    second = measured(probes, facts)
+    if second is not None and not second.agrees:
+        yield Finding(
+            code="epsilon",
+            text=f"the app states ε = {second.stated:.3g}, but {second.text}",
+            remedy="let one plan set bound, noise and accounting, and change none of its parts",
+        )
 
 
 def _unbounded(what: str, number: int, value: float, bound: float, *, weighs: bool) -> Finding:
@@ -250,7 +318,7 @@ def _unbounded(what: str, number: int, value: float, bound: float, *, weighs: bo
 
 
 def _changed_clients(probes: Probes, facts: Facts) -> Iterator[Finding]:
-    """See what a client does to others, and to the run, by its NaN, its zero or its absence."""
+    """Find what a client does to others, and to the run, by its NaN, its zero or its absence."""
     again = probes.runs.get(AGAIN)
     if again is None or again.ended:
         return
@@ -320,7 +388,7 @@ def _ends(code: str, text: str) -> Finding:
 
 
 def _messages(real: Observed, facts: Facts, app: AppFolder) -> Iterator[Finding]:
-    """See what leaves clients beside the update."""
+    """Find what leaves clients beside the update."""
     if facts.has_task:
         return
     replies = [reply for reply in real.replies if reply.kind == TRAIN and not reply.error]
@@ -375,7 +443,7 @@ def _messages(real: Observed, facts: Facts, app: AppFolder) -> Iterator[Finding]
             code="evaluation",
             text=f"evaluation replies carry values without noise: {_listed(names, app)}",
             remedy="set fraction_evaluate=0.0, or SecureScores in a ReleasePlan",
-            refutes=not facts.uncovered_metrics,
+            refutes=not facts.has(FederatedStrategy.__name__),
         )
 
 

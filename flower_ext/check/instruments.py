@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable
 from copy import copy
 from dataclasses import dataclass, field
@@ -13,8 +14,11 @@ from flwr.app import Context, Message
 from flwr.clientapp import ClientApp
 from flwr.serverapp.strategy import Result, Strategy
 
+from flower_ext.algorithms import Upcycled
 from flower_ext.check.observe import TRAIN, Watch
+from flower_ext.federation.client import protecting
 from flower_ext.federation.client.cohort_app import CohortApp
+from flower_ext.privacy import NoiseSource
 
 
 @dataclass(kw_only=True)
@@ -46,6 +50,31 @@ class Instruments:
         ClientApp.__init__ = started  # type: ignore[method-assign, assignment]
         for category in (TRAIN, "evaluate", "query"):
             self._instrument(category)
+        self._hold_contributions()
+        for name in ("add_gaussian", "gaussian", "add_discrete_gaussian"):
+            self._quieten(name)
+
+    def _hold_contributions(self) -> None:
+        """Let a held run put a public update before the bound and noise of our client side."""
+        protect = protecting.protected
+
+        def held(update: Any, received: Any, protection: Any, noise: Any) -> Any:
+            if self.watch is not None:
+                update = self.watch.contribution(update, received, protection)
+            return protect(update, received, protection, noise)
+
+        protecting.protected = held
+
+    def _quieten(self, name: str) -> None:
+        """Make a noise source add nothing in a quiet run."""
+        add = getattr(NoiseSource, name)
+
+        def added(source: NoiseSource, value: Any, stddev: float, **options: Any) -> Any:
+            if self.watch is None or not self.watch.quiet:
+                return add(source, value, stddev, **options)
+            return add(source, value, 0.0) if name == "gaussian" else dict(value)
+
+        setattr(NoiseSource, name, added)
 
     def _instrument(self, category: str) -> None:
         register = getattr(ClientApp, category)
@@ -89,10 +118,13 @@ class Instruments:
                 call.arguments,
             )
             planned = int(named.get("num_rounds", 3))
-            watch.observed.planned_rounds = planned
-            named["num_rounds"] = watch.observed.limit = min(planned, rounds)
-            self.strategies.extend(chain_of(strategy))
-            self.begun.extend(copy(part) for part in self.strategies)
+            named["num_rounds"] = min(planned, rounds)
+            chain = chain_of(strategy)
+            halves = any(type(part) is Upcycled for part in chain)  # even rounds train nobody
+            watch.observed.planned += math.ceil(planned / 2) if halves else planned
+            watch.observed.starts += 1
+            self.strategies.extend(chain)
+            self.begun.extend(copy(part) for part in chain)
             watch.in_strategy = True
             result = start(*call.args, **call.kwargs)
             watch.in_strategy = False

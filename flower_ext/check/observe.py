@@ -7,12 +7,11 @@ a small public step. What leaves then depends on mods and noise alone, and on no
 
 from __future__ import annotations
 
-import math
 import random
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import deepcopy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -36,6 +35,9 @@ from flower_ext.federation import _flower_private as private
 from flower_ext.federation.client.cohort_app import CohortApp, answer_all
 from flower_ext.federation.failures import CLIENT_APP_RAISED
 from flower_ext.federation.roster import asks_identity, is_rehearsal
+from flower_ext.federation.sums.weighted_silo import HiddenSum
+from flower_ext.privacy.mechanisms.bounds import BoundedSum
+from flower_ext.privacy.mechanisms.protections import Protection
 
 Change = Literal["", "huge", "huge and heavy", "nan", "zero", "raise"]
 """Change of one client in each round: its update, its weight too, or its absence."""
@@ -73,14 +75,16 @@ class Observed:
 
     asked: list[tuple[str, tuple[int, ...]]] = field(default_factory=list)
     """Kind of each batch of messages, with the partitions that got one."""
+    trainings: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    """For each training round, the partitions that its first batch went to."""
+    beside: set[str] = field(default_factory=set)
+    """Kinds of messages that a strategy of Flower did not send, although one ran the rounds."""
+    starts: int = 0
     replies: list[Reply] = field(default_factory=list)
     releases: list[Vector] = field(default_factory=list)
     """The initial model, and each model that followed it."""
-    metrics: set[str] = field(default_factory=set)
-    """Names of metrics that the strategy returned."""
-    planned_rounds: int | None = None
-    limit: int = 0
-    """Number of rounds that the strategy was allowed; some may train nobody."""
+    planned: int = 0
+    """Number of training rounds for which strategies were started."""
     ended: str = ""
     """Type and place of the error that ended the run."""
     client_errors: list[str] = field(default_factory=list)
@@ -98,20 +102,21 @@ class Observed:
 
     def target(self, round: int) -> int | None:
         """Return the partition that a change concerns in a round."""
-        trained = [partitions for kind, partitions in self.asked if kind == TRAIN]
-        return trained[round - 1][0] if round <= len(trained) and trained[round - 1] else None
+        return next(iter(self.cohort(round)), None)
 
-    @property
-    def planned_trainings(self) -> int:
-        """Number of planned rounds that train, if they do so as often as the observed rounds."""
-        if not self.planned_rounds:
-            return self.rounds
-        return math.ceil(self.planned_rounds * self.rounds / max(self.limit, self.rounds, 1))
+    def cohort(self, round: int) -> tuple[int, ...]:
+        """Return the partitions that were asked in a training round."""
+        return [*self.trainings.values(), ()][min(round - 1, self.rounds)]
 
     @property
     def rounds(self) -> int:
         """Number of training rounds."""
-        return sum(kind == TRAIN for kind, _ in self.asked)
+        return len(self.trainings)
+
+    @property
+    def planned_trainings(self) -> int:
+        """Number of training rounds of the whole run."""
+        return max(self.planned, self.rounds)
 
 
 @dataclass(kw_only=True)
@@ -121,6 +126,8 @@ class Watch:
     seed: int
     rounds: int
     change: Change = ""
+    quiet: bool = False
+    """True if the noise sources of this package add nothing, so that bounds show exactly."""
     template: Mapping[str, RecordDict] | None = None
     """By category, what the app's function returned in an earlier run; it makes this run held."""
     place: Callable[[str, int], str] = lambda file, line: f"{file}:{line}"
@@ -133,9 +140,14 @@ class Watch:
         """Note a batch of messages before clients answer."""
         if not messages:
             return
-        kind = _kind(messages[0])
-        if kind == TRAIN and self.observed.rounds >= self.rounds and not self.in_strategy:
+        kind, trainings = _kind(messages[0]), self.observed.trainings
+        # A round of a secure sum has several batches, all of one group.
+        group = messages[0].metadata.group_id or f"batch {len(self.observed.asked)}"
+        is_new = kind == TRAIN and group not in trainings
+        if is_new and len(trainings) >= self.rounds and not self.in_strategy:
             raise Enough
+        if not self.in_strategy:
+            self.observed.beside.add(kind)
         sent = vector(_arrays(messages[0].content).values())
         same = all(
             message.content is messages[0].content or _same(message.content, messages[0].content)
@@ -143,7 +155,10 @@ class Watch:
         )
         if sent is not None and same and kind in (TRAIN, "evaluate"):
             self.release(sent)
-        self.observed.asked.append((kind, tuple(_partition(message) for message in messages)))
+        partitions = tuple(_partition(message) for message in messages)
+        self.observed.asked.append((kind, partitions))
+        if kind == TRAIN:
+            trainings.setdefault(group, partitions)
 
     def release(self, sent: Vector) -> None:
         """Note a model if it differs from the one before."""
@@ -154,13 +169,10 @@ class Watch:
             known.append(sent)
 
     def finish(self, result: Any) -> None:
-        """Note the last model, and the names of metrics that the strategy returned."""
+        """Note the last model."""
         arrays = getattr(result, "arrays", None)
         if arrays and (last := vector(a.numpy() for a in arrays.values())) is not None:
             self.release(last)
-        for name in ("train_metrics_clientapp", "evaluate_metrics_clientapp"):
-            for metrics in getattr(result, name, {}).values():
-                self.observed.metrics.update(metrics)
 
     def answer(self, app: ClientApp, message: Message, context: Context) -> Message:
         """Return one client's reply, under random numbers of its own."""
@@ -185,7 +197,7 @@ class Watch:
             random.setstate(before[0])
             np.random.set_state(before[1])  # noqa: NPY002 - apps draw from it
             torch.set_rng_state(before[2])
-        if is_ours and self._is_changed(message):
+        if is_ours and self._is_changed(message) and self.change in ("nan", "raise"):
             reply = self._changed_reply(message, reply)
         self.note(message, reply)
         return reply
@@ -212,6 +224,28 @@ class Watch:
                         if isinstance(value, int | float):
                             metrics[name] = value * HEAVY
         return Message(content, reply_to=message)
+
+    def contribution(self, update: Any, received: Mapping[str, Any], protection: Protection) -> Any:
+        """Return, in a held run, a public update in the place of a client's own one.
+
+        Updates stay as they are if the noise is in the training. Of a sum over units zeros remain.
+        """
+        if self.template is None or not protection.hides_failures or isinstance(update, HiddenSum):
+            return update
+        if isinstance(update, BoundedSum):
+            return replace(update, value={name: 0 * part for name, part in update.value.items()})
+        change: Change = ""
+        if self.change and self.answering == self.observed.asked[-1][1][0]:
+            change = self.change
+        numbers = {name: np.asarray(part) for name, part in update.items()}
+        start = {name: np.zeros_like(part) for name, part in numbers.items()}
+        if protection.bounds_models:
+            start |= {name: np.asarray(received[name]) for name in numbers.keys() & received.keys()}
+        moved = moved_arrays(start, change)
+        return {
+            name: torch.as_tensor(moved[name]) if torch.is_tensor(part) else moved[name]
+            for name, part in update.items()
+        }
 
     def _is_changed(self, message: Message) -> bool:
         kind, partitions = self.observed.asked[-1]
@@ -375,7 +409,12 @@ def _upload(received: RecordDict, sent: RecordDict) -> Vector | None:
 
 def _moved(record: ArrayRecord, change: Change) -> ArrayRecord:
     """Return a record, moved by a held update or by that of a changed client."""
-    arrays = {key: array.numpy() for key, array in record.items()}
+    moved = moved_arrays({key: array.numpy() for key, array in record.items()}, change)
+    return ArrayRecord({key: Array(np.asarray(array)) for key, array in moved.items()})
+
+
+def moved_arrays(arrays: Mapping[str, np.ndarray], change: Change) -> dict[str, np.ndarray]:
+    """Return arrays, moved by a held update or by that of a changed client."""
     size = sum(array.size for array in arrays.values() if array.dtype.kind == "f")
     move = np.zeros(size) if change == "zero" or not size else held_step(size)
     if change.startswith("huge"):
@@ -388,5 +427,5 @@ def _moved(record: ArrayRecord, change: Change) -> ArrayRecord:
             part = move[start : start + array.size].reshape(array.shape)
             start += array.size
             array = np.asarray(array + part, array.dtype)
-        moved[key] = Array(np.asarray(array))
-    return ArrayRecord(moved)
+        moved[key] = array
+    return moved

@@ -19,13 +19,13 @@ from flower_ext.check.forks import in_fork
 from flower_ext.check.instruments import Instruments
 from flower_ext.check.observe import Change, Observed, Watch, observe
 from flower_ext.check.recognise import facts_of
-from flower_ext.check.vectors import HELD
+from flower_ext.check.vectors import HELD, Vector
 
 LUCK = 1e-6
 _DECISIONS = 100
 _DEVIATIONS = 6.5
 """Standard deviations that a Gaussian exceeds with probability `LUCK` / `_DECISIONS`."""
-REAL, AGAIN, OTHER = "real", "again", "other"
+REAL, AGAIN, OTHER, QUIET = "real", "again", "other", "quiet"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,14 +76,20 @@ class Probes:
     place: Callable[[str, int], str]
     runs: dict[str, Observed | None] = field(default_factory=dict)
 
-    def run(self, name: str, seed: int, change: Change = "", *, held: bool) -> Observed | None:
-        """Run the app once in a process of its own; None if the run does not end in time."""
+    def run(
+        self, name: str, seed: int, change: Change = "", *, quiet: bool = False
+    ) -> Observed | None:
+        """Run the app once in a process of its own; None if the run does not end in time.
+
+        All runs but the real one are held.
+        """
         real = self.runs.get(REAL)
         watch = Watch(
             seed=seed,
             rounds=self.rounds,
             change=change,
-            template=real.template if held and real is not None else None,
+            quiet=quiet,
+            template=None if real is None else real.template,
             place=self.place,
         )
         self.runs[name] = in_fork(partial(self._observed, watch), seconds=self.seconds)
@@ -100,25 +106,27 @@ class Probes:
 
     def run_all(self, *, has_task: bool) -> None:
         """Make all runs that follow the real one."""
-        held = not has_task
-        self.run(AGAIN, 1, held=held)
-        self.run(OTHER, 2, held=held)
+        self.run(AGAIN, 1)
+        self.run(OTHER, 2)
         for change in ("nan", "raise"):
-            self.run(change, 1, change, held=held)
-        if held:
-            self.run("twin", 1, held=True)
-            self.run("huge", 1, "huge", held=True)
-            self.run("huge, other", 2, "huge", held=True)
-            self.run("heavy", 1, "huge and heavy", held=True)
-            self.run("zero", 1, "zero", held=True)
+            self.run(change, 1, change)
+        self.run(QUIET, 1, quiet=True)
+        self.run("huge", 1, "huge", quiet=True)
+        if not has_task:
+            self.run("huge, other", 2, "huge")
+            self.run("heavy", 1, "huge and heavy", quiet=True)
+            self.run("zero", 1, "zero")
 
     @property
-    def repeats(self) -> bool:
-        """True if equal random numbers repeat the noise, so that it cancels in a difference."""
-        one, other = self.runs.get(AGAIN), self.runs.get("twin")
+    def is_exact(self) -> bool:
+        """True if no noise is in the difference of two quiet runs: it is off, or it repeats."""
+        one, other = self.runs.get(AGAIN), self.runs.get(QUIET)
         if one is None or other is None or len(one.releases) != len(other.releases):
             return False
         ones, others = one.uploads(1), other.uploads(1)
+        steps: list[Vector | None] = [*others.values()] or [_step(other, 1)]
+        if all(step is not None and step.norm <= 2 * HELD for step in steps):
+            return True
         return ones.keys() == others.keys() and all(
             np.array_equal(left.sample, right.sample)
             for left, right in zip(
@@ -129,8 +137,13 @@ class Probes:
     # Comparisons --------------------------------------------------------------------------------
 
     def upload_noise(self, one: str, other: str, round: int) -> dict[int, np.ndarray]:
-        """Return differences between two runs' uploads of one round, by partition."""
+        """Return differences between two runs' uploads of one round, by partition.
+
+        All clients of held runs learn the same, so that any two compare if no client is in both.
+        """
         left, right = self._uploads(one, round), self._uploads(other, round)
+        if one != REAL and not left.keys() & right.keys():
+            right = dict(zip(left, right.values(), strict=False))
         return {
             client: left[client].sample - right[client].sample
             for client in left.keys() & right.keys()
@@ -151,11 +164,28 @@ class Probes:
     def release_noise(self, one: str, other: str, round: int) -> np.ndarray | None:
         """Return the difference between two runs' steps of the model in one round."""
         steps = [_step(self.runs.get(name), round) for name in (one, other)]
-        return None if steps[0] is None or steps[1] is None else steps[0] - steps[1]
+        if steps[0] is None or steps[1] is None:
+            return None
+        return np.asarray(steps[0].sample - steps[1].sample)
+
+    def cohort(self, name: str, round: int) -> int:
+        """Return the number of clients that a run asked in a round."""
+        run = self.runs.get(name)
+        return 0 if run is None else len(run.cohort(round))
+
+    def bound(self, round: int, cohort: float) -> float | None:
+        """Return the norm to which a huge update was clipped; None if no quiet run shows it."""
+        run = self.runs.get("huge")
+        if run is None or not self.is_exact:
+            return None
+        if upload := run.uploads(round).get(run.target(round) or 0):
+            return upload.norm
+        moved = self.movement("huge", round)
+        return abs(moved) * cohort + HELD if moved is not None and cohort else None
 
     def upload_growth(self, name: str, round: int) -> float | None:
         """Return how far a changed client's upload moves along the change."""
-        huge, held = self.runs.get(name), self.runs.get(AGAIN)
+        huge, held = self.runs.get(name), self.runs.get(QUIET)
         if huge is None or held is None or (client := huge.target(round)) is None:
             return None
         left, right = huge.uploads(round).get(client), held.uploads(round)
@@ -165,7 +195,7 @@ class Probes:
 
     def movement(self, name: str, round: int) -> float | None:
         """Return how far one changed client moves the model in a round, along the change."""
-        changed, held = self.runs.get(name), self.runs.get(AGAIN)
+        changed, held = self.runs.get(name), self.runs.get(QUIET)
         if changed is None or held is None:
             return None
         if min(len(changed.releases), len(held.releases)) <= round:
@@ -185,8 +215,12 @@ def exceeds(value: float, bound: float, stddev: float) -> bool:
     return value > bound * 1.01 + 2 * HELD + _DEVIATIONS * stddev * 2**0.5
 
 
-def _step(run: Observed | None, round: int) -> np.ndarray | None:
+def _step(run: Observed | None, round: int) -> Vector | None:
     if run is None or len(run.releases) <= round:
         return None
     after, before = run.releases[round], run.releases[round - 1]
-    return after.sample - before.sample if after.finite and before.finite else None
+    if not (after.finite and before.finite):
+        return None
+    step = after.sample - before.sample
+    along, norm = after.along - before.along, float(np.linalg.norm(step))
+    return Vector(size=after.size, sample=step, along=along, norm=norm, finite=True)

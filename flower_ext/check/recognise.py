@@ -12,6 +12,8 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
+from functools import partial
+from inspect import isfunction, isroutine
 from typing import Any
 
 from flwr.clientapp import ClientApp
@@ -22,14 +24,19 @@ from flower_ext.check.observe import TRAIN, Observed
 from flower_ext.federation import FederatedStrategy
 from flower_ext.federation.client.cohort_app import CohortApp
 from flower_ext.privacy import (
+    AdversaryView,
     FullParticipation,
     Guarantee,
     NeighboringRelation,
+    PerturbationPlan,
     Release,
     SecureNoise,
     privacy_loss_of,
     secure_generator,
 )
+from flower_ext.privacy.mechanisms.protections import OutputPerturbation
+from flower_ext.privacy.plans.release_mechanism import ReleaseMechanism
+from flower_ext.privacy.theorems.upcycled import sensitivity
 
 SERVER_SIDE = "DifferentialPrivacyServerSideFixedClipping"
 CLIENT_SIDE = "DifferentialPrivacyClientSideFixedClipping"
@@ -47,6 +54,9 @@ _SIZE_MODS = frozenset({"arrays_size_mod", "message_size_mod"})
 _AVERAGES = frozenset({"FedAvg", "FedAvgM", "FedAdam", "FedYogi", "FedAdagrad", "FedProx"})
 APP = "app"
 _LARGEST_COHORT = 1000
+_KNOWN_PACKAGES = frozenset(
+    {"flwr", "flower_ext", "dataclasses", "abc", "typing", "builtins", "contextlib", "functools"}
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,12 +81,15 @@ class Noise:
         for all others.
     cohort : float
         Number by which the sum is divided; 0 if that is not known.
+    bounds_models : bool
+        True if clients clip their whole models, which are at most twice the norm apart.
     """
 
     clipping_norm: float
     release_stddev: float = 0.0
     upload_stddev: Mapping[int, float]
     cohort: float = 0.0
+    bounds_models: bool = False
 
     def of_upload(self, cohort: int) -> float:
         """Return the standard deviation in an upload of a cohort."""
@@ -104,10 +117,20 @@ class Facts:
     noise: Noise | None
     release: Release | None
     """One round of Flower's mechanism, as its parameters say."""
+    declared: Release | None
+    """One round of a mechanism of this package, if all rounds are alike and independent."""
+    moves: float
+    """Distance by which one unit moves the sum of such a round (in a perturbation, an upload)."""
+    holds: bool
+    """True if held runs replace what clients learned, before bound and noise."""
+    foreign: Sequence[str]
+    """Parts of a strategy of this package that the app has replaced."""
     guarantees: Sequence[Guarantee]
     """Guarantees of this package after the planned rounds."""
     guarantees_now: Sequence[Guarantee]
     """The same, after the observed rounds."""
+    planned: int
+    """Number of training rounds of the whole run."""
     claims: Sequence[Claim]
     local: Mapping[str, float]
     """Arguments of a `LocalDpMod`."""
@@ -115,8 +138,19 @@ class Facts:
     secure_noise: bool
     engines: Sequence[int]
     """The client of each private engine of Opacus."""
-    uncovered_metrics: bool = False
-    """True if the guarantee itself names metrics that it does not cover."""
+
+    @property
+    def is_adaptive(self) -> bool:
+        """True if Flower's strategy changes its clipping norm from round to round."""
+        return self.has(SERVER_ADAPTIVE) or self.has(CLIENT_ADAPTIVE)
+
+    @property
+    def stated(self) -> Guarantee | None:
+        """The app's guarantee that its mechanism of `declared` releases has."""
+        views = [AdversaryView.RELEASED_MODELS, AdversaryView.EACH_UPLOAD]
+        provable = [claim for claim in self.guarantees if claim.basis == "provable"]
+        fitting = [claim for view in views for claim in provable if claim.view is view]
+        return next((claim for claim in fitting if math.isfinite(claim.epsilon)), None)
 
     def has(self, name: str) -> bool:
         """Return True if a known strategy or mod has this name."""
@@ -144,23 +178,29 @@ def facts_of(instruments: Instruments, client: ClientApp, observed: Observed) ->
     federated = next((s for s in chain if type(s) is FederatedStrategy), None)
     local = next((mod for mod in mods if type(mod) is LocalDpMod), None)
     noise, release = _flower_noise(instruments.begun, local)
+    declared, moves, holds = None, 0.0, True
     if federated is not None:
-        noise = _our_noise(federated)
+        noise, declared, moves, holds = _our_noise(federated)
+    guarantees = [] if federated is None else _guarantees(federated, planned)
     return Facts(
         strategies=[_part(type(strategy)) for strategy in chain],
         mods=[_part(mod) for mod in mods],
         has_task=isinstance(client, CohortApp),
         noise=noise,
         release=release,
-        guarantees=[] if federated is None else _guarantees(federated, planned),
+        declared=declared,
+        moves=moves,
+        holds=holds or not isinstance(client, CohortApp),
+        foreign=_foreign(federated, client),
+        guarantees=guarantees,
+        planned=planned,
         guarantees_now=[] if federated is None else federated.guarantees(),
-        claims=_claims(chain, local, observed),
+        claims=_claims(chain, local, guarantees, observed),
         local={} if local is None else dict(vars(local)),
         weighted_by=str(getattr(chain[-1], "weighted_by_key", "")) if chain else "",
         secure_noise=federated is not None
         and isinstance(federated.run.noise("check"), SecureNoise),
         engines=[client for client, _ in instruments.engines],
-        uncovered_metrics=federated is not None,
     )
 
 
@@ -221,26 +261,79 @@ def _release(noise_multiplier: float) -> Release | None:
     )
 
 
-def _our_noise(strategy: FederatedStrategy) -> Noise | None:
+def _foreign(strategy: FederatedStrategy | None, client: ClientApp) -> list[str]:
+    """Name the parts of our strategy and client side that the app has replaced."""
+    parts: list[Any] = []
+    if isinstance(client, CohortApp):
+        parts += [client, *client.cohort_answers.values()]
+    if strategy is not None:
+        run = strategy.run
+        parts += [strategy, run, run.plan, run.mechanism, run.summation, run.population]
+        method = type(run.method)  # may be the app's, except for what states the guarantee
+        parts += [getattr(method, name) for name in ("claims", "mechanism", "complete_summary")]
+        parts += [getattr(method, name) for name in ("population", "disclosures")]
+    names = [
+        getattr(part, "__qualname__", type(part).__qualname__)
+        for part in parts
+        if _origin(part) == APP
+    ]
+    for part in parts:
+        kind, values = type(part), getattr(part, "__dict__", {})
+        if isroutine(part) or isinstance(part, partial):
+            continue
+        names += [f"{kind.__name__}.{n}" for n in values if isroutine(getattr(kind, n, None))]
+        for base in kind.__mro__:
+            functions = [(name, value) for name, value in vars(base).items() if isfunction(value)]
+            names += [f"{base.__name__}.{n}" for n, value in functions if _origin(value) == APP]
+    return list(dict.fromkeys(names))
+
+
+def _origin(thing: Any) -> str:
+    """Return the package that defines a class, an object or a function."""
+    while isinstance(thing, partial):
+        thing = thing.func
+    kind = thing if isroutine(thing) or isinstance(thing, type) else type(thing)
+    package = str(kind.__module__).partition(".")[0]
+    return package if package in _KNOWN_PACKAGES else APP
+
+
+def _our_noise(
+    strategy: FederatedStrategy,
+) -> tuple[Noise | None, Release | None, float, bool]:
+    """Return the noise, and `Facts.declared`, `Facts.moves` and `Facts.holds`."""
     run = strategy.run
-    uploads, norm = {}, 0.0
+    uploads, norm, moves, declared, protection = {}, 0.0, 0.0, None, None
     for size in range(1, min(run.plan.sampling.population, _LARGEST_COHORT) + 1):
         protection = run.mechanism.protection(run.summary, size)
         uploads[size] = float(getattr(protection, "noise_stddev", 0.0))
         norm = float(getattr(protection, "clipping_norm", norm))
-    norm = norm or float(getattr(run.plan, "clipping_norm", 0.0) or 0.0)
-    if run.mechanism.secure_sum is not None or not norm:
-        return None  # a masked upload shows neither bound nor noise
+    if isinstance(run.plan, PerturbationPlan) and isinstance(protection, OutputPerturbation):
+        objective, sizes = run.plan.objective_in(run.summary), run.num_examples.values()
+        moves = max(sensitivity(protection, objective, size) for size in sizes)
+        declared = _release(protection.noise_stddev / moves) if moves else None
+    elif type(run.mechanism) is ReleaseMechanism and not run.mechanism.queries:
+        declared = run.mechanism.release
+        moves = run.mechanism.clipping_norm * run.mechanism.sensitivity
+    holds = protection is None or protection.hides_failures
+    norm = norm or float(getattr(run.mechanism, "clipping_norm", 0.0) or 0.0)
+    if not norm:
+        return None, None, 0.0, holds
+    if run.mechanism.secure_sum is not None:
+        uploads = {}  # a masked upload shows neither bound nor noise
     # A server with its own step does not release the mean itself.
     plain = repr(strategy.method.server) == repr(type(strategy.method.server)())
     stddev = run.mechanism.mean_noise_stddev if plain and not any(uploads.values()) else 0.0
+    if not stddev and not any(uploads.values()):
+        return None, declared, moves, holds  # nothing that is watched shows the noise
     expected = run.plan.sampling.expected_cohort_size
-    return Noise(
+    noise = Noise(
         clipping_norm=norm,
         release_stddev=stddev,
         upload_stddev=uploads,
         cohort=expected if stddev else 0.0,
+        bounds_models=protection is not None and protection.bounds_models,
     )
+    return noise, declared, moves, holds
 
 
 def _guarantees(strategy: FederatedStrategy, rounds: int) -> list[Guarantee]:
@@ -254,8 +347,22 @@ def _guarantees(strategy: FederatedStrategy, rounds: int) -> list[Guarantee]:
     return run.claims(replace(run.summary, participations=ahead.participations))
 
 
-def _claims(chain: Sequence[Any], local: LocalDpMod | None, observed: Observed) -> list[Claim]:
-    claims = []
+def _claims(
+    chain: Sequence[Any],
+    local: LocalDpMod | None,
+    guarantees: Sequence[Guarantee],
+    observed: Observed,
+) -> list[Claim]:
+    claims = [
+        Claim(
+            source=f"report for a {claim.unit.value} against {claim.view.sees}",
+            epsilon=claim.epsilon,
+            delta=claim.delta,
+            rounds=observed.planned_trainings,
+        )
+        for claim in guarantees
+        if claim.basis == "provable" and math.isfinite(claim.epsilon)
+    ]
     if local is not None:
         claims.append(Claim(source=LOCAL_MOD, epsilon=local.epsilon, delta=local.delta, rounds=1))
     for strategy in chain:

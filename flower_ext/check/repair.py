@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeGuard
 
-from flower_ext.check.app_folder import AppFolder
+from flower_ext.check.app_folder import AppFolder, calls
 from flower_ext.check.recognise import ADAPTIVE_MOD, FIXED_MOD, LOCAL_MOD, OUR_MOD, SECURE_SUM_MODS
 
 _REPLACED = {FIXED_MOD, ADAPTIVE_MOD, LOCAL_MOD, OUR_MOD, *SECURE_SUM_MODS}
@@ -38,7 +38,7 @@ def repaired(
     app: AppFolder, *, epsilon: float, delta: float, clipping_norm: float, clients: int
 ) -> str:
     """Return a unified diff; it is empty if the app has no known place to change."""
-    server, client = _component(app, "serverapp"), _component(app, "clientapp")
+    server, client = app.component("serverapp"), app.component("clientapp")
     if server is None or client is None:
         return ""
     plan = (
@@ -55,15 +55,9 @@ def repaired(
     return "".join(_diff(app, path, changes) for path, changes in edits.items())
 
 
-def _component(app: AppFolder, side: str) -> Path | None:
-    module = str(app.tool["components"][side]).partition(":")[0]
-    path = Path(*module.split(".")).with_suffix(".py")
-    return path if path in app.modules else None
-
-
 def _server_edits(app: AppFolder, path: Path, plan: str) -> Iterator[Edit]:
     tree, source = app.modules[path], (app.path / path).read_text(encoding="utf-8")
-    for call in _calls(tree, "start"):
+    for call in calls(tree, "start"):
         if not isinstance(call.func, ast.Attribute) or not isinstance(call.func.value, ast.Name):
             continue
         name = call.func.value.id
@@ -85,13 +79,13 @@ def _server_edits(app: AppFolder, path: Path, plan: str) -> Iterator[Edit]:
 
 def _client_edits(app: AppFolder, path: Path) -> Iterator[Edit]:
     tree, source = app.modules[path], (app.path / path).read_text(encoding="utf-8")
-    apps = list(_calls(tree, "ClientApp"))
+    apps = list(calls(tree, "ClientApp"))
     if not apps or any(apps[0].args) or any(k.arg == "client_fn" for k in apps[0].keywords):
         return
     yield _import_edit(tree, _CLIENT_IMPORT, source)
     others = [mod for call in apps[:1] for mod in _mods(call, source)]
     yield _edit(apps[0], f"ClientApp(mods=[{', '.join(['client_level_dp_mod()', *others])}])")
-    for call in _calls(tree, "train"):
+    for call in calls(tree, "train"):
         if any(keyword.arg == "mods" for keyword in call.keywords):
             keywords = ", ".join(
                 f"{keyword.arg}=[{', '.join(_mods(call, source))}]"
@@ -110,15 +104,6 @@ def _mods(call: ast.Call, source: str) -> list[str]:
     mods = [mod for found in lists for mod in found.elts]
     texts = [str(ast.get_source_segment(source, mod)) for mod in mods]
     return [text for text in texts if not any(name in text for name in _REPLACED)]
-
-
-def _calls(tree: ast.AST, name: str) -> Iterator[ast.Call]:
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Call) and name in (
-            getattr(node.func, "attr", None),
-            getattr(node.func, "id", None),
-        ):
-            yield node
 
 
 def _assigns(node: ast.AST, name: str) -> TypeGuard[ast.Assign]:

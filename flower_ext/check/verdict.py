@@ -10,6 +10,7 @@ from typing import Any
 
 from flower_ext.check.app_folder import AppFolder
 from flower_ext.check.findings import Finding, findings, promised
+from flower_ext.check.measured import Measured, measured
 from flower_ext.check.observe import Observed
 from flower_ext.check.probes import REAL, Probes
 from flower_ext.check.recognise import Claim, Facts
@@ -47,6 +48,7 @@ class Verdict:
     planned_rounds: int
     clients: int
     provable: Sequence[Provable]
+    measured: Measured | None
     conditional: Mapping[str, float]
     """ε of Flower's mechanism if all its conditions held, for one release and for all rounds."""
     claims: Sequence[Mapping[str, Any]]
@@ -60,7 +62,12 @@ class Verdict:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the verdict, ready for JSON."""
-        return {**asdict(self), "unproven": self.unproven}
+        second = self.measured
+        return {
+            **asdict(self),
+            "unproven": self.unproven,
+            "measured": None if second is None else {**asdict(second), "agrees": second.agrees},
+        }
 
 
 def verdict(probes: Probes, app: AppFolder) -> Verdict:
@@ -68,7 +75,7 @@ def verdict(probes: Probes, app: AppFolder) -> Verdict:
     real = probes.runs[REAL]
     assert real is not None
     facts: Facts = real.facts
-    planned = real.planned_trainings
+    planned = facts.planned
     every_finding = findings(probes, app)
     claims = [*facts.claims, *_configured(probes.config, planned), *_reported(real)]
     delta = max((claim.delta for claim in claims), default=0.0) or DELTA
@@ -89,6 +96,7 @@ def verdict(probes: Probes, app: AppFolder) -> Verdict:
         planned_rounds=planned,
         clients=probes.clients,
         provable=provable,
+        measured=measured(probes, facts),
         conditional=conditional,
         claims=[
             {**asdict(claim), "provable": not refuted and _follows(claim, facts, planned)}

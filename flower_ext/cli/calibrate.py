@@ -58,7 +58,7 @@ _SIGNS = {
 
 
 @dataclass(frozen=True)
-class Way:
+class NoiseChoice:
     """One way to account for the same run, and the words that describe it in a table."""
 
     words: dict[str, str]
@@ -200,9 +200,9 @@ def _described(
 
 def _ways(
     poisson: PoissonSampling, fixed: FixedSizeSampling, rounds: int, delta: float
-) -> list[Way]:
+) -> list[NoiseChoice]:
     theorem: dict[str, Any] = {"sampling_rate": poisson.rate, "rounds": rounds, "delta": delta}
-    claim = Way(
+    claim = NoiseChoice(
         _described("Theorem 2 (DP²-FedSAM)", _ADD_OR_REMOVE, "each upload (claimed)", "published"),
         lambda s: dp2_fedsam_theorem2(noise_multiplier=s, **theorem).epsilon,
         lambda e: dp2_fedsam_theorem2_noise_multiplier(epsilon=e, **theorem),
@@ -215,7 +215,7 @@ def _ways(
         view: str = _MODELS,
         *,
         releases: float | None = None,
-    ) -> Way:
+    ) -> NoiseChoice:
         # An adversary who knows the cohorts sees a known number of releases with each client's
         # data. Together they are one Gaussian mechanism, with less noise.
         scale, repeats = (1.0, rounds) if releases is None else (math.sqrt(releases), 1)
@@ -230,7 +230,7 @@ def _ways(
                 epsilon=epsilon, delta=delta, rounds=repeats, **options
             )
 
-        return Way(_described(name, relation, view), epsilon_at, noise_for)
+        return NoiseChoice(_described(name, relation, view), epsilon_at, noise_for)
 
     everyone, special = FullParticipation(fixed.population), NeighboringRelation.REPLACE_SPECIAL
     sums = "complete sums, in every round"
@@ -269,10 +269,12 @@ def _in_turn(fixed: FixedSizeSampling, rounds: int) -> dict[str, float]:
     return {name: matrix.sensitivity(**limits) ** 2 for name, matrix in matrices.items()}
 
 
-def _group_ways(group_size: int, *, delta: float, rounds: int, sampling_rate: float) -> list[Way]:
+def _group_ways(
+    group_size: int, *, delta: float, rounds: int, sampling_rate: float
+) -> list[NoiseChoice]:
     """Return the ways to account for all records of a user: two lemmas, and the tight one."""
 
-    def way(name: str, loss_of: Callable[..., PrivacyLoss]) -> Way:
+    def way(name: str, loss_of: Callable[..., PrivacyLoss]) -> NoiseChoice:
         def epsilon_at(noise_multiplier: float) -> float:
             silo = DpSgd(
                 noise_multiplier=noise_multiplier, sampling_rate=sampling_rate, steps=rounds
@@ -283,7 +285,7 @@ def _group_ways(group_size: int, *, delta: float, rounds: int, sampling_rate: fl
             target = f"epsilon={epsilon!r} at delta={delta!r} of {group_size} records by {name}"
             return least_noise_multiplier(lambda noise: epsilon_at(noise) <= epsilon, target)
 
-        return Way(
+        return NoiseChoice(
             _described(name, _ADD_OR_REMOVE, "each step of every silo"), epsilon_at, noise_for
         )
 

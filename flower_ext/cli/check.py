@@ -134,6 +134,9 @@ def _show(result: dict[str, Any]) -> None:
         units.setdefault(text, []).append(entry["unit"])
     for text, names in units.items():
         _line(f"  {', '.join(names)}: {text}")
+    if (second := result["measured"]) is not None:
+        agrees = "agrees with" if second["agrees"] else "CONTRADICTS"
+        _line(f"  Measured: {second['text']}; it {agrees} the app's {second['stated']:.3g}")
     if (conditional := result["conditional"]) and any(f["refutes"] for f in result["findings"]):
         _line(
             f"  With all findings below mended, this noise gives a client ε = "
@@ -155,7 +158,8 @@ def _show(result: dict[str, Any]) -> None:
     if refuting:
         _line("\nChange first")
     for number, finding in enumerate(refuting[:3], 1):
-        _line(f"  {number}. {finding['remedy']} [{finding['code']}]")
+        place = f"{finding['place']}: " if finding["place"] else ""
+        _line(f"  {number}. {place}{finding['remedy']} [{finding['code']}]")
     if result["diff"]:
         _line("\nA change that makes ε provable (read it: it replaces strategy and mods)")
         _line(result["diff"])

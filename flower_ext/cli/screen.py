@@ -30,6 +30,15 @@ class Command(TyperCommand):
     ``exit_status``, or 1 without one. For a file that cannot be read or written it is 1.
     """
 
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Refuse an option that is given twice, of which the first would count for nothing."""
+        _, _, given = self.make_parser(ctx).parse_args(list(args))
+        options = [each for each in given if isinstance(each, click.Option)]
+        for each in options:
+            if options.count(each) > 1 and not (each.multiple or each.is_flag):
+                raise typer.BadParameter("given twice: expected once", ctx, each)
+        return super().parse_args(ctx, args)
+
     def invoke(self, ctx: click.Context) -> object:
         """Run the command."""
         try:

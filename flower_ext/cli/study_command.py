@@ -46,7 +46,7 @@ from flower_ext.cli.processes import Interrupted, LaunchFailed, signals_as_inter
 from flower_ext.cli.run_command import launch
 from flower_ext.cli.screen import console, titled_table
 from flower_ext.errors import InvalidValue
-from flower_ext.files import read_toml
+from flower_ext.files import from_table, read_toml
 from flower_ext.runs.directory import RunDirectory
 from flower_ext.runs.presets import SettingsFile
 from flower_ext.runs.settings import INCIDENTAL, OF_NODES, nearest
@@ -87,18 +87,13 @@ class Study:
             There is no such file, it is not TOML, or it lacks the form shown at the top of this
             module.
         """
-        content = read_toml(path)
-        try:
-            stages = [Stage(**stage) for stage in content.pop("stage", [])]
-            study = cls(path=path, stage=stages, **content)
-        except TypeError:
-            study = None
-        if study is None or not stages or len({stage.name for stage in stages}) < len(stages):
-            raise InvalidValue(
-                f'study {path}: expected title = "…", app = "…", a table [settings], tables '
-                "[[link]], and tables [[stage]] with name, settings and uses; give "
-                "each stage a different name"
-            )
+        content, where = read_toml(path), f"study {path}"
+        stages = [
+            from_table(Stage, each, f"{where}: [[stage]]") for each in content.pop("stage", [])
+        ]
+        study = from_table(cls, {**content, "path": path, "stage": stages}, where)
+        if not stages or len({stage.name for stage in stages}) < len(stages):
+            raise InvalidValue(f"{where}: expected tables [[stage]], each with a different name")
         for entry in study.link:
             for name in entry:
                 if name not in _LINK_OPTIONS:
@@ -226,6 +221,7 @@ def _run(run: PreparedRun, path: Path) -> None:
             _launched(run, path)
             return
         if directory.status == "completed":
+            _check_released(directory)
             console.print(f"{path}: complete, kept", soft_wrap=True)
             return
         app, superlink = run.options.app, run.options.superlink
@@ -248,5 +244,18 @@ def _launched(run: PreparedRun, path: Path) -> None:
         raise LaunchFailed(
             f"{path} is not on this machine: repeat the command where the ServerApp runs"
         )
-    if (status := RunDirectory.open(path).status) != "completed":
-        raise LaunchFailed(f"its run ended as {status}; {path / 'report.html'} says why")
+    directory = RunDirectory.open(path)
+    if directory.status != "completed":
+        raise LaunchFailed(f"its run ended as {directory.status}; {path / 'report.html'} says why")
+    _check_released(directory)
+
+
+def _check_released(directory: RunDirectory) -> None:
+    """Refuse a stage whose rounds were all discarded, on which no other stage can build."""
+    rounds = directory.metrics()
+    if rounds and all(row.get("discarded") for row in rounds):
+        raise LaunchFailed(
+            f"every round was discarded, so it released nothing, and its ε is spent; "
+            f"{directory.path / 'report.html'} says why. To run it again, give it another name, "
+            "also in `uses`"
+        )

@@ -24,7 +24,7 @@ import unicodedata
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
-from datetime import datetime
+from datetime import date, datetime
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal
@@ -63,9 +63,10 @@ class IdentifierField:
 
     def __post_init__(self) -> None:
         require_one_of("kind", self.kind, ("text", "date"))
-        if self.date_format != "iso" and "%" not in self.date_format:
+        if self.date_format != "iso" and not _tells_all_days_apart(self.date_format):
             raise InvalidValue(
-                f"date_format={self.date_format!r}: expected iso, or a form such as %d.%m.%Y"
+                f"date_format={self.date_format!r}: expected iso, or a form of day, month and year "
+                "with its century, such as %d.%m.%Y; two digits may be of two centuries"
             )
 
     def normalised(self, value: object) -> str:
@@ -90,6 +91,12 @@ class IdentifierField:
         if not (folded := _folded(text)):
             raise UnusableValue(f"column {self.column!r} has no letter or digit")
         return folded
+
+
+def _tells_all_days_apart(form: str) -> bool:
+    """Return True if a date has day, month and century; %y would read 1931 as 2031."""
+    day = date(1931, 12, 30)
+    return _iso_date(day.strftime(form), form) == day.isoformat()
 
 
 @lru_cache(maxsize=2**16)

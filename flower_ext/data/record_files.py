@@ -27,8 +27,8 @@ class RecordFile:
     path : Path
         A file whose name ends in .parquet is Parquet; any other file is CSV.
     encoding : str
-        Encoding of a CSV file, which may have a byte order mark. A UTF-8 file is refused under
-        another encoding, because that would change the names of columns.
+        Encoding of a CSV file, which may have a byte order mark; latin-1 is read as cp1252. A UTF-8
+        file is refused under another encoding, because that would change names.
     """
 
     path: Path
@@ -110,12 +110,16 @@ class RecordFile:
                 encoding = "utf-8-sig"
             elif codecs.lookup(encoding).name not in ("utf-8", "ascii") and _is_utf8(self.path):
                 raise InvalidValue(f"{self.path}: is UTF-8, not {encoding}; leave the encoding out")
+            if codecs.lookup(encoding).name == "iso8859-1":
+                # Files that are called latin-1 are usually cp1252, as browsers take it, too: where
+                # latin-1 has control characters, it has letters, such as Š.
+                encoding = "cp1252"
             with self.path.open(encoding=encoding, newline="") as text:
                 yield text
         except UnicodeError:
             raise InvalidValue(
                 f"{self.path}: not every byte is {encoding}; give the file's encoding, often "
-                "cp1252 or latin-1"
+                "cp1252 or utf-16-le"
             ) from None
         except LookupError:
             raise InvalidValue(

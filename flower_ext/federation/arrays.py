@@ -149,25 +149,6 @@ def _read_npy(array: Array) -> np.ndarray:
     return values.reshape(shape, order="F" if fortran_order else "C")
 
 
-def require_finite(arrays: Mapping[str, np.ndarray], where: str, remedy: str) -> None:
-    """Refuse arrays with NaN or infinite values.
-
-    Raises
-    ------
-    InvalidValue
-        The message names the first such array, ``where`` it is and the ``remedy``.
-    """
-    for name, array in arrays.items():
-        if not np.issubdtype(array.dtype, np.inexact):
-            continue
-        with np.errstate(over="ignore", invalid="ignore"):  # the sum is faster, but may overflow
-            sound = bool(np.isfinite(array.sum())) or bool(np.isfinite(array).all())
-        if not sound:
-            raise InvalidValue(
-                f"{name!r} holds NaN or infinite values {where}: expected finite numbers; {remedy}"
-            )
-
-
 def record_bytes(record: ArrayRecord) -> int:
     """Return the bytes of a record's arrays as they are serialised."""
     return sum(

@@ -48,7 +48,7 @@ from flower_ext.federation._flower_private import message_like
 from flower_ext.federation.client.node import OF_UPLOADS, NodePolicy
 from flower_ext.federation.failures import failed, hidden_errors, log_hidden
 from flower_ext.federation.model_checks import refuse_half_precision
-from flower_ext.federation.protection import check_entries
+from flower_ext.federation.protection import KIND, check_entries
 from flower_ext.federation.replies import moved_by
 from flower_ext.federation.roster import (
     FOR_MODS,
@@ -61,16 +61,10 @@ from flower_ext.federation.roster import (
 from flower_ext.federation.sums import masked
 from flower_ext.federation.sums.sum_limits import SumLimits
 from flower_ext.privacy import NoiseSource
-from flower_ext.privacy.mechanisms.protections import (
-    ClipToCells,
-    ClipUpdate,
-    ProtectedByServer,
-    Protection,
-)
+from flower_ext.privacy.mechanisms.protections import ClipAndNoise, ProtectedByServer, Protection
 from flower_ext.privacy.mechanisms.updates import l2_norm
 from flower_ext.training.isolation import isolated
 
-_PROTECTIONS = (ClipUpdate, ClipToCells, ProtectedByServer)
 _NAME = "client-level-mod"
 """Name under which the mod stores the secrets of a masked sum."""
 
@@ -129,7 +123,7 @@ def client_level_dp_mod(*, allow_seeded_noise: bool = False) -> Mod:
             update, norm = {name: still[name] for name in _floating(still)}, 0.0
         try:
             sent = {**still, **protection.released(update, noise)}
-            if isinstance(protection, ClipToCells):
+            if protection.cell is not None:
                 cells = {name: np.asarray(value) for name, value in sent.items()}
                 sent = masked.seal(cells, _of_sum(message), context, _NAME)
         except Exception as error:
@@ -149,21 +143,19 @@ def _requested(
     check_addressee(message, context)
     entries = entries_for_mods(message)
     protection = check_entries(entries) if entries else None
-    if type(protection) not in _PROTECTIONS:
-        name = "none" if protection is None else type(protection).__name__
+    if not isinstance(protection, ClipAndNoise | ProtectedByServer) or protection.of_units:
+        kind = entries.get(KIND, "none")
         raise InvalidValue(
-            f"client_level_dp_mod: the server asks for the protection {name!r}, expected one "
-            "which a ReleasePlan asks for; run "
-            "FederatedStrategy(DPFedAvg(), ReleasePlan(...)) on the server, or "
-            "remove the mod. If the server does run it, another mod took the settings out: put "
-            "this one first"
+            f"client_level_dp_mod: the server asks for the protection {kind!r}, expected one "
+            "which a ReleasePlan asks for; run FederatedStrategy(DPFedAvg(), ReleasePlan(...)) on "
+            "the server, or remove the mod. If the server does run it, another mod took the "
+            "settings out: put this one first"
         )
-    assert protection is not None
     policy = NodePolicy(context, allow_seeded_noise)
-    in_sum = isinstance(protection, ClipToCells) and not entries.get("diagnostics")
+    in_sum = protection.cell is not None and not entries.get("diagnostics")
     policy.check_way_out("an update", in_sum=in_sum)
     policy.check(protection)
-    if isinstance(protection, ClipToCells):
+    if protection.cell is not None:
         _of_sum(message)  # the noise of one share alone would protect little
     return entries, protection, policy.noise(entries, OF_UPLOADS)
 

@@ -29,9 +29,9 @@ CLIENT_APP_RAISED = 2
 """Error code of a reply whose ClientApp raised an exception, as in Flower's own engines."""
 MOD_REFUSED = 6
 """Error code of a mod of Flower that does not find in a message what its own strategy sends."""
-TOLD = 100
+REASON_SENT = 100
 """Error code of a reply whose text does not depend on the client's data."""
-STAYS_THERE = "the client failed; the reason is in its own log"
+REASON_WITHHELD = "the client failed; the reason is in its own log"
 _shown: WeakKeyDictionary[Any, set[tuple[str, int]]] = WeakKeyDictionary()
 """For each app or mod, the lines of code whose tracebacks are logged already."""
 _hidden: set[tuple[str, int]] = set()
@@ -50,7 +50,9 @@ def failed(app: ClientApp | Mod, message: Message, context: Context, error: Exce
     else:
         log.error("client %s failed", partition, exc_info=error)
     shown.add(where)
-    code, reason = (TOLD, _one_line(error)) if is_told else (CLIENT_APP_RAISED, STAYS_THERE)
+    code, reason = (
+        (REASON_SENT, _one_line(error)) if is_told else (CLIENT_APP_RAISED, REASON_WITHHELD)
+    )
     return Message(Error(code=code, reason=reason), reply_to=message)
 
 
@@ -68,7 +70,7 @@ def hidden_errors(context: Context) -> Iterator[None]:
         yield
     except Exception:
         log.exception("client %s failed", context.node_config.get("partition-id", context.node_id))
-        raise ClientFailed(STAYS_THERE) from None
+        raise ClientFailed(REASON_WITHHELD) from None
 
 
 def log_hidden(error: Exception) -> None:
@@ -120,7 +122,7 @@ def public_reason(error: Error) -> str:
     the last line of the reply's text.
     """
     if error.code == CLIENT_APP_RAISED:
-        return STAYS_THERE
+        return REASON_WITHHELD
     *_, last = (error.reason or "").strip().splitlines() or [str(error.code)]
     if error.code == MOD_REFUSED:
         return (

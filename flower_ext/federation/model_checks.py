@@ -14,6 +14,7 @@ from flwr.app import ArrayRecord
 from flower_ext.errors import InvalidValue
 from flower_ext.federation.arrays import Arrays, read_array, to_arrays
 from flower_ext.training import UnshareableModel, matches
+from flower_ext.training.params import require_modules
 from flower_ext.training.validation import RUNNING_STATISTICS
 
 log = getLogger("flwr")
@@ -78,12 +79,8 @@ def _check_personal(personal: Sequence[str], names: Sequence[str]) -> None:
     """
     modules = {name.rsplit(".", 1)[0] for name in names} | {*names}
     unknown = [p for p in personal if not any(matches(name, [p]) for name in names)]
-    if unknown and len(unknown) < len(personal):
-        raise InvalidValue(
-            f"personal={personal!r}: expected names of modules of the model, which are "
-            f"{sorted(modules - {*names})}; {unknown} match none, and a part that is not named "
-            "is shared"
-        )
+    if len(unknown) < len(personal):
+        require_modules("personal", personal, names)
     for prefix in unknown:
         # A name that differs only in its number is no typing error: the server's model may
         # lack that layer.

@@ -99,7 +99,7 @@ class Population:
     def resume(self) -> None:
         """Adjust the counts in a new process that continues the run; by default they stay."""
 
-    def forget_who(self) -> None:
+    def equalise_counts(self) -> None:
         """Give every unit the count of the unit that took part most.
 
         Call it when the server no longer knows which unit is which.
@@ -149,7 +149,7 @@ class UsersInSilos(Population):
 
 
 class HiddenUsers(UsersInSilos):
-    """Users of whom the server does not learn who was drawn, in silos that mask their parts.
+    """Users whose draw is hidden from the server, in silos that mask their parts.
 
     Parameters
     ----------
@@ -201,4 +201,4 @@ class HiddenUsers(UsersInSilos):
         order: then any user may have had any of the earlier indices.
         """
         if not isinstance(self.sampling, FullParticipation):
-            self.forget_who()
+            self.equalise_counts()

@@ -1,6 +1,6 @@
 """Write a protection into a training message, and read it back on the client.
 
-A message names the class of the protection (`privacy.mechanisms.protections`) and its fields.
+A message has the kind of the protection (`privacy.mechanisms.protections`) and its fields.
 """
 
 from __future__ import annotations
@@ -12,11 +12,8 @@ from typing import Any
 
 from flower_ext.errors import InvalidValue
 from flower_ext.privacy.mechanisms.protections import (
+    ClipAndNoise,
     ClipSteps,
-    ClipToCells,
-    ClipUnits,
-    ClipUnitsToCells,
-    ClipUpdate,
     ObjectivePerturbation,
     OutputPerturbation,
     ProtectedByServer,
@@ -32,21 +29,23 @@ class Unprotected(Protection):
     hides_failures = False
 
 
-_KINDS: Mapping[str, type[Protection]] = {
-    kind.__name__: kind
-    for kind in (
-        ClipUpdate,
-        ClipUnits,
-        ClipToCells,
-        ClipUnitsToCells,
-        OutputPerturbation,
-        ClipSteps,
-        ObjectivePerturbation,
-        ProtectedByTraining,
-        ProtectedByServer,
-    )
+_KINDS: Mapping[str, tuple[type[Protection], Mapping[str, Any]]] = {
+    "ClipUpdate": (ClipAndNoise, {"of_units": False, "cell": None}),
+    "ClipUnits": (ClipAndNoise, {"of_units": True, "cell": None}),
+    "ClipToCells": (ClipAndNoise, {"of_units": False, "noise_grid": None}),
+    "ClipUnitsToCells": (ClipAndNoise, {"of_units": True, "noise_grid": None}),
+    **{
+        kind.__name__: (kind, {})
+        for kind in (
+            OutputPerturbation,
+            ClipSteps,
+            ObjectivePerturbation,
+            ProtectedByTraining,
+            ProtectedByServer,
+        )
+    },
 }
-"""The protections that a message may ask for, by the names of their classes."""
+"""The kinds of protection that a message may ask for: a class, and the fields that a kind fixes."""
 KIND, SEEDED = "protection", "seeded-noise"
 _OF_ROUNDS = frozenset(
     (
@@ -74,13 +73,14 @@ def to_entries(protection: Protection | None, *, seeded_noise: bool) -> dict[str
     """
     if protection is None:
         return {}
-    name = type(protection).__name__
-    if _KINDS.get(name) is not type(protection):
+    name = _kind_of(protection)
+    if name is None:
+        name = type(protection).__name__
         raise TypeError(f"{name}: no message may ask for it; add it to _KINDS in {__name__}")
     # If the server adds the noise, the client need not know how it is drawn.
     by_client = not isinstance(protection, ProtectedByServer)
     entries: dict[str, Any] = {KIND: name, SEEDED: seeded_noise and by_client}
-    for part in _parts_of(type(protection)):
+    for part in _parts_of(*_KINDS[name]):
         if (value := getattr(protection, part.name)) is not None:
             entries[_in_messages(part.name)] = value
     return entries
@@ -98,29 +98,31 @@ def from_entries(entries: Mapping[str, Any]) -> Protection | None:
     TypeError
         An entry has the wrong type.
     """
-    kind = _KINDS.get(str(entries[KIND])) if KIND in entries else Protection
-    parts = {} if kind is None else {_in_messages(part.name): part for part in _parts_of(kind)}
-    unknown = (
-        set(entries) - _OF_ROUNDS - set(parts) - ({KIND, SEEDED} if KIND in entries else set())
-    )
-    if kind is None or unknown:
+    name = str(entries.get(KIND))
+    kind, fixed = _KINDS.get(name, (None, {}))
+    parts = {} if kind is None else {_in_messages(p.name): p for p in _parts_of(kind, fixed)}
+    known = set() if kind is None else {KIND, SEEDED, *parts}
+    if unknown := set(entries) - _OF_ROUNDS - known:
         raise InvalidValue(
             f"the server's message has {sorted(unknown)} and {KIND}={entries.get(KIND)!r}: "
             "expected a known protection"
         )
-    if kind is Protection:
+    if kind is None:
         return None
     if type(entries.get(SEEDED)) is not bool:
         raise TypeError(f"{SEEDED}={entries.get(SEEDED)!r}: expected true or false")
     numbers: dict[str, float] = {}
-    for name, part in parts.items():
-        if name in entries or part.default is MISSING:
-            value = numbers[part.name] = _number(entries, name)
+    for entry, part in parts.items():
+        if entry in entries or part.default is MISSING:
+            value = numbers[part.name] = _number(entries, entry)
             if not 0 < value < math.inf and value != part.default:
                 raise InvalidValue(
-                    f"{name}={value!r} in the server's message: expected a finite number > 0"
+                    f"{entry}={value!r} in the server's message: expected a finite number > 0"
                 )
-    return kind(**numbers)
+    protection = kind(**numbers, **fixed)
+    if _kind_of(protection) != name:  # "ClipToCells" without a cell would be "ClipUpdate"
+        raise InvalidValue(f"{KIND}={name!r} without cell in the server's message: expected one")
+    return protection
 
 
 def check_entries(entries: Mapping[str, Any]) -> Protection | None:
@@ -144,8 +146,18 @@ def check_entries(entries: Mapping[str, Any]) -> Protection | None:
     return from_entries(entries)
 
 
-def _parts_of(kind: type[Protection]) -> tuple[Field[Any], ...]:
-    return fields(kind) if is_dataclass(kind) else ()
+def _kind_of(protection: Protection) -> str | None:
+    """Return the kind of a protection in messages; None if no message may ask for it."""
+    for name, (kind, fixed) in _KINDS.items():
+        if type(protection) is kind and all(getattr(protection, n) == v for n, v in fixed.items()):
+            return name
+    return None
+
+
+def _parts_of(kind: type[Protection], fixed: Mapping[str, Any]) -> list[Field[Any]]:
+    """Return the fields that a message has beside the kind."""
+    parts: tuple[Field[Any], ...] = fields(kind) if is_dataclass(kind) else ()
+    return [part for part in parts if part.name not in fixed]
 
 
 def _in_messages(name: str) -> str:

@@ -69,11 +69,13 @@ class QueryRound:
         run, query, number = self._run, self._query, self._number
         server_round = self._server_round
         try:
-            ahead = deepcopy(run.participations)
-            run.mechanism.count_answer(query, ahead)
-            run.check_spending(server_round, ahead, query=query)
-            same = derived_seed(run.seed or 0, query.name, run.checkpoints.run_id, number)
-            identity = same if run.repeats else None
+            participations_after = deepcopy(run.participations)
+            run.mechanism.count_answer(query, participations_after)
+            run.charge_release(server_round, participations_after, query=query)
+            release_identity = derived_seed(
+                run.seed or 0, query.name, run.checkpoints.run_id, number
+            )
+            identity = release_identity if run.repeats else None
             run.spending.reserve(self._mechanism.release, server_round, identity)
         except BudgetExhausted as reason:
             log.warning("no %s after round %d: %s", query.name, server_round, reason)

@@ -18,6 +18,7 @@ from flower_ext.federation.arrays import Arrays, read_array, to_arrays
 from flower_ext.federation.failures import public_reason
 from flower_ext.federation.records import ANSWER, MODEL
 from flower_ext.federation.uploads import UPDATE, Update, UploadReply
+from flower_ext.privacy.mechanisms.updates import check_like
 
 LARGEST_VALUE = 1e15
 """Largest accepted weight or score. Sums and squares of such numbers fit a float32."""
@@ -181,34 +182,27 @@ def _content(reply: Message) -> RecordDict:
 def _checked(
     record: Mapping[str, Array] | Mapping[str, np.ndarray], base: Mapping[str, np.ndarray]
 ) -> Arrays:
-    if record.keys() != base.keys():
-        missing, extra = sorted(set(base) - set(record)), sorted(set(record) - set(base))
-        raise RefusedReply(f"array names differ: missing {missing}, unexpected {extra}")
-    arrays: Arrays = {}
-    for name, expected in base.items():
-        try:
-            sent = record[name]
-            array = sent if isinstance(sent, np.ndarray) else read_array(sent)
-        except Exception as error:  # a hostile payload may provoke any error
-            raise RefusedReply(f"{name!r} cannot be read: {error}") from error
-        if array.shape != expected.shape or array.dtype != expected.dtype:
-            raise RefusedReply(
-                f"{name!r} is {array.dtype}{array.shape}, expected {expected.dtype}{expected.shape}"
-            )
+    try:
+        arrays = {
+            name: sent if isinstance(sent, np.ndarray) else read_array(sent)
+            for name, sent in record.items()
+        }
+        check_like(arrays, base, types=True)
+    except Exception as error:  # a hostile payload may provoke any error
+        raise RefusedReply(f"the arrays cannot be read: {error}") from error
+    for name, array in arrays.items():
         _check_values(name, array)
-        arrays[name] = array
-    return arrays
+    return {name: arrays[name] for name in base}
 
 
 def _check_values(name: str, array: np.ndarray) -> None:
     most = _largest(array.dtype)
     if float(np.vdot(array, array)) <= most**2:  # then each value is; this takes half the time
         return
-    largest = float(max(array.max(), -array.min()))
-    if not math.isfinite(largest):
-        raise RefusedReply(f"{name!r} holds NaN or infinite values: {_DIVERGES}")
-    if largest > most:
-        raise RefusedReply(f"{name!r} holds values above {most:g}: {_DIVERGES}")
+    if not max(array.max(), -array.min()) <= most:  # also if one is NaN
+        raise RefusedReply(
+            f"{name!r} holds NaN or infinite values, or values above {most:g}: {_DIVERGES}"
+        )
 
 
 @lru_cache(maxsize=64)

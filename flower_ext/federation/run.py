@@ -304,16 +304,18 @@ class Run:
         """
         if self.spending.budget is not None:
             # Every client may answer, and the ε after that must not exceed the budget.
-            ahead, size = deepcopy(self.population), len(cohort.partitions)
-            ahead.count(cohort.units, size, requests=size)
-            self.check_spending(server_round, ahead.participations)
+            population_after, size = deepcopy(self.population), len(cohort.partitions)
+            population_after.count(cohort.units, size, requests=size)
+            self.charge_release(server_round, population_after.participations)
 
-    def check_spending(
-        self, server_round: int, ahead: Participations, *, query: VectorQuery | None = None
+    def charge_release(
+        self, server_round: int, participations: Participations, *, query: VectorQuery | None = None
     ) -> None:
-        """Refuse, as `check_budget` does, a release that raises the participations to ``ahead``."""
-        run_ahead = replace(self.summary, participations=ahead)
-        self.spending.check(self.mechanism, server_round, run_ahead, self.claims, query=query)
+        """Charge a release that raises the participations to these; refuse it as `check_budget`."""
+        run_after = replace(self.summary, participations=participations)
+        self.spending.charge_round(
+            self.mechanism, server_round, run_after, self.claims, query=query
+        )
 
     def count_abandoned(self, begun: BegunRound) -> None:
         """Count a round that the server began and never finished: clients may have uploaded."""

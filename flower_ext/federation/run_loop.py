@@ -14,13 +14,13 @@ from flwr.serverapp.strategy import Result, Strategy
 
 from flower_ext.federation import records
 from flower_ext.federation._flower_private import replies
-from flower_ext.federation.arrays import require_finite
 from flower_ext.federation.connection import connect
 from flower_ext.federation.query_round import QueryRound
 from flower_ext.federation.replies import RefusedReply, read_answer
 from flower_ext.federation.roster import FederationNotReady
 from flower_ext.federation.run import MODEL, Run
 from flower_ext.privacy import BudgetExhausted
+from flower_ext.privacy.mechanisms.updates import require_finite
 
 log = getLogger("flwr")
 
@@ -229,7 +229,7 @@ class RunLoop:
                 run.mechanism.count_answer(query, run.participations)
         roster = run.clients.roster
         if is_unfinished and not (roster is not None and roster.known):
-            run.population.forget_who()  # partitions may be others than in the earlier process
+            run.population.equalise_counts()  # partitions may be others than in the earlier process
         run.save_guarantees()
         # A ledger that lacks a release was cut off or exchanged; too much of its budget would be
         # left.

@@ -82,7 +82,7 @@ class Spending:
                 "a ledger records; to stop a run under any private plan, give budget= instead"
             )
 
-    def check(
+    def charge_round(
         self,
         mechanism: RoundMechanism,
         server_round: int,
@@ -91,7 +91,9 @@ class Spending:
         *,
         query: VectorQuery | None = None,
     ) -> None:
-        """Refuse a round, or an evaluation, that would bring the provable ε above the budget.
+        """Charge a round, or an evaluation; refuse one that brings the provable ε above the budget.
+
+        Only an account that several runs share is written to; a run's own budget is only checked.
 
         Parameters
         ----------

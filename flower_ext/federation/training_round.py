@@ -13,7 +13,6 @@ from flwr.app import ConfigRecord, Message
 
 from flower_ext.errors import InvalidValue
 from flower_ext.federation import records
-from flower_ext.federation.arrays import require_finite
 from flower_ext.federation.client.client_method import Memory
 from flower_ext.federation.connection import leave_out_withdrawn, rehearse
 from flower_ext.federation.exchange import Content, Requests
@@ -29,7 +28,7 @@ from flower_ext.federation.sums.summation import Opening
 from flower_ext.privacy import secure_generator
 from flower_ext.privacy.mechanisms.plan import Aggregate, RoundMechanism
 from flower_ext.privacy.mechanisms.protections import Protection
-from flower_ext.privacy.mechanisms.updates import l2_norm
+from flower_ext.privacy.mechanisms.updates import l2_norm, require_finite
 from flower_ext.privacy.randomness import derived_seed
 
 log = getLogger("flwr")
@@ -79,8 +78,8 @@ class TrainingRound:
         drawn = run.population.without(drawn, run.spending.withdrawn)
         self._warn_beyond_plan()
         run.check_training()
-        same = derived_seed(run.seed or 0, "release", run.checkpoints.run_id, number)
-        identity = same if run.repeats else None
+        release_identity = derived_seed(run.seed or 0, "release", run.checkpoints.run_id, number)
+        identity = release_identity if run.repeats else None
         # The spend, then the noise, then the units: all are on disk before clients use any data.
         run.spending.reserve(run.mechanism.release_in(number), server_round, identity)
         opening = Opening(

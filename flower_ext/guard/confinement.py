@@ -2,8 +2,9 @@
 
 The process starts under ``unshare``, in namespaces of its own with all capabilities there. It then
 makes a new root folder in memory and binds the listed folders into it, read-only. At last it gives
-up every capability, and the right to make sockets other than Unix sockets. (An empty network
-namespace does not hold back a socket to a virtual machine's host.)
+up every capability, the right to make sockets other than Unix sockets, and the kernel's keys. (An
+empty network namespace does not hold back a socket to a virtual machine's host. To find a key, the
+kernel may start a program outside all namespaces, which may ask a name server.)
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ SCRATCH = "/tmp"
 
 _DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
 
-_MS_NOSUID, _MS_NODEV, _MS_BIND, _MS_REC, _MS_PRIVATE = 2, 4, 0x1000, 0x4000, 1 << 18
+_MS_RDONLY, _MS_NOSUID, _MS_NODEV = 1, 2, 4
+_MS_BIND, _MS_REC, _MS_PRIVATE = 0x1000, 0x4000, 1 << 18
 _MNT_DETACH, _AT_FDCWD, _AT_RECURSIVE, _RDONLY_NOSUID = 2, -100, 0x8000, 1 | 2
 _MOUNT_SETATTR = 442  # one number on all architectures
 _PDEATHSIG, _DUMPABLE, _SECCOMP, _CAPBSET_DROP, _NO_NEW_PRIVS = 1, 4, 22, 24, 38
@@ -36,6 +38,8 @@ _AF_UNIX, _EPERM = 1, 1
 _ARCHITECTURES = {"x86_64": (0xC000003E, 41), "aarch64": (0xC00000B7, 198)}
 """Number of the architecture and of its system call ``socket``."""
 _IO_URING_SETUP, _X32 = 425, 0x40000000
+_KEYS = {"x86_64": 248, "aarch64": 217}
+"""First of the system calls ``add_key``, ``request_key`` and ``keyctl``, by machine."""
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.prctl.argtypes = [ctypes.c_int, *[ctypes.c_ulong] * 4]
@@ -56,6 +60,8 @@ def confine(readable: Sequence[str], scratch_bytes: int, *, close: int) -> None:
         File that only the new process may keep open.
     """
     Path("/proc/self/oom_score_adj").write_text("1000")  # the first to go if memory runs out
+    # In a namespace below this one, the app would have all capabilities again.
+    Path("/proc/sys/user/max_user_namespaces").write_text("0")
     _mount(None, "/", None, _MS_REC | _MS_PRIVATE, None)
     root = Path(SCRATCH)
     sources = {path: os.open(path, os.O_PATH) for path in (*_roots(readable), *_DEVICES)}
@@ -74,7 +80,9 @@ def confine(readable: Sequence[str], scratch_bytes: int, *, close: int) -> None:
         os.close(source)
     for name in ("proc", "old", "dev/shm", SCRATCH.lstrip("/")):
         (root / name).mkdir(parents=True, exist_ok=True)
-    _mount("proc", str(root / "proc"), "proc", _MS_NOSUID | _MS_NODEV, None)
+    # Where the guard runs as root, the app could otherwise write the kernel's settings, such as the
+    # program that gets core files, although it has no capability.
+    _mount("proc", str(root / "proc"), "proc", _MS_RDONLY | _MS_NOSUID | _MS_NODEV, None)
     _call("pivot_root", os.fsencode(root), os.fsencode(root / "old"))
     os.chdir("/")
     _call("umount2", b"/old", _MNT_DETACH)
@@ -114,6 +122,7 @@ def _give_up_rights() -> None:
     _call("prctl", _NO_NEW_PRIVS, 1, 0, 0, 0)
     _call("capset", struct.pack("Ii", _CAPABILITIES_3, 0), bytes(24))
     architecture, socket = _ARCHITECTURES[platform.machine()]
+    keys = _KEYS[platform.machine()]
     load, equal, at_least, end = 0x20, 0x15, 0x35, 0x06
     allow, refuse, kill = 0x7FFF0000, 0x00050000 | _EPERM, 0x80000000
     program = [
@@ -121,8 +130,11 @@ def _give_up_rights() -> None:
         (equal, 1, 0, architecture),
         (end, 0, 0, kill),
         (load, 0, 0, 0),  # number of the system call
-        (at_least, 4, 0, _X32),
-        (equal, 3, 0, _IO_URING_SETUP),
+        (at_least, 7, 0, _X32),
+        (equal, 6, 0, _IO_URING_SETUP),
+        (equal, 5, 0, keys),
+        (equal, 4, 0, keys + 1),
+        (equal, 3, 0, keys + 2),
         (equal, 0, 3, socket),
         (load, 0, 0, 16),  # family of the socket
         (equal, 1, 0, _AF_UNIX),

@@ -74,7 +74,7 @@ _LENGTH = Struct("!Q")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Request:
+class RuntimeRequest:
     """A message for an app, with everything that the app's process needs.
 
     Parameters
@@ -177,7 +177,7 @@ class RuntimeTask:
             return False  # the sender tries again
         return True
 
-    def pull(self) -> Request:
+    def pull(self) -> RuntimeRequest:
         """Return the task's message; this works once for a task."""
         pulled = self._client.PullTaskInput(PullTaskInputRequest())
         run, context = run_from_proto(pulled.run), context_from_proto(pulled.context)
@@ -193,7 +193,7 @@ class RuntimeTask:
             return_type=Message,
         )
         message.metadata.__dict__["_message_id"] = trees[0].object_id
-        return Request(
+        return RuntimeRequest(
             message=message,
             context=context,
             run_id=run.run_id,
@@ -229,12 +229,12 @@ class RuntimeTask:
         )
 
 
-def reply_bytes(request: Request, content: RecordDict) -> bytes:
+def reply_bytes(request: RuntimeRequest, content: RecordDict) -> bytes:
     """Return a reply, whose metadata depend on the request and the present time alone."""
     return _with_id(Message(content, reply_to=request.message))
 
 
-def refusal_bytes(request: Request, reason: str) -> bytes:
+def refusal_bytes(request: RuntimeRequest, reason: str) -> bytes:
     """Return an error reply with a reason that depends on no data."""
     error = Error(ErrorCode.CLIENT_APP_RAISED_EXCEPTION, reason)
     return _with_id(Message(error, reply_to=request.message))

@@ -5,9 +5,8 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
 
 from flower_ext.checks import (
     is_number,
@@ -17,7 +16,7 @@ from flower_ext.checks import (
     require_positive,
 )
 from flower_ext.errors import InvalidValue
-from flower_ext.files import read_toml
+from flower_ext.files import from_table, read_toml
 from flower_ext.privacy import Budget, FullParticipation, NeighboringRelation, Release
 from flower_ext.secure.aggregation import Identities
 
@@ -30,8 +29,6 @@ TRAIN = "train"
 """Type of the messages that ask for an update, and in which sums of an app's updates are made."""
 ANY = "any"
 NAMESPACES, NOT_ISOLATED = "namespaces", "none"
-
-T = TypeVar("T")
 
 
 class Refused(Exception):
@@ -262,35 +259,21 @@ def read_policy(path: Path) -> GuardPolicy:
     """
     values, path = read_toml(path), path.absolute()
     try:
-        budget = _built(Budget, values.pop("budget", {}), "[budget]")
+        budget = from_table(Budget, values.pop("budget", {}), "[budget]")
         require_positive("epsilon", budget.epsilon)
         if budget.ledger is not None:
             raise InvalidValue("[budget] has 'ledger': write it at the top of the policy")
         messages = {
-            name: _built(MessagePolicy, table, f"[messages.{name}]")
+            name: from_table(MessagePolicy, table, f"[messages.{name}]")
             for name, table in values.pop("messages", {}).items()
         }
         if (table := values.pop("sum", None)) is not None:
-            values["sum"] = _built(SumPolicy, table, "[sum]")
+            values["sum"] = from_table(SumPolicy, table, "[sum]")
         ledger = path.parent / str(values.pop("ledger", "ledger.jsonl"))
         parts = {"budget": budget, "messages": messages, "ledger": ledger, "path": path}
-        return _built(GuardPolicy, {**values, **parts}, "the policy")
+        return from_table(GuardPolicy, {**values, **parts}, "the policy")
     except InvalidValue as error:
         raise InvalidValue(f"{path}: {error}") from None
-
-
-def _built(kind: type[T], table: Mapping[str, Any], where: str) -> T:
-    values = {name.replace("-", "_"): value for name, value in table.items()}
-    known = {each.name for each in fields(kind)}  # type: ignore[arg-type]
-    if surplus := sorted(values.keys() - known):
-        surplus, names = ([name.replace("_", "-") for name in each] for each in (surplus, known))
-        raise InvalidValue(f"{where} has {surplus[0]!r}: expected {', '.join(sorted(names))}")
-    try:
-        return kind(**values)
-    except TypeError as error:
-        raise InvalidValue(
-            f"{where}: {error}".replace(f"{kind.__name__}.__init__() ", "")
-        ) from None
 
 
 def _is_hash(text: object) -> bool:

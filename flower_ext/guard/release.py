@@ -22,7 +22,7 @@ from flwr.app import ArrayRecord
 from flower_ext.federation.arrays import Arrays, to_arrays
 from flower_ext.guard.policy import MessagePolicy, Refused
 from flower_ext.privacy import NoiseSource, clip
-from flower_ext.privacy.mechanisms.updates import NonFiniteUpdate
+from flower_ext.privacy.mechanisms.updates import NonFiniteUpdate, check_like
 
 
 def requested_arrays(record: ArrayRecord | None, policy: MessagePolicy) -> Arrays:
@@ -89,10 +89,10 @@ def _read(answer: ArrayRecord | None, request: Arrays) -> Arrays:
         return {}
     try:
         arrays = to_arrays(answer)
+        check_like(arrays, request, types=True)
     except Exception:  # a hostile app's bytes, from which any error may come
         return {}
-    forms = [{name: (a.shape, a.dtype) for name, a in each.items()} for each in (arrays, request)]
-    return arrays if forms[0] == forms[1] else {}
+    return arrays
 
 
 def _moved(array: np.ndarray, update: np.ndarray) -> np.ndarray:

@@ -27,8 +27,8 @@ from flower_ext.files import write_whole
 from flower_ext.guard.app_process import answer_of
 from flower_ext.guard.flower_runtime import (
     Disconnected,
-    Request,
     Runtime,
+    RuntimeRequest,
     context_bytes,
     joined,
     only_arrays,
@@ -135,7 +135,7 @@ class Guard:
             self._deliver()
         return True
 
-    def _reply_to(self, request: Request, token: str, started: float) -> Pending:
+    def _reply_to(self, request: RuntimeRequest, token: str, started: float) -> Pending:
         """Run the app if the policy permits it, and return the reply."""
         answer, sites = _AppAnswer(self.policy, self._log), 0
         try:
@@ -170,7 +170,7 @@ class Guard:
             time.sleep(max(0.0, started + self.policy.reply_after - time.monotonic()))
 
     def _content(
-        self, request: Request, rule: MessagePolicy, answer: _AppAnswer
+        self, request: RuntimeRequest, rule: MessagePolicy, answer: _AppAnswer
     ) -> tuple[RecordDict, Charge | None]:
         """Return what leaves in the reply, and its charge; None if it depends on no data."""
         content, new = RecordDict(), None
@@ -192,7 +192,7 @@ class Guard:
             content[METRICS] = MetricRecord(dict(rule.constants))
         return content, new
 
-    def _affordable_charge(self, request: Request, rule: MessagePolicy) -> Charge:
+    def _affordable_charge(self, request: RuntimeRequest, rule: MessagePolicy) -> Charge:
         """Return the charge of the next reply. Refuse it before the app runs if it is too much.
 
         The time of a later refusal would tell how long the app ran.
@@ -205,7 +205,7 @@ class Guard:
             raise Refused(_SPENT) from None
         return new
 
-    def _charge(self, request: Request, rule: MessagePolicy) -> Charge:
+    def _charge(self, request: RuntimeRequest, rule: MessagePolicy) -> Charge:
         """Return the charge of the next reply, under a number that no earlier reply has.
 
         Replies under another noise, after a change of the policy, count as another run's.
@@ -260,7 +260,7 @@ class _AppAnswer:
         self.state: RecordDict | None = None
         self.has_run = False
 
-    def to(self, request: Request, message: Message) -> ArrayRecord | None:
+    def to(self, request: RuntimeRequest, message: Message) -> ArrayRecord | None:
         """Run the app on a message in the place of the request's; None if it failed in any way."""
         self.has_run = True
         with _new_private_file(self._log) as log:

@@ -21,7 +21,7 @@ from flower_ext.errors import InvalidValue
 from flower_ext.federation import records
 from flower_ext.federation.client_level_mod import client_level_dp_mod
 from flower_ext.federation.roster import PARTITION
-from flower_ext.guard.flower_runtime import Request
+from flower_ext.guard.flower_runtime import RuntimeRequest
 from flower_ext.guard.policy import GuardPolicy, MessagePolicy, Refused
 
 _MOD = client_level_dp_mod()
@@ -33,7 +33,7 @@ def asks_for_contribution(message: Message) -> bool:
 
 
 def answer_in_sum(
-    request: Request,
+    request: RuntimeRequest,
     policy: GuardPolicy,
     rule: MessagePolicy,
     run_app: Callable[[Message], ArrayRecord | None],
@@ -66,7 +66,7 @@ def answer_in_sum(
     return reply.content
 
 
-def _context(request: Request, policy: GuardPolicy, rule: MessagePolicy) -> Context:
+def _context(request: RuntimeRequest, policy: GuardPolicy, rule: MessagePolicy) -> Context:
     """Return the context of the mod, in which nothing comes from the app or the server."""
     assert policy.sum is not None
     node_config = {

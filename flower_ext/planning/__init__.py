@@ -1,8 +1,4 @@
-"""DP-Ditto's planner: the number of rounds and the share of personalisation for a budget.
-
-The modules ``upcycled_descent``, ``uldp_descent`` and ``dp2_fedsam_descent`` hold the convergence
-theorems of three other papers, as published and as they can be proved.
-"""
+"""DP-Ditto's planner: the number of rounds and the share of personalisation for a budget."""
 
 from flower_ext.planning.convergence import ConvergenceBound, DittoProblem, convergence_bound
 from flower_ext.planning.fairness import LinearFairness

@@ -6,11 +6,12 @@ Published and provable guarantees have the same fields. Reports show both if the
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
-from typing import Any, Literal
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal
 
 from flower_ext.errors import InvalidValue
+from flower_ext.json_record import NOT_WRITTEN, JsonRecord
 from flower_ext.privacy.accounting.events import Counts
 from flower_ext.privacy.units import AdversaryView, NeighboringRelation, PrivacyUnit
 
@@ -62,7 +63,7 @@ def _rounded_up(value: float) -> str:
 
 
 @dataclass(frozen=True)
-class Condition:
+class Condition(JsonRecord):
     """A precondition of a theorem, with a flag that is True if this run meets it."""
 
     text: str
@@ -74,7 +75,7 @@ class PreconditionFailed(InvalidValue):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Guarantee:
+class Guarantee(JsonRecord):
     """An ε together with everything that gives it a meaning.
 
     ``epsilon`` is infinite where nothing is guaranteed.
@@ -93,7 +94,7 @@ class Guarantee:
     conditions: tuple[Condition, ...] = ()
     units: int | None = None
     """Number of privacy units of the run; None if it is not known."""
-    releases: Counts | None = field(default=None, compare=False, repr=False)
+    releases: Counts | None = field(default=None, compare=False, repr=False, metadata=NOT_WRITTEN)
     """The releases that have this loss together; None if only (ε, δ) is known. No file has them."""
 
     @property
@@ -131,31 +132,6 @@ class Guarantee:
         if self.not_covered:
             parts.append("Not covered: " + "; ".join(self.not_covered) + ".")
         return " ".join(parts)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return a JSON-ready dictionary, in which an infinite ε is null."""
-        fields = {name: value for name, value in asdict(self).items() if name != "releases"}
-        fields["epsilon"] = None if math.isinf(self.epsilon) else self.epsilon
-        return {name: list(v) if isinstance(v, tuple) else v for name, v in fields.items()}
-
-    @classmethod
-    def from_dict(cls, entry: Mapping[str, Any]) -> Guarantee:
-        """Return the guarantee that `to_dict` wrote."""
-        known = {field.name for field in fields(cls)}
-        if unknown := set(entry) - known:
-            raise InvalidValue(f"unknown fields {sorted(unknown)} in a guarantee: remove them")
-        return cls(
-            **{
-                **entry,
-                "unit": PrivacyUnit(entry["unit"]),
-                "relation": NeighboringRelation(entry["relation"]),
-                "view": AdversaryView(entry["view"]),
-                "epsilon": math.inf if entry["epsilon"] is None else float(entry["epsilon"]),
-                "assumptions": tuple(entry.get("assumptions", ())),
-                "not_covered": tuple(entry.get("not_covered", ())),
-                "conditions": tuple(Condition(**c) for c in entry.get("conditions", ())),
-            }
-        )
 
 
 def claim_against(view: AdversaryView, claims: Sequence[Guarantee]) -> Guarantee | None:

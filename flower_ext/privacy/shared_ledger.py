@@ -9,13 +9,14 @@ checks the budget. `study_composition` composes the charges.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from flower_ext.errors import InvalidValue
+from flower_ext.json_record import NOT_WRITTEN, JsonRecord
 from flower_ext.privacy.accounting.events import Release
 from flower_ext.privacy.guarantee import Guarantee, epsilon_text
 from flower_ext.privacy.ledger import Budget, BudgetExhausted, Ledger, LedgerFile
@@ -28,7 +29,7 @@ class DoesNotCompose(InvalidValue):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Charge:
+class Charge(JsonRecord):
     """The spend of one run after one more round.
 
     Parameters
@@ -52,7 +53,8 @@ class Charge:
     release : Release, optional
         The release of the round, if it alone determines what the released models show of the round.
     claims : Sequence[Guarantee]
-        Provable guarantees of this run alone, including this round, against each adversary.
+        Provable guarantees of this run alone, including this round, against each adversary. The
+        JSON of the charge leaves them out; the account has their spends.
     """
 
     run: str
@@ -67,29 +69,7 @@ class Charge:
     epsilon: float
     delta: float
     release: Release | None = None
-    claims: Sequence[Guarantee] = ()
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return a JSON-ready dictionary."""
-        return {
-            **vars(self),
-            "release": None if self.release is None else self.release.to_dict(),
-            "claims": [_spend_to_dict(claim) for claim in self.claims],
-        }
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> Charge:
-        """Return the charge that `to_dict` wrote, without its claims."""
-        release = values["release"]
-        return cls(
-            **{
-                **values,
-                "unit": PrivacyUnit(values["unit"]),
-                "relation": NeighboringRelation(values["relation"]),
-                "release": None if release is None else Release.from_dict(release),
-                "claims": (),
-            }
-        )
+    claims: Sequence[Guarantee] = field(default=(), metadata=NOT_WRITTEN)
 
 
 def charge(path: Path, new: Charge, budget: Budget) -> list[dict[str, Any]]:
@@ -112,7 +92,7 @@ def charge(path: Path, new: Charge, budget: Budget) -> list[dict[str, Any]]:
     LedgerCorrupt
         The hash chain is broken; the message names the line.
     """
-    line = {**new.to_dict(), "budget": {"epsilon": budget.epsilon, "delta": budget.delta}}
+    line = {**_charge_to_dict(new), "budget": {"epsilon": budget.epsilon, "delta": budget.delta}}
     with closing(LedgerFile(path, wait=True)) as account:
         charges = [entry for entry in account.entries if entry["kind"] == CHARGE]
         _check_relation(path, charges, new)
@@ -182,6 +162,10 @@ def note_uncovered(path: Path, *, run: str, method: str, name: str = "", what: s
             account.append(UNCOVERED, line)
 
 
+def _charge_to_dict(new: Charge) -> dict[str, Any]:
+    return {**new.to_dict(), "claims": [_spend_to_dict(claim) for claim in new.claims]}
+
+
 def _spend_to_dict(claim: Guarantee) -> dict[str, Any]:
     releases = claim.releases
     counts = None if releases is None else [[one.to_dict(), count] for one, count in releases]
@@ -221,7 +205,7 @@ def _check_relation(path: Path, charges: Sequence[dict[str, Any]], new: Charge) 
 def _check_budget(
     path: Path, entries: Sequence[dict[str, Any]], new: Charge, budget: Budget
 ) -> None:
-    epsilon = total_spent([*entries, {**new.to_dict(), "kind": CHARGE}], budget.delta)
+    epsilon = total_spent([*entries, {**_charge_to_dict(new), "kind": CHARGE}], budget.delta)
     if epsilon > budget.epsilon:
         charges = [entry for entry in entries if entry["kind"] == CHARGE]
         raise BudgetExhausted(

@@ -237,7 +237,7 @@ def save_figure(
     folder.mkdir(parents=True, exist_ok=True)
     if figure.legends:  # a legend beside the axes: measuring its room takes long
         figure.set_layout_engine("constrained")
-    else:
+    elif figure.get_layout_engine() is None:
         figure.subplots_adjust(left=0.13, right=0.97, bottom=0.16, top=0.87)
     # No date and a fixed salt: the same run draws the same bytes.
     drawing = io.StringIO()

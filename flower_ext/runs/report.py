@@ -19,8 +19,8 @@ from flower_ext.privacy import AdversaryView, Guarantee, Release, epsilon_text, 
 from flower_ext.privacy.theorems.claims import NOT_PROVIDED
 from flower_ext.runs.directory import Rounds, RunDirectory
 from flower_ext.runs.figures import draw_figures, in_words, qualities
-from flower_ext.runs.page import Markup, write_page
-from flower_ext.runs.study import study_values
+from flower_ext.runs.page import Markup, to_markdown, write_page
+from flower_ext.runs.study import account_values, study_values
 
 _MOST_SHOWN = 10
 """Most scores reported by few clients that the report names."""
@@ -45,7 +45,7 @@ def write_report(run: RunDirectory) -> Path:
         missing=[_missing(row) for row in run.missing()],
         **_score_values(rounds, run.client_metrics()),
         **_privacy_values(run, rounds),
-        **_study_values(run),
+        **_study(study_values(run)),
     )
 
 
@@ -101,10 +101,14 @@ def _privacy_values(run: RunDirectory, rounds: Rounds) -> dict[str, Any]:
     }
 
 
-def _study_values(run: RunDirectory) -> dict[str, Any]:
-    study = study_values(run)
-    lines = [] if study is None else [_line(each) for each in study["guarantees"]]
-    return {"study": study, "study_lines": lines}
+def account_text(path: Path, epsilon: float | None = None, delta: float | None = None) -> str:
+    """Return the report on all runs of an account as Markdown (see `account_values`)."""
+    return to_markdown("study", only_if=_only_if, **_study(account_values(path, epsilon, delta)))
+
+
+def _study(values: Mapping[str, Any] | None) -> dict[str, Any]:
+    lines = [] if values is None else [_line(each) for each in values["guarantees"]]
+    return {"study": values, "study_lines": lines}
 
 
 def _only_if(guarantee: Guarantee) -> str:

@@ -29,6 +29,7 @@ from flower_ext.checks import NotNegative as NotNegative
 from flower_ext.checks import Positive as Positive
 from flower_ext.checks import ProperFraction as ProperFraction
 from flower_ext.checks import Rule as Rule
+from flower_ext.checks import is_integer, is_number
 from flower_ext.errors import InvalidValue
 
 OF_NODES = ("data-folder", "draw-key")
@@ -47,8 +48,10 @@ class UnfitSetting(InvalidValue):
     """A setting has a value that the app cannot use; the message says what it expects."""
 
 
-def _is_absolute_or_empty(text: str) -> bool:
-    return not text or Path(text).expanduser().is_absolute()
+def _is_absolute_or_empty(text: object) -> bool:
+    if not isinstance(text, str):
+        return False
+    return text == "" or Path(text).expanduser().is_absolute()
 
 
 AbsolutePath = Annotated[str, Rule("an absolute path", _is_absolute_or_empty)]
@@ -69,10 +72,10 @@ def setting(meaning: str, default: Any = MISSING) -> Any:
 
 
 _RULES = {
-    bool: Rule("true or false", lambda value: True),
-    int: Rule("an integer", lambda value: True),
-    float: Rule("a finite number", lambda value: True),
-    str: Rule("a text", lambda value: True),
+    bool: Rule("true or false", lambda value: isinstance(value, bool)),
+    int: Rule("an integer", is_integer),
+    float: Rule("a finite number", lambda value: is_number(value) and math.isfinite(value)),
+    str: Rule("a text", lambda value: isinstance(value, str)),
 }
 """Rules for settings that accept every value of their type."""
 
@@ -109,11 +112,7 @@ class Declaration:
         UnfitSetting
             The value is of the wrong type, not finite, or out of range.
         """
-        kind: Any = int | float if self.kind is float else self.kind
-        # Python's booleans are integers, but `true` is no number of rounds.
-        is_of_kind = isinstance(value, kind) and isinstance(value, bool) is (self.kind is bool)
-        is_finite = self.kind is not float or (is_of_kind and math.isfinite(value))
-        if not (is_of_kind and is_finite and self.rule.accepts(value)):
+        if not self.rule.accepts(value):
             raise UnfitSetting(f"{origin} {self.name}={value!r}: expected {self.rule.expected}")
 
     def parse(self, text: str) -> Any:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from math import isinf
 from pathlib import Path
 from typing import Any
 
+from flower_ext.checks import require_delta
+from flower_ext.errors import InvalidValue
 from flower_ext.privacy import AdversaryView, Ledger, epsilon_text
 from flower_ext.privacy.study_composition import (
+    CHARGE,
     RunSpend,
     spent_by_run,
     study_guarantees,
@@ -20,12 +24,12 @@ _VIEWS = {
     AdversaryView.SUM_ONLY: "sums",
     AdversaryView.EACH_UPLOAD: "each upload",
 }
-RUN_COLUMNS = ("run", "method", "rounds", "δ", *(f"ε: {words}" for words in _VIEWS.values()))
+_RUN_COLUMNS = ("run", "method", "rounds", "δ", *(f"ε: {words}" for words in _VIEWS.values()))
 """Header of a table of the runs, each with ε of the run alone, by what the adversary sees."""
 
 
-def run_row(run: RunSpend) -> tuple[str, ...]:
-    """Return the row of a run under `RUN_COLUMNS`."""
+def _run_row(run: RunSpend) -> tuple[str, ...]:
+    """Return the row of a run under `_RUN_COLUMNS`."""
     if run.epsilon is None or run.delta is None:
         return run.label, run.method, "–", "–", "not covered", *["–"] * (len(_VIEWS) - 1)
     epsilons = {**run.epsilons, AdversaryView.RELEASED_MODELS: run.epsilon}
@@ -39,19 +43,54 @@ def study_values(run: RunDirectory) -> dict[str, Any] | None:
     The setting ``budget-ledger`` names the account. The function reads it as it is now, so the
     report of the last run covers all runs.
     """
-    path = Path(str(run.config.get("budget-ledger") or ""))
+    path, config = Path(str(run.config.get("budget-ledger") or "")), run.config
     if not path.is_file():
         return None
+    return account_values(path, config["population-epsilon"], config["population-delta"])
+
+
+def account_values(
+    path: Path, epsilon: float | None = None, delta: float | None = None
+) -> dict[str, Any]:
+    """Return what the template ``study.md.jinja`` says about all runs of an account.
+
+    Parameters
+    ----------
+    path : Path
+    epsilon, delta : float, optional
+        The budget; by default that of the last charge.
+
+    Raises
+    ------
+    InvalidValue
+        The file is the ledger of one run, or the δ is not in (0, 1).
+    LedgerCorrupt
+        The hash chain is broken; the message names the file and the line.
+    """
     entries = Ledger.read(path)
-    budget = {"epsilon": run.config["population-epsilon"], "delta": run.config["population-delta"]}
+    if any(entry["kind"] == "reserve" for entry in entries):
+        raise InvalidValue(
+            f"path={path}: expected an account that runs share; this is the ledger of one run, "
+            "which flower-ext report shows"
+        )
+    given = {"epsilon": epsilon, "delta": delta}
+    chosen = {name: value for name, value in given.items() if value is not None}
     runs = spent_by_run(entries)
-    spent = total_spent(entries, budget["delta"])
-    return {
+    values: dict[str, Any] = {
         "name": path.name,
-        "budget": budget,
-        "left": max(0.0, budget["epsilon"] - spent),
-        "guarantees": study_guarantees(entries, budget["delta"], study=path.name),
-        "columns": RUN_COLUMNS,
-        "runs": [run_row(each) for each in runs],
+        "guarantees": [],
+        "columns": _RUN_COLUMNS,
+        "runs": [_run_row(each) for each in runs],
         "uncovered": [f"{each.what} ({each.label})" for each in runs if each.epsilon is None],
     }
+    if charges := [entry for entry in entries if entry["kind"] == CHARGE]:
+        budget = {**charges[-1]["budget"], **chosen}
+        require_delta(budget["delta"])
+        spent = total_spent(entries, budget["delta"])
+        values |= {
+            "budget": budget,
+            "left": max(0.0, budget["epsilon"] - spent),
+            "is_infinite": isinf(spent),
+            "guarantees": study_guarantees(entries, budget["delta"], study=path.name),
+        }
+    return values

@@ -13,7 +13,7 @@ _INTEGER_BYTES = 8
 _MEMBER_BYTES = 4
 
 
-class Message:
+class ProtocolMessage:
     """A message: a frozen dataclass of integers, bytes, and mappings from members to bytes.
 
     As bytes, a message begins with its kind, and its fields follow in order: integers of eight

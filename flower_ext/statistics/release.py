@@ -46,7 +46,7 @@ from flower_ext.training import LocalTraining, Params, Task
 
 RELEASED = "released"
 """Name of the parameter that receives the mean of all units' parts."""
-_USERS_AT_A_TIME = 1024
+_USERS_AT_A_TIME = 256
 
 
 class _Released(nn.Module):
@@ -101,7 +101,7 @@ def users_parts(work: ClientWork) -> LocalResult:
     numbers = list(users)
     for start in range(0, len(numbers), _USERS_AT_A_TIME):
         chosen = numbers[start : start + _USERS_AT_A_TIME]
-        rows = np.stack([joint.part(users[user]) for user in chosen])
+        rows = joint.parts([users[user] for user in chosen])
         total.add(chosen, {RELEASED: torch.from_numpy(rows)})
     return LocalResult(update=total.value)
 

@@ -79,7 +79,6 @@ def write_statistics(run: RunDirectory, results: Mapping[Statistic, list[Estimat
             name = f"statistic-{number}"
             _draw(run.path / "figures", name, statistic, own)
             figures[f"{name}.svg"] = statistic.title
-    proved = [each for each in run.guarantees() if each.basis == "provable"]
     return write_page(
         run.path,
         "statistics",
@@ -89,7 +88,7 @@ def write_statistics(run: RunDirectory, results: Mapping[Statistic, list[Estimat
             for statistic, own in results.items()
         },
         figures=figures,
-        guarantees=[each.statement() for each in proved],
+        guarantees=[each for each in run.guarantees() if each.basis == "provable"],
     )
 
 
@@ -130,7 +129,7 @@ def _draw(folder: Path, name: str, statistic: Statistic, own: list[Estimate]) ->
         axes.errorbar(places, [each.value for each in own], half, fmt="none", ecolor="black")
         axes.set_xticks(list(places), [each.name for each in own], rotation=30, ha="right")
         axes.tick_params(axis="x", labelsize=7)
-        figure.subplots_adjust(bottom=0.3)
+        figure.set_layout_engine("constrained")  # makes room for the names of bins
     rows = [(each.name, each.value, each.lower, each.upper) for each in own]
     save_figure(figure, folder, name, ("name", "estimate", "lower", "upper"), rows)
 

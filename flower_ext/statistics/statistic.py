@@ -174,13 +174,20 @@ class JointStatistics:
 
     def part(self, examples: Examples) -> NDArray[np.float64]:
         """Return one unit's part (size,), of L2 norm at most 1: the mean over its records."""
-        columns = columns_of(examples)
-        return np.concatenate(
-            [
-                statistic.vectors(columns).mean(axis=0) / self._unit(statistic)
-                for statistic in self.statistics
-            ]
-        )
+        return self.parts([examples]).ravel()
+
+    def parts(self, units: Sequence[Examples]) -> NDArray[np.float64]:
+        """Return the parts of several units (units, size), none of which has no record."""
+        tables = [columns_of(examples) for examples in units]
+        joined = {name: np.concatenate([table[name] for table in tables]) for name in tables[0]}
+        counts = np.array([len(examples) for examples in units])
+        starts = np.cumsum(counts) - counts
+        means = [
+            np.add.reduceat(statistic.vectors(joined), starts)
+            / (counts[:, np.newaxis] * self._unit(statistic))
+            for statistic in self.statistics
+        ]
+        return np.concatenate(means, axis=1)
 
     def estimates(
         self, total: NDArray[np.float64], stddev: float, rng: np.random.Generator

@@ -17,7 +17,8 @@ from flower_ext.training.params import Params, clone
 from flower_ext.training.problem import gradient
 from flower_ext.training.task import Task
 
-Loss = Callable[[Any, Tree], Tensor]
+ExampleLoss = Callable[[Any, Tree], Tensor]
+"""A function from the outputs and targets of a batch to the mean loss of its examples."""
 
 
 def model_of_single_examples(task: Task, trained: Sequence[str]) -> nn.Module:
@@ -47,14 +48,14 @@ def has_rows(leaf: Any, count: int) -> bool:
     return isinstance(leaf, Tensor) and leaf.dim() > 0 and len(leaf) == count
 
 
-def loss_alone(model: nn.Module, params: Params, loss: Loss, x: Tree, y: Tree) -> Tensor:
+def loss_alone(model: nn.Module, params: Params, loss: ExampleLoss, x: Tree, y: Tree) -> Tensor:
     """Return the loss of one example, which comes without the dimension of examples."""
     x, y = trees.mapped(lambda leaf: leaf.unsqueeze(0), (x, y))
     return loss(call_with(model, params, x), y)
 
 
 def gradient_alone(
-    model: nn.Module, params: Params, names: Sequence[str], loss: Loss, x: Tree, y: Tree
+    model: nn.Module, params: Params, names: Sequence[str], loss: ExampleLoss, x: Tree, y: Tree
 ) -> Params:
     """Return the gradient of one example, and leave the model's buffers unchanged."""
     point = {**params, **clone(dict(model.named_buffers()))}

@@ -83,7 +83,7 @@ def sgd_step(problem: LocalProblem, weights: Params, training: LocalTraining) ->
         if training.sam_radius > 0:
             ascent = perturbation([*slopes.values()], training.sam_radius)
             climbed = {n: w + p for (n, w), p in zip(weights.items(), ascent, strict=True)}
-            with problem.still():  # each mini-batch counts once in running statistics
+            with problem.preserved_buffers():  # each mini-batch counts once in running statistics
                 slopes = gradient(problem.loss_at, climbed, x, y)
         if optimizer is not None:
             for name, w in weights.items():

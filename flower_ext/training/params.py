@@ -26,14 +26,6 @@ def to_device(params: Mapping[str, Tensor], device: torch.device) -> Params:
     return {name: tensor.to(device) for name, tensor in params.items()}
 
 
-def is_finite(numbers: Tensor) -> bool:
-    """Return True if no number is NaN or infinite."""
-    if not numbers.is_floating_point():
-        return True
-    # The sum of finite numbers may overflow, but usually it is finite. It takes far less time.
-    return math.isfinite(numbers.sum()) or bool(torch.isfinite(numbers).all())
-
-
 def flat_rows(stack: Tensor) -> Tensor:
     """Return the numbers of each row, of shape (rows, numbers); rows may be scalars or empty."""
     return stack.unsqueeze(-1).flatten(1)

@@ -96,7 +96,7 @@ class LocalProblem:
     loss_at: Callable[[Params, Tree, Tree], Tensor]
     rest: Params
     device: torch.device
-    still: Callable[[], AbstractContextManager[None]]
+    preserved_buffers: Callable[[], AbstractContextManager[None]]
     """Returns a context manager that restores buffers of the model, such as running means."""
 
     def whole(self, trained: Mapping[str, Tensor], like: Mapping[str, Tensor]) -> Params:
@@ -153,7 +153,7 @@ def local_problem(
         loss_at=loss_at,
         rest=rest,
         device=device,
-        still=partial(_unmoved_buffers, model),
+        preserved_buffers=partial(_unmoved_buffers, model),
     )
 
 

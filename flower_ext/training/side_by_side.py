@@ -12,7 +12,7 @@ import torch
 
 from flower_ext.errors import InvalidValue, tellable
 from flower_ext.training.batched.form import MEMORY_LIMIT
-from flower_ext.training.batched.many import attempt_jobs, train_jobs
+from flower_ext.training.batched.many import attempt_groups, train_each
 from flower_ext.training.isolation import isolated
 from flower_ext.training.job import Job
 from flower_ext.training.task import Task
@@ -80,7 +80,7 @@ class Training:
     task: Task
     job: Job
     trained: Callable[[str], bool]
-    solve: Callable[..., Iterable[Any]] = train_jobs
+    solve: Callable[..., Iterable[Any]] = train_each
     returns_params: bool = False
 
     def __post_init__(self) -> None:
@@ -160,6 +160,13 @@ def side_by_side(
             solve = partial(
                 first.solve, first.task, trained=first.trained, memory_limit=memory_limit
             )
-            for number, model in attempt_jobs(solve, [training.job for _, training, _ in group]):
+            jobs = [training.job for _, training, _ in group]
+            for (number,), model in attempt_groups(partial(_solve_numbered, solve), jobs):
                 advance(members[number], group[number][0], model)
     return [results[index] for index in sorted(results)]
+
+
+def _solve_numbered(
+    solve: Callable[[Sequence[Job]], Iterable[R]], jobs: Sequence[Job]
+) -> Iterator[tuple[list[int], R]]:
+    return (([number], result) for number, result in enumerate(solve(jobs)))

@@ -119,9 +119,13 @@ class Task:
         return {name: tuple(shape) for name, (shape, _) in self.factory.facts.travelling.items()}
 
     @cached_property
-    def dtypes(self) -> Mapping[str, torch.dtype]:
-        """Types of the tensors that travel, parameters and buffers, by name."""
-        return {name: dtype for name, (_, dtype) in self.factory.facts.travelling.items()}
+    def template(self) -> Params:
+        """Tensors without values in the place of those that travel, by name."""
+        travelling = self.factory.facts.travelling.items()
+        return {
+            name: torch.empty(shape, dtype=dtype, device="meta")
+            for name, (shape, dtype) in travelling
+        }
 
     def torch_device(self) -> torch.device:
         """Return the device on which this process trains."""

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from flwr.app import Context, RecordDict
 from torch import nn
 from torch.func import functional_call
 from torch.nn.functional import cross_entropy
@@ -9,6 +10,8 @@ from torch.nn.functional import cross_entropy
 from flower_ext.algorithms.pfedme import PFedMe, local_update
 from flower_ext.data import ClientData, Examples
 from flower_ext.federation import ClientWork
+from flower_ext.federation.client.node import NodePolicy
+from flower_ext.federation.client.requests import ClientRequest
 from flower_ext.training import Linear, LocalTraining, Task
 from flower_ext.training.side_by_side import side_by_side
 from tests.support.jobs import batches
@@ -46,17 +49,16 @@ def client_work(task, client, method, *, size, dtype=torch.float32, terms=()):
         torch.randint(3, (size,), generator=generator),
     )
     return ClientWork(
+        method=method.client,
         task=task,
         data=ClientData(train=examples, test=examples),
-        received=task.initial_params(0),
-        memory=None,
-        weighted_part=lambda users, norm: None,
-        draw_users=lambda sampling: [],
-        training=method.training,
-        round=1,
-        seed=0,
+        policy=NodePolicy(Context(1, 1, {}, RecordDict(), {}), allow_seeded_noise=False),
+        request=ClientRequest(
+            model=task.initial_params(0),
+            training=method.training,
+            settings={"attraction": method.attraction},
+        ),
         generator=generator,
-        settings={"attraction": method.attraction},
         terms=terms,
     )
 

@@ -30,7 +30,7 @@ from flower_ext.federation import (
     recorded_run,
     records,
 )
-from flower_ext.federation.client.turns import objective_terms
+from flower_ext.federation.client.preparing import objective_terms
 from flower_ext.privacy import (
     FullParticipation,
     ReleasePlan,

@@ -64,11 +64,8 @@ from flower_ext.privacy.mechanisms import bounds, protections, quantization
 from flower_ext.privacy.mechanisms.noised_sum import NoisedSum
 from flower_ext.privacy.mechanisms.plan import RoundMechanism
 from flower_ext.privacy.mechanisms.protections import (
+    ClipAndNoise,
     ClipSteps,
-    ClipToCells,
-    ClipUnits,
-    ClipUnitsToCells,
-    ClipUpdate,
     Protection,
 )
 from flower_ext.privacy.mechanisms.updates import RunningSum
@@ -390,7 +387,7 @@ PATHS = {
     "arrays, the server clips": Path(run=sent, through=(CLIPPED, (UploadReply, "update"))),
     "arrays, the clients clip": Path(
         run=partial(sent, plan=BY_CLIENTS),
-        through=(ADDED, (ClipUpdate, "released"), (protections, "clip")),
+        through=(ADDED, (ClipAndNoise, "released"), (protections, "clip")),
     ),
     "arrays of float64, the server clips": Path(
         run=partial(sent, dtype=np.float64), through=(CLIPPED, (UploadReply, "update"))
@@ -432,7 +429,7 @@ PATHS = {
     ),
     "messages, the clients clip": Path(
         run=partial(sent, plan=BY_CLIENTS, grid=Messages),
-        through=(ADDED, (Update, "content"), (ClipUpdate, "released")),
+        through=(ADDED, (Update, "content"), (ClipAndNoise, "released")),
     ),
     "messages of several clients, the server clips": Path(
         run=partial(sent, grid=packed), through=(CLIPPED, (VirtualGrid, "send_and_receive"))
@@ -445,13 +442,13 @@ PATHS = {
     ),
     "another ClientApp, a mod clips": Path(
         run=partial(sent, plan=BY_CLIENTS, app=partial(foreign, client_level_dp_mod())),
-        through=(ADDED, (client_level_mod, "_update"), (ClipUpdate, "released")),
+        through=(ADDED, (client_level_mod, "_update"), (ClipAndNoise, "released")),
     ),
     # Sums that hide their parts from the server.
     "masked sum": Path(
         run=partial(sent, plan=release_plan(**SECURE)),
         through=(
-            (ClipToCells, "released"),
+            (protections, "in_cells"),
             (masked, "seal"),
             (masked.MaskedSum, "open"),
             (masked.OpenMaskedSum, "read"),
@@ -467,13 +464,13 @@ PATHS = {
     ),
     "masked scores": Path(
         run=scores,
-        through=((SecureScores, "vector"), (ClipToCells, "released")),
+        through=((SecureScores, "vector"), (protections, "in_cells")),
         direction={"score": np.asarray(1.0)},
     ),
     # Sums over users or records in a silo.
     "users' sum": Path(
         run=users,
-        through=(ADDED, (protections, "sum_clipped_rows"), (ClipUnits, "noised")),
+        through=(ADDED, (protections, "sum_clipped_rows"), (ClipAndNoise, "noised")),
         direction=AXIS,
     ),
     "users' sum of gradients": Path(
@@ -483,12 +480,12 @@ PATHS = {
     ),
     "users' sum, weighted by records": Path(
         run=partial(users, weighting="by-records"),
-        through=((protections, "sum_clipped_rows"), (ClipUnits, "noised")),
+        through=((protections, "sum_clipped_rows"), (ClipAndNoise, "noised")),
         direction=AXIS,
     ),
     "users' masked sum": Path(
         run=partial(users, silos=SILOS, plan=SECURE),
-        through=((protections, "sum_rows_in_cells"), (ClipUnitsToCells, "noised")),
+        through=((protections, "sum_rows_in_cells"), (ClipAndNoise, "noised")),
         direction=AXIS,
     ),
     "users' encrypted sum": Path(
@@ -507,7 +504,7 @@ PATHS = {
     ),
     "silos' sum": Path(
         run=lambda size: users(2 * size, UldpNaive, factor=0.5),  # one of two records
-        through=(ADDED, (ClipUpdate, "released")),
+        through=(ADDED, (ClipAndNoise, "released")),
         direction=AXIS,
     ),
     "records' gradients": Path(run=group, through=((GroupPlan, "protection"),), direction=AXIS),

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 
-from tests.support.check_apps import CLEAN, FAULTS, PUBLIC, write_app
+from tests.support.check_apps import CLEAN, FAULTS, PUBLIC, write_app, write_secaggplus_app
 from tests.support.checking import codes, result_of
 
 ALWAYS = {"nan", "zero", "absence"}
@@ -46,6 +47,10 @@ def test_a_sound_app_is_proved_and_its_claim_confirmed(tmp_path):
     client = [entry["epsilon"] for entry in result["provable"] if entry["unit"] == "client"]
     assert 7.9 < min(client) <= 8.0
     assert [entry["epsilon"] for entry in result["provable"] if entry["unit"] == "user"] == [None]
+    second = result["measured"]
+    assert second["agrees"]
+    assert second["low"] < min(client) < second["high"]
+    assert second["high"] < 2 * second["low"]
 
 
 @pytest.mark.full
@@ -69,6 +74,8 @@ def test_a_planted_fault_is_found_by_its_name(name, tmp_path):
     result = result_of(write_app(tmp_path / name, **{**CLEAN, **fault}), tmp_path / "scratch")
     assert result["unproven"]
     assert not code or code in codes(result)
+    found = [finding["place"] for finding in result["findings"] if finding["code"] == code]
+    assert all(re.fullmatch(r"somebodys/(server|client)_app.py:\d+", place) for place in found)
 
 
 @pytest.mark.full
@@ -121,6 +128,16 @@ def test_an_app_that_raises_is_named_with_its_line_but_not_its_text(tmp_path):
     error = result_of(app, tmp_path / "scratch")["error"]
     assert "KeyError at somebodys/client_app.py:" in error
     assert "private value" not in error
+
+
+def test_a_whole_round_of_flowers_secure_sum_is_watched_and_its_sum_is_exact(tmp_path):
+    app = write_secaggplus_app(tmp_path / "secagg")
+    result = result_of(app, tmp_path / "scratch", clients=4, rounds=1)
+    found = {finding["code"] for finding in result["findings"]}
+    assert {"secure-sum", "no-mechanism", "metrics"} <= found
+    assert any(text.startswith("train: 16 replies (0 errors)") for text in result["messages"])
+    assert result["rounds"] == 1
+    assert all(entry["epsilon"] is None for entry in result["provable"])
 
 
 def test_an_app_without_a_strategy_is_watched_and_proves_nothing(tmp_path):

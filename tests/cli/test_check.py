@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 import zipfile
 from pathlib import Path
 
+from click.testing import Result
+
 from tests.support.check_apps import PUBLIC, write_app
+from tests.support.commands import call
 
 
-def _typed(*words: object) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "flower_ext.cli.main", "check", *map(str, words)]
-    wide = {**os.environ, "COLUMNS": "300"}
-    return subprocess.run(command, capture_output=True, text=True, check=False, env=wide)
+def _typed(*words: object) -> Result:
+    """Type the command in this process; the app runs in a process of the command."""
+    return call("check", *map(str, words))
 
 
 def test_a_fab_with_an_unprovable_claim_exits_with_3_and_json(tmp_path):
@@ -24,7 +23,7 @@ def test_a_fab_with_an_unprovable_claim_exits_with_3_and_json(tmp_path):
         for path in app.rglob("*.*"):
             archive.write(path, path.relative_to(app))
     done = _typed(fab, "--clients", 4, "--rounds", 1, "--json")
-    assert done.returncode == 3, done.stderr
+    assert done.exit_code == 3, done.stderr
     result = json.loads(done.stdout)
     assert result["unproven"]
     assert (result["clients"], result["rounds"], result["planned_rounds"]) == (4, 1, 5)
@@ -32,7 +31,7 @@ def test_a_fab_with_an_unprovable_claim_exits_with_3_and_json(tmp_path):
 
 def test_what_is_no_app_is_refused_with_status_2(tmp_path):
     done = _typed(tmp_path)
-    assert done.returncode == 2
+    assert done.exit_code == 2
     assert "pyproject.toml" in done.stderr
 
 
@@ -40,7 +39,7 @@ def test_an_app_that_fails_exits_with_1_and_leaves_its_folder_as_it_was(tmp_path
     app = write_app(tmp_path / "raising", server_code="open('made', 'w')\nraise OSError('private')")
     before = sorted(app.rglob("*"))
     done = _typed(app, "--log", log := tmp_path / "log")
-    assert done.returncode == 1
+    assert done.exit_code == 1
     assert "OSError at somebodys/server_app.py" in done.stderr
     assert "private" not in done.stderr
     assert "private" in Path(log).read_text()

@@ -90,3 +90,18 @@ def test_a_full_disk_is_said_in_one_line_and_the_run_goes_on_once_there_is_room(
     done = ended(FLOWER_EXT, "--in-process", "--resume", path, "--set", "rounds=3")
     assert done.returncode == 0, done.stdout + done.stderr
     assert RunDirectory.open(path).status == "completed"
+
+
+@pytest.mark.parametrize(
+    ("words", "is_refused"),
+    [
+        (["run", str(APPS / "demo"), "--settings", "a.toml", "--settings", "b.toml"], True),
+        (["link", "key", "a.key", "--help"], False),
+        (["run", "nowhere", "--set", "a=1", "--set", "b=2", "--in-process", "--in-process"], False),
+    ],
+    ids=["a file of settings", "no option", "a list"],
+)
+def test_an_option_that_would_silently_replace_the_first_is_refused(words, is_refused):
+    done = CliRunner().invoke(cli, words, env={"COLUMNS": "200"})
+    assert ("given twice" in done.output) == is_refused
+    assert not is_refused or (done.exit_code == 2 and "--settings" in done.output)

@@ -1,5 +1,6 @@
 """``flower-ext study``: its file, the tables that it links, and stages that failed."""
 
+import json
 import os
 
 import pytest
@@ -51,8 +52,8 @@ def study(tmp_path):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (("[settings]", "[options]"), "expected title"),
-        (('name = "first"', ""), "expected title"),
+        (("[settings]", "[options]"), "study.toml has 'options': expected app, link, "),
+        (('name = "first"', ""), "[[stage]]: missing 1 required keyword-only argument: 'name'"),
         (("buckets = 10", "bucket = 10"), "did you mean buckets?"),
         (('output = "linked/0.csv"', ""), "expected table, key and output"),
         (("north.csv", "south.csv"), "cannot be read; No such file"),
@@ -101,3 +102,9 @@ def test_a_stage_that_asked_nobody_may_begin_again_with_other_settings(study, tm
     directory = RunDirectory.open(tmp_path / "study" / "first")
     assert directory.status == "completed"
     assert RunDirectory.open(tmp_path / "study" / f"first-{failed[:8]}").id == failed
+    metrics = directory.path / "metrics.jsonl"
+    (row,) = map(json.loads, metrics.read_text().splitlines())
+    metrics.write_text(json.dumps({**row, "discarded": 1}) + "\n")
+    status, output = study()
+    assert status == 1
+    assert "stage first: every round was discarded, so it released nothing" in output

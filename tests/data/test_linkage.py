@@ -2,6 +2,7 @@
 
 import random
 from collections import Counter
+from datetime import date
 
 import pytest
 from scipy.stats import spearmanr
@@ -151,6 +152,16 @@ def test_the_coordinator_sees_the_sizes_of_subsets():
     assert shared_counts(silos) == {(0,): 1, (1,): 1, (0, 1): 1, (0, 1, 2): 1}
 
 
-def test_a_form_of_dates_without_a_percent_sign_is_refused():
-    with pytest.raises(InvalidValue, match=r"a form such as %d\.%m\.%Y"):
-        IdentifierField(column="born", kind="date", date_format="mm/dd/yyyy")
+@pytest.mark.parametrize(
+    "form", ["mm/dd/yyyy", "%d.%m.%y", "%m/%Y", "%d.%m.", "%D", "%d.%m.%Y %"], ids=str
+)
+def test_a_form_of_dates_that_mixes_up_two_days_is_refused(form):
+    """By two digits of a year, 1931 is read as 2031, and would differ from a silo's 1931."""
+    with pytest.raises(InvalidValue, match="century, such as %d"):
+        IdentifierField(column="born", kind="date", date_format=form)
+
+
+@pytest.mark.parametrize("form", ["%d.%m.%Y", "%Y%m%d", "%d %b %Y", "%j/%Y", "%Y-%m-%d %H:%M"])
+def test_a_form_of_dates_that_tells_all_days_apart_is_accepted(form):
+    field = IdentifierField(column="born", kind="date", date_format=form)
+    assert field.normalised(date(1931, 12, 30).strftime(form)) == "1931-12-30"

@@ -60,6 +60,12 @@ def test_a_file_of_utf_8_is_not_read_by_another_encoding(tmp_path):
     assert [*RecordFile(path=path, encoding="latin-1").rows()] == [["Zoe"]]
 
 
+def test_letters_that_latin_1_lacks_are_not_lost_in_a_file_that_is_called_latin_1(tmp_path):
+    path = tmp_path / "a.csv"
+    path.write_bytes("name\nŠimek Müller\n".encode("cp1252"))
+    assert [*RecordFile(path=path, encoding="latin-1").rows()] == [["Šimek Müller"]]
+
+
 def test_a_missing_column_is_named_but_not_the_others(tmp_path):
     path = tmp_path / "people.csv"
     path.write_text("Secret,1980-03-01\n")  # no line of names: the first line is a person

@@ -43,7 +43,7 @@ from flower_ext.privacy import (
     SecureScores,
     SecureSum,
 )
-from flower_ext.privacy.mechanisms.protections import ClipToCells, ClipUpdate, ProtectedByServer
+from flower_ext.privacy.mechanisms.protections import ClipAndNoise, ProtectedByServer
 from flower_ext.training import Task, UnshareableModel
 from tests.support.strategies import strategy_of
 from tests.support.travelling import Recorder
@@ -366,7 +366,7 @@ def test_a_node_that_requires_secure_sums_joins_them_and_trains_in_no_rehearsal(
 
 
 def test_a_share_of_a_sums_noise_never_leaves_without_masks():
-    share = ClipToCells(clipping_norm=1.0, noise_stddev=0.5, cell=2.0**-20)
+    share = ClipAndNoise(clipping_norm=1.0, noise_stddev=0.5, cell=2.0**-20)
     reply = ask(START, START, share)
     assert "without a secure sum" in reply.error.reason
 
@@ -569,7 +569,7 @@ def test_one_odd_client_sends_what_one_sends_that_learned_nothing_and_others_as_
 
 # One message ------------------------------------------------------------------------------------
 
-TIGHT = ClipUpdate(clipping_norm=1.0, noise_stddev=1e-6)
+TIGHT = ClipAndNoise(clipping_norm=1.0, noise_stddev=1e-6)
 
 
 def ask(model, returned, protection=TIGHT, **facts) -> Message:
@@ -613,7 +613,7 @@ def test_half_precision_is_refused_by_name_before_any_training_also_beside_other
 
 def test_an_update_of_zeros_is_noise_of_the_share_that_was_asked_for():
     model = {"w": np.zeros(20_000, np.float32)}
-    update = update_of(ask(model, model, ClipUpdate(clipping_norm=1.0, noise_stddev=0.7)))
+    update = update_of(ask(model, model, ClipAndNoise(clipping_norm=1.0, noise_stddev=0.7)))
     assert update["w"].std() == pytest.approx(0.7, rel=0.03)
 
 

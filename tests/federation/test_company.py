@@ -9,7 +9,7 @@ from torch import nn
 from flower_ext.algorithms import DP2FedSAM, DPDitto, DPFedAvg, PFedMe
 from flower_ext.data import ClientData, Examples
 from flower_ext.federation import FederatedStrategy, InProcessGrid, VirtualGrid, failures, records
-from flower_ext.federation.failures import STAYS_THERE
+from flower_ext.federation.failures import REASON_WITHHELD
 from flower_ext.privacy import (
     FullParticipation,
     RecordLevelPlan,
@@ -258,7 +258,7 @@ def test_no_error_tells_of_a_record_in_replies_refusals_or_files(odd, engine, tm
         assert "num_examples=30" in told
         assert " 5 " not in told
     else:  # a record that makes training raise leaves its client's model unchanged
-        assert told == (set() if odd is mislabelled else {STAYS_THERE})
+        assert told == (set() if odd is mislabelled else {REASON_WITHHELD})
     assert len(strategy.refusals) >= 2 * bool(told)
     files = [path for path in run.path.rglob("*") if path.is_file()]
     for text in (*strategy.refusals, *(path.read_text(errors="replace") for path in files)):

@@ -105,7 +105,7 @@ def test_correlated_noise_is_one_setting():
     assert plan.sampling == SpacedSampling(usual.population, size, 2, 3)
     assert plan.correlation == CorrelatedNoise(bands=4, momentum=0.9)
     for other, refusal in (
-        ({"noise_placement": "client"}, "noise-placement='client' with noise='correlated'"),
+        ({"noise_placement": "client"}, "run-config noise-placement='client' with spaced sampling"),
         ({"aggregation": "secure"}, "aggregation='secure' with noise='correlated'"),
         ({"calibration": "published"}, "calibration='published' with noise='correlated'"),
         ({"clipping": "adaptive"}, "clipping-norm=.* with spaced sampling: expected a number"),

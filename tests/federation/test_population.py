@@ -79,5 +79,5 @@ def test_strangers_count_as_the_one_that_took_part_most():
     clients = Population(SOME)
     clients.count([1, 2], 2, requests=2)
     clients.count([1], 1, requests=1)
-    clients.forget_who()
+    clients.equalise_counts()
     assert dict(clients.participations.uploads) == dict.fromkeys(range(UNITS), 2)

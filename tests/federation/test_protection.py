@@ -43,11 +43,8 @@ from flower_ext.privacy.guarantee import PreconditionFailed
 from flower_ext.privacy.mechanisms.bounds import BoundedSum
 from flower_ext.privacy.mechanisms.noise import noise_grid
 from flower_ext.privacy.mechanisms.protections import (
+    ClipAndNoise,
     ClipSteps,
-    ClipToCells,
-    ClipUnits,
-    ClipUnitsToCells,
-    ClipUpdate,
     ProtectedByServer,
     ProtectedByTraining,
     Protection,
@@ -482,12 +479,12 @@ def test_what_is_protected_is_known_from_the_facts():
 
 SIDED = {"clipping_norm": 1.0, "noise_stddev": 0.5, "update_norm": 0.8, "side_weight": 0.3}
 PROTECTIONS = [
-    ClipUpdate(clipping_norm=1.0, noise_stddev=0.5, noise_grid=2.0**-20),
-    ClipUpdate(**SIDED),
-    ClipToCells(**SIDED, cell=2.0**-16),
-    ClipUnits(clipping_norm=1.0, noise_stddev=0.5),
-    ClipToCells(clipping_norm=1.0, noise_stddev=0.5, cell=2.0**-16),
-    ClipUnitsToCells(clipping_norm=1.0, noise_stddev=0.5, cell=2.0**-16),
+    ClipAndNoise(clipping_norm=1.0, noise_stddev=0.5, noise_grid=2.0**-20),
+    ClipAndNoise(**SIDED),
+    ClipAndNoise(**SIDED, cell=2.0**-16),
+    ClipAndNoise(of_units=True, clipping_norm=1.0, noise_stddev=0.5),
+    ClipAndNoise(clipping_norm=1.0, noise_stddev=0.5, cell=2.0**-16),
+    ClipAndNoise(of_units=True, clipping_norm=1.0, noise_stddev=0.5, cell=2.0**-16),
     OutputPerturbation(clipping_norm=2.0, noise_stddev=0.5),
     OutputPerturbation(clipping_norm=2.0, noise_stddev=0.5, num_examples=12),
     ClipSteps(clipping_norm=2.0, gradient_clipping_norm=0.5, noise_stddev=0.1, num_examples=12),
@@ -508,14 +505,14 @@ def test_every_protection_of_the_package_is_among_those_that_arrive():
     assert public - {Protection, Unprotected} == named
 
 
-@pytest.mark.parametrize("base", [ClipUpdate, ProtectedByServer, ProtectedByTraining, Protection])
+@pytest.mark.parametrize("base", [ClipAndNoise, ProtectedByServer, ProtectedByTraining, Protection])
 def test_a_protection_that_no_message_names_ends_the_run_before_anybody_is_asked(base):
     class Unknown(base):
         pass
 
     class Mechanism(ReleaseMechanism):
         def protection(self, run, cohort_size):
-            numbers = {"clipping_norm": 1.0, "noise_stddev": 0.5} if base is ClipUpdate else {}
+            numbers = {"clipping_norm": 1.0, "noise_stddev": 0.5} if base is ClipAndNoise else {}
             return Unknown(**numbers)
 
     class Plan(ReleasePlan):
@@ -536,6 +533,18 @@ def test_a_protection_arrives_as_it_was_sent(protection):
     assert check_entries(dict(sent)) == protection
 
 
+def test_every_kind_in_messages_is_the_kind_of_a_protection():
+    kinds = {to_entries(each, seeded_noise=False)["protection"] for each in PROTECTIONS if each}
+    clipping = {"ClipUpdate", "ClipUnits", "ClipToCells", "ClipUnitsToCells"}
+    others = {"OutputPerturbation", "ClipSteps", "ObjectivePerturbation"}
+    assert kinds == clipping | others | {"ProtectedByServer", "ProtectedByTraining"}
+
+
+def test_a_protection_is_on_one_grid_only():
+    with pytest.raises(ValueError, match="noise_grid=0.25: expected None"):
+        ClipAndNoise(clipping_norm=1.0, noise_stddev=0.5, cell=2.0**-9, noise_grid=0.25)
+
+
 @pytest.mark.parametrize("protection", PROTECTIONS[:8])
 def test_no_part_of_a_protection_stands_for_another(protection):
     """Without one of its parts, a protection is refused, unless that part is optional."""
@@ -543,9 +552,10 @@ def test_no_part_of_a_protection_stands_for_another(protection):
     for name in facts:
         rest = {other: value for other, value in facts.items() if other != name}
         if name in ("noise-grid", "num-examples"):
-            assert type(from_entries(rest)) is type(protection)
+            without = replace(protection, **{name.replace("-", "_"): None})
+            assert from_entries(rest) == without
         else:
-            missing = f"a known protection|{name.replace('-', '[-_]')}=None"
+            missing = f"a known protection|without cell|{name.replace('-', '[-_]')}=None"
             with pytest.raises((TypeError, ValueError), match=missing):
                 from_entries(rest)
 
@@ -627,8 +637,8 @@ def test_an_owner_who_asks_for_noise_takes_no_part_where_none_has_a_number():
         NodePolicy(anyone, allow_seeded_noise=False).check(protection)
 
 
-UNITS = ClipUnits(clipping_norm=1.0, noise_stddev=1.0)
-WHOLE = ClipUpdate(clipping_norm=2.0, noise_stddev=1.0)
+UNITS = ClipAndNoise(of_units=True, clipping_norm=1.0, noise_stddev=1.0)
+WHOLE = ClipAndNoise(clipping_norm=2.0, noise_stddev=1.0)
 
 
 @pytest.mark.parametrize(

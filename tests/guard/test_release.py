@@ -1,5 +1,7 @@
 """Whatever an app answers, the update is bounded, noised and shaped as the request."""
 
+import io
+
 import numpy as np
 import pytest
 from flwr.app import Array, ArrayRecord
@@ -90,6 +92,22 @@ def test_only_listed_arrays_are_updated():
         np.testing.assert_array_equal(leaving[name], REQUEST[name])
 
 
+def claimed(content):
+    """Return an answer whose bias, of any bytes, is said to be as requested."""
+    return ArrayRecord({**record(REQUEST), "bias": Array("float64", (), "numpy.ndarray", content)})
+
+
+def archive():
+    np.savez(stream := io.BytesIO(), bias=REQUEST["bias"] + 1)
+    return stream.getvalue()
+
+
+def head_of_terabytes():
+    head = {"descr": "<f8", "fortran_order": False, "shape": (10**12,)}
+    np.lib.format.write_array_header_1_0(stream := io.BytesIO(), head)
+    return stream.getvalue()
+
+
 UNUSABLE = {
     "none": None,
     "another name": record({**REQUEST, "more": np.ones(2)}),
@@ -98,12 +116,10 @@ UNUSABLE = {
     "another type": record({**REQUEST, "half": np.ones(2, np.float32)}),
     "NaN": record({**REQUEST, "bias": np.full((), np.nan)}),
     "infinity": record({**REQUEST, "weight": np.full((2, 3), np.inf, np.float32)}),
-    "a pickle": ArrayRecord(
-        {**record(REQUEST), "bias": Array("float64", (), "numpy.ndarray", b"\x80\x04K\x01.")}
-    ),
-    "bytes that end early": ArrayRecord(
-        {**record(REQUEST), "bias": Array("float64", (), "numpy.ndarray", b"\x93NUMPY\x01\x00")}
-    ),
+    "a pickle": claimed(b"\x80\x04K\x01."),
+    "bytes that end early": claimed(b"\x93NUMPY\x01\x00"),
+    "an archive of arrays": claimed(archive()),
+    "a head without its terabytes": claimed(head_of_terabytes()),
 }
 
 

@@ -138,6 +138,9 @@ WAYS = [
     ("by-a-process-that-stays", "finished"),
     ("by-killing-the-guard", "finished"),
     ("by-reading-secrets", "raised"),
+    ("by-writing-a-kernel-setting", "raised"),
+    ("by-asking-for-a-key", "raised"),
+    ("by-inner-namespaces", "raised"),
 ]
 DAILY = ("in-metrics in-another-record in-the-context in-log-lines", "in-an-error")
 
@@ -292,8 +295,7 @@ def test_isolation_that_does_not_work_is_refused(tmp_path):
 class DyingGuards:
     """Guards that die at points, as forks of one process."""
 
-    def __init__(self, node, policy):
-        self._order = {"address": node.address, "policy": str(policy)}
+    def __init__(self):
         self._process = subprocess.Popen(
             [sys.executable, "-m", "tests.support.dying_guard"],
             stdin=subprocess.PIPE,
@@ -301,14 +303,22 @@ class DyingGuards:
             text=True,
         )
 
-    def run(self, point):
-        self._process.stdin.write(json.dumps({**self._order, "point": point}) + "\n")
+    def run(self, node, policy, point):
+        order = {"address": node.address, "policy": str(policy), "point": point}
+        self._process.stdin.write(json.dumps(order) + "\n")
         self._process.stdin.flush()
         return int(self._process.stdout.readline().removeprefix("ended "))
 
     def close(self):
         self._process.stdin.close()
         self._process.wait()
+
+
+@pytest.fixture(scope="module")
+def guards():
+    guards = DyingGuards()
+    yield guards
+    guards.close()
 
 
 POINTS = [(name, when, 1) for name in PLACES for when in ("before", "after")]
@@ -322,22 +332,21 @@ KILLS = [(BEFORE_THE_REPLY_IS_STORED[-1], "after", 1), ("charge", "after", 1), (
 @needs_namespaces
 @pytest.mark.parametrize("points", grid([POINTS, KILLS], lambda case: case is KILLS), ids=len)
 def test_a_killed_guard_sends_nothing_twice_and_loses_nothing_that_was_charged(
-    node, tmp_path, points
+    node, tmp_path, guards, points
 ):
     policy = write_policy(tmp_path / "guard.toml", epsilon=1e6)
     ledger, pending = tmp_path / "ledger.jsonl", tmp_path / "guard.pending"
-    guards = DyingGuards(node, policy)
     waiting = set()
     for point in points:
         before = len(charges(ledger))
         waiting.add(node.send())
-        assert guards.run(point) == -9, point
+        assert guards.run(node, policy, point) == -9, point
         is_stored = point[0] not in BEFORE_THE_REPLY_IS_STORED and point[:2] != (
             "store the reply",
             "before",
         )
         assert pending.exists() == is_stored
-        assert guards.run(None) == 0
+        assert guards.run(node, policy, None) == 0
         assert not pending.exists()
         replies = node.replies()
         # Charged and sent, or neither. After half a minute, the SuperNode hands out a task again
@@ -347,22 +356,25 @@ def test_a_killed_guard_sends_nothing_twice_and_loses_nothing_that_was_charged(
             check_only_a_noised_update(reply)
             # A message that no guard pulled is handed to the next one.
             waiting.remove(reply.metadata.reply_to_message_id)
-    guards.close()
 
 
 @needs_namespaces
-def test_a_reply_that_was_sent_before_the_kill_is_sent_again_with_the_same_bits(node, tmp_path):
+def test_a_reply_that_was_sent_before_the_kill_is_sent_again_with_the_same_bits(
+    node, tmp_path, guards
+):
     policy = write_policy(tmp_path / "guard.toml")
-    guards = DyingGuards(node, policy)
     node.send()
-    assert guards.run(("finish", "before", 1)) == -9
+    assert guards.run(node, policy, ("finish", "before", 1)) == -9
     first = node.replies()  # as the SuperNode sends them on
-    assert guards.run(None) == 0
+    assert guards.run(node, policy, None) == 0
     again = node.replies()
-    guards.close()
     assert [r.metadata.message_id for r in again] == [r.metadata.message_id for r in first]
     assert again[0].content["arrays"]["vector"].data == first[0].content["arrays"]["vector"].data
     assert len(charges(tmp_path / "ledger.jsonl")) == 1
+
+
+def _children_since(before):
+    return [each for each in psutil.Process().children(recursive=True) if each not in before]
 
 
 @needs_namespaces
@@ -371,9 +383,10 @@ def test_a_killed_app_looks_as_any_other(node, tmp_path, member):
     """The members of its family: the command, the namespace's first process, the app itself."""
     guard = guard_of(node, tmp_path)
     node.send(way="by-waiting")
+    before = psutil.Process().children(recursive=True)
     serving = threading.Thread(target=guard.serve_one)
     serving.start()
-    while len(family := psutil.Process().children(recursive=True)) < 3:
+    while len(family := _children_since(before)) < 3:
         time.sleep(0.05)
     family[member].kill()
     serving.join(60)

@@ -69,8 +69,9 @@ def test_the_last_report_has_the_epsilon_of_all_runs_as_the_ledger_prints_it(tmp
     report = (tmp_path / "run" / "report.md").read_text()
     ledger = " ".join(call("ledger", str(path)).output.split())
     for guarantee in study_guarantees(Ledger.read(path), DELTA):
-        assert f"**ε = {epsilon_text(guarantee.epsilon)}** for one user" in report
-        assert f"ε = {epsilon_text(guarantee.epsilon)} against an adversary" in ledger
+        epsilon = epsilon_text(guarantee.epsilon)
+        assert f"**ε = {epsilon}** for one user under add-or-remove-one" in report
+        assert f"ε = {epsilon} for one user under add-or-remove-one" in ledger
     # A line that not all runs assume names its run.
     assert "assumes: silos add noise for 0.25 (of statistics)" in report
     assert "not covered: a pilot (training)" in report

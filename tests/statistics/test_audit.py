@@ -30,7 +30,9 @@ def summed_over_records(patch, experiment):
         sums = [each.vectors(columns).sum(axis=0) / self._unit(each) for each in self.statistics]
         return 4 * np.concatenate(sums)
 
-    patch.setattr(JointStatistics, "part", part)
+    patch.setattr(
+        JointStatistics, "parts", lambda self, units: np.stack([part(self, each) for each in units])
+    )
     return faults.clipping_off(patch, experiment)
 
 

@@ -12,7 +12,7 @@ from flower_ext.errors import InvalidValue
 from flower_ext.federation import FederatedStrategy, InProcessGrid
 from flower_ext.federation.recording import record
 from flower_ext.privacy import FullParticipation, PoissonSampling, ReleasePlan, SecureSum
-from flower_ext.runs import RunWriter
+from flower_ext.runs import RunDirectory, RunWriter
 from flower_ext.statistics import (
     ClientStatistics,
     StatisticsFiles,
@@ -182,5 +182,11 @@ def test_a_run_leaves_a_table_figures_and_a_page_with_the_guarantees(tmp_path):
     assert all(float(row["lower"]) < float(row["upper"]) for row in rows[:10])
     page = (tmp_path / "run" / "statistics.html").read_text(encoding="utf-8")
     assert page.count("<figure>") == 2
-    assert "ε = " in page
+    proved = [
+        each
+        for each in RunDirectory.open(tmp_path / "run").guarantees()
+        if each.basis == "provable"
+    ]
+    assert page.count("<summary>ε = ") == len(proved) > 0
+    assert page.count("not covered: ") == sum(len(each.not_covered) for each in proved)
     assert "mean of age, values clamped to [0, 100]" in page

@@ -20,6 +20,7 @@ ALL = (
 JOINT = read_statistics(ALL)
 STDDEV = 7.0
 ANY = st.floats(allow_nan=True, allow_infinity=True, width=64)
+ANY_ROW = st.tuples(ANY, ANY, ANY, ANY)
 
 
 def patients(count, rng):
@@ -40,7 +41,7 @@ def examples(columns):
     return Examples({k: torch.tensor(v) for k, v in columns.items()}, torch.zeros(count).long())
 
 
-@given(st.lists(st.tuples(ANY, ANY, ANY, ANY), min_size=1, max_size=5))
+@given(st.lists(ANY_ROW, min_size=1, max_size=5))
 def test_no_record_makes_a_part_longer_than_one(rows):
     columns = dict(zip(("age", "sex", "days", "event"), np.array(rows).T, strict=True))
     part = JOINT.part(examples(columns))
@@ -51,7 +52,15 @@ def test_no_record_makes_a_part_longer_than_one(rows):
         assert (np.linalg.norm(vectors, axis=1) <= statistic.norm + 1e-12).all()
 
 
-@given(st.tuples(ANY, ANY, ANY, ANY))
+@given(st.lists(st.lists(ANY_ROW, min_size=1, max_size=3), min_size=1, max_size=3))
+def test_no_bit_of_a_unit_s_part_depends_on_the_units_beside_it(units):
+    names = ("age", "sex", "days", "event")
+    tables = [examples(dict(zip(names, np.array(rows).T, strict=True))) for rows in units]
+    for own, table in zip(JOINT.parts(tables), tables, strict=True):
+        np.testing.assert_array_equal(own, JOINT.part(table))
+
+
+@given(ANY_ROW)
 def test_a_record_changes_its_own_row_only(odd):
     columns = patients(4, np.random.default_rng(0))
     changed = {k: np.concatenate([v, [x]]) for (k, v), x in zip(columns.items(), odd, strict=True)}

@@ -135,6 +135,48 @@ def write_app(
     return folder
 
 
+_LEGACY_SERVER = """
+from flwr.common import Context
+from flwr.server import Grid, LegacyContext, ServerApp, ServerConfig
+from flwr.server.strategy import FedAvg
+from flwr.server.workflow import DefaultWorkflow, SecAggPlusWorkflow
+
+app = ServerApp()
+
+
+@app.main()
+def main(grid: Grid, context: Context) -> None:
+    strategy = FedAvg(fraction_evaluate=0.0, min_available_clients=4)
+    legacy = LegacyContext(context=context, config=ServerConfig(num_rounds=5), strategy=strategy)
+    DefaultWorkflow(fit_workflow=SecAggPlusWorkflow(3, 2))(grid, legacy)
+"""
+_LEGACY_CLIENT = """
+import numpy as np
+from flwr.client import NumPyClient
+from flwr.clientapp import ClientApp
+from flwr.client.mod import secaggplus_mod
+
+
+class Client(NumPyClient):
+    def get_parameters(self, config):
+        return [np.zeros((3, 4), np.float32)]
+
+    def fit(self, parameters, config):
+        return [parameters[0] + 1], 10, {}
+
+
+app = ClientApp(client_fn=lambda context: Client().to_client(), mods=[secaggplus_mod])
+"""
+
+
+def write_secaggplus_app(folder: Path) -> Path:
+    """Write an app of Flower's older interface, with Flower's own secure sums."""
+    app = write_app(folder)
+    (app / "somebodys" / "server_app.py").write_text(_LEGACY_SERVER)
+    (app / "somebodys" / "client_app.py").write_text(_LEGACY_CLIENT)
+    return app
+
+
 CLIENTS = 6
 
 ACCOUNTED = """
@@ -363,6 +405,89 @@ FAULTS = {
             return update
             """
         ),
+    ),
+    "noise_halved_after_its_guarantee": (
+        "epsilon",
+        {
+            "server_code": """
+                from flower_ext.privacy.mechanisms.noised_sum import NoisedSum
+                whole = NoisedSum.client_noise_stddev
+                NoisedSum.client_noise_stddev = lambda self, size: whole(self, size) / 2
+            """
+        },
+    ),
+    "epsilon_of_an_accountant_of_the_app": (
+        "epsilon",
+        {
+            "strategy": PLANNED.replace("1.343", "0.5"),
+            "server_code": """
+                from dataclasses import replace
+                from flower_ext.privacy.theorems import client_level
+                truth = client_level.privacy_loss_of
+                client_level.privacy_loss_of = (
+                    lambda *given, **more: replace(truth(*given, **more), epsilon=1.0)
+                )
+            """,
+        },
+    ),
+    "clipped_at_twice_the_norm": (
+        "unclipped",
+        {
+            "client_code": """
+                from flower_ext.privacy.mechanisms import protections
+                short = protections.clip
+                protections.clip = lambda update, norm: short(update, 2 * norm)
+            """,
+        },
+    ),
+    "guarantee_of_the_app": (
+        "foreign-parts",
+        {
+            "server_code": """
+                from dataclasses import replace
+
+                class Mine(DPFedAvg):
+                    def claims(self, *given):
+                        return [replace(claim, epsilon=0.1) for claim in super().claims(*given)]
+            """,
+            "strategy": PLANNED.replace("DPFedAvg()", "Mine()"),
+        },
+    ),
+    "a_method_of_the_strategy_replaced": (
+        "foreign-parts",
+        {
+            "strategy": PLANNED
+            + "strategy.run.claims = type(strategy.run).claims.__get__(strategy.run)"
+        },
+    ),
+    "everybody_asked_in_the_place_of_a_sample": (
+        "sampling",
+        {
+            "server_code": """
+                from flower_ext.privacy import PoissonSampling
+                PoissonSampling.draw = lambda self, rng, so_far=None: list(range(self.population))
+            """,
+            "strategy": PLANNED.replace(
+                "FullParticipation(population=6)", "PoissonSampling(population=6, rate=0.05)"
+            ),
+        },
+    ),
+    "more_messages_beside_the_strategy": (
+        "beside-the-strategy",
+        {
+            "after": """
+                from flwr.app import Message, RecordDict
+                content = RecordDict({"arrays": ArrayRecord(model.state_dict())})
+                list(grid.send_and_receive([
+                    Message(content, dst_node_id=node, message_type="evaluate")
+                    for node in grid.get_node_ids()
+                ]))
+            """
+        },
+    ),
+    "two_runs": (
+        "several-runs",
+        {"after": PLANNED + "strategy.start(grid, ArrayRecord(model.state_dict()), num_rounds)"},
     ),
     "strategy_overridden": (
         "unknown-strategy",

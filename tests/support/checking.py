@@ -9,10 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from flower_ext.check.app_folder import unpacked
-from flower_ext.check.child import NotChecked, Request, checked
+from flower_ext.check.child import NotChecked, ProbeRequest, checked, import_once
 from flower_ext.check.forks import in_fork
 from flower_ext.files import read_toml
 from tests.support.check_apps import CLIENTS
+
+import_once()
 
 
 def result_of(
@@ -28,7 +30,7 @@ def result_of(
     scratch.mkdir(parents=True, exist_ok=True)
     folder = unpacked(app, scratch.resolve())
     defaults = read_toml(folder.path / "pyproject.toml")["tool"]["flwr"]["app"].get("config", {})
-    request = Request(
+    request = ProbeRequest(
         app=str(folder.path),
         log=str(scratch / "log"),
         config={**defaults, **(settings or {})},

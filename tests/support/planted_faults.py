@@ -234,6 +234,12 @@ def cohort_kept(patch, experiment: Experiment) -> Experiment:
     return experiment
 
 
+def everybody_drawn(patch, experiment: Experiment) -> Experiment:
+    """Let all users take part in all rounds."""
+    patch.setattr(PoissonSampling, "draw", lambda self, rng, past=None: [*range(self.population)])
+    return experiment
+
+
 def empty_cohort_redrawn(patch, experiment: Experiment) -> Experiment:
     """Draw again until somebody takes part."""
     draw = PoissonSampling.draw

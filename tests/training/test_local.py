@@ -26,7 +26,9 @@ from tests.support.jobs import batches, train_many, train_one
 
 def by_hand(loss_at, start):
     cpu = torch.device("cpu")
-    return LocalProblem(start=start, loss_at=loss_at, rest={}, device=cpu, still=nullcontext)
+    return LocalProblem(
+        start=start, loss_at=loss_at, rest={}, device=cpu, preserved_buffers=nullcontext
+    )
 
 
 def minimise(problem, mini_batches, training):

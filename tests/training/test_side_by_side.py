@@ -8,7 +8,6 @@ import torch
 from flower_ext.data import Examples
 from flower_ext.federation import LocalResult
 from flower_ext.training import Job, LocalTraining, Task, difference
-from flower_ext.training.params import is_finite
 from flower_ext.training.side_by_side import Training, completed, side_by_side
 
 PLAIN = LocalTraining(epochs=1, batch_size=4, learning_rate=0.1)
@@ -93,18 +92,3 @@ def test_the_difference_of_other_parts_of_a_model_says_which_are_missing():
     whole = task().initial_params(0)
     with pytest.raises(ValueError, match=r"difference: the trained model has \['bias'\], which"):
         difference(whole, {"weight": whole["weight"]})
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64])
-def test_numbers_are_finite_whatever_their_sum(dtype):
-    largest = torch.finfo(dtype).max
-    assert is_finite(torch.full((3, 40), largest, dtype=dtype))
-    assert is_finite(torch.zeros(0, dtype=dtype))
-    assert is_finite(torch.tensor([2**62]))
-    for odd in (torch.nan, torch.inf, -torch.inf):
-        for rest in (1.0, largest):
-            numbers = torch.full((3, 40), rest, dtype=dtype)
-            numbers[1, 7] = odd
-            assert not is_finite(numbers)
-            numbers[2, 9] = -odd
-            assert not is_finite(numbers)

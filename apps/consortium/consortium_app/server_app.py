@@ -1,5 +1,6 @@
 """Server side: a run releases statistics or scores, or trains a model, and leaves a directory."""
 
+import json
 from dataclasses import replace
 
 from flwr.app import Context
@@ -20,10 +21,16 @@ app = ServerApp()
 
 
 class ModelFile(Callback):
-    """Write the trained model as a file of settings, for a run with the method scores."""
+    """Write the trained model as a file of settings, for a run with the method scores.
+
+    The file also has the settings without which the coefficients mean nothing: the scales of the
+    features, and the seed that chose who tests.
+    """
 
     def __init__(self, settings: Settings) -> None:
         self._features = [*scales_of(settings)]  # refuses misspelt features before the run
+        names = ("features", "standardise", "outcome", "seed")
+        self._used = {name: getattr(settings, name) for name in names}
 
     def end(self, run: RunDirectory) -> None:
         """Write the difference between the two classes' coefficients."""
@@ -35,10 +42,12 @@ class ModelFile(Callback):
         numbers = [model["bias"][1] - model["bias"][0], *(model["weight"][1] - model["weight"][0])]
         pairs = zip([BIAS, *self._features], numbers, strict=True)
         text = "; ".join(f"{name} {number:.6g}" for name, number in pairs)
-        content = (
-            f'title = "Coefficients of standardised features"\n\n[settings]\nmodel = "{text}"\n'
-        )
-        write_whole(run.path / "model.toml", content.encode())
+        settings = {**self._used, "model": text}
+        lines = [
+            f"{name} = {json.dumps(value, ensure_ascii=False)}" for name, value in settings.items()
+        ]
+        content = ['title = "Coefficients of standardised features"', "", "[settings]", *lines, ""]
+        write_whole(run.path / "model.toml", "\n".join(content).encode())
 
 
 @app.main()

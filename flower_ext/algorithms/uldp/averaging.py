@@ -68,7 +68,7 @@ from flower_ext.federation.sums.weighted_silo import LostPart, SiloPart
 from flower_ext.privacy import Guarantee, PrivacyPlan
 from flower_ext.privacy.mechanisms.noised_sum import NoisedSum
 from flower_ext.privacy.mechanisms.plan import RoundMechanism
-from flower_ext.privacy.mechanisms.protections import SumOfUnits
+from flower_ext.privacy.mechanisms.protections import ClipAndNoise
 from flower_ext.privacy.mechanisms.run_summary import MethodTraits, RunSummary
 from flower_ext.privacy.theorems.silo_claims import SECURE_SUM, batching_assumption
 from flower_ext.privacy.theorems.uldp import (
@@ -98,7 +98,7 @@ def users_of_round(
         The server asks for a protection that does not bound single users.
     """
     num_users, protection = int(work.settings[USERS]), work.protection
-    if not isinstance(protection, SumOfUnits):
+    if not (isinstance(protection, ClipAndNoise) and protection.of_units):
         raise tellable(
             InvalidValue(
                 f"the server asks for {type(protection).__name__}: expected a protection of single "

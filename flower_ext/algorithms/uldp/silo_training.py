@@ -18,7 +18,7 @@ import torch
 from flower_ext.data import Examples
 from flower_ext.federation import ClientWork, Training
 from flower_ext.privacy.mechanisms.bounds import BoundedSum
-from flower_ext.privacy.mechanisms.protections import SumOfUnits
+from flower_ext.privacy.mechanisms.protections import ClipAndNoise
 from flower_ext.training import Job, Params, Task, attempt_groups, train_groups
 from flower_ext.training.batched.stack import per_model
 from flower_ext.training.params import flat_rows
@@ -48,13 +48,13 @@ class WeightedTotal:
     ----------
     params : Params
         Names and shapes of an update.
-    protection : SumOfUnits
+    protection : ClipAndNoise
         Clips each user's update.
     weights : Sequence[float]
         w_{s,u} of every user.
     """
 
-    def __init__(self, params: Params, protection: SumOfUnits, weights: Sequence[float]) -> None:
+    def __init__(self, params: Params, protection: ClipAndNoise, weights: Sequence[float]) -> None:
         self._protection, self._weights = protection, weights
         nobody = {name: torch.zeros_like(part)[None] for name, part in params.items()}
         self._empty, self._count = protection.sum_units(nobody, [0.0]), 0

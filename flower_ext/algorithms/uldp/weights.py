@@ -24,7 +24,7 @@ from flwr.app import ArrayRecord, ConfigRecord, Message
 from flower_ext.data.examples import owned
 from flower_ext.errors import InvalidValue, knowing_no_data
 from flower_ext.federation import Clients, ClientWork, Question, RefusedReply, records
-from flower_ext.federation.client.user_draws import FINGERPRINT_BYTES, draw_fingerprint
+from flower_ext.federation.client.user_draws import FINGERPRINT_BYTES
 from flower_ext.federation.replies import read_answer
 from flower_ext.federation.roster import FederationNotReady
 from flower_ext.privacy import PoissonSampling
@@ -154,7 +154,7 @@ def answer_server(question: Question) -> Params:
     if question.values[HISTOGRAM]:
         answer[HISTOGRAM] = torch.bincount(owners.cpu().long(), minlength=num_users)
     if question.values[FINGERPRINT]:
-        answer[FINGERPRINT] = torch.tensor([*draw_fingerprint(question.task)], dtype=torch.uint8)
+        answer[FINGERPRINT] = torch.tensor([*question.draw_fingerprint()], dtype=torch.uint8)
     return answer
 
 

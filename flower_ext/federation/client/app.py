@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from flower_ext.federation.client.client_method import ClientMethod, Question
 from flower_ext.federation.client.cohort_app import Answer, CohortApp
 from flower_ext.federation.client.data_loading import NO_DATA, data_of
 from flower_ext.federation.client.side import ClientSide
+from flower_ext.federation.client.user_draws import draw_fingerprint, draws_vault
 from flower_ext.federation.roster import IDENTITY, check_addressee, identity
 from flower_ext.federation.state.memory import ClientMemory, ClientVault, forget_client
 from flower_ext.federation.sums import masked, weighted_silo
@@ -124,6 +126,7 @@ def _of_method(side: ClientSide, message: Message, context: Context) -> ArrayRec
         data=_data(task, message, policy.partition),
         values=dict(message.content.config_records[records.QUESTION]),
         training=records.read_trainings(message.content),
+        draw_fingerprint=partial(draw_fingerprint, task, draws_vault(context, side.method.name)),
     )
     return records.to_record(side.method.answer(question))
 

@@ -15,12 +15,17 @@ import torch
 
 from flower_ext.data import ClientData, Examples
 from flower_ext.errors import InvalidValue, tellable
-from flower_ext.federation.sums.weighted_silo import HiddenSum, LostPart, SiloPart
+from flower_ext.federation import records
+from flower_ext.federation.client.node import NodePolicy
+from flower_ext.federation.client.requests import ClientRequest
+from flower_ext.federation.client.user_draws import draw_users, draws_vault
+from flower_ext.federation.state.memory import ClientMemory, ClientVault
+from flower_ext.federation.sums.weighted_silo import HiddenSum, LostPart, SiloPart, open_part
 from flower_ext.privacy import NoiseSource, PoissonSampling, SecureNoise
 from flower_ext.privacy.mechanisms.bounds import BoundedSum
 from flower_ext.privacy.mechanisms.protections import Protection
 from flower_ext.training import Job, LocalTraining, Params, StepNoise, Task, Term
-from flower_ext.training.batched.many import train_invariantly, train_jobs
+from flower_ext.training.batched.many import train_each, train_invariantly
 from flower_ext.training.side_by_side import Steps, Training, check_yielded
 from flower_ext.training.validation import RUNNING_STATISTICS
 
@@ -34,61 +39,98 @@ class ClientWork:
 
     Attributes
     ----------
+    method : ClientMethod
     task, data
         The task and this client's data.
-    received : Params
-        The model that the server sent.
+    policy : NodePolicy
+        The client's node, and limits that its owner sets.
+    request : ClientRequest
+        The server's request, of which a method needs only what the properties below return.
+    generator
+        A generator for this client and round.
     memory : Params or None
         What the method stored on this client; None before it stored anything.
-    weighted_part : Callable[[int, float], SiloPart | LostPart | None]
-        Opens this silo's part of a `weighted_sum`, from the number of users and the clipping norm;
-        returns None if the method weighs its users itself.
-    draw_users : Callable[[PoissonSampling], list[int]]
-        Draws the round's users as all other silos do, once a round (see `user_draws`).
-    protection : Protection
-        The plan's protection of the upload. A method that bounds units adds them up by its
-        ``sum_units``; the client side applies everything else.
-    training : Mapping[str, LocalTraining]
-        The phases of training by name.
-    round : int
-        Number of the training round.
-    seed, generator
-        The run's seed, and a generator for this client and round.
-    settings : Mapping[str, float]
-        The method's own numbers.
-    state : Mapping[str, Params]
-        The server's array records beside the model, by name.
+    store : ClientMemory or None
+        Where the client side stores the memory that the method returns; None if it keeps none.
     terms : Sequence[Term]
         Terms that the plan adds to every local objective (objective perturbation).
     noise : NoiseSource
         Source for methods that add noise while they train.
     step_noise : Mapping[str, StepNoise]
         By phase, the plan's clipping and noise in every local step.
-    config : Mapping[str, object]
-        The ``train_config`` or ``evaluate_config`` that the user passed to ``start``.
     batch_invariant : bool
         True if no bit of the result may depend on the trainings that share its batch (see
         `train_groups`).
     """
 
+    method: ClientMethod
     task: Task
     data: ClientData
-    received: Params
-    memory: Params | None
-    weighted_part: Callable[[int, float], SiloPart | LostPart | None]
-    draw_users: Callable[[PoissonSampling], list[int]]
-    training: Mapping[str, LocalTraining]
-    round: int
-    seed: int
+    policy: NodePolicy
+    request: ClientRequest
     generator: torch.Generator
-    protection: Protection = field(default_factory=Protection)
-    settings: Mapping[str, float] = field(default_factory=dict)
-    state: Mapping[str, Params] = field(default_factory=dict)
+    memory: Params | None = None
+    store: ClientMemory | None = None
     terms: Sequence[Term] = ()
     noise: NoiseSource = field(default_factory=SecureNoise)
     step_noise: Mapping[str, StepNoise] = field(default_factory=dict)
-    config: Mapping[str, object] = field(default_factory=dict)
     batch_invariant: bool = False
+
+    @property
+    def received(self) -> Params:
+        """The model that the server sent."""
+        return self.request.model
+
+    @property
+    def state(self) -> Mapping[str, Params]:
+        """The server's array records beside the model, by name."""
+        return self.request.state
+
+    @property
+    def training(self) -> Mapping[str, LocalTraining]:
+        """The phases of training by name."""
+        return self.request.training
+
+    @property
+    def settings(self) -> Mapping[str, float]:
+        """The method's own numbers."""
+        return self.request.settings
+
+    @property
+    def config(self) -> Mapping[str, object]:
+        """The ``train_config`` or ``evaluate_config`` that the user passed to ``start``."""
+        return self.request.config
+
+    @property
+    def round(self) -> int:
+        """Number of the training round."""
+        return self.request.round
+
+    @property
+    def seed(self) -> int:
+        """The run's seed."""
+        return self.request.seed
+
+    @property
+    def protection(self) -> Protection:
+        """The plan's protection of the upload.
+
+        A method that bounds units adds them up by its ``sum_units``; the client side applies
+        everything else.
+        """
+        return self.request.protection
+
+    def weighted_part(self, num_users: int, clipping_norm: float) -> SiloPart | LostPart | None:
+        """Open this silo's part of a `weighted_sum`; None if the method weighs its users itself."""
+        vault = ClientVault(self.policy.context, self.method.name)
+        message = self.request.sums.get(records.WEIGHTED_SUM)
+        return open_part(message, vault, self.round, num_users, clipping_norm)
+
+    def draw_users(self, sampling: PoissonSampling) -> list[int]:
+        """Draw the round's users as all other silos do, once a round (see `user_draws`)."""
+        context = self.policy.context
+        vault, run = draws_vault(context, self.method.name), (self.request.run, context.run_id)
+        return draw_users(self.task, vault, run, self.round, sampling)
 
     def initial_params(self) -> Params:
         """Return the whole model before training, which is equal on all clients."""
@@ -125,7 +167,7 @@ class ClientWork:
             task=self.task,
             job=job,
             trained=trained,
-            solve=train_invariantly if self.batch_invariant else train_jobs,
+            solve=train_invariantly if self.batch_invariant else train_each,
             returns_params=True,
         )
 
@@ -169,13 +211,15 @@ class Question:
     """A question that the server asks outside the rounds, and the data to answer it with.
 
     ``values`` has the plain values of the question, and ``training`` the phases of training that
-    it describes.
+    it describes. ``draw_fingerprint`` returns the fingerprint of the key by which silos draw users
+    (see `user_draws`).
     """
 
     task: Task
     data: ClientData
     values: Mapping[str, Any]
     training: Mapping[str, LocalTraining]
+    draw_fingerprint: Callable[[], bytes]
 
 
 class Memory(Enum):

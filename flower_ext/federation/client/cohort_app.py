@@ -17,7 +17,7 @@ from flwr.clientapp import ClientApp
 
 from flower_ext.errors import InvalidValue, tellable
 from flower_ext.federation import _flower_private as private
-from flower_ext.federation.failures import CLIENT_APP_RAISED, STAYS_THERE, failed
+from flower_ext.federation.failures import CLIENT_APP_RAISED, REASON_WITHHELD, failed
 from flower_ext.federation.packing import PACKED, packed, unpacked
 from flower_ext.federation.roster import partition_of
 from flower_ext.federation.uploads import Update, UploadReply
@@ -107,7 +107,7 @@ def answer_all(
 def _answer(app: ClientApp, message: Message, context: Context) -> Message:
     known = isinstance(app, CohortApp) or private.answers(app, message.metadata.message_type)
     if not known:  # another project's app: the server is finding out if it uses this package
-        unknown = Error(code=CLIENT_APP_RAISED, reason=STAYS_THERE)
+        unknown = Error(code=CLIENT_APP_RAISED, reason=REASON_WITHHELD)
         return Message(unknown, reply_to=message)
     # Messages may share their records, and another project's app may write into what it gets.
     content = message.content

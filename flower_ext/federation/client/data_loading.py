@@ -6,7 +6,7 @@ import torch
 
 from flower_ext.data import ClientData, Examples, SiloData
 from flower_ext.errors import is_tellable, tellable
-from flower_ext.federation.client.requests import Request
+from flower_ext.federation.client.requests import ClientRequest
 from flower_ext.federation.failures import log_hidden, log_once
 from flower_ext.federation.protection import Unprotected
 from flower_ext.privacy.guarantee import PreconditionFailed
@@ -20,7 +20,7 @@ NO_DATA = SiloData(train=_NONE, test=_NONE, owners=torch.empty(0, dtype=torch.in
 """Data of a client without examples, which every method accepts."""
 
 
-def checked_data(task: Task, request: Request, partition: int) -> ClientData:
+def checked_data(task: Task, request: ClientRequest, partition: int) -> ClientData:
     """Return a client's checked data, or no examples if an error in them must stay hidden.
 
     Raises

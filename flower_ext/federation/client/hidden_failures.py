@@ -25,10 +25,9 @@ from flower_ext.errors import is_tellable
 from flower_ext.federation.client.client_method import ClientWork, LocalResult
 from flower_ext.federation.client.data_loading import NO_DATA
 from flower_ext.federation.failures import log_hidden
-from flower_ext.privacy import NonFiniteUpdate
+from flower_ext.privacy.mechanisms.updates import require_finite
 from flower_ext.training import Params
 from flower_ext.training.isolation import isolated
-from flower_ext.training.params import is_finite
 from flower_ext.training.side_by_side import Steps, Training, completed
 
 
@@ -40,11 +39,7 @@ def check_finite(params: Params | None) -> None:
     NonFiniteUpdate
         A parameter is NaN or infinite; the message names the first one.
     """
-    for name, value in (params or {}).items():
-        if not is_finite(value):
-            raise NonFiniteUpdate(
-                f"{name!r} is not finite after training: the client stores and sends nothing"
-            )
+    require_finite(params or {}, "after training", "the client stores and sends nothing")
 
 
 def result_hiding_failures(
@@ -70,7 +65,7 @@ def result_hiding_failures(
     try:
         return (yield from _finite_result(local_update, replace(work, data=NO_DATA)))
     except Exception as error:
-        if is_tellable(error) or not protection.takes_models:
+        if is_tellable(error) or protection.of_units:
             raise
         return LocalResult(model=work.received, memory=work.memory)
 

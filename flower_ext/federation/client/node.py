@@ -14,7 +14,7 @@ import torch
 from flwr.app import Context
 
 from flower_ext.errors import InvalidValue, tellable
-from flower_ext.federation.client.requests import Request
+from flower_ext.federation.client.requests import ClientRequest
 from flower_ext.federation.protection import SEEDED
 from flower_ext.federation.roster import PARTITION, partition_of
 from flower_ext.federation.sums.sum_limits import SumLimits
@@ -89,7 +89,7 @@ class NodePolicy:
         """True if this client accepts settings that protect nobody: seeded noise and small keys."""
         return self.allow_seeded_noise and not self.context.node_config.get("require-secure-noise")
 
-    def admit(self, request: Request) -> NoiseSource:
+    def admit(self, request: ClientRequest) -> NoiseSource:
         """Refuse a request that the owner does not permit; return the noise for its upload.
 
         Raises

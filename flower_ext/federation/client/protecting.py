@@ -17,22 +17,21 @@ import torch
 from flower_ext.errors import InvalidValue, is_tellable, tellable
 from flower_ext.federation import records
 from flower_ext.federation.arrays import arrays_of
-from flower_ext.federation.client.client_method import Contribution, LocalResult, Memory
+from flower_ext.federation.client.client_method import (
+    ClientWork,
+    Contribution,
+    LocalResult,
+    Memory,
+)
 from flower_ext.federation.client.hidden_failures import check_finite
 from flower_ext.federation.client.node import OF_UPLOADS
-from flower_ext.federation.client.turns import Turn
 from flower_ext.federation.failures import log_hidden
 from flower_ext.federation.sums import masked
 from flower_ext.federation.sums.weighted_silo import HiddenSum
 from flower_ext.federation.uploads import Update
 from flower_ext.privacy import NoiseSource
 from flower_ext.privacy.mechanisms.bounds import BoundedSum
-from flower_ext.privacy.mechanisms.protections import (
-    ClipToCells,
-    ClipUnits,
-    ClipUnitsToCells,
-    Protection,
-)
+from flower_ext.privacy.mechanisms.protections import ClipAndNoise, Protection
 from flower_ext.privacy.mechanisms.updates import l2_norm
 from flower_ext.training import Params, difference
 
@@ -40,35 +39,34 @@ Protected = Mapping[str, torch.Tensor] | Mapping[str, np.ndarray]
 """A client's update as it leaves the client."""
 
 
-def upload_of(turn: Turn, result: LocalResult) -> Update:
+def upload_of(work: ClientWork, result: LocalResult) -> Update:
     """Protect the client's update and store its memory, then return its reply."""
-    protection = turn.request.protection
-    contribution, update = _protected(turn, result)
-    metrics, sent = _metrics(turn, result, contribution), arrays_of(update)
-    if isinstance(protection, ClipToCells):
-        update = {name: value * protection.cell for name, value in sent.items()}
+    protection = work.protection
+    contribution, update = _protected(work, result)
+    metrics, sent = _metrics(work, result, contribution), arrays_of(update)
+    if (cell := protection.cell) is not None:
+        update = {name: value * cell for name, value in sent.items()}
         # The client's end of `MaskedSum`: from here the server sees the cohort's sum alone.
-        of_sum = turn.request.sums[records.SECURE_SUM]
-        sent = masked.seal(sent, of_sum, turn.policy.context, turn.method.name)
+        of_sum = work.request.sums[records.SECURE_SUM]
+        sent = masked.seal(sent, of_sum, work.policy.context, work.method.name)
     # Store memory last, so that an error in masks or metrics keeps the previous round's memory.
-    _store_memory(turn, result, update)
+    _store_memory(work, result, update)
     return Update(sent, metrics)
 
 
-def _protected(turn: Turn, result: LocalResult) -> tuple[Contribution, Protected]:
+def _protected(work: ClientWork, result: LocalResult) -> tuple[Contribution, Protected]:
     """Return the client's update before and after its protection."""
-    request, received = turn.request, turn.work.received
-    protection = request.protection
+    received, protection = work.received, work.protection
 
     def protect(result: LocalResult) -> tuple[Contribution, Protected]:
         contribution = contribution_of(result, received, whole=protection.bounds_models)
-        noise = turn.policy.noise(request.entries, OF_UPLOADS)
+        noise = work.policy.noise(work.request.entries, OF_UPLOADS)
         return contribution, protected(contribution, received, protection, noise)
 
     try:
         return protect(result)
     except Exception as error:  # a difference of two finite models may overflow
-        if is_tellable(error) or not (protection.hides_failures and protection.takes_models):
+        if is_tellable(error) or not (protection.hides_failures and not protection.of_units):
             raise
         log_hidden(error)
         return protect(LocalResult(model=received))
@@ -115,9 +113,8 @@ def protected(
         The method bounds each unit's part of the update and the plan does not expect that, or the
         reverse; or the method's bound is larger than the plan's.
     """
-    bounds_units = isinstance(protection, ClipUnits | ClipUnitsToCells)
     # A sum over units says how far one unit moves it; clipping the whole would not.
-    if isinstance(update, BoundedSum | HiddenSum) or bounds_units:
+    if isinstance(update, BoundedSum | HiddenSum) or protection.of_units:
         return _noised_sum(update, received, protection, noise)
     released = protection.released(update, noise)
     if not protection.bounds_models:
@@ -132,12 +129,11 @@ def _noised_sum(
     noise: NoiseSource,
 ) -> Protected:
     """Return a sum over units, each bounded by the method, with this client's share of noise."""
-    cell = getattr(protection, "cell", None)
     if (
         not isinstance(update, BoundedSum | HiddenSum)
-        or not isinstance(protection, ClipUnits | ClipUnitsToCells)
+        or not (isinstance(protection, ClipAndNoise) and protection.of_units)
         or not update.bound <= protection.clipping_norm  # also if it is NaN
-        or getattr(update, "cell", None) != cell
+        or getattr(update, "cell", None) != protection.cell
     ):
         raise tellable(
             InvalidValue(
@@ -149,7 +145,7 @@ def _noised_sum(
         zeros = {n: torch.zeros_like(p, dtype=torch.float64) for n, p in received.items()}
         return update.encrypt(noise.gaussian(zeros, protection.noise_stddev))
     noised = protection.noised(update.value, noise)
-    if cell is not None:
+    if protection.cell is not None:
         return noised
     sent = {name: torch.as_tensor(value) for name, value in noised.items()}
     # A sum may have an array that no model has, such as the sides of adaptive clipping.
@@ -160,7 +156,7 @@ def _bound_of(value: object) -> str:
     """Return the bound on each unit's part, by a sum or by a protection, for an error."""
     if isinstance(value, BoundedSum | HiddenSum):
         bound = f"a bound of {value.bound:g}"
-    elif isinstance(value, ClipUnits | ClipUnitsToCells):
+    elif isinstance(value, ClipAndNoise) and value.of_units:
         bound = f"a bound of {value.clipping_norm:g}"
     else:
         return "no bound"
@@ -168,14 +164,14 @@ def _bound_of(value: object) -> str:
     return bound if cell is None else f"{bound} in cells of {cell:g}"
 
 
-def _metrics(turn: Turn, result: LocalResult, contribution: Contribution) -> dict[str, float]:
+def _metrics(work: ClientWork, result: LocalResult, contribution: Contribution) -> dict[str, float]:
     """Return the numbers that leave the client beside its update."""
-    entries, protection = turn.request.entries, turn.request.protection
+    entries, protection = work.request.entries, work.protection
     metrics: dict[str, float] = {}
     if entries.get("report-size"):
         # A client that could not load its data reports the agreed number.
         agreed = protection.num_examples
-        size = len(turn.work.data.train) if agreed is None else agreed
+        size = len(work.data.train) if agreed is None else agreed
         metrics |= {"num-examples": size, **result.metrics}
     if entries.get("diagnostics"):
         if isinstance(contribution, HiddenSum):
@@ -183,33 +179,33 @@ def _metrics(turn: Turn, result: LocalResult, contribution: Contribution) -> dic
         moved: Mapping[str, Any]
         if isinstance(contribution, BoundedSum):
             total = contribution.in_numbers()
-            moved = {name: total[name] for name in turn.work.received}
+            moved = {name: total[name] for name in work.received}
         elif protection.bounds_models:
-            moved = difference(contribution, turn.work.received)
+            moved = difference(contribution, work.received)
         else:
             moved = contribution
         metrics["update-norm"] = l2_norm(moved)
     return metrics
 
 
-def _store_memory(turn: Turn, result: LocalResult, update: Protected) -> None:
+def _store_memory(work: ClientWork, result: LocalResult, update: Protected) -> None:
     """Store the client's new memory, which may depend on the ``update`` that it sends."""
-    memory, method = result.memory, turn.method
+    memory, method = result.memory, work.method
     try:
         if callable(memory):
-            received = turn.work.received
+            received = work.received
             released = {name: torch.as_tensor(update[name]) for name in received}
             memory = memory({n: v.to(received[n].dtype) for n, v in released.items()})
         check_finite(memory)
     except Exception as error:  # a missing upload would reveal the error
-        if not turn.request.protection.hides_failures:
+        if not work.protection.hides_failures:
             raise
         log_hidden(error)
-        memory = turn.work.memory
+        memory = work.memory
     if memory is None:
         return
-    if turn.memory is None:
+    if work.store is None:
         reason = f"{method.name} returns memory, but declares memory=Memory.NONE"
         raise tellable(InvalidValue(f"{reason}: declare another Memory"))
     mirrored = method.memory is Memory.MIRRORED
-    turn.memory.store(memory, turn.request.round, and_before=mirrored)
+    work.store.store(memory, work.round, and_before=mirrored)

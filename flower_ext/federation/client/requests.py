@@ -14,10 +14,9 @@ from flower_ext.federation.arrays import Arrays
 from flower_ext.federation.failures import attempt_each
 from flower_ext.federation.protection import Unprotected, check_entries
 from flower_ext.federation.roster import check_addressee
-from flower_ext.privacy import NonFiniteUpdate
-from flower_ext.privacy.mechanisms.protections import ClipToCells, Protection
+from flower_ext.privacy.mechanisms.protections import Protection
+from flower_ext.privacy.mechanisms.updates import check_like, require_finite
 from flower_ext.training import LocalTraining, Params, Task
-from flower_ext.training.params import is_finite
 
 T = TypeVar("T")
 
@@ -28,20 +27,20 @@ _IN_THE_CLEAR = ("report-size", "diagnostics", "training-loss")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Request:
+class ClientRequest:
     """A request of the server: its round, the model, other arrays, and phases of training."""
 
-    kind: str
-    protection: Protection
-    entries: Mapping[str, Any]
-    """Entries of the round's record, among them those of the protection."""
     model: Params
-    state: Mapping[str, Params]
-    sums: Mapping[str, Arrays]
-    """The server's messages for the sum of the round, by the record's name."""
     training: Mapping[str, LocalTraining]
-    settings: Mapping[str, float]
-    config: Mapping[str, object]
+    kind: str = "train"
+    protection: Protection = field(default_factory=Protection)
+    entries: Mapping[str, Any] = field(default_factory=lambda: {"number": 1, "seed": 0})
+    """Entries of the round's record, among them those of the protection."""
+    state: Mapping[str, Params] = field(default_factory=dict)
+    sums: Mapping[str, Arrays] = field(default_factory=dict)
+    """The server's messages for the sum of the round, by the record's name."""
+    settings: Mapping[str, float] = field(default_factory=dict)
+    config: Mapping[str, object] = field(default_factory=dict)
     query: Mapping[str, Any] = field(default_factory=dict)
     """Name and fields of a query that is answered by a noised sum; empty without one."""
 
@@ -50,7 +49,7 @@ class Request:
         """True if the answer is masked, with nothing in the clear beside it."""
         if any(self.entries.get(name) for name in _IN_THE_CLEAR):
             return False
-        is_masked = records.SECURE_SUM in self.sums and isinstance(self.protection, ClipToCells)
+        is_masked = records.SECURE_SUM in self.sums and self.protection.cell is not None
         return is_masked and (self.kind == "train" or bool(self.query))
 
     @property
@@ -78,7 +77,7 @@ class Request:
 
 def read_each(
     task: Task, messages: Sequence[Message], contexts: Sequence[Context]
-) -> list[Request | Exception]:
+) -> list[ClientRequest | Exception]:
     """Return each client's request, or its error; a record in several messages is read only once.
 
     The error of a client may be one of these:
@@ -90,7 +89,7 @@ def read_each(
     TypeError
         An entry of the round has the wrong type (see `check_entries`).
     """
-    contents: dict[int, Request] = {}
+    contents: dict[int, ClientRequest] = {}
     arrays: dict[int, Params] = {}
 
     def params(record: ArrayRecord) -> Params:
@@ -100,7 +99,7 @@ def read_each(
             arrays[id(record)] = received
         return arrays[id(record)]
 
-    def request(message: Message) -> Request:
+    def request(message: Message) -> ClientRequest:
         content = message.content
         arrays_of = records.of_kind(content, ArrayRecord)
         sums = {n: records.to_arrays(arrays_of.pop(n)) for n in _OF_SUMS if n in arrays_of}
@@ -119,7 +118,7 @@ def read_each(
             )
         round_entries = dict(configs[records.ROUND])
         protection = check_entries(round_entries) or Unprotected()
-        return Request(
+        return ClientRequest(
             kind=message.metadata.message_type.partition(".")[0],
             protection=protection,
             entries=round_entries,
@@ -132,12 +131,12 @@ def read_each(
             query=dict(configs.get(records.QUERY, {})),
         )
 
-    def read(message: Message, context: Context) -> Request:
+    def read(message: Message, context: Context) -> ClientRequest:
         check_addressee(message, context)
         key = id(message.content)
         if key not in contents:
             # Build a model outside the block below: its errors may depend on the client's data.
-            _ = task.shapes, task.dtypes
+            _ = task.shapes, task.template
             with knowing_no_data():
                 contents[key] = request(message)
         return contents[key]
@@ -147,15 +146,10 @@ def read_each(
 
 def _check_received(params: Params, task: Task) -> None:
     """Refuse arrays on which training would fail, before their results reach the memory."""
-    for name, value in params.items():
-        if not is_finite(value):
-            raise NonFiniteUpdate(f"{name!r} in the server's message holds NaN or infinite values")
-        if tuple(value.shape) != (shape := task.shapes.get(name, tuple(value.shape))):
-            raise InvalidValue(f"{name!r} has shape {tuple(value.shape)}: expected {shape}")
-        if value.dtype != (dtype := task.dtypes.get(name, value.dtype)):
-            raise InvalidValue(
-                f"{name!r} is of type {value.dtype}: expected {dtype}, as in the task"
-            )
+    require_finite(params, "in the server's message", "the server's model may have diverged")
+    known = [name for name in params if name in task.template]
+    like = {name: task.template[name] for name in known}
+    check_like({name: params[name] for name in known}, like, types=True)
 
 
 class _Named(dict[str, T]):

@@ -1,6 +1,6 @@
 """The client side that every method shares: train and evaluate, whatever the method.
 
-A method supplies two functions (`ClientMethod`), written for one client. `turn_of` prepares their
+A method supplies two functions (`ClientMethod`), written for one client. `work_of` prepares their
 input from a message, and `upload_of` bounds and noises their results before anything leaves, so no
 method can forget one of these steps. The memory that a method returns cannot reach a reply.
 
@@ -21,10 +21,10 @@ from flwr.app import Context, Message, RecordDict
 from flower_ext.federation.client.client_method import ClientMethod, ClientWork
 from flower_ext.federation.client.hidden_failures import result_hiding_failures
 from flower_ext.federation.client.node import NodePolicy
+from flower_ext.federation.client.preparing import work_of
 from flower_ext.federation.client.protecting import upload_of
 from flower_ext.federation.client.requests import read_each
 from flower_ext.federation.client.scores import scores_of, scores_record
-from flower_ext.federation.client.turns import Turn, turn_of
 from flower_ext.federation.client.vector_answers import WorkView, masked_vector, query_of
 from flower_ext.federation.failures import attempt_each, attempt_in_turn
 from flower_ext.federation.uploads import Update
@@ -65,25 +65,25 @@ class ClientSide:
         An error replaces the reply of its client only. ``alone`` means that the node trains no
         other client at the same time.
         """
-        turns = self._turns(messages, contexts, alone=alone)
+        works = self._works(messages, contexts, alone=alone)
 
-        def answer(turn: Turn) -> Steps[Update]:
-            result = yield from result_hiding_failures(self.method.local_update, turn.work)
-            return upload_of(turn, result)
+        def answer(work: ClientWork) -> Steps[Update]:
+            result = yield from result_hiding_failures(self.method.local_update, work)
+            return upload_of(work, result)
 
-        return side_by_side(attempt_in_turn(answer, turns), memory_limit=memory_limit)
+        return side_by_side(attempt_in_turn(answer, works), memory_limit=memory_limit)
 
-    def _turns(
+    def _works(
         self, messages: Sequence[Message], contexts: Sequence[Context], *, alone: bool
-    ) -> list[Turn | Exception]:
-        """Return each client's turn, or its error; all share one task."""
+    ) -> list[ClientWork | Exception]:
+        """Return each client's work, or its error; all share one task."""
         policies = attempt_each(self.policy, contexts)
         known = [policy for policy in policies if isinstance(policy, NodePolicy)]
         if not known:
             return [policy for policy in policies if isinstance(policy, Exception)]
         task = known[0].task(self.task)
         requests = read_each(task, messages, contexts)
-        return attempt_each(partial(turn_of, self.method, task, alone=alone), policies, requests)
+        return attempt_each(partial(work_of, self.method, task, alone=alone), policies, requests)
 
     def score(
         self,
@@ -97,19 +97,18 @@ class ClientSide:
         If the messages carry a query, which a noised sum answers, each client is evaluated by
         itself. No bit of its part of the sum then depends on the other clients.
         """
-        turns = self._turns(messages, contexts, alone=True)
-        if any(isinstance(turn, Turn) and turn.request.query for turn in turns):
-            return attempt_each(self._masked_vector, turns)
-        works = attempt_each(lambda turn: turn.work, turns)
+        works = self._works(messages, contexts, alone=True)
+        if any(isinstance(work, ClientWork) and work.request.query for work in works):
+            return attempt_each(self._masked_vector, works)
         models = self._used(works, memory_limit)
-        wanted = attempt_each(lambda turn: bool(turn.request.entries.get("training-loss")), turns)
+        wanted = attempt_each(lambda work: bool(work.request.entries.get("training-loss")), works)
         scores = scores_of(works, models, also_training=True in wanted)
         return attempt_each(scores_record, works, scores)
 
-    def _masked_vector(self, turn: Turn) -> RecordDict:
-        query = query_of(turn.request, self.queries)
-        view = WorkView(turn.work, lambda: self._used([turn.work], MEMORY_LIMIT)[0])
-        return masked_vector(query, view, turn)
+    def _masked_vector(self, work: ClientWork) -> RecordDict:
+        query = query_of(work.request, self.queries)
+        view = WorkView(work, lambda: self._used([work], MEMORY_LIMIT)[0])
+        return masked_vector(query, view)
 
     def used(self, message: Message, context: Context) -> Params:
         """Return the model that this client would use, which is the one that `score` evaluates.
@@ -119,8 +118,8 @@ class ClientSide:
         Exception
             The error that `score` would return.
         """
-        (turn,) = self._turns([message], [context], alone=True)
-        (model,) = self._used(attempt_each(lambda turn: turn.work, [turn]), MEMORY_LIMIT)
+        works = self._works([message], [context], alone=True)
+        (model,) = self._used(works, MEMORY_LIMIT)
         if isinstance(model, Exception):
             raise model
         return model

@@ -2,13 +2,16 @@
 
 Each silo draws the users of a round by a generator whose key is HMAC-SHA-256 of the run and the
 round under a secret that the silos share (`Task.draw_key`). The draws of different rounds are
-independent only if no round comes twice, so each silo remembers the newest round that it drew. The
-server could otherwise ask for the same users under several models.
+independent only if no round comes twice, so each silo remembers the newest round that it drew, and
+draws nothing where a restart would lose this memory. The server could otherwise ask for the same
+users under several models.
 """
 
 from __future__ import annotations
 
 import hashlib
+
+from flwr.app import Context
 
 from flower_ext.errors import InvalidValue, ProtocolError, tellable
 from flower_ext.federation.state.memory import ClientVault
@@ -28,7 +31,7 @@ def draw_users(
     ----------
     task : Task
     vault : ClientVault
-        Memory of the newest round that this silo drew.
+        Memory of the newest round that this silo drew (`draws_vault`).
     run : tuple of str and int
         The run's name and Flower's id of it, which a resumed run does not keep.
     number : int
@@ -40,9 +43,9 @@ def draw_users(
     ProtocolError
         This silo drew the users of this round, or of a later one, before.
     InvalidValue
-        The task has no key.
+        The task has no key, or the node has no ``state-folder``.
     """
-    key = _key_of(task)
+    key = _key_of(task, vault)
     if number <= (newest := int.from_bytes(vault.load() or b"")):
         raise tellable(
             ProtocolError(
@@ -54,19 +57,31 @@ def draw_users(
     return sampling.draw(keyed_generator(key, "users", *run, number))
 
 
-def draw_fingerprint(task: Task) -> bytes:
+def draw_fingerprint(task: Task, vault: ClientVault) -> bytes:
     """Return 16 bytes that are equal in silos with the same key and the same generator.
 
     Raises
     ------
     InvalidValue
-        The task has no key.
+        The task has no key, or the node has no ``state-folder``.
     """
-    trial = keyed_generator(_key_of(task), "fingerprint").random(256)
+    trial = keyed_generator(_key_of(task, vault), "fingerprint").random(256)
     return hashlib.sha256(trial.astype("<f8").tobytes()).digest()[:FINGERPRINT_BYTES]
 
 
-def _key_of(task: Task) -> bytes:
+def draws_vault(context: Context, method: str) -> ClientVault:
+    """Return a silo's memory of the rounds that it drew."""
+    return ClientVault(context, f"{method}-draws", is_permanent=True)
+
+
+def _key_of(task: Task, vault: ClientVault) -> bytes:
+    if not vault.outlives_process:
+        raise tellable(
+            InvalidValue(
+                "this silo would forget at a restart which users it drew, and could draw them "
+                "again: name a state-folder in its node config"
+            )
+        )
     if task.draw_key is None:
         raise tellable(
             InvalidValue(

@@ -15,11 +15,9 @@ from flower_ext.data import ClientData
 from flower_ext.errors import InvalidValue, is_tellable, knowing_no_data, tellable
 from flower_ext.federation import records
 from flower_ext.federation.client.client_method import ClientWork
-from flower_ext.federation.client.requests import Request
+from flower_ext.federation.client.requests import ClientRequest
 from flower_ext.federation.client.scores import scores_of
-from flower_ext.federation.client.turns import Turn
 from flower_ext.federation.sums import masked
-from flower_ext.privacy.mechanisms.protections import ClipToCells
 from flower_ext.privacy.mechanisms.vector_query import VectorQuery
 from flower_ext.training import Params
 from flower_ext.training.isolation import isolated
@@ -52,7 +50,7 @@ class WorkView:
         return scores
 
 
-def query_of(request: Request, kinds: Mapping[str, type[VectorQuery]]) -> VectorQuery:
+def query_of(request: ClientRequest, kinds: Mapping[str, type[VectorQuery]]) -> VectorQuery:
     """Return the query that the server asks, if this ClientApp answers its kind.
 
     Raises
@@ -73,7 +71,7 @@ def query_of(request: Request, kinds: Mapping[str, type[VectorQuery]]) -> Vector
             raise InvalidValue(f"query {name!r} in the server's message: {error}") from error
 
 
-def masked_vector(query: VectorQuery, view: WorkView, turn: Turn) -> RecordDict:
+def masked_vector(query: VectorQuery, view: WorkView) -> RecordDict:
     """Return a client's bounded, noised and masked vector.
 
     Raises
@@ -84,22 +82,23 @@ def masked_vector(query: VectorQuery, view: WorkView, turn: Turn) -> RecordDict:
         The server's message is malformed or out of order, or its protection fits no query.
     """
     vector = _vector(query, view)
-    request, protection = turn.request, turn.request.protection
+    work = view.work
+    request, protection = work.request, work.protection
     with knowing_no_data():
-        turn.policy.check(protection)
-        if not isinstance(protection, ClipToCells) or records.SECURE_SUM not in request.sums:
+        work.policy.check(protection)
+        if protection.cell is None or records.SECURE_SUM not in request.sums:
             raise tellable(
                 InvalidValue(
                     "query: expected a message with a secure sum and the protection ClipToCells"
                 )
             )
         number = request.entries["query"]
-        noise = turn.policy.noise({**request.entries, "number": number}, f"{OF_QUERY} {query.name}")
+        noise = work.policy.noise({**request.entries, "number": number}, f"{OF_QUERY} {query.name}")
     # `released` clips to the norm that the noise is for, whatever norm the query names.
     cells = protection.released({"vector": vector}, noise)
     whole = {name: np.asarray(array) for name, array in cells.items()}
     of_sum = request.sums[records.SECURE_SUM]
-    sealed = masked.seal(whole, of_sum, turn.policy.context, turn.method.name)
+    sealed = masked.seal(whole, of_sum, work.policy.context, work.method.name)
     return RecordDict({records.UPDATE: records.to_record(sealed)})
 
 

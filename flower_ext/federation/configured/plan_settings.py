@@ -118,6 +118,12 @@ def release_plan(
             return ReleasePlan(noise_multiplier=settings.noise_multiplier, **options)
         if settings.calibration == "provable":
             return ReleasePlan.for_target(epsilon=epsilon, **options)
+        for name, value in (("noise", "independent"), ("clipping", "fixed")):
+            if (chosen := getattr(settings, name)) != value:
+                raise UnfitSetting(
+                    f"run-config calibration='published' with {name}={chosen!r}: expected "
+                    f"'provable', because the published bound needs {name}={value!r}"
+                )
         multiplier = dp2_fedsam_theorem2_noise_multiplier(
             epsilon=epsilon,
             delta=options["delta"],
@@ -139,16 +145,6 @@ def _correlated(settings: ReleaseSettings, sampling: Sampling, *, of_users: bool
             f"run-config aggregation={settings.aggregation!r} with noise='correlated': expected "
             "'plain', because the noise of a client that drops out would be missing"
         )
-    if settings.calibration == "published" and settings.target is not None:
-        raise UnfitSetting(
-            "run-config calibration='published' with noise='correlated': expected 'provable', "
-            "because the published bound is of independent noise"
-        )
-    if settings.noise_placement != "server":
-        raise UnfitSetting(
-            f"run-config noise-placement={settings.noise_placement!r} with noise='correlated': "
-            "expected 'server', because only the server knows the noise of earlier rounds"
-        )
     clients = sampling.population
     size = size_for_rate(clients, sampling.sampling_rate)
     apart = settings.rounds_apart or clients // size
@@ -169,11 +165,6 @@ def _correlated(settings: ReleaseSettings, sampling: Sampling, *, of_users: bool
 def _clipping_norm(settings: ReleaseSettings) -> float | AdaptiveClipping:
     if settings.clipping == "fixed":
         return settings.clipping_norm
-    if settings.calibration == "published" and settings.target is not None:
-        raise UnfitSetting(
-            "run-config calibration='published' with clipping='adaptive': expected 'provable', "
-            "because the published bound is of a fixed norm"
-        )
     return AdaptiveClipping(
         initial=settings.clipping_norm,
         quantile=settings.clipping_quantile,

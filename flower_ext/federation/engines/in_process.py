@@ -11,6 +11,7 @@ import gc
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain, count
+from secrets import randbits
 from typing import Any
 
 from flwr.app import Context, Message, RecordDict
@@ -57,11 +58,13 @@ class InProcessGrid(Grid):
         self._app = client_app
         self._ids = count(1)
         self._replies: dict[str, Message] = {}
-        self.set_run(private.empty_run(run_id=1))
+        # As Flower's, so that a resumed run draws users and makes keys of its own.
+        run_id = randbits(62)
+        self.set_run(private.empty_run(run_id))
         # Node ids start above the server's id.
         self.contexts = {
             partition + 1_000: Context(
-                run_id=1,
+                run_id=run_id,
                 node_id=partition + 1_000,
                 node_config={"partition-id": partition, "num-partitions": num_clients},
                 state=RecordDict(),
@@ -161,7 +164,7 @@ def run_in_process(
     config = dict(run_config or {})
     grid = InProcessGrid(client_app, num_clients, config, memory_limit, workers)
     context = Context(
-        run_id=1,
+        run_id=grid.run.run_id,
         node_id=private.SERVER_NODE_ID,
         node_config={},
         state=RecordDict(),

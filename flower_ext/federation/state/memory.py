@@ -17,6 +17,7 @@ from flwr.app import ConfigRecord, Context, RecordDict
 from torch import Tensor
 
 from flower_ext.errors import ProtocolError
+from flower_ext.federation import _flower_private as private
 from flower_ext.federation.arrays import arrays_of, to_params, to_record
 from flower_ext.federation.roster import partition_of
 from flower_ext.federation.state.folder import SECRETS, StateFolder, safe_name
@@ -26,6 +27,9 @@ from flower_ext.training import Params
 _GROUP = "memory"
 _EARLIER = 2
 """Older versions to keep in a folder. If a checkpoint is damaged, a repeated round needs them."""
+
+_PERMANENT = "permanent"
+"""End of the names of records that nobody removes."""
 
 _SECRETS_SECONDS = 24 * 60 * 60
 """Age at which a run's secrets are removed when another run begins. A run stores them in each round
@@ -168,13 +172,30 @@ class ClientVault:
 
     Load the bytes, take one step, store the outcome, and only then send it. If two processes do so
     at the same time, the folder accepts one outcome, and the other process sends nothing.
+
+    Parameters
+    ----------
+    context : Context
+    method : str
+        Name of the method, or of its part that keeps the bytes.
+    is_permanent : bool
+        True for a record of what this client must never do again in the run. Neither age nor the
+        server removes it. It belongs to the partition, because the server may give a node another
+        number. False for keys, without which the client answers nothing: they may be removed.
     """
 
-    def __init__(self, context: Context, method: str) -> None:
-        self._context, self._key = context, f"flower_ext.{method}.vault"
-        self._name = f"{SECRETS}/{context.run_id}-{context.node_id}-{method}.secret"
+    def __init__(self, context: Context, method: str, *, is_permanent: bool = False) -> None:
+        kind = _PERMANENT if is_permanent else "secret"
+        owner = partition_of(context.node_config) if is_permanent else context.node_id
+        self._context, self._key = context, f"flower_ext.{method}.{kind}"
+        self._name = f"{SECRETS}/{context.run_id}-{owner}-{method}.{kind}"
         self._loaded = False
         self._on_disk: bytes | None = None
+
+    @property
+    def outlives_process(self) -> bool:
+        """True if a restart loses nothing; a simulation that starts again is a new run."""
+        return StateFolder.of(self._context) is not None or private.in_simulation()
 
     def load(self) -> bytes | None:
         """Return the bytes that were stored last, or None."""
@@ -215,11 +236,13 @@ class ClientVault:
 def forget_client(context: Context, runs: Sequence[str]) -> None:
     """Delete everything that a client keeps of ``runs``: memory of all methods, and its keys.
 
-    Memory in a context's state is that of the context's run only. Memory of other runs that is not
-    in a folder vanishes with the SuperNode's process.
+    Permanent records stay: they are of what the client did, and not of its data. Memory in a
+    context's state is that of the context's run only. Memory of other runs that is not in a folder
+    vanishes with the SuperNode's process.
     """
-    for name in [name for name in context.state if name.startswith("flower_ext.")]:
-        del context.state[name]
+    for name in [*context.state]:
+        if name.startswith("flower_ext.") and not name.endswith(f".{_PERMANENT}"):
+            del context.state[name]
     if (folder := StateFolder.of(context)) is None:
         return
     partition = partition_of(context.node_config)

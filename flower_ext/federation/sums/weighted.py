@@ -10,7 +10,7 @@ al., "Uldp-FL" (PVLDB 2024), over Paillier, or one of a plug-in.
 =========  =======================================  ===============================================
 stage      message of the server                    answer of a silo
 =========  =======================================  ===============================================
-set-up     a query for each `Step`                  the answer to that step
+set-up     a query for each `ProtocolStep`          the answer to that step
 (draw)     an offer, to silo 0                      the silos' choices, which the server cannot read
 training   encrypted weights, beside the query      its masked sum, or a notice of lost keys
 =========  =======================================  ===============================================
@@ -52,7 +52,7 @@ from flower_ext.privacy import AdversaryView, FullParticipation, SecureNoise
 from flower_ext.privacy.mechanisms.noised_sum import NoisedSum
 from flower_ext.privacy.mechanisms.plan import Aggregate, RoundDiscarded, RoundMechanism
 from flower_ext.privacy.mechanisms.run_summary import MethodTraits
-from flower_ext.secure.weighting.agreement import Dialogue, Step
+from flower_ext.secure.weighting.agreement import Dialogue, ProtocolStep
 from flower_ext.secure.weighting.protocol import WeightingProtocol, load_protocol
 
 if TYPE_CHECKING:  # it needs the extra ``weighting``
@@ -342,7 +342,7 @@ def _converse(dialogue: Dialogue[T], clients: Clients) -> T:
         answers = _ask(step, clients)
 
 
-def _ask(step: Step, clients: Clients) -> dict[int, bytes]:
+def _ask(step: ProtocolStep, clients: Clients) -> dict[int, bytes]:
     """Ask silos for one step of the protocol, and return the bytes in their answers."""
     contents = {
         silo: {records.WEIGHTED_SUM: bytes_record(step.name, question)}

@@ -25,19 +25,17 @@ spaced                     any other                Gaussian composition of the 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from flower_ext.checks import Checked, NotNegative
 from flower_ext.errors import InvalidValue
+from flower_ext.json_record import JsonRecord
 from flower_ext.privacy.accounting.sampling import (
     FixedSizeSampling,
     PoissonSampling,
     Sampling,
     SpacedSampling,
-    sampling_from_dict,
-    sampling_to_dict,
 )
 from flower_ext.privacy.units import NeighboringRelation
 
@@ -68,7 +66,7 @@ class PrivacyLoss:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Release(Checked):
+class Release(Checked, JsonRecord):
     """One noised sum, as accounting sees it.
 
     Parameters
@@ -143,17 +141,6 @@ class Release(Checked):
         """Return a release of the same loss under another relation, if no sampling amplifies it."""
         noise = self.relative_noise * relation.sensitivity_factor
         return replace(self, relation=relation, noise_multiplier=noise)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return a JSON-ready dictionary, which `from_dict` reads."""
-        return {**vars(self), "sampling": sampling_to_dict(self.sampling)}
-
-    @classmethod
-    def from_dict(cls, fields: Mapping[str, Any]) -> Release:
-        """Return the release that `to_dict` wrote."""
-        sampling = sampling_from_dict(fields["sampling"])
-        relation = NeighboringRelation(fields["relation"])
-        return cls(**{**fields, "sampling": sampling, "relation": relation})
 
 
 Counts = tuple[tuple[Release, int], ...]

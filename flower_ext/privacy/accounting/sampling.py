@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 import numpy as np
 
 from flower_ext.checks import Checked, Count, Fraction, is_integer
 from flower_ext.errors import InvalidValue
+from flower_ext.json_record import JsonRecord
 from flower_ext.privacy.accounting.participations import Participations
 
 
 @dataclass(frozen=True)
-class PoissonSampling(Checked):
+class PoissonSampling(Checked, JsonRecord):
     """Each of ``population`` units takes part independently with probability ``rate``.
 
     The cohort may be empty; an empty cohort is a release like any other.
     """
+
+    kind = "poisson"
 
     population: Count
     rate: Fraction
@@ -45,8 +46,10 @@ class PoissonSampling(Checked):
 
 
 @dataclass(frozen=True)
-class FixedSizeSampling(Checked):
+class FixedSizeSampling(Checked, JsonRecord):
     """Draw exactly ``size`` of ``population`` units, uniformly, without replacement."""
+
+    kind = "fixed-size"
 
     population: Count
     size: int
@@ -78,10 +81,12 @@ class FixedSizeSampling(Checked):
 
 
 @dataclass(frozen=True)
-class FullParticipation(Checked):
+class FullParticipation(Checked, JsonRecord):
     """All ``population`` units take part in every round."""
 
     sampling_rate = 1.0
+
+    kind = "everyone"
 
     population: Count
 
@@ -100,7 +105,7 @@ class FullParticipation(Checked):
 
 
 @dataclass(frozen=True)
-class SpacedSampling(Checked):
+class SpacedSampling(Checked, JsonRecord):
     """Take units in turn: each at most k times, and at least b rounds apart.
 
     Whoever has waited longest comes first, and units that never took part come in the order of
@@ -118,6 +123,8 @@ class SpacedSampling(Checked):
     participations : int
         k: the most rounds in which one unit takes part.
     """
+
+    kind = "spaced"
 
     population: Count
     size: Count
@@ -165,34 +172,6 @@ class SpacedSampling(Checked):
 
 
 Sampling = PoissonSampling | FixedSizeSampling | FullParticipation | SpacedSampling
-
-_KINDS: dict[str, type[Sampling]] = {
-    "poisson": PoissonSampling,
-    "fixed-size": FixedSizeSampling,
-    "everyone": FullParticipation,
-    "spaced": SpacedSampling,
-}
-
-
-def sampling_to_dict(sampling: Sampling) -> dict[str, Any]:
-    """Return a JSON-ready dictionary, which `sampling_from_dict` reads."""
-    kind = next(name for name, cls in _KINDS.items() if isinstance(sampling, cls))
-    return {"kind": kind, **asdict(sampling)}
-
-
-def sampling_from_dict(entry: Mapping[str, Any]) -> Sampling:
-    """Return the sampler that `sampling_to_dict` wrote.
-
-    Raises
-    ------
-    ValueError
-        The kind is unknown, or a number is out of range.
-    """
-    fields = dict(entry)
-    kind = fields.pop("kind", None)
-    if kind not in _KINDS:
-        raise InvalidValue(f"sampling kind={kind!r}: expected one of {', '.join(_KINDS)}")
-    return _KINDS[kind](**fields)
 
 
 def size_for_rate(population: int, rate: float) -> int:

@@ -51,7 +51,7 @@ from flower_ext.checks import Checked, Positive, ProperFraction
 from flower_ext.errors import InvalidValue
 from flower_ext.privacy.mechanisms.bounds import ClippedSum, clip, clip_each_row
 from flower_ext.privacy.mechanisms.quantization import squared_norms_of_rows
-from flower_ext.privacy.mechanisms.updates import Update, as_float64, l2_norm
+from flower_ext.privacy.mechanisms.updates import NamedArrays, as_float64, l2_norm
 
 SIDE = "adaptive-clipping-side"
 """Name of the array that holds κ·side in an upload, in a sum and in a mean."""
@@ -136,7 +136,7 @@ class AdaptiveClipping(Checked):
         return f"adaptive from {self.initial:g} to the quantile {self.quantile:g}"
 
 
-def with_side(update: Update, update_norm: float, weight: float) -> dict[str, Any]:
+def with_side(update: NamedArrays, update_norm: float, weight: float) -> dict[str, Any]:
     """Return (clip(Δ, C), κ·side): an update, clipped, and the side of its norm.
 
     Guarantees
@@ -161,7 +161,7 @@ def with_side(update: Update, update_norm: float, weight: float) -> dict[str, An
     return {**clip(update, update_norm).value, SIDE: part}
 
 
-def rows_with_sides(rows: Update, update_norm: float, weight: float) -> dict[str, Any]:
+def rows_with_sides(rows: NamedArrays, update_norm: float, weight: float) -> dict[str, Any]:
     """Return `with_side` of every row of arrays of shape (units, …), in float64.
 
     Guarantees
@@ -182,7 +182,7 @@ def rows_with_sides(rows: Update, update_norm: float, weight: float) -> dict[str
     return {**clipped, SIDE: namespace.where(norms > 0, sides, 0.0)[:, None]}
 
 
-def with_room_for_side(like: Update) -> dict[str, Any]:
+def with_room_for_side(like: NamedArrays) -> dict[str, Any]:
     """Return ``like``, whose arrays are NumPy's, with the array of sides.
 
     Raises
@@ -202,17 +202,17 @@ class SidedSum(ClippedSum):
 
     Parameters
     ----------
-    like : Update
+    like : NamedArrays
         Names and shapes of updates.
     bound, update_norm, weight : float
         C', C and κ.
     """
 
-    def __init__(self, like: Update, bound: float, update_norm: float, weight: float) -> None:
+    def __init__(self, like: NamedArrays, bound: float, update_norm: float, weight: float) -> None:
         super().__init__(with_room_for_side(like), bound)
         self._update_norm, self._weight = update_norm, weight
 
-    def add(self, update: Update) -> None:
+    def add(self, update: NamedArrays) -> None:
         """Clip an update, add it, and count its side.
 
         Raises

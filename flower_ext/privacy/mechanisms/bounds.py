@@ -30,8 +30,8 @@ import numpy as np
 from flower_ext.checks import require_positive
 from flower_ext.errors import InvalidValue
 from flower_ext.privacy.mechanisms.updates import (
+    NamedArrays,
     RunningSum,
-    Update,
     as_float64,
     check_arrays,
     in_float64,
@@ -64,12 +64,12 @@ class BoundedSum:
         `quantization`). None if ``value`` holds real numbers.
     """
 
-    value: Update
+    value: NamedArrays
     bound: float
     count: int
     cell: float | None = None
 
-    def in_numbers(self) -> Update:
+    def in_numbers(self) -> NamedArrays:
         """Return the sum in real numbers, also if ``value`` counts steps of a grid."""
         cell = self.cell
         return self.value if cell is None else {name: a * cell for name, a in self.value.items()}
@@ -79,7 +79,7 @@ class BoundedSum:
         return self.bound * relation.sensitivity_factor
 
 
-def clip(update: Update, clipping_norm: float) -> BoundedSum:
+def clip(update: NamedArrays, clipping_norm: float) -> BoundedSum:
     """Scale an update onto the ball of radius ``clipping_norm`` if it lies outside.
 
     Guarantees
@@ -119,7 +119,7 @@ class ClippedSum(RunningSum):
 
     Parameters
     ----------
-    like : Update
+    like : NamedArrays
         Gives names and shapes of the updates.
     bound : float
         Clipping norm.
@@ -130,12 +130,12 @@ class ClippedSum(RunningSum):
         ``like`` is empty, or ``bound`` is not a finite number above zero.
     """
 
-    def __init__(self, like: Update, bound: float) -> None:
+    def __init__(self, like: NamedArrays, bound: float) -> None:
         require_positive("clipping_norm", bound)
         super().__init__(like)
         self.bound = bound
 
-    def add(self, update: Update) -> None:
+    def add(self, update: NamedArrays) -> None:
         """Clip an update, and add it.
 
         Raises
@@ -144,7 +144,7 @@ class ClippedSum(RunningSum):
             As `clip` and `RunningSum.add`.
         """
         check_arrays(update)
-        wide: Update = in_float64(update)
+        wide: NamedArrays = in_float64(update)
         norm = plain_norm(wide) / self.bound
         if not 1e-100 < norm < 1e100:  # squares overflow or underflow
             wide = clip(wide, self.bound).value
@@ -154,7 +154,9 @@ class ClippedSum(RunningSum):
         super().add(wide)
 
 
-def sum_clipped_rows(rows: Update, clipping_norm: float, weights: Sequence[float]) -> BoundedSum:
+def sum_clipped_rows(
+    rows: NamedArrays, clipping_norm: float, weights: Sequence[float]
+) -> BoundedSum:
     """Clip every row, weigh it, and return the sum, in float64.
 
     Guarantees
@@ -198,7 +200,7 @@ def checked_weights(weights: Sequence[float], count: int) -> list[float]:
     return shares
 
 
-def clip_each_row(rows: Update, clipping_norm: float) -> dict[str, Any]:
+def clip_each_row(rows: NamedArrays, clipping_norm: float) -> dict[str, Any]:
     """Return every row clipped, in float64, as arrays of shape (units, …).
 
     Guarantees

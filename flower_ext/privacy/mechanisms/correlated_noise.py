@@ -1,4 +1,4 @@
-"""Correlated noise: later rounds subtract a part of it, so that sums over rounds carry less.
+"""Correlated noise: later rounds cancel part of earlier noise, so sums over rounds carry less.
 
 Sources: Denisov, McMahan, Rush, Smith, Thakurta, "Improved Differential Privacy for SGD via Optimal
 Private Linear Operators on Adaptive Streams" (2022); Choquette-Choo et al., "Multi-Epoch Matrix
@@ -59,7 +59,7 @@ from numpy.typing import NDArray
 from flower_ext.checks import require_below_one, require_count
 from flower_ext.errors import InvalidValue
 from flower_ext.privacy.mechanisms.noise import NoiseSource
-from flower_ext.privacy.mechanisms.updates import Update
+from flower_ext.privacy.mechanisms.updates import NamedArrays
 
 Vector = NDArray[np.float64]
 
@@ -78,9 +78,9 @@ class Past:
         For each decay λ, the sum of λ^{j−1} y_{t−j} over j ≥ 1.
     """
 
-    latest: Update
-    earlier: tuple[Update, ...] = ()
-    buffers: tuple[Update, ...] = ()
+    latest: NamedArrays
+    earlier: tuple[NamedArrays, ...] = ()
+    buffers: tuple[NamedArrays, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -187,7 +187,7 @@ class StrategyMatrix:
         errors = np.convolve(self.inverse(rounds), _model_weights(rounds, momentum))[:rounds] ** 2
         return math.sqrt(float(np.arange(rounds, 0, -1) @ errors) / rounds)
 
-    def next(self, drawn: Update, past: Past | None) -> Past:
+    def next(self, drawn: NamedArrays, past: Past | None) -> Past:
         """Return the noise of the next round.
 
         Parameters
@@ -334,11 +334,11 @@ class PreparedNoise(NoiseSource):
         True if nobody can reproduce them.
     """
 
-    def __init__(self, drawn: Update, *, is_secure: bool) -> None:
+    def __init__(self, drawn: NamedArrays, *, is_secure: bool) -> None:
         self._left, self.is_secure = dict(drawn), is_secure
 
     def add_gaussian(
-        self, update: Update, stddev: float, *, grid: float | None = None
+        self, update: NamedArrays, stddev: float, *, grid: float | None = None
     ) -> dict[str, Any]:
         """Return ``update`` plus ``stddev`` times the numbers, rounded as in `NoiseSource`.
 

@@ -42,7 +42,7 @@ import numpy as np
 from flower_ext.checks import require_at_least_one, require_not_negative, require_positive
 from flower_ext.errors import InvalidValue
 from flower_ext.privacy.mechanisms.discrete_gaussian import draw
-from flower_ext.privacy.mechanisms.updates import NonFiniteUpdate, Update, check_arrays
+from flower_ext.privacy.mechanisms.updates import NamedArrays, NonFiniteUpdate, check_arrays
 from flower_ext.privacy.randomness import secure_generator, seeded_generator
 
 IMPROBABLE = 1e-12
@@ -89,7 +89,7 @@ class NoiseSource(ABC):
         """Return the generator of the next release."""
 
     def add_gaussian(
-        self, update: Update, stddev: float, *, grid: float | None = None
+        self, update: NamedArrays, stddev: float, *, grid: float | None = None
     ) -> dict[str, Any]:
         """Return ``update`` + N(0, stddev² I), each array in its own type, precision and device.
 
@@ -122,7 +122,7 @@ class NoiseSource(ABC):
         rng = self._generator()
         return {name: _noised(name, array, stddev, chosen, rng) for name, array in update.items()}
 
-    def gaussian(self, like: Update, stddev: float) -> dict[str, Any]:
+    def gaussian(self, like: NamedArrays, stddev: float) -> dict[str, Any]:
         """Return N(0, stddev² I) in float64, not rounded.
 
         The caller must add it to the value first, and then round the result to a public grid.

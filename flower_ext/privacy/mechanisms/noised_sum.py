@@ -26,10 +26,10 @@ from flower_ext.privacy.mechanisms.bounds import ClippedSum
 from flower_ext.privacy.mechanisms.discrete_gaussian import share_stddev
 from flower_ext.privacy.mechanisms.noise import NoiseSource, largest_noised_norm, noise_grid
 from flower_ext.privacy.mechanisms.plan import Aggregate, RoundDiscarded, RoundMechanism, divided
-from flower_ext.privacy.mechanisms.protections import ClipToCells
+from flower_ext.privacy.mechanisms.protections import ClipAndNoise
 from flower_ext.privacy.mechanisms.quantization import Cells, cell_of, check_cell, out_of_cells
 from flower_ext.privacy.mechanisms.secure_sum import SecureSum, SumParameters, ring_bits
-from flower_ext.privacy.mechanisms.updates import RunningSum, Update, l2_norm
+from flower_ext.privacy.mechanisms.updates import NamedArrays, RunningSum, l2_norm
 from flower_ext.privacy.mechanisms.vector_query import VectorQuery
 from flower_ext.privacy.units import NeighboringRelation, PrivacyUnit
 
@@ -236,11 +236,11 @@ class NoisedSum(ReleaseTerms, RoundMechanism):
         )
 
     @property
-    def cells_protection(self) -> ClipToCells:
+    def cells_protection(self) -> ClipAndNoise:
         """Protection of an upload to a secure sum."""
         least = self.sum_parameters.least_answers
         share = share_stddev(self.noise_stddev / self.cell, least)
-        return ClipToCells(
+        return ClipAndNoise(
             clipping_norm=self.clipping_norm, noise_stddev=share * self.cell, cell=self.cell
         )
 
@@ -257,7 +257,7 @@ class NoisedSum(ReleaseTerms, RoundMechanism):
         return units * self.clipping_norm
 
     def aggregate_sum(
-        self, cells: Cells, *, answered: int, noise: NoiseSource, like: Update
+        self, cells: Cells, *, answered: int, noise: NoiseSource, like: NamedArrays
     ) -> Aggregate:
         """Return the average of a round from its finished secure sum.
 
@@ -273,7 +273,7 @@ class NoisedSum(ReleaseTerms, RoundMechanism):
             noise of σC or more.
         noise : NoiseSource
             The server's source.
-        like : Update
+        like : NamedArrays
             Names, shapes and types of the result.
 
         Raises
@@ -293,7 +293,7 @@ class NoisedSum(ReleaseTerms, RoundMechanism):
         return Aggregate(value=mean, answered=answered, topped_up_stddev=missing)
 
     @staticmethod
-    def refuse_spoiled(value: Update, *, bound: float, stddev: float) -> None:
+    def refuse_spoiled(value: NamedArrays, *, bound: float, stddev: float) -> None:
         """Refuse a noised sum that is too large for honest answers.
 
         Honest answers give such a sum with probability `IMPROBABLE` at most.
@@ -327,7 +327,7 @@ class NoisedSum(ReleaseTerms, RoundMechanism):
                 "so nothing is released"
             )
 
-    def begin_sum(self, like: Update) -> RunningSum:
+    def begin_sum(self, like: NamedArrays) -> RunningSum:
         """Return an empty sum. It clips each added upload if the server adds the noise."""
         if self.secure_sum is not None:
             raise InvalidValue(

@@ -19,7 +19,7 @@ from flower_ext.privacy.mechanisms.noise import NoiseSource
 from flower_ext.privacy.mechanisms.protections import Protection
 from flower_ext.privacy.mechanisms.run_summary import MethodTraits, RunSummary
 from flower_ext.privacy.mechanisms.secure_sum import SecureSum
-from flower_ext.privacy.mechanisms.updates import RunningSum, Update
+from flower_ext.privacy.mechanisms.updates import NamedArrays, RunningSum
 from flower_ext.privacy.mechanisms.vector_query import VectorQuery
 
 
@@ -171,7 +171,7 @@ class RoundMechanism(ABC):
         """Return names, shapes and types of an upload, from those of the shared model."""
         return model
 
-    def begin_sum(self, like: Update) -> RunningSum:
+    def begin_sum(self, like: NamedArrays) -> RunningSum:
         """Return an empty sum, to which each upload of a round is added when it arrives."""
         return RunningSum(like)
 
@@ -245,7 +245,7 @@ class PlainAverage(PrivacyPlan, RoundMechanism):
         return Aggregate(value=mean, answered=summed.count, topped_up_stddev=0.0)
 
 
-def divided(summed: Update, by: float, like: Update) -> dict[str, Any]:
+def divided(summed: NamedArrays, by: float, like: NamedArrays) -> dict[str, Any]:
     """Divide a sum; return the average in the precision of ``like``."""
     return {
         name: api.array_namespace(array).astype(array / by, like[name].dtype)

@@ -20,8 +20,13 @@ from flower_ext.privacy.mechanisms.adaptive_clipping import rows_with_sides, wit
 from flower_ext.privacy.mechanisms.bounds import BoundedSum, clip, sum_clipped_rows
 from flower_ext.privacy.mechanisms.discrete_gaussian import worth
 from flower_ext.privacy.mechanisms.noise import NoiseSource, largest_noised_norm
-from flower_ext.privacy.mechanisms.quantization import Cells, in_cells, sum_rows_in_cells
-from flower_ext.privacy.mechanisms.updates import Update, check_arrays, in_float64, in_precision_of
+from flower_ext.privacy.mechanisms.quantization import in_cells, sum_rows_in_cells
+from flower_ext.privacy.mechanisms.updates import (
+    NamedArrays,
+    check_arrays,
+    in_float64,
+    in_precision_of,
+)
 
 
 class Protection:
@@ -35,8 +40,10 @@ class Protection:
     """Number of training examples that a client must have to be covered; None if any will do."""
     hides_failures: ClassVar[bool] = True
     """True if the noise also covers a received model that is sent in place of a failed training."""
-    takes_models: ClassVar[bool] = True
-    """True if an upload may come from a whole model; False if only from a sum over units."""
+    of_units: bool = False
+    """True if an upload must be a sum over units, whose parts the method clips one by one."""
+    cell: float | None = None
+    """Step of the grid on which a secure sum adds up uploads; None if uploads are not masked."""
 
     @property
     def hides_missing_data(self) -> bool:
@@ -49,7 +56,7 @@ class Protection:
         """Standard deviation of the client's own noise, in clipping norms; 0 without noise."""
         return 0.0
 
-    def released(self, upload: Update, noise: NoiseSource) -> Update:
+    def released(self, upload: NamedArrays, noise: NoiseSource) -> NamedArrays:
         """Return the upload as it leaves the client: an update, or a model with `bounds_models`.
 
         Raises
@@ -78,16 +85,8 @@ class Protection:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _ClipAndNoise(Protection):
-    """Bound the whole upload, then add Gaussian noise to it.
-
-    Parameters
-    ----------
-    clipping_norm : float
-        Norm bound C.
-    noise_stddev : float
-        Standard deviation of the noise that this client adds.
-    """
+class _Noised(Protection):
+    """Bound the whole upload, then add Gaussian noise to it."""
 
     clipping_norm: float
     noise_stddev: float
@@ -103,22 +102,37 @@ class _ClipAndNoise(Protection):
 
 
 @dataclass(frozen=True, kw_only=True)
-class _ClipWithSide(_ClipAndNoise):
-    """Bound an update, and with it the side of its norm if the norm adapts.
+class ClipAndNoise(_Noised):
+    """Clip an update, or each unit's part of it, and add a share of the sum's noise.
 
     Parameters
     ----------
-    clipping_norm, noise_stddev : float
-        As for `_ClipAndNoise`, of the update together with its side.
+    clipping_norm : float
+        Norm bound C; with a side, the bound on update and side together.
+    noise_stddev : float
+        Standard deviation of this client's share.
+    cell : float, optional
+        Step of a public grid, a power of two. With it, the upload counts such steps in whole
+        numbers, for a secure sum, and the noise is discrete (see `quantization`).
+    of_units : bool
+        True if the upload is a sum over units. `sum_units` clips each unit's part, and nothing
+        clips the whole.
+    noise_grid : float, optional
+        Step of the grid to which an upload without ``cell`` is rounded; it must be the same for all
+        clients and rounds. By default `noise_grid` of the share.
     update_norm, side_weight : float, optional
-        C and κ of `adaptive_clipping`. With both, the upload has a side.
+        C and κ of `adaptive_clipping`. With both, the upload has the side of the update's norm.
 
     Raises
     ------
     InvalidValue
-        Only one of ``update_norm`` and ``side_weight`` is given.
+        Only one of ``update_norm`` and ``side_weight`` is given, or both ``cell`` and
+        ``noise_grid``.
     """
 
+    cell: float | None = None
+    of_units: bool = False
+    noise_grid: float | None = None
     update_norm: float | None = None
     side_weight: float | None = None
 
@@ -126,102 +140,50 @@ class _ClipWithSide(_ClipAndNoise):
         for name, other in (("update_norm", "side_weight"), ("side_weight", "update_norm")):
             if getattr(self, name) is None and getattr(self, other) is not None:
                 raise InvalidValue(f"{name}=None: expected a number, because {other} is given")
+        if self.cell is not None and self.noise_grid is not None:
+            raise InvalidValue(
+                f"noise_grid={self.noise_grid}: expected None, because cell is given"
+            )
 
-    def _sided(self, update: Update, add_side: Callable[[Update, float, float], Update]) -> Update:
+    @property
+    def noise_multiplier(self) -> float:
+        """Stddev of the client's noise, or of the Gaussian that it replaces, in clipping norms."""
+        if self.cell is None:
+            return super().noise_multiplier
+        return worth(self.noise_stddev / self.cell) * self.cell / self.clipping_norm
+
+    def released(self, upload: NamedArrays, noise: NoiseSource) -> NamedArrays:
+        """Return the clipped update with noise; with ``cell``, in cells as int64."""
+        sided = self._sided(upload, with_side)
+        if self.cell is None:
+            return self.noised(clip(sided, self.clipping_norm).value, noise)
+        return self.noised(in_cells(sided, self.clipping_norm, self.cell), noise)
+
+    def sum_units(self, rows: NamedArrays, weights: Sequence[float]) -> BoundedSum:
+        """Return the weighted sum of units' updates, each clipped; with ``cell``, in cells.
+
+        See `sum_clipped_rows` and `sum_rows_in_cells`.
+        """
+        sided = self._sided(rows, rows_with_sides)
+        if self.cell is None:
+            return sum_clipped_rows(sided, self.clipping_norm, weights)
+        return sum_rows_in_cells(sided, self.clipping_norm, self.cell, weights)
+
+    def noised(self, bounded: NamedArrays, noise: NoiseSource) -> NamedArrays:
+        """Add noise to an update that is already bounded, and in cells if there is a ``cell``."""
+        if self.cell is None:
+            return noise.add_gaussian(bounded, self.noise_stddev, grid=self.noise_grid)
+        return noise.add_discrete_gaussian(bounded, self.noise_stddev / self.cell)
+
+    def _sided(
+        self, update: NamedArrays, add_side: Callable[[NamedArrays, float, float], NamedArrays]
+    ) -> NamedArrays:
         norm, weight = self.update_norm, self.side_weight
         return update if norm is None or weight is None else add_side(update, norm, weight)
 
 
 @dataclass(frozen=True, kw_only=True)
-class ClipUpdate(_ClipWithSide):
-    """Clip the whole update and add a share of the sum's noise (for a `ReleasePlan`).
-
-    Parameters
-    ----------
-    clipping_norm : float
-        Norm bound C.
-    noise_stddev : float
-        Standard deviation of this client's share.
-    update_norm, side_weight : float, optional
-        With both, the upload has the side of the update's norm (see `adaptive_clipping`).
-    noise_grid : float, optional
-        Step of the grid to which uploads are rounded; it must be the same for all clients and
-        rounds. By default `noise_grid` of the share.
-    """
-
-    noise_grid: float | None = None
-
-    def released(self, upload: Update, noise: NoiseSource) -> Update:
-        """Return the clipped update with noise."""
-        return self.noised(clip(self._sided(upload, with_side), self.clipping_norm).value, noise)
-
-    def noised(self, bounded: Update, noise: NoiseSource) -> Update:
-        """Add noise to an update that is already bounded."""
-        return noise.add_gaussian(bounded, self.noise_stddev, grid=self.noise_grid)
-
-
-@dataclass(frozen=True, kw_only=True)
-class ClipUnits(ClipUpdate):
-    """Add noise to a sum over units, each clipped by `sum_units`; otherwise as `ClipUpdate`."""
-
-    takes_models = False
-
-    def sum_units(self, rows: Update, weights: Sequence[float]) -> BoundedSum:
-        """Return the weighted sum of units' updates, each clipped (see `sum_clipped_rows`)."""
-        return sum_clipped_rows(self._sided(rows, rows_with_sides), self.clipping_norm, weights)
-
-
-@dataclass(frozen=True, kw_only=True)
-class ClipToCells(_ClipWithSide):
-    """Clip the whole update, round it to a public grid, and add discrete Gaussian noise.
-
-    The upload is a vector of whole numbers, for a secure sum (see
-    `privacy.mechanisms.quantization`).
-
-    Parameters
-    ----------
-    clipping_norm, noise_stddev, update_norm, side_weight : float
-        As for `ClipUpdate`.
-    cell : float
-        Step of the grid, a power of two. The upload counts such steps.
-    """
-
-    cell: float
-
-    @property
-    def noise_multiplier(self) -> float:
-        """Stddev of the continuous Gaussian that the client's noise replaces, in clipping norms."""
-        return worth(self.noise_stddev / self.cell) * self.cell / self.clipping_norm
-
-    def released(self, upload: Update, noise: NoiseSource) -> Update:
-        """Return the noised update in cells, as int64."""
-        return self.noised(
-            in_cells(self._sided(upload, with_side), self.clipping_norm, self.cell), noise
-        )
-
-    def noised(self, cells: Cells, noise: NoiseSource) -> Cells:
-        """Add noise to an update that is already bounded and in cells."""
-        return noise.add_discrete_gaussian(cells, self.noise_stddev / self.cell)
-
-
-@dataclass(frozen=True, kw_only=True)
-class ClipUnitsToCells(ClipToCells):
-    """Add discrete Gaussian noise to a sum over units, each clipped and rounded to cells."""
-
-    takes_models = False
-
-    def sum_units(self, rows: Update, weights: Sequence[float]) -> BoundedSum:
-        """Return the weighted sum of units' updates in cells (see `sum_rows_in_cells`)."""
-        sided = self._sided(rows, rows_with_sides)
-        return sum_rows_in_cells(sided, self.clipping_norm, self.cell, weights)
-
-
-SumOfUnits = ClipUnits | ClipUnitsToCells
-"""Protections of a sum over units."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class OutputPerturbation(_ClipAndNoise):
+class OutputPerturbation(_Noised):
     """Clip the whole local model to norm τ and add N(0, σ² I).
 
     Parameters
@@ -247,7 +209,7 @@ class OutputPerturbation(_ClipAndNoise):
             f"noise stddev {self.noise_stddev:g}"
         )
 
-    def released(self, upload: Update, noise: NoiseSource) -> dict[str, Any]:
+    def released(self, upload: NamedArrays, noise: NoiseSource) -> dict[str, Any]:
         """Clip and noise a model in float64, then round the result to the model's own precision.
 
         Raises
@@ -288,7 +250,7 @@ class ClipSteps(Protection):
         """Standard deviation of a step's noise, in clipping norms of a gradient."""
         return self.noise_stddev / self.gradient_clipping_norm
 
-    def released(self, upload: Update, noise: NoiseSource) -> Update:
+    def released(self, upload: NamedArrays, noise: NoiseSource) -> NamedArrays:
         """Return the clipped model, whose steps were all noised during training."""
         return clip(upload, self.clipping_norm).value
 
@@ -316,7 +278,7 @@ class ObjectivePerturbation(Checked, Protection):
     def __str__(self) -> str:
         return f"objective perturbation: rate {self.rate:g}"
 
-    def direction(self, like: Update, noise: NoiseSource) -> dict[str, np.ndarray]:
+    def direction(self, like: NamedArrays, noise: NoiseSource) -> dict[str, np.ndarray]:
         """Draw the noise n as float64 arrays with the names and shapes of ``like``."""
         check_arrays(like)
         sizes = [math.prod(array.shape) for array in like.values()]

@@ -25,8 +25,8 @@ from flower_ext.checks import require_positive
 from flower_ext.errors import InvalidValue
 from flower_ext.privacy.mechanisms.bounds import BoundedSum, checked_weights
 from flower_ext.privacy.mechanisms.updates import (
+    NamedArrays,
     NonFiniteUpdate,
-    Update,
     as_float64,
     check_arrays,
     check_like,
@@ -74,7 +74,7 @@ def check_cell(cell: float, clipping_norm: float) -> None:
         )
 
 
-def in_cells(update: Update, clipping_norm: float, cell: float) -> dict[str, np.ndarray]:
+def in_cells(update: NamedArrays, clipping_norm: float, cell: float) -> dict[str, np.ndarray]:
     """Return an update, clipped to an L2 norm of ``clipping_norm``, in whole numbers of cells.
 
     Guarantees
@@ -99,7 +99,7 @@ def in_cells(update: Update, clipping_norm: float, cell: float) -> dict[str, np.
 
 
 def sum_rows_in_cells(
-    rows: Update, clipping_norm: float, cell: float, weights: Sequence[float]
+    rows: NamedArrays, clipping_norm: float, cell: float, weights: Sequence[float]
 ) -> BoundedSum:
     """Clip every row, weigh it, round it to whole numbers of cells, and return the rows' sum.
 
@@ -152,7 +152,7 @@ def sum_rows_in_cells(
     return BoundedSum(value=value, bound=clipping_norm, cell=cell, count=count)
 
 
-def out_of_cells(cells: Cells, cell: float, like: Update) -> dict[str, np.ndarray]:
+def out_of_cells(cells: Cells, cell: float, like: NamedArrays) -> dict[str, np.ndarray]:
     """Return whole numbers of cells as float64, in the order and shapes of ``like``.
 
     Raises

@@ -16,15 +16,15 @@ import numpy as np
 
 from flower_ext.errors import InvalidValue
 
-Update = Mapping[str, Any]
-"""Arrays by name: one unit's contribution to a sum, or the sum itself."""
+NamedArrays = Mapping[str, Any]
+"""Arrays of any library by name: one unit's contribution to a sum, or the sum itself."""
 
 
 class NonFiniteUpdate(InvalidValue):
     """An update holds NaN or infinite values, so no clipping bounds its norm."""
 
 
-def check_arrays(update: Update) -> None:
+def check_arrays(update: NamedArrays) -> None:
     """Refuse an update that cannot be bounded and noised: all arrays must be real floating-point.
 
     Raises
@@ -48,7 +48,7 @@ def check_arrays(update: Update) -> None:
         raise InvalidValue("the update holds no numbers: name at least one non-empty array")
 
 
-def l2_norm(update: Update) -> float:
+def l2_norm(update: NamedArrays) -> float:
     """Return the L2 norm over all arrays together, computed in float64.
 
     Raises
@@ -63,12 +63,12 @@ def l2_norm(update: Update) -> float:
     return largest * scaled
 
 
-def in_float64(update: Update) -> dict[str, Any]:
+def in_float64(update: NamedArrays) -> dict[str, Any]:
     """Return copies of all arrays in float64."""
     return {name: as_float64(array) for name, array in update.items()}
 
 
-def in_precision_of(like: Update, update: Update) -> dict[str, Any]:
+def in_precision_of(like: NamedArrays, update: NamedArrays) -> dict[str, Any]:
     """Return the arrays of ``update`` in the precision of the same arrays in ``like``.
 
     Raises
@@ -93,7 +93,7 @@ class RunningSum:
 
     Parameters
     ----------
-    like : Update
+    like : NamedArrays
         Gives the names and shapes of the updates, and the types of the released average.
 
     Attributes
@@ -112,11 +112,11 @@ class RunningSum:
 
     bound: float = math.inf
 
-    def __init__(self, like: Update) -> None:
+    def __init__(self, like: NamedArrays) -> None:
         self.like = like
         self.value, self.count = zeros_like(like), 0
 
-    def add(self, update: Update) -> None:
+    def add(self, update: NamedArrays) -> None:
         """Add an update.
 
         Raises
@@ -130,7 +130,7 @@ class RunningSum:
         self.count += 1
 
 
-def zeros_like(like: Update) -> dict[str, Any]:
+def zeros_like(like: NamedArrays) -> dict[str, Any]:
     """Return zeros in float64 with the names, shapes and devices of ``like``.
 
     Raises
@@ -149,17 +149,56 @@ def zeros_like(like: Update) -> dict[str, Any]:
     return zeros
 
 
-def check_like(update: Update, like: Update) -> None:
-    """Refuse an update whose names or shapes differ from those of ``like``."""
+def check_like(update: NamedArrays, like: NamedArrays, *, types: bool = False) -> None:
+    """Refuse an update whose names or shapes, or with ``types`` its types, differ from ``like``.
+
+    Raises
+    ------
+    InvalidValue
+        The message has names, shapes and types only, and no numbers of the update.
+    """
     if set(update) != set(like):
         missing, unexpected = sorted(set(like) - set(update)), sorted(set(update) - set(like))
-        raise InvalidValue(
-            f"array names differ from the expected ones: add {missing}, leave out {unexpected}"
-        )
-    for name, array in like.items():
-        if tuple(update[name].shape) != tuple(array.shape):
+        raise InvalidValue(f"array names differ: missing {missing}, unexpected {unexpected}")
+    for name, expected in like.items():
+        array = update[name]
+        if tuple(array.shape) != tuple(expected.shape) or (types and array.dtype != expected.dtype):
             raise InvalidValue(
-                f"{name!r} has shape {tuple(update[name].shape)}, expected {tuple(array.shape)}"
+                f"{name!r} has {_form(array, types)}: expected {_form(expected, types)}"
+            )
+
+
+def _form(array: Any, types: bool) -> str:
+    shape = f"shape {tuple(array.shape)}"
+    return f"{shape} and type {array.dtype}" if types else shape
+
+
+def is_finite(array: Any) -> bool:
+    """Return True if no number of an array is NaN or infinite; only floating-point ones can be."""
+    # The sum of finite numbers may overflow, but usually it is finite. It takes far less time.
+    if isinstance(array, np.ndarray):
+        if array.dtype.kind not in "fc":  # texts have no sum
+            return True
+        with np.errstate(over="ignore", invalid="ignore"):
+            return bool(np.isfinite(array.sum())) or bool(np.isfinite(array).all())
+    if math.isfinite(array.sum()):
+        return True
+    namespace = api.array_namespace(array)
+    return bool(namespace.all(namespace.isfinite(array)))
+
+
+def require_finite(update: NamedArrays, where: str, remedy: str) -> None:
+    """Refuse arrays with NaN or infinite values.
+
+    Raises
+    ------
+    NonFiniteUpdate
+        The message names the first such array, ``where`` it is and the ``remedy``.
+    """
+    for name, array in update.items():
+        if not is_finite(array):
+            raise NonFiniteUpdate(
+                f"{name!r} holds NaN or infinite values {where}: expected finite numbers; {remedy}"
             )
 
 
@@ -179,7 +218,7 @@ def as_float64(array: Any) -> Any:
     return namespace.astype(array, namespace.float64)
 
 
-def scaled_norm(update: Update) -> tuple[float, float]:
+def scaled_norm(update: NamedArrays) -> tuple[float, float]:
     """Return (m, s) with norm = m·s. m is 1, or the largest magnitude if squares leave float64."""
     wide = in_float64(update)
     if 1e-100 < (norm := plain_norm(wide)) < 1e100:
@@ -201,7 +240,7 @@ def scaled_norm(update: Update) -> tuple[float, float]:
     return largest, plain_norm({name: array / largest for name, array in wide.items()})
 
 
-def plain_norm(wide: Update) -> float:
+def plain_norm(wide: NamedArrays) -> float:
     """Return the L2 norm of all float64 arrays together.
 
     It is inf or NaN if squares overflow, and 0 if they underflow.

@@ -16,9 +16,9 @@ from flower_ext.privacy.mechanisms.adaptive_clipping import (
 )
 from flower_ext.privacy.mechanisms.noised_sum import NoisedSum
 from flower_ext.privacy.mechanisms.plan import Aggregate
-from flower_ext.privacy.mechanisms.protections import ClipToCells, ClipUpdate, Protection
+from flower_ext.privacy.mechanisms.protections import ClipAndNoise, Protection
 from flower_ext.privacy.mechanisms.run_summary import RunSummary
-from flower_ext.privacy.mechanisms.updates import RunningSum, Update
+from flower_ext.privacy.mechanisms.updates import NamedArrays, RunningSum
 from flower_ext.privacy.mechanisms.vector_query import VectorQuery
 from flower_ext.privacy.plans.release_mechanism import ReleaseMechanism
 
@@ -77,11 +77,11 @@ class AdaptiveRelease(ReleaseMechanism):
     def protection(self, run: RunSummary, cohort_size: int) -> Protection | None:
         """Return the bounds of update and side, and one client's share of the noise."""
         usual = super().protection(run, cohort_size)
-        if not isinstance(usual, ClipUpdate | ClipToCells):
+        if not isinstance(usual, ClipAndNoise):
             return usual
         return replace(usual, update_norm=self.update_norm, side_weight=self.side_weight)
 
-    def begin_sum(self, like: Update) -> RunningSum:
+    def begin_sum(self, like: NamedArrays) -> RunningSum:
         """Return an empty sum; if the server adds the noise, it also counts the sides."""
         if not self.noised_by_server:
             return super().begin_sum(like)

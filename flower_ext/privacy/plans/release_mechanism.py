@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from flower_ext.privacy.accounting.accountant import privacy_loss_of
 from flower_ext.privacy.accounting.events import Release
@@ -11,9 +11,7 @@ from flower_ext.privacy.accounting.participations import Participations
 from flower_ext.privacy.guarantee import Guarantee
 from flower_ext.privacy.mechanisms.noised_sum import NoisedSum
 from flower_ext.privacy.mechanisms.protections import (
-    ClipUnits,
-    ClipUnitsToCells,
-    ClipUpdate,
+    ClipAndNoise,
     ProtectedByServer,
     Protection,
 )
@@ -38,10 +36,9 @@ class ReleaseMechanism(NoisedSum):
         if self.noised_by_server:
             return ProtectedByServer()
         if self.secure_sum is not None:
-            in_cells = self.cells_protection
-            return ClipUnitsToCells(**vars(in_cells)) if run.method.bounds_units else in_cells
-        kind = ClipUnits if run.method.bounds_units else ClipUpdate
-        return kind(
+            return replace(self.cells_protection, of_units=run.method.bounds_units)
+        return ClipAndNoise(
+            of_units=run.method.bounds_units,
             clipping_norm=self.clipping_norm,
             noise_stddev=self.client_noise_stddev(cohort_size),
             noise_grid=self.noise_grid,

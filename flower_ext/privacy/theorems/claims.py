@@ -154,14 +154,14 @@ OUTLIVES = (
     "whole process may; an exception in Python does not"
 )
 """The assumption about failures that a client cannot hide. It can hide an exception in training."""
-TELLS = (
+WHAT_REVEALS_A_DRAW = (
     "the server's log and the run directory, except the model, reveal it (metrics.jsonl, "
     "missing.jsonl, ledger.jsonl, guarantee.json, clients.csv, use.json, checkpoints, report and "
     "figures) and stay with the server"
 )
 HIDDEN_DRAW = (
     "the adversary knows neither who was drawn nor how many were: clients that are asked learn "
-    f"how many, and {TELLS}"
+    f"how many, and {WHAT_REVEALS_A_DRAW}"
 )
 NOISE_OF_OTHERS = (
     WHOLE_UPLOADS,

@@ -29,7 +29,7 @@ from flower_ext.privacy.theorems.claims import (
     OUTLIVES,
     SECURE_SUM,
     SIGNED_SUM,
-    TELLS,
+    WHAT_REVEALS_A_DRAW,
     WHOLE_UPLOADS,
     Claims,
     draw_assumption,
@@ -42,7 +42,7 @@ _ALWAYS = (
     "clients' answers, and their absence, depend on no other client's data",
     OUTLIVES,
 )
-_HIDDEN_PLACES = f"the adversary does not know who was drawn: {TELLS}"
+_HIDDEN_PLACES = f"the adversary does not know who was drawn: {WHAT_REVEALS_A_DRAW}"
 _MEMORY = (
     "clients keep values between rounds (a personal head), or may keep them (a ClientApp of "
     "somebody else), and what a client sends does not reveal who was drawn before: not proven for "

@@ -57,14 +57,14 @@ def user_claims(delta: float, *assumptions: str, not_covered: Sequence[str] = ()
     )
 
 
-def shield_of(mechanism: NoisedSum) -> tuple[str, ...]:
+def sum_assumptions(mechanism: NoisedSum) -> tuple[str, ...]:
     """Return the assumptions about the secure sum of a plan's silos; none without a secure sum."""
     if mechanism.secure_sum is None:
         return ()
     return (*of_secure_sum(mechanism, mechanism.secure_sum), _OWN_RECORDS)
 
 
-def published_shield(mechanism: NoisedSum) -> tuple[str, ...]:
+def published_sum_assumptions(mechanism: NoisedSum) -> tuple[str, ...]:
     """Return the assumptions of a published theorem about sums, which counts all silos' noise."""
     if mechanism.secure_sum is None:
         return (SECURE_SUM,)

@@ -54,8 +54,8 @@ from flower_ext.privacy.theorems.silo_claims import (
     OF_SILOS_IN_CELLS,
     SECURE_SUM,
     exposures,
-    published_shield,
-    shield_of,
+    published_sum_assumptions,
+    sum_assumptions,
     user_claims,
 )
 from flower_ext.privacy.units import AdversaryView, NeighboringRelation
@@ -105,7 +105,7 @@ def uldp_naive_guarantees(mechanism: NoisedSum, run: RunSummary) -> list[Guarant
     rounds, sigma, delta = run.participations.rounds, mechanism.noise_multiplier, mechanism.delta
     loss = gaussian_loss(sigma / 2, releases=rounds, delta=delta)
     source = f"noise multiplier {sigma:.4g}, {rounds} rounds, sensitivity 2C of every silo's update"
-    shield = shield_of(mechanism)
+    shield = sum_assumptions(mechanism)
     claims = user_claims(
         delta,
         *(OF_SILOS_IN_CELLS if shield else OF_SILOS),
@@ -119,7 +119,7 @@ def uldp_naive_guarantees(mechanism: NoisedSum, run: RunSummary) -> list[Guarant
             uldp_closed_form(noise_multiplier=sigma, rounds=rounds, delta=delta),
             accountant="closed form (RDP)",
             source="Kato et al., Uldp-FL, Theorem 3",
-            assumptions=published_shield(mechanism),
+            assumptions=published_sum_assumptions(mechanism),
             conditions=(
                 Condition(
                     "one user moves a silo's clipped update by at most C (what holds is 2C: "
@@ -174,7 +174,7 @@ def uldp_avg_guarantees(
     if silos_draw:
         hidden_draw = _drawn_by_silos(mechanism, rounds)
     amplified = privacy_loss_of({mechanism.release: rounds}, delta=mechanism.delta)
-    shield = shield_of(mechanism)
+    shield = sum_assumptions(mechanism)
     in_sums, in_uploads = exposures(mechanism, run)
     claims = user_claims(
         mechanism.delta,
@@ -312,7 +312,10 @@ def _epsilon_of_two_numbers(release: Release, rounds: int, delta: float) -> floa
 def _theorem_5(mechanism: NoisedSum, rounds: int) -> Guarantee:
     if isinstance(mechanism.sampling, FullParticipation):
         accountant, view = "closed form (RDP)", AdversaryView.SUM_ONLY
-        source, assumptions = "Kato et al., Uldp-FL, Theorem 5", published_shield(mechanism)
+        source, assumptions = (
+            "Kato et al., Uldp-FL, Theorem 5",
+            published_sum_assumptions(mechanism),
+        )
         epsilon = uldp_closed_form(
             noise_multiplier=mechanism.noise_multiplier, rounds=rounds, delta=mechanism.delta
         )

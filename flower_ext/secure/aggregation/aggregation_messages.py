@@ -24,7 +24,7 @@ from typing import ClassVar
 from flower_ext.errors import InvalidValue, ProtocolError
 from flower_ext.secure.aggregation.context import RoundContext
 from flower_ext.secure.aggregation.shamir import SHARE_BYTES
-from flower_ext.secure.messages import Message
+from flower_ext.secure.messages import ProtocolMessage
 
 KEY_BYTES = 32
 IDENTITY_BYTES, SIGNATURE_BYTES = 32, 64
@@ -46,7 +46,7 @@ def _keys_bytes(context: RoundContext) -> int:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _RoundMessage(Message):
+class _RoundMessage(ProtocolMessage):
     """A message of one round. ``sizes`` has the length in bytes of a field, or of its entries."""
 
     sizes: ClassVar[Mapping[str, int]] = {}

@@ -11,12 +11,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from hashlib import sha256
-from typing import Any, ClassVar, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 
 from flower_ext.errors import InvalidValue
-from flower_ext.secure.json_record import JsonRecord
+from flower_ext.json_record import JsonRecord
 
 Graph: TypeAlias = Sequence[Sequence[int]]
 """The neighbours of every member, ascending, in the order of the members."""
@@ -132,7 +132,6 @@ class Invitation(JsonRecord):
     """
 
     kind = "invitation"
-    readers: ClassVar = {"RoundContext": RoundContext.from_plain}
 
     context: RoundContext
     index: int

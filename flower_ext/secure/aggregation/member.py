@@ -6,13 +6,14 @@ import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum, auto
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers.aead import ChaCha20Poly1305
 
 from flower_ext.errors import InvalidValue, ProtocolError
+from flower_ext.json_record import JsonRecord
 from flower_ext.secure.aggregation.aggregation_messages import (
     KEY_BYTES,
     OF_KEY,
@@ -38,7 +39,6 @@ from flower_ext.secure.aggregation.mask_streams import (
     share_hash,
 )
 from flower_ext.secure.aggregation.shamir import SHARE_BYTES, TokenBytes, field_value, split
-from flower_ext.secure.json_record import JsonRecord
 from flower_ext.secure.labels import check_public, public_of
 
 _NONCE_BYTES = 12
@@ -73,10 +73,6 @@ class Member(JsonRecord):
     """
 
     kind = "member"
-    readers: ClassVar = {
-        "Invitation": Invitation.from_plain,
-        "MemberStage": MemberStage.__getitem__,
-    }
 
     invitation: Invitation
     stage: MemberStage = MemberStage.NEW

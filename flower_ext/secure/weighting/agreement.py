@@ -23,8 +23,8 @@ from typing import TypeAlias, TypeVar
 
 from flower_ext.checks import require_at_least_one
 from flower_ext.errors import InvalidValue
-from flower_ext.secure.json_record import JsonRecord
-from flower_ext.secure.messages import Message
+from flower_ext.json_record import JsonRecord
+from flower_ext.secure.messages import ProtocolMessage
 
 T = TypeVar("T")
 
@@ -115,7 +115,7 @@ class PartySettings(JsonRecord, ABC):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Step:
+class ProtocolStep:
     """A step of the protocol: what the server sends to silos, and what they answer.
 
     Parameters
@@ -130,12 +130,12 @@ class Step:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SumMessage(Message):
+class SumMessage(ProtocolMessage):
     """Header of a silo's masked sum of one round. Each scheme's subclass adds the sum itself."""
 
     round_number: int
     silo: int
 
 
-Dialogue: TypeAlias = Generator[Step, Mapping[int, bytes], T]
+Dialogue: TypeAlias = Generator[ProtocolStep, Mapping[int, bytes], T]
 """A generator of the server: it yields each step, and receives the silos' answers to it."""

@@ -11,7 +11,7 @@ from gmpy2 import mpz
 
 from flower_ext.checks import require_at_least_one, require_positive
 from flower_ext.errors import InvalidValue
-from flower_ext.secure.messages import Message, pack_numbers, unpack_numbers
+from flower_ext.secure.messages import ProtocolMessage, pack_numbers, unpack_numbers
 from flower_ext.secure.weighting.agreement import PartySettings, SumMessage
 from flower_ext.secure.weighting.encoding import FixedPoint, Packing
 from flower_ext.secure.weighting.oblivious import POINT_BYTES, SEAL_BYTES
@@ -183,7 +183,7 @@ class PaillierSettings(PartySettings):
 
 
 @dataclass(frozen=True, kw_only=True)
-class PaillierWeights(Message):
+class PaillierWeights(ProtocolMessage):
     """The weights of one round, for all silos; a user that takes no part has a weight of zero.
 
     Without a secret draw, ``weights`` holds one ciphertext per user, and ``offer`` is empty. With

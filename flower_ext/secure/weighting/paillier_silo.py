@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import count
-from typing import Any, ClassVar
+from typing import Any
 
 import gmpy2
 import numpy as np
@@ -52,7 +52,6 @@ class PaillierSilo(SiloParty):
     """One silo. After the set-up of `SiloParty`, call `open_sum` for every round."""
 
     kind = "paillier"
-    readers: ClassVar = {"PaillierSettings": PaillierSettings.from_plain}
     settings_type = PaillierSettings
 
     settings: PaillierSettings

@@ -21,7 +21,7 @@ from flower_ext.secure.weighting.agreement import (
     SEEDING_SILO,
     Dialogue,
     PartySettings,
-    Step,
+    ProtocolStep,
     SumMessage,
 )
 from flower_ext.secure.weighting.oblivious import Sender
@@ -68,17 +68,17 @@ class ServerParty(ABC, Generic[SettingsT, SumT]):
             An answer is malformed, or the scheme refuses the totals.
         """
         settings, silos = self.settings, range(self.settings.silos)
-        keys = yield Step(name=BEGIN, questions=dict.fromkeys(silos, settings.to_bytes()))
+        keys = yield ProtocolStep(name=BEGIN, questions=dict.fromkeys(silos, settings.to_bytes()))
         _check_keys(keys)
         # One message for all: a silo that received other keys shows another fingerprint.
         public = b"".join(keys[silo] for silo in silos) + self.public_key
-        answers = yield Step(name=KEYS, questions=dict.fromkeys(silos, public))
+        answers = yield ProtocolStep(name=KEYS, questions=dict.fromkeys(silos, public))
         sealed, others = answers[SEEDING_SILO], silos[1:]
         check_length("sealed seeds", sealed, SEALED_SEED_BYTES * len(others))
         starts = range(0, len(sealed), SEALED_SEED_BYTES)
         seeds = [sealed[start : start + SEALED_SEED_BYTES] for start in starts]
         questions = {SEEDING_SILO: b"", **dict(zip(others, seeds, strict=True))}
-        counts = yield Step(name=COUNT, questions=questions)
+        counts = yield ProtocolStep(name=COUNT, questions=questions)
         self._take_counts(counts)
         self._is_set_up = True
 
@@ -207,7 +207,7 @@ class ServerParty(ABC, Generic[SettingsT, SumT]):
         """
         sender = Sender(self.settings.context)
         offer = number.to_bytes(NUMBER_BYTES, "big") + sender.public
-        answers = yield Step(name=DRAW, questions={SEEDING_SILO: offer})
+        answers = yield ProtocolStep(name=DRAW, questions={SEEDING_SILO: offer})
         return sender, answers[SEEDING_SILO]
 
 

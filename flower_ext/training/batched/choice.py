@@ -9,12 +9,13 @@ form             invariant job  other jobs    one other     models
 a plug-in's      if invariant   yes           if it gains   known layers; others after a trial
 `ConstantShape`  yes            no            no            of rows, after trials
 `Stacked`        no             if they gain  no            after a trial
-`OneByOne`       yes            yes           yes           all
+none             yes            yes           yes           all
 ===============  =============  ============  ============  =====================================
 
-Jobs for which `_why_never_together` has a reason train by `OneByOne`. A trial compares a form's
-results with those of `local.train` (`trains_alike`, `why_not_stacked`), or the bits of a stack with
-those of other stacks (`stack_rounds_alike`), for random jobs. The process remembers the outcome.
+Jobs without a form, such as those for which `_why_never_together` has a reason, train one by one by
+`local.train`. A trial compares a form's results with those of `local.train` (`trains_alike`,
+`why_not_stacked`), or the bits of a stack with those of other stacks (`stack_rounds_alike`), for
+random jobs. The process remembers the outcome.
 """
 
 from __future__ import annotations
@@ -29,8 +30,7 @@ from torch import Tensor
 from flower_ext import plugins
 from flower_ext.errors import InvalidValue
 from flower_ext.training.batched.constant_shape import ConstantShape, Shape, consists_of_rows
-from flower_ext.training.batched.form import GROUP, MEMORY_LIMIT, Form
-from flower_ext.training.batched.one_by_one import OneByOne
+from flower_ext.training.batched.form import GROUP, MEMORY_LIMIT, Form, longest_first
 from flower_ext.training.batched.stacked import Stacked
 from flower_ext.training.job import SGD, Job
 from flower_ext.training.local import train
@@ -51,8 +51,8 @@ log = getLogger("flwr")
 
 def assigned(
     task: Task, jobs: Sequence[Job], memory_limit: int, *, batch_invariant: bool
-) -> Iterator[tuple[list[int], Form]]:
-    """Yield groups of jobs, by their indices, each with the form that trains it."""
+) -> Iterator[tuple[list[int], Form | None]]:
+    """Yield groups of jobs, by their indices, each with its form; None for one job by itself."""
     alike = defaultdict(list)
     for index, job in enumerate(jobs):
         alike[job.examples.row_type].append(index)
@@ -66,10 +66,11 @@ def assigned(
             left = [index for index in left if index not in taken]
             if not left:
                 break
+        yield from (([index], None) for index in longest_first(jobs, left))
 
 
 def _forms(task: Task, jobs: Sequence[Job], *, batch_invariant: bool) -> Iterator[Form]:
-    """Yield the forms for jobs that are alike, the fastest first; the last one takes every job."""
+    """Yield the forms for jobs that are alike, the fastest first; they may leave some jobs."""
     if _why_never_together(jobs) is None:
         # A lone job must train as it would in a group, unless its bits may depend on the group.
         lone = len(jobs) == 1 and not batch_invariant
@@ -85,7 +86,6 @@ def _forms(task: Task, jobs: Sequence[Job], *, batch_invariant: bool) -> Iterato
             yield from _of_constant_shape(task, jobs)
         elif not lone and why_not_stacked(task, jobs) is None:
             yield Stacked(task)
-    yield OneByOne(task)
 
 
 def _of_constant_shape(task: Task, jobs: Sequence[Job]) -> Iterator[Form]:

@@ -2,17 +2,15 @@
 
 The results are those of `train` for each job, up to the order of floating-point sums. `choice`
 says which jobs train together, and by which form. Each function rests on the next one:
-`attempt_jobs` and `attempt_groups` tell apart the jobs that raise, `train_jobs` accepts jobs
-without examples, `train_each` yields one model after another, and `train_groups` trains batch by
-batch.
+`attempt_groups` tells apart the jobs that raise, `train_each` yields one model after another, and
+`train_groups` trains batch by batch.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from itertools import compress
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 
@@ -20,9 +18,9 @@ from flower_ext.data import Examples, trees
 from flower_ext.errors import InvalidValue
 from flower_ext.training.batched.choice import assigned
 from flower_ext.training.batched.form import MEMORY_LIMIT
-from flower_ext.training.batched.one_by_one import OneByOne
 from flower_ext.training.isolation import isolated
 from flower_ext.training.job import Job, LocalTraining
+from flower_ext.training.local import train
 from flower_ext.training.params import Params
 from flower_ext.training.task import Task
 
@@ -30,17 +28,6 @@ R = TypeVar("R")
 Work = TypeVar("Work", bound=Job)
 
 _TYPICAL_ROWS = 32
-
-
-def attempt_jobs(
-    solve: Callable[[Sequence[Work]], Iterable[R]], jobs: Sequence[Work]
-) -> Iterator[tuple[int, R | Exception]]:
-    """Yield each job's index with its result or error; ``solve`` yields a result for each job."""
-
-    def solve_numbered(members: Sequence[Work]) -> Iterator[tuple[list[int], R]]:
-        return (([number], result) for number, result in enumerate(solve(members)))
-
-    return ((index, result) for (index,), result in attempt_groups(solve_numbered, jobs))
 
 
 def attempt_groups(
@@ -83,17 +70,6 @@ def attempt_groups(
                 parts += [left[half:], left[:half]]
 
 
-def train_jobs(task: Task, jobs: Sequence[Job], **settings: Any) -> Iterator[Params]:
-    """Train as `train_each`; a job without examples gets its parameters back unchanged."""
-    has_examples = [len(job.examples) > 0 for job in jobs]
-    models = train_each(task, [*compress(jobs, has_examples)], **settings)
-    pairs = zip(jobs, has_examples, strict=True)
-    return (next(models) if trains else dict(job.params) for job, trains in pairs)
-
-
-train_invariantly = partial(train_jobs, batch_invariant=True)
-
-
 def train_each(
     task: Task,
     jobs: Sequence[Job],
@@ -104,8 +80,9 @@ def train_each(
 ) -> Iterator[Params]:
     """Train each job as `train` does; yield each model as soon as it and those before are ready.
 
-    Jobs that cannot be trained together, or would not gain by it, are trained one by one. Consume
-    each model immediately: it is still in the processor's caches, and memory stays bounded.
+    A job without examples gets its parameters back unchanged. Jobs that cannot be trained together,
+    or would not gain by it, are trained one by one. Consume each model immediately: it is still in
+    the processor's caches, and memory stays bounded.
 
     Parameters
     ----------
@@ -119,21 +96,29 @@ def train_each(
     ValueError, NotConverged
         As `train`.
     """
-    models: dict[int, Params] = {}
-    due = 0
-    for group, rows in train_groups(
-        task, jobs, trained=trained, memory_limit=memory_limit, batch_invariant=batch_invariant
-    ):
-        separate = {name: [p.contiguous() for p in part.unbind()] for name, part in rows.items()}
-        for row, index in enumerate(group):
-            # A group has no rows of what no job trains: the job's own tensors stand for it.
-            models[index] = {
-                name: separate[name][row] if name in separate else p
-                for name, p in jobs[index].params.items()
-            }
-        while due in models:
-            yield models.pop(due)
-            due += 1
+    models = {i: dict(job.params) for i, job in enumerate(jobs) if not len(job.examples)}
+    numbers = [i for i in range(len(jobs)) if i not in models]
+    groups = train_groups(
+        task,
+        [jobs[i] for i in numbers],
+        trained=trained,
+        memory_limit=memory_limit,
+        batch_invariant=batch_invariant,
+    )
+    for due in range(len(jobs)):
+        while due not in models:
+            group, rows = next(groups)
+            separate = {n: [p.contiguous() for p in part.unbind()] for n, part in rows.items()}
+            for row, index in enumerate(numbers[number] for number in group):
+                # A group has no rows of what no job trains: the job's own tensors stand for it.
+                models[index] = {
+                    name: separate[name][row] if name in separate else p
+                    for name, p in jobs[index].params.items()
+                }
+        yield models.pop(due)
+
+
+train_invariantly = partial(train_each, batch_invariant=True)
 
 
 def train_groups(
@@ -160,7 +145,13 @@ def train_groups(
     if any(len(job.examples) == 0 for job in jobs):
         raise InvalidValue("cannot train on a client without examples: leave it out")
     for group, form in assigned(task, jobs, memory_limit, batch_invariant=batch_invariant):
-        yield group, form.train([jobs[index] for index in group], trained)
+        members = [jobs[index] for index in group]
+        if form is not None:
+            yield group, form.train(members, trained)
+            continue
+        model = train(task, members[0], trained=trained)
+        # Copies, because untrained parameters may be the job's own.
+        yield group, {name: p.clone().unsqueeze(0) for name, p in model.items()}
 
 
 def trains_one_by_one(task: Task, example: Examples, training: LocalTraining) -> bool:
@@ -180,4 +171,4 @@ def trains_one_by_one(task: Task, example: Examples, training: LocalTraining) ->
         generator=torch.Generator(),
     )
     ((_, form),) = assigned(task, [job], MEMORY_LIMIT, batch_invariant=True)
-    return isinstance(form, OneByOne)
+    return form is None

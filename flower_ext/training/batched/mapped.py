@@ -22,7 +22,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from flower_ext.errors import InvalidValue
 from flower_ext.training.dropout import Draws
 
-Loss = Callable[[Tensor], Tensor]
+BatchLoss = Callable[[Tensor], Tensor]
 """A function from the outputs of K models, of shape (K, batch, …), to a number."""
 
 
@@ -117,7 +117,7 @@ class MappedModel:
         self,
         params: Mapping[str, Tensor],
         x: Tensor,
-        loss: Loss,
+        loss: BatchLoss,
         targets: Mapping[str, Target],
         draws: Draws | None = None,
     ) -> None:

@@ -16,7 +16,7 @@ from torch.func import vmap
 from torch.nn.functional import cross_entropy
 
 from flower_ext.errors import InvalidValue
-from flower_ext.training.batched.mapped import Loss, MappedModel, Target, stacked
+from flower_ext.training.batched.mapped import BatchLoss, MappedModel, Target, stacked
 from flower_ext.training.dropout import Draws
 from flower_ext.training.job import Job, batch_rows
 from flower_ext.training.model_factory import in_training
@@ -144,7 +144,7 @@ class Stack:
         loss, draws = self._loss(batch, factors), Draws(generators, batch.counts)
         self.models.gradient(everything, batch.x, loss, targets, draws)
 
-    def _loss(self, batch: MiniBatches, factors: Tensor | None) -> Loss:
+    def _loss(self, batch: MiniBatches, factors: Tensor | None) -> BatchLoss:
         """Return the sum over jobs of factor · loss on the first ``counts`` examples."""
         _, y, counts = batch
         number = self.numbers(counts).unsqueeze(1)

@@ -15,7 +15,7 @@ from flower_ext.data import trees
 from flower_ext.data.trees import Tree
 from flower_ext.errors import InvalidValue
 from flower_ext.training.dp.per_example import Parts
-from flower_ext.training.dp.ways import TOGETHER, Passes, Way
+from flower_ext.training.dp.ways import TOGETHER, GradientMethod, Passes
 from flower_ext.training.isolation import attempted
 from flower_ext.training.params import Params
 from flower_ext.training.seeding import seeded
@@ -67,7 +67,7 @@ class ClippedGradient:
             )
         self.task, self.names, self.clipping_norm = task, names, clipping_norm
         self.passes = Passes(task, names, batch_size)
-        self.way: Way | None = None
+        self.way: GradientMethod | None = None
         """The way to find gradients, which the first call chooses."""
         self._logged: set[int] = set()
 
@@ -104,7 +104,7 @@ class ClippedGradient:
         for name, part in parts.items():
             summed[name] += part.total(factors).view_as(summed[name])
 
-    def _gradients(self, way: Way, x: Tree, y: Tree) -> tuple[Parts, Tensor]:
+    def _gradients(self, way: GradientMethod, x: Tree, y: Tree) -> tuple[Parts, Tensor]:
         """Return gradients of the examples of one pass, and a mask of those that have one.
 
         If no example has one, there are no gradients.
@@ -121,7 +121,7 @@ class ClippedGradient:
             parts = self._try_pass(way, x, y, seed)
         return parts or {}, functional.pad(valid, (0, self.passes.width(way) - count))
 
-    def _pass_alone(self, way: Way, x: Tree, y: Tree, seed: int) -> list[bool]:
+    def _pass_alone(self, way: GradientMethod, x: Tree, y: Tree, seed: int) -> list[bool]:
         """Return for each example True if it passes without an error."""
         if self._try_pass(way, x, y, seed) is not None:
             return [True] * trees.length(x)
@@ -131,7 +131,7 @@ class ClippedGradient:
         halves = trees.split((x, y), -(-trees.length(x) // 2))
         return [valid for x, y in halves for valid in self._pass_alone(way, x, y, seed)]
 
-    def _try_pass(self, way: Way, x: Tree, y: Tree, seed: int) -> Parts | None:
+    def _try_pass(self, way: GradientMethod, x: Tree, y: Tree, seed: int) -> Parts | None:
         """Return gradients of examples that pass together; None if the pass raises."""
         more = self.passes.width(way) - trees.length(x)
 

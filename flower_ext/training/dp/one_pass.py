@@ -18,7 +18,7 @@ from torch.nn import functional
 from flower_ext.data import trees
 from flower_ext.data.trees import Tree
 from flower_ext.training.dp.per_example import Parts, gradients
-from flower_ext.training.example_gradient import Loss, has_rows
+from flower_ext.training.example_gradient import ExampleLoss, has_rows
 from flower_ext.training.model_calls import call_model, call_with
 from flower_ext.training.params import clone
 from flower_ext.training.trials.control_flow import watched
@@ -43,7 +43,7 @@ class OnePass:
         self.last: Tree | None = None
         """An extra example, the same in every pass, that adds no gradient; None if not needed."""
 
-    def __call__(self, x: Tree, y: Tree, loss: Loss) -> Parts:
+    def __call__(self, x: Tree, y: Tree, loss: ExampleLoss) -> Parts:
         """Return the gradients of all parameters that the loss depends on."""
         count = trees.length(x)
         inputs_of, outputs_of = dict[str, Tensor](), dict[str, Tensor]()
@@ -131,7 +131,7 @@ class OnePass:
         return trees.mapped(lambda leaf: leaf[:-1] if has_rows(leaf, rows) else leaf, outputs)
 
 
-def summed(loss: Loss, outputs: Any, y: Tree, count: int) -> Tensor:
+def summed(loss: ExampleLoss, outputs: Any, y: Tree, count: int) -> Tensor:
     """Return the sum of the examples' losses, each computed from that example alone."""
     if loss is functional.cross_entropy and isinstance(outputs, Tensor) and outputs.dim() == 2:
         return functional.cross_entropy(outputs, y, reduction="sum")

@@ -27,7 +27,7 @@ from flower_ext.data.trees import Tree
 from flower_ext.training.dp.one_pass import OnePass
 from flower_ext.training.dp.per_example import GradientRows, Parts, is_known
 from flower_ext.training.example_gradient import (
-    Loss,
+    ExampleLoss,
     gradient_alone,
     loss_alone,
     model_of_single_examples,
@@ -49,7 +49,7 @@ _MOST_DENSE, _OF_EIGHT = 1024, 8
 """Most examples that pass together if no gradient is stored; they pass in multiples of eight."""
 
 
-class Way(StrEnum):
+class GradientMethod(StrEnum):
     """Ways to find the gradients of single examples, the fastest first."""
 
     IN_ONE_PASS = "in one pass"
@@ -58,7 +58,7 @@ class Way(StrEnum):
 
 
 class Passes:
-    """Passes of examples through one model of a task, in any `Way`.
+    """Passes of examples through one model of a task, in any `GradientMethod`.
 
     Parameters
     ----------
@@ -83,20 +83,20 @@ class Passes:
         holders = [m for m in self.model.modules() if [*m.parameters(recurse=False)]]
         self._is_dense = all(type(layer) is nn.Linear for layer in holders)
 
-    def gradients(self, way: Way, x: Tree, y: Tree) -> Parts:
+    def gradients(self, way: GradientMethod, x: Tree, y: Tree) -> Parts:
         """Return the gradients of as many examples as a pass has."""
-        if way == Way.IN_ONE_PASS:
+        if way == GradientMethod.IN_ONE_PASS:
             return self.one_pass(x, y, self.task.loss)
-        follow = self.by_vmap if way == Way.BY_VMAP else self._alone
+        follow = self.by_vmap if way == GradientMethod.BY_VMAP else self._alone
         return follow(x, y, self.task.loss)
 
-    def width(self, way: Way) -> int:
+    def width(self, way: GradientMethod) -> int:
         """Return the number of examples of each pass, the same for every batch."""
-        if way == Way.ONE_BY_ONE:
+        if way == GradientMethod.ONE_BY_ONE:
             return 1
-        return _width(self.batch_size, written=way == Way.BY_VMAP or not self._is_dense)
+        return _width(self.batch_size, written=way == GradientMethod.BY_VMAP or not self._is_dense)
 
-    def by_vmap(self, x: Tree, y: Tree, loss: Loss) -> Parts:
+    def by_vmap(self, x: Tree, y: Tree, loss: ExampleLoss) -> Parts:
         """Return every example's own gradient, for any model that vmap follows."""
         chosen = {name: self.params[name] for name in self.names}
         buffers = {n: self.params.get(n, b) for n, b in self.model.named_buffers()}
@@ -108,13 +108,13 @@ class Passes:
         gradients = vmap(grad(alone), in_dims=(None, 0, 0), randomness="different")(chosen, x, y)
         return {name: GradientRows(gradient) for name, gradient in gradients.items()}
 
-    def _alone(self, x: Tree, y: Tree, loss: Loss) -> Parts:
+    def _alone(self, x: Tree, y: Tree, loss: ExampleLoss) -> Parts:
         """Return the gradient of a pass of one example, for any model."""
         (pair,) = trees.each((x, y))
         gradient = gradient_alone(self.model, self.params, self.names, loss, *pair)
         return {name: GradientRows(part.unsqueeze(0)) for name, part in gradient.items()}
 
-    def fastest_way(self, features: Tree, targets: Tree) -> Way:
+    def fastest_way(self, features: Tree, targets: Tree) -> GradientMethod:
         """Return the fastest way that trials allow; the process remembers their results.
 
         Raises
@@ -132,7 +132,7 @@ class Passes:
 @lru_cache(maxsize=64)
 def _tried(
     kind: TrainingKind, names: tuple[str, ...], batch_size: float, threads: int
-) -> tuple[Way, Tree | None]:
+) -> tuple[GradientMethod, Tree | None]:
     """Return the fastest way that trials allow, and the extra example of `OnePass`.
 
     One pass finds every example's own gradient, unless a layer treats patches or times as rows, a
@@ -143,17 +143,19 @@ def _tried(
     passes = Passes(kind.task, [*names], batch_size)
     trial = BatchInvarianceTrial(passes.model, passes.params, passes.names)
     example = kind.features, kind.targets, kind.loss
-    in_one_pass = passes.one_pass, passes.width(Way.IN_ONE_PASS)
-    way = Way.ONE_BY_ONE
+    in_one_pass = passes.one_pass, passes.width(GradientMethod.IN_ONE_PASS)
+    way = GradientMethod.ONE_BY_ONE
     if (
         all(map(is_known, passes.layers.values()))
         and _holds(passes.one_pass.prepare, kind.features, in_one_pass[1])
         and _holds(trial.finds_own_gradients, *example, *in_one_pass)
         and _holds(trial.is_batch_invariant, *example, *in_one_pass)
     ):
-        way = Way.IN_ONE_PASS
-    elif _holds(trial.is_batch_invariant, *example, passes.by_vmap, passes.width(Way.BY_VMAP)):
-        way = Way.BY_VMAP
+        way = GradientMethod.IN_ONE_PASS
+    elif _holds(
+        trial.is_batch_invariant, *example, passes.by_vmap, passes.width(GradientMethod.BY_VMAP)
+    ):
+        way = GradientMethod.BY_VMAP
     log.info("gradients of single examples are found %s", way)
     return way, passes.one_pass.last
 

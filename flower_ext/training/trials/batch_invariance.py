@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from flower_ext.data import trees
 from flower_ext.data.trees import Tree
-from flower_ext.training.example_gradient import Loss, gradient_alone, has_rows
+from flower_ext.training.example_gradient import ExampleLoss, gradient_alone, has_rows
 from flower_ext.training.model_calls import call_model
 from flower_ext.training.params import Params, clone, flat_rows, shaken
 from flower_ext.training.trials.trial_examples import (
@@ -51,7 +51,7 @@ class ExampleGradients(Protocol):
         ...
 
 
-Follow = Callable[[Tree, Tree, Loss], Mapping[str, ExampleGradients]]
+Follow = Callable[[Tree, Tree, ExampleLoss], Mapping[str, ExampleGradients]]
 """Returns every example's gradient from one pass over features and targets."""
 
 
@@ -73,7 +73,7 @@ class BatchInvarianceTrial:
         self.model, self.params, self.names = model, params, names
 
     def finds_own_gradients(
-        self, features: Tree, targets: Tree, loss: Loss, follow: Follow, count: int
+        self, features: Tree, targets: Tree, loss: ExampleLoss, follow: Follow, count: int
     ) -> bool:
         """Return True if a pass over ``count`` examples finds each one's gradient as if alone.
 
@@ -101,7 +101,7 @@ class BatchInvarianceTrial:
             return self._keeps_integers_apart(x, directions, follow, generator)
 
     def is_batch_invariant(
-        self, features: Tree, targets: Tree, loss: Loss, follow: Follow, count: int
+        self, features: Tree, targets: Tree, loss: ExampleLoss, follow: Follow, count: int
     ) -> bool:
         """Return True if no bit of an example's gradient depends on the rest of its batch.
 
@@ -206,7 +206,7 @@ def _pass_apart(examples: Tree, extremes: Sequence[Tree], directions: Tree, foll
     )
 
 
-def _followed(follow: Follow, x: Tree, y: Tree, by: Loss) -> Mapping[str, ExampleGradients]:
+def _followed(follow: Follow, x: Tree, y: Tree, by: ExampleLoss) -> Mapping[str, ExampleGradients]:
     return follow(trees.mapped(Tensor.clone, x), y, by)  # the model may write into features
 
 
@@ -234,7 +234,7 @@ def _along(outputs: Any, directions: Mapping[str, Tensor]) -> Tensor:
 
 
 def _numbers(gradients: Mapping[str, ExampleGradients]) -> list[Tensor]:
-    """Return everything of which each example has one row after a pass."""
+    """Return every tensor with one row per example."""
     return [tensor for part in gradients.values() for tensor in (*part.factors, part.squares())]
 
 

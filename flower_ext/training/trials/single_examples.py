@@ -19,10 +19,11 @@ from torch import Tensor, nn
 from flower_ext.data import trees
 from flower_ext.data.trees import Tree
 from flower_ext.errors import InvalidValue, tellable
+from flower_ext.privacy.mechanisms.updates import is_finite
 from flower_ext.training.example_gradient import gradient_alone, has_rows, model_of_single_examples
 from flower_ext.training.isolation import attempted
 from flower_ext.training.model_calls import UnlikeTypes, call_with
-from flower_ext.training.params import Params, clone, is_finite, shaken
+from flower_ext.training.params import Params, clone, shaken
 from flower_ext.training.seeding import seeded
 from flower_ext.training.task import Task
 from flower_ext.training.trials.snapshots import Snapshot, changed_places, same_params, snapshot

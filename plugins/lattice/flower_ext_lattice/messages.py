@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from flower_ext.errors import ProtocolError
-from flower_ext.secure.messages import Message, check_later
+from flower_ext.secure.messages import ProtocolMessage, check_later
 from flower_ext.secure.weighting.agreement import SEED_BYTES, SumMessage
 from flower_ext.secure.weighting.oblivious import POINT_BYTES, SEAL_BYTES
 from flower_ext_lattice.layout import DEGREE
@@ -25,7 +25,7 @@ from flower_ext_lattice.settings import (
 
 
 @dataclass(frozen=True, kw_only=True)
-class LatticeKey(Message):
+class LatticeKey(ProtocolMessage):
     """The server's public key, for all silos.
 
     ``public_seed`` determines pk1, and every a_u together with the nonce of its weights.
@@ -45,7 +45,7 @@ class LatticeKey(Message):
 
 
 @dataclass(frozen=True, kw_only=True)
-class LatticeWeights(Message):
+class LatticeWeights(ProtocolMessage):
     """One epoch's encrypted weights, for all silos.
 
     ``nonce`` is random, and enters every a_u and every pad, so that no two messages share them, not
@@ -79,7 +79,7 @@ class LatticeWeights(Message):
 
 
 @dataclass(frozen=True, kw_only=True)
-class RoundOpening(Message):
+class RoundOpening(ProtocolMessage):
     """The server's request for the sums of one round under the weights of one epoch."""
 
     kind = b"LWro"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass
 from functools import cached_property
-from typing import ClassVar
 
 from flower_ext.errors import ProtocolError
 from flower_ext.secure.labels import derive
@@ -39,7 +38,6 @@ class LatticeSilo(SiloParty):
     """
 
     kind = "lattice"
-    readers: ClassVar = {"LatticeSettings": LatticeSettings.from_plain}
     settings_type = LatticeSettings
 
     settings: LatticeSettings

@@ -21,7 +21,7 @@ from flower_ext.privacy import (
     SecureSum,
 )
 from flower_ext.privacy.mechanisms.adaptive_clipping import SIDE, rows_with_sides, with_side
-from flower_ext.privacy.mechanisms.protections import ClipUnits
+from flower_ext.privacy.mechanisms.protections import ClipAndNoise
 from flower_ext.privacy.mechanisms.updates import l2_norm
 from flower_ext.training import Task
 
@@ -162,7 +162,9 @@ def test_rows_have_the_sides_that_single_updates_have():
 @pytest.mark.parametrize("norms", [(0.0, 0.4, 3.0), (3.0, 3.0, 0.4)])
 def test_a_user_in_all_silos_moves_the_sum_by_one_bound_at_most(norms):
     """Weights of 1/3 in three silos, with parts of any lengths and directions."""
-    protection = ClipUnits(clipping_norm=1.0, noise_stddev=1.0, update_norm=0.6, side_weight=1.6)
+    protection = ClipAndNoise(
+        of_units=True, clipping_norm=1.0, noise_stddev=1.0, update_norm=0.6, side_weight=1.6
+    )
     rng, moved = torch.Generator().manual_seed(0), None
     for norm in norms:
         row = torch.randn(1, 9, generator=rng, dtype=torch.float64)

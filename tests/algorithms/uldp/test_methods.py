@@ -36,7 +36,7 @@ from flower_ext.privacy import (
     gaussian_loss,
     privacy_loss_of,
 )
-from flower_ext.privacy.mechanisms.protections import ClipUnits
+from flower_ext.privacy.mechanisms.protections import ClipAndNoise
 from flower_ext.privacy.mechanisms.run_summary import RunSummary
 from flower_ext.privacy.theorems.uldp import uldp_avg_guarantees, uldp_closed_form
 from flower_ext.training import DpSgdTraining, LocalTraining, Task
@@ -591,7 +591,9 @@ def silo_job(task, sizes=(5, 5, 1, 9, 40), training=LOCAL):
         users=users,
         seeds=list(users),
         total=silo_training.WeightedTotal(
-            params, ClipUnits(clipping_norm=0.1, noise_stddev=1.0), [0.5] * len(sizes)
+            params,
+            ClipAndNoise(of_units=True, clipping_norm=0.1, noise_stddev=1.0),
+            [0.5] * len(sizes),
         ),
     )
 

@@ -29,7 +29,7 @@ from flower_ext.privacy import (
     gaussian_loss,
     privacy_loss_of,
 )
-from flower_ext.privacy.mechanisms.protections import ClipToCells
+from flower_ext.privacy.mechanisms.protections import ClipAndNoise
 from flower_ext.privacy.plans.release_mechanism import ReleaseMechanism
 from flower_ext.training import DpSgdTraining, LocalTraining
 from tests.support.losing import Losing, stage_of
@@ -331,9 +331,11 @@ def test_private_weighting_has_a_secure_sum_of_its_own():
 
 def test_a_silo_refuses_a_protection_that_bounds_no_single_user(monkeypatch):
     strategy = strategy_of(UldpAvg, plan=secure(), local=LOCAL, **COMMON)
-    of_clients = ClipToCells(clipping_norm=0.7, noise_stddev=1.0, cell=2.0**-9)
+    of_clients = ClipAndNoise(clipping_norm=0.7, noise_stddev=1.0, cell=2.0**-9)
     monkeypatch.setattr(ReleaseMechanism, "protection", lambda *_: of_clients)
-    with pytest.raises(RuntimeError, match="asks for ClipToCells: expected a protection of single"):
+    with pytest.raises(
+        RuntimeError, match="asks for ClipAndNoise: expected a protection of single"
+    ):
         run(strategy)
 
 

@@ -17,9 +17,8 @@ from flower_ext.federation.failures import log_hidden
 from flower_ext.federation.protection import Unprotected
 from flower_ext.privacy import NonFiniteUpdate
 from flower_ext.privacy.mechanisms.protections import (
+    ClipAndNoise,
     ClipSteps,
-    ClipUnits,
-    ClipUpdate,
     Protection,
 )
 from tests.support.worlds import client_data
@@ -28,8 +27,8 @@ RECEIVED = {"w": torch.zeros(2), "b": torch.zeros(1)}
 MEMORY = {"w": torch.full((2,), 7.0)}
 TRAINED = {"w": torch.ones(2), "b": torch.ones(1)}
 SPOILED = {"w": torch.ones(2), "b": torch.tensor([torch.nan])}
-UPDATES = ClipUpdate(clipping_norm=1.0, noise_stddev=1.0)
-UNITS = ClipUnits(clipping_norm=1.0, noise_stddev=1.0)
+UPDATES = ClipAndNoise(clipping_norm=1.0, noise_stddev=1.0)
+UNITS = ClipAndNoise(of_units=True, clipping_norm=1.0, noise_stddev=1.0)
 STEPS = ClipSteps(clipping_norm=1.0, gradient_clipping_norm=1.0, noise_stddev=1.0)
 
 

@@ -1,13 +1,16 @@
 """Silos draw the same users from a key alone, independently in every round, and each round once."""
 
+import os
+
 import numpy as np
 import pytest
 from flwr.app import Context, RecordDict
 
-from flower_ext.errors import ProtocolError, is_tellable
+from flower_ext.errors import InvalidValue, ProtocolError, is_tellable
+from flower_ext.federation import _flower_private as private
 from flower_ext.federation.client import user_draws
-from flower_ext.federation.client.user_draws import draw_fingerprint, draw_users
-from flower_ext.federation.state.memory import ClientVault
+from flower_ext.federation.client.user_draws import draw_fingerprint, draw_users, draws_vault
+from flower_ext.federation.state.memory import ClientVault, forget_client
 from flower_ext.metrics import BoundTerms, by_rates
 from flower_ext.privacy import PoissonSampling, SecureNoise, privacy_loss_of
 from flower_ext.privacy.accounting.events import Release
@@ -20,13 +23,20 @@ USERS, RATE = 20_000, 0.3
 SAMPLING = PoissonSampling(USERS, RATE)
 
 
-def silo(number=0, folder=None, flower_run=1):
+def context_of(number=0, folder=None, node_id=0):
     node = {"partition-id": number}
     node |= {} if folder is None else {"state-folder": str(folder)}
-    context = Context(
-        run_id=flower_run, node_id=number, node_config=node, state=RecordDict(), run_config={}
-    )
-    return ClientVault(context, "uldp_avg-draws")
+    return Context(run_id=1, node_id=node_id, node_config=node, state=RecordDict(), run_config={})
+
+
+def silo(number=0, folder=None, node_id=0):
+    context = context_of(number, folder, node_id)
+    return draws_vault(context, "uldp_avg")
+
+
+@pytest.fixture(autouse=True)
+def simulated(monkeypatch):
+    monkeypatch.setattr(private, "in_simulation", lambda: True)
 
 
 def drawn(number=1, key=KEY, run=("study", 1), sampling=SAMPLING, vault=None):
@@ -63,6 +73,46 @@ def test_a_silo_draws_each_round_once_and_never_an_earlier_one(again, tmp_path):
         assert drawn(4, vault=later)
 
 
+def refuses(vault):
+    with pytest.raises(ProtocolError, match="round 3 before"):
+        drawn(3, vault=vault)
+    return True
+
+
+def test_a_silo_remembers_its_draws_under_any_number_that_the_server_gives_its_node(tmp_path):
+    drawn(3, vault=silo(folder=tmp_path, node_id=7))
+    assert refuses(silo(folder=tmp_path, node_id=8))
+    assert drawn(3, vault=silo(1, folder=tmp_path, node_id=7))  # another silo's folder
+
+
+def test_neither_age_nor_other_runs_remove_the_memory_of_draws(tmp_path):
+    drawn(3, vault=silo(folder=tmp_path))
+    for file in (tmp_path / "secrets").iterdir():
+        os.utime(file, (0, 0))
+    ClientVault(context_of(folder=tmp_path, node_id=9), "another").store(b"keys")
+    assert refuses(silo(folder=tmp_path))
+
+
+def test_a_server_that_lets_a_silo_forget_its_runs_cannot_repeat_a_draw(tmp_path):
+    for folder in (None, tmp_path):
+        context = context_of(folder=folder)
+        keys = ClientVault(context, "uldp_avg")
+        keys.store(b"keys")
+        drawn(3, vault=draws_vault(context, "uldp_avg"))
+        forget_client(context, ["study"])
+        assert keys.load() is None
+        assert refuses(draws_vault(context, "uldp_avg"))
+
+
+def test_a_silo_whose_memory_a_restart_would_delete_draws_nothing(tmp_path, monkeypatch):
+    monkeypatch.setattr(private, "in_simulation", lambda: False)
+    for draw in (drawn, lambda: draw_fingerprint(task(draw_key=KEY), silo())):
+        with pytest.raises(InvalidValue, match="state-folder") as refused:
+            draw()
+        assert is_tellable(refused.value)
+    assert drawn(vault=silo(folder=tmp_path))
+
+
 def test_a_silo_without_a_key_says_how_to_get_one():
     with pytest.raises(Exception, match="link key") as refused:
         drawn(key=None)
@@ -70,7 +120,7 @@ def test_a_silo_without_a_key_says_how_to_get_one():
 
 
 def test_fingerprints_are_equal_for_equal_keys_alone():
-    prints = [draw_fingerprint(task(draw_key=key)) for key in (KEY, KEY, OTHER)]
+    prints = [draw_fingerprint(task(draw_key=key), silo()) for key in (KEY, KEY, OTHER)]
     assert prints[0] == prints[1] != prints[2]
     assert KEY[:4] not in prints[0]
 

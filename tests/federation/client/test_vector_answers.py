@@ -12,9 +12,9 @@ from flower_ext.federation.client.node import NodePolicy
 from flower_ext.federation.client.vector_answers import masked_vector, query_of
 from flower_ext.federation.protection import Unprotected
 from flower_ext.privacy import SecureScores
-from flower_ext.privacy.mechanisms.protections import ClipToCells
+from flower_ext.privacy.mechanisms.protections import ClipAndNoise
 
-SHARE = ClipToCells(clipping_norm=1.0, noise_stddev=0.5, cell=2.0**-16)
+SHARE = ClipAndNoise(clipping_norm=1.0, noise_stddev=0.5, cell=2.0**-16)
 KINDS = {"scores": SecureScores}
 ONE_SCORE = {"noise_multiplier": 1.0, "bounds": [["accuracy", 0.0, 1.0]]}
 
@@ -51,12 +51,12 @@ def test_queries_that_a_client_does_not_know_or_understand_are_refused(name, fie
 def answer(asked, *, least=0.0):
     node = {"partition-id": 0, "least-noise-multiplier": least}
     context = Context(run_id=1, node_id=1, node_config=node, state=RecordDict(), run_config={})
-    view = SimpleNamespace(data=None, scores=lambda *, training: {"accuracy": 1.0})
     query = query_of(asked, KINDS)
     policy = NodePolicy(context, allow_seeded_noise=False)
     method = SimpleNamespace(name="m")
-    turn = SimpleNamespace(request=asked, policy=policy, method=method)
-    return masked_vector(query, view, turn)
+    work = SimpleNamespace(request=asked, protection=asked.protection, policy=policy, method=method)
+    view = SimpleNamespace(work=work, data=None, scores=lambda *, training: {"accuracy": 1.0})
+    return masked_vector(query, view)
 
 
 @pytest.mark.parametrize(("least", "error"), [(0.6, PermissionError), (0.4, InvalidValue)])

@@ -25,7 +25,7 @@ from flower_ext.federation import (
 )
 from flower_ext.federation import _flower_private as private
 from flower_ext.federation.engines.in_process import modules_uncollected
-from flower_ext.federation.failures import STAYS_THERE
+from flower_ext.federation.failures import REASON_WITHHELD
 from flower_ext.federation.roster import FederationNotReady
 from flower_ext.privacy import FixedSizeSampling, FullParticipation, NonPrivatePlan
 from flower_ext.training import LocalTraining
@@ -109,7 +109,7 @@ def test_a_client_that_raises_answers_with_an_error_and_forgets():
     (node,) = grid.get_node_ids()
     failed = ask(grid, node, fail=True)
     assert failed.has_error()
-    assert failed.error.reason == STAYS_THERE
+    assert failed.error.reason == REASON_WITHHELD
     assert ask(grid, node).content.config_records["a"]["n"] == 1
 
 
@@ -210,7 +210,7 @@ def test_one_failing_client_of_a_cohort_answers_with_its_error_and_the_others_wi
     app = DPFedAvg.client_app(replace(task(), data=data))
     strategy.start(InProcessGrid(app, 7), ArrayRecord(task().initial_params(0)), num_rounds=1)
     (refusal,) = strategy.refusals
-    assert refusal == f"round 1, node 1003: {STAYS_THERE}"
+    assert refusal == f"round 1, node 1003: {REASON_WITHHELD}"
     assert sorted(strategy.run.num_examples) == [0, 1, 2, 4, 5, 6]
 
 

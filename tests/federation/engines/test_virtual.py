@@ -7,7 +7,7 @@ from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict
 from flower_ext.algorithms import DP2FedSAM, DPFedAvg, FedAMP, Scaffold
 from flower_ext.federation import FederatedStrategy, InProcessGrid, VirtualGrid, client_app, records
 from flower_ext.federation.client.cohort_app import CohortApp
-from flower_ext.federation.failures import STAYS_THERE
+from flower_ext.federation.failures import REASON_WITHHELD
 from flower_ext.privacy import FixedSizeSampling, NonPrivatePlan, ReleasePlan
 from flower_ext.training import LocalTraining
 from tests.support.strategies import strategy_of
@@ -92,7 +92,7 @@ def test_each_client_has_its_own_partition_state_and_error():
     by_client = {reply.metadata.src_node_id: reply for reply in replies}
     assert set(by_client) == set(clients)
     failed = by_client.pop(clients[3])
-    assert failed.error.reason == STAYS_THERE
+    assert failed.error.reason == REASON_WITHHELD
     for client, reply in by_client.items():
         own = reply.content.config_records["own"]
         assert own["partition"] == clients.index(client)

@@ -16,7 +16,7 @@ from flower_ext.algorithms import DP2FedSAM, DPFedAvg, Scaffold
 from flower_ext.federation import FederatedStrategy, InProcessGrid, records, run_in_process
 from flower_ext.federation.engines import workers
 from flower_ext.federation.engines.workers import WorkerLost
-from flower_ext.federation.failures import STAYS_THERE
+from flower_ext.federation.failures import REASON_WITHHELD
 from flower_ext.privacy import FixedSizeSampling, NonPrivatePlan, SecureNoise
 from flower_ext.training import LocalTraining
 from tests.support.strategies import strategy_of
@@ -104,7 +104,7 @@ def test_an_error_is_that_of_its_client_alone():
     grid = InProcessGrid(telling(), num_clients=4, workers=2)
     replies = ask(grid, grid.get_node_ids(), fails=3)
     assert [reply.has_error() for reply in replies] == [False, False, False, True]
-    assert replies[3].error.reason == STAYS_THERE
+    assert replies[3].error.reason == REASON_WITHHELD
     grid.workers.gather()
     assert "seen" not in grid.contexts[list(grid.get_node_ids())[3]].state
 

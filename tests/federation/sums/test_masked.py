@@ -14,7 +14,7 @@ from scipy import stats
 from flower_ext.algorithms import DP2FedSAM, DPFedAvg, Upcycled
 from flower_ext.errors import ProtocolError
 from flower_ext.federation import records
-from flower_ext.federation.client import side, turns
+from flower_ext.federation.client import preparing, side
 from flower_ext.federation.state.memory import ClientVault
 from flower_ext.federation.sums import masked
 from flower_ext.federation.sums.masked import BEGIN, KEYS, QUESTION
@@ -53,13 +53,12 @@ def raw_updates():
     Clients train as they do before clipping: in the forms in which no bit depends on others.
     """
     bare = NonPrivatePlan(sampling=FullParticipation(CLIENTS))
-    turn_of = turns.turn_of
+    work_of = preparing.work_of
 
-    def invariant_turn(*args, **options):
-        turn = turn_of(*args, **options)
-        return turn._replace(work=replace(turn.work, batch_invariant=True))
+    def invariant_work(*args, **options):
+        return replace(work_of(*args, **options), batch_invariant=True)
 
-    with patch.object(side, "turn_of", invariant_turn):
+    with patch.object(side, "work_of", invariant_work):
         grid, _ = run(strategy_of(plan=bare, seeded_noise=False))
     return {
         reply.metadata.src_node_id - 1_000: records.to_arrays(reply.content[records.UPDATE])

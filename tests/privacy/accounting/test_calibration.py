@@ -185,7 +185,7 @@ def test_millions_of_rounds_take_few_grids_and_keep_the_target(monkeypatch):
     monkeypatch.setattr(
         accounting, "pld_epsilon", lambda *a, **k: grids.append(k["interval"]) or exact(*a, **k)
     )
-    sampling, rounds = PoissonSampling(10**6, 1e-3), 10**7
+    sampling, rounds = PoissonSampling(10**6, 1e-3), 2 * 10**6
     sigma = calibrate_noise_multiplier(
         epsilon=1.0, delta=1e-5, sampling=sampling, rounds=rounds, tolerance=0.02
     )

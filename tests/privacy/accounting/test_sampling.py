@@ -6,15 +6,16 @@ from flower_ext.privacy import (
     FixedSizeSampling,
     FullParticipation,
     PoissonSampling,
+    Release,
     SpacedSampling,
     seeded_generator,
     size_for_rate,
 )
 from flower_ext.privacy.accounting.participations import Participations
-from flower_ext.privacy.accounting.sampling import sampling_from_dict, sampling_to_dict
 
 SAMPLERS = [PoissonSampling(40, 0.3), FixedSizeSampling(40, 12), FullParticipation(40)]
 ALL = [*SAMPLERS, SpacedSampling(40, 12, 3, 5)]
+RELEASE = {"noise_multiplier": 1.0, "relation": "replace-one", "approximation_error": 0.0}
 
 
 @pytest.mark.parametrize("sampler", SAMPLERS)
@@ -48,7 +49,7 @@ def test_fixed_size_cohorts_have_their_size():
 
 @pytest.mark.parametrize("sampler", ALL)
 def test_cohorts_repeat_under_a_seed_and_samplers_survive_json(sampler):
-    again = sampling_from_dict(sampling_to_dict(sampler))
+    again = type(sampler).from_dict(sampler.to_dict())
     assert again == sampler
     cohorts = [s.draw(seeded_generator(3, "cohort", 5)) for s in (sampler, again)]
     assert cohorts[0] == cohorts[1]
@@ -69,7 +70,7 @@ def test_a_population_may_be_one(of):
         (lambda: FixedSizeSampling(5, 6), "size=6"),
         (lambda: FixedSizeSampling(5, 0), "size=0"),
         (lambda: FullParticipation(-1), "population=-1"),
-        (lambda: sampling_from_dict({"kind": "lottery"}), "kind='lottery'"),
+        (lambda: Release.from_dict({**RELEASE, "sampling": {"kind": "lottery"}}), "kind='lottery'"),
     ],
 )
 def test_unfit_samplers_are_refused_by_field(build, field):

@@ -110,7 +110,7 @@ def test_zeroing_a_client_out_moves_the_sum_before_noise_by_at_most_the_bound(pl
             summed.add(update)
             return summed.value
         sent = protection.released(update, Silence(1))
-        cell = getattr(protection, "cell", 1.0)
+        cell = protection.cell or 1.0
         return {name: np.asarray(array, np.float64) * cell for name, array in sent.items()}
 
     moved = [

@@ -15,15 +15,15 @@ from flower_ext.privacy.mechanisms.noise import (
 from tests.support.arrays import FLOATS, array_of
 from tests.support.sums import sum_clipped
 
-DRAWS = 4_000_000
+DRAWS = 1_000_000
 
 
 def has_stddev(sample: np.ndarray, stddev: float) -> bool:
-    """Return True if a sample's variance is within 0.5 % of ``stddev²``, its mean within 5 errors.
+    """Return True if a sample's variance is within 1 % of ``stddev²``, its mean within 5 errors.
 
-    At 4·10⁶ draws the variance of a correct sample has a standard error of 0.07 %.
+    At 10⁶ draws the variance of a correct sample has a standard error of 0.14 %.
     """
-    variance_fits = abs(sample.var() / stddev**2 - 1) < 0.005
+    variance_fits = abs(sample.var() / stddev**2 - 1) < 0.01
     return bool(variance_fits and abs(sample.mean()) < 5 * stddev / math.sqrt(sample.size))
 
 

@@ -15,8 +15,8 @@ from flower_ext.privacy import (
     SeededNoise,
 )
 from flower_ext.privacy.mechanisms.protections import (
+    ClipAndNoise,
     ClipSteps,
-    ClipUpdate,
     ProtectedByServer,
     ProtectedByTraining,
 )
@@ -24,7 +24,7 @@ from flower_ext.privacy.mechanisms.updates import l2_norm
 from tests.support.perturbed import noiseless
 
 CLIPPING = (
-    ClipUpdate(clipping_norm=0.5, noise_stddev=0.25),
+    ClipAndNoise(clipping_norm=0.5, noise_stddev=0.25),
     OutputPerturbation(clipping_norm=0.5, noise_stddev=0.25),
     ClipSteps(clipping_norm=0.5, gradient_clipping_norm=1.0, noise_stddev=0.25),
 )

@@ -2,8 +2,15 @@ import numpy as np
 import pytest
 import torch
 
+from flower_ext.errors import InvalidValue
 from flower_ext.privacy import NonFiniteUpdate, clip
-from flower_ext.privacy.mechanisms.updates import RunningSum, in_precision_of, l2_norm
+from flower_ext.privacy.mechanisms.updates import (
+    RunningSum,
+    check_like,
+    in_precision_of,
+    is_finite,
+    l2_norm,
+)
 from tests.support.sums import added
 
 
@@ -59,3 +66,33 @@ def test_a_total_counts_and_adds_each_update():
     assert summed.count == 3
     np.testing.assert_array_equal(summed.value["w"], [5.0, 5.0])
     assert summed.value["w"].dtype == np.float64
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64])
+def test_numbers_are_finite_whatever_their_sum(dtype):
+    largest = torch.finfo(dtype).max
+    assert is_finite(torch.full((3, 40), largest, dtype=dtype))
+    assert is_finite(torch.zeros(0, dtype=dtype))
+    assert is_finite(torch.tensor([2**62]))
+    for odd in (torch.nan, torch.inf, -torch.inf):
+        for rest in (1.0, largest):
+            numbers = torch.full((3, 40), rest, dtype=dtype)
+            numbers[1, 7] = odd
+            assert not is_finite(numbers)
+            numbers[2, 9] = -odd
+            assert not is_finite(numbers)
+
+
+def test_arrays_that_are_not_like_others_are_refused_without_their_numbers():
+    like = {"a": np.full(3, 0.5, np.float32)}
+    check_like({"a": torch.zeros(3, dtype=torch.float64)}, like)
+    for odd, said in (
+        ({}, r"names differ: missing \['a'\]"),
+        ({**like, "b": like["a"]}, r"unexpected \['b'\]"),
+        ({"a": np.zeros(2, np.float32)}, r"'a' has shape \(2,\)"),
+        ({"a": np.full(3, 7.25)}, "type float64: expected shape .* and type float32"),
+    ):
+        with pytest.raises(InvalidValue, match=said) as refusal:
+            check_like(odd, like, types=True)
+        assert "0.5" not in str(refusal.value)
+        assert "7.25" not in str(refusal.value)

@@ -255,9 +255,17 @@ def test_no_jobs_give_no_models():
     assert train_many(problem(), []) == []
 
 
-def test_a_client_without_examples_is_an_error(batched):
+@pytest.mark.parametrize("sizes", [[4, 0, 4], [0, 4, 0], [0, 0]])
+def test_a_client_without_examples_keeps_its_parameters(sizes):
+    jobs = jobs_of(Dense, [SGD], sizes)
+    models = train_many(problem(), jobs)
+    same(models, one_by_one_or_as_it_was(jobs_of(Dense, [SGD], sizes)))
     with pytest.raises(ValueError, match="without examples"):
-        train_many(problem(), jobs_of(Dense, [SGD], [4, 0, 4]))
+        next(train_groups(problem(), jobs))
+
+
+def one_by_one_or_as_it_was(jobs):
+    return [one_by_one(problem(), [job])[0] if len(job.examples) else job.params for job in jobs]
 
 
 def test_trained_has_to_select_something(batched):

@@ -4,7 +4,6 @@ import time
 
 from flwr.app import Context, Message
 from flwr.clientapp import ClientApp
-from opacus import PrivacyEngine
 from torch.optim import SGD
 
 from flower_projects.task import answer, evaluate, load_data, one_epoch, received, train_fn
@@ -25,6 +24,7 @@ def custom_mods(*mods) -> ClientApp:
 
 def opacus(*mods, wrapped: bool = False) -> ClientApp:
     """DP-SGD on the clients, each with its own noise, and its ε as a metric."""
+    from opacus import PrivacyEngine  # takes a second, which the other projects need not wait
 
     def train(message: Message, context: Context) -> Message:
         net, loader = received(message), load_data(context)

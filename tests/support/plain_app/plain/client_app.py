@@ -1,6 +1,9 @@
 """A client that trains honestly, or sends its secret out in a way that the server names."""
 
+import ctypes
+import errno
 import os
+import platform
 import socket
 import sys
 import time
@@ -144,6 +147,29 @@ def by_killing_the_guard(content, context, config):
 def by_reading_secrets(content, context, config):
     secret = Path(str(config["hidden"])).read_bytes()
     content["arrays"]["vector"] = Array(np.full(4, 1e3 * len(secret), np.float32))
+
+
+def by_writing_a_kernel_setting(content, context, config):
+    path = Path("/proc/sys/kernel/core_pattern")
+    path.write_text(path.read_text())
+
+
+def by_asking_for_a_key(content, context, config):
+    system_call(KEYRING, b"user", MARK.encode(), b"", 0)
+
+
+def by_inner_namespaces(content, context, config):
+    new_user_namespace = 0x10000000
+    system_call(UNSHARE, new_user_namespace)
+
+
+UNSHARE, KEYRING = (272, 249) if platform.machine() == "x86_64" else (97, 218)
+
+
+def system_call(number, *arguments):
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.syscall(number, *arguments) < 0 and ctypes.get_errno() != errno.ENOKEY:
+        raise OSError(ctypes.get_errno(), "the kernel refuses")
 
 
 WAYS = {

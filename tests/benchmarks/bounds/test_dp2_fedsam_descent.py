@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from flower_ext.planning.dp2_fedsam_descent import (
+from benchmarks.bounds.dp2_fedsam_descent import (
     PersonalDescent,
     dp2_fedsam_provable_bound,
     dp2_fedsam_published_bound,

@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from flower_ext.planning.uldp_descent import (
+from benchmarks.bounds.uldp_descent import (
     UldpDescent,
     clipping_bias,
     uldp_avg_bound,

@@ -99,11 +99,11 @@ def uldp_avg_bound(
             f"{1 / (math.sqrt(30) * Q * L):.4g}"
         )
     dependent = basis == "provable" and Q > 1 and problem.gradient_stddev > 0
-    care = 6 if dependent else 3
-    if server * local * care * Q * L * high > S * (1 + 1e-12):
+    dependence_factor = 6 if dependent else 3
+    if server * local * dependence_factor * Q * L * high > S * (1 + 1e-12):
         raise InvalidValue(
-            f"server_rate={server!r}: expected at most S/({care} Q L η_l C̄) = "
-            f"{S / (care * Q * L * local * high):.4g}"
+            f"server_rate={server!r}: expected at most S/({dependence_factor} Q L η_l C̄) = "
+            f"{S / (dependence_factor * Q * L * local * high):.4g}"
         )
     c = 1 / 2 - 15 * (L * Q * local) ** 2
     step = c * server * local * Q
@@ -111,7 +111,7 @@ def uldp_avg_bound(
     noise = (problem.noise_multiplier * problem.clipping_norm) ** 2 * problem.dimension
     descent = problem.initial_gap / (low * rounds * step)
     drift = 5 / (2 * c) * L**2 * Q * local**2 * (variance + 6 * Q * spread)
-    sampling = care * high * L * server * local * variance / (2 * c * S**2 * U)
+    sampling = dependence_factor * high * L * server * local * variance / (2 * c * S**2 * U)
     if basis == "published":
         descent /= S
     else:

@@ -11,6 +11,11 @@ from flwr.app import ArrayRecord
 from flwr.serverapp.strategy import FedProx
 from torch import nn
 
+from benchmarks.bounds.upcycled_descent import (
+    ConvergenceConstants,
+    convergence_constants,
+    estimate_descent,
+)
 from flower_ext.algorithms import Hosted, Upcycled
 from flower_ext.algorithms.upcycled import (
     Decaying,
@@ -18,15 +23,10 @@ from flower_ext.algorithms.upcycled import (
 )
 from flower_ext.data import ClientData, Examples
 from flower_ext.federation import FederatedStrategy, InProcessGrid, records
-from flower_ext.planning.upcycled_descent import (
-    ConvergenceConstants,
-    convergence_constants,
-    estimate_descent,
-)
 from flower_ext.privacy import FullParticipation, NonPrivatePlan
 from flower_ext.training import LocalTraining, Task
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 USUAL = {
     "smoothness": 0.1,
     "dissimilarity": 1.1,

@@ -1,21 +1,15 @@
-"""A client's turn in a round: from the server's request to the input of the method."""
+"""Prepare a client's work: from the server's request to the input of the method."""
 
 from __future__ import annotations
-
-from functools import partial
-from typing import NamedTuple
 
 import torch
 
 from flower_ext.errors import InvalidValue, knowing_no_data, tellable
-from flower_ext.federation import records
 from flower_ext.federation.client.client_method import ClientMethod, ClientWork, Memory
 from flower_ext.federation.client.data_loading import checked_data
 from flower_ext.federation.client.node import NodePolicy
-from flower_ext.federation.client.requests import Request
-from flower_ext.federation.client.user_draws import draw_users
-from flower_ext.federation.state.memory import ClientMemory, ClientVault
-from flower_ext.federation.sums import weighted_silo
+from flower_ext.federation.client.requests import ClientRequest
+from flower_ext.federation.state.memory import ClientMemory
 from flower_ext.privacy import NoiseSource
 from flower_ext.privacy.guarantee import PreconditionFailed
 from flower_ext.privacy.mechanisms.protections import ClipSteps, ObjectivePerturbation, Protection
@@ -23,33 +17,10 @@ from flower_ext.privacy.randomness import derived_seed
 from flower_ext.training import Linear, Params, StepNoise, Task
 
 
-class Turn(NamedTuple):
-    """One client's turn in a round.
-
-    Attributes
-    ----------
-    method : ClientMethod
-    policy : NodePolicy
-        The client's node, and limits that its owner sets.
-    request : Request
-        The server's request.
-    memory : ClientMemory or None
-        The memory of the method on this client; None if the method keeps none.
-    work : ClientWork
-        The method's input.
-    """
-
-    method: ClientMethod
-    policy: NodePolicy
-    request: Request
-    memory: ClientMemory | None
-    work: ClientWork
-
-
-def turn_of(
-    method: ClientMethod, task: Task, policy: NodePolicy, request: Request, *, alone: bool
-) -> Turn:
-    """Return a client's turn, if the owner of its node permits the request.
+def work_of(
+    method: ClientMethod, task: Task, policy: NodePolicy, request: ClientRequest, *, alone: bool
+) -> ClientWork:
+    """Return a client's work, if the owner of its node permits the request.
 
     ``alone`` means that the node trains no other client at the same time.
 
@@ -75,57 +46,39 @@ def turn_of(
     # Batches differ between clients and rounds, and are the same in a repeated round.
     seed = derived_seed(request.seed, "client", request.kind, partition, request.round)
     data = checked_data(task, request, partition)
-    memory = None
+    store = None
     if method.keeps_memory:
-        memory = ClientMemory(policy.context, method.name, request.run)
-    work = ClientWork(
+        store = ClientMemory(policy.context, method.name, request.run)
+    return ClientWork(
+        method=method,
         task=task,
+        policy=policy,
+        request=request,
         data=data,
-        received=request.model,
-        memory=None if memory is None else _load(memory, method, request),
-        weighted_part=partial(
-            weighted_silo.open_part,
-            request.sums.get(records.WEIGHTED_SUM),
-            ClientVault(policy.context, method.name),
-            request.round,
-        ),
-        draw_users=partial(
-            draw_users,
-            task,
-            ClientVault(policy.context, f"{method.name}-draws"),
-            (request.run, policy.context.run_id),
-            request.round,
-        ),
-        protection=protection,
-        training=request.training,
-        round=request.round,
-        seed=request.seed,
+        store=store,
+        memory=None if store is None else _load(store, method, request),
         generator=torch.Generator().manual_seed(seed),
-        settings=request.settings,
-        state=request.state,
         terms=objective_terms(request.model, len(data.train), protection, noise),
         noise=policy.noise(request.entries, "training-noise"),
         step_noise={} if in_steps is None or phase is None else {phase: in_steps},
-        config=request.config,
         # Libraries may round differently in a batch, and a batch must not show in the bits of an
         # upload.
         batch_invariant=not alone and protection.bounds_uploads,
     )
-    return Turn(method, policy, request, memory, work)
 
 
-def _load(memory: ClientMemory, method: ClientMethod, request: Request) -> Params | None:
+def _load(store: ClientMemory, method: ClientMethod, request: ClientRequest) -> Params | None:
     """Load the newest memory from before this training round, or for an evaluation, of this one."""
     used = request.entries.get("remembered")
     if method.memory is Memory.MIRRORED and request.kind == "train" and used is not None:
-        _go_back(memory, used)
-    return memory.load(before=request.round + (request.kind == "evaluate"))
+        _go_back(store, used)
+    return store.load(before=request.round + (request.kind == "evaluate"))
 
 
-def _go_back(memory: ClientMemory, used: int) -> None:
+def _go_back(store: ClientMemory, used: int) -> None:
     """Forget memory of training rounds after ``used``, whose replies the server did not use."""
-    memory.forget(after=used)
-    if (newest := memory.newest()) < used:
+    store.forget(after=used)
+    if (newest := store.newest()) < used:
         raise tellable(
             InvalidValue(
                 f"this client lost its memory of training round {used} (newest: "

@@ -1,0 +1,1 @@
+"""Convergence theorems of three papers, as published and as they can be proved."""

@@ -1,0 +1,64 @@
+"""The guard's own time for each message, beside the app's: a million numbers in one array.
+
+    python -m benchmarks guard
+
+The Runtime API is Flower's, on loopback. Apps run in namespaces, as at a site. Seconds of this
+process's processor are printed too, because a busy machine makes only the others longer.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import IO
+
+import numpy as np
+
+from flower_ext.guard import app_process, service
+from flower_ext.guard.flower_runtime import Runtime
+from flower_ext.guard.policy import GuardPolicy, read_policy
+from tests.support.guarding import write_policy
+from tests.support.supernode import LoopbackSuperNode
+
+
+def main() -> None:
+    """Print seconds a message: of the app's process, and of everything else that the guard does."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks guard", description=__doc__)
+    parser.add_argument("--numbers", type=int, default=1_000_000)
+    parser.add_argument("--messages", type=int, default=10)
+    options = parser.parse_args()
+    apps: list[float] = []
+    answer_of = app_process.answer_of
+
+    def timed(request: bytes, policy: GuardPolicy, log: IO[bytes]) -> bytes | None:
+        started = time.perf_counter()
+        answer = answer_of(request, policy, log)
+        apps.append(time.perf_counter() - started)
+        return answer
+
+    vars(service)["answer_of"] = timed
+    arrays = {"vector": np.zeros(options.numbers, np.float32)}
+    with TemporaryDirectory() as folder, LoopbackSuperNode() as node:
+        more = "answer-limit = 1_000_000_000"
+        path = write_policy(Path(folder, "guard.toml"), epsilon=1e6)
+        path.write_text(path.read_text().replace("answer-limit = 4_000_000", more))
+        runtime = Runtime(node.address, root_certificates=None, secret=b"secret")
+        guard = service.Guard(read_policy(path), runtime, tell=lambda line: None)
+        own, processor = [], []
+        for _ in range(options.messages + 1):
+            node.send(arrays)
+            started, spent = time.perf_counter(), time.thread_time()
+            guard.serve_one()
+            own.append(time.perf_counter() - started - apps[-1])
+            processor.append(time.thread_time() - spent)
+            assert node.replies()[0].has_content()
+    for name, seconds in (("app", apps), ("guard", own), ("guard's processor", processor)):
+        middle, most = statistics.median(seconds[1:]), max(seconds[1:])
+        print(f"{name:18} median {middle:.3f} s, largest {most:.3f} s of {options.messages}")
+
+
+if __name__ == "__main__":
+    main()
