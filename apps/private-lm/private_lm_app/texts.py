@@ -101,7 +101,8 @@ class Texts:
         modules = private_modules()
         if self.users:  # a module is an author, whose text lies with all clients
             for author in range(client % len(modules), min(self.users, len(modules))):
-                yield Text("", _piece(modules[author], client, self.clients), author)
+                piece = _piece(modules[author], client, self.clients)
+                yield Text("", piece, author, self.texts_per_client)
             return
         number, part = client % len(modules), client // len(modules)
         parts = -(-(self.clients - number) // len(modules))
