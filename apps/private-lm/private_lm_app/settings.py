@@ -26,7 +26,9 @@ class Settings(ReleaseSettings, CohortSettings, TrainingSettings, ServerSettings
     dataset: Literal["python", "folder"] = setting(
         "python: source code of Python's standard library; folder: texts in data-folder"
     )
-    texts_per_client: Count = setting("python: windows of a client (uldp-avg-w: of an author there), a quarter for tests")
+    texts_per_client: Count = setting(
+        "python: windows of a client, or of an author there; a quarter for tests"
+    )
     num_users: Count = setting("uldp-avg-w: number of authors")
     max_tokens: Count = setting("tokens of a window of running text, and most of a record")
 
