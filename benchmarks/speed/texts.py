@@ -1,4 +1,4 @@
-"""Small transformers that classify texts of 64 words."""
+"""Small transformers that classify texts of 64 words, or continue texts of 64 bytes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from flower_ext.training.hugging_face import with_lora
+
 WORDS, LENGTH, WIDTH, HEADS, LAYERS, CLASSES = 2_000, 64, 64, 4, 2, 10
+BYTES = 259
 
 
 class Encoder(nn.Module):
@@ -73,6 +76,34 @@ class Adapted(nn.Module):
     def forward(self, words: Tensor, mask: Tensor) -> Tensor:
         out: Tensor = self.model(input_ids=words, attention_mask=mask).logits
         return out
+
+
+class Causal(nn.Module):
+    """The tiny base model of ``apps/private-lm``, and its logits (n, bytes, places)."""
+
+    def __init__(self, rank: int = 0) -> None:
+        super().__init__()
+        from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
+
+        sizes: Any = GPTNeoXConfig(  # type: ignore[call-arg, unused-ignore]
+            vocab_size=BYTES,
+            hidden_size=WIDTH,
+            num_hidden_layers=LAYERS,
+            num_attention_heads=HEADS,
+            intermediate_size=4 * WIDTH,
+            max_position_embeddings=LENGTH,
+        )
+        model = GPTNeoXForCausalLM(sizes)
+        self.model = with_lora(model, rank=rank, only_b=True) if rank else model
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        out: Tensor = self.model(input_ids=tokens, use_cache=False).logits[:, :-1].mT
+        return out
+
+
+def tokens(count: int) -> Tensor:
+    """Return bytes."""
+    return texts(count) % BYTES
 
 
 def texts(count: int) -> Tensor:

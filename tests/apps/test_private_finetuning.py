@@ -254,4 +254,4 @@ def test_a_missing_extra_is_named(absent, backbone, said, monkeypatch):
 def test_a_missing_extra_for_text_is_named(text, monkeypatch):
     monkeypatch.setitem(sys.modules, "peft", None)
     with pytest.raises(ValueError, match=r"pip install 'flower-ext\[transformers\]'"):
-        module("texts")._libraries()
+        task(**text).model()

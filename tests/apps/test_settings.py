@@ -9,14 +9,21 @@ from flwr.app import Context, RecordDict
 from flower_ext.data import describe
 from flower_ext.data.datasets import names
 from flower_ext.federation import run_in_process
-from tests.support.apps import DP2_FEDSAM, DP_DITTO, PRIVATE_FINETUNING, ULDP_FL, UPCYCLED_FL
+from tests.support.apps import (
+    DP2_FEDSAM,
+    DP_DITTO,
+    PRIVATE_FINETUNING,
+    PRIVATE_LM,
+    ULDP_FL,
+    UPCYCLED_FL,
+)
 from tests.support.grids import grid
 
 
 @pytest.mark.parametrize(
     "app",
     grid(
-        [DP2_FEDSAM, DP_DITTO, PRIVATE_FINETUNING, ULDP_FL, UPCYCLED_FL],
+        [DP2_FEDSAM, DP_DITTO, PRIVATE_FINETUNING, PRIVATE_LM, ULDP_FL, UPCYCLED_FL],
         lambda app: app is UPCYCLED_FL,
     ),
     ids=lambda app: app.folder.name,

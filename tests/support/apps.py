@@ -135,6 +135,18 @@ PRIVATE_FINETUNING = App(
         "noise-multiplier": 0.5,
     },
 )
+PRIVATE_LM = App(
+    folder=APPS / "private-lm",
+    small={
+        "clients": 3,
+        "texts-per-client": 8,
+        "max-tokens": 16,
+        "rounds": 2,
+        "evaluate-every": 1,
+        "seeded-noise": True,
+        "epsilon": 100.0,
+    },
+)
 OWN = App(folder=Path(__file__).parent / "own_app", small={})
 TEXTS = App(folder=Path(__file__).parent / "text_project", small={})
 EXAMPLES = App(folder=Path(__file__).parent / "flower_examples", small={})

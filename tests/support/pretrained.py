@@ -71,3 +71,29 @@ def finetuning_settings(folder: Path) -> dict[str, object]:
         "max-tokens": 8,
         "lora-rank": 4,
     }
+
+
+def save_causal(
+    folder: Path, *, seed: int = 0, dtype: torch.dtype = torch.float32, **config
+) -> Path:
+    """Write a one-layer GPT-NeoX with the weights of ``seed``, and a tokenizer of bytes."""
+    from transformers import ByT5Tokenizer, GPTNeoXConfig, GPTNeoXForCausalLM
+
+    tokenizer = ByT5Tokenizer(extra_ids=0)
+    tokenizer.save_pretrained(folder)
+    sizes = {
+        "vocab_size": len(tokenizer),
+        "hidden_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "intermediate_size": 32,
+        "max_position_embeddings": 64,
+        "rotary_pct": 1.0,
+        "initializer_range": 0.2,
+    }
+    names = {"bos_token_id": 1, "eos_token_id": 1, "pad_token_id": 0}
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = GPTNeoXForCausalLM(GPTNeoXConfig(**{**sizes, **names, **config}))
+    model.to(dtype).save_pretrained(folder)
+    return folder

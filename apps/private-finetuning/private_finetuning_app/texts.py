@@ -3,9 +3,8 @@
 import csv
 from copy import deepcopy
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +13,7 @@ from torch.nn.functional import layer_norm
 from flower_ext.data import DataNotFound, Examples
 from flower_ext.errors import InvalidValue
 from flower_ext.runs.settings import UnfitSetting, absolute_path
+from flower_ext.training.hugging_face import pretrained, with_lora
 from flower_ext.training.models import HeadedModel
 from private_finetuning_app.settings import Settings
 
@@ -128,17 +128,10 @@ class Texts:
     def adapted(self) -> nn.Module:
         """Return the frozen model with trained low-rank matrices B·A beside its linear layers.
 
-        With ``lora_only_b`` A keeps its random start, the same on all nodes. The sum of the
-        clients' products B·A is then the sum of their B, times A (FFA-LoRA, Sun et al. 2024).
+        ``lora_only_b`` is explained in `with_lora`.
         """
-        encoder, (peft, _) = self.frozen(), _libraries()
-        lora = peft.LoraConfig(
-            r=self.lora_rank, lora_alpha=2 * self.lora_rank, target_modules="all-linear"
-        )
-        encoder.model = peft.get_peft_model(encoder.model, lora)
-        for name, parameter in encoder.named_parameters():
-            if self.lora_only_b and ".lora_A." in name:
-                parameter.requires_grad_(False)
+        encoder = self.frozen()
+        encoder.model = with_lora(encoder.model, rank=self.lora_rank, only_b=self.lora_only_b)
         return encoder
 
     def whole(self) -> nn.Module:
@@ -163,27 +156,4 @@ def _rows(path: Path) -> list[tuple[str, str]]:
     return [(row["text"] or "", row["label"] or "") for row in rows]
 
 
-def _libraries() -> tuple[Any, Any]:
-    """Return peft and transformers."""
-    try:
-        import peft
-        import transformers
-    except ImportError as error:
-        raise InvalidValue(
-            "dataset='text': transformers and peft are not installed; "
-            "pip install 'flower-ext[transformers]'"
-        ) from error
-    return peft, transformers
-
-
-@cache
-def _loaded(kind: str, model: str, **options: Any) -> Any:
-    _, transformers = _libraries()
-    transformers.utils.logging.disable_progress_bar()
-    try:
-        return getattr(transformers, kind).from_pretrained(model, **options)
-    except (OSError, ValueError) as error:  # no folder with a model, and no download
-        raise InvalidValue(
-            f"text-model={model!r}: {str(error).splitlines()[0]} Offline, name a local folder with "
-            "a model and its tokenizer, as save_pretrained writes them"
-        ) from error
+_loaded = partial(pretrained, setting="text-model")

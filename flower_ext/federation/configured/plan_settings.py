@@ -22,7 +22,7 @@ from flower_ext.privacy import (
     size_for_rate,
 )
 from flower_ext.privacy.accounting.calibration import default_relation
-from flower_ext.privacy.mechanisms.secure_scores import ACCURACY
+from flower_ext.privacy.mechanisms.secure_scores import ACCURACY, Bounds
 from flower_ext.privacy.theorems.dp2_fedsam_theorem import dp2_fedsam_theorem2_noise_multiplier
 from flower_ext.runs.settings import UnfitSetting
 from flower_ext.runs.shared_settings import (
@@ -63,7 +63,12 @@ def non_private_plan(settings: TrainingSettings, sampling: Sampling) -> NonPriva
 
 
 def release_plan(
-    settings: ReleaseSettings, sampling: Sampling, *, of_users: bool = False, **changes: Any
+    settings: ReleaseSettings,
+    sampling: Sampling,
+    *,
+    of_users: bool = False,
+    scores: Bounds = ACCURACY,
+    **changes: Any,
 ) -> ReleasePlan:
     """Return the plan under which the server releases noised sums of sampled clients' updates.
 
@@ -78,6 +83,9 @@ def release_plan(
     sampling : Sampling
     of_users : bool
         True if the units are users with records in several silos.
+    scores : tuple of (str, float, float)
+        Metrics that a secure evaluation releases, with their bounds; ``evaluation_loss_bound`` adds
+        the loss.
     **changes
         Fields of `ReleasePlan` that override the settings; ``noise_multiplier`` cannot be among
         them.
@@ -105,7 +113,7 @@ def release_plan(
         options |= _correlated(settings, sampling, of_users=of_users)
     with naming_settings(settings):
         if settings.evaluation == "secure":
-            options["queries"] = (_secure_scores(settings, options),)
+            options["queries"] = (_secure_scores(settings, options, scores),)
         if epsilon is None:
             return ReleasePlan(noise_multiplier=settings.noise_multiplier, **options)
         if settings.calibration == "provable":
@@ -175,7 +183,9 @@ def _delta(settings: PrivacySettings, sampling: Sampling) -> float:
     return 1 / sampling.population
 
 
-def _secure_scores(settings: ReleaseSettings, options: Mapping[str, Any]) -> SecureScores:
+def _secure_scores(
+    settings: ReleaseSettings, options: Mapping[str, Any], scores: Bounds
+) -> SecureScores:
     """Return the query by which evaluations release scores, from the settings ``evaluation_…``."""
     every, multiplier = settings.evaluate_every, settings.evaluation_noise_multiplier
     if not isinstance(options["noise_placement"], SecureSum):
@@ -204,5 +214,5 @@ def _secure_scores(settings: ReleaseSettings, options: Mapping[str, Any]) -> Sec
             relation=default_relation(options["sampling"]),
         )
     bound = settings.evaluation_loss_bound
-    bounds = (*ACCURACY, ("loss", 0.0, bound)) if bound else ACCURACY
+    bounds = (*scores, ("loss", 0.0, bound)) if bound else scores
     return SecureScores(noise_multiplier=multiplier, times=evaluations, bounds=bounds)

@@ -4,13 +4,17 @@ import math
 
 import torch
 
+from flower_ext.data import trees
+
 
 def by_loop(task, params, data, clipping_norm, names):
     """Run one backward pass for each record."""
     summed = {name: torch.zeros_like(params[name], dtype=torch.float64) for name in names}
-    for x, y in zip(data.features, data.targets, strict=True):
+    for x, y in trees.each((data.features, data.targets)):
         leaves = {n: p.clone().requires_grad_(n in names) for n, p in params.items()}
-        out = torch.func.functional_call(task.model(), leaves, (x.unsqueeze(0),))
+        x = trees.mapped(lambda leaf: leaf.unsqueeze(0), x)
+        given, named = ((), x) if isinstance(x, dict) else ((x,), {})
+        out = torch.func.functional_call(task.model(), leaves, given, named)
         slopes = torch.autograd.grad(
             task.loss(out, y.unsqueeze(0)),
             [leaves[n] for n in names],

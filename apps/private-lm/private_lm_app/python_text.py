@@ -1,0 +1,67 @@
+"""Text that every Python brings along: documentation, which is public here, and source code.
+
+Half of the standard library's modules are *public*: the prose in their docstrings and in the topics
+of ``help()`` trains the tiny base model, and no guarantee covers it. The source code of the other
+modules plays the part of people's private texts, of a kind that the base model never saw.
+"""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import re
+import sysconfig
+from functools import cache
+from pathlib import Path
+
+from flower_ext.data import DataNotFound
+
+_LEFT_OUT = {"site-packages", "test", "tests", "idlelib", "lib2to3", "encodings", "pydoc_data"}
+_DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+_PROSE = re.compile(r"[A-Za-z ,.;:'\"-]{60,}")
+_SHORTEST = 2_000
+"""Fewest characters of a private module."""
+
+
+@cache
+def public_text() -> str:
+    """Return paragraphs of prose, a line each: of ``help()``, and of all public modules."""
+    from pydoc_data.topics import topics
+
+    documents = [text for module in _modules()[0] for text in _docstrings(module)]
+    lines = (
+        " ".join(paragraph.split())
+        for text in [*topics.values(), *documents]
+        for paragraph in text.split("\n\n")
+    )
+    return "\n".join(filter(_PROSE.fullmatch, lines))
+
+
+@cache
+def private_modules() -> tuple[str, ...]:
+    """Return the source code of each private module, in a fixed random order."""
+    codes = (module.read_text(encoding="utf-8") for module in _modules()[1])
+    return tuple(code for code in codes if len(code) >= _SHORTEST)
+
+
+def _modules() -> tuple[list[Path], list[Path]]:
+    """Return the files of public and of private modules, by the digest of their names."""
+    library = Path(sysconfig.get_paths()["stdlib"])
+    public, private = {}, {}
+    for path in library.rglob("*.py"):
+        name = path.relative_to(library)
+        if not _LEFT_OUT & {*name.parts}:
+            digest = hashlib.sha256(name.as_posix().encode()).digest()
+            (private if digest[0] % 2 else public)[digest] = path
+    if not (public and private):
+        raise DataNotFound(
+            f"dataset='python': no source code in {library}, as in a Python without sources; "
+            "expected dataset='folder'"
+        )
+    return [public[key] for key in sorted(public)], [private[key] for key in sorted(private)]
+
+
+def _docstrings(module: Path) -> list[str]:
+    tree = ast.parse(module.read_text(encoding="utf-8"))
+    nodes = (node for node in ast.walk(tree) if isinstance(node, _DOCUMENTED))
+    return [text for node in nodes if (text := ast.get_docstring(node))]

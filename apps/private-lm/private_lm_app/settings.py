@@ -1,0 +1,50 @@
+"""The settings of this app; ``pyproject.toml`` holds their defaults."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from flower_ext.runs.settings import AbsolutePath, Count, Positive, setting
+from flower_ext.runs.shared_settings import (
+    CohortSettings,
+    ReleaseSettings,
+    ServerSettings,
+    TrainingSettings,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings(ReleaseSettings, CohortSettings, TrainingSettings, ServerSettings):
+    """Private fine-tuning of a causal language model."""
+
+    method: Literal["dp-fedavg", "uldp-avg-w", "fedavg", "alone"] = setting(
+        "dp-fedavg: privacy for each client; uldp-avg-w: for each author, whose texts lie with "
+        "several clients; fedavg: without privacy; alone: each client trains for itself"
+    )
+
+    dataset: Literal["python", "folder"] = setting(
+        "python: source code of Python's standard library; folder: texts in data-folder"
+    )
+    texts_per_client: Count = setting(
+        "python: windows of a client, or of an author there; a quarter for tests"
+    )
+    num_users: Count = setting("uldp-avg-w: number of authors")
+    max_tokens: Count = setting("tokens of a window of running text, and most of a record")
+
+    base: str = setting(
+        "folder of a causal model and its tokenizer, or a name on the hub; empty: a tiny model "
+        "that the app trains on Python's documentation, once, in cache-folder"
+    )
+    cache_folder: AbsolutePath = setting(
+        "absolute path of the tiny model's folder; empty: ~/.cache/flower-ext", default=""
+    )
+    lora_rank: Count = setting("r: rank of LoRA's matrices")
+    lora_only_b: bool = setting("only B trains; A stays as drawn, equal on all nodes (FFA-LoRA)")
+    lora_targets: str = setting(
+        "layers with adapters, separated by commas; all-linear: all but the head; empty: "
+        "all-linear, or three layers of the tiny model"
+    )
+
+    epochs_alone: Count = setting("alone: epochs of a client's training")
+    clipping_norm: Positive = setting("C: clipping norm of an update; adaptive: the first one")

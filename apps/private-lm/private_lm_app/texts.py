@@ -1,0 +1,188 @@
+"""Texts of clients as examples: windows of running text, and records with a prompt.
+
+A folder holds files of two kinds:
+
+* ``*.txt`` is running text, which is cut into windows.
+* Each line of ``*.jsonl`` is a record ``{"prompt": ..., "completion": ..., "author": 3}``. The
+  model learns the completion alone. ``prompt`` may be absent. ``author`` is needed only for privacy
+  of authors.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from flower_ext.data import ClientData, DataNotFound, Examples, SiloData
+from flower_ext.errors import InvalidValue, knowing_no_data
+from flower_ext.privacy import seeded_generator
+from flower_ext.training.language import IGNORED
+from private_lm_app.python_text import private_modules
+
+TEST_SHARE = 4
+"""One text in so many is for tests."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Texts:
+    """Texts of all clients, by number of the client.
+
+    Parameters
+    ----------
+    of_python : bool
+        The texts are source code of Python's library, and not those of ``folder``.
+    folder : Path, optional
+        Without sub-folders, its files are those of the only client of this machine; else the
+        sub-folders belong to the clients, in the order of their names.
+    clients, texts_per_client, users, seed
+        As the settings; ``users`` is 0 if texts have no authors.
+    """
+
+    of_python: bool
+    folder: Path | None
+    clients: int
+    texts_per_client: int
+    users: int
+    seed: int
+
+    def client_data(self, tokenizer: Any, max_tokens: int, client: int) -> ClientData:
+        """Return the examples of one client, three quarters of them for training.
+
+        Raises
+        ------
+        InvalidValue
+            No text leaves a token to learn, or an author is not a number below ``users``.
+        """
+        texts = self._of_python(client) if self.of_python else self._of_folder(client)
+        rows = [row for text in texts for row in encoded(tokenizer, text, max_tokens)]
+        if not rows:
+            raise InvalidValue(
+                f"max-tokens={max_tokens}: no text of this client leaves a token to learn, so all "
+                "labels would be ignored; expected prompts that are shorter, or more tokens"
+            )
+        examples = padded([row[:2] for row in rows], tokenizer.pad_token_id or 0, max_tokens)
+        order = seeded_generator(self.seed, "split", client).permutation(len(rows))
+        test, train = np.split(order, [len(rows) // TEST_SHARE])
+        data = ClientData(train=examples.subset(train), test=examples.subset(test))
+        if not self.users:
+            return data
+        owners = torch.tensor([self._owner(rows[row][2]) for row in train])
+        return SiloData(train=data.train, test=data.test, owners=owners)
+
+    def _owner(self, author: object) -> int:
+        if not isinstance(author, int) or not 0 <= author < self.users:
+            raise InvalidValue(f"author: expected a number of 0 … {self.users - 1} in each record")
+        return author
+
+    def _of_folder(self, client: int) -> Iterator[Text]:
+        named = f"data-folder={str(self.folder or '')!r}"
+        with knowing_no_data():  # a folder's name and the number of clients are no person's data
+            if self.folder is None or not self.folder.is_dir():
+                raise DataNotFound(
+                    f"{named} with dataset='folder': expected the absolute path of a folder of "
+                    "texts, in the settings or in the node config"
+                )
+            folders = sorted(path for path in self.folder.iterdir() if path.is_dir())
+            if folders and len(folders) != self.clients:
+                raise InvalidValue(
+                    f"{named} with clients={self.clients}: expected {self.clients} sub-folders, "
+                    "one for each client"
+                )
+        return read(folders[client] if folders else self.folder)
+
+    def _of_python(self, client: int) -> Iterator[Text]:
+        modules = private_modules()
+        if self.users:  # a module is an author, whose text lies with all clients
+            for author in range(client % len(modules), min(self.users, len(modules))):
+                piece = _piece(modules[author], client, self.clients)
+                yield Text("", piece, author, self.texts_per_client)
+            return
+        number, part = client % len(modules), client // len(modules)
+        parts = -(-(self.clients - number) // len(modules))
+        yield Text("", _piece(modules[number], part, parts), None, self.texts_per_client)
+
+
+@dataclass(frozen=True)
+class Text:
+    """A prompt, which may be empty, the text to learn, its author, and the most windows of it."""
+
+    prompt: str
+    completion: str
+    author: object = None
+    most: int | None = None
+
+
+def read(folder: Path) -> Iterator[Text]:
+    """Yield the texts of the files of a folder.
+
+    Raises
+    ------
+    InvalidValue
+        A line of a ``.jsonl`` file is not such a record. The message shows no text.
+    """
+    for path in sorted(folder.iterdir()):
+        if path.suffix == ".txt":
+            yield Text("", path.read_text(encoding="utf-8", errors="replace"))
+        elif path.suffix == ".jsonl":
+            for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+                try:
+                    record = json.loads(line)
+                    prompt, completion = record.get("prompt", ""), record["completion"]
+                    if not isinstance(prompt, str) or not isinstance(completion, str):
+                        raise TypeError
+                except (ValueError, KeyError, TypeError, AttributeError):
+                    raise InvalidValue(
+                        f"{path}: line {number} is not a JSON object with texts prompt and "
+                        "completion"
+                    ) from None
+                yield Text(prompt, completion, record.get("author"), 1)
+
+
+Row = tuple[list[int], list[int], object]
+"""Tokens of an example, its labels, and its author."""
+
+
+def encoded(tokenizer: Any, text: Text, max_tokens: int) -> Iterator[Row]:
+    """Yield the windows of running text, or the one example of a record, at most ``max_tokens``.
+
+    A record ends with the end-of-text token, so that generation learns to stop. Examples without a
+    token to learn are left out.
+    """
+    (prompt, tokens), end = (_ids(tokenizer, part) for part in (text.prompt, text.completion)), []
+    if text.most == 1 and tokenizer.eos_token_id is not None:
+        end = [tokenizer.eos_token_id]
+    ids = [*prompt, *tokens, *end]
+    labels = [*[IGNORED] * len(prompt), *tokens, *end]
+    starts = range(0, len(ids), max_tokens)
+    for start in starts[: text.most]:
+        window = slice(start, start + max_tokens)
+        if any(label != IGNORED for label in labels[window][1:]):
+            yield ids[window], labels[window], text.author
+
+
+def padded(rows: Sequence[tuple[list[int], list[int]]], pad: int, length: int) -> Examples:
+    """Return rows of tokens and labels as examples of one length."""
+
+    def filled(parts: Iterable[list[int]], value: int) -> torch.Tensor:
+        return torch.tensor([part + [value] * (length - len(part)) for part in parts])
+
+    labels = filled((row[1] for row in rows), IGNORED)
+    return Examples({"input_ids": filled((row[0] for row in rows), pad), "labels": labels}, labels)
+
+
+def _ids(tokenizer: Any, text: str) -> list[int]:
+    return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+
+
+@cache
+def _piece(text: str, number: int, count: int) -> str:
+    """Return piece ``number`` of ``count`` pieces of a text, of equal length."""
+    length = len(text) // count
+    return text[number * length : (number + 1) * length]

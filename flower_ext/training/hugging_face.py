@@ -1,0 +1,145 @@
+"""Pretrained models of Hugging Face's Transformers, and LoRA adapters of PEFT on them."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from functools import cache
+from typing import Any, cast
+
+from torch import nn
+
+from flower_ext.errors import InvalidValue
+
+
+def libraries(setting: str) -> tuple[Any, Any]:
+    """Return the modules ``peft`` and ``transformers``.
+
+    Raises
+    ------
+    InvalidValue
+        One is not installed; the message begins with ``setting``, which asked for them.
+    """
+    try:
+        import peft
+        import transformers
+    except ImportError as error:
+        raise InvalidValue(
+            f"{setting}: transformers and peft are not installed; "
+            "pip install 'flower-ext[transformers]'"
+        ) from error
+    return peft, transformers
+
+
+@cache
+def pretrained(kind: str, folder: str, *, setting: str, **options: Any) -> Any:
+    """Return ``transformers.<kind>.from_pretrained(folder)``, loaded once per process.
+
+    Copy a model before you change it.
+
+    Raises
+    ------
+    InvalidValue
+        There is no such model or tokenizer; the message names ``setting``.
+    """
+    _, transformers = libraries(f"{setting}={folder!r}")
+    transformers.utils.logging.disable_progress_bar()
+    try:
+        return getattr(transformers, kind).from_pretrained(folder, **options)
+    except (OSError, ValueError) as error:  # no folder with a model, and no download
+        raise InvalidValue(
+            f"{setting}={folder!r}: {str(error).splitlines()[0]} Offline, name a local folder with "
+            "a model and its tokenizer, as save_pretrained writes them"
+        ) from error
+
+
+def causal_model(folder: str, *, setting: str) -> nn.Module:
+    """Return a fresh causal language model of a folder, in the type of its files.
+
+    Raises
+    ------
+    InvalidValue
+        As `pretrained`; or the files lack a weight, which would begin at random and stay so where
+        it is frozen. The message names ``setting``.
+    """
+    loaded = pretrained(
+        "AutoModelForCausalLM", folder, setting=setting, dtype="auto", output_loading_info=True
+    )
+    model, missing = loaded[0], sorted(loaded[1]["missing_keys"])
+    if missing:
+        raise InvalidValue(
+            f"{setting}={folder!r}: its files lack {', '.join(missing[:3])}, which would begin at "
+            f"random: expected a folder that {type(model).__name__}.save_pretrained wrote, with "
+            "all weights. A head that is tied to the embedding needs tie_word_embeddings=true in "
+            "config.json"
+        )
+    return deepcopy(cast(nn.Module, model))
+
+
+def with_lora(
+    model: nn.Module, *, rank: int, only_b: bool, targets: str = "all-linear", **options: Any
+) -> Any:
+    """Return a PEFT model: ``model``, frozen, with low-rank matrices B·A beside linear layers.
+
+    Adapters are in float32 whatever the type of ``model``, because sums of noised updates need it.
+
+    Parameters
+    ----------
+    rank : int
+        Rank r of the products; they are scaled by 2.
+    only_b : bool
+        A keeps its random start, the same on all nodes. The mean of the clients' products B·A is
+        then the mean of their B, times A (FFA-LoRA, Sun et al. 2024).
+    targets : str
+        ``all-linear`` (all but the head), or names of layers, separated by commas.
+    **options
+        Further fields of ``peft.LoraConfig``.
+
+    Raises
+    ------
+    InvalidValue
+        No linear layer has one of these names, or one is tied to another layer.
+    """
+    peft, _ = libraries("LoRA")
+    names = targets if targets == "all-linear" else [*filter(None, targets.split(","))]
+    _refuse_tied(model, names)
+    _refuse_unknown(model, names)
+    config = peft.LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=names, **options)
+    adapted = peft.get_peft_model(model, config)
+    for name, parameter in adapted.named_parameters():
+        if only_b and ".lora_A." in name:
+            parameter.requires_grad_(False)
+    return adapted
+
+
+def _refuse_unknown(model: nn.Module, names: str | list[str]) -> None:
+    """Refuse a name of no layer, which PEFT would pass over if another name has one."""
+    layers = [name for name, module in model.named_modules() if _is_linear(module)]
+    leaves = {name.rpartition(".")[2] for name in layers}
+    for target in [] if names == "all-linear" else names or [""]:
+        if not any(f".{name}".endswith(f".{target}") for name in layers):
+            raise InvalidValue(
+                f"LoRA targets={','.join(names)!r}: {target!r} names no linear layer of "
+                f"{type(model).__name__}; expected all-linear, or some of "
+                f"{', '.join(sorted(leaves))}"
+            )
+
+
+def _is_linear(layer: nn.Module) -> bool:
+    return isinstance(layer, nn.Linear) or type(layer).__name__ == "Conv1D"
+
+
+def _refuse_tied(model: nn.Module, names: str | list[str]) -> None:
+    """Refuse an adapter on a layer that shares its weight: merging it would change the other."""
+    if names == "all-linear":
+        return  # PEFT leaves out the head
+    first: dict[int, str] = {}
+    for name, weight in model.named_parameters(remove_duplicate=False):
+        other = first.setdefault(id(weight), name)
+        pair = [place.rpartition(".")[0] for place in (name, other)]
+        leaves = [place.rpartition(".")[2] for place in pair]
+        if other != name and (tied := [leaf for leaf in leaves if leaf in names]):
+            raise InvalidValue(
+                f"LoRA targets={','.join(names)!r}: {tied[0]!r} is tied, {pair[0]!r} and "
+                f"{pair[1]!r} are one weight, and an adapter merged into one would change both: "
+                "leave it out"
+            )
