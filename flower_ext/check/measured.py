@@ -56,8 +56,10 @@ def measured(probes: Probes, facts: Facts) -> Measured | None:
     drawn = release.sampling.describe()
     if noise.bounds_models:  # the adversary sees each upload
         in_sum, drawn = noise.of_upload(size), "each upload alone"
-    elif (bound := probes.bound(1, noise.cohort)) is not None:
-        moves *= max(1.0, bound / noise.clipping_norm)
+    else:
+        by_client = any(noise.upload_stddev.values())
+        if (bound := probes.bound(1, noise.cohort, by_client=by_client)) is not None:
+            moves *= max(1.0, bound / noise.clipping_norm)
     multipliers = [in_sum * value / moves for value in (ratio.value, ratio.high, ratio.low)]
     epsilon, low, high = (
         second_epsilon(release, multiplier, planned, stated.delta) for multiplier in multipliers

@@ -173,12 +173,15 @@ class Probes:
         run = self.runs.get(name)
         return 0 if run is None else len(run.cohort(round))
 
-    def bound(self, round: int, cohort: float) -> float | None:
-        """Return the norm to which a huge update was clipped; None if no quiet run shows it."""
+    def bound(self, round: int, cohort: float, *, by_client: bool) -> float | None:
+        """Return the norm to which a huge update was clipped; None if no quiet run shows it.
+
+        ``by_client`` says that clients clip their uploads, not the server.
+        """
         run = self.runs.get("huge")
         if run is None or not self.is_exact:
             return None
-        if upload := run.uploads(round).get(run.target(round) or 0):
+        if by_client and (upload := run.uploads(round).get(run.target(round) or 0)):
             return upload.norm
         moved = self.movement("huge", round)
         return abs(moved) * cohort + HELD if moved is not None and cohort else None
