@@ -144,17 +144,38 @@ def test_authors_own_their_texts(base, texts):
     for note in texts.glob("*/note.txt"):
         note.unlink()
     data = task(base, **of_folder(texts, method="uldp-avg-w", **{"num-users": 8})).data(0)
-    assert len(data.owners) == len(data.train) == 6
+    assert len(data.owners) == len(data.train) == 8  # each author has one text, for training
     first = [int(ids[0]) - 3 - ord("0") for ids in data.train.features["input_ids"]]
     assert data.owners.tolist() == first
 
 
-@pytest.mark.parametrize("author", [8, -1, "Ann", None])
-def test_an_author_who_is_no_number_of_the_population_is_refused(author, base, texts):
-    line = {"completion": "some text", "author": author}
-    (texts / "client0" / "odd.jsonl").write_text("\n".join([json.dumps(line)] * 12))
-    with pytest.raises(ValueError, match=r"author: expected a number of 0 … 7"):
-        task(base, **of_folder(texts, method="uldp-avg-w", **{"num-users": 8})).data(0)
+ODD = {
+    "an author beyond the population": {"completion": "odd", "author": 8},
+    "a negative author": {"completion": "odd", "author": -1},
+    "an author by name": {"completion": "odd", "author": "Ann"},
+    "an author by truth value": {"completion": "odd", "author": True},
+    "no author": {"completion": "odd"},
+    "no text": {"completion": 3, "author": 7},
+    "no object": [],
+    "many more texts of one author": None,
+}
+
+
+@pytest.mark.parametrize("odd", ODD.values(), ids=ODD)
+def test_one_author_changes_no_other_author_s_examples(odd, base, texts):
+    """Neither by odd lines nor by their number: no other text moves into or out of the tests."""
+
+    def of_others():
+        data = task(base, **of_folder(texts, method="uldp-avg-w", **{"num-users": 8})).data(0)
+        rows = zip(data.owners.tolist(), data.train.targets.tolist(), strict=True)
+        return sorted(row for row in rows if row[0] != 7)
+
+    for note in texts.glob("*/note.txt"):
+        note.unlink()
+    before = of_others()
+    line = {"completion": "more", "author": 7} if odd is None else odd
+    (texts / "client0" / "odd.jsonl").write_text("\n".join([json.dumps(line)] * 13 + ["{"]))
+    assert of_others() == before
 
 
 def test_a_folder_without_sub_folders_belongs_to_its_machine_s_client(base, texts):

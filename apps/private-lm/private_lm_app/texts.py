@@ -5,7 +5,8 @@ A folder holds files of two kinds:
 * ``*.txt`` is running text, which is cut into windows.
 * Each line of ``*.jsonl`` is a record ``{"prompt": ..., "completion": ..., "author": 3}``. The
   model learns the completion alone. ``prompt`` may be absent. ``author`` is needed only for privacy
-  of authors.
+  of authors: then a text without a right author, or a line that is no record, is left out with a
+  warning, because one author's texts must not change what other authors contribute.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
+from logging import getLogger
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +27,8 @@ from flower_ext.errors import InvalidValue, knowing_no_data
 from flower_ext.privacy import seeded_generator
 from flower_ext.training.language import IGNORED
 from private_lm_app.python_text import private_modules
+
+log = getLogger("flwr")
 
 TEST_SHARE = 4
 """One text in so many is for tests."""
@@ -58,28 +62,48 @@ class Texts:
         Raises
         ------
         InvalidValue
-            No text leaves a token to learn, or an author is not a number below ``users``.
+            No text leaves a token to learn.
         """
         texts = self._of_python(client) if self.of_python else self._of_folder(client)
-        rows = [row for text in texts for row in encoded(tokenizer, text, max_tokens)]
+        rows = [
+            row
+            for text in texts
+            if self._has_author(text)
+            for row in encoded(tokenizer, text, max_tokens)
+        ]
         if not rows:
             raise InvalidValue(
                 f"max-tokens={max_tokens}: no text of this client leaves a token to learn, so all "
                 "labels would be ignored; expected prompts that are shorter, or more tokens"
             )
         examples = padded([row[:2] for row in rows], tokenizer.pad_token_id or 0, max_tokens)
-        order = seeded_generator(self.seed, "split", client).permutation(len(rows))
-        test, train = np.split(order, [len(rows) // TEST_SHARE])
+        test, train = self._split(rows, client)
         data = ClientData(train=examples.subset(train), test=examples.subset(test))
         if not self.users:
             return data
-        owners = torch.tensor([self._owner(rows[row][2]) for row in train])
+        owners = torch.tensor([rows[row][2] for row in train])
         return SiloData(train=data.train, test=data.test, owners=owners)
 
-    def _owner(self, author: object) -> int:
-        if not isinstance(author, int) or not 0 <= author < self.users:
-            raise InvalidValue(f"author: expected a number of 0 … {self.users - 1} in each record")
-        return author
+    def _split(self, rows: Sequence[Row], client: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return the rows for tests and for training, which each author's own texts determine."""
+        by_author: dict[object, list[int]] = {}
+        for number, (_, _, author) in enumerate(rows):
+            by_author.setdefault(author if self.users else None, []).append(number)
+        test, train = [], []
+        for author, numbers in by_author.items():
+            path = ("split", client) if author is None else ("split", client, int(str(author)))
+            order = seeded_generator(self.seed, *path).permutation(numbers)
+            test += [*order[: len(numbers) // TEST_SHARE]]
+            train += [*order[len(numbers) // TEST_SHARE :]]
+        return np.array(test, dtype=int), np.array(train, dtype=int)
+
+    def _has_author(self, text: Text) -> bool:
+        """Return True if a text has an author, or needs none."""
+        author = text.author
+        known = type(author) is int and 0 <= author < self.users
+        if self.users and not known:
+            log.warning("a text without an author of 0 … %d is left out", self.users - 1)
+        return known or not self.users
 
     def _of_folder(self, client: int) -> Iterator[Text]:
         named = f"data-folder={str(self.folder or '')!r}"
@@ -95,7 +119,7 @@ class Texts:
                     f"{named} with clients={self.clients}: expected {self.clients} sub-folders, "
                     "one for each client"
                 )
-        return read(folders[client] if folders else self.folder)
+        return read(folders[client] if folders else self.folder, strict=not self.users)
 
     def _of_python(self, client: int) -> Iterator[Text]:
         modules = private_modules()
@@ -119,8 +143,14 @@ class Text:
     most: int | None = None
 
 
-def read(folder: Path) -> Iterator[Text]:
+def read(folder: Path, *, strict: bool) -> Iterator[Text]:
     """Yield the texts of the files of a folder.
+
+    Parameters
+    ----------
+    folder : Path
+    strict : bool
+        False to leave out, with a warning, lines that are no records.
 
     Raises
     ------
@@ -131,17 +161,21 @@ def read(folder: Path) -> Iterator[Text]:
         if path.suffix == ".txt":
             yield Text("", path.read_text(encoding="utf-8", errors="replace"))
         elif path.suffix == ".jsonl":
-            for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+            lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
+            for number, line in enumerate(lines, 1):
+                if not line.strip():
+                    continue
                 try:
                     record = json.loads(line)
                     prompt, completion = record.get("prompt", ""), record["completion"]
                     if not isinstance(prompt, str) or not isinstance(completion, str):
                         raise TypeError
                 except (ValueError, KeyError, TypeError, AttributeError):
-                    raise InvalidValue(
-                        f"{path}: line {number} is not a JSON object with texts prompt and "
-                        "completion"
-                    ) from None
+                    reason = f"{path}: line {number} is not a JSON object with texts prompt and "
+                    if strict:
+                        raise InvalidValue(f"{reason}completion") from None
+                    log.warning("%scompletion, and is left out", reason)
+                    continue
                 yield Text(prompt, completion, record.get("author"), 1)
 
 
