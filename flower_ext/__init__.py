@@ -4,8 +4,8 @@
 def __getattr__(name: str) -> str:
     """Return ``__version__``, read from the installed package when the name is used.
 
-    An import does not read it: Flower's simulation changes ``sys.path`` in one thread while another
-    thread imports apps, so the search for the installed package could fail.
+    Reading it at import could fail, because Flower's simulation changes ``sys.path`` in one thread
+    while another thread imports apps.
     """
     if name != "__version__":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

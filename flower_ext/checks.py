@@ -87,7 +87,7 @@ def require_one_of(name: str, value: str, expected: Sequence[str]) -> None:
 
 
 class Checked:
-    """Base of dataclasses whose types of fields say which values are accepted.
+    """Base class of dataclasses that check each field by the field's type.
 
     Raises
     ------
@@ -96,7 +96,7 @@ class Checked:
     """
 
     def __post_init__(self) -> None:
-        kind: Any = type(self)  # mypy takes the class of a frozen dataclass for unhashable
+        kind: Any = type(self)  # mypy treats the class of a frozen dataclass as unhashable
         for name, rule, may_be_none in _rules(kind):
             value = getattr(self, name)
             if value is not None or not may_be_none:
@@ -105,9 +105,9 @@ class Checked:
 
 @cache
 def _rules(kind: type) -> list[tuple[str, Rule, bool]]:
-    """Return the fields of a class that have a rule, and True for those that may be None.
+    """Return (name, rule, True if it may be None) of each field of a class that has a rule.
 
-    If a subclass gives a field another type without a rule, that of its base class holds.
+    If a subclass gives a field a type without a rule, the rule of the base class holds.
     """
     rules: dict[str, tuple[str, Rule, bool]] = {}
     for owner in kind.__mro__:

@@ -2,7 +2,7 @@
 
 The message of a client's error, and even its type, may depend on a record. The error therefore
 stays in the client's own process, unless the code that raises it marks it as `tellable`. Only a
-check that reads no client's data may do so.
+check that reads no client's data may mark its error.
 """
 
 from __future__ import annotations

@@ -125,8 +125,8 @@ def from_table(kind: type[T], table: Mapping[str, Any], where: str) -> T:
     Raises
     ------
     InvalidValue
-        It is no table, lacks a field or has an unknown one, or the class refuses a value. Except in
-        the last case, the message begins with ``where``.
+        ``table`` is no table, lacks a field or has an unknown field, or the class refuses a value.
+        Except in the last case, the message begins with ``where``.
     """
     known = {each.name.replace("_", "-"): each.name for each in fields(kind)}  # type: ignore[arg-type]
     expected = ", ".join(sorted(known))
@@ -153,7 +153,7 @@ def sync_to_disk(path: Path) -> None:
 
 @contextmanager
 def held(path: Path) -> Iterator[None]:
-    """Wait for the lock on a file, and hold it during the block. For work of milliseconds."""
+    """Wait for the lock on a file, and hold it during the block, which should be short."""
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)
@@ -169,8 +169,8 @@ LAST_MOMENTS = 5
 def lock(path: Path, *, seconds: float = LAST_MOMENTS) -> IO[str]:
     """Take a lock, which the caller releases by closing the returned file.
 
-    The lock ends at the latest with this process and those that it forked. Its file names the
-    process.
+    The lock ends at the latest when this process and all that it forked have ended. The file's
+    content names this process.
 
     Raises
     ------
@@ -218,7 +218,7 @@ def _opened(path: Path, how: int, sync: bool, *, private: bool) -> Iterator[IO[b
 
 
 def _remove_drafts_of_the_dead(path: Path) -> None:
-    """Remove drafts of a file that killed processes of this machine left; they may hold secrets."""
+    """Remove a file's drafts, which may hold secrets, that killed local processes left behind."""
     for draft in path.parent.glob(f".{escape(path.name)}.*-*.draft"):
         writer = draft.name.rsplit(".", 2)[1].partition("-")[0]
         if writer.isdecimal() and not psutil.pid_exists(int(writer)):

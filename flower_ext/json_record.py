@@ -1,4 +1,4 @@
-"""Dataclasses as JSON: what parties agree on, what files account for, and states of a run."""
+"""Dataclasses as JSON: agreements between parties, entries of accounts, and states of a run."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from typing import Any, ClassVar, Literal, Self, Union, get_args, get_origin, ge
 from flower_ext.errors import InvalidValue
 
 NOT_WRITTEN: Mapping[str, Any] = {"json": False}
-"""Metadata of a field that `JsonRecord` leaves out; a record that is read has its default there."""
+"""Metadata of a field that `JsonRecord` does not write; a record that is read has the default there."""
 
 _EXPECTED = "expected the JSON of all its fields"
 
 
 class JsonRecord:
-    """A dataclass as JSON; the types of its fields say how they are read.
+    """Base class of dataclasses that are written as JSON, and read by the types of their fields.
 
     JSON holds bytes in hexadecimal, enumerations by value, and an infinite number as null. A field
-    may be another record. A field of one of several classes of records needs a ``kind`` in each of
-    them, which is written beside the fields.
+    may hold another record. If a field may hold records of several classes, each of these classes
+    needs a ``kind``, which is written beside its fields.
 
     A record may hold a party's secrets in the clear: store its bytes where nobody else can read
     them.
@@ -109,7 +109,7 @@ def _plain(value: Any) -> Any:
 
 
 def _read(kind: Any, value: Any) -> Any:
-    """Return the value of type ``kind`` of which `_plain` made ``value``."""
+    """Undo `_plain`: return the object of type ``kind`` that was written as ``value``."""
     origin, parts = get_origin(kind) or kind, get_args(kind)
     if origin in (Union, UnionType):
         return _read_one_of(parts, value)
@@ -120,7 +120,7 @@ def _read(kind: Any, value: Any) -> Any:
     if issubclass(origin, Enum):
         return origin(value)
     if issubclass(origin, Mapping):
-        # JSON has only texts as keys. A Counter names the type of its keys alone.
+        # JSON has only texts as keys. A Counter's type names the type of its keys only.
         of_key, of_entry = (*parts, int)[:2]
         entries = {of_key(key): _read(of_entry, entry) for key, entry in value.items()}
         return entries if origin is Mapping else origin(entries)
@@ -132,7 +132,7 @@ def _read(kind: Any, value: Any) -> Any:
         if value is None:
             return math.inf
         return float(value if type(value) is float else _read(int, value))
-    if type(value) is not origin:  # JSON's true is no integer
+    if type(value) is not origin:  # JSON's true must not pass for the integer 1
         raise TypeError(f"expected {origin.__name__}")
     return value
 

@@ -4,7 +4,7 @@
 method                 from                                               holds for
 =====================  =================================================  =======================
 `by_rates`             false and true positives of one threshold          every mechanism
-`if_gaussian`          the same, as a shift μ of a Gaussian               Gaussian mechanisms only
+`if_gaussian`          the same rates, as a shift μ of a Gaussian         Gaussian mechanisms only
 =====================  =================================================  =======================
 
 Sources: Clopper and Pearson (1934); Kairouz, Oh, Viswanath (2015) for rates under (ε, δ); Dong,
@@ -72,7 +72,7 @@ class BoundTerms(Checked):
 
 @dataclass(frozen=True, kw_only=True)
 class LowerBound:
-    """Lower bound on the mechanism's ε, at least 0; it holds as ``terms`` say."""
+    """Lower bound on the mechanism's ε, at least 0, at the δ and confidence of ``terms``."""
 
     epsilon: float
     method: str
@@ -197,14 +197,14 @@ def _best_threshold(
 ) -> tuple[float, float]:
     """Return the largest value that these trials prove, and the threshold that proves it.
 
-    The rates are bounded for these few trials only. An extrapolation to more trials would favour
-    thresholds that few of these trials pass by luck.
+    The rates are bounded for as many trials as there are here. Bounds for more trials would favour
+    thresholds that look good only because a few trials passed them by luck.
     """
     points = np.unique(np.concatenate([zero, one]))
     if len(points) == 1:
         return -math.inf, float(points[0])
     thresholds = (points[:-1] + points[1:]) / 2
-    # More candidates cost time and prove hardly more.
+    # More candidate thresholds would cost time and hardly raise the bound.
     if len(thresholds) > _CANDIDATES:
         thresholds = thresholds[np.linspace(0, len(thresholds) - 1, _CANDIDATES).astype(int)]
     proved = value(*_rates(zero, one, thresholds, failure))

@@ -17,10 +17,10 @@ numbers. Both bounds therefore hold at once, without Bonferroni's inequality.
 
 `refutes` bounds the chance of c correct guesses as follows. Let p_i be the probability of exactly i
 correct guesses, and P_i the probability of at least i. For one canary, consider the event that its
-guess is correct and that at least i guesses are. With the coin flipped, and the same output, the
-guess is wrong and at least i − 1 guesses are correct. The worlds of the two coins are neighbours.
-If an event of probability y has at least the probability L(y) in a neighbouring world, with L
-convex, the mean over the canaries and coins gives, by Jensen's inequality,
+guess is correct and that at least i of all guesses are correct. Flip its coin and keep the output:
+now its guess is wrong, and at least i − 1 guesses are correct. The worlds before and after the flip
+are neighbours. Let L(y), a convex function, be the least probability in a neighbouring world of an
+event of probability y. By Jensen's inequality, the mean over canaries and coins gives
 
     Σ_{l ≥ i−1} (c' − l) p_l / m  ≥  L( Σ_{l ≥ i} l p_l / m ).
 
@@ -28,8 +28,9 @@ In terms of tails, with R_i = (i − 1) P_i + Σ_{l ≥ i} P_l for the sum on th
 
     (c' − i + 1) P_{i−1}  ≥  Σ_{l ≥ i} P_l + m L(R_i / m).
 
-The right side grows with every tail. So P_c ≥ τ, and tails above c of 0, give the smallest possible
-P_{c−1}, …, P_0 by recursion. If P_0 must exceed 1, P_c < τ.
+The right side grows with every tail. So start from P_c = τ and from tails of 0 above c: the
+recursion gives the smallest possible P_{c−1}, …, P_0 for any P_c ≥ τ. If this P_0 exceeds 1, then
+P_c < τ.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ one world if it has the probability y in a neighbouring world. Convex, and the s
 of the worlds."""
 
 _ROUNDING = 1e-9
-"""Relative error of the recursion and of the noise multiplier of an ε, which bounds allow for."""
+"""Relative error of the recursion, and of finding a noise multiplier; the bounds allow for both."""
 
 
 def in_one_run(
@@ -68,11 +69,11 @@ def in_one_run(
     Parameters
     ----------
     scores : array_like
-        One per canary (m,), higher if the canary seems to be included.
+        One score per canary (m,). A high score means that the canary seems to be included.
     included : array_like of bool
-        The coins (m,).
+        The coins (m,): True for a canary that was included.
     guesses : int
-        Even, from 2 to m; it must be chosen before the scores are seen.
+        Even, from 2 to m. Choose it before you see the scores.
 
     Raises
     ------
@@ -102,8 +103,8 @@ def profile_curve(epsilons: Sequence[float], deltas: Sequence[float]) -> LeastCh
     Parameters
     ----------
     epsilons, deltas : Sequence[float]
-        For instance an accountant's δ(ε): the larger value of both orders of the worlds. More pairs
-        make the curve, and the bound, tighter; every choice is valid.
+        For instance from an accountant: for each ε, its δ, the larger one of both orders of the
+        worlds. More pairs make the curve and the bound tighter; every choice is valid.
     """
     shrink, subtracted = np.exp(-np.asarray(epsilons)), np.asarray(deltas)
 
@@ -124,16 +125,16 @@ def in_one_run_by_curve(
     guesses: int,
     family: Callable[[float, float], LeastChance] = gaussian_curve,
 ) -> LowerBound:
-    """Bound ε of a mechanism whose trade-off curve is one of a family, from the same run.
+    """Bound ε from the same run, for a mechanism whose trade-off curve belongs to a family.
 
-    The bound is usually larger than that of `in_one_run`, but for another mechanism, such as a
-    sub-sampled one under the default family, it may be too large.
+    The bound is usually larger than that of `in_one_run`. If the mechanism's curve is not in the
+    family, the bound may be too large. Sub-sampled mechanisms are not in the default family.
 
     Parameters
     ----------
     family : Callable[[float, float], LeastChance]
-        Returns the curve of the family's mechanism with this ε at this δ. Its values fall as ε
-        grows.
+        Takes ε and δ, and returns the curve of the family's mechanism that has this ε at this δ.
+        The curve's values must fall as ε grows.
 
     Other parameters, errors
         As for `in_one_run`; δ must be above 0.
@@ -148,7 +149,7 @@ def in_one_run_by_curve(
 
 
 def refutes(correct: int, guesses: int, canaries: int, least: LeastChance, failure: float) -> bool:
-    """Return True if so many correct guesses are less probable than ``failure`` under a curve."""
+    """Return True if ``correct`` or more guesses succeed with a chance below ``failure``."""
     tail = tails = failure  # P_i, and the sum of P_l over l >= i
     for number in range(correct, 0, -1):
         weighted = (number - 1) * tail + tails
@@ -190,7 +191,7 @@ def _largest_refuted(refuted: Callable[[float], bool]) -> float:
 
 
 def _chance(correct: int, guesses: int, canaries: int, epsilon: float, delta: float) -> float:
-    """Return the largest probability of so many correct guesses under (ε, δ) (Theorem 5.2)."""
+    """Return the largest chance of at least ``correct`` correct guesses (Theorem 5.2)."""
     from scipy import stats
 
     accuracy = 1 / (1 + math.exp(-epsilon))

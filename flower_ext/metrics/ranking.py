@@ -33,8 +33,8 @@ def roc_auc(outputs: Tensor, targets: Tensor) -> float:
 def average_precision(outputs: Tensor, targets: Tensor) -> float:
     """Return the area under the precision-recall curve, as a sum of steps.
 
-    NaN and parameters are as for `roc_auc`. A model that guesses has an average precision equal to
-    the share of class 1, and a ROC-AUC of 0.5.
+    Parameters, and the cases of NaN, are as for `roc_auc`. A model that guesses has an average
+    precision equal to the share of class 1, and a ROC-AUC of 0.5.
     """
     return _of_scores("average_precision_score", outputs, targets)
 
@@ -42,9 +42,9 @@ def average_precision(outputs: Tensor, targets: Tensor) -> float:
 def concordance_index(scores: Tensor, targets: Tensor) -> float:
     """Return Harrell's concordance index: the share of comparable pairs in the right order.
 
-    Two patients are comparable if one had the event while the other was still observed. At equal
-    times, the patient whose observation ended counts as the longer observed. The patient with the
-    event should have the higher score; equal scores count half. The result is NaN if no pair is
+    Two patients are comparable if one had the event while the other was still observed. If both
+    times are equal, the patient without the event counts as observed for longer. The patient with
+    the event should have the higher score; equal scores count half. The result is NaN if no pair is
     comparable, or if a value is NaN.
 
     Parameters

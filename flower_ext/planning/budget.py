@@ -1,4 +1,4 @@
-"""Schedules (T*, λ*) for a privacy budget, with their noise: as published, and provable."""
+"""Schedules for a privacy budget: rounds T*, weight λ* and noise, as published and provable."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PlanOf = Callable[[int, Basis], RecordLevelPlan]
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedSchedule:
-    """A schedule with the plan whose noise keeps the budget, by one basis.
+    """A schedule, and the plan whose noise keeps the budget according to one basis.
 
     Attributes
     ----------
@@ -40,7 +40,7 @@ class PlannedSchedule:
 
     @property
     def noise_stddev(self) -> float:
-        """σ_u of the noise on each weight of an upload; 0 without a round."""
+        """σ_u of the noise on each weight of an upload; 0 if T* is 0."""
         return 0.0 if self.plan is None else self.plan.upload_stddev
 
     @property
@@ -68,9 +68,9 @@ def planned_schedules(
     *,
     max_rounds: int,
 ) -> list[PlannedSchedule]:
-    """Return one schedule by the published bound, if G₀ and M are known, and one by the provable.
+    """Return a published schedule, if G₀ and M are known, and then a provable one.
 
-    ``global_weight`` is λ, or the fairness problem that determines it.
+    ``global_weight`` is λ, or the fairness problem that determines λ.
     """
     bases: list[Basis] = ["provable"]
     if math.isfinite(problem.gradient_bound) and math.isfinite(problem.model_spread):
@@ -107,6 +107,6 @@ def _one_full_step(steps: ClippedSteps | None) -> Condition:
     batch = steps.batch_size or steps.num_examples
     return Condition(
         f"one full-gradient step a round (K = {steps.local_steps}, B = {batch} of "
-        f"{steps.num_examples} records): h assumes one such step, the noise covers all steps",
+        f"{steps.num_examples} records): the bound h assumes one such step, the noise covers all",
         steps.local_steps == 1 and batch == steps.num_examples,
     )

@@ -10,7 +10,7 @@ G₀, M                 ``gradient_bound``, ``model_spread``
 η_G, η_L              ``learning_rate``, ``personal_learning_rate``
 ε_G, ε_L              ``global_rate``, ``personal_rate``
 (1 + λ²) η_L² G, β    ``residual``, ``coupling``
-φ_L                   ``noise``: the noise that one planned round adds to every round
+φ_L                   ``noise``: each of T planned rounds has noise φ_L T
 h(T, λ)               ``ConvergenceBound.after``
 ====================  =====================================================
 
@@ -21,11 +21,11 @@ of the personal one,
 
 The noise is calibrated for T rounds, so more rounds mean more noise in each.
 
-Lemma 1 is the second recursion. Its published proof has a step (37c) that fails for 0 < λ < 1, and
-it lacks a limit on η_L that it needs. Let m = (1 − λ/2) μ + λ and ℓ = (1 − λ/2) L + λ. If
+Lemma 1 is the second recursion. Step (37c) of its published proof fails for 0 < λ < 1, and the
+proof lacks a necessary limit on η_L. Let m = (1 − λ/2) μ + λ and ℓ = (1 − λ/2) L + λ. If
 η_L ≤ 2/(m + ℓ), a gradient step contracts by 1 − η_L m and a better recursion holds:
-ε_L = 1 − η_L m, no residual, β = 2 η_L λ²/(μ m). It converges for every λ and needs neither G₀ nor
-M. This module calls it ``provable``. `docs/proved/dp-ditto.md` has both derivations.
+ε_L = 1 − η_L m, no residual, β = 2 η_L λ²/(μ m). This recursion converges for every λ and needs
+neither G₀ nor M. This module calls it ``provable``. `docs/proved/dp-ditto.md` has both derivations.
 """
 
 from __future__ import annotations
@@ -155,7 +155,7 @@ def convergence_bound(
     variance_per_round: float,
     basis: Basis = "provable",
 ) -> ConvergenceBound:
-    """Return h(·, λ) of a problem, with noise calibrated for the rounds that will run.
+    """Return the bound h(·, λ) of a problem; h(T, λ) has the noise that T rounds need.
 
     Parameters
     ----------
@@ -163,7 +163,7 @@ def convergence_bound(
         λ in [0, 2].
     variance_per_round : float
         σ_u²/T: the variance of the noise on each weight of an upload, divided by the planned
-        rounds. It is a constant under the published and under the provable calibration.
+        rounds. It is the same for all T, under the published and the provable calibration.
     basis : {"provable", "published"}
         Lemma 1 as published, or as this module proves it.
 
@@ -238,6 +238,6 @@ def _crossed(a: float, b: float, T: NDArray[np.float64]) -> NDArray[np.float64]:
     large, small = max(a, b), min(a, b)
     if large == small:
         return np.where(T > 0, T * large ** np.maximum(T - 1, 0), 0.0)
-    if small <= 0:  # has no logarithm
+    if small <= 0:  # the logarithm below needs a positive number
         return (large**T - small**T) / (large - small)
     return -(large**T) * np.expm1(T * math.log1p((small - large) / large)) / (large - small)

@@ -15,12 +15,12 @@ G₁, G₂ − G₁²          ``moments``
 R                     ``unfairness``: variance over clients of ‖u_n* − v_n‖²
 ====================  =====================================================
 
-With x = α₀, q = σ_u²/N and s = S₁ − x/N, Theorem 2 has the form
+With x = α₀, q = σ_u²/N, s = S₁ − x/N and N S₁ = ``shrinkage``, Theorem 2 has the form
 
     R = const + D q x² + 4 G₁ s² (W + q x²) + (G₂ − G₁²) s⁴
 
-As published, D = 2d and W = σ_w². Both contain an error. The term 2d σ_B² stands for the variance
-of σ_B² χ²_d, which is 2d σ_B⁴: the square is lost. And the errors B_n are taken as independent over
+As published, D = 2d and W = σ_w². Both contain an error. First, the paper gives 2d σ_B² as the
+variance of σ_B² χ²_d, which is 2d σ_B⁴. Second, it takes the errors B_n as independent over
 clients, although all clients share the same noise and the same error in w*. A shared error moves
 all losses alike and costs no fairness. Corrected, D = 4 (1 − 1/N) d τ² and W = σ_w² − τ²/N, with
 τ² = σ²ζ²/(σ² + ρζ²).
@@ -131,7 +131,7 @@ class LinearFairness(Checked):
         return np.concatenate([np.zeros(4 - len(derivative)), derivative])
 
     def best_global_weight(self, *, upload_variance: float, basis: Basis = "provable") -> float:
-        """Return λ* of Theorem 3: the fairest of the cubic's real roots and both ends."""
+        """Return λ* of Theorem 3: the fairest of the cubic's real roots and of 0 and 2."""
         roots = np.roots(self.cubic(upload_variance=upload_variance, basis=basis))
         # Rounding gives real roots a small imaginary part.
         real = roots[np.abs(roots.imag) < 1e-7].real
@@ -140,7 +140,7 @@ class LinearFairness(Checked):
         return self.global_weight(float(shares[np.argmin(values)]))
 
     def uniqueness(self, *, clipping_norm: float, basis: Basis = "provable") -> Condition:
-        """Return Theorem 3's sufficient condition that R has one minimum, whatever the noise.
+        """Return Theorem 3's condition, under which R has one minimum whatever the noise.
 
         R is convex in α₀ if D > 2 G₁ S₁², and models of norm at most C have G₁ ≤ N² C². The
         published condition uses G₁ ≤ 4 N² C²: C < √d / (2 N S₁).

@@ -1,11 +1,11 @@
 """Search for the number of rounds and the weight of the global model: DP-Ditto, V-B and V-C.
 
-If R(λ) is known, Eqn 33 applies: find for every T the fairest λ*(T) under the noise that T rounds
-need, then the T whose bound h(T, λ*(T)) is smallest. If it is not known, searches over T and over
-λ alternate, each on short runs.
+If the unfairness R(λ) is known, Eqn 33 applies: find for every T the fairest λ*(T) under the noise
+that T rounds need, then the T whose bound h(T, λ*(T)) is smallest. If R is not known, searches over
+T and over λ alternate, each on short runs.
 
-h measures the distance to v_n*(λ), an optimum that moves with λ. It therefore says how many rounds
-a λ needs, not which λ serves best; R says that.
+h bounds the distance to v_n*(λ), an optimum that moves with λ. So h tells how many rounds a λ
+needs, and R tells which λ is best.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ def best_schedule(
     Parameters
     ----------
     global_weight : float | LinearFairness
-        A number fixes λ, and only T* is searched. A fairness problem lets λ be found: each T gets
-        its fairest λ*(T), and T* is searched among these pairs (Eqn 33 of the paper).
+        With a number, λ is fixed and only T* is searched. With a fairness problem, each T gets its
+        fairest λ*(T), and T* is searched among these pairs (Eqn 33 of the paper).
     variance_per_round, basis
         As for `convergence_bound`.
     max_rounds : int
@@ -164,7 +164,7 @@ def alternating_search(
         weight = min(
             global_weights, key=lambda candidate: _or_infinite(outcome(T, candidate).unfairness)
         )
-        # Each search depends on the other's result alone, so a pair that returns begins a cycle.
+        # Each search depends on the other's result alone, so a pair that recurs begins a cycle.
         if (T, weight) in visited:
             cycle = visited[visited.index((T, weight)) :]
             best_T, best_weight = min(cycle, key=loss)
