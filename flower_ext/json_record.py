@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Literal, Self, Union, get_args, get_origin, ge
 from flower_ext.errors import InvalidValue
 
 NOT_WRITTEN: Mapping[str, Any] = {"json": False}
-"""Metadata of a field that `JsonRecord` does not write; a record that is read has the default there."""
+"""Metadata of a field that `JsonRecord` does not write; a reader gets the field's default."""
 
 _EXPECTED = "expected the JSON of all its fields"
 

@@ -10,7 +10,7 @@ G₀, M                 ``gradient_bound``, ``model_spread``
 η_G, η_L              ``learning_rate``, ``personal_learning_rate``
 ε_G, ε_L              ``global_rate``, ``personal_rate``
 (1 + λ²) η_L² G, β    ``residual``, ``coupling``
-φ_L                   ``noise``: each of T planned rounds has noise φ_L T
+φ_L                   ``noise``: each of T planned rounds adds φ_L T to e_t
 h(T, λ)               ``ConvergenceBound.after``
 ====================  =====================================================
 

@@ -1,4 +1,4 @@
-"""Units, bounds, noise, accounting, plans, guarantees and ledger; without torch and Flower.
+"""Units, bounds, noise, accounting, plans, guarantees and ledger; needs neither torch nor Flower.
 
 This package exports the names that projects, apps and methods use. Import all other names from
 their modules.

@@ -39,7 +39,7 @@ def is_large(delta: float, units: float | None = None) -> bool:
 def large_delta(delta: float, unit: PrivacyUnit, units: int | None = None) -> str | None:
     """Return a warning about a δ that is large in itself, or for ``units`` units; else None.
 
-    At δ = 1/N, publishing the data of one random unit of N would be allowed.
+    At δ = 1/N, a mechanism may publish all data of one random unit of the N.
     """
     if not is_large(delta, units):
         return None
@@ -95,7 +95,7 @@ class Guarantee(JsonRecord):
     units: int | None = None
     """Number of privacy units of the run; None if it is not known."""
     releases: Counts | None = field(default=None, compare=False, repr=False, metadata=NOT_WRITTEN)
-    """The releases that have this loss together; None if only (ε, δ) is known. No file has them."""
+    """Releases that together have this loss; None if only (ε, δ) is known. Not written to files."""
 
     @property
     def conditions_hold(self) -> bool:
@@ -137,7 +137,7 @@ class Guarantee(JsonRecord):
 def claim_against(view: AdversaryView, claims: Sequence[Guarantee]) -> Guarantee | None:
     """Return the provable guarantee that holds against a view; None if there is none.
 
-    If no guarantee is for the view itself, return that for the nearest adversary that sees more.
+    This is the guarantee for the view itself or, without one, for the nearest view that sees more.
     """
     provable = [claim for claim in claims if claim.basis == "provable"]
     for other in view.at_least:

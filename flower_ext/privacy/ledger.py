@@ -25,7 +25,7 @@ from flower_ext.privacy.accounting.events import PrivacyLoss, Release
 from flower_ext.privacy.guarantee import epsilon_text
 
 GENESIS = "0" * 64
-"""Hash that the first line names as its predecessor's."""
+"""Hash that the first line names in place of an earlier line's."""
 
 
 class BudgetExhausted(FlowerExtError, RuntimeError):
@@ -83,13 +83,13 @@ class LedgerFile:
         self._file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600)
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-            # Only under the lock: another process might be in the middle of a line.
+            # Read only under the lock: another process might be in the middle of a line.
             self.entries, whole = _parse(self.path)
             if os.fstat(self._file).st_size > whole:
                 # An incomplete last line was not durable, so its release never began.
                 os.ftruncate(self._file, whole)
                 os.fsync(self._file)
-            sync_to_disk(self.path.parent)  # the name of a new file is durable, too
+            sync_to_disk(self.path.parent)  # makes the name of a new file durable
         except BaseException as error:
             os.close(self._file)
             if isinstance(error, BlockingIOError):
@@ -197,10 +197,10 @@ class Ledger(LedgerFile):
         release : Release
         round : int
         identity : int, optional
-            A number for everything that determines the release, if a repetition has the same bits
-            and so reveals nothing new. After this ledger was reopened, the first repetition of a
-            release is noted and not counted. Pass None under secure noise, because every release is
-            then new.
+            A number that stands for everything that determines the release. Pass one if a repeated
+            release has the same bits and so reveals nothing new: after the ledger is reopened, the
+            first repetition is noted and not counted. Pass None under secure noise, because every
+            release is then new.
 
         Raises
         ------
@@ -215,7 +215,7 @@ class Ledger(LedgerFile):
             self.append("repeat", entry)
             self._repeatable.remove(again)
         else:
-            # Refuse before writing: what is on the ledger is spent, whether it was released or not.
+            # Refuse before writing: a line on the ledger is spent, even if nothing was released.
             self._check_budget(release, round)
             self.append("reserve", {**entry, "release": release.to_dict()})
             self._reserved.append(release)
@@ -258,7 +258,7 @@ class Ledger(LedgerFile):
 
     @staticmethod
     def read(path: Path) -> list[dict[str, Any]]:
-        """Return a ledger's verified entries without locking it, less an incomplete last line.
+        """Return a ledger's verified entries, except an incomplete last line, without a lock.
 
         Raises
         ------

@@ -33,7 +33,7 @@ def seeded_generator(seed: int, *path: str | int) -> np.random.Generator:
 
 
 def keyed_generator(key: bytes, *path: str | int) -> np.random.Generator:
-    """Return a ChaCha20 generator under HMAC-SHA-256 of ``path``, one for each ``path``.
+    """Return a ChaCha20 generator, one for each ``path``, with key HMAC-SHA-256(``key``, ``path``).
 
     All who hold ``key`` get the same numbers, which nobody else can predict.
     """

@@ -128,7 +128,7 @@ def entries_of(path: Path) -> list[dict[str, Any]]:
 
 
 def note_claims(path: Path, claims: Sequence[Guarantee], **identity: str) -> None:
-    """Record the provable guarantees of a run so far, with everything on which they rest.
+    """Record the provable guarantees of a run so far, with their assumptions and conditions.
 
     A charge is written before its round, when nobody knows which clients will answer. These
     guarantees count the answers.

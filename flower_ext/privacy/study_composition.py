@@ -1,10 +1,10 @@
 """Compose the spends of all runs of a study, from the entries of the account that they share.
 
 The module composes each adversary's view separately. Against the released models, releases compose
-round by round. Against an adversary that sees more, a run counts with the releases of its most
-exposed unit, as its guarantee does. If a run's spend is known only as (ε, δ), it composes by
-`joint_loss`. A run without a guarantee against a view makes ε infinite for that view. Rounds are
-composed as if every run's plan had been fixed beforehand.
+round by round. Against an adversary that sees more, the releases of each run's most exposed unit
+compose, as in the run's guarantee. A spend that is known only as (ε, δ) composes by `joint_loss`. A
+run without a guarantee against a view makes ε infinite for that view. Rounds are composed as if
+every run's plan had been fixed beforehand.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from flower_ext.privacy.guarantee import Guarantee
 from flower_ext.privacy.units import AdversaryView, NeighboringRelation, PrivacyUnit
 
 CHARGE, REPEAT, UNCOVERED, CLAIMS = "charge", "repeat", "uncovered", "claims"
-"""Kinds of an account's entries: a round's spend, a repeated round, what no ε covers, and a run's
-guarantees."""
+"""Kinds of an account's entries: a round's spend, a repeated round, a disclosure that no ε covers,
+and a run's guarantees."""
 WITHOUT_NOISE = "training without noise"
 """Entry of a run that promises nothing, against any adversary."""
 FIXED_PLANS = "the plan of every run was fixed before the first run"
@@ -55,7 +55,7 @@ class RunSpend:
 def total_spent(entries: Sequence[dict[str, Any]], delta: float) -> float:
     """Return ε at ``delta`` of all charges, against the released models.
 
-    It is infinite if no ε is known for a charge, or if δ's add up to more than ``delta``.
+    It is infinite if a charge has no known ε, or if the charges' δ's add up to more than ``delta``.
     """
     return _joint([run.against(_MODELS) for run in runs_of(entries)], delta).epsilon
 
@@ -124,7 +124,7 @@ def spent_by_run(entries: Sequence[dict[str, Any]]) -> list[RunSpend]:
     spends = []
     for run in runs_of(entries):
         for query, charges in run.by_query.items():
-            # What an adversary that sees more learns from answers is in the run's own line.
+            # Only the run's own line has ε against adversaries that see more, answers included.
             alone = replace(run, by_query={query: charges})
             part = alone.against(_MODELS)
             delta = charges[-1]["delta"] if part.releases else sum(s.delta for s in part.spends)
@@ -146,7 +146,7 @@ def spent_by_run(entries: Sequence[dict[str, Any]]) -> list[RunSpend]:
 
 @dataclass(kw_only=True)
 class _Part:
-    """The part of one run in a sum against one view."""
+    """One run's part in the total against one view."""
 
     relation: NeighboringRelation | None
     releases: Counter[Release] = field(default_factory=Counter)
@@ -164,8 +164,8 @@ class RunCharges:
         Charges by query; charges of training rounds have the empty name.
     stretches : list of dict
         For each stretch of rounds, the last spend by view. The last charge of a stretch covers all
-        its rounds. A round number that comes again begins a stretch, because the run was resumed
-        from before that round, under new noise.
+        its rounds. A round number that comes again begins a new stretch, because the run was
+        resumed from before that round, under new noise.
     """
 
     label: str
@@ -247,7 +247,7 @@ class RunCharges:
         }
 
     def texts(self, view: AdversaryView, name: str) -> list[str]:
-        """Return the lines ``name`` of the guarantee that holds against a view."""
+        """Return field ``name``, such as the assumptions, of the guarantee against a view."""
         kept = (self.guarantees[other] for other in view.at_least if other in self.guarantees)
         return list(next(kept, {}).get(name, ()))
 
@@ -271,7 +271,7 @@ def _joint(parts: Sequence[_Part], delta: float) -> PrivacyLoss:
 
 
 def _shared_texts(runs: Sequence[RunCharges], view: AdversaryView, name: str) -> list[str]:
-    """Return each line of any run once; name a line's runs unless all runs have it."""
+    """Return the runs' lines, each once; a line that not all runs have names its runs."""
     by_text: dict[str, list[str]] = {}
     for run in runs:
         for text in run.texts(view, name):

@@ -42,8 +42,8 @@ class AdversaryView(StrEnum):
       A client that takes part sees more: messages tell it the size of the cohort, and it can
       subtract its own share of the noise.
 
-    * ``MODELS_AND_COHORTS`` — the model after each round, and who took part in it. Apart from that
-      as ``RELEASED_MODELS``.
+    * ``MODELS_AND_COHORTS`` — the model after each round, and who took part in it. Otherwise as
+      ``RELEASED_MODELS``.
 
     Amplification by sampling needs an adversary that does not see *who took part*. It therefore
     holds for ``RELEASED_MODELS``, and for another view only if a protocol hides the draw from the

@@ -1,9 +1,9 @@
-"""Withdrawal of a person, or of a client, from a study, and the statement about its models.
+"""Withdrawal of a person or a client from a study, and a statement about the study's models.
 
 The study's account (`shared_ledger`) records only the number of the user or client. Every run reads
-the account after it has charged a round and before it asks anybody. A round whose charge comes
-after the withdrawal therefore uses nothing of the person. All earlier rounds are charged before it,
-so the statement counts exactly the charges that stand before the withdrawal.
+the account after it has charged a round and before it asks any client. A round that is charged
+after the withdrawal therefore uses nothing of the person. All other rounds are charged before the
+withdrawal, so the statement counts exactly these charges.
 
 Models stay as they are. For each model, the statement gives the guarantee of its run: the (ε, δ)
 with which the model is indistinguishable from a model without this person.
@@ -49,8 +49,8 @@ def withdraw(path: Path, unit: PrivacyUnit, numbers: Collection[int]) -> list[di
     path : Path
     unit : {PrivacyUnit.USER, PrivacyUnit.CLIENT}
     numbers : Collection[int]
-        Numbers of users, or partitions of clients. Several numbers are one person, whom silos know
-        by all of these numbers.
+        Numbers of users, or partitions of clients. Several numbers mean one person, whom different
+        silos know by different numbers.
 
     Raises
     ------
@@ -142,8 +142,8 @@ def statement(path: Path, unit: PrivacyUnit, numbers: Collection[int]) -> dict[s
         "all runs together": together,
         "memory of clients": _memory(unit, numbers, entries),
         "not claimed": [
-            "whether each silo deleted the person's records: ask each of them, because tests of a "
-            "model, whose records carry no numbers, may still use them",
+            "whether each silo deleted the person's records: ask each silo, because records for "
+            "tests of a model carry no numbers, so tests may still use this person's",
             *sorted({entry["what"] for entry in before if entry["kind"] == "uncovered"}),
         ],
     }
@@ -238,7 +238,7 @@ def verify(content: Mapping[str, Any], public_key: str) -> None:
     Parameters
     ----------
     content : Mapping
-        What `signed` returned.
+        The statement that `signed` returned.
     public_key : str
         The study's public key, 64 hexadecimal digits, from a source that you trust. The key inside
         the statement proves nothing.

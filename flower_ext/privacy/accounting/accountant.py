@@ -28,8 +28,8 @@ from flower_ext.privacy.units import NeighboringRelation
 Accountant = Literal["pld", "rdp"]
 
 SELDOM_DRAWN = "chance of being drawn"
-"""Name of the accountant if δ is at least the probability that a unit is ever drawn; ε is then 0.
-Runs with and without the unit are the same unless it is drawn."""
+"""Name of the accountant if δ is at least the probability that a unit is ever drawn. ε is then 0,
+because a run with the unit equals a run without it unless the unit is drawn."""
 
 _LARGEST_GRID_EPSILON = 1e6
 """Limit of PLD: beyond this ε a grid of privacy losses would not fit into memory, and sampling no
@@ -85,11 +85,11 @@ def privacy_loss_of(
 def joint_loss(
     releases: Mapping[Release, int], spends: Sequence[PrivacyLoss], *, delta: float
 ) -> PrivacyLoss:
-    """Return an upper bound on (ε, δ) of releases and of mechanisms with a known (ε, δ) only.
+    """Bound the joint (ε, δ) of releases, and of mechanisms of which only (ε, δ) is known.
 
     The result is the lesser of two bounds. Basic composition adds ε's and δ's; the releases get the
-    rest of δ. Optimal composition (Kairouz et al. 2015) takes the worst mechanism of each (ε, δ),
-    and composes their privacy losses with those of the releases.
+    δ that the mechanisms leave. Optimal composition (Kairouz et al. 2015) replaces each mechanism
+    by the worst one with its (ε, δ), and composes their privacy losses with those of the releases.
 
     Parameters
     ----------
@@ -97,7 +97,7 @@ def joint_loss(
         Releases of one relation, with their counts.
     spends : Sequence[PrivacyLoss]
     delta : float
-        In (0, 1). ε is infinite if the δ's of ``spends`` add up to more.
+        In (0, 1). ε is infinite if the δ's of ``spends`` add up to more than this.
     """
     if not spends:
         return privacy_loss_of(releases, delta=delta)
@@ -105,7 +105,7 @@ def joint_loss(
     left = delta - math.fsum(spend.delta for spend in spends)
     released = PrivacyLoss(epsilon=math.inf, delta=delta, accountant="")
     if not +Counter(dict(releases)):
-        if left >= -1e-12 * delta:  # the δ's may add up to this δ, but for rounding
+        if left >= -1e-12 * delta:  # rounding may hide that the δ's add up to δ
             released = replace(released, epsilon=0.0)
     elif left > 0:
         released = privacy_loss_of(releases, delta=left)

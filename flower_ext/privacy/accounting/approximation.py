@@ -1,9 +1,9 @@
-"""Extra privacy cost of sums that are not exactly the sampled Gaussians of the accountant.
+"""Extra privacy cost of sums that differ a little from the accountant's sampled Gaussians.
 
 A protocol that computes sums under encryption changes each sum a little. Units that were not drawn
 may also move a sum a little; this is their trace. `with_approximation_error` adds the cost of both
-to the accountant's. The proof goes from the run with a unit to the run without it in four steps.
-Step 2 is the accountant's. In each other step, the two runs are Gaussians whose means lie at a
+to the accountant's loss. The proof goes from the run with a unit to the run without it, in four
+steps. Step 2 is the accountant's. In each other step, the two runs are Gaussians whose means lie at a
 distance μ, in standard deviations of the noise:
 
 1. from the run with a unit to a run with exact sums, except for the unit's trace;
@@ -39,7 +39,7 @@ def with_approximation_error(
     loss : Callable[[float], PrivacyLoss]
         Returns the loss of the run without approximation error, at a given δ.
     releases : Mapping[Release, int]
-        All sums, with their errors. Together they bound the norm μ of every Gaussian step.
+        All sums, with their errors. The errors together bound the distance μ of every step.
     delta : float
         δ of the result. ε is infinite if μ is too large, above about 0.01.
     """
@@ -54,7 +54,7 @@ def with_approximation_error(
     for share in _SPARED:
         spared = share * delta
         first = loss(delta - spared)
-        # Half of the spared δ pays for δ₂, the other half for the factor e^(3ε₂).
+        # Half of the δ set aside pays for δ₂, the other half for the factor e^(3ε₂).
         tail = first.epsilon + math.log(2 * _STEPS / spared)
         second = shift**2 / 2 + shift * math.sqrt(2 * tail)
         if math.expm1(_STEPS * second) * (delta - spared / 2) <= spared / 2:

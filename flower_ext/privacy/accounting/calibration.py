@@ -35,7 +35,7 @@ class TargetOutOfReach(InvalidValue):
 def default_relation(sampling: Sampling) -> NeighboringRelation:
     """Return the relation for which amplification by this sampling is proved.
 
-    Spaced sampling amplifies nothing, and its cohorts are visible.
+    Spaced sampling amplifies nothing. Its cohorts are visible, so its relation is replace-special.
     """
     if isinstance(sampling, SpacedSampling):
         return NeighboringRelation.REPLACE_SPECIAL
@@ -102,7 +102,7 @@ def least_noise_multiplier(
     TargetOutOfReach
         Not even `MAX_NOISE_MULTIPLIER` fits.
     """
-    # ε falls as the noise grows: double it until it fits, then halve it until it does not.
+    # ε falls as noise grows: double the noise until it fits, then halve it until it does not.
     safe = 1.0
     while not fits(safe):
         safe *= 2

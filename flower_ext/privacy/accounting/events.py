@@ -16,8 +16,8 @@ fixed size                 replace-special          Gaussian composition, no amp
 fixed size                 add-or-remove-one        refused: an added unit takes another's place,
                                                     which moves the sum by 2C
 everyone                   any                      Gaussian composition
-spaced                     add-or-remove-one        refused: an added unit delays others' turns,
-                                                    which moves many of them
+spaced                     add-or-remove-one        refused: an added unit delays many others'
+                                                    turns, which changes many rounds
 spaced                     any other                Gaussian composition of the rounds' parts of
                                                     one Gaussian (see `correlated_noise`)
 =========================  =======================  ====================================
@@ -39,11 +39,11 @@ from flower_ext.privacy.accounting.sampling import (
 )
 from flower_ext.privacy.units import NeighboringRelation
 
-if TYPE_CHECKING:  # the import takes a second, which clients should not pay: functions import it
+if TYPE_CHECKING:  # importing it takes a second, so only the functions that need it do
     import dp_accounting
 
 MOST_NOISE = 1e7
-"""Largest noise that is accounted. More noise counts as this much, where RDP is still a number."""
+"""Largest noise that is accounted. More noise counts as this much, for which RDP has a number."""
 
 
 @dataclass(frozen=True, kw_only=True)

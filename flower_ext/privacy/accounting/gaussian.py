@@ -48,7 +48,7 @@ def gaussian_loss(noise_multiplier: float, *, releases: float, delta: float) -> 
 
 
 def without_amplification(counts: Iterable[tuple[Release, int]], delta: float) -> PrivacyLoss:
-    """Compose Gaussians of multipliers σ_i to one of (Σ σ_i⁻²)^(−1/2), which is exact."""
+    """Return the loss of Gaussians of multipliers σ_i: exactly one of (Σ σ_i⁻²)^(−1/2)."""
     precision = sum(count / release.relative_noise**2 for release, count in counts)
     return _one_gaussian(1 / math.sqrt(precision), delta)
 
@@ -60,5 +60,5 @@ def _one_gaussian(noise_multiplier: float, delta: float) -> PrivacyLoss:
     epsilon = math.inf
     if noise_multiplier > 0:
         epsilon = float(dp_accounting.get_epsilon_gaussian(noise_multiplier, delta))
-    epsilon *= 1 + 1e-9  # the root finder stops on either side of the root
+    epsilon *= 1 + 1e-9  # the root finder may stop just below the root
     return PrivacyLoss(epsilon=epsilon, delta=delta, accountant=EXACT_GAUSSIAN)

@@ -2,8 +2,8 @@
 
 Every silo trains by the same DP-SGD on its own records. A user has at most ``group_size`` records
 in all silos together. `group_loss` bounds (ε, δ) of adding or removing all records of a user. It is
-tight: k records sampled with rate γ move a step by Binomial(k, γ) clipping norms, which is a
-mixture of Gaussians (Ganesh 2024), accounted by PLD.
+tight: k records sampled with rate γ move a step by Binomial(k, γ) clipping norms. The step is thus
+a mixture of Gaussians (Ganesh 2024), which PLD accounts for.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from flower_ext.privacy.accounting.gaussian import gaussian_loss
 from flower_ext.privacy.accounting.pld import FINEST_INTERVAL, WIDEST_INTERVAL, pld_epsilon
 
 _NEGLIGIBLE = 1e-30
-"""Outcomes of a step with a smaller probability are counted as the largest outcome."""
+"""Probability below which an outcome of a step is counted as the largest outcome."""
 _NO_PRIVACY = 1e4
 """ε of a single step above which sampling is ignored, because no grid holds such losses."""
 
@@ -72,13 +72,13 @@ def group_loss(silo: DpSgd, *, group_size: int, delta: float) -> PrivacyLoss:
     require_delta(delta)
     import dp_accounting  # here and below: clients do not need it and start faster without
 
-    # With all records in every step the release is one Gaussian, which loses at least as much.
+    # With all records in every step the release is one Gaussian, which has at least this loss.
     plain = gaussian_loss(silo.noise_multiplier / group_size, releases=silo.steps, delta=delta)
     one_step = (group_size * silo.sampling_rate / silo.noise_multiplier) ** 2 / 2
     if plain.epsilon == 0 or silo.sampling_rate == 1 or one_step > _NO_PRIVACY:
         return plain
     taken, probabilities = _binomial(group_size, silo.sampling_rate)
-    # A grid of width w adds about steps·w²/8 to ε; this one adds some thousandths of it.
+    # A grid of width w adds about steps·w²/8 to ε; this one adds some thousandths of ε.
     rough = min(plain.epsilon, _by_central_limit(silo, group_size, delta) or 1e-2 * plain.epsilon)
     interval = min(math.sqrt(8e-3 * rough / silo.steps), 1e-2 * rough, WIDEST_INTERVAL)
     mixture = dp_accounting.dp_event.MixtureOfGaussiansDpEvent(
@@ -93,22 +93,22 @@ def group_loss(silo: DpSgd, *, group_size: int, delta: float) -> PrivacyLoss:
 def _binomial(count: int, rate: float) -> tuple[list[float], list[float]]:
     """Return values and probabilities that dominate Binomial(count, rate).
 
-    Values of negligible probability become ``count``, because a mixture over larger shifts loses no
-    less.
+    Values of negligible probability become ``count``. This is safe, because larger shifts never
+    have a smaller privacy loss.
     """
     from scipy import stats
 
     values = np.arange(count + 1)
     probabilities = stats.binom.pmf(values, count, rate)
     kept = probabilities > _NEGLIGIBLE
-    kept[-1] = True  # the largest shift takes the probability of all that are left out
+    kept[-1] = True  # the largest shift takes the probability of the values that are left out
     probabilities[-1] += probabilities[~kept].sum()
     chosen = probabilities[kept]
     return values[kept].astype(float).tolist(), (chosen / chosen.sum()).tolist()
 
 
 def _by_central_limit(silo: DpSgd, group_size: int, delta: float) -> float:
-    """Return a rough ε, or 0, to choose the grid only. Many steps are nearly one Gaussian."""
+    """Return a rough ε for choosing the grid, as if all steps were one Gaussian. It may be 0."""
     exponent = silo.noise_multiplier**-2
     if exponent > 100:
         return math.inf

@@ -18,13 +18,13 @@ from flower_ext.json_record import JsonRecord
 class Participations(JsonRecord):
     """Weighted counts, by unit, of the releases to which the unit contributed.
 
-    The unit of a weight is one fully noised sum. A Gaussian of noise σ/√w has weight w, because it
-    reveals as much as w Gaussians of noise σ.
+    A weight of 1 is one fully noised sum. A Gaussian of noise σ/√w has weight w, because it reveals
+    as much as w Gaussians of noise σ.
     """
 
     rounds: int = 0
     answers: Counter[str] = field(default_factory=Counter)
-    """Number of noised sums that answered each kind of query beside the rounds."""
+    """For each kind of query, the number of noised sums that answered it."""
     uploads: Counter[int] = field(default_factory=Counter)
     """Number of uploads that each unit was asked for."""
     newest: dict[int, int] = field(default_factory=dict)
@@ -57,7 +57,7 @@ class Participations(JsonRecord):
         self.uploads.update(cohort)
         self.newest.update(dict.fromkeys(cohort, self.rounds))
         for unit in cohort:
-            # Each share has 1/asked of the noise's variance, so seeing one counts asked times.
+            # A share has 1/asked of the noise's variance, so seeing it counts ``asked`` times.
             _add(self.weights_in_uploads, unit, asked)
             if answered > 0:  # without an answer there is no sum to see
                 _add(self.weights_in_sums, unit, asked / answered)

@@ -52,7 +52,7 @@ def optimal_loss(
     from dp_accounting.pld.common import DifferentialPrivacyParameters
 
     steps = len(spends) + sum(count for _, count in counts)
-    # Each (ε, δ) is rounded up by one interval at most.
+    # The ε of each (ε, δ) is rounded up by one interval at most.
     interval = max(min(1e-3 * rough / steps, 1e-3), FINEST_INTERVAL, 2e-6 * rough)
     if counts:
         interval = max(interval, _widest_step(counts) / _MOST_CELLS)
@@ -82,10 +82,10 @@ def _widest_step(counts: Iterable[tuple[Release, int]]) -> float:
 
 
 def _grid_interval(epsilon: float, delta: float, *, steps: int) -> float:
-    """Return the width of a grid of privacy losses that adds about a thousandth to ε (a guess).
+    """Guess the interval of a grid of privacy losses that adds about a thousandth to ε.
 
-    Many steps are nearly one Gaussian. With a shift of μ it loses about μ²/2 + μ √(2 log 1/δ)
-    at δ, and its loss has variance μ². A grid of width w adds at most w²/4 to the variance in
+    Many steps are nearly one Gaussian. If its shift is μ, its ε is about μ²/2 + μ √(2 log 1/δ) at
+    δ, and its privacy loss has variance μ². A grid of width w adds at most w²/4 to the variance in
     every step.
     """
     log = -math.log(delta)
@@ -142,7 +142,7 @@ def _grid_of(event: Any, count: int, interval: float) -> tuple[Any, int]:
 
 
 def _composed(losses: Any, count: int) -> Any:
-    """Compose a grid of privacy losses with itself, many copies block by block."""
+    """Compose ``count`` copies of a grid of privacy losses, in blocks if there are many."""
     if count <= _MOST_AT_ONCE:
         return losses.self_compose(count)
     blocks, left = divmod(count, _MOST_AT_ONCE)

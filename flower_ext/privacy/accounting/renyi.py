@@ -28,7 +28,7 @@ RDP_ORDERS = (
 """Orders α for Gaussians, sub-sampled by Poisson draws or not sub-sampled."""
 _WITHOUT_REPLACEMENT_ORDERS = [*range(2, 64), 80, 96, 128, 192, 256, 512, 1024]
 _LEAST_NOISE = 0.2
-"""Least noise for which the grid is fine enough; below, integer orders bound fractional ones."""
+"""Least noise for which the grid is fine enough; for less, integer orders bound fractional ones."""
 _STEP, _REACH = 1 / 8, 12.0
 """Step and reach of the grid, in standard deviations: a relative error of about exp(-30)."""
 _MARGIN = 1e-9
@@ -64,8 +64,8 @@ def without_replacement_loss(counts: Sequence[tuple[Release, int]], delta: float
         return float(epsilon), float(order)
 
     epsilon, order = best_of(_WITHOUT_REPLACEMENT_ORDERS[::4])
-    if order in _WITHOUT_REPLACEMENT_ORDERS:  # not if the loss is 0 or infinite
-        # Any order gives a bound. ε has one valley over them, so the neighbours suffice.
+    if order in _WITHOUT_REPLACEMENT_ORDERS:  # it is none of them if the loss is 0 or infinite
+        # Any order gives a bound. ε has a single minimum over the orders, so neighbours suffice.
         place = _WITHOUT_REPLACEMENT_ORDERS.index(order)
         epsilon, _ = best_of(_WITHOUT_REPLACEMENT_ORDERS[max(0, place - 3) : place + 4])
     name = "RDP (sampling without replacement)"
@@ -74,7 +74,7 @@ def without_replacement_loss(counts: Sequence[tuple[Release, int]], delta: float
 
 @lru_cache(maxsize=8192)
 def _renyi_without_replacement(release: Release, order: float) -> float:
-    """Return the divergence of one release; cached because a search asks for many counts of it."""
+    """Return the divergence of one release, cached because a search tries many counts of it."""
     import dp_accounting
     from dp_accounting import rdp
 
@@ -156,7 +156,7 @@ def _remainder_by_grid(noise_multiplier: float, rate: float, order: float) -> fl
     power = order * log_ratio
     with np.errstate(over="ignore"):
         u = rate * np.expm1(exponent)
-    # Three formulas for one function, each where the others cancel or overflow: a series in u, the
+    # Three formulas for one function, each used where others cancel or overflow: a series in u, the
     # difference itself, and the logarithm of its largest term.
     small = np.abs(u) < 1e-2 / order
     log_value = np.empty_like(z)

@@ -108,9 +108,9 @@ class FullParticipation(Checked, JsonRecord):
 class SpacedSampling(Checked, JsonRecord):
     """Take units in turn: each at most k times, and at least b rounds apart.
 
-    Whoever has waited longest comes first, and units that never took part come in the order of
-    their indices. Nothing about a cohort is random or secret, so sampling amplifies nothing. A unit
-    that is asked and does not answer has used its turn.
+    Units that never took part come first, in the order of their indices; then those that have
+    waited longest. Nothing about a cohort is random or secret, so sampling amplifies nothing. A
+    unit that is asked and does not answer has used its turn.
 
     Parameters
     ----------
