@@ -3,8 +3,8 @@
 A protocol that computes sums under encryption changes each sum a little. Units that were not drawn
 may also move a sum a little; this is their trace. `with_approximation_error` adds the cost of both
 to the accountant's loss. The proof goes from the run with a unit to the run without it, in four
-steps. Step 2 is the accountant's. In each other step, the two runs are Gaussians whose means lie at a
-distance μ, in standard deviations of the noise:
+steps. Step 2 is the accountant's. In each other step, the two runs are Gaussians whose means lie at
+a distance μ, in standard deviations of the noise:
 
 1. from the run with a unit to a run with exact sums, except for the unit's trace;
 2. from there to the exact run with only the unit's trace: the accountant's step, (ε₁, δ₁);

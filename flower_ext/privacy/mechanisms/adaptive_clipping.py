@@ -17,11 +17,11 @@ b̃                     ``fraction`` of a round
 
 A client contributes the vector (clip(Δ, C), κ·side), with κ = σ'C/σ_b. Its norm is at most
 C' = √(C² + κ²/4) = σ'C/σ. So a round is an ordinary noised sum of one more number and of clipping
-norm C'. Its noise σC' = σ'C is σ'C on the update, and σ_b on the sum of sides. Every vector is
-clipped to C' again before it is noised, so the sensitivity rests on C' alone, not on how the side
-was computed. This also holds on the grid of a secure sum, whose cells follow σC': the whole vector,
-side included, is rounded to cells with a norm of at most C'/cell, checked in whole numbers (see
-`quantization`).
+norm C'. Its noise σC' = σ'C is σ'C on the update and, divided by κ, σ_b on the sum of sides. Every
+vector is clipped to C' again before it is noised, so the sensitivity rests on C' alone, not on how
+the side was computed. This also holds on the grid of a secure sum, whose cells follow σC': the
+whole vector, side included, is rounded to cells with a norm of at most C'/cell, checked in whole
+numbers (see `quantization`).
 
 A zero update has the side 0, whereas the paper counts it within C. Clients whose training fails or
 whose data cannot be loaded send zero updates. So does a client whose data are zeroed out in a
@@ -120,7 +120,7 @@ class AdaptiveClipping(Checked):
             raise InvalidValue(
                 f"bit_noise={self.bit_noise!r} with noise_multiplier={noise_multiplier:.4g}: "
                 f"expected more than {noise_multiplier / 2:.4g}, half of it, because counts with "
-                "less noise spend all of the privacy; None chooses one"
+                "less noise spend all of the privacy; None chooses a valid value"
             )
         return self.bit_noise
 
@@ -183,12 +183,12 @@ def rows_with_sides(rows: NamedArrays, update_norm: float, weight: float) -> dic
 
 
 def with_room_for_side(like: NamedArrays) -> dict[str, Any]:
-    """Return ``like``, whose arrays are NumPy's, with the array of sides.
+    """Return the NumPy arrays of ``like``, and an array of zeros for the side.
 
     Raises
     ------
     InvalidValue
-        It has an array of that name.
+        ``like`` already has an array of that name.
     """
     if SIDE in like:
         raise InvalidValue(f"an array {SIDE!r} in the model: expected another name")
@@ -198,7 +198,7 @@ def with_room_for_side(like: NamedArrays) -> dict[str, Any]:
 class SidedSum(ClippedSum):
     """Sum of the vectors (clip(Δ, C), κ·side) of updates, for a server that adds the noise.
 
-    The server computes the side from the update that it received, and trusts no client's.
+    The server computes each side from the update that it received, and trusts no client's side.
 
     Parameters
     ----------

@@ -230,7 +230,7 @@ def clip_each_row(rows: NamedArrays, clipping_norm: float) -> dict[str, Any]:
         array *= factors[:, None]
     if not bool(namespace.all(usual)):
         filled = namespace.stack([namespace.any(array != 0, axis=1) for array in flat.values()])
-        # Squares of the other rows overflow or underflow. Clip each such row alone unless it is 0.
+        # Squares of the other rows overflow or underflow. Clip each of these alone unless it is 0.
         others = api.to_device(~usual & namespace.any(filled, axis=0), "cpu")
         for number in np.flatnonzero(np.asarray(others)).tolist():
             row = clip({name: array[number, ...] for name, array in flat.items()}, clipping_norm)

@@ -17,8 +17,8 @@ sens(C)               `StrategyMatrix.sensitivity`
 ====================  ==========================================================================
 
 A round releases x_t + σ sens(C) y_t, where x_t is a sum of vectors of norm at most 1, one for each
-client. All releases together are C⁻¹ (C x + σ sens(C) z), so they reveal what C x + σ sens(C) z
-does. That this is one Gaussian mechanism of noise multiplier σ needs two steps.
+client. All releases together are C⁻¹ (C x + σ sens(C) z), so they reveal exactly as much as
+C x + σ sens(C) z. Two steps show that this is one Gaussian mechanism of noise multiplier σ.
 
 1. *Zero out one client that takes part in rounds p_0 < p_1 < …* Row t of C x moves by
    Σ_i c_{t − p_i} u_i with ‖u_i‖ ≤ 1. The square of the whole move is the sum of
@@ -28,18 +28,18 @@ does. That this is one Gaussian mechanism of noise multiplier σ needs two steps
    ⟨c(p_i), c(p_j)⟩ falls as p_j grows, because fewer rows are left, and as the gap grows. So each
    term is largest for p_i = ib, and every further participation adds to the sum. Rows 1 … t alone
    are a smaller case of the same matrix. Thus for every t the move in the first t rows is at most
-   that of one client in rounds 1, 1 + b, …, and row t of that is ``row_moves``. This holds with any
+   that of one client in rounds 1, 1 + b, …, whose row t is in ``row_moves``. This holds with any
    number of bands, also above b, and however many rounds follow.
-2. *x_t and the participations may depend on earlier releases.* Row t of C x + σ sens(C) z is, given
-   the rows before it, a Gaussian whose mean moves by row t of the move in step 1, in which the
+2. *x_t and the participations may depend on earlier releases.* Given the rows before it, row t of
+   C x + σ sens(C) z is a Gaussian. Its mean moves by row t of the move in step 1, where the
    present u_i is now a function of the earlier rows. Whatever path the run takes, the squares of
    these moves add up to at most sens(C)². Such an adaptive sequence of Gaussians is no easier to
    tell apart than a single one with that move (Denisov et al. 2022, Theorem 2.1; Smith and Thakurta
    2022 for moves that depend on the past).
 
 ``sensitivity`` counts all rows, however many there are, so the guarantee needs no last round. An
-account that charges round t a Gaussian of noise multiplier σ sens(C) / row_moves_t adds up to at
-most one of multiplier σ, and to what step 1 proves if the run stops early.
+account that charges round t as a Gaussian of noise multiplier σ sens(C) / row_moves_t adds up to at
+most one Gaussian of multiplier σ. If the run stops early, it adds up to what step 1 proves.
 
 y_t is kept in float64, and row t is z_t minus a sum over earlier y. What rounding adds to z_t is
 below 2⁻⁴⁹ of its stddev, as little as the distance of the generator's own points (see `noise`).
@@ -158,7 +158,7 @@ class StrategyMatrix:
         """Return sens(C) over all rows, the most that one client moves C x."""
         whole = (participations - 1) * rounds_apart + len(self.bands) + 1
         moves = self.row_moves(whole, rounds_apart=rounds_apart, participations=participations)
-        # From here on only the decaying part is left, whose squares add up to a geometric series.
+        # Beyond these rows only the decaying part is left; its squares form a geometric series.
         starts = np.arange(participations) * rounds_apart
         decays = np.asarray(self.decays)
         left = self.weights * (decays ** (whole - 1 - starts[:, None])).sum(axis=0)
@@ -167,7 +167,7 @@ class StrategyMatrix:
 
     def inverse(self, rounds: int) -> Vector:
         """Return the first coefficients of C⁻¹, by which the noise y is made from z."""
-        from scipy.signal import lfilter  # clients do without it
+        from scipy.signal import lfilter  # clients do not need SciPy
 
         impulse = np.zeros(rounds)
         impulse[0] = 1.0
@@ -220,7 +220,7 @@ class CorrelatedNoise:
     Parameters
     ----------
     buffers : int
-        Number of decaying buffers. Two already come within a tenth of the least error.
+        Number of decaying buffers. With two, the error is already within a tenth of the least.
     bands : int
         Number of bands, in place of buffers; 0 for buffers. The server keeps ``bands`` − 1 vectors
         of the model's size, or ``buffers`` + 1.
@@ -266,11 +266,11 @@ def _model_weights(rounds: int, momentum: float) -> Vector:
 def _best_bands(
     bands: int, rounds: int, rounds_apart: int, participations: int, momentum: float
 ) -> StrategyMatrix:
-    """Return the best matrix of so many bands, by exact gradients: there may be hundreds."""
+    """Return the best matrix of so many bands, which may be hundreds, by exact gradients."""
     from scipy.optimize import minimize
     from scipy.signal import lfilter
 
-    left = np.arange(rounds, 0, -1) / rounds  # fraction of the models in which a round's noise is
+    left = np.arange(rounds, 0, -1) / rounds  # fraction of the models that contain a round's noise
     weights = _model_weights(rounds, momentum)
     starts = np.arange(participations) * rounds_apart
     bands = min(bands, rounds)
@@ -308,7 +308,7 @@ def _best_buffers(
     from scipy.optimize import minimize
 
     def matrix(variables: Vector) -> StrategyMatrix:
-        # All weights and 1 add up to 1 in proportion; a decay of 1 − exp(−e^−x) is never 1.
+        # The weights add up to less than 1, and a decay of 1 − exp(−e^−x) is below 1.
         weights, decays = np.exp(variables[:buffers]), -np.expm1(-np.exp(-variables[buffers:]))
         return StrategyMatrix(weights=tuple(weights / (1 + weights.sum())), decays=tuple(decays))
 
@@ -331,7 +331,7 @@ class PreparedNoise(NoiseSource):
     drawn : Mapping[str, ndarray]
         Numbers for each array, by name; their unit is the stddev of the release.
     is_secure : bool
-        True if nobody can reproduce them.
+        True if nobody can reproduce the numbers.
     """
 
     def __init__(self, drawn: NamedArrays, *, is_secure: bool) -> None:

@@ -13,7 +13,7 @@ sum. The steps, where θ(r) = 2.01 exp(−2π² r²):
 1. Poisson's summation formula: the sum over all whole numbers x of exp(−(x − c)²/2r²) lies within
    √(2π) r (1 ± θ(r)), for every real c and every r ≥ 1.
 2. Let X ~ N_Z(0, a²) and Y ~ N_Z(0, b²) be independent, L a whole number and s² = L²a² + b². Then
-   P(L X + Y = z) is exp(−z²/2s²) times a sum as in step 1 with r = ab/s, over a constant. So
+   P(L X + Y = z) is a constant times exp(−z²/2s²) times a sum as in step 1 with r = ab/s. So
    L X + Y is N_Z(0, s²) up to a factor of (1 + θ(r))/(1 − θ(r)) (as in Kairouz, Liu, Steinke 2021,
    Theorem 9, where L is 1).
 3. Adding n shares one by one (L = 1), r² is s² k/(k + 1) ≥ s²/2: the sum is N_Z(0, n s²) up to the
@@ -32,14 +32,15 @@ nearest caches, by 16 random bits each.
 
 6. A table holds the distribution function of X, rounded down to 2⁻¹²⁸, up to 13.5 stddevs on
    either side. A uniform number of 128 bits then gives X: the number of entries up to it. The first
-   16 bits leave one X possible for all but 8 % of the draws; only those take the other bits. The
+   16 bits leave one X possible for 92 % of the draws; only the other draws take more bits. The
    result is the same as with 128 bits drawn at once.
-7. Each probability of a table is wrong by 2⁻¹²⁸ at most, and what lies beyond it has less than
-   2⁻¹³⁰. So a draw from a table is within (13.5 a + 4) 2⁻¹²⁸ of N_Z(0, a²) in total variation.
+7. Each probability of a table is wrong by 2⁻¹²⁸ at most, and the numbers beyond the table have a
+   probability below 2⁻¹³⁰. So a draw from a table is within (13.5 a + 4) 2⁻¹²⁸ of N_Z(0, a²) in
+   total variation.
 8. `draw` returns L X + Y with L = ⌊√(s/3)⌋, b² = 10 L² and a² = s²/L² − 10, exact fractions. By
    step 2 with r² = 10 (1 − 10 L²/s²) ≥ 8.4, this is N_Z(0, s²) up to a factor of 1 + 1e-71.
 9. Both together: each draw is within 3·10⁴ · 2⁻¹²⁸ of N_Z(0, s²), and 10⁹ draws are within 1e-24.
-   This takes ideal random bits. They are ChaCha20's, under a key of 256 bits for each call.
+   This assumes ideal random bits. The bits are ChaCha20's, under a key of 256 bits for each call.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ Words = Callable[[int], np.ndarray]
 LEAST_STDDEV, MOST_STDDEV = 16.0, 2.0**18
 """Limits of the standard deviation of one share, in whole numbers."""
 _SMOOTHED = 16.0
-"""Variance that step 4 takes from a sum."""
+"""Variance that step 4 subtracts from that of a sum."""
 _TAIL = 13.5
 """Stddevs beyond which a draw has a probability below 2⁻¹³⁰."""
 _BITS = 320
@@ -70,7 +71,7 @@ _FINE = 10
 """Variance of Y, in units of L²."""
 _UNDECIDED = -(2**31)
 _KNOWN, _REST = np.uint64(16), np.uint64(48)
-"""Bits of a 64-bit word that decide most draws, and the others."""
+"""Number of bits of a 64-bit word that decide most draws, and number of its other bits."""
 _TOGETHER = 2**15
 """Number of draws that are made at a time, so that they stay in the processor's caches."""
 
@@ -144,7 +145,7 @@ class _Table:
 
     def draw(self, count: int, words: Words) -> np.ndarray:
         """Return ``count`` draws as int32: the number of entries up to 128 uniform bits each."""
-        # Most draws are decided by 16 bits, which a cache holds a table for; 128 would be slow.
+        # 16 bits decide most draws, by a table that fits into a cache; 128 bits would be slow.
         first = words((count + 3) // 4).view("<u2")[:count]
         drawn = self.decided.take(first)
         places = np.flatnonzero(drawn == _UNDECIDED)
@@ -182,7 +183,7 @@ def _check(stddev: float) -> None:
 def _tables(stddev: float) -> tuple[int, _Table, _Table]:
     """Return L, and the tables of X and Y."""
     variance = Fraction(stddev) ** 2
-    step = math.isqrt(int(stddev / 3))  # both tables are then about as long
+    step = math.isqrt(int(stddev / 3))  # makes both tables about equally long
     fine = Fraction(_FINE * step**2)
     return step, _table((variance - fine) / step**2), _table(fine)
 

@@ -13,15 +13,15 @@ multiples of a public grid g, a power of two. The argument:
 6. g is 2⁻¹⁹ to 2⁻¹⁸ of the run's σ, which is public. Where shares of σ change from round to round
    with the size of the cohort, which may be secret, g still follows the whole σ.
 7. Z is NumPy's: 256 layers of 2⁵² equidistant points, at least 2³¹ of a layer in each cell of the
-   grid. So every cell has its Gaussian probability to a relative 2⁻²⁹ (less in the tails, but these
-   hold too little to matter), and d numbers are within 2⁻²⁹ √(d/2) of ideal ones in total variation
-   (Pinsker; at worst 4·10⁻⁶ at d = 10⁷). The guarantee assumes this; it does not count it.
+   grid. So every cell has its Gaussian probability to a relative 2⁻²⁹ (in the tails less exactly,
+   but they hold too little to matter). d numbers are within 2⁻²⁹ √(d/2) of ideal ones in total
+   variation (Pinsker; at worst 4·10⁻⁶ at d = 10⁷). The guarantee does not count this distance.
 8. Let m noised values lie on one grid, with shares s of at least 16 g. Their sum is, up to
    exp(−2π²s²/g²) (Poisson's summation formula), the rounded total of three parts: the sum of the
    v's, a Gaussian with the shares' variances added up, and m − 1 independent uniforms of width g.
    That is post-processing again, so an adversary who sees only sums faces the whole noise.
-9. These uniforms reveal whether somebody was drawn, by at most 2⁻³⁶/12 of the variance. That is
-   less than the gap that statement 7 leaves.
+9. A unit that is drawn adds a uniform, which reveals the draw. This changes the variance by at most
+   2⁻³⁶/12 of it, less than the gap that statement 7 leaves.
 10. Rounding to an array's own precision comes last, and is post-processing. float32 represents all
     multiples of g up to 2²⁴ g, above 32 σ, so sums of uploads stay sums on the grid.
 
@@ -51,9 +51,9 @@ _CELLS_PER_STDDEV = 18
 """Binary logarithm of the grid's cells per stddev. The grid is fine enough that rounding adds
 nothing to the noise, and coarse enough that the generator's own points are far closer together."""
 _FINEST, _COARSEST = 2.0**-32, 2.0**-4
-"""Limits of a grid that a caller requests, in stddevs."""
+"""Limits of the grid that a caller passes, in stddevs."""
 _MOST_CELLS = 2.0**52
-"""Largest value in cells: above it, noise does not fit into whole numbers exact in float64."""
+"""Largest value in cells: above it, value plus noise is no exact whole number in float64."""
 _TOGETHER = 2**15
 """Number of values that are noised at a time, so that they stay in the processor's caches."""
 
@@ -91,7 +91,7 @@ class NoiseSource(ABC):
     def add_gaussian(
         self, update: NamedArrays, stddev: float, *, grid: float | None = None
     ) -> dict[str, Any]:
-        """Return ``update`` + N(0, stddev² I), each array in its own type, precision and device.
+        """Return ``update`` + N(0, stddev² I); each array keeps its type, precision and device.
 
         Guarantees
         ----------

@@ -1,4 +1,4 @@
-"""One noised sum per round: sampler, bound, noise and aggregation, bound together."""
+"""One noised sum per round: its sampler, clipping norm, noise and aggregation in one object."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class ReleaseTerms(Checked):
 
     @property
     def secure_sum(self) -> SecureSum | None:
-        """Settings of the secure sums that hide single uploads; None without any."""
+        """Settings of the secure sums that hide single uploads; None without secure sums."""
         return self.noise_placement if isinstance(self.noise_placement, SecureSum) else None
 
     @property
@@ -301,8 +301,9 @@ class NoisedSum(ReleaseTerms, RoundMechanism):
         The decision reads the noised sum alone, never an upload. It is post-processing of a release
         that the ledger counts either way, so it costs no privacy, and no δ needs to count a wrong
         refusal. The bound holds for Gaussian shares and for discrete ones, which are subgaussian
-        with their stddev. The server cannot name the member, because masks hide each upload. The
-        check misses a bad upload that is no larger than noise and bounds allow.
+        with their stddev. The server cannot name the member that spoiled the sum, because masks
+        hide each upload. The check misses a bad upload that is no larger than noise and bounds
+        allow.
 
         Parameters
         ----------

@@ -103,7 +103,7 @@ class RoundMechanism(ABC):
 
     @property
     def secure_sum(self) -> SecureSum | None:
-        """Settings of the secure sums that hide single uploads; None without any."""
+        """Settings of the secure sums that hide single uploads; None without secure sums."""
         return None
 
     @property
@@ -121,11 +121,11 @@ class RoundMechanism(ABC):
 
     @property
     def strategy_matrix(self) -> StrategyMatrix | None:
-        """The matrix by which the server correlates its noise over rounds; None if it does not."""
+        """Matrix by which the server correlates its noise over rounds; None without correlation."""
         return None
 
     def with_strategy(self, matrix: StrategyMatrix) -> RoundMechanism:
-        """Return the mechanism with ``matrix``, which a resumed run began with."""
+        """Return the mechanism with ``matrix``, the matrix with which a resumed run began."""
         raise NotImplementedError(f"{type(self).__name__} has no strategy matrix")
 
     @property

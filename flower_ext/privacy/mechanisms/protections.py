@@ -35,11 +35,11 @@ class Protection:
     bounds_models: ClassVar[bool] = False
     """True if the client bounds and noises its whole model instead of its update."""
     bounds_uploads: ClassVar[bool] = True
-    """True if the whole upload is bounded. It must then not depend on clients trained beside it."""
+    """True if the whole upload is bounded. Clients in the same batch must then not change it."""
     num_examples: int | None = None
-    """Number of training examples that a client must have to be covered; None if any will do."""
+    """Number of training examples that the guarantee requires of a client; None if any will do."""
     hides_failures: ClassVar[bool] = True
-    """True if the noise also covers a received model that is sent in place of a failed training."""
+    """True if the noise covers the received model, too, which a client sends if training fails."""
     of_units: bool = False
     """True if an upload must be a sum over units, whose parts the method clips one by one."""
     cell: float | None = None
@@ -48,7 +48,7 @@ class Protection:
     @property
     def hides_missing_data(self) -> bool:
         """True if the upload of a client that cannot load its data looks like any other upload."""
-        # A client whose model is protected reports its number of examples, unless one is agreed.
+        # A client that bounds its model reports its number of examples, unless that is fixed.
         return self.hides_failures and (not self.bounds_models or self.num_examples is not None)
 
     @property
@@ -57,7 +57,7 @@ class Protection:
         return 0.0
 
     def released(self, upload: NamedArrays, noise: NoiseSource) -> NamedArrays:
-        """Return the upload as it leaves the client: an update, or a model with `bounds_models`.
+        """Return the upload as it leaves the client: an update, or a model if `bounds_models`.
 
         Raises
         ------
@@ -108,7 +108,7 @@ class ClipAndNoise(_Noised):
     Parameters
     ----------
     clipping_norm : float
-        Norm bound C; with a side, the bound on update and side together.
+        Norm bound C; with a side (see ``side_weight``), the bound on update and side together.
     noise_stddev : float
         Standard deviation of this client's share.
     cell : float, optional
@@ -268,7 +268,7 @@ class ObjectivePerturbation(Checked, Protection):
     rate : float
         α > 0. The norm of n is Gamma distributed with mean d/α for d parameters.
     least_examples : int
-        Clients with fewer examples are not protected. A plan computes it.
+        Clients with fewer examples are not protected. A plan computes this number.
     """
 
     hides_failures = False  # as for `ClipSteps`

@@ -38,7 +38,7 @@ _PER_STDDEV = 16
 _MOST_CELLS = 2.0**30
 """Most cells in a clipping norm, so that squared norms are exact in 64 bits."""
 _ROOM = 4
-"""Cells below its bound to which too large a norm is scaled, to leave room for rounding."""
+"""Number of cells below the bound to which a too large norm is scaled, as room for rounding."""
 _TRIES = 8
 _MARGIN = 1.0 - 1e-9
 """Tolerance for rounding of a weight and of a norm in float64. The result is checked exactly."""
@@ -93,7 +93,7 @@ def in_cells(update: NamedArrays, clipping_norm: float, cell: float) -> dict[str
     NonFiniteUpdate, TypeError, ValueError
         As `bounds.clip`; also if a clipping norm has more than 2³⁰ cells.
     """
-    l2_norm(update)  # refuses numbers that are not finite, by the name of their array
+    l2_norm(update)  # refuses numbers that are not finite, and names their array
     row = {name: _plain(array)[None] for name, array in update.items()}
     return dict(sum_rows_in_cells(row, clipping_norm, cell, [1.0]).value)
 
@@ -200,13 +200,15 @@ def _rows_in_cells(exact: Any, clipping_norm: float, cell: float, shares: np.nda
         factors = np.maximum(bounds[longer] - _ROOM, 0) / np.sqrt(squares[longer])
         exact[longer] = exact[longer] * column(factors)
         whole[longer], squares[longer] = rounded(exact[longer])
-    if (longer := np.flatnonzero(squares > bounds**2)).size:  # few cells, many numbers
+    if (
+        longer := np.flatnonzero(squares > bounds**2)
+    ).size:  # possible with few cells and many numbers
         whole[longer] = namespace.astype(namespace.trunc(exact[longer]), namespace.int64)
     return whole
 
 
 def squared_norms_of_rows(rows: Any) -> Any:
-    """Return the sum of squares of each row of numbers, which are overwritten.
+    """Return the sum of squares of each row, shape (rows,).
 
     The order of the additions depends on the columns only, so no bit depends on other rows.
     """

@@ -21,13 +21,14 @@ stay. The graph has the least k with a t such that
 In a complete graph all members are neighbours, and only C is random: c < t ≤ n - 1 - D, and 2t > n
 - 1 + c.
 
-The server of a *signed* sum may lie. Its graph is complete with t = n - 1 - D, and its keys are
-those of members that know each other. The server can tell each honest member that D others were
-lost. These n - c members then give at most D shares of mask keys each, and a mask key takes t - c
-of them beside those of colluders, so at most L = ⌊(n - c) D / (t - c)⌋ mask keys of honest members
-become known. A member's seed takes t - c honest neighbours that say it answered, each of whom is
-among those whose masks it added. Those that are not among the L keep their part in one sum with it,
-so that every sum that becomes known has at least 1 + t - c - L = n - D - c - L honest answers.
+The server of a *signed* sum may lie. All members are neighbours, t = n - 1 - D, and members sign
+their keys, so the server cannot replace them. The server can tell each honest member that D others
+were lost. Each of the n - c honest members then gives at most D shares of mask keys. Beside the
+colluders' shares, a mask key takes t - c of these, so at most L = ⌊(n - c) D / (t - c)⌋ mask keys
+of honest members become known. A member's seed takes shares of t - c honest neighbours that say the
+member answered, and the member's vector has masks with all of them. At least t - c - L of these
+neighbours have unknown mask keys, and their vectors stay in one sum with the member's. So every sum
+that becomes known has at least 1 + t - c - L = n - D - c - L honest answers.
 """
 
 from __future__ import annotations
@@ -44,12 +45,12 @@ from flower_ext.errors import InvalidValue
 COMPLETE = 64
 """Largest number of members for which all members are neighbours."""
 LEAST_MEMBERS = 3
-"""Least members of a sum. With two, each could subtract its own vector and see the other's."""
+"""Least number of members of a sum. Of two, each could subtract its vector and see the other's."""
 _INSECURE, _FAILED = 2.0**-40, 2.0**-20
 """Bounds on the probability that colluders break any round of a run, and that lost members make
 any round fail."""
 _RIPPLE = 16
-"""Number of smaller even k that are tried below the k that bisection finds, as t is rounded."""
+"""Number of even k tried below that of bisection: t is rounded, so a smaller k may suffice."""
 _NOISE_STDDEVS = 11.0
 """Stddevs of room for a sum's noise: 2⁴⁰ numbers all stay below, except with probability 2⁻⁴⁰."""
 
@@ -65,7 +66,7 @@ class SumParameters:
     neighbors : int
         Number of neighbours of each member, k.
     threshold : int
-        Number of neighbours whose shares unmask a member, t.
+        Number of neighbours whose shares together unmask a member, t.
     least_answers : int
         Least number of masked vectors; with fewer, the round is discarded.
     colluders : int
@@ -159,8 +160,8 @@ class SecureSum:
             Number of clients from which cohorts are drawn uniformly. By default all clients are
             members in every round.
         rounds : int
-            Number of rounds of the run, for which all bounds together hold. A longer run exceeds
-            them in proportion.
+            Number of rounds of the run. The bounds on failure hold for all rounds together, and
+            grow in proportion in a longer run.
 
         Raises
         ------
@@ -214,7 +215,7 @@ class SecureSum:
     def _graph(self, cohort: _Cohort) -> tuple[int, int]:
         if (graph := _parameters(cohort)) is not None:
             return graph
-        # Say so if the cohort would do without protection from a server that equivocates.
+        # Name resist_equivocation=False in the error if this setting would suffice.
         without = _parameters(replace(cohort, equivocation=False))
         raise InvalidValue(
             f"no secure sum of {cohort.members} members withstands colluding={self.colluding:g} "
@@ -329,7 +330,7 @@ def _most_colluders(members: int, population: int, corrupt: int, rounds: int) ->
 
 
 def _least(holds: Callable[[int], bool], low: int, high: int) -> int:
-    """Return the least number that ``holds``, by bisection; it must hold at ``high``."""
+    """Return the least number for which ``holds`` is true, as it must be for ``high``."""
     while low < high:
         middle = (low + high) // 2
         low, high = (low, middle) if holds(middle) else (middle + 1, high)

@@ -89,7 +89,7 @@ def in_precision_of(like: NamedArrays, update: NamedArrays) -> dict[str, Any]:
 
 
 class RunningSum:
-    """Sum of updates in float64. The caller adds each update on arrival, and need not keep it.
+    """Sum of updates in float64. Add each update when it arrives; no update is kept.
 
     Parameters
     ----------
@@ -174,8 +174,8 @@ def _form(array: Any, types: bool) -> str:
 
 
 def is_finite(array: Any) -> bool:
-    """Return True if no number of an array is NaN or infinite; only floating-point ones can be."""
-    # The sum of finite numbers may overflow, but usually it is finite. It takes far less time.
+    """Return True if no number of an array is NaN or infinite; always True for integers."""
+    # A sum takes far less time than testing each number, and usually it is finite.
     if isinstance(array, np.ndarray):
         if array.dtype.kind not in "fc":  # texts have no sum
             return True
@@ -219,7 +219,7 @@ def as_float64(array: Any) -> Any:
 
 
 def scaled_norm(update: NamedArrays) -> tuple[float, float]:
-    """Return (m, s) with norm = m·s. m is 1, or the largest magnitude if squares leave float64."""
+    """Return (m, s) with norm = m·s. m is 1, or the largest magnitude if squares lose precision."""
     wide = in_float64(update)
     if 1e-100 < (norm := plain_norm(wide)) < 1e100:
         return 1.0, norm

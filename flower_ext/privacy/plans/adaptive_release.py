@@ -24,16 +24,17 @@ from flower_ext.privacy.plans.release_mechanism import ReleaseMechanism
 
 _ADAPTIVE = (
     "the clipping norm of a round is a function of earlier releases and public numbers, so rounds "
-    "compose adaptively; the number of updates within it is released under the same noise"
+    "compose adaptively; the number of updates within the norm is released under the same noise"
 )
 
 
 @dataclass(frozen=True, kw_only=True)
 class AdaptiveRelease(ReleaseMechanism):
-    """A `ReleaseMechanism` of one round, for updates that say if they exceed the clipping norm.
+    """A `ReleaseMechanism` of one round whose updates each carry a side.
 
-    One more number of an update, its side, says so (see `adaptive_clipping`). ``clipping_norm`` C'
-    bounds update and side together, so sum, noise, grid and accounting work as for a fixed norm.
+    The side is one more number, which says if the update exceeds the clipping norm (see
+    `adaptive_clipping`). ``clipping_norm`` C' bounds update and side together, so sum, noise, grid
+    and accounting work as for a fixed norm.
 
     Parameters
     ----------
@@ -62,7 +63,7 @@ class AdaptiveRelease(ReleaseMechanism):
 
     @property
     def side_weight(self) -> float:
-        """κ: the noise σC' on κ times the sum of sides is σ_b on the sum."""
+        """κ: the factor of sides under which the noise σC' is noise σ_b on the sum of sides."""
         return self.noise_stddev / self._count_noise
 
     def of_query(self, query: VectorQuery) -> NoisedSum:

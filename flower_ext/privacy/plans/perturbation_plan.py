@@ -47,7 +47,7 @@ class PerturbationPlan(Checked, PlainAverage):
         return f"{self.sampling.describe()} · {self.perturbation}"
 
     def objective_in(self, run: RunSummary) -> LocalObjective:
-        """Return the properties of the local problem, completed by the method's training."""
+        """Return the properties of the local problem, with those that the training fixes."""
         weight = run.proximal_weight
         tolerances = [training.tolerance for training in run.training.values()]
         exact = weight > 0 and all(tolerances)

@@ -84,7 +84,7 @@ class RecordLevelPlan(RecordLevelTerms, PlainAverage):
             if steps is not None:
                 stddev /= steps.upload_stddev(1.0)
         elif steps is None:
-            # Training may send neighbouring data to opposite ends of the ball.
+            # Models trained on neighbouring data may lie at opposite ends of the ball.
             stddev = composed_noise_stddev(
                 sensitivity=2 * clipping_norm, epsilon=epsilon, delta=delta, releases=rounds
             )
@@ -115,7 +115,7 @@ class RecordLevelPlan(RecordLevelTerms, PlainAverage):
         return self.sampling.population * self.num_examples
 
     def mechanism(self, method: MethodTraits) -> RoundMechanism:
-        """Return this plan; refuse a method whose uploads depend on more than noised local steps.
+        """Return this plan; refuse a method whose uploads depend on records outside noised steps.
 
         Noise in the steps does not cover the other ways in which an upload depends on records.
         """

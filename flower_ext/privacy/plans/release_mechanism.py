@@ -57,7 +57,7 @@ class ReleaseMechanism(NoisedSum):
     def count_answer(self, query: VectorQuery, participations: Participations) -> None:
         """Count one release of a query, in the counts for sums and in the counts for uploads.
 
-        The unit of the count is a training round with noise multiplier σ. A release with noise
+        A count of 1 is a training round with noise multiplier σ. A release with noise
         multiplier σ_q reveals as much as (σ/σ_q)² training rounds, and counts as that many.
         """
         parameters = self.of_query(query).sum_parameters

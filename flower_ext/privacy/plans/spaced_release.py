@@ -23,9 +23,9 @@ class SpacedRelease(ReleaseMechanism):
 
     Guarantees
     ----------
-    Against whoever sees all released models and who took part, and for any number of rounds, the
-    run is a Gaussian mechanism of noise multiplier ``noise_multiplier``. For this the noise source
-    of each round must hold that round's noise y of ``strategy``.
+    For any number of rounds, the run is one Gaussian mechanism of noise multiplier
+    ``noise_multiplier``, against an adversary that sees all released models and who took part. The
+    noise source of each round must hold the noise y that ``strategy`` gives for that round.
 
     Parameters
     ----------
@@ -65,7 +65,7 @@ class SpacedRelease(ReleaseMechanism):
         return super().mean_noise_stddev * float(np.linalg.norm(self.strategy.inverse(self.rounds)))
 
     def release_in(self, number: int) -> Release:
-        """Return what a round adds to the loss of the most exposed client."""
+        """Return a release with the loss that a round adds for the most exposed client."""
         return self._releases(number)[-1]
 
     def releases(self, participations: Participations) -> dict[Release, int]:
@@ -87,7 +87,7 @@ class SpacedRelease(ReleaseMechanism):
         return _SPACED
 
     def guarantees(self, run: RunSummary) -> list[Guarantee]:
-        """Return the guarantees: also against whoever sees who took part."""
+        """Return the guarantees, one of them against an adversary that sees who took part."""
         models, *others = super().guarantees(run)
         sampling, rounds = self.sampling.describe(), run.participations.rounds
         models = replace(
@@ -99,9 +99,9 @@ class SpacedRelease(ReleaseMechanism):
 
 
 _SPACED = (
-    "a client that is asked has taken part, whether it answers or not; who may take part depends "
-    "on earlier releases and on who took part, on nobody's data otherwise",
-    "the noise of earlier rounds stays secret; the run never continues twice from one state, as "
-    "from a copy or a backup, unless both continuations charge one account",
+    "a client that is asked has taken part, whether it answers or not; which clients may take part "
+    "depends on earlier releases and participations only, and on no other data",
+    "the noise of earlier rounds stays secret; no two runs continue from one state, such as a "
+    "copy or a backup, unless both charge one account",
     "a partition-id belongs to the same client in all rounds, also after its node registers anew",
 )

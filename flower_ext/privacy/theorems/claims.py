@@ -78,7 +78,7 @@ class Claims:
 
 
 def _under(relation: NeighboringRelation, releases: Counts | None) -> Counts | None:
-    """Return releases under a relation; None if sampling amplifies them under another one."""
+    """Return releases under a relation; None if sampling amplifies them under another one only."""
     if releases is None or any(
         release.relation is not relation and release.sampling.sampling_rate < 1
         for release, _ in releases
@@ -150,8 +150,8 @@ OWN_GRADIENTS = (
 LOADS = "no single record keeps a client from loading its data (Task.data)"
 """The assumption where a client's answer, or its absence, must not reveal a single record."""
 OUTLIVES = (
-    "no client's data end its process, as a crash in native code or too little memory for the "
-    "whole process may; an exception in Python does not"
+    "no client's data end the client's process, for example by a crash in native code or a lack of "
+    "memory; an exception in Python does not end it"
 )
 """The assumption about failures that a client cannot hide. It can hide an exception in training."""
 WHAT_REVEALS_A_DRAW = (
@@ -169,4 +169,4 @@ NOISE_OF_OTHERS = (
     "no honest upload is refused for its norm: this fails for each with probability at most "
     f"{IMPROBABLE:g}, which δ does not count",
 )
-"""The assumptions about released models if a server adds up noise of the clients."""
+"""The assumptions about released models if the noise in them is the clients'."""

@@ -44,8 +44,8 @@ _ALWAYS = (
 )
 _HIDDEN_PLACES = f"the adversary does not know who was drawn: {WHAT_REVEALS_A_DRAW}"
 _MEMORY = (
-    "clients keep values between rounds (a personal head), or may keep them (a ClientApp of "
-    "somebody else), and what a client sends does not reveal who was drawn before: not proven for "
+    "clients keep values between rounds (a personal head) or may keep them (a ClientApp of "
+    "somebody else), but a client's upload does not reveal who was drawn before: not proven for "
     "cohorts of fixed size"
 )
 
@@ -58,7 +58,7 @@ def client_level_guarantees(
     * Released models: amplified by sampling, because cohorts stay secret. Their size is secret,
       too, unless it is fixed.
     * Sums only: no amplification. Gaussian composition over the realised participations, each
-      with the noise that clients really supplied; the server knows any noise that it added.
+      with the noise that clients really supplied, because the server knows the noise it added.
     * Each upload: one client's share of the noise alone, σ/√cohort.
 
     A guarantee says so if cohorts or noise were drawn from a seed. If clients keep values between

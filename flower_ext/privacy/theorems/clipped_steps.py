@@ -87,7 +87,7 @@ class ClippedSteps(Checked):
     def upload_stddev(self, step_stddev: float) -> float:
         """Return the standard deviation of each weight of the upload if steps add ``step_stddev``.
 
-        On a convex loss later steps only shrink the noise of earlier ones.
+        On a convex loss, later steps only shrink the noise of earlier steps.
         """
         return math.sqrt(self.local_steps) * step_stddev
 
@@ -111,9 +111,10 @@ class ClippedSteps(Checked):
 def composed_noise_stddev(
     *, sensitivity: float, epsilon: float, delta: float, releases: int
 ) -> float:
-    """Return the noise of each of ``releases`` Gaussians that one record moves by ``sensitivity``.
+    """Return the noise stddev with which ``releases`` Gaussians together meet (ε, δ).
 
-    Composition is exact and without amplification; the noise is never less than the target needs.
+    One record moves each Gaussian by ``sensitivity``. Composition is exact and without
+    amplification; the noise is never less than the target needs.
 
     Raises
     ------

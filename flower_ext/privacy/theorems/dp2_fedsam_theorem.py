@@ -32,7 +32,7 @@ def dp2_fedsam_theorem2(
     """Return the guarantee of Theorem 2 of DP²-FedSAM, as published.
 
     The theorem requires σ² ≥ 7 r² T (ε + 2 ln(1/δ)) / ε². This function returns the smallest such
-    ε. Its proof uses the sub-sampled Gaussian's closed form (Lemma 4 of the paper). The two
+    ε. The proof uses the sub-sampled Gaussian's closed form (Lemma 4 of the paper). The two
     conditions of that lemma are checked at the proof's order α = 1 + 2 ln(1/δ)/ε. The paper prints
     the second condition with a factor of the sensitivity C; here noise is measured in multiples of
     C, so the factor is 1.

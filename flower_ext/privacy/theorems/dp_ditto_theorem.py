@@ -118,8 +118,8 @@ def dp_ditto_guarantees(
     """Return the guarantees for one record when clients upload clipped models in every round.
 
     The first guarantee is as published, the second is provable. Without ``terms.steps`` each upload
-    gets the noise, and only the clipping of the whole model limits a record, which may move it by
-    2C. With ``terms.steps`` each local step clips every record's gradient and gets the noise.
+    gets the noise. Only the clipping of the whole model limits one record, which may move the model
+    by 2C. With ``terms.steps`` each local step clips every record's gradient and gets the noise.
     ``rounds`` is the number of rounds so far.
     """
     steps, delta, num_examples = terms.steps, terms.delta, terms.num_examples

@@ -70,7 +70,7 @@ class LocalObjective:
         """Return how far replacing one of |D_i| records moves the trained model (L2).
 
         This is 2u₁/(|D_i|μ) for the exact minimiser (Chaudhuri, Monteleoni, Sarwate 2011, Lemma 7),
-        plus twice the distance to it. It is infinite where the properties give no bound.
+        plus twice ``distance_to_minimiser``. It is infinite if the properties give no bound.
         """
         if not (self.convex and self.memoryless and self.proximal_weight > 0):
             return math.inf

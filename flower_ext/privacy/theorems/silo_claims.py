@@ -2,7 +2,7 @@
 
 The members of a secure sum are the n silos, all of them in every round. At least m silos answer,
 and each adds a discrete Gaussian share of variance σ²C²/m. Let c silos collude with the server.
-They can subtract their own shares of the noise, and their users' parts with them.
+They can subtract their own shares of the noise, together with their own users' parts.
 
 * Weights by records: a user may have all its weight in honest silos, and then moves their sum by C.
   Their sum has at least m − c shares of noise, so the noise multiplier is σ√((m − c)/m).
@@ -85,18 +85,18 @@ def batching_assumption(apart: Mapping[int, bool]) -> str:
     where = "all silos" if len(together) == len(apart) else f"silos {', '.join(together)}"
     others = "" if len(together) == len(apart) else "; in the other silos they train one by one"
     return (
-        f"users train in batches in {where}, where a plug-in promises that no bit of a model "
-        "depends on the others, or a trial with random users on the silo's machine found none "
-        f"(evidence, not proof){others}"
+        f"users train in batches in {where}, where a plug-in promises that no bit of a user's "
+        "model depends on other users, or a trial with random users on the silo's machine found no "
+        f"such bit (evidence, not proof){others}"
     )
 
 
 def exposures(mechanism: NoisedSum, run: RunSummary) -> tuple[float, float]:
-    """Return any user's largest weight in sums, and in uploads (see `Participations`)."""
+    """Return the largest weight of any user in sums, and in uploads (see `Participations`)."""
     in_sums = run.participations.in_sums
     in_uploads = float(max(run.participations.uploads.values(), default=0))
     if mechanism.secure_sum is None:
-        # The adversary saw refused uploads too, and sums with too little noise count more.
+        # The adversary saw refused uploads, too, and sums with too little noise count more.
         return max(in_sums, in_uploads), max(in_sums, in_uploads)
     parameters = mechanism.sum_parameters
     if run.method.weighting == "equal":  # collusion costs nothing (see the top of this module)

@@ -165,7 +165,7 @@ def uldp_avg_guarantees(
     hidden_draw : str
         Assumption that hides the sample from the server; empty if the server knows the sample.
     silos_draw : bool
-        True if the silos draw the users by a secret key, which is such an assumption.
+        True if the silos draw the users by a secret key, which hides the sample as well.
     batching : str
         Assumption under which no bit of a user's training depends on other users (see
         `batching_assumption`).
@@ -266,7 +266,7 @@ def _drawn_by_silos(mechanism: NoisedSum, rounds: int) -> str:
     """Return the assumption about users whom silos draw, and the ε against a silo.
 
     A silo knows the draws, so nothing is amplified, and it can subtract its share of the noise. A
-    user counts in every round, because the server does not know in which.
+    user counts in every round, because the server does not know the rounds that drew the user.
     """
     least = mechanism.sum_parameters.least_answers
     of_others = mechanism.noise_multiplier * math.sqrt((least - 1) / least)
@@ -289,8 +289,8 @@ def _two_numbers(mechanism: NoisedSum, rounds: int) -> str:
     """
     epsilon = _epsilon_of_two_numbers(mechanism.release, rounds, mechanism.delta)
     return (
-        "a person has one number; one whom silos know by two numbers, for example because of a "
-        f"misspelt name, has ε = {epsilon_text(epsilon)}"
+        "a person has one number; a person whom silos know by two numbers, for example because of "
+        f"a misspelt name, has ε = {epsilon_text(epsilon)}"
     )
 
 
@@ -323,7 +323,7 @@ def _theorem_5(mechanism: NoisedSum, rounds: int) -> Guarantee:
         accountant, view = "RDP", AdversaryView.RELEASED_MODELS
         source = "Kato et al., Uldp-FL, Theorem 5 and Remark 1"
         assumptions = ("who was sampled stays secret",)
-        # The paper knows no protocol that errs, and no second upload of a user.
+        # The theorem covers neither a protocol's approximation error nor a user's second upload.
         exact = replace(mechanism, sensitivity=1.0, approximation_error=0.0)
         epsilon = privacy_loss_of(
             {exact.release: rounds}, delta=mechanism.delta, accountant="rdp"
@@ -343,7 +343,7 @@ def check_silos_can_draw(plan: PrivacyPlan) -> None:
     Raises
     ------
     InvalidValue
-        Nothing is drawn, or the server sees uploads or may learn the silos' key.
+        The sampling draws no users, or the server sees uploads or may learn the silos' key.
     """
     assert isinstance(plan, ReleaseTerms)
     if not isinstance(plan.sampling, PoissonSampling):

@@ -65,8 +65,8 @@ def uldp_group_guarantees(
         OWN_GRADIENTS,
         noise_assumption(secure_noise),
         not_covered=(
-            "which records are kept, and that the group size comes from the data where it is "
-            "their maximum or median",
+            "which records are kept, and the group size if it is the maximum or median of the "
+            "users' numbers of records",
             *not_covered,
         ),
     )

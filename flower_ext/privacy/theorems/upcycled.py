@@ -111,8 +111,9 @@ def sensitivity(
 ) -> float:
     """Return the L2 distance by which one record can move the model before noise.
 
-    This is min(2τ, stability): clipping projects onto a ball, which moves no two models further
-    apart. Rounding may move each of them by its ``rounding``, which is counted `_ROUNDINGS` times.
+    This is min(2τ, stability), because clipping projects onto a ball, which moves no two models
+    further apart. Rounding may move each model; the objective's ``rounding`` counts `_ROUNDINGS`
+    times for each.
     """
     stable = math.inf if num_examples is None else objective.stability(num_examples)
     norm = perturbation.clipping_norm
@@ -122,7 +123,7 @@ def sensitivity(
 def epsilons(
     perturbation: Perturbation, objective: LocalObjective, run: RunSummary, *, delta: float
 ) -> dict[int, tuple[float, float]]:
-    """Return (published, provable) ε of each client that was asked; infinite without a guarantee.
+    """Return (published, provable) ε of each asked client; infinite without a guarantee.
 
     A client that was asked but never reported its number of examples counts as if it had uploaded.
     """
@@ -192,7 +193,7 @@ def perturbation_guarantees(
         source, closed_form, delta = f"{_SOURCE} 6.3", "closed form (pure DP)", 0.0
         reason = source
         accountant, arithmetic = "sum over releases (pure DP)", _IN_FLOATS
-        # The noise is in the training: no model without it may be sent instead.
+        # The noise is added in training, so no model of a failed training may be sent.
         finite = ("training ends without an error, and finite, for every record",)
         smallest = large_enough(objective, min((size or 0 for size in sizes), default=0))
         of_loss, of_solver = objective.theorem_6_3_conditions(), objective.solution_conditions()
