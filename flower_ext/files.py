@@ -175,7 +175,7 @@ def lock(path: Path, *, seconds: float = LAST_MOMENTS) -> IO[str]:
     Raises
     ------
     InUse
-        Another process still holds the lock after ``seconds``; the message names it.
+        Another process still holds the lock after ``seconds``; the message names that process.
     """
     stream = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT, 0o600), "r+", encoding="utf-8")
     deadline = time.monotonic() + seconds

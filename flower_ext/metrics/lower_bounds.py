@@ -120,7 +120,7 @@ def by_rates(without: Scores, present: Scores, terms: BoundTerms) -> LowerBound:
 def if_gaussian(without: Scores, present: Scores, terms: BoundTerms) -> LowerBound:
     """Bound ε of a Gaussian mechanism by the shift μ that the rates of one threshold prove.
 
-    Every μ-Gaussian DP mechanism has μ ≥ Φ⁻¹(TPR) − Φ⁻¹(FPR), and ε(δ) of that shift is exact. For
+    Every μ-Gaussian DP mechanism has μ ≥ Φ⁻¹(TPR) − Φ⁻¹(FPR), and its ε at δ is known exactly. For
     another mechanism, such as a sub-sampled one, the result may be too large.
 
     Parameters, errors
@@ -174,7 +174,7 @@ def _proved(without: Scores, present: Scores, terms: BoundTerms, value: Value) -
 
 
 def _held_out(without: Scores, present: Scores) -> tuple[Pair, Pair]:
-    """Return the trials of both worlds that choose the threshold, and those that test it."""
+    """Split both worlds' trials: the first pair chooses the threshold, the second tests it."""
     choosing, testing = [], []
     for name, scores in (("without", without), ("present", present)):
         trials = np.asarray(scores, dtype=np.float64)

@@ -125,7 +125,7 @@ def in_one_run_by_curve(
     guesses: int,
     family: Callable[[float, float], LeastChance] = gaussian_curve,
 ) -> LowerBound:
-    """Bound ε from the same run, for a mechanism whose trade-off curve belongs to a family.
+    """Bound ε from one run, for a mechanism whose trade-off curve belongs to a known family.
 
     The bound is usually larger than that of `in_one_run`. If the mechanism's curve is not in the
     family, the bound may be too large. Sub-sampled mechanisms are not in the default family.
@@ -149,7 +149,7 @@ def in_one_run_by_curve(
 
 
 def refutes(correct: int, guesses: int, canaries: int, least: LeastChance, failure: float) -> bool:
-    """Return True if ``correct`` or more guesses succeed with a chance below ``failure``."""
+    """Return True if ``correct`` or more correct guesses have a chance below ``failure``."""
     tail = tails = failure  # P_i, and the sum of P_l over l >= i
     for number in range(correct, 0, -1):
         weighted = (number - 1) * tail + tails

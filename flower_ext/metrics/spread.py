@@ -57,10 +57,10 @@ def reported_by_most(by_client: Iterable[Mapping[str, float]]) -> set[str]:
 
 
 def reported_by_few(by_client: Iterable[Mapping[str, float]]) -> dict[str, int]:
-    """Return the metrics that at most half of the clients report, with the number of clients.
+    """Return, for each metric that at most half of the clients report, how many clients report it.
 
-    The metric with the largest number comes first.
-    A client leaves out a score that failed or that is not finite.
+    The metric that most clients report comes first. A client leaves out a score that failed or that
+    is not finite.
     """
     everyone = list(by_client)
     usual = reported_by_most(everyone)

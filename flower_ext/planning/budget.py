@@ -45,7 +45,7 @@ class PlannedSchedule:
 
     @property
     def epsilons(self) -> dict[str, float]:
-        """ε of the plan: as published, at worst, and with clipped gradients if it clips them.
+        """ε of the plan: as published, at worst, and with clipped gradients if ``steps`` clip them.
 
         The worst case is Algorithm 1, which clips models but no gradients.
         """

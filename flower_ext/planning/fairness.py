@@ -102,7 +102,7 @@ class LinearFairness(Checked):
 
     @property
     def shrinkage(self) -> float:
-        """N S₁: the mean's share in the best estimate of a client's true model, without noise."""
+        """N S₁: the mean's weight in the best noiseless estimate of a client's true model."""
         noise = self.label_variance
         return noise / (noise + self.feature_energy * self.model_variance)
 
@@ -113,7 +113,7 @@ class LinearFairness(Checked):
 
     @property
     def shared_variance(self) -> float:
-        """σ_w² − τ²: the error in w* that reaches every client's estimate."""
+        """σ_w² − τ²: the variance of the error in w*, which all clients' estimates share."""
         spread = self.label_variance / self.feature_energy + self.model_variance
         return self.shrinkage**2 * spread / self.num_clients
 

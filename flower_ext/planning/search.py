@@ -103,7 +103,7 @@ class Outcome:
 
 @dataclass(frozen=True, kw_only=True)
 class EmpiricalSchedule:
-    """(T*, λ*) from runs.
+    """(T*, λ*) found by short training runs.
 
     ``settled`` is true if both searches came to rest. If they cycle, the result is the point of the
     cycle with the smallest loss. ``outcomes`` has every run that was made.

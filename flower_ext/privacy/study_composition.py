@@ -1,4 +1,4 @@
-"""Compose the spends of all runs of a study, from the entries of the account that they share.
+"""Compose the spends of all runs of a study, from the entries of the study's account.
 
 The module composes each adversary's view separately. Against the released models, releases compose
 round by round. Against an adversary that sees more, the releases of each run's most exposed unit
@@ -33,8 +33,8 @@ _MODELS = AdversaryView.RELEASED_MODELS
 class RunSpend:
     """The privacy that one run of the account spent, without the account's other runs.
 
-    ``epsilons`` has ε by view, for each view that the account has for this run. `epsilon` is the ε
-    against the released models, or None if no ε covers the run.
+    ``epsilons`` has ε for each view against which the account has a guarantee of this run.
+    `epsilon` is the ε against the released models, or None if no ε covers the run.
     """
 
     run: str
@@ -188,7 +188,7 @@ class RunCharges:
         self._cover(len(self.stretches) - 1, claims)
 
     def note(self, entry: dict[str, Any]) -> None:
-        """Take the guarantees that a process noted for the rounds that it charged."""
+        """Add the guarantees that a process recorded for the rounds that it charged."""
         charged = [place for place, starts in enumerate(self.starts) if entry["start"] in starts]
         if self.stretches:
             self._cover(charged[-1] if charged else -1, entry["claims"])

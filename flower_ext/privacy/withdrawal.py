@@ -82,7 +82,7 @@ def withdrawn(entries: Sequence[Mapping[str, Any]]) -> frozenset[int]:
 
 
 def forgotten(entries: Sequence[Mapping[str, Any]]) -> frozenset[int]:
-    """Return the numbers of clients whose nodes confirmed that they deleted their memory."""
+    """Return the numbers of clients whose nodes confirmed that the client's memory is deleted."""
     return frozenset(entry["number"] for entry in entries if entry["kind"] == FORGOTTEN)
 
 
@@ -277,7 +277,9 @@ def signing_key(path: Path) -> Ed25519PrivateKey:
     if not path.exists():
         write_whole(path, Ed25519PrivateKey.generate().private_bytes_raw().hex().encode() + b"\n")
     if path.stat().st_mode & 0o077:
-        raise InvalidValue(f"key={path}: expected a file that only its owner can read: chmod 600")
+        raise InvalidValue(
+            f"key={path}: expected a file that only its owner can read; run chmod 600 on it"
+        )
     try:
         return Ed25519PrivateKey.from_private_bytes(bytes.fromhex(path.read_text(encoding="ascii")))
     except (ValueError, UnicodeError):

@@ -63,7 +63,7 @@ def optimal_loss(
 
 
 def _widest_step(counts: Iterable[tuple[Release, int]]) -> float:
-    """Return the widest range of any release's privacy loss within ten stddevs of the noise.
+    """Return the largest width, over releases, of the privacy losses within ten stddevs of noise.
 
     Releases that are not sub-sampled are composed to one Gaussian first.
     """

@@ -137,7 +137,7 @@ class AdaptiveClipping(Checked):
 
 
 def with_side(update: NamedArrays, update_norm: float, weight: float) -> dict[str, Any]:
-    """Return (clip(Δ, C), κ·side): an update, clipped, and the side of its norm.
+    """Clip an update and append its side: return (clip(Δ, C), κ·side).
 
     Guarantees
     ----------

@@ -125,7 +125,7 @@ class StrategyMatrix:
 
     @property
     def vectors(self) -> int:
-        """Number of vectors as large as the model that the server keeps from round to round."""
+        """Number of model-sized vectors that the server keeps between rounds."""
         return 1 + max(0, len(self.bands) - 1) + len(self.decays)
 
     def coefficients(self, count: int) -> Vector:

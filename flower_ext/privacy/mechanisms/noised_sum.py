@@ -246,7 +246,7 @@ class NoisedSum(ReleaseTerms, RoundMechanism):
 
     @property
     def sum_bits(self) -> int:
-        """Bits of the ring of secure sums, enough for all units of the population."""
+        """Number of bits of the ring of secure sums: enough for a sum over the whole population."""
         noise = self.cells_protection.noise_stddev / self.cell * math.sqrt(self.cohort_size)
         return ring_bits(self.largest_sum / self.cell, noise)
 

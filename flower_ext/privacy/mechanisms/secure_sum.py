@@ -183,7 +183,8 @@ class SecureSum:
             raise InvalidValue(
                 f"a cohort of {members} from {population} clients has up to {colluders} colluders "
                 f"and {lost} losses: expected {fewest} answers or more, so that two honest members "
-                "and a quarter of all answer; lower dropouts or colluding, or take larger cohorts"
+                "and a quarter of all members answer; lower dropouts or colluding, or take larger "
+                "cohorts"
             )
         cohort = _Cohort(
             members=members,
@@ -207,8 +208,8 @@ class SecureSum:
         if parameters.honest_answers < 2:
             raise InvalidValue(
                 f"signed=True with dropouts={self.dropouts:g} and {members} members: expected "
-                f"less, because a server that lies about {lost} losses could see the vector of one "
-                "honest member"
+                f"a smaller share, because a server that lies about {lost} losses could see the "
+                "vector of one honest member"
             )
         return parameters
 
@@ -291,7 +292,7 @@ class _Cohort:
     def _is_secure(self, neighbors: int, threshold: int) -> bool:
         """Return True if colluders unmask nobody and graphs stay connected.
 
-        Each may fail with probability 2⁻⁴⁰ in a run.
+        Each of these properties may fail with probability 2⁻⁴⁰ in a run.
         """
         law, members = _hypergeometric(), self.members
         shares = self._shares(neighbors, threshold)
@@ -318,7 +319,7 @@ def _parameters(cohort: _Cohort) -> tuple[int, int] | None:
 
 @lru_cache(maxsize=1024)
 def _most_colluders(members: int, population: int, corrupt: int, rounds: int) -> int:
-    """Return c, which no cohort of a run exceeds except with probability 2⁻⁴⁰."""
+    """Return c: no cohort of a run has more colluders, except with probability 2⁻⁴⁰."""
     if members == population:
         return corrupt
     law = _hypergeometric()

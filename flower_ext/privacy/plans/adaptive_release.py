@@ -83,7 +83,7 @@ class AdaptiveRelease(ReleaseMechanism):
         return replace(usual, update_norm=self.update_norm, side_weight=self.side_weight)
 
     def begin_sum(self, like: NamedArrays) -> RunningSum:
-        """Return an empty sum; if the server adds the noise, it also counts the sides."""
+        """Return an empty sum, which computes and adds sides if the server adds the noise."""
         if not self.noised_by_server:
             return super().begin_sum(like)
         return SidedSum(like, self.clipping_norm, self.update_norm, self.side_weight)

@@ -23,8 +23,8 @@ class ClippedSteps(Checked):
     """The local steps of one client in one round, which clip each record's gradient.
 
     A step is u ← u − η (1/B) Σ clip(∇F̂(u; record), G), summed over B records. Noise in every step
-    protects the whole round. Without it, the two neighbouring models may move apart from the second
-    step on.
+    protects the whole round. Without this noise, models of neighbouring data sets may drift apart
+    after the first step.
 
     Parameters
     ----------
@@ -64,7 +64,7 @@ class ClippedSteps(Checked):
 
     @property
     def sensitivity(self) -> float:
-        """Largest L2 distance by which replacing one record moves a step that uses it: 2ηG/B."""
+        """Largest L2 distance by which replacing one record moves a step on this record: 2ηG/B."""
         return self._step * 2 / (self.batch_size or self.num_examples)
 
     @property

@@ -11,9 +11,9 @@ T                     ``rounds``
 ====================  =====================================================
 
 NAIVE (Theorem 3) assumes that one user moves a silo's clipped update by at most C. Clipping
-projects onto a ball, and without the user training may end on its opposite side, 2C away. AVG and
-SGD clip each user's own update, which vanishes without the user, so for them C is right.
-See `silo_claims` for secure sums.
+projects the update onto a ball of radius C. Updates with and without the user may lie on opposite
+sides of this ball, 2C apart. AVG and SGD clip each user's own update, which vanishes without the
+user, so their bound C holds. See `silo_claims` for secure sums.
 """
 
 from __future__ import annotations
@@ -240,7 +240,7 @@ def uldp_avg_guarantees(
 
 
 def _share_of_noise(mechanism: NoisedSum, run: RunSummary) -> tuple[float, str]:
-    """Return the noise that hides a user in a sum, as a share of all uploads' noise and in words.
+    """Return the divisor of σ against a server that sees each upload, as a number and in words.
 
     With weights by records a user may have all its weight in one silo. Only that silo's share of
     the noise then hides the user.

@@ -101,7 +101,7 @@ def uldp_group_guarantees(
 
 
 def _orders_of_the_figures(group: int) -> list[float]:
-    """Return the orders that the authors search: tenths from 2k on, and 20 points up to 64k."""
+    """Return the orders that the authors search: 2k, 2k + 0.1, … (100 of them) and 20 up to 64k."""
     tenths = (2 * group + tenth / 10 for tenth in range(100))
     return [*tenths, *np.linspace(group + 10, 64 * group, 20).tolist()]
 
