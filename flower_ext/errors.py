@@ -23,7 +23,7 @@ class InvalidValue(FlowerExtError, ValueError):
 
 
 class ProtocolError(FlowerExtError, RuntimeError):
-    """A step of a cryptographic protocol that is out of order, repeated, or lacks its input."""
+    """A cryptographic protocol's step is out of order or repeated, or lacks its input."""
 
 
 class IncompleteRound(ProtocolError):

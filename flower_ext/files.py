@@ -98,7 +98,7 @@ def append_line(path: Path, line: bytes, *, sync: bool = True) -> None:
 
 
 def whole_lines(path: Path) -> list[bytes]:
-    """Return a file's lines without an incomplete last one; empty if there is no file."""
+    """Return a file's complete lines, without an incomplete last line; empty without a file."""
     content = path.read_bytes() if path.exists() else b""
     return content[: content.rfind(b"\n") + 1].splitlines()
 

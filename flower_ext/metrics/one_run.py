@@ -103,8 +103,8 @@ def profile_curve(epsilons: Sequence[float], deltas: Sequence[float]) -> LeastCh
     Parameters
     ----------
     epsilons, deltas : Sequence[float]
-        For instance from an accountant: for each ε, its δ, the larger one of both orders of the
-        worlds. More pairs make the curve and the bound tighter; every choice is valid.
+        For instance from an accountant, with the larger δ of both orders of the worlds for each ε.
+        More pairs make the curve and the bound tighter; every choice is valid.
     """
     shrink, subtracted = np.exp(-np.asarray(epsilons)), np.asarray(deltas)
 

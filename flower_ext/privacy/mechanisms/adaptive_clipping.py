@@ -191,7 +191,9 @@ def with_room_for_side(like: NamedArrays) -> dict[str, Any]:
         ``like`` already has an array of that name.
     """
     if SIDE in like:
-        raise InvalidValue(f"an array {SIDE!r} in the model: expected another name")
+        raise InvalidValue(
+            f"array {SIDE!r} of the model: expected another name, which clipping does not use"
+        )
     return {**like, SIDE: np.zeros(1)}
 
 

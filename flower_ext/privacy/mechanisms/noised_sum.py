@@ -68,7 +68,7 @@ class ReleaseTerms(Checked):
             raise InvalidValue(f"queries={names}: expected each kind of query once")
         evaluated = [query.name for query in self.queries if query.schedule == "in evaluations"]
         if len(evaluated) > 1:
-            raise InvalidValue(f"queries={evaluated}: expected one query in evaluations at most")
+            raise InvalidValue(f"queries={evaluated}: expected at most one query in evaluations")
         if names and self.secure_sum is None:
             raise InvalidValue(
                 f"queries={names} with noise_placement={self.noise_placement!r}: expected "

@@ -200,9 +200,7 @@ def _rows_in_cells(exact: Any, clipping_norm: float, cell: float, shares: np.nda
         factors = np.maximum(bounds[longer] - _ROOM, 0) / np.sqrt(squares[longer])
         exact[longer] = exact[longer] * column(factors)
         whole[longer], squares[longer] = rounded(exact[longer])
-    if (
-        longer := np.flatnonzero(squares > bounds**2)
-    ).size:  # possible with few cells and many numbers
+    if (longer := np.flatnonzero(squares > bounds**2)).size:  # few cells, many numbers
         whole[longer] = namespace.astype(namespace.trunc(exact[longer]), namespace.int64)
     return whole
 

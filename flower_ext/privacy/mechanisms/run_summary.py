@@ -21,13 +21,13 @@ class MethodTraits:
     weighs_updates : bool
         True if the method's step weights clients by a rule of the method's own.
     needs_each_update : bool
-        The server needs every single update, not only their noised sum.
+        The server needs every single update, not only the noised sum of all updates.
     keeps_memory : bool
         Clients keep values between rounds; ``memoryless`` says if updates depend on them.
     memoryless : bool
         Updates do not depend on anything that a client keeps between rounds.
     upload_phase : str, optional
-        The phase of training that alone determines the upload; None if anything else does, too.
+        The training phase that alone determines the upload; None if the upload has other inputs.
     num_silos : int, optional
         Number of silos among which each unit's data are divided; None if the units are clients.
     weighting : str

@@ -55,7 +55,7 @@ class SecureScores(VectorQuery):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        # A message has lists in place of tuples.
+        # Messages turn tuples into lists.
         object.__setattr__(self, "bounds", tuple((str(n), lo, hi) for n, lo, hi in self.bounds))
         names = [name for name, *_ in self.bounds]
         if not names or len({*names}) < len(names):
@@ -88,7 +88,7 @@ class SecureScores(VectorQuery):
         if not scores:
             return np.zeros(self.size)
         parts = [1.0]
-        # Centred scores halve their norm, and with it the noise.
+        # Centring scores on 0 halves their norm, and with it the noise.
         for name, low, high in self.bounds:
             middle = (low + high) / 2
             value = scores.get(name, middle)

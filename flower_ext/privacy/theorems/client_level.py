@@ -98,8 +98,8 @@ def client_level_guarantees(
         ),
         not_covered=run.not_covered,
     )
-    # A server sees who took part, so its neighbour has zeros in a unit's place. Amplification is
-    # proved for the relation of the sampling, in which the unit is absent or another.
+    # A server sees who took part, so a neighbouring data set has zeros in a unit's place.
+    # Amplification is proved for the sampling's relation, which removes or replaces the unit.
     relation = mechanism.release.relation
     answers = "".join(f", {n} sums of {query}" for query, n in participations.answers.items())
     models = claims.provable(

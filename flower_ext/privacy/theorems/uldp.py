@@ -99,8 +99,8 @@ def uldp_naive_guarantees(mechanism: NoisedSum, run: RunSummary) -> list[Guarant
     Parameters
     ----------
     mechanism : NoisedSum
-        The mechanism that the plan makes, before `UldpNaive.mechanism` counts all silos' noise and
-        2C. Its noise multiplier is the plan's σ.
+        The mechanism that the plan makes, with the plan's σ as its noise multiplier. (Later
+        `UldpNaive.mechanism` counts the noise of all silos, and a sensitivity of 2C.)
     """
     rounds, sigma, delta = run.participations.rounds, mechanism.noise_multiplier, mechanism.delta
     loss = gaussian_loss(sigma / 2, releases=rounds, delta=delta)
