@@ -144,7 +144,7 @@ CURVES = {
     "steep": (lambda noise: math.exp(8 / noise**2) - 0.5, 1.0),
     "a step": (lambda noise: 5.0 if noise < 1.234 else 0.01, 1.5),
 }
-"""ε by the noise multiplier, and the share of a bisection's evaluations that the search may take."""
+"""ε by the noise multiplier, and the share of a bisection's evaluations that a search may take."""
 
 
 @pytest.mark.parametrize(("curve", "share"), CURVES.values(), ids=CURVES)
