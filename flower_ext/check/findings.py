@@ -14,9 +14,10 @@ from scipy.stats import binom
 from flower_ext.check import recognise
 from flower_ext.check.app_folder import AppFolder
 from flower_ext.check.measured import measured, release_gap, upload_gap
+from flower_ext.check.mechanisms import Noise
 from flower_ext.check.observe import TRAIN, Observed, Reply
 from flower_ext.check.probes import AGAIN, LUCK, QUIET, REAL, Probes, exceeds, spread
-from flower_ext.check.recognise import APP, Facts, Noise
+from flower_ext.check.recognise import APP, Facts
 from flower_ext.check.vectors import HELD
 from flower_ext.federation import FederatedStrategy
 from flower_ext.privacy import PrivacyUnit
@@ -188,12 +189,12 @@ def _rounds(real: Observed, facts: Facts) -> Iterator[Finding]:
             remedy="start one strategy, or charge all to one ledger",
         )
     if (
-        facts.declared is None
+        facts.ours.declared is None
         or facts.stated is None
         or facts.stated.unit is not PrivacyUnit.CLIENT
     ):
         return  # no message shows which users were drawn
-    sampling = facts.declared.sampling
+    sampling = facts.ours.declared.release.sampling
     asked, draws = sum(map(len, real.trainings.values())), real.rounds * sampling.population
     if binom.sf(asked - 1, draws, sampling.sampling_rate) < LUCK:
         yield Finding(
@@ -231,8 +232,8 @@ def _noise(probes: Probes, facts: Facts) -> Iterator[Finding]:
             stddev *= 1.0 if facts.has(recognise.OUR_MOD) else 2**0.5
             yield from _compared(changed / stddev, np.inf, what)
         if (gap := release_gap(probes, facts, number)) is not None:
-            steps = again.releases[number].sample - again.releases[number - 1].sample
-            size = float(np.linalg.norm(steps))
+            step = again.step(number)
+            size = 0.0 if step is None else step.norm
             yield from _compared(gap, size, f"the model of round {number}")
 
 
