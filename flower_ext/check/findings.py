@@ -217,8 +217,7 @@ def _noise(probes: Probes, facts: Facts) -> Iterator[Finding]:
     again, noise = probes.runs.get(AGAIN), facts.noise
     if again is None or noise is None:
         return
-    last = 1 if facts.is_adaptive or facts.has_task else probes.rounds
-    for number in range(1, last + 1):
+    for number in facts.comparable(probes.rounds):
         of_uploads: list[Finding] = []
         if (gap := upload_gap(probes, facts, number)) is not None:
             size = _largest(again, number)
@@ -271,7 +270,7 @@ def _bounds(probes: Probes, facts: Facts) -> Iterator[Finding]:
     clients_clip = clients_clip or bool(facts.local) or any(noise.upload_stddev.values())
     noisy, past = not probes.is_exact, set()
     largest = noise.clipping_norm * (2 if noise.bounds_models else 1)
-    for number in range(1, 2 if facts.is_adaptive or facts.has_task else probes.rounds + 1):
+    for number in facts.comparable(probes.rounds):
         size = probes.cohort(QUIET, number)
         for name in ("huge", "heavy"):
             grown = probes.upload_growth(name, number) if clients_clip else None

@@ -44,12 +44,11 @@ class Measured:
 
 
 def measured(probes: Probes, facts: Facts) -> Measured | None:
-    """Return ε by the measurements in the first round; None if it does not follow from them."""
+    """Return ε by what was measured; None if it does not follow from that."""
     declared, noise, stated = facts.ours.declared, facts.noise, facts.stated
     if declared is None or noise is None or stated is None:
         return None
-    gap = upload_gap(probes, facts, 1)
-    if gap is None and (gap := release_gap(probes, facts, 1)) is None:
+    if (gap := _pooled_gap(probes, facts)) is None:
         return None
     ratio, size = spread(gap), probes.cohort(AGAIN, 1)
     in_upload, drawn = noise.of_upload(size), declared.release.sampling.describe()
@@ -86,6 +85,15 @@ def unmeasured(probes: Probes, facts: Facts) -> str:
     return "no upload and no released mean shows the noise in the first round"
 
 
+def _pooled_gap(probes: Probes, facts: Facts) -> np.ndarray | None:
+    """Return all differences that show noise, of uploads if they have it, and else of means."""
+    for gap in (upload_gap, release_gap):
+        gaps = (gap(probes, facts, number) for number in facts.comparable(probes.rounds))
+        if parts := [part for part in gaps if part is not None]:
+            return np.concatenate(parts)
+    return None
+
+
 def _growth(probes: Probes, facts: Facts) -> float:
     """Return how far one unit moves what is noised, in the distances that the app declares."""
     noise, declared = facts.noise, facts.ours.declared
@@ -96,6 +104,9 @@ def _growth(probes: Probes, facts: Facts) -> float:
         return 0.0 if moved is None else moved / declared.moves
     if noise.bounds_models:
         return 0.0
+    if facts.ours.of_units:
+        moved = probes.distance("huge", QUIET, 1) if probes.is_exact else None
+        return 0.0 if moved is None else moved * noise.cohort / noise.clipping_norm
     by_client = any(noise.upload_stddev.values())
     bound = probes.bound(1, noise.cohort, by_client=by_client)
     return 0.0 if bound is None else bound / noise.clipping_norm

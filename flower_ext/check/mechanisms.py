@@ -15,7 +15,6 @@ from flower_ext.privacy import (
     RecordLevelPlan,
     Release,
 )
-from flower_ext.privacy.mechanisms.adaptive_clipping import AdaptiveClipping
 from flower_ext.privacy.mechanisms.protections import OutputPerturbation
 from flower_ext.privacy.plans.adaptive_release import AdaptiveRelease
 from flower_ext.privacy.plans.release_mechanism import ReleaseMechanism
@@ -33,7 +32,7 @@ class Noise:
     ----------
     clipping_norm : float
     release_stddev : float
-        Standard deviation in a coordinate of the released mean, if no upload shows the noise.
+        Standard deviation in a coordinate of the released mean; 0 if that is not known.
     upload_stddev : Mapping[int, float]
         Standard deviation in a coordinate of an upload, by the size of the cohort; size 0 stands
         for all others.
@@ -92,15 +91,18 @@ class OurMechanism:
         The reason why a part is None; empty otherwise.
     holds : bool
         True if held runs replace what clients learned, before bound and noise.
-    adapts : bool
-        True if later rounds have another bound.
+    of_units : bool
+        True if an upload is a sum over units, each of which is bounded by itself.
+    rounds_alike : bool
+        True if bound and noise are the same in every round, whatever was released before.
     """
 
     noise: Noise | None = None
     declared: Declared | None = None
     unmeasured: str = ""
     holds: bool = True
-    adapts: bool = False
+    of_units: bool = False
+    rounds_alike: bool = False
 
 
 def mechanism_of(strategy: FederatedStrategy, rounds: int) -> OurMechanism:
@@ -124,9 +126,8 @@ def mechanism_of(strategy: FederatedStrategy, rounds: int) -> OurMechanism:
 
 def _of_sums(run: Run, mechanism: ReleaseMechanism, rounds: int) -> OurMechanism:
     """Return the mechanism of noised sums of uploads."""
-    norm, adapts = run.plan.clipping_norm, isinstance(mechanism, AdaptiveRelease)  # type: ignore[attr-defined]
-    if isinstance(norm, AdaptiveClipping) and isinstance(mechanism, AdaptiveRelease):
-        mechanism = replace(mechanism, update_norm=norm.initial)
+    if isinstance(mechanism, AdaptiveRelease):
+        mechanism = replace(mechanism, update_norm=mechanism.clipping.initial)
     cohort, in_sum, count = mechanism.sampling.expected_cohort_size, mechanism.noise_stddev, rounds
     moves = mechanism.clipping_norm * mechanism.sensitivity
     if isinstance(mechanism, SpacedRelease):
@@ -142,12 +143,13 @@ def _of_sums(run: Run, mechanism: ReleaseMechanism, rounds: int) -> OurMechanism
     return OurMechanism(
         noise=Noise(
             clipping_norm=mechanism.clipping_norm,
-            release_stddev=0.0 if uploads else in_sum / cohort,
+            release_stddev=in_sum / cohort,
             upload_stddev=uploads,
-            cohort=0.0 if uploads else cohort,
+            cohort=cohort,
         ),
         declared=Declared(release=mechanism.release, count=count, moves=moves, besides=besides),
-        adapts=adapts,
+        of_units=run.method.bounds_units,
+        rounds_alike=not isinstance(mechanism, AdaptiveRelease | SpacedRelease),
     )
 
 

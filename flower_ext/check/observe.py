@@ -30,7 +30,7 @@ from flwr.clientapp import ClientApp
 from flwr.serverapp import ServerApp
 
 from flower_ext.check.vectors import Vector, direction, held_step, vector
-from flower_ext.data import Examples, trees
+from flower_ext.data import Examples, SiloData, trees
 from flower_ext.federation import InProcessGrid, records
 from flower_ext.federation import _flower_private as private
 from flower_ext.federation.client.client_method import ClientWork
@@ -154,6 +154,7 @@ class Watch:
     observed: Observed = field(default_factory=Observed)
     in_strategy: bool = False
     answering: int = -1
+    _unit: int | None = None
     _turns: dict[int, int] = field(default_factory=dict)
 
     def ask(self, messages: Sequence[Message]) -> None:
@@ -253,12 +254,15 @@ class Watch:
     def contribution(self, update: Any, received: Mapping[str, Any], protection: Protection) -> Any:
         """Return, in a held run, a public update in the place of a client's own one.
 
-        Updates stay as they are if the noise is in the training. Of a sum over units zeros remain.
+        Updates stay as they are if the noise is in the training. Sums over units stay, too: a held
+        client has the records of no unit, or of one.
         """
-        if self.template is None or not protection.hides_failures or isinstance(update, HiddenSum):
+        if (
+            self.template is None
+            or not protection.hides_failures
+            or isinstance(update, BoundedSum | HiddenSum)
+        ):
             return update
-        if isinstance(update, BoundedSum):
-            return replace(update, value={name: 0 * part for name, part in update.value.items()})
         change: Change = self.change if self._is_target(self.answering) else ""
         numbers = {name: np.asarray(part) for name, part in update.items()}
         start = {name: np.zeros_like(part) for name, part in numbers.items()}
@@ -276,6 +280,7 @@ class Watch:
         In the first run, whose updates no comparison uses, a few clients learn from their data.
         """
         held = self.template is not None or partition >= _LEARNERS
+        held = held and not self._shows_unit(request.protection)
         return held and request.kind == TRAIN and request.hides_missing_data
 
     def work(self, work: ClientWork) -> ClientWork:
@@ -287,6 +292,8 @@ class Watch:
         protection, phase = work.protection, work.method.upload_phase
         if self.template is None or not (protection.hides_failures or phase):
             return work
+        if self._shows_unit(protection):
+            return self._of_one_unit(work)
         if protection.hides_failures:
             return replace(work, data=NO_DATA)
         if not isinstance(protection, ClipSteps) or phase is None:
@@ -304,6 +311,25 @@ class Watch:
             training = replace(training, learning_rate=training.learning_rate * _SLOW)
         request = replace(work.request, training={**none, phase: training})
         return replace(work, request=request, data=data)
+
+    def _shows_unit(self, protection: Protection) -> bool:
+        """Return True if a huge change concerns a unit whose records lie with several clients."""
+        return protection.of_units and self.quiet and self.change.startswith("huge")
+
+    def _of_one_unit(self, work: ClientWork) -> ClientWork:
+        """Return work on one unit's records alone, the same for all clients, by a huge step."""
+        data = work.data
+        if not isinstance(data, SiloData) or not len(data.owners):
+            return work
+        if self._unit is None:
+            self._unit = int(data.owners[0])
+        rows = np.flatnonzero(data.owners.cpu().numpy() == self._unit)
+        data = replace(data, train=data.train.subset(rows), owners=data.owners[rows])
+        phases = {
+            name: replace(t, steps=1, learning_rate=t.learning_rate * HUGE, tolerance=0.0)
+            for name, t in work.training.items()
+        }
+        return replace(work, data=data, request=replace(work.request, training=phases))
 
     def _is_target(self, partition: int) -> bool:
         return bool(self.change) and self.observed.asked[-1][1][0] == partition
@@ -417,7 +443,7 @@ def seed_all(*path: int) -> None:
     seed = int(np.random.SeedSequence(path).generate_state(1)[0])
     random.seed(seed)
     np.random.seed(seed)  # noqa: NPY002 - apps draw from it
-    torch.random.default_generator.manual_seed(seed)  # without a stack trace for other devices
+    torch.default_generator.manual_seed(seed)  # without a stack trace for other devices
 
 
 def _kind(message: Message) -> str:

@@ -104,8 +104,8 @@ class Probes:
             self.tell(
                 f"The app's first run took {taken:.0f} s; up to 9 follow, most of them faster"
             )
-        import sys
         import resource
+        import sys
 
         r = resource.getrusage(resource.RUSAGE_CHILDREN)
         cpu = r.ru_utime + r.ru_stime
@@ -233,6 +233,14 @@ class Probes:
         """Return how far one changed client moves the model in a round, along the change."""
         changed, held = self._step(name, round), self._step(QUIET, round)
         return None if changed is None or held is None else changed.along - held.along
+
+    def distance(self, one: str, other: str, round: int) -> float | None:
+        """Return the distance of two runs' steps of the model in one round."""
+        left, right = self._step(one, round), self._step(other, round)
+        if left is None or right is None:
+            return None
+        between = left.minus(right)
+        return float(between.norm * (between.size / between.sample.size) ** 0.5)
 
     def _step(self, name: str, round: int) -> Vector | None:
         run = self.runs.get(name)

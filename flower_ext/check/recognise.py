@@ -102,10 +102,11 @@ class Facts:
     engines: Sequence[int]
     """The client of each private engine of Opacus."""
 
-    @property
-    def is_adaptive(self) -> bool:
-        """True if the clipping norm changes from round to round."""
-        return self.ours.adapts or self.has(SERVER_ADAPTIVE) or self.has(CLIENT_ADAPTIVE)
+    def comparable(self, rounds: int) -> range:
+        """Return the rounds whose noise has the standard deviation of `noise` in held runs."""
+        adaptive = self.has(SERVER_ADAPTIVE) or self.has(CLIENT_ADAPTIVE)
+        ours = self.has(FederatedStrategy.__name__)
+        return range(1, 2 if adaptive or (ours and not self.ours.rounds_alike) else rounds + 1)
 
     @property
     def stated(self) -> Guarantee | None:
@@ -255,6 +256,9 @@ def _guarantees(strategy: FederatedStrategy, rounds: int) -> list[Guarantee]:
         cohort = ahead.draw(generator)
         size = len(cohort.partitions)
         ahead.count(cohort.units, size, requests=size)
+    for query in run.mechanism.queries:
+        while ahead.participations.answers[query.name] < query.times:
+            run.mechanism.count_answer(query, ahead.participations)
     return run.claims(replace(run.summary, participations=ahead.participations))
 
 
