@@ -104,12 +104,6 @@ class Probes:
             self.tell(
                 f"The app's first run took {taken:.0f} s; up to 9 follow, most of them faster"
             )
-        import resource
-        import sys
-
-        r = resource.getrusage(resource.RUSAGE_CHILDREN)
-        cpu = r.ru_utime + r.ru_stime
-        print("RUN", name, f"{time.monotonic() - start:.1f} cpu {cpu}", file=sys.stderr, flush=True)
         if (observed := self.runs[name]) is not None:
             observed.log = self.log()
         return observed

@@ -144,6 +144,7 @@ NoiseSource.add_discrete_gaussian = tenth(NoiseSource.add_discrete_gaussian)
     "no clip": """
 from dataclasses import replace
 from flower_ext.privacy.mechanisms import adaptive_clipping, protections
+in_cells = protections.in_cells
 def loose(bounded, at):
     def bounded_loosely(*arguments):
         changed = [*arguments]
@@ -151,12 +152,25 @@ def loose(bounded, at):
         return replace(bounded(*changed), bound=arguments[at])
     return bounded_loosely
 adaptive_clipping.clip = protections.clip = loose(protections.clip, 1)
+protections.in_cells = lambda update, norm, cell: in_cells(update, 100 * norm, cell)
 protections.sum_clipped_rows = loose(protections.sum_clipped_rows, 1)
 protections.sum_rows_in_cells = loose(protections.sum_rows_in_cells, 1)
+from flower_ext.training.dp import dp_sgd
+clipped_gradient = dp_sgd.ClippedGradient
+dp_sgd.ClippedGradient = lambda *arguments, clipping_norm, **options: clipped_gradient(
+    *arguments, clipping_norm=100 * clipping_norm, **options
+)
 """,
 }
 """Changes of this package, which an app makes when its client side is imported."""
-FAULTY = ["consortium, training", "consortium, plain sums", "private-lm, client"]
+FAULTY = [
+    "consortium, training",
+    "consortium, plain sums",
+    "dp-ditto, steps",
+    "dp2-fedsam, secure sums",
+    "private-lm, client",
+    "private-lm, authors",
+]
 
 
 @pytest.mark.full
