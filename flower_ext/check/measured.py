@@ -105,8 +105,8 @@ def _growth(probes: Probes, facts: Facts) -> float:
     if noise.bounds_models:
         return 0.0
     if facts.ours.of_units:
-        moved = probes.distance("huge", QUIET, 1) if probes.is_exact else None
-        return 0.0 if moved is None else moved * noise.cohort / noise.clipping_norm
+        moved = probes.unit_movement(1, noise.cohort) if probes.is_exact else None
+        return 0.0 if moved is None else moved / noise.clipping_norm
     by_client = any(noise.upload_stddev.values())
     bound = probes.bound(1, noise.cohort, by_client=by_client)
     return 0.0 if bound is None else bound / noise.clipping_norm

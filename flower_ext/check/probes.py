@@ -228,13 +228,22 @@ class Probes:
         changed, held = self._step(name, round), self._step(QUIET, round)
         return None if changed is None or held is None else changed.along - held.along
 
-    def distance(self, one: str, other: str, round: int) -> float | None:
-        """Return the distance of two runs' steps of the model in one round."""
-        left, right = self._step(one, round), self._step(other, round)
-        if left is None or right is None:
-            return None
-        between = left.minus(right)
-        return float(between.norm * (between.size / between.sample.size) ** 0.5)
+    def unit_movement(self, round: int, cohort: float) -> float | None:
+        """Return how far a unit, whose records lie with several clients, moves the sum of a round.
+
+        The server may refuse a huge upload, so uploads come before the mean where they are seen.
+        """
+        left, right = self._uploads("huge", round), self._uploads(QUIET, round)
+        if left and left.keys() == right.keys():
+            parts, factor = [left[client].minus(right[client]) for client in left], 1.0
+        else:
+            changed, held = self._step("huge", round), self._step(QUIET, round)
+            if changed is None or held is None:
+                return None
+            parts, factor = [changed.minus(held)], cohort
+        moved = np.linalg.norm(np.sum([part.sample for part in parts], axis=0))
+        skipped = parts[0].size / parts[0].sample.size
+        return float(moved * factor * skipped**0.5) if all(p.finite for p in parts) else None
 
     def _step(self, name: str, round: int) -> Vector | None:
         run = self.runs.get(name)
