@@ -85,6 +85,7 @@ CASES = {
         plain={},
         secure_sums={"aggregation": "secure"},
         naive={"method": "uldp-naive"},
+        encrypted={"method": "uldp-avg-private", "protocol": "lattice", "num-users": 10},
         adaptive={"clipping": "adaptive"},
     ),
     **_of(apps.UPCYCLED_FL, 30, output={}),
