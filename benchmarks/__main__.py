@@ -30,6 +30,7 @@ EXPERIMENTS = {
     "trainings": "speed.trainings",
     "memory": "speed.memory",
     "dp-sgd": "speed.dp_sgd",
+    "language": "speed.language",
     "guard": "guard",
     "faults": "faults",
     "report": "report",

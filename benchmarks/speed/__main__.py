@@ -5,7 +5,8 @@
 1,000 clients of 50 images (28×28), 100 a round, one epoch of SGD in batches of 10, one thread;
 with and without central DP. ``--full`` adds 10,000 clients, 1,000 a round. pfl-research needs
 another environment: ``python -m venv pfl; pfl/bin/pip install pfl torch``, then
-``--pfl pfl/bin/python``. Two workers and Ray's contenders may use every core.
+``--pfl pfl/bin/python``. Two workers and Ray's contenders may use every core. ``--device cuda``
+trains on a GPU, which already has the examples.
 
 The tables are those of ``docs/speed.md``, for one processor.
 """
@@ -33,6 +34,7 @@ NAMES = {
     "lr": "logistic regression, 7,850",
     "mlp": "perceptron, 50,890",
     "cnn": "convolutional, 147,146",
+    "resnet": "ResNet-18, 11,173,962",
 }
 Contests = dict[str, list[dict[str, Measured]]]
 """For each model, the contenders' measurements without and with central DP."""
@@ -41,7 +43,10 @@ Contests = dict[str, list[dict[str, Measured]]]
 def main(
     pfl: Annotated[Path | None, typer.Option(help="Python with pfl installed")] = None,
     full: Annotated[bool, typer.Option("--full", help="10,000 clients as well")] = False,
-    only: Annotated[list[str] | None, typer.Option(help="lr, mlp or cnn; all by default")] = None,
+    only: Annotated[
+        list[str] | None, typer.Option(help="lr, mlp, cnn or resnet; the first three by default")
+    ] = None,
+    device: Annotated[str, typer.Option(help="cpu or cuda")] = "cpu",
     contender: Annotated[
         list[str] | None, typer.Option(help="part of a name; ours and all others by default")
     ] = None,
@@ -51,7 +56,7 @@ def main(
     output: Annotated[Path, typer.Option(help="where tables go")] = Path("runs/speed"),
 ) -> None:
     """Print the tables, and write them."""
-    chosen = only or list(MODELS)
+    chosen = only or [*NAMES][:3]
     for name in chosen:
         if name not in MODELS:
             raise typer.BadParameter(f"{name!r}: expected one of {', '.join(MODELS)}")
@@ -71,7 +76,9 @@ def main(
     print(f"{parts[0]}\n", flush=True)
     small: Contests = {}
     for name in chosen:
-        workloads = [Workload(model=name, private=dp, rounds=rounds) for dp in (False, True)]
+        workloads = [
+            Workload(model=name, private=dp, rounds=rounds, device=device) for dp in (False, True)
+        ]
         small[name] = [by_turns(every, one, turns=turns, timeout=timeout) for one in workloads]
     write(f"{title(100, 1_000)}, without and with central DP:\n\n{times(every, small)}")
     write(f"Peak memory in MB, without and with central DP:\n\n{memory(every, small)}")
@@ -79,11 +86,12 @@ def main(
         here = [one for one in every if "Ray" not in one.name or "Flower" in one.name]
         large: Contests = {}
         for name in chosen:
-            workload = Workload(model=name, clients=10_000, cohort=1_000, rounds=8)
+            workload = Workload(model=name, clients=10_000, cohort=1_000, rounds=8, device=device)
             large[name] = [by_turns(here, workload, turns=1, timeout=timeout)]
         write(f"{title(1_000, 10_000)}, without privacy:\n\n{times(here, large)}")
         write(f"Peak memory in MB:\n\n{memory(here, large)}")
-    write(growth(rounds))
+    if device == "cpu":
+        write(growth(rounds))
     print(f"written to {output}")
 
 

@@ -12,7 +12,7 @@ from benchmarks.speed.workload import CLIPPING_NORM, NOISE_MULTIPLIER, Clock, pa
 def main() -> None:
     """FedAvg in forty lines."""
     workload = parse()
-    model = workload.build()
+    model = workload.build().to(workload.device)
     shared = [p.detach().clone() for p in model.parameters()]
     rng, clock = random.Random(0), Clock()
     for _ in range(workload.rounds):
@@ -20,7 +20,7 @@ def main() -> None:
         for client in rng.sample(range(workload.clients), workload.cohort):
             for parameter, start in zip(model.parameters(), shared, strict=True):
                 parameter.data.copy_(start)
-            train_in_place(model, client)
+            train_in_place(model, workload, client)
             moves = [p.data - start for p, start in zip(model.parameters(), shared, strict=True)]
             scale = 1.0
             if workload.private:

@@ -45,6 +45,7 @@ class Contender:
             "MKL_NUM_THREADS": str(workload.threads),
             "FLWR_TELEMETRY_ENABLED": "0",
             "RAY_USAGE_STATS_ENABLED": "0",
+            "PFL_PYTORCH_DEVICE": workload.device,
         }
         with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as log:
             process = subprocess.Popen(

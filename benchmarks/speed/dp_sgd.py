@@ -1,16 +1,17 @@
 """A step of DP-SGD: time and memory, beside a plain step and Opacus.
 
-    python -m benchmarks dp-sgd           # or with a part of the models' names
+    python -m benchmarks dp-sgd [PARTS OF NAMES] [--device cuda]
 
 At batch 256; of texts, 64. Opacus means its `GradSampleModule`, whose hooks write down every
 record's gradient; ghost its ghost clipping, with two backward passes. Each contender is a process
 of its own on one thread, for five seconds a turn; the fastest of all steps counts. Memory is what
-the process grew by while it took them.
+the process grew by while it took them, or the accelerator's memory.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import subprocess
 import sys
 import time
@@ -18,13 +19,20 @@ import warnings
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+import typer
 from torch import Tensor, nn
 
 from benchmarks.speed.texts import Adapted, Causal, Transformer, padded_texts, texts, tokens
-from benchmarks.speed.workload import CLASSES, convolutional, logistic_regression, perceptron
+from benchmarks.speed.workload import (
+    CLASSES,
+    convolutional,
+    logistic_regression,
+    perceptron,
+    resnet,
+)
 from flower_ext.data import ClientData, trees
 from flower_ext.runs.page import table
 from flower_ext.training import ClippedGradient, Task
@@ -53,22 +61,37 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Features]]] = {
     "GPT-NeoX, 133,248": (Causal, partial(tokens, TEXTS)),
     "GPT-NeoX with LoRA, 4,608 of them": (partial(Causal, rank=4), partial(tokens, TEXTS)),
 }
+LARGE: dict[str, tuple[Callable[[], nn.Module], Callable[[], Features]]] = {
+    "ResNet-18, 11,173,962": (resnet, COLOUR),
+    "GPT-NeoX of 0.3 billion with LoRA": (
+        partial(Causal, rank=4, width=1024, layers=24, heads=16),
+        partial(tokens, TEXTS),
+    ),
+}
+"""Models for an accelerator only."""
 CONTENDERS = ("plain", "ours", "opacus", "ghost")
 
 
-def main() -> None:
-    """Print the table, of models with a part of a name; with two arguments be a contender."""
-    if len(sys.argv) == 3:
-        compete(sys.argv[1], *MODELS[sys.argv[2]])
+def main(
+    parts: Annotated[list[str] | None, typer.Argument(help="parts of names")] = None,
+    device: Annotated[str, typer.Option(help="cpu or cuda")] = "cpu",
+    contender: Annotated[str, typer.Option(help="run it alone, and print its numbers")] = "",
+    turns: Annotated[int, typer.Option(help="runs of each contender; the best counts")] = TURNS,
+) -> None:
+    """Print the table, of models with a part of a name."""
+    if contender:
+        print(json.dumps(compete(contender, *MODELS["".join(parts or [])], torch.device(device))))
         return
     rows = []
-    for model in (name for name in MODELS if sys.argv[1:] == [] or sys.argv[1] in name):
+    models = MODELS if device == "cpu" else MODELS | LARGE
+    for model in (name for name in models if any(part in name for part in parts or [""])):
         best = {name: (float("inf"), 0.0) for name in CONTENDERS}
-        for _ in range(TURNS):
+        for _ in range(turns):
             for name in CONTENDERS:
-                seconds, megabytes = one_run(name, model)
+                seconds, megabytes = one_run(name, model, device)
                 best[name] = (min(best[name][0], seconds), max(best[name][1], megabytes))
         ours, memory = best["ours"]
+        print(model, best, file=sys.stderr, flush=True)
         rows.append(
             (
                 model,
@@ -83,22 +106,35 @@ def main() -> None:
     print(table((*header, *ratios, "memory, ours / Opacus", "memory, ours / ghost"), rows))
 
 
-def one_run(contender: str, model: str) -> tuple[float, float]:
-    """Seconds a step and megabytes, in a process of its own."""
-    command = [sys.executable, "-m", "benchmarks.speed.dp_sgd", contender, model]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
+def one_run(contender: str, model: str, device: str) -> tuple[float, float]:
+    """Seconds a step and megabytes, on a CPU in a process of its own; NaN if it fails."""
+    if device != "cpu":  # whose allocator counts only what is in use
+        try:
+            return compete(contender, *(MODELS | LARGE)[model], torch.device(device))
+        except Exception as error:
+            print(f"{contender}, {model}: {error}"[:300], file=sys.stderr)
+            return math.nan, math.nan
+    module = (sys.executable, "-m", "benchmarks.speed.dp_sgd", model)
+    options = ("--contender", contender)
+    done = subprocess.run([*module, *options], capture_output=True, text=True, check=False)
+    if done.returncode:
+        print(f"{contender}, {model}: {done.stderr[-300:]}", file=sys.stderr)
+        return math.nan, math.nan
     seconds, megabytes = json.loads(done.stdout.splitlines()[-1])
     return seconds, megabytes
 
 
 def compete(
-    contender: str, build: Callable[[], nn.Module], features: Callable[[], Features]
-) -> None:
-    """Take steps; print the fastest, and by how much memory grew."""
+    contender: str,
+    build: Callable[[], nn.Module],
+    features: Callable[[], Features],
+    device: torch.device,
+) -> tuple[float, float]:
+    """Take steps; return the seconds of the fastest, and by how many megabytes memory grew."""
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
-    x, draw = features(), torch.Generator().manual_seed(0)
-    y = torch.randint(CLASSES, (trees.length(x),), generator=draw)
+    x, draw = trees.to(features(), device), torch.Generator().manual_seed(0)
+    y = torch.randint(CLASSES, (trees.length(x),), generator=draw).to(device)
     if isinstance(build, partial | type) and getattr(build, "func", build) is Causal:
         y = trees.first(x)[:, 1:]
     makers: dict[str, Callable[..., Callable[[], object]]] = {
@@ -107,18 +143,21 @@ def compete(
         "opacus": opacus,
         "ghost": ghost,
     }
-    few = torch.arange(4)
-    makers[contender](build, trees.rows(x, few), y[few])()  # modules that a first step imports
-    step = makers[contender](build, x, y)
-    Path("/proc/self/clear_refs").write_text("5")  # forget the peak of imports
-    before = peak_megabytes()
+    few = torch.arange(4, device=device)
+    make = partial(makers[contender], lambda: build().to(device))
+    make(trees.rows(x, few), y[few])()  # modules that a first step imports
+    step = make(x, y)
+    forget_peak(device)
+    before = peak_megabytes(device)
     step()  # compiles, and chooses a way
     best = float("inf")
-    end = time.perf_counter() + SECONDS
+    end = time.perf_counter() + (SECONDS if device.type == "cpu" else 1.0)
     while (started := time.perf_counter()) < end:
         step()
+        if device.type != "cpu":
+            torch.cuda.synchronize(device)
         best = min(best, time.perf_counter() - started)
-    print(json.dumps([best, peak_megabytes() - before]))
+    return best, peak_megabytes(device) - before
 
 
 class TextLoss(nn.CrossEntropyLoss):
@@ -129,8 +168,19 @@ class TextLoss(nn.CrossEntropyLoss):
         return losses.flatten(1).mean(dim=1) if losses.dim() > 1 else losses
 
 
-def peak_megabytes() -> float:
-    """Return this process's peak of memory, on Linux, since it was last forgotten."""
+def forget_peak(device: torch.device) -> None:
+    """Let `peak_megabytes` count from here, without what imports took."""
+    if device.type != "cpu":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
+        return
+    Path("/proc/self/clear_refs").write_text("5")
+
+
+def peak_megabytes(device: torch.device) -> float:
+    """Return the peak of memory of an accelerator, or of this process on Linux."""
+    if device.type != "cpu":
+        return torch.cuda.max_memory_allocated(device) / 1e6
     lines = Path("/proc/self/status").read_text().splitlines()
     return float(next(line.split()[1] for line in lines if line.startswith("VmHWM"))) / 1e3
 
@@ -155,8 +205,8 @@ def ours(build: Callable[[], nn.Module], x: Features, y: Tensor) -> Callable[[],
     def no_partitions(partition: int) -> ClientData:
         raise LookupError(partition)
 
-    task = Task(model=build, data=no_partitions, device="cpu")
-    params = task.initial_params(0)
+    task = Task(model=build, data=no_partitions, device=str(y.device))
+    params = {name: value.to(y.device) for name, value in task.initial_params(0).items()}
     clipped = ClippedGradient(task, list(params), clipping_norm=CLIPPING_NORM, batch_size=len(y))
     return lambda: clipped(params, x, y)
 
@@ -206,4 +256,4 @@ def ghost(build: Callable[[], nn.Module], x: Features, y: Tensor) -> Callable[[]
 
 
 if __name__ == "__main__":
-    main()
+    typer.run(main)

@@ -11,8 +11,7 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from flwr.app import ArrayRecord, Context, Message
-from flwr.clientapp import ClientApp
+from flwr.app import ArrayRecord, Context
 from flwr.serverapp import Grid, ServerApp
 from flwr.serverapp.strategy import Result
 
@@ -29,33 +28,26 @@ from benchmarks.speed.workload import (
 from flower_ext.algorithms import DPFedAvg
 from flower_ext.data import ClientData, Examples
 from flower_ext.federation import FederatedStrategy, VirtualGrid, run_in_process
+from flower_ext.federation.client.cohort_app import CohortApp
 from flower_ext.privacy import FixedSizeSampling, NonPrivatePlan, PrivacyPlan, ReleasePlan
 from flower_ext.training import LocalTraining, Task
+from flower_ext.training.batched.form import MEMORY_LIMIT
 
 ENGINES = ("vectorised", "loop", "ray", "ray-nodes")
 NODES = 4
-
-
-class OneByOne(ClientApp):
-    """Answers for one client at a time, as in any other engine."""
-
-    def __init__(self, app: ClientApp) -> None:
-        super().__init__()
-        self.app = app
-
-    def __call__(self, message: Message, context: Context) -> Message:
-        return self.app(message, context)
+ACCELERATOR_MEMORY = 2**36
+"""Bytes for one batch of trainings on an accelerator."""
 
 
 def task_of(workload: Workload) -> Task:
     """Return the task: fifty images a client."""
 
     def data(client: int) -> ClientData:
-        features, targets = examples(client)
+        features, targets = examples(workload, client)
         images = Examples(features=features, targets=targets)
         return ClientData(train=images, test=images)
 
-    return Task(model=workload.build, data=data, device="cpu")
+    return Task(model=workload.build, data=data, device=workload.device)
 
 
 def plan_of(workload: Workload) -> PrivacyPlan:
@@ -99,7 +91,10 @@ def main() -> None:
         model = ArrayRecord(task.initial_params(0))
         strategy.start(nodes, model, num_rounds=workload.rounds, should_stop=after_round)
 
-    app: ClientApp = DPFedAvg.client_app(task)
+    app = DPFedAvg.client_app(task)
+    if engine == "loop":
+        assert isinstance(app, CohortApp)
+        app.cohort_answers.clear()  # without them it answers one client at a time
     if engine.startswith("ray"):
         from flwr.simulation import run_simulation  # Ray: 55 MB
 
@@ -107,8 +102,14 @@ def main() -> None:
         count = NODES if engine == "ray-nodes" else workload.clients
         run_simulation(server, app, count, backend_config=resources)
     else:
-        answering = app if engine == "vectorised" else OneByOne(app)
-        run_in_process(server, answering, num_clients=workload.clients, workers=workload.workers)
+        limit = MEMORY_LIMIT if workload.device == "cpu" else ACCELERATOR_MEMORY
+        run_in_process(
+            server,
+            app,
+            num_clients=workload.clients,
+            workers=workload.workers,
+            memory_limit=limit,
+        )
     clock.report()
 
 

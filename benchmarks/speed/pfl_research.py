@@ -72,7 +72,7 @@ def main() -> None:
         return cohort.pop()
 
     def dataset(client):
-        return Dataset(raw_data=list(examples(client)), user_id=str(client))
+        return Dataset(raw_data=list(examples(workload, client)), user_id=str(client))
 
     data = FederatedDataset(dataset, next_client)
     postprocessors = []

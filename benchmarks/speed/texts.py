@@ -45,7 +45,7 @@ class Transformer(nn.Module):
         self.head = nn.Linear(WIDTH, CLASSES)
 
     def forward(self, x: Tensor) -> Tensor:
-        places = torch.arange(LENGTH).repeat(len(x), 1)  # as Opacus wants them
+        places = torch.arange(LENGTH, device=x.device).repeat(len(x), 1)  # as Opacus wants them
         seen: Tensor = self.encoders(self.words(x) + self.places(places)).mean(dim=1)
         out: Tensor = self.head(seen)
         return out
@@ -79,18 +79,20 @@ class Adapted(nn.Module):
 
 
 class Causal(nn.Module):
-    """The tiny base model of ``apps/private-lm``, and its logits (n, bytes, places)."""
+    """The tiny base model of ``apps/private-lm``, or a larger one; logits (n, bytes, places)."""
 
-    def __init__(self, rank: int = 0) -> None:
+    def __init__(
+        self, rank: int = 0, *, width: int = WIDTH, layers: int = LAYERS, heads: int = HEADS
+    ) -> None:
         super().__init__()
         from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
 
         sizes: Any = GPTNeoXConfig(  # type: ignore[call-arg, unused-ignore]
             vocab_size=BYTES,
-            hidden_size=WIDTH,
-            num_hidden_layers=LAYERS,
-            num_attention_heads=HEADS,
-            intermediate_size=4 * WIDTH,
+            hidden_size=width,
+            num_hidden_layers=layers,
+            num_attention_heads=heads,
+            intermediate_size=4 * width,
             max_position_embeddings=LENGTH,
         )
         model = GPTNeoXForCausalLM(sizes)

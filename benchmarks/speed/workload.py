@@ -10,6 +10,7 @@ import json
 import statistics
 import time
 from dataclasses import dataclass, fields
+from functools import cache
 
 import torch
 from torch import Tensor, nn
@@ -46,6 +47,18 @@ def convolutional() -> nn.Module:
     )
 
 
+def resnet() -> nn.Module:
+    """Return ResNet-18 for images of 3×32×32, with GroupNorm: 11,173,962 parameters."""
+    from torchvision.models import resnet18
+
+    model: nn.Module = resnet18(
+        num_classes=CLASSES, norm_layer=lambda channels: nn.GroupNorm(min(32, channels), channels)
+    )
+    model.conv1 = nn.Conv2d(3, 64, 3, padding=1, bias=False)
+    model.maxpool = nn.Identity()
+    return model
+
+
 def wide(hidden: int) -> nn.Module:
     """Return a perceptron with a hidden layer of any width, for the growth with parameters."""
     return nn.Sequential(
@@ -53,7 +66,12 @@ def wide(hidden: int) -> nn.Module:
     )
 
 
-MODELS = {"lr": logistic_regression, "mlp": perceptron, "cnn": convolutional}
+MODELS = {
+    "lr": logistic_regression,
+    "mlp": perceptron,
+    "cnn": convolutional,
+    "resnet": resnet,
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,6 +85,7 @@ class Workload:
     private: bool = False
     threads: int = 1
     workers: int = 1
+    device: str = "cpu"
 
     def build(self) -> nn.Module:
         """Return a fresh model; ``wide-100`` has a hidden layer of 100."""
@@ -92,24 +111,27 @@ def parse() -> Workload:
     return workload
 
 
-_pool: list[Tensor] = []
+@cache
+def pool(model: str, device: str) -> tuple[Tensor, Tensor]:
+    """Return random images of the size that a model takes, and labels."""
+    generator = torch.Generator().manual_seed(0)
+    shape = (3, 32, 32) if model == "resnet" else (1, 28, 28)
+    images = torch.randn(POOL, *shape, generator=generator)
+    return images.to(device), torch.randint(CLASSES, (POOL,), generator=generator).to(device)
 
 
-def examples(client: int) -> tuple[Tensor, Tensor]:
-    """Return fifty images and labels, views of a pool."""
-    if not _pool:
-        generator = torch.Generator().manual_seed(0)
-        _pool.append(torch.randn(POOL, 1, 28, 28, generator=generator))
-        _pool.append(torch.randint(CLASSES, (POOL,), generator=generator))
+def examples(workload: Workload, client: int) -> tuple[Tensor, Tensor]:
+    """Return fifty images and labels, views of a pool on the workload's device."""
+    images, labels = pool(workload.model, workload.device)
     start = client * EXAMPLES % POOL
-    return _pool[0][start : start + EXAMPLES], _pool[1][start : start + EXAMPLES]
+    return images[start : start + EXAMPLES], labels[start : start + EXAMPLES]
 
 
-def train_in_place(model: nn.Module, client: int) -> None:
+def train_in_place(model: nn.Module, workload: Workload, client: int) -> None:
     """Train for one epoch of plain PyTorch."""
-    features, targets = examples(client)
+    features, targets = examples(workload, client)
     parameters = list(model.parameters())
-    order = torch.randperm(EXAMPLES)
+    order = torch.randperm(EXAMPLES, device=features.device)
     for start in range(0, EXAMPLES, BATCH):
         rows = order[start : start + BATCH]
         loss = nn.functional.cross_entropy(model(features[rows]), targets[rows])
@@ -124,10 +146,16 @@ class Clock:
         self.ends = [time.perf_counter()]
 
     def tick(self) -> None:
-        """Note the end of a round."""
+        """Note the end of a round, and of all work of an accelerator."""
+        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            torch.cuda.synchronize()
         self.ends.append(time.perf_counter())
+
+    def seconds(self) -> list[float]:
+        """Return the seconds of each round."""
+        return [b - a for a, b in zip(self.ends, self.ends[1:], strict=False)]
 
     def report(self) -> None:
         """Print milliseconds a round, without the first: the last line of a contender's output."""
-        rounds = [1e3 * (b - a) for a, b in zip(self.ends, self.ends[1:], strict=False)][1:]
+        rounds = [1e3 * seconds for seconds in self.seconds()[1:]]
         print(json.dumps({"ms": statistics.median(rounds), "rounds": rounds}), flush=True)

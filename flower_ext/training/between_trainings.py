@@ -27,10 +27,11 @@ from flower_ext.training.job import Job, LocalTraining
 from flower_ext.training.local import train
 from flower_ext.training.model_factory import in_training
 from flower_ext.training.params import Params, shaken
+from flower_ext.training.rounding import deterministic_kernels
 from flower_ext.training.seeding import seeded
 from flower_ext.training.task import Task
+from flower_ext.training.training_kind import TrainingKind, kind_of
 from flower_ext.training.trials.snapshots import changed_places, same_params, snapshot
-from flower_ext.training.trials.training_kind import TrainingKind, kind_of
 from flower_ext.training.trials.trial_examples import random_examples, unlike_examples
 
 _KEEPS = (
@@ -63,8 +64,12 @@ def refuse_state_between_trainings(task: Task, examples: Examples) -> None:
 @lru_cache(maxsize=64)
 def _shared_place(kind: TrainingKind) -> str | None:
     """Return the place that trainings share and change; None if a trial finds none."""
-    # The trial runs once in a process: its draws must not move those that follow.
-    with seeded(0, devices=kind.device.type != "cpu"):
+    # The trial runs once in a process: its draws must not move those that follow. Some kernels of
+    # accelerators round differently each time, most of all in half precision.
+    with (
+        seeded(0, devices=kind.device.type != "cpu"),
+        deterministic_kernels(kind.device, strict=False),
+    ):
         return _place_by_trial(kind)
 
 
@@ -72,7 +77,7 @@ def _place_by_trial(kind: TrainingKind) -> str | None:
     task, generator = kind.task, torch.Generator().manual_seed(0)
     start = shaken(task.factory.like_initial(0), generator)
     # No training uses this model, so whatever changes in it is shared by all models.
-    bystander = in_training(task.model().to(task.torch_device()))
+    bystander = in_training(task.factory.on(task.torch_device()))
     usual, other = (
         (random_examples(kind.features, 3, generator), trees.zeros(kind.targets, 3))
         for _ in range(2)

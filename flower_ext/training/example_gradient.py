@@ -23,7 +23,7 @@ ExampleLoss = Callable[[Any, Tree], Tensor]
 
 def model_of_single_examples(task: Task, trained: Sequence[str]) -> nn.Module:
     """Return a model of the task in which examples stay apart, or refuse one in which they mix."""
-    model = in_training(task.model().to(task.torch_device())).requires_grad_(False)
+    model = in_training(task.factory.on(task.torch_device())).requires_grad_(False)
     channels_last = suits_channels_last(model, trained)
     for name, module in model.named_modules():
         if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.training:

@@ -22,6 +22,7 @@ from flower_ext.data import Examples, trees
 from flower_ext.data.trees import Tree
 from flower_ext.errors import InvalidValue
 from flower_ext.privacy import NoiseSource
+from flower_ext.training.index_limits import on_device
 from flower_ext.training.model_calls import fewest_rows
 from flower_ext.training.problem import Proximal, Term
 from flower_ext.training.task import Task
@@ -220,8 +221,8 @@ def split_examples(
 def job_batches(task: Task, job: Job) -> Iterator[tuple[Tree, Tree]]:
     """Yield the shuffled mini-batches of a job, as features and targets, on the task's device."""
     device, size = task.torch_device(), job.training.batch_size
-    data = job.examples.to(device)
-    # Under noise examples pass by themselves, whatever the size of a mini-batch.
+    # Under noise examples pass by themselves: one without a gradient counts as zero.
+    data = job.examples.to(device) if job.noise else on_device(task, job.examples)
     fewest = 1 if job.noise else fewest_rows(task, data.features, size)
     for rows in batch_rows(len(data), job.training, job.generator, fewest=fewest):
         chosen = trees.rows((data.features, data.targets), rows.to(device))

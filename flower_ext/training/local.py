@@ -25,6 +25,7 @@ from torch import Tensor
 from flower_ext.data.trees import Tree
 from flower_ext.errors import InvalidValue
 from flower_ext.training.dp.dp_sgd import noised_step
+from flower_ext.training.index_limits import on_device
 from flower_ext.training.job import OPTIMIZERS, SGD, Job, LocalTraining, job_batches
 from flower_ext.training.newton import newton
 from flower_ext.training.params import Params, clone
@@ -123,6 +124,6 @@ def _exact_minimiser(task: Task, job: Job, trained: Callable[[str], bool]) -> Pa
     problem = local_problem(
         task, job.params, trained=trained, terms=job.objective, dtype=torch.float64
     )
-    data = job.examples.to(problem.device)
+    data = on_device(task, job.examples)
     minimum = newton(problem.loss_at, problem.start, data, tolerance=job.training.tolerance)
     return problem.whole(minimum, like=job.params)

@@ -8,11 +8,13 @@ own factory, and `ModelFactory.fingerprint` shows whether two nodes have the sam
 from __future__ import annotations
 
 import hashlib
+import pickle
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from contextlib import suppress
 from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache, partial
+from io import BytesIO
 from types import MethodType
 from typing import Any, NamedTuple
 
@@ -77,6 +79,7 @@ class ModelFactory:
     ) -> None:
         self.function, self.trainable = function, trainable
         self._last: tuple[int, Params] | None = None
+        self._templates: dict[torch.device, _Template] = {}
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Unpickle to the receiving process's one factory of the function; see `factory_of`."""
@@ -84,12 +87,18 @@ class ModelFactory:
 
     def __call__(self) -> nn.Module:
         """Return an independent model; only frozen parameters are shared with other models."""
-        template = self.facts.template
-        if template is None:
-            return self._built()
-        # Buffers are copied, because a model in training mode may write into them.
-        weights = [p for p in template.parameters() if not p.requires_grad]
-        return deepcopy(template, {id(weight): weight for weight in weights})
+        return self.on(torch.device("cpu"))
+
+    def on(self, device: torch.device) -> nn.Module:
+        """Return an independent model on a device, whose models share their frozen parameters.
+
+        Do not move a model to another device: that moves the frozen parameters of all others.
+        """
+        if self.facts.template is None:
+            return self._built().to(device)
+        if device not in self._templates:
+            self._templates[device] = _Template(deepcopy(self.facts.template).to(device))
+        return self._templates[device].copy()
 
     def initial(self, seed: int) -> Params:
         """Return the travelling tensors of a fresh model: trained parameters, and buffers."""
@@ -153,6 +162,8 @@ class ModelFactory:
         # Buffers that do not travel are drawn once, like frozen tensors; each model has a copy.
         constant = frozen or any(name not in state for name, _ in model.named_buffers())
         template = model if constant else None
+        if template is not None:
+            self._templates[torch.device("cpu")] = _Template(template)
         return ModelFacts(frozen, tied, travelling, known, known_holders, template)
 
     def _built(self) -> nn.Module:
@@ -163,6 +174,63 @@ class ModelFactory:
             for name, parameter in model.named_parameters():
                 parameter.requires_grad_(matches(name, self.trainable))
         return model
+
+
+class _Template:
+    """A model whose copies share its frozen parameters, and nothing else.
+
+    Buffers are copied, because a model in training mode may write into them. Copies come from a
+    pickle, because `deepcopy` takes ten times as long, which may be longer than a training step. It
+    copies only models that cannot be pickled, such as those with local functions as hooks.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self._frozen = {id(p): p for p in model.parameters() if not p.requires_grad}
+        written = BytesIO()
+        pickler = _Pickler(written)
+        try:
+            pickler.dump(model)
+        except Exception:  # an object may refuse with any error
+            self._pickled = b""
+        else:
+            self._pickled, self._tensors = written.getvalue(), pickler.tensors
+
+    def copy(self) -> nn.Module:
+        """Return a copy."""
+        memo: dict[int, Any] = dict(self._frozen)
+        if not self._pickled:
+            return deepcopy(self.model, memo)
+        tensors = [deepcopy(tensor, memo) for tensor in self._tensors]
+        copied: nn.Module = _Unpickler(BytesIO(self._pickled), tensors).load()
+        return copied
+
+
+class _Pickler(pickle.Pickler):
+    """Writes a number for each tensor, which it collects."""
+
+    def __init__(self, file: BytesIO) -> None:
+        super().__init__(file, protocol=5)
+        self.tensors: list[Tensor] = []
+
+    def persistent_id(self, value: Any) -> int | None:
+        """Return the number of a tensor; None for anything else."""
+        if not isinstance(value, Tensor):
+            return None
+        self.tensors.append(value)
+        return len(self.tensors) - 1
+
+
+class _Unpickler(pickle.Unpickler):
+    """Puts tensors in the place of their numbers."""
+
+    def __init__(self, file: BytesIO, tensors: Sequence[Tensor]) -> None:
+        super().__init__(file)
+        self.tensors = tensors
+
+    def persistent_load(self, number: int) -> Tensor:
+        """Return the tensor of a number."""
+        return self.tensors[number]
 
 
 def _tied(model: nn.Module) -> dict[str, str]:

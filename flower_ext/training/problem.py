@@ -186,7 +186,7 @@ def _new_model(
 ) -> SettableModel:
     # What building a model draws must not move the draws of its training.
     with seeded(0, devices=device.type != "cpu"):
-        model = own_dropout(in_training(factory().to(device)))
+        model = own_dropout(in_training(factory.on(device)))
     if dtype is not None and factory.facts.frozen:
         model = deepcopy(model).to(dtype)
     return SettableModel(model)

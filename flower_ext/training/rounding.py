@@ -1,11 +1,14 @@
-"""Matrix products that round alike wherever a matrix lies in memory."""
+"""Computations that round alike wherever an array lies in memory."""
 
 from __future__ import annotations
 
 import ctypes
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -33,3 +36,31 @@ def products_are_reproducible() -> bool:
         return int(mkl.mkl_serv_cbwr_get(_MKL_ALL)) != _MKL_OFF
     except (OSError, AttributeError):
         return False
+
+
+@contextmanager
+def deterministic_kernels(device: torch.device, *, strict: bool = True) -> Iterator[None]:
+    """Compute on one thread of a CPU, or by deterministic kernels on an accelerator.
+
+    There an operation without such a kernel raises RuntimeError, or runs as usual if not
+    ``strict``.
+    """
+    if device.type == "cpu":
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)
+        try:
+            yield
+        finally:
+            torch.set_num_threads(threads)
+        return
+    settings: Any = torch.utils.deterministic
+    before = torch.are_deterministic_algorithms_enabled(), settings.fill_uninitialized_memory
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # torch wants it for cuBLAS
+    torch.use_deterministic_algorithms(True, warn_only=not strict)
+    settings.fill_uninitialized_memory = False  # filling takes time
+    try:
+        with torch.backends.cudnn.flags(benchmark=False, deterministic=True):
+            yield
+    finally:
+        torch.use_deterministic_algorithms(before[0])
+        settings.fill_uninitialized_memory = before[1]

@@ -14,6 +14,7 @@ from torch import Tensor
 from flower_ext.data import Examples, trees
 from flower_ext.data.trees import Tree
 from flower_ext.errors import InvalidValue
+from flower_ext.training.index_limits import on_device
 from flower_ext.training.isolation import attempted
 from flower_ext.training.model_calls import SettableModel
 from flower_ext.training.params import to_device
@@ -42,14 +43,14 @@ def evaluate(
     """
     model, device = _in_evaluation(task), task.torch_device()
     model.set_params(to_device(params, device))
-    examples = examples.to(device)
+    examples = on_device(task, examples)
     outputs, targets = _outputs(model, examples.features, batch_size), examples.targets
     scores = {name: float(metric(outputs, targets)) for name, metric in task.metrics.items()}
     return {"loss": float(task.loss(outputs, targets)), **scores}
 
 
 def _in_evaluation(task: Task) -> SettableModel:
-    return SettableModel(task.model().to(task.torch_device()).eval())
+    return SettableModel(task.factory.on(task.torch_device()).eval())
 
 
 def _outputs(model: SettableModel, features: Tree, batch_size: int = 1024) -> Any:
@@ -125,7 +126,7 @@ def evaluate_each(
         # Other code might carry what it saw of one client into the scores of the next.
         evaluated = model or _in_evaluation(task)
         evaluated.set_params(to_device(params, device))
-        data = data.to(device)
+        data = on_device(task, data)
         return score_each_alone(task, _outputs(evaluated, data.features), data.targets)
 
     return [attempted(scores, *pair) for pair in zip(models, examples, strict=True)]

@@ -29,7 +29,12 @@ from torch import Tensor
 
 from flower_ext import plugins
 from flower_ext.errors import InvalidValue
-from flower_ext.training.batched.constant_shape import ConstantShape, Shape, consists_of_rows
+from flower_ext.training.batched.constant_shape import (
+    ConstantShape,
+    Shape,
+    consists_of_rows,
+    jobs_for_trial,
+)
 from flower_ext.training.batched.form import GROUP, MEMORY_LIMIT, Form, longest_first
 from flower_ext.training.batched.stacked import Stacked
 from flower_ext.training.job import SGD, Job
@@ -38,13 +43,13 @@ from flower_ext.training.model_calls import refusing_layer
 from flower_ext.training.params import Params
 from flower_ext.training.problem import Linear, Proximal
 from flower_ext.training.task import Task
+from flower_ext.training.training_kind import TrainingKind, kind_of
 from flower_ext.training.trials.joint_trainings import (
     random_job,
     refuse_changes,
     rounds_alike,
     why_unlike,
 )
-from flower_ext.training.trials.training_kind import TrainingKind, kind_of
 
 log = getLogger("flwr")
 
@@ -164,9 +169,17 @@ def trains_alike(kind: TrainingKind, form: Form) -> bool:
 def stack_rounds_alike(kind: TrainingKind, shape: Shape) -> bool:
     """Return True if a trial finds that no bit in stacks of this shape depends on other models."""
     form = ConstantShape(kind, shape)
-    return rounds_alike(
-        kind, lambda jobs: form.train(jobs, _every_name), shape.settings, terms=shape.has_terms
-    )
+    try:
+        return rounds_alike(
+            kind,
+            lambda jobs: form.train(jobs, _every_name),
+            shape.settings,
+            terms=shape.has_terms,
+            count=jobs_for_trial(kind.device),
+        )
+    except RuntimeError as error:  # an accelerator without a deterministic kernel, or memory
+        log.info("local trainings run one by one: %s", error)
+        return False
 
 
 def _every_name(name: str) -> bool:

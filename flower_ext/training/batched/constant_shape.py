@@ -5,12 +5,15 @@ stacks a job alone determines both, except for two things: the number of models 
 the position of the job's model among them. Three rules see to that:
 
 * The rows of a mini-batch are padded to a number that follows from the job alone.
-* There are 4, 8, 16 or 32 models. Copies of a job fill a stack up, and models whose training has
-  ended stay in it until the next smaller size.
+* There are 4, 8, 16 or 32 models, and always 128 on an accelerator. Copies of a job fill a stack
+  up, and models whose training has ended stay in it until the next smaller size.
 * The last numbers of an array may not fill a register, and PyTorch rounds these in another way.
   Four models with eight rows each leave no such numbers. Only one thread runs, because several
   would divide the arrays. A trial cannot replace these rules: such a number differs too rarely.
   Models are left out if their arrays do not consist of rows (`consists_of_rows`).
+
+On an accelerator, where only deterministic kernels run (`deterministic_kernels`), a kernel computes
+each number of an array in the same way, wherever it is. Image layers may take part there.
 
 The trial `rounds_alike` tests everything else that may depend on size and position, such as matrix
 products.
@@ -33,12 +36,13 @@ from flower_ext.training.batched.stack import IGNORED, MiniBatches, Stack
 from flower_ext.training.batched.stacked import together
 from flower_ext.training.job import Job, LocalTraining
 from flower_ext.training.params import Params, clone
-from flower_ext.training.rounding import products_are_reproducible
+from flower_ext.training.rounding import deterministic_kernels, products_are_reproducible
 from flower_ext.training.task import Task
-from flower_ext.training.trials.training_kind import TrainingKind
+from flower_ext.training.training_kind import TrainingKind
 
 SIZES = (4, 8, 16, 32)
 """Numbers of models in a stack: 4 take as long as 5 one by one, and 32 as long as 14."""
+_ON_ACCELERATOR = (128,)
 _ROWS = 8
 """The number of rows of a mini-batch is a multiple of this number."""
 
@@ -77,18 +81,30 @@ def consists_of_rows(kind: TrainingKind) -> bool:
 
     The arrays of image layers do not consist of rows, and a model's own code may transform weights.
     """
-    if kind.device.type != "cpu" or not products_are_reproducible():
+    on_cpu = kind.device.type == "cpu"
+    if on_cpu and not products_are_reproducible():
         return False
     # Other losses never see the padded rows (`Stack`), so their arrays have other shapes.
     classifies = kind.loss is cross_entropy and kind.targets.dim() == 1
     if not (classifies or kind.task.compares_examples) or not kind.task.factory.facts.known_holders:
         return False
-    return not any(isinstance(layer, BY_CHANNEL) for layer in kind.model().modules())
+    return not (on_cpu and any(isinstance(layer, BY_CHANNEL) for layer in kind.model().modules()))
+
+
+def sizes_on(device: torch.device) -> tuple[int, ...]:
+    """Return the numbers of models that a stack may have on a device."""
+    return SIZES if device.type == "cpu" else _ON_ACCELERATOR
+
+
+def jobs_for_trial(device: torch.device) -> int:
+    """Return how many jobs a trial trains, so that it uses the largest stack and a smaller one."""
+    smaller, largest = (0, *sizes_on(device))[-2:]
+    return smaller + 1 if smaller else largest
 
 
 @dataclass(frozen=True)
 class ConstantShape(Form):
-    """Stacks of one shape, for small models on a CPU."""
+    """Stacks of one shape, for small models."""
 
     kind: TrainingKind
     shape: Shape
@@ -97,11 +113,11 @@ class ConstantShape(Form):
     def groups(self, jobs: Sequence[Job], memory_limit: int) -> Iterator[list[int]]:
         """Yield groups of the jobs of this shape.
 
-        A job is left out if 32 jobs of its kind would not fit into memory, or not into the
-        processor's caches: such a stack would gain nothing. The job alone decides this, not the
+        A job is left out if the largest stack of its kind would not fit into memory, or not into
+        the processor's caches: such a stack would gain nothing. The job alone decides this, not the
         others. A target that is ignored would change how the loss of the whole stack is computed.
         """
-        most = SIZES[-1]
+        most = sizes_on(self.kind.device)[-1]
         members = [
             index
             for index, job in enumerate(jobs)
@@ -114,22 +130,19 @@ class ConstantShape(Form):
 
     def train(self, jobs: Sequence[Job], trained: Callable[[str], bool]) -> Params:
         """Return the models of a group, as `Form.train` does."""
-        threads = torch.get_num_threads()
-        torch.set_num_threads(1)
-        try:
+        with deterministic_kernels(self.kind.device):
             models = ConstantStack(self.kind.task, jobs, trained, self.shape.rows).train()
-        finally:
-            torch.set_num_threads(threads)
         return {n: w[: len(jobs)].to(jobs[0].params[n]) for n, w in models.items()}
 
 
 class ConstantStack(Stack):
-    """A stack of 4, 8, 16 or 32 models, whose mini-batches all have ``rows`` rows."""
+    """A stack of one of the sizes of `sizes_on`, whose mini-batches all have ``rows`` rows."""
 
     def __init__(
         self, task: Task, jobs: Sequence[Job], trained: Callable[[str], bool], rows: int
     ) -> None:
-        missing = _size(len(jobs)) - len(jobs)
+        self._sizes = sizes_on(task.torch_device())
+        missing = self._size(len(jobs)) - len(jobs)
         # Copies need generators of their own, because a job draws its mini-batches only once.
         copies = [replace(jobs[-1], generator=torch.Generator()) for _ in range(missing)]
         super().__init__(task, [*jobs, *copies], trained)
@@ -145,7 +158,7 @@ class ConstantStack(Stack):
         before = len(self.jobs)
         for x, y, counts in super().batches():
             self._end(slice(len(x), before))
-            before, size = len(x), _size(len(x))
+            before, size = len(x), self._size(len(x))
             counts += counts[:1] * (size - before)
             yield MiniBatches(self._padded(x, size), self._padded(y, size), counts)
         self._end(slice(before))
@@ -162,6 +175,5 @@ class ConstantStack(Stack):
         padded[count:] = padded[:1]
         return padded
 
-
-def _size(count: int) -> int:
-    return next(size for size in SIZES if size >= count)
+    def _size(self, count: int) -> int:
+        return next(size for size in self._sizes if size >= count)

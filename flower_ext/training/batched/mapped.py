@@ -67,6 +67,9 @@ class MappedModel:
     ----------
     model : nn.Module
         Any instance, whose layers this class changes; its own parameters are not used.
+    by_products : bool, optional
+        Convolve by products of matrices, as accelerators do by default: their convolutions of many
+        groups are slow.
 
     Raises
     ------
@@ -77,7 +80,7 @@ class MappedModel:
     fewest = 5
     """Smallest number of models for which a batch is faster than one by one."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, *, by_products: bool | None = None) -> None:
         self.parameters = [name for name, p in model.named_parameters() if p.requires_grad]
         """Names of the trained parameters."""
         self._model = model
@@ -87,6 +90,8 @@ class MappedModel:
         self.draws = False
         """True if a model draws random numbers."""
         on_cpu = all(parameter.is_cpu for parameter in model.parameters())
+        if by_products is None:
+            by_products = not on_cpu
         for name, layer in model.named_modules():
             if isinstance(layer, nn.modules.batchnorm._BatchNorm) and layer.training:
                 raise InvalidValue("batch normalisation changes the model while it is evaluated")
@@ -103,11 +108,14 @@ class MappedModel:
             elif type(layer) is nn.Linear and not tied:
                 _replace_forward(layer, partial(self._multiply, name))
             elif type(layer) is nn.Conv2d and layer.padding_mode == "zeros":
-                _replace_forward(layer, _convolve)
+                if by_products and not tied and layer.groups == 1 and layer.padding != "same":
+                    _replace_forward(layer, partial(self._multiply_patches, name))
+                else:
+                    _replace_forward(layer, _convolve)
             elif type(layer) is nn.GroupNorm:
                 _replace_forward(layer, _normalise)
             elif type(layer) in _POOLING:
-                _replace_forward(layer, partial(_pool, layer.forward))
+                _replace_forward(layer, partial(_pool, layer.forward, by_channel=not by_products))
             elif isinstance(layer, nn.Embedding) and layer.padding_idx is not None:
                 if layer.max_norm is not None or layer.scale_grad_by_freq:
                     raise InvalidValue(f"{layer} cannot be stacked")
@@ -164,6 +172,36 @@ class MappedModel:
         both = weight, bias
         return _for_all_models(compute, x, layer.weight, layer.bias)
 
+    def _multiply_patches(self, name: str, layer: nn.Conv2d, x: Tensor) -> Tensor:
+        """Convolve by the product of all patches of the images with the kernels."""
+        if x.dim() != 4:
+            return nn.Conv2d.forward(layer, x)
+        weight, bias = (self._pass.target(f"{name}.{p}".lstrip(".")) for p in ("weight", "bias"))
+        root = self._pass.root
+        if weight is not None:
+            weight = Target(weight.tensor.flatten(2), weight.factor)
+
+        def compute(x: Tensor, kernel: Tensor, added: Tensor | None) -> Tensor:
+            patches = functional.unfold(
+                x.flatten(0, 1), layer.kernel_size, layer.dilation, _padding(layer), layer.stride
+            )
+            rows = patches.mT.reshape(len(x), -1, patches.shape[1])
+            y: Tensor = _Product.apply(root, rows, kernel.flatten(2), added, weight, bias)  # type: ignore[no-untyped-call]
+            height, width = (
+                (side + 2 * padding - dilation * (kernel_side - 1) - 1) // stride + 1
+                for side, padding, dilation, kernel_side, stride in zip(
+                    x.shape[3:],
+                    _padding(layer),
+                    layer.dilation,
+                    layer.kernel_size,
+                    layer.stride,
+                    strict=True,
+                )
+            )
+            return y.view(*x.shape[:2], height, width, -1).movedim(-1, 2)
+
+        return _for_all_models(compute, x, layer.weight, layer.bias)
+
     def _drop(self, layer: nn.Dropout, x: Tensor) -> Tensor:
         def compute(x: Tensor) -> Tensor:
             assert self._pass.draws is not None
@@ -172,12 +210,12 @@ class MappedModel:
         return _for_all_models(compute, x) if layer.training else x
 
 
-def stacked(many: Sequence[Tensor]) -> Tensor:
-    """Stack tensors as `torch.stack` does, but faster if all are one object."""
+def stacked(many: Sequence[Tensor], device: torch.device) -> Tensor:
+    """Stack tensors on a device as `torch.stack` does, but faster if all are one object."""
     one = many[0]
     if any(other is not one for other in many):
-        return torch.stack(list(many))
-    return one.unsqueeze(0).repeat(len(many), *(1 for _ in one.shape))
+        return torch.stack(list(many)).detach().to(device)
+    return one.detach().to(device).unsqueeze(0).repeat(len(many), *(1 for _ in one.shape))
 
 
 def _replace_forward(layer: nn.Module, forward: Callable[..., Tensor]) -> None:
@@ -286,10 +324,27 @@ BY_CHANNEL = (nn.modules.conv._ConvNd, *_POOLING)
 """Layers that compute all models as one model, which has the channels of all."""
 
 
-def _pool(pool: Callable[[Tensor], Tensor], layer: nn.Module, x: Tensor) -> Tensor:
+def _pool(
+    pool: Callable[[Tensor], Tensor], layer: nn.Module, x: Tensor, *, by_channel: bool
+) -> Tensor:
     if x.dim() != 4:
         return pool(x)
-    return _for_all_models(lambda x: _by_model(pool(_by_channel(x)), len(x)), x)
+    if by_channel:
+        return _for_all_models(lambda x: _by_model(pool(_by_channel(x)), len(x)), x)
+
+    def compute(x: Tensor) -> Tensor:
+        pooled = pool(x.flatten(0, 1))
+        return pooled.view(*x.shape[:2], *pooled.shape[1:])
+
+    return _for_all_models(compute, x)
+
+
+def _padding(layer: nn.Conv2d) -> tuple[int, int]:
+    """Return rows and columns of zeros on each side of an image."""
+    if isinstance(layer.padding, str):  # "valid"
+        return 0, 0
+    high, wide = layer.padding
+    return high, wide
 
 
 def _by_channel(x: Tensor) -> Tensor:

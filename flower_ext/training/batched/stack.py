@@ -11,15 +11,16 @@ from functools import lru_cache
 from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.func import vmap
 from torch.nn.functional import cross_entropy
 
 from flower_ext.errors import InvalidValue
 from flower_ext.training.batched.mapped import BatchLoss, MappedModel, Target, stacked
 from flower_ext.training.dropout import Draws
+from flower_ext.training.index_limits import require_usable, usable_rows
 from flower_ext.training.job import Job, batch_rows
-from flower_ext.training.model_factory import in_training
+from flower_ext.training.model_factory import ModelFactory, in_training
 from flower_ext.training.params import Params, Sizes, flat_rows, sizes
 from flower_ext.training.problem import affine
 from flower_ext.training.seeding import draws_generator
@@ -30,9 +31,9 @@ IGNORED = -100
 
 
 @lru_cache(maxsize=64)
-def _models(build: Callable[[], nn.Module], device: torch.device, parameters: Sizes) -> MappedModel:
+def _models(factory: ModelFactory, device: torch.device, parameters: Sizes) -> MappedModel:
     """Return a `MappedModel`, which computes several models at once."""
-    return MappedModel(in_training(build().to(device)))
+    return MappedModel(in_training(factory.on(device)))
 
 
 class MiniBatches(NamedTuple):
@@ -56,12 +57,12 @@ class Stack:
     def __init__(self, task: Task, jobs: Sequence[Job], trained: Callable[[str], bool]) -> None:
         self.task, self.jobs = task, jobs
         self.device = task.torch_device()
-        self.models = _models(task.model, self.device, sizes(jobs[0].params))
+        self.models = _models(task.factory, self.device, sizes(jobs[0].params))
         self.names = [name for name in self.models.parameters if trained(name)]
         if not self.names:
             raise InvalidValue("trained selects no parameter of the model: expected at least one")
         params = {
-            name: stacked([job.params[name] for job in jobs]).detach().to(self.device)
+            name: stacked([job.params[name] for job in jobs], self.device)
             for name in jobs[0].params
         }
         self.weights = {name: params.pop(name) for name in self.names}
@@ -174,15 +175,19 @@ class Stack:
             [*batch_rows(len(job.examples), job.training, job.generator)] for job in self.jobs
         ]
         features, targets = (
-            [getattr(job.examples, part).detach().to(self.device) for job in self.jobs]
+            _Rows([getattr(job.examples, part).detach() for job in self.jobs], self.device)
             for part in ("features", "targets")
         )
+        if features.joined is not None and targets.joined is not None:
+            usable = usable_rows(self.task, features.joined, targets.joined)
+            for job in self.jobs if not usable.all() else ():
+                require_usable(self.task, job.examples)
         # Copy the examples once per epoch: a copy in each step would be one small copy per job.
         longest = self.jobs[0]
         ahead = max(1, len(longest.examples) // longest.training.batch_size)
         for start in range(0, longest.num_steps, ahead):
             epoch = [order[start : start + ahead] for order in orders if start < len(order)]
-            x, y = _selected(features, epoch), _selected(targets, epoch)
+            x, y = features.selected(epoch), targets.selected(epoch)
             for step in range(len(epoch[0])):
                 counts = [len(steps[step]) for steps in epoch if step < len(steps)]
                 real = slice(len(counts)), step, slice(max(counts))
@@ -239,15 +244,38 @@ def _norms(params: Mapping[str, Tensor]) -> Tensor:
     return sum(squares[1:], squares[0]).sqrt()
 
 
-def _selected(tensors: Sequence[Tensor], epoch: Sequence[Sequence[Tensor]]) -> Tensor:
-    """Return each job's rows of some steps: (jobs, steps, rows, …)."""
-    width = max(len(rows) for steps in epoch for rows in steps)
-    shape = (len(epoch), len(epoch[0]), width, *tensors[0].shape[1:])
-    selected = tensors[0].new_empty(shape)
-    for place, tensor, steps in zip(selected.unbind(), tensors, epoch, strict=False):
-        rows = torch.cat([_padded(rows, width) for rows in steps]).to(tensor.device)
-        torch.index_select(tensor, 0, rows, out=place[: len(steps)].flatten(0, 1))
-    return selected
+class _Rows:
+    """Rows of each job's features or targets, on the device that trains.
+
+    An accelerator gets the rows of all jobs as one tensor, because a copy for each job would take
+    longer than its training.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor], device: torch.device) -> None:
+        self.tensors, self.joined = tensors, None
+        if device.type != "cpu":
+            self.joined = torch.cat([*tensors]).to(device)
+
+    def selected(self, epoch: Sequence[Sequence[Tensor]]) -> Tensor:
+        """Return each job's rows of some steps: (jobs, steps, rows, …)."""
+        width = max(len(rows) for steps in epoch for rows in steps)
+        shape = (len(epoch), len(epoch[0]), width, *self.tensors[0].shape[1:])
+        orders = [torch.cat([_padded(rows, width) for rows in steps]) for steps in epoch]
+        if self.joined is not None:
+            return self._from_joined(orders, len(epoch[0]) * width).view(shape)
+        selected = self.tensors[0].new_empty(shape)
+        for place, tensor, rows in zip(selected.unbind(), self.tensors, orders, strict=False):
+            torch.index_select(tensor, 0, rows, out=place.flatten(0, 1)[: len(rows)])
+        return selected
+
+    def _from_joined(self, orders: Sequence[Tensor], length: int) -> Tensor:
+        """Return the rows of each order; those of a shorter one are followed by its first."""
+        assert self.joined is not None
+        first, moved = 0, []
+        for tensor, rows in zip(self.tensors, orders, strict=False):
+            moved.append(_padded(rows, length) + first)
+            first += len(tensor)
+        return self.joined.index_select(0, torch.cat(moved).to(self.joined.device))
 
 
 def _padded(rows: Tensor, length: int) -> Tensor:

@@ -16,6 +16,7 @@ from flower_ext.data.trees import Tree
 from flower_ext.errors import InvalidValue
 from flower_ext.training.dp.per_example import Parts
 from flower_ext.training.dp.ways import TOGETHER, GradientMethod, Passes
+from flower_ext.training.index_limits import usable_rows
 from flower_ext.training.isolation import attempted
 from flower_ext.training.params import Params
 from flower_ext.training.seeding import seeded
@@ -111,13 +112,14 @@ class ClippedGradient:
         """
         count, device = trees.length(x), trees.first(x).device
         seed, valid = _seed(), torch.ones(count, dtype=torch.bool, device=device)
-        parts = self._try_pass(way, x, y, seed)
+        if device.type != "cpu" and not (usable := usable_rows(self.task, x, y)).all():
+            valid = usable.to(device)
+            x, y = _with_stand_ins(x, y, valid)
+        parts = self._try_pass(way, x, y, seed) if valid.any() else {}
         if parts is None:
             # One example's error ends the whole pass: find that example, so that the others count.
-            valid = torch.tensor(self._pass_alone(way, x, y, seed), device=device)
-            # A stand-in keeps the places, and with them the random draws, of all other examples.
-            rows = torch.arange(count, device=device)
-            x, y = trees.rows((x, y), rows.where(valid, valid.int().argmax()))
+            valid = valid & torch.tensor(self._pass_alone(way, x, y, seed), device=device)
+            x, y = _with_stand_ins(x, y, valid)
             parts = self._try_pass(way, x, y, seed)
         return parts or {}, functional.pad(valid, (0, self.passes.width(way) - count))
 
@@ -154,6 +156,16 @@ class ClippedGradient:
         if level not in self._logged:
             self._logged.add(level)
             log.log(level, message)
+
+
+def _with_stand_ins(x: Tree, y: Tree, valid: Tensor) -> tuple[Tree, Tree]:
+    """Return examples in which the first valid one stands in for all that are not valid.
+
+    Every other example keeps its place, and with it its random draws.
+    """
+    rows = torch.arange(len(valid), device=valid.device)
+    stood_in: tuple[Tree, Tree] = trees.rows((x, y), rows.where(valid, valid.int().argmax()))
+    return stood_in
 
 
 def _seed() -> int:

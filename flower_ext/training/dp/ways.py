@@ -1,7 +1,7 @@
 """Ways to find the gradient of every example of a batch, and the trials that choose among them.
 
 The inputs and outputs of every layer give the norm of each example's gradient, and the sum of the
-clipped ones, in one pass (`one_pass`). Examples pass in small groups that stay in the caches. Where
+clipped ones, in one pass (`one_pass`). On a CPU they pass in groups that stay in its caches. Where
 a model might mix examples, each example's gradient is found by vmap, or in a loop.
 
 Libraries choose their kernels by the number of rows, so an example's gradient would be rounded
@@ -34,9 +34,9 @@ from flower_ext.training.example_gradient import (
 )
 from flower_ext.training.params import Params, clone
 from flower_ext.training.task import Task
+from flower_ext.training.training_kind import TrainingKind, kind_of
 from flower_ext.training.trials.batch_invariance import BatchInvarianceTrial
 from flower_ext.training.trials.single_examples import require_single_examples
-from flower_ext.training.trials.training_kind import TrainingKind, kind_of
 
 log = getLogger("flwr")
 
@@ -94,7 +94,9 @@ class Passes:
         """Return the number of examples of each pass, the same for every batch."""
         if way == GradientMethod.ONE_BY_ONE:
             return 1
-        return _width(self.batch_size, written=way == GradientMethod.BY_VMAP or not self._is_dense)
+        by_vmap, on_cpu = way == GradientMethod.BY_VMAP, self.task.torch_device().type == "cpu"
+        written = by_vmap or (on_cpu and not self._is_dense)
+        return _width(self.batch_size, written=written)
 
     def by_vmap(self, x: Tree, y: Tree, loss: ExampleLoss) -> Parts:
         """Return every example's own gradient, for any model that vmap follows."""

@@ -19,16 +19,12 @@ from flower_ext.training.model_factory import in_training
 from flower_ext.training.params import Params, shaken
 from flower_ext.training.problem import Proximal
 from flower_ext.training.task import Task
+from flower_ext.training.training_kind import TrainingKind
 from flower_ext.training.trials.snapshots import changed_places, snapshot
-from flower_ext.training.trials.training_kind import TrainingKind
 from flower_ext.training.trials.trial_examples import ODD, with_odd_rows
 
 TrainTogether = Callable[[Sequence[Job]], Params]
 """Trains jobs, the longest first; returns the stacked parameters, with one row per job."""
-_COUNT = 17
-"""Number of jobs of which `rounds_alike` trains several selections."""
-_SELECTIONS = (range(8, 17), range(0, 17, 2), range(3, 9), range(1, 9), range(12, 16), [0], [11])
-"""Jobs that it trains together, by their numbers."""
 
 
 def random_job(kind: TrainingKind, count: int) -> Job:
@@ -96,17 +92,32 @@ def refuse_changes(kind: TrainingKind, features: Tensor) -> None:
 
 
 def rounds_alike(
-    kind: TrainingKind, train_together: TrainTogether, training: LocalTraining, *, terms: bool
+    kind: TrainingKind,
+    train_together: TrainTogether,
+    training: LocalTraining,
+    *,
+    terms: bool,
+    count: int = 17,
 ) -> bool:
     """Return True if a model rounds alike beside any number of models, with usual or odd values.
 
     False is certain; True is evidence, and for this processor only. The result depends on nobody's
-    data.
+    data. The trial trains ``count`` jobs together, and several selections of them.
     """
+    half = count // 2
+    selections = (
+        range(half, count),
+        range(0, count, 2),
+        range(3, half + 1),
+        range(1, half + 1),
+        range(count - 5, count - 1),
+        [0],
+        [count - 6],
+    )
 
     def job(number: int, value: float | None) -> Job:
         """Return a job of 1 or 2 steps; a ``value`` fills its features."""
-        made = random_job(kind, 1 + number * (2 * training.batch_size - 1) // 16)
+        made = random_job(kind, 1 + number * (2 * training.batch_size - 1) // (count - 1))
         features, targets = made.examples.features, made.examples.targets
         if value is not None:
             features = with_odd_rows(features, slice(None), value)
@@ -126,13 +137,13 @@ def rounds_alike(
         rows = train_together([job(number, values[number % len(values)]) for number in order])
         return {k: {n: w[row] for n, w in rows.items()} for row, k in enumerate(order)}
 
-    expected = models(range(_COUNT))
+    expected = models(range(count))
     # Every second job consists of one odd value; only the jobs between them are compared.
-    among_odd = models(range(_COUNT), [value for odd in ODD for value in (None, odd)])
-    beside_odd = {number: among_odd[number] for number in range(0, _COUNT, 2)}
+    among_odd = models(range(count), [value for odd in ODD for value in (None, odd)])
+    beside_odd = {number: among_odd[number] for number in range(0, count, 2)}
     return all(
         torch.equal(weight, expected[number][name])
-        for selection in (beside_odd, *map(models, _SELECTIONS))
+        for selection in (beside_odd, *map(models, selections))
         for number, model in selection.items()
         for name, weight in model.items()
     )

@@ -12,6 +12,8 @@ from flower_ext.training import models
 from flower_ext.training.batched.mapped import MappedModel, Target, stacked
 from tests.support.jobs import ALIKE, WAYS, jobs_of, one_by_one, problem, same, train_many
 
+CPU = torch.device("cpu")
+
 
 class Residual(nn.Module):
     """A sum of two branches, pooling, normalisation, functions instead of layers."""
@@ -70,7 +72,7 @@ def setting(which, count=3, batch=4):
         }
         for _ in range(count)
     ]
-    params = {name: stacked([one[name] for one in every]) for name in every[0]}
+    params = {name: stacked([one[name] for one in every], CPU) for name in every[0]}
     x = torch.randn(count, batch, *shape, generator=generator)
     y = torch.randint(3, (count, batch), generator=generator)
     return model, every, params, x, y
@@ -86,12 +88,13 @@ def alone(model, params, x, y):
     return dict(zip(leaves, torch.autograd.grad(loss, list(leaves.values())), strict=True))
 
 
+@pytest.mark.parametrize("by_products", [False, True])
 @pytest.mark.parametrize("which", MODELS)
-def test_gradients_are_each_models_own(which):
+def test_gradients_are_each_models_own(which, by_products):
     model, every, many, x, y = setting(which)
     targets = {n: Target(torch.zeros_like(p)) for n, p in many.items()}
     slopes = [alone(model, params, x[row], y[row]) for row, params in enumerate(every)]
-    MappedModel(model).gradient(many, x, summed(y), targets)
+    MappedModel(model, by_products=by_products).gradient(many, x, summed(y), targets)
     for row, expected_slopes in enumerate(slopes):
         for name, expected in expected_slopes.items():
             torch.testing.assert_close(targets[name].tensor[row], expected, rtol=1e-4, atol=1e-5)
@@ -107,12 +110,13 @@ def test_a_target_keeps_what_it_held(which):
         torch.testing.assert_close(targets[name].tensor[1], 1 - 2 * expected, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("by_products", [False, True])
 @pytest.mark.parametrize("which", MODELS)
-def test_the_weights_themselves_may_be_the_targets(which):
+def test_the_weights_themselves_may_be_the_targets(which, by_products):
     model, every, many, x, y = setting(which)
     targets = {name: Target(p, factor=-0.1) for name, p in many.items()}
     slopes = [alone(model, params, x[row], y[row]) for row, params in enumerate(every)]
-    MappedModel(model).gradient(many, x, summed(y), targets)
+    MappedModel(model, by_products=by_products).gradient(many, x, summed(y), targets)
     for row, params in enumerate(every):
         for name, slope in slopes[row].items():
             moved = params[name] - 0.1 * slope
@@ -148,7 +152,7 @@ def test_a_single_example_of_a_single_model_is_enough(kernel, filters):
     x, y = torch.randn(1, 1, 3, 5, 5), torch.tensor([[2]])
     model(x[0])
     params = {name: p.detach() for name, p in model.named_parameters()}
-    many = {name: stacked([p]) for name, p in params.items()}
+    many = {name: stacked([p], CPU) for name, p in params.items()}
     targets = {name: Target(torch.zeros_like(p)) for name, p in many.items()}
     slopes = alone(model, params, x[0], y[0])
     MappedModel(model).gradient(many, x, summed(y), targets)
@@ -259,7 +263,7 @@ def test_a_model_that_uses_a_layer_in_an_odd_way_trains_as_by_itself(model, way)
 @pytest.mark.parametrize(("model", "message"), [(Twice, "used twice"), (Outside, "outside")])
 def test_no_gradient_is_sent_in_parts(model, message):
     built = model()
-    many = {name: stacked([p.detach()] * 2) for name, p in built.named_parameters()}
+    many = {name: stacked([p.detach()] * 2, CPU) for name, p in built.named_parameters()}
     targets = {name: Target(torch.zeros_like(p)) for name, p in many.items()}
     with pytest.raises(RuntimeError, match=message):
         MappedModel(built).gradient(many, torch.randn(2, 5, 4), torch.sum, targets)

@@ -112,6 +112,22 @@ def test_a_model_that_keeps_something_is_refused():
         gradient(moved(problem(Keeping).initial_params(0)), x, y)
 
 
+@pytest.mark.parametrize("model", [Dense, Words])
+def test_a_record_with_an_integer_out_of_range_counts_as_zero(model):
+    task, data = on_gpu(model), drawn(model, 40)
+    names = [name for name, _ in task.model().named_parameters()]
+    params = moved(task.initial_params(0))
+    gradient = ClippedGradient(task, names, clipping_norm=0.05)
+    x, y = data.features.cuda(), data.targets.cuda()
+    usual = gradient(params, x[1:], y[1:])
+    y[0] = 3
+    assert distance(gradient(params, x, y), usual) < 1e-6
+    if model is Words:
+        y[0], x[0, 2] = 0, 11
+        assert distance(gradient(params, x, y), usual) < 1e-6
+    assert distance(gradient(params, x[1:], y[1:]), usual) < 1e-6
+
+
 @pytest.mark.parametrize("model", MODELS)
 def test_training_by_dp_sgd_ends_where_a_processor_ends(model):
     data = drawn(model, 60)

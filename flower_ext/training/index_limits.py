@@ -1,0 +1,142 @@
+"""Integers that a model and its loss can look up, found out before an accelerator looks them up.
+
+On a CPU, a label or a word that is out of range raises an error for its own client. On an
+accelerator it ends all further computation of the process, so one record would stop every client.
+The limits of a task come from calls on the CPU, with examples of zeros that hold one other integer.
+They depend on that integer alone, so no record changes what another client may use.
+
+A model that computes indices from real numbers is not covered.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import defaultdict
+from functools import lru_cache
+from logging import getLogger
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flower_ext.data import Examples, trees
+from flower_ext.data.trees import Tree
+from flower_ext.training.isolation import attempted
+from flower_ext.training.model_calls import call_model
+from flower_ext.training.seeding import seeded
+from flower_ext.training.task import Task
+from flower_ext.training.training_kind import TrainingKind, kind_of
+
+log = getLogger("flwr")
+
+_MARKS = 16
+"""Most negative integers that may be marks of what to leave out, such as -100."""
+
+
+class IndexLimits:
+    """The integers that a task takes, for each tensor of its features and targets.
+
+    A task takes non-negative integers up to some limit, the length of a table for example. Negative
+    integers are tried one by one, because a few may mark what to leave out.
+    """
+
+    def __init__(self, kind: TrainingKind) -> None:
+        self.task = kind.task
+        zeros = trees.zeros((kind.features, kind.targets), 2)  # some layers refuse one example
+        self._zeros: tuple[Tree, Tree] = trees.to(zeros, torch.device("cpu"))
+        self._highest: dict[str, int] = defaultdict(int)
+        self._tried: dict[tuple[str, int], bool] = {}
+
+    def usable(self, features: Tree, targets: Tree) -> Tensor:
+        """Return for each example True if the task takes all its integers: (n,), on the CPU."""
+        usable = torch.ones(trees.length(features), dtype=torch.bool)
+        for name, leaf in trees.named("", (features, targets)):
+            if not _is_integer(leaf) or not leaf.numel():
+                continue
+            low, high = (int(end) for end in leaf.aminmax())
+            if low >= 0 and high <= self._highest[name]:
+                continue
+            if refused := self._refused(name, leaf.unique().tolist()):
+                has_refused = torch.isin(leaf, leaf.new_tensor(refused)).view(len(leaf), -1)
+                usable &= ~has_refused.any(dim=1).cpu()
+        return usable
+
+    def _refused(self, name: str, values: list[int]) -> list[int]:
+        """Return those of the ascending ``values`` of a leaf that the task refuses."""
+        if not self._takes(name, 0):
+            log.warning("no example of zeros passes the model: its integers are not checked")
+            return []
+        refused = self._refused_negatives(name, [value for value in values if value < 0])
+        higher = [value for value in values if value > self._highest[name]]
+        taken = len(higher)
+        if higher and not self._takes(name, higher[-1]):
+            taken = bisect_left(higher, True, key=lambda value: not self._takes(name, value))
+        if taken:
+            self._highest[name] = higher[taken - 1]
+        return refused + higher[taken:]
+
+    def _refused_negatives(self, name: str, values: list[int]) -> list[int]:
+        if not values or (self._takes(name, -1) and self._takes(name, values[0])):
+            return []  # a mark is one number: where two are taken, the leaf has no indices
+        if len(values) > _MARKS:
+            return values
+        return [value for value in values if not self._takes(name, value)]
+
+    def _takes(self, name: str, value: int) -> bool:
+        if (name, value) not in self._tried:
+            self._tried[name, value] = self._passes(name, value)
+        return self._tried[name, value]
+
+    def _passes(self, name: str, value: int) -> bool:
+        """Return True if an example of zeros passes model and loss with ``value`` in one leaf."""
+
+        def filled(leaf: Tensor) -> Tensor:
+            return torch.full_like(leaf, value) if leaf is chosen else leaf.clone()
+
+        chosen = dict(trees.named("", self._zeros))[name]
+        features, targets = trees.mapped(filled, self._zeros)
+
+        def loss() -> Any:
+            outputs = call_model(self.task.factory().eval(), features)
+            return self.task.loss(outputs, targets)
+
+        with torch.no_grad(), seeded(0, devices=False):
+            return not isinstance(attempted(loss), Exception)
+
+
+def usable_rows(task: Task, features: Tree, targets: Tree) -> Tensor:
+    """Return for each example True if the task takes all its integers: (n,), on the CPU."""
+    return _limits(kind_of(task, features, targets, {})).usable(features, targets)
+
+
+def require_usable(task: Task, examples: Examples) -> None:
+    """Refuse examples with an integer that the task does not take.
+
+    Raises
+    ------
+    IndexError
+        As on a CPU.
+    """
+    usable = usable_rows(task, examples.features, examples.targets)
+    if not usable.all():
+        raise IndexError(
+            f"{int((~usable).sum())} of {len(examples)} examples hold integers, such as labels or "
+            "words, that the model or the loss cannot look up"
+        )
+
+
+def on_device(task: Task, examples: Examples) -> Examples:
+    """Return the examples on the task's device; on an accelerator `require_usable` comes first."""
+    device = task.torch_device()
+    if device.type != "cpu" and len(examples):
+        require_usable(task, examples)
+    return examples.to(device)
+
+
+@lru_cache(maxsize=64)
+def _limits(kind: TrainingKind) -> IndexLimits:
+    return IndexLimits(kind)
+
+
+def _is_integer(leaf: Tensor) -> bool:
+    return not (leaf.is_floating_point() or leaf.is_complex() or leaf.dtype == torch.bool)
