@@ -172,8 +172,8 @@ LAST_MOMENTS = 5
 def lock(path: Path, *, seconds: float = LAST_MOMENTS) -> IO[str]:
     """Take a lock, which the caller releases by closing the returned file.
 
-    The lock ends at the latest when this process and all that it forked have ended. The file's
-    content names this process.
+    The lock ends at the latest when this process and all processes that it forked have ended. The
+    file's content names this process.
 
     Raises
     ------

@@ -68,7 +68,7 @@ def planned_schedules(
     *,
     max_rounds: int,
 ) -> list[PlannedSchedule]:
-    """Return a published schedule, if G₀ and M are known, and then a provable one.
+    """Return a published schedule (only if G₀ and M are known), then a provable one.
 
     ``global_weight`` is λ, or the fairness problem that determines λ.
     """

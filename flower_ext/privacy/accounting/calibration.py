@@ -213,10 +213,10 @@ def _bisect(
     unsafe: float,
     tolerance: float,
 ) -> float:
-    """Return the result of a bisection from ``safe`` and ``unsafe``, one of them twice the other.
+    """Return what a bisection from ``safe`` and ``unsafe``, one of them twice the other, would find.
 
-    It takes half as many evaluations: within the coarsest grid on which a bisection may end, the
-    last cell is found by interpolation, as if ε were a power of x.
+    This search needs half as many evaluations. By interpolation, as if ε were a power of x, it
+    finds the right cell of the coarsest grid on which a bisection may end.
     """
     cells = 1
     while abs(safe - unsafe) > tolerance * max(safe, unsafe) * cells:

@@ -140,7 +140,7 @@ def _grid_of(event: Any, count: int, interval: float) -> tuple[Any, int]:
 
 @lru_cache(maxsize=32)  # after each round, ε is mostly computed from this same grid
 def _sampled_grid(noise_multiplier: float, sampling_rate: float, interval: float) -> Any:
-    """Return a grid of the privacy losses of one sub-sampled Gaussian, which takes long to make."""
+    """Return a grid of the privacy losses of one sub-sampled Gaussian; making a grid is slow."""
     from dp_accounting.pld import privacy_loss_distribution as grids
 
     return grids.from_gaussian_mechanism(

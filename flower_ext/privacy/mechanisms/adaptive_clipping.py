@@ -25,8 +25,8 @@ numbers (see `quantization`).
 
 A zero update has the side 0, whereas the paper counts it within C. Clients whose training fails or
 whose data cannot be loaded send zero updates. So does a client whose data are zeroed out in a
-neighbouring data set. If they had the side ½, zeroing out a longer update would move the sum by
-√(C² + κ²), more than C'. The whole vector of such a client is zero.
+neighbouring data set. If zero updates had the side ½, zeroing out an update longer than C would
+move the sum by √(C² + κ²), more than C'. The whole vector of a zero update is therefore zero.
 
 C is a function of earlier releases and public numbers, so all rounds compose adaptively.
 

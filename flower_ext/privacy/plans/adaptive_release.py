@@ -63,7 +63,7 @@ class AdaptiveRelease(ReleaseMechanism):
 
     @property
     def side_weight(self) -> float:
-        """κ: the factor of sides under which the noise σC' is noise σ_b on the sum of sides."""
+        """κ, the weight of a side: with it, the noise σC' is noise σ_b on the sum of sides."""
         return self.noise_stddev / self._count_noise
 
     def of_query(self, query: VectorQuery) -> NoisedSum:
