@@ -54,8 +54,8 @@ def privacy_loss_of(
         In (0, 1).
     accountant : {"pld", "rdp"}
         "pld" returns the least of all bounds that apply, "rdp" the RDP bound. PLD does not cover
-        sampling without replacement; both then return the least of the other bounds. The result
-        names the accountant that gave it.
+        sampling without replacement: for this, "pld" and "rdp" return the least of the other
+        bounds. The result names the accountant that gave it.
 
     Raises
     ------

@@ -213,7 +213,7 @@ def _bisect(
     unsafe: float,
     tolerance: float,
 ) -> float:
-    """Return what a bisection from ``safe`` and ``unsafe``, one of them twice the other, would find.
+    """Return what bisection from ``safe`` and ``unsafe``, one of them twice the other, would find.
 
     This search needs half as many evaluations. By interpolation, as if ε were a power of x, it
     finds the right cell of the coarsest grid on which a bisection may end.

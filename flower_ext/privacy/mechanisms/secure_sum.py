@@ -135,7 +135,8 @@ class SecureSum:
                 raise InvalidValue(f"{name}={share!r}: expected a share in [0, 1)")
         if self.signed and not self.resist_equivocation:
             raise InvalidValue(
-                "resist_equivocation=False with signed=True: expected resist_equivocation=True"
+                "resist_equivocation=False with signed=True: expected resist_equivocation=True, "
+                "because the server of a signed sum may lie"
             )
         if self.colluding + self.dropouts >= 1:
             raise InvalidValue(
