@@ -5,9 +5,10 @@ Source: Bonawitz et al. 2017; Bell et al. 2020 for neighbours on a random graph.
 
 A run has T rounds. Each draws n of N clients, of whom K = ⌈γN⌉ collude, and places them on a circle
 in random order. A cohort then holds C ~ Hypergeometric(N, K, n) colluders, and c is the least
-number with T P(C > c) ≤ 2⁻⁴⁰. D = ⌈δn⌉ members may be lost. Of a member's k neighbours
-X ~ Hypergeometric(N - 1, K, k) collude, and if it stays, Y ~ Hypergeometric(n - 1, n - 1 - D, k)
-stay. The graph has the least k with a t such that
+number with T P(C > c) ≤ 2⁻⁴⁰. D = ⌈δn⌉ members may be lost. A member has k neighbours, of whom
+X ~ Hypergeometric(N - 1, K, k) collude. If the member stays, of its neighbours
+Y ~ Hypergeometric(n - 1, n - 1 - D, k) stay, too. The graph has the least k for which some t meets
+all these bounds:
 
 * T n P(X ≥ t) ≤ 2⁻⁴⁰: no honest member has t colluding neighbours, who could unmask it.
 * T n P(X ≥ 2t - k) ≤ 2⁻⁴⁰: the server might tell some neighbours that a member answered, and the
@@ -18,8 +19,8 @@ stay. The graph has the least k with a t such that
   pairs of gaps. Places are empty if their members collude or do not answer, at most c and D of n.
 * T n P(Y < t) ≤ 2⁻²⁰: enough shares arrive, or the round is discarded.
 
-In a complete graph all members are neighbours, and only C is random: c < t ≤ n - 1 - D, and 2t > n
-- 1 + c.
+In a complete graph all members are neighbours, and only C is random. The bounds are then
+c < t ≤ n - 1 - D and 2t > n - 1 + c.
 
 The server of a *signed* sum may lie. All members are neighbours, t = n - 1 - D, and members sign
 their keys, so the server cannot replace them. The server can tell each honest member that D others
