@@ -1,9 +1,10 @@
-"""Integers that a model and its loss can look up, found out before an accelerator looks them up.
+"""Limits on integers, such as labels, that a model and its loss can look up on an accelerator.
 
 On a CPU, a label or a word that is out of range raises an error for its own client. On an
 accelerator it ends all further computation of the process, so one record would stop every client.
-The limits of a task come from calls on the CPU, with examples of zeros that hold one other integer.
-They depend on that integer alone, so no record changes what another client may use.
+To find the limits, this module calls model and loss on the CPU, with an example of zeros and one
+other integer. The result depends on that integer alone, so no record changes what another client
+may use.
 
 A model that computes indices from real numbers is not covered.
 """
@@ -31,10 +32,10 @@ log = getLogger("flwr")
 
 
 class IndexLimits:
-    """Integers that a task takes in each leaf of its features and targets.
+    """Integers that a task accepts in each leaf of its features and targets.
 
-    Non-negative integers are taken up to some limit, as by a table. Each negative integer is tried
-    by itself, because some mark what to leave out.
+    The class assumes that a task accepts non-negative integers up to some limit, as a table does.
+    It tries each negative integer by itself, because some of them mark what to leave out.
     """
 
     def __init__(self, kind: TrainingKind) -> None:
@@ -45,7 +46,7 @@ class IndexLimits:
         self._tried: dict[tuple[str, int], bool] = {}
 
     def usable(self, features: Tree, targets: Tree) -> Tensor:
-        """Return for each example True if the task takes all its integers: (n,), on the CPU."""
+        """Return booleans (n,) on the CPU: True for an example if the task accepts its integers."""
         usable = torch.ones(trees.length(features), dtype=torch.bool)
         for name, leaf in trees.named("", (features, targets)):
             if not _is_integer(leaf) or not leaf.numel():
@@ -95,7 +96,7 @@ class IndexLimits:
 
 
 def usable_rows(task: Task, features: Tree, targets: Tree) -> Tensor:
-    """Return for each example True if the task takes all its integers: (n,), on the CPU."""
+    """Return booleans (n,) on the CPU: True for an example if the task accepts its integers."""
     return _limits(kind_of(task, features, targets, {})).usable(features, targets)
 
 
