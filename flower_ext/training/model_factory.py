@@ -274,10 +274,10 @@ def is_frozen(module: nn.Module) -> bool:
 def factory_of(
     function: Callable[[], nn.Module], trainable: tuple[str, ...] | None = None
 ) -> ModelFactory:
-    """Return the one factory of a function, under which facts about its models are stored.
+    """Return the factory of a function, the same one in every call; it stores facts about models.
 
-    Equal `functools.partial` objects share one factory. So do the same methods of equal objects,
-    because on Ray each message brings its own copies of objects.
+    Equal `functools.partial` objects share one factory. Equal objects also share one factory for
+    each of their methods, because on Ray each message brings its own copies of objects.
     """
     if isinstance(function, ModelFactory):
         if trainable in (None, function.trainable):

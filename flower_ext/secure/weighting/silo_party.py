@@ -290,9 +290,10 @@ class SiloParty(JsonRecord, ABC):
         return pack_numbers(masked, self.settings.count_bytes)
 
     def _mix_seed(self, part: bytes) -> None:
-        """Take the seed that all silos derive from silo 0's part.
+        """Derive the silos' seed from the random bytes ``part`` of silo 0 and the server's key.
 
-        The server's fresh key keeps silo 0 from choosing the seed. The part keeps the seed secret.
+        The server's fresh key keeps silo 0 from choosing the seed. The server does not know
+        ``part``, so it does not know the seed.
         """
         check_length("seed", part, SEED_BYTES)
         self.seed = derive(part, "seed", self.server_key, self.settings.context)
