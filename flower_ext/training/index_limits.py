@@ -30,12 +30,15 @@ from flower_ext.training.training_kind import TrainingKind, kind_of
 
 log = getLogger("flwr")
 
+_MARKS = 16
+"""Most negative integers that may be marks of what to leave out, such as -100."""
+
 
 class IndexLimits:
-    """Integers that a task accepts in each leaf of its features and targets.
+    """The integers that a task accepts, for each tensor of its features and targets.
 
-    The class assumes that a task accepts non-negative integers up to some limit, as a table does.
-    It tries each negative integer by itself, because some of them mark what to leave out.
+    A task accepts non-negative integers up to some limit, for example the length of a table. Some
+    negative integers may mark what to leave out, so they are tried by themselves.
     """
 
     def __init__(self, kind: TrainingKind) -> None:
@@ -64,7 +67,7 @@ class IndexLimits:
         if not self._takes(name, 0):
             log.warning("no example of zeros passes the model: its integers are not checked")
             return []
-        refused = [value for value in values if value < 0 and not self._takes(name, value)]
+        refused = self._refused_negatives(name, [value for value in values if value < 0])
         higher = [value for value in values if value > self._highest[name]]
         taken = len(higher)
         if higher and not self._takes(name, higher[-1]):
@@ -72,6 +75,13 @@ class IndexLimits:
         if taken:
             self._highest[name] = higher[taken - 1]
         return refused + higher[taken:]
+
+    def _refused_negatives(self, name: str, values: list[int]) -> list[int]:
+        if not values or (self._takes(name, -1) and self._takes(name, values[0])):
+            return []  # a mark is one number: where two are taken, the leaf has no indices
+        if len(values) > _MARKS:
+            return values
+        return [value for value in values if not self._takes(name, value)]
 
     def _takes(self, name: str, value: int) -> bool:
         if (name, value) not in self._tried:
