@@ -185,7 +185,7 @@ def _examples(name: str, info: DatasetInfo, images: np.ndarray, labels: np.ndarr
         )
     if not np.isin(labels, np.arange(info.num_classes)).all():
         raise InvalidValue(f"{name}: expected labels 0 … {info.num_classes - 1}")
-    # Converted once and scaled in place, because every worker process holds its own pool.
+    # Convert once and scale in place, because every worker process holds a copy of the data set.
     pixels = torch.from_numpy(np.ascontiguousarray(channels_first)).float().div_(255)
     if name == "cifar10":
         # Published channel statistics of the 50,000 training images.

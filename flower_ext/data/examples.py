@@ -43,7 +43,8 @@ class Examples:
     def __post_init__(self) -> None:
         if self.plain and self.features.shape and self.targets.shape:
             count = self.features.shape[0]
-            # As below, in a third of the time: a client makes its examples anew in every round.
+            # A short cut for plain tensors, in a third of the time of the checks below. It pays
+            # because a client makes its examples anew in every round.
             if count == self.targets.shape[0]:
                 object.__setattr__(self, "_count", count)
                 return

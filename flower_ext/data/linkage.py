@@ -8,8 +8,10 @@ ways:
 * **Buckets** need no message: a number is the pseudonym modulo the number of buckets. Two people in
   one bucket count as one user. Both stay protected, but they share one bound.
 * A **numbered union** needs a coordinator, who holds no key: silos send their pseudonyms, and the
-  coordinator numbers the union in random order. If the numbers were sorted, a silo with the key
-  could find out who is in no silo: consecutive numbers leave no pseudonym between them.
+  coordinator numbers the union in random order. If it numbered
+  them in sorted order, two consecutive numbers would show that the union has no pseudonym between
+  theirs. A silo with the key could then compute a person's pseudonym, find it in such a gap, and
+  learn that the person is in no silo.
 
 A person whose identifier is spelled in j ways has j numbers. The guarantee for that person is that
 of a group of j users.
@@ -94,7 +96,7 @@ class IdentifierField:
 
 
 def _tells_all_days_apart(form: str) -> bool:
-    """Return True if a date has day, month and century; %y would read 1931 as 2031."""
+    """Return True if a format has day, month and full year; ``%y`` would read 1931 as 2031."""
     day = date(1931, 12, 30)
     return _iso_date(day.strftime(form), form) == day.isoformat()
 
@@ -103,7 +105,7 @@ def _tells_all_days_apart(form: str) -> bool:
 def _folded(text: str) -> str:
     """Return the letters, digits and accents of a text without their case."""
     folded = unicodedata.normalize("NFKC", text).casefold()
-    folded = unicodedata.normalize("NFKC", folded)  # folding may have parted an accent
+    folded = unicodedata.normalize("NFKC", folded)  # folding may split off an accent
     return "".join(sign for sign in folded if unicodedata.category(sign)[0] in "LMN")
 
 
@@ -230,7 +232,10 @@ def number_union(silos: Sequence[Collection[bytes]]) -> list[dict[bytes, int]]:
 
 
 def shared_counts(silos: Sequence[Collection[bytes]]) -> dict[tuple[int, ...], int]:
-    """Return what the coordinator learns: how many people are in exactly each set of silos."""
+    """Return, for each set of silos, how many people are in these and in no other silos.
+
+    The coordinator learns these numbers.
+    """
     homes: dict[bytes, tuple[int, ...]] = {}
     for silo, pseudonyms in enumerate(silos):
         for pseudonym in set(pseudonyms):

@@ -41,7 +41,8 @@ def find_files(
     if root:
         root = Path(root).expanduser()
         below = [[root / path for path in paths] for paths in files]
-        # The folder itself comes second: MNIST and Fashion-MNIST have files of the same names.
+        # Look directly in the folder last, because MNIST and Fashion-MNIST have files of the same
+        # names.
         directly = [[root / Path(path).name for path in paths] for paths in files]
         for paths in below + directly:
             existing = [path for plain in paths for path in _plain_or_gzipped(plain)]
@@ -61,6 +62,6 @@ def read_bytes(path: Path) -> bytes:
 
 
 def _plain_or_gzipped(path: Path) -> list[Path]:
-    """Return the path if it is a file, else the path with ``.gz`` if that is one, else nothing."""
+    """Return the first file among the path and the path with ``.gz``; empty if neither exists."""
     candidates = (path, path.with_name(f"{path.name}.gz"))
     return [candidate for candidate in candidates if candidate.is_file()][:1]

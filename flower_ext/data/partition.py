@@ -1,8 +1,8 @@
 """Partitions of examples among clients.
 
 Each function takes the targets of a pool and returns one array of indices per client; no example
-is assigned twice. ``pathological``, ``dirichlet`` and ``split`` read a target as a class: they
-refuse targets of several numbers, and NaN, which is no class.
+is assigned twice. ``pathological``, ``dirichlet`` and ``split`` read a target as a class. They
+refuse targets that consist of several numbers, and targets that are NaN.
 
 flwr-datasets has partitioners of the same names, but they read Hugging Face tables, and its
 pathological partition may deal classes unequally often, or leave some out.
@@ -56,8 +56,8 @@ def pathological(
 ) -> list[np.ndarray]:
     """Give each of N clients exactly S = ``classes_per_partition`` classes, and disjoint examples.
 
-    Each of the K classes goes to about N·S/K clients; these numbers differ by at most one. The
-    clients of a class share its examples evenly.
+    Each of the K classes goes to N·S/K clients, rounded up or down. The clients of a class share
+    its examples evenly.
 
     Raises
     ------
@@ -83,7 +83,7 @@ def pathological(
     for number, label in enumerate(classes):
         holders = np.flatnonzero(held[:, number])
         examples = rng.permutation(np.flatnonzero(targets == label))
-        # One to train on, and one to test.
+        # Each client needs one example of the class to train on, and one to test.
         if len(examples) < 2 * len(holders):
             raise InvalidValue(
                 f"class {label} has {len(examples)} examples for {len(holders)} clients, fewer "
@@ -188,7 +188,7 @@ def split(
         raise InvalidValue(
             f"{len(indices)} examples cannot be divided into training and test: expected at least 2"
         )
-    # Each class's examples lie in random order, evenly over (0, 1); the last places are tests.
+    # Spread each class's examples evenly over (0, 1), in random order. Those at the end are tests.
     place = np.empty(len(indices))
     for label in np.unique(targets[indices]):
         members = np.flatnonzero(targets[indices] == label)

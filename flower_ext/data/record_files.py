@@ -111,8 +111,8 @@ class RecordFile:
             elif codecs.lookup(encoding).name not in ("utf-8", "ascii") and _is_utf8(self.path):
                 raise InvalidValue(f"{self.path}: is UTF-8, not {encoding}; leave the encoding out")
             if codecs.lookup(encoding).name == "iso8859-1":
-                # Files that are called latin-1 are usually cp1252, as browsers take it, too: where
-                # latin-1 has control characters, it has letters, such as Š.
+                # Files that are called latin-1 are usually cp1252, and browsers read them so too.
+                # cp1252 has letters, such as Š, where latin-1 has control characters.
                 encoding = "cp1252"
             with self.path.open(encoding=encoding, newline="") as text:
                 yield text

@@ -1,8 +1,8 @@
-"""Trees: a tensor, or a tuple or mapping of trees; inputs, outputs and targets of models.
+"""Trees of tensors, which are the inputs, outputs and targets of models.
 
-All tensors of a tree of examples have the same leading dimension, with one row per example. The
-functions here also accept lists and dataclasses, which models may return. They treat anything else
-as a leaf.
+A tree is a tensor, or a tuple or mapping of trees. All tensors of a tree of examples have the same
+leading dimension, with one row per example. The functions here also accept lists and dataclasses,
+which models may return. They treat anything else as a leaf.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def row_type(tree: Tree) -> tuple[Hashable, ...]:
 
 
 def mapped(function: Callable[..., Any], tree: Tree, *more: Tree) -> Tree:
-    """Return the tree of ``function(leaf, …)``, applied to the leaves in the same place."""
+    """Apply ``function(leaf, …)`` to the leaves at each place of all trees; return their tree."""
     if isinstance(tree, Tensor) or (children := _children(tree)) is None:
         return function(tree, *more)
     others = [_children(other) for other in more]
@@ -108,7 +108,7 @@ def to(tree: Tree, device: torch.device) -> Tree:
 
 
 def double(tree: Tree) -> Tree:
-    """Return floating-point leaves in double precision; others, such as tokens, as they are."""
+    """Convert floating-point leaves to double precision; leave others, such as tokens."""
     return mapped(lambda leaf: leaf.double() if leaf.is_floating_point() else leaf, tree)
 
 

@@ -17,18 +17,18 @@ def limit_contributions(
     """Return the number of records that each user keeps in each silo.
 
     A user keeps min(N_u, ``group_size``) records in all silos together, so no record is left out
-    needlessly. All records of a user are equally likely to be kept. The choice reads exact numbers
-    of records in all silos at once, which no guarantee covers.
+    needlessly. All records of a user are equally likely to be kept. The choice reads the exact
+    numbers of records of all silos at once, and no guarantee covers this access.
 
     Parameters
     ----------
     histogram : numpy.ndarray
-        n_{s,u} as integers (silos, users).
+        Number n_{s,u} of each user's records in each silo, integers (silos, users).
 
     Returns
     -------
     numpy.ndarray
-        int64 (silos, users), for `SiloData.limited` silo by silo.
+        int64 (silos, users). Each row is the ``limits`` of `SiloData.limited` in one silo.
 
     Raises
     ------
@@ -55,8 +55,8 @@ def choose(owners: np.ndarray, limits: np.ndarray, rng: np.random.Generator) -> 
     order = np.argsort(owners, kind="stable")
     grouped = owners[order]
     rank = np.arange(len(owners)) - np.searchsorted(grouped, grouped)
-    # A record's lot depends on its user and its rank alone. Lots drawn from ``rng`` would move with
-    # the number of other users' records.
+    # A record's lot depends on its user and its rank alone. If each lot were a draw from ``rng``,
+    # the lots would change with the number of other users' records.
     key = rng.integers(2**64, dtype=np.uint64)
     lots = _scrambled(_scrambled(grouped.astype(np.uint64) ^ key) + rank.astype(np.uint64))
     chosen = np.zeros(len(owners), dtype=bool)

@@ -2,7 +2,7 @@
 
 Two silos agree on a key by X25519 and HKDF-SHA256 and draw the same numbers from it. One silo adds
 (or multiplies by) them, and the other subtracts (or divides by) them. The masks therefore cancel in
-the sum (or product) over all silos, and in none over fewer silos.
+the sum (or product) over all silos, but not in a sum over fewer silos.
 
 The numbers come from ChaCha20 under a key for one run, pair, purpose and round. Each draw has 128
 bits more than the modulus, so that its remainder is within 2⁻¹²⁸ of uniform.

@@ -1,4 +1,4 @@
-"""Run big-integer work on all cores, in threads: gmpy2 can release Python's lock."""
+"""Run big-integer work in a thread for each core, because gmpy2 can release Python's lock."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Statistics of people in several silos, with a guarantee: counts, means, histograms, survival.
 
-Begin with `JointStatistics`, which one noised sum releases, and with `ClientStatistics`
-or `UserStatistics`, the methods that release it.
+Begin with `JointStatistics`: several statistics that one noised sum releases together. The method
+`ClientStatistics` or `UserStatistics` releases them.
 """
 
 from flower_ext.statistics.cells import Bins, ContingencyTable, Histogram, Quantiles, SurvivalCurve

@@ -1,6 +1,7 @@
 """Statistics that count people by cells: histograms, tables of two columns, quantiles, survival.
 
-A record is in one cell, so its vector has norm 1. Quantiles count it once on each level of a tree.
+A record is in one cell, so its vector has norm 1. `Quantiles` count a record once on each level of
+a tree.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from flower_ext.statistics.statistic import NORMAL_QUANTILE, Columns, Statistic
 
 @dataclass(frozen=True)
 class Bins:
-    """Bins of equal width between public bounds; values outside and missing ones have their own.
+    """Bins of equal width between public bounds, and bins for values below, above and missing.
 
     Parameters
     ----------
@@ -81,7 +82,7 @@ class _Cells(Statistic):
 
     @property
     def names(self) -> Sequence[str]:
-        """The cells; those of several columns also name the columns."""
+        """Names of the cells. Those of several columns contain the columns' names."""
         if len(self.axes) == 1:
             return self.axes[0].names
         labels = [[f"{bins.column} {name}" for name in bins.names] for bins in self.axes]
@@ -101,7 +102,7 @@ class _Cells(Statistic):
         return ones
 
     def estimate(self, totals: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Return the totals: unbiased, and therefore sometimes below 0."""
+        """Return the totals, which are unbiased and therefore sometimes below 0."""
         return totals
 
 
@@ -144,9 +145,9 @@ class ContingencyTable(_Cells):
 class SurvivalCurve(Statistic):
     """Kaplan–Meier's curve: shares of people without an event at the end of each interval.
 
-    People are counted by interval and by event or censoring. Those at risk in an interval are all
-    people of this and later intervals, so nothing else has to be released. Within an interval,
-    events count before censorings.
+    The released counts are people by interval, and by event or censoring. The people at risk in an
+    interval are all people of this and later intervals, so they need no count of their own. Within
+    an interval, events count before censorings.
 
     Parameters
     ----------
@@ -168,17 +169,17 @@ class SurvivalCurve(Statistic):
 
     @property
     def columns(self) -> Sequence[str]:
-        """Times and events."""
+        """Names of the columns with times and with events."""
         return self.times.column, self.event
 
     @property
     def size(self) -> int:
-        """Events by interval, then censorings by interval, then the people after the last one."""
+        """Number of counts: events and censorings by interval, and people after the last one."""
         return 2 * self.times.count + 1
 
     @property
     def names(self) -> Sequence[str]:
-        """Survival beyond the end of each interval."""
+        """Names of the estimates: survival beyond the end of each interval."""
         return [f"survival beyond {end:g}" for end in self.times.edges[1:]]
 
     def vectors(self, columns: Columns) -> NDArray[np.float64]:
@@ -208,8 +209,8 @@ class Quantiles(Statistic):
     """Quantiles of a column, from counts on every level of a binary tree of bins.
 
     Any range of bins is a sum of few counts of the tree, so its noise grows with the logarithm of
-    the number of bins. Counts of one level are also sums of counts of the next; least squares
-    combines all of them (Hay et al. 2010).
+    the number of bins. Each count should equal the sum of two counts of the next level; least
+    squares finds the counts that fit best (Hay et al. 2010).
 
     Parameters
     ----------
@@ -250,12 +251,12 @@ class Quantiles(Statistic):
 
     @property
     def size(self) -> int:
-        """Nodes of the tree."""
+        """Number of nodes of the tree."""
         return (2 << self.depth) - 1
 
     @property
     def norm(self) -> float:
-        """A record is in one node of each level."""
+        """√(levels), because a record is in one node of each level."""
         return float((self.depth + 1) ** 0.5)
 
     @property
@@ -288,7 +289,10 @@ class Quantiles(Statistic):
         values: NDArray[np.float64],
         errors: NDArray[np.float64],
     ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        """Return where the distribution function may reach each probability, within its error."""
+        """Return the least and largest value at which each probability may be reached.
+
+        The error of the distribution function at the edges bounds both.
+        """
         (function,) = self._distributions(total[np.newaxis])
         half = NORMAL_QUANTILE * np.std(self._distributions(moved_totals), axis=0)
         wanted = np.asarray(self.probabilities)
@@ -301,7 +305,7 @@ class Quantiles(Statistic):
         with np.errstate(divide="ignore", invalid="ignore"):
             shares = np.where(sums[:, -1:] > 0, sums / sums[:, -1:], np.nan)
         above, below = _rising(np.column_stack([np.zeros(len(totals)), shares]))
-        return (above + below) / 2  # leans to neither side
+        return (above + below) / 2  # one of them alone would be biased
 
     def _inverted(
         self, function: NDArray[np.float64], probabilities: NDArray[np.float64]
@@ -312,7 +316,7 @@ class Quantiles(Statistic):
 
 
 def _rising(functions: NDArray[np.float64]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Return the least rising functions above these, and the largest below them (…, edges)."""
+    """Return the least rising function above each function (…, edges), and the largest below it."""
     below = np.minimum.accumulate(functions[..., ::-1], axis=-1)[..., ::-1]
     return np.maximum.accumulate(functions, axis=-1), below
 
@@ -324,7 +328,7 @@ def _edges(lower: float, upper: float, depth: int) -> NDArray[np.float64]:
 
 @cache
 def _tree_inverse(depth: int) -> NDArray[np.float64]:
-    """Return the matrix from the counts of a binary tree to the best counts of its leaves."""
+    """Return the matrix (leaves, nodes) from a tree's counts to its leaves by least squares."""
     leaves = np.arange(2**depth)
     levels = [
         np.arange(2**level)[:, np.newaxis] == leaves >> (depth - level)

@@ -63,17 +63,17 @@ class Mean(Statistic):
 
     @property
     def size(self) -> int:
-        """The powers from 0."""
+        """Number of powers of a value, which begin with the power 0."""
         return self.highest_power + 1
 
     @property
     def norm(self) -> float:
-        """Every power lies in [−1, 1]."""
+        """√size, because every power lies in [−1, 1]."""
         return math.sqrt(self.size)
 
     @property
     def names(self) -> Sequence[str]:
-        """The number of values, and their mean."""
+        """Names of the estimates: the number of values, and their mean."""
         return (f"people with {self.column}", f"mean of {self.column}")
 
     def vectors(self, columns: Columns) -> NDArray[np.float64]:
@@ -99,24 +99,24 @@ class Mean(Statistic):
 
 @dataclass(frozen=True)
 class Variance(Mean):
-    """Number, mean and variance of a column; parameters are those of `Mean`."""
+    """Number, mean and variance of a column's values. The parameters are those of `Mean`."""
 
     highest_power = 2
 
     @property
     def names(self) -> Sequence[str]:
-        """The number of values, their mean and their variance."""
+        """Names of the estimates: the number of values, their mean and their variance."""
         return (*super().names, f"variance of {self.column}")
 
     def estimate(self, totals: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Return number, mean and variance, which the noise may move below 0."""
+        """Return number, mean and variance. Noise may move even the variance below 0."""
         count, first, second = totals.T
         variance = _ratio(second, count) - _ratio(first, count) ** 2
         return np.column_stack([super().estimate(totals[:, :2]), self._half**2 * variance])
 
 
 def check_bounds(column: str, lower: float, upper: float) -> None:
-    """Refuse bounds between which no value lies."""
+    """Refuse bounds that are not finite, or whose lower bound is not below the upper one."""
     if not (math.isfinite(lower) and math.isfinite(upper) and lower < upper):
         raise InvalidValue(
             f"bounds {lower:g}:{upper:g} of {column}: expected two finite numbers, the lower first"

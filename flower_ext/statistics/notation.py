@@ -9,10 +9,10 @@ text                                  statistic
 ``histogram age 20:90:7``             7 bins between 20 and 90
 ``table sex 0:2:2 age 20:90:7``       numbers of people by two columns
 ``quantiles age 20:90 0.25,0.5``      quantiles; without probabilities, the quartiles
-``survival days event 0:3650:20``     Kaplan–Meier's curve of the column with times, and events
+``survival days event 0:3650:20``     Kaplan–Meier's curve: columns of times and of events
 ====================================  ==========================================================
 
-Several statistics have semicolons between them.
+Semicolons separate several statistics.
 """
 
 from __future__ import annotations
@@ -60,7 +60,8 @@ _FORMS: Mapping[str, tuple[str, Callable[..., Statistic]]] = {
         lambda time, event, bins: SurvivalCurve(_bins(time, bins), event),
     ),
 }
-"""By first word: the form, for messages, and the function from the other words to the statistic."""
+"""Statistics by their first word: the form that messages show, and a function of the other words
+that returns the statistic."""
 
 
 def read_statistics(text: str) -> JointStatistics:

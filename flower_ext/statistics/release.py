@@ -1,12 +1,15 @@
-"""Methods that release statistics: a round of training whose update is a unit's vector.
+"""Methods that release statistics in one training round.
 
-The "model" of such a run has one parameter, the mean of all units' parts; it is zero before the
-round. Sums, noise, masks, weights, ledger, guarantees and resume are those of every other method.
+A unit's update is the mean of its records' vectors, instead of a trained model's change.
+
+The "model" of such a run has one parameter: the mean of all units' updates, zero before the round.
+Sums, noise, masks, weights, ledger, guarantees and resume work as in every other method.
 
 * `ClientStatistics`: the unit is a client, under any `ReleasePlan` that asks all clients.
 * `UserStatistics`: the unit is a person with records in several silos, under a plan of users.
-  With weights by records a person counts as one; with equal weights, as the share of silos that
-  know the person. For records as units, give every record a number of its own.
+  With weights by records a person counts as one. With equal weights a person counts as the share of
+  silos that have records of this person. To protect records instead of people, give every record a
+  user number of its own.
 """
 
 from __future__ import annotations
@@ -45,12 +48,12 @@ from flower_ext.statistics.statistic import Estimate, JointStatistics, Statistic
 from flower_ext.training import LocalTraining, Params, Task
 
 RELEASED = "released"
-"""Name of the parameter that receives the mean of all units' parts."""
+"""Name of the parameter that stores the released mean."""
 _USERS_AT_A_TIME = 256
 
 
 class _Released(nn.Module):
-    """The place of the released mean, in the form of a model without layers."""
+    """A model without layers, whose one parameter stores the released mean."""
 
     def __init__(self, joint: JointStatistics) -> None:
         super().__init__()
@@ -66,7 +69,7 @@ def statistics_task(joint: JointStatistics, data: Callable[[int], ClientData]) -
 def _check_columns(task: Task, data: ClientData) -> JointStatistics:
     """Return the statistics of the task, after a check that the client's table has their columns.
 
-    The check comes before any unit's records, so that an error shows nobody's presence.
+    The check depends on no unit's records, so an error does not show whose records are present.
     """
     model = task.model()
     if not isinstance(model, _Released):
@@ -81,7 +84,7 @@ def _check_columns(task: Task, data: ClientData) -> JointStatistics:
 def answer_with_columns(question: Question) -> Params:
     """Answer the server's first question, after a check that the silo's table has the columns.
 
-    Without them the run ends before it spends any ε.
+    If a column is missing, the run ends before it spends any ε.
     """
     _check_columns(question.task, question.data)
     return answer_server(question)
@@ -107,7 +110,7 @@ def users_parts(work: ClientWork) -> LocalResult:
 
 
 def _check_plan(plan: PrivacyPlan) -> None:
-    """Refuse a plan that samples units, or bounds parts by a norm other than 1."""
+    """Refuse a plan that samples units, has several rounds, or has a clipping norm other than 1."""
     if not isinstance(plan, ReleasePlan):
         raise InvalidValue(f"plan={type(plan).__name__}: expected a ReleasePlan")
     if not isinstance(plan.sampling, FullParticipation):
@@ -184,7 +187,7 @@ class UserStatistics(UldpAvg):
     def claims(
         self, plan: PrivacyPlan, run: RunSummary, state: State, summation: Summation
     ) -> list[Guarantee]:
-        """Return what is provable; the paper's theorem is about trainings."""
+        """Return the provable guarantees only, because the paper's theorem is about training."""
         claims = super().claims(plan, run, state, summation)
         return [claim for claim in claims if claim.basis == "provable"]
 

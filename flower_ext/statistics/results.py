@@ -25,10 +25,9 @@ if TYPE_CHECKING:
 
 HEADER = ("statistic", "name", "estimate", "standard error", "lower", "upper")
 TABLE, PAGE, STANDARDISE = "statistics.csv", "statistics.html", "standardise.toml"
-"""Files in a run directory: the estimates, the page, and settings by which to standardise columns.
+"""Files in a run directory: the estimates, the page, and a setting ``standardise`` for apps.
 
-The last one is for apps with a setting ``standardise``, and is written if the statistics have
-variances.
+The last file is written if the statistics have variances.
 """
 
 
@@ -40,7 +39,7 @@ class StatisticsFiles(Callback):
     joint : JointStatistics
     method : Method
     plan : PrivacyPlan
-        Those of the run.
+        The plan of the run.
     """
 
     def __init__(self, joint: JointStatistics, method: Method, plan: PrivacyPlan) -> None:
@@ -93,7 +92,7 @@ def write_statistics(run: RunDirectory, results: Mapping[Statistic, list[Estimat
 
 
 def _scales(results: Mapping[Statistic, list[Estimate]]) -> str:
-    """Return centre and deviation of columns, of which a variance above 0 was released."""
+    """Return the setting ``standardise``: mean and deviation of each column with a variance > 0."""
     scales = [
         f"{statistic.column} {mean.value:.6g} {math.sqrt(variance.value):.6g}"
         for statistic, released in results.items()
@@ -105,7 +104,7 @@ def _scales(results: Mapping[Statistic, list[Estimate]]) -> str:
 
 
 def _shown(estimate: Estimate) -> tuple[str, str, str]:
-    """Return value, standard error and interval with digits that the error leaves."""
+    """Return value, standard error and interval as text, with the digits that the noise permits."""
     if math.isnan(estimate.value):
         return "too much noise", "–", "–"
     error = estimate.standard_error

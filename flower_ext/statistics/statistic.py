@@ -2,12 +2,12 @@
 
 Every record makes a vector of bounded norm from the columns that the statistic reads. A privacy
 unit's part is the mean of its records' vectors, so each unit counts as one, whatever its number of
-records. The noised sum of all parts is released; whatever is computed from it costs no privacy.
+records. The noised sum of all parts is released, and computing estimates from it costs no privacy.
 
-Errors of estimates come from that noise alone, not from the choice of people: they say how far an
-estimate may be from the same statistic of all records without noise. `Statistic.estimates` draws
-the noise again many times and looks at how the estimates move, which works for sums, ratios and
-curves alike.
+An estimate's error is its distance from the same statistic of the same records without noise. The
+error says nothing about people who are not in the data. To find the error, `Statistic.estimates`
+draws the noise again many times and measures how far the estimate moves. This works for sums,
+ratios and curves alike.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from flower_ext.errors import InvalidValue, tellable
 
 Columns = Mapping[str, NDArray[np.float64]]
 DRAWS = 1000
-"""Draws of the noise for standard errors, which are then exact to about two percent."""
+"""Number of draws of the noise, which makes standard errors exact to about two percent."""
 NORMAL_QUANTILE = 1.959964
 """Half the width of a 95 % interval, in standard errors."""
 LABEL = "label"
-"""Name of a column of targets that are one tensor."""
+"""Name of the column of targets, if the targets are one tensor."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,9 +40,9 @@ class Estimate:
     Parameters
     ----------
     name : str
-        What the number is, such as "mean of age".
+        Description, such as "mean of age".
     value : float
-        NaN if the noise may leave the number undefined, such as a mean over fewer than no people.
+        NaN if the number may be undefined, such as a mean whose noised number of people is below 0.
     standard_error : float
         Standard deviation that the noise gives to the estimate.
     lower, upper : float
@@ -130,7 +130,7 @@ class Statistic(ABC):
         values: NDArray[np.float64],
         errors: NDArray[np.float64],
     ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        """Return both ends of the 95 % intervals; by default those of normal errors."""
+        """Return both ends of the 95 % intervals, by default for normally distributed errors."""
         half = NORMAL_QUANTILE * errors
         return values - half, values + half
 
@@ -139,8 +139,8 @@ class Statistic(ABC):
 class JointStatistics:
     """Several statistics that one sum releases together.
 
-    Each gets an equal share of the privacy: the vectors are scaled to norm 1/√m for m statistics,
-    so that all of them together have norm 1 at most.
+    Each gets an equal share of the privacy: for m statistics, the vectors of each are scaled to
+    norm 1/√m, so that all vectors of a record together have norm 1 at most.
     """
 
     statistics: tuple[Statistic, ...]
@@ -155,13 +155,13 @@ class JointStatistics:
         return sum(statistic.size for statistic in self.statistics)
 
     def require_columns(self, examples: Examples) -> None:
-        """Refuse examples that lack a column, whether or not there is any row.
+        """Refuse examples that lack a column, even if there are no rows.
 
         Raises
         ------
         InvalidValue
-            The message names the missing columns, and the server may see it: it depends on the
-            form of the table alone.
+            The message names the missing columns. The server may see it, because it depends on
+            the form of the table alone.
         """
         columns = columns_of(examples)
         for statistic in self.statistics:
@@ -177,7 +177,7 @@ class JointStatistics:
         return self.parts([examples]).ravel()
 
     def parts(self, units: Sequence[Examples]) -> NDArray[np.float64]:
-        """Return the parts of several units (units, size), none of which has no record."""
+        """Return the parts (units, size) of several units, each with at least one record."""
         tables = [columns_of(examples) for examples in units]
         joined = {name: np.concatenate([table[name] for table in tables]) for name in tables[0]}
         counts = np.array([len(examples) for examples in units])

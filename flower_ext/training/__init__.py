@@ -1,6 +1,6 @@
 """Local training of torch models, as plain functions over parameter dictionaries.
 
-What one local training computes is in `local`, on a page; these modules say what it is made of:
+`local` computes one local training, on one page. These modules are its parts:
 
 ====================  =====================================================================
 module                its part
@@ -22,7 +22,7 @@ When and how many trainings run together never changes a result, except for roun
 ====================  =====================================================================
 
 The trials in `trials` and `between_trainings` find models in which one example, or one training,
-changes another. `batched.choice` and `dp.ways` ask them, and the client before its first training.
+changes another. `batched.choice`, `dp.ways`, and the client before its first training, run them.
 """
 
 from flower_ext.training.batched.form import MEMORY_LIMIT

@@ -1,12 +1,13 @@
-"""A trial that one training leaves nothing behind for the next one in the same process.
+"""A trial that tests whether a training changes later trainings in the same process.
 
-A model may keep what it likes in itself, because every training builds or copies its own model. But
+A model may store anything in itself, because every training builds or copies its own model. But
 trainings share class attributes, global variables and the variables that hooks enclose. Through
-these, one user's records would change the updates of other users, or of other clients. Clipping
+these, one user's records could change the updates of other users, or of other clients. Clipping
 each update does not bound such a change.
 
-The trial compares `snapshots`, and names the place at which they differ. To find what no snapshot
-reaches, it also compares results, which must not depend on the examples that passed before.
+The trial compares `snapshots`, and names the place at which they differ. Snapshots do not reach
+every place, so the trial also repeats a training after trainings on other examples. Both results
+must be equal.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ _GENERATORS = "the global generator of numpy.random or random (draw from torch.r
 
 
 def refuse_state_between_trainings(task: Task, examples: Examples) -> None:
-    """Refuse a model or a loss by which one training changes another one in the same process.
+    """Refuse a model or a loss through which a training changes another one in the same process.
 
     Only the shapes and types of the examples matter. The process remembers the result.
 
@@ -64,8 +65,9 @@ def refuse_state_between_trainings(task: Task, examples: Examples) -> None:
 @lru_cache(maxsize=64)
 def _shared_place(kind: TrainingKind) -> str | None:
     """Return the place that trainings share and change; None if a trial finds none."""
-    # The trial runs once in a process: its draws must not move those that follow. Some kernels of
-    # accelerators round differently each time, most of all in half precision.
+    # Seeded, because only the first training of a process runs the trial, and the trial's draws
+    # must not change later draws. Deterministic, because some kernels of accelerators round
+    # differently each time, most of all in half precision.
     with (
         seeded(0, devices=kind.device.type != "cpu"),
         deterministic_kernels(kind.device, strict=False),
@@ -116,5 +118,5 @@ def _trained(task: Task, start: Params, features: Tree, targets: Tree) -> Params
 
 
 def _positions() -> bytes:
-    """Return the state of the global generators of NumPy and Python."""
+    """Return the states of the global generators of NumPy and Python, as bytes to compare."""
     return pickle.dumps((np.random.get_state(legacy=False), random.getstate()))  # noqa: NPY002

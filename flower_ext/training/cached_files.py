@@ -1,4 +1,4 @@
-"""Files of results that can be recomputed: a damaged file counts as missing."""
+"""Files of results that can be recomputed. A damaged file counts as missing."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def read_cached(path: Path) -> bytes | None:
 
 
 def write_cached(path: Path, content: bytes) -> None:
-    """Write a file whole or not at all, because several processes may do so at the same time.
+    """Write a file whole or not at all, because several processes may write it at the same time.
 
     Raises
     ------

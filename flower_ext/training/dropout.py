@@ -1,9 +1,9 @@
 """Dropout whose masks are the same for a model in a batch as for the model alone.
 
-PyTorch draws a mask from one generator that all models of a process share, so a model in a batch
-would get different masks than alone. It also takes 8 ns per number. Here each training has its own
-generator, which yields four 16-bit numbers at a time. The probability p is therefore rounded to a
-multiple of 2⁻¹⁶, and kept values are scaled by the inverse of the rounded share.
+PyTorch draws masks from one generator that all models of a process share, so a model in a batch
+would get different masks than alone. PyTorch also takes 8 ns per number. In this module each
+training has its own generator, which yields four 16-bit numbers at a time. The probability p is
+therefore rounded to a multiple of 2⁻¹⁶, and kept values are divided by 1 minus the rounded p.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from torch import Tensor, nn
 LEVELS = 2**16
 _LEAST = -(2**63)
 AT_A_TIME = 4
-"""16-bit numbers in one 64-bit draw: the least number that can be drawn."""
+"""Number of 16-bit numbers in one 64-bit draw. No smaller number can be drawn."""
 
 
 class Dropout(nn.Dropout):
-    """Dropout as `nn.Dropout`; on a CPU it draws as `Draws` does, from torch's own generator."""
+    """`nn.Dropout` with the draws of `Draws` on a CPU, from torch's own generator."""
 
     def forward(self, x: Tensor) -> Tensor:
         """Keep a random part of ``x`` and scale it, while training."""

@@ -22,7 +22,7 @@ ExampleLoss = Callable[[Any, Tree], Tensor]
 
 
 def model_of_single_examples(task: Task, trained: Sequence[str]) -> nn.Module:
-    """Return a model of the task in which examples stay apart, or refuse one in which they mix."""
+    """Return a model of the task; refuse one whose layers are known to mix examples."""
     model = in_training(task.factory.on(task.torch_device())).requires_grad_(False)
     channels_last = suits_channels_last(model, trained)
     for name, module in model.named_modules():
@@ -31,7 +31,7 @@ def model_of_single_examples(task: Task, trained: Sequence[str]) -> nn.Module:
                 f"{name!r} is batch normalisation, through which every example moves every "
                 "gradient: use GroupNorm (flower_ext.training.replace_batch_norm)"
             )
-        if getattr(module, "inplace", False):  # it would overwrite another layer's output
+        if getattr(module, "inplace", False):  # an in-place layer overwrites another layer's output
             module.inplace = False
         if getattr(module, "max_norm", None) is not None:
             raise InvalidValue(
@@ -49,7 +49,7 @@ def has_rows(leaf: Any, count: int) -> bool:
 
 
 def loss_alone(model: nn.Module, params: Params, loss: ExampleLoss, x: Tree, y: Tree) -> Tensor:
-    """Return the loss of one example, which comes without the dimension of examples."""
+    """Return the loss of one example. ``x`` and ``y`` lack the dimension of examples."""
     x, y = trees.mapped(lambda leaf: leaf.unsqueeze(0), (x, y))
     return loss(call_with(model, params, x), y)
 

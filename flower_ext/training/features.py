@@ -33,24 +33,27 @@ _SECONDS_BETWEEN_LINES = 5.0
 
 
 class Features:
-    """Examples of each partition with features from a frozen front part, and unchanged targets.
+    """Examples of each partition, with features that a frozen front part computes.
 
-    Computed features stay in memory, without a limit. The data of a partition must not change.
+    Targets stay unchanged. Computed features stay in memory, without a limit. The data of a
+    partition must not change.
 
     Parameters
     ----------
     front : Callable[[], nn.Module]
-        Builds the frozen part. It gets one example at a time, as `Examples` says, in evaluation
-        mode, and must return one tensor (1, …) of the same shape for all. Nodes compare only its
-        parameters and buffers, so keep other settings, such as an image size, in a buffer.
+        Builds the frozen part. The part gets one example at a time, as `Examples` says, in
+        evaluation mode. It must return a tensor (1, …), of the same shape for all examples. Nodes
+        compare only the part's parameters and buffers, so keep other settings, such as an image
+        size, in a buffer.
     data : Callable[[int], ClientData]
         Returns the examples of a partition, as for `Task`. Owners of a silo's records are kept.
     folder : Path, optional
-        Keeps one file per example for other runs and processes, named by the content of the example
-        and of the front's tensors. Empty it if the front's code changes. Damaged files are
-        recomputed.
+        Folder of one file per example, for other runs and processes. A file's name depends on the
+        content of the example and of the front's tensors. Empty the folder if the front's code
+        changes. Damaged files are recomputed.
     device : str
-        Device of the front. With the default, all machines of one kind agree to the last bit.
+        Device of the front. With the default, features agree to the last bit on all machines of one
+        kind.
     """
 
     def __init__(

@@ -17,7 +17,7 @@ def libraries(setting: str) -> tuple[Any, Any]:
     Raises
     ------
     InvalidValue
-        One is not installed; the message begins with ``setting``, which asked for them.
+        A module is not installed; the message begins with ``setting``, which needs it.
     """
     try:
         import peft
@@ -58,8 +58,8 @@ def causal_model(folder: str, *, setting: str) -> nn.Module:
     Raises
     ------
     InvalidValue
-        As `pretrained`; or the files lack a weight, which would begin at random and stay so where
-        it is frozen. The message names ``setting``.
+        As `pretrained`; or the files lack a weight, which would begin at random, and would stay
+        random if it is frozen. The message names ``setting``.
     """
     loaded = pretrained(
         "AutoModelForCausalLM", folder, setting=setting, dtype="auto", output_loading_info=True
@@ -87,8 +87,8 @@ def with_lora(
     rank : int
         Rank r of the products; they are scaled by 2.
     only_b : bool
-        A keeps its random start, the same on all nodes. The mean of the clients' products B·A is
-        then the mean of their B, times A (FFA-LoRA, Sun et al. 2024).
+        Train B only. A keeps its random start, the same on all nodes. The mean of the clients'
+        products B·A is then the mean of their B, times A (FFA-LoRA, Sun et al. 2024).
     targets : str
         ``all-linear`` (all but the head), or names of layers, separated by commas.
     **options
@@ -97,7 +97,7 @@ def with_lora(
     Raises
     ------
     InvalidValue
-        No linear layer has one of these names, or one is tied to another layer.
+        A name in ``targets`` is that of no linear layer, or of a layer that is tied to another.
     """
     peft, _ = libraries("LoRA")
     names = targets if targets == "all-linear" else [*filter(None, targets.split(","))]
@@ -112,7 +112,7 @@ def with_lora(
 
 
 def _refuse_unknown(model: nn.Module, names: str | list[str]) -> None:
-    """Refuse a name of no layer, which PEFT would pass over if another name has one."""
+    """Refuse a name that no linear layer has. PEFT would ignore it if another name has a layer."""
     layers = [name for name, module in model.named_modules() if _is_linear(module)]
     leaves = {name.rpartition(".")[2] for name in layers}
     for target in [] if names == "all-linear" else names or [""]:
@@ -129,7 +129,7 @@ def _is_linear(layer: nn.Module) -> bool:
 
 
 def _refuse_tied(model: nn.Module, names: str | list[str]) -> None:
-    """Refuse an adapter on a layer that shares its weight: merging it would change the other."""
+    """Refuse an adapter on a layer that shares its weight, because merging would change both."""
     if names == "all-linear":
         return  # PEFT leaves out the head
     first: dict[int, str] = {}

@@ -1,9 +1,10 @@
-"""Integers that a model and its loss can look up, found out before an accelerator looks them up.
+"""Limits on integers, such as labels, that a model and its loss can look up on an accelerator.
 
 On a CPU, a label or a word that is out of range raises an error for its own client. On an
 accelerator it ends all further computation of the process, so one record would stop every client.
-The limits of a task come from calls on the CPU, with examples of zeros that hold one other integer.
-They depend on that integer alone, so no record changes what another client may use.
+To find the limits, this module calls model and loss on the CPU, with an example of zeros and one
+other integer. The result depends on that integer alone, so no record changes what another client
+may use.
 
 A model that computes indices from real numbers is not covered.
 """
@@ -34,10 +35,10 @@ _MARKS = 16
 
 
 class IndexLimits:
-    """The integers that a task takes, for each tensor of its features and targets.
+    """The integers that a task accepts, for each tensor of its features and targets.
 
-    A task takes non-negative integers up to some limit, the length of a table for example. Negative
-    integers are tried one by one, because a few may mark what to leave out.
+    A task accepts non-negative integers up to some limit, for example the length of a table. Some
+    negative integers may mark what to leave out, so they are tried by themselves.
     """
 
     def __init__(self, kind: TrainingKind) -> None:
@@ -48,7 +49,7 @@ class IndexLimits:
         self._tried: dict[tuple[str, int], bool] = {}
 
     def usable(self, features: Tree, targets: Tree) -> Tensor:
-        """Return for each example True if the task takes all its integers: (n,), on the CPU."""
+        """Return booleans (n,) on the CPU: True for an example if the task accepts its integers."""
         usable = torch.ones(trees.length(features), dtype=torch.bool)
         for name, leaf in trees.named("", (features, targets)):
             if not _is_integer(leaf) or not leaf.numel():
@@ -105,7 +106,7 @@ class IndexLimits:
 
 
 def usable_rows(task: Task, features: Tree, targets: Tree) -> Tensor:
-    """Return for each example True if the task takes all its integers: (n,), on the CPU."""
+    """Return booleans (n,) on the CPU: True for an example if the task accepts its integers."""
     return _limits(kind_of(task, features, targets, {})).usable(features, targets)
 
 

@@ -1,7 +1,7 @@
 """Undo what one client's code leaves behind in the process before another client's code runs.
 
-A client's data may decide a setting of the process, such as gradients that stay off. That would
-change what other clients send, and clipping each update does not bound such a change.
+A client's data may decide a setting of the process: its code might leave gradients switched off.
+That would change what other clients send, and clipping each update does not bound such a change.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ R = TypeVar("R")
 
 
 class ClientCrashed(RuntimeError):
-    """A client's code raised a BaseException such as SystemExit; the cause is chained."""
+    """A client's code raised a BaseException such as SystemExit, which is the ``__cause__``."""
 
 
 def _settings() -> tuple[Any, ...]:
@@ -32,7 +32,7 @@ _RESTORE: tuple[Callable[[Any], object], ...] = (
 
 
 class isolated:
-    """Restore gradients, the default type and the number of threads after one client's code.
+    """Restore grad mode, the default type and the number of threads after one client's code.
 
     Code usually changes only these settings, and reading them takes less than a microsecond. A task
     that changes another setting of its process, such as the default device, must set it for every

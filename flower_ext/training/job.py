@@ -33,7 +33,7 @@ OPTIMIZERS: Mapping[str, Callable[..., torch.optim.Optimizer]] = {
     for name, optimizer in vars(torch.optim).items()
     if isinstance(optimizer, type)
     and issubclass(optimizer, torch.optim.Optimizer)
-    # These need more than a gradient for a step, or another kind of gradient.
+    # These optimisers need more than a gradient for a step, or another kind of gradient.
     and name not in ("Optimizer", "LBFGS", "SparseAdam", "Muon")
 }
 """Optimisers of `torch.optim` that step by a gradient, by name."""
@@ -133,10 +133,10 @@ class LocalTraining(Checked):
         return self.epochs * math.ceil(num_examples / self.batch_size)
 
     def effective_steps(self, num_examples: int) -> float:
-        """Return how often, in all, the gradients of one local training move the model.
+        """Return the sum of the factors with which a local training's gradients move the model.
 
-        Without momentum this is the number of steps K. With momentum β a gradient acts again in all
-        later steps, and the result is Σ_k (1 − βᵏ) / (1 − β) over k = 1 … K.
+        Without momentum each factor is 1, and the sum is the number of steps K. With momentum β a
+        gradient also acts in all later steps, and the sum is Σ_k (1 − βᵏ) / (1 − β) over k = 1 … K.
         """
         steps, beta = self.num_steps(num_examples), self.momentum
         return (steps - beta * (1 - beta**steps) / (1 - beta)) / (1 - beta)
@@ -162,10 +162,10 @@ class StepNoise(Checked):
 
 @dataclass(kw_only=True)
 class Job:
-    """One local training: where it starts, on which examples, and how.
+    """One local training: its start, its examples and its settings.
 
     ``generator`` draws the mini-batches, and a seed of the model's own draws, such as dropout. With
-    ``noise`` every step is clipped and noised; the terms must then not depend on any record.
+    ``noise`` every step is clipped and noised. Then ``terms`` must not depend on any record.
     """
 
     params: Mapping[str, Tensor]
@@ -193,8 +193,8 @@ def batch_rows(
 ) -> Iterator[Tensor]:
     """Yield the rows of each shuffled mini-batch of ``count`` examples, on the CPU.
 
-    If the last mini-batch of an epoch has fewer than ``fewest`` rows, it and the mini-batch before
-    it share their rows evenly, so the number of steps stays the same.
+    If the last mini-batch of an epoch has fewer than ``fewest`` rows, the last two mini-batches
+    share their rows evenly, so the number of steps stays the same.
     """
     left = training.num_steps(count)
     while left > 0:
@@ -221,7 +221,7 @@ def split_examples(
 def job_batches(task: Task, job: Job) -> Iterator[tuple[Tree, Tree]]:
     """Yield the shuffled mini-batches of a job, as features and targets, on the task's device."""
     device, size = task.torch_device(), job.training.batch_size
-    # Under noise examples pass by themselves: one without a gradient counts as zero.
+    # With noise, each example has its own gradient, and an unusable integer counts as zero there.
     data = job.examples.to(device) if job.noise else on_device(task, job.examples)
     fewest = 1 if job.noise else fewest_rows(task, data.features, size)
     for rows in batch_rows(len(data), job.training, job.generator, fewest=fewest):

@@ -1,8 +1,8 @@
 """Causal language models as models of a `Task`: next-token loss under a mask, and its metrics.
 
 Labels (n, tokens) repeat the input tokens. A label of `IGNORED` excludes its token from the loss
-and from all metrics: padding, and prompts that the model need not learn to write. Padding comes
-after the text, where no earlier token attends to it, so no attention mask is needed.
+and from all metrics. Use it for padding, and for prompts that the model need not learn to write.
+Padding comes after the text, where no earlier token attends to it, so no attention mask is needed.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from torch.nn.functional import cross_entropy
 IGNORED = -100
 """Label of a token that counts in no loss and in no metric."""
 _ROWS = 16
-"""Texts whose logits exist at the same time in an evaluation; a vocabulary may be large."""
+"""Most texts whose logits are in memory at once in an evaluation; a vocabulary may be large."""
 
 Scores = Mapping[str, Tensor]
-"""``losses`` and ``hits``: for each text and each token after the first, the loss in nats, and 1.0
-if the token was the most probable one; 0 for tokens that are `IGNORED`."""
+"""``losses`` and ``hits``, each (n, tokens - 1), for every token after a text's first: the loss in
+nats, and 1.0 if the token was the most probable one. Both are 0 if the token is `IGNORED`."""
 
 
 class LanguageModel(nn.Module):

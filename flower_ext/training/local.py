@@ -1,6 +1,6 @@
 """One local training: `train` sets up the problem, takes the steps, and returns the whole model.
 
-A job decides which steps these are:
+The job decides which steps `train` takes:
 
 ==========================  ==============================================================
 the job has                 its steps
@@ -12,7 +12,7 @@ a ``tolerance`` above 0     those of `newton`, up to the exact minimiser
 
 Sharpness-aware minimisation follows Zhang et al. (DP²-FedSAM), Eqs. 11–12: the gradient g over the
 *trained* parameters gives the perturbation p = q g/‖g‖₂, and the step uses the gradient at w + p.
-With radius q = 0 this is SGD, which costs one pass per step instead of two.
+With radius q = 0 this is SGD, and a step costs one pass instead of two.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ def train(task: Task, job: Job, *, trained: Callable[[str], bool] = lambda name:
     Raises
     ------
     ValueError
-        ``trained`` selects nothing, or there are no examples. With ``noise``, examples have no
-        gradient of their own (see `ClippedGradient`), or the settings are not those of plain steps.
+        ``trained`` selects nothing, or there are no examples. With ``noise``: examples have no
+        gradient of their own (see `ClippedGradient`), or the settings ask for more than plain SGD.
     NotConverged
         ``training.tolerance`` cannot be reached.
     """
@@ -120,7 +120,7 @@ def _other_optimizer(
 
 
 def _exact_minimiser(task: Task, job: Job, trained: Callable[[str], bool]) -> Params:
-    """Return the whole model at the minimum, up to ``tolerance``; computed in float64."""
+    """Compute the minimum in float64, up to ``tolerance``, and return the whole model there."""
     problem = local_problem(
         task, job.params, trained=trained, terms=job.objective, dtype=torch.float64
     )

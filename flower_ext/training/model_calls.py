@@ -29,12 +29,12 @@ def call_model(model: Callable[..., Any], x: Tree) -> Any:
 
 
 def call_with(model: nn.Module, params: Params, x: Tree) -> Any:
-    """Call a model with ``params``; it keeps its own tensors under names that ``params`` lacks.
+    """Call a model with ``params``, and with its own tensors where ``params`` lacks a name.
 
     Raises
     ------
     UnlikeTypes
-        The model raises, and features are not of the type of its numbers.
+        The model raises an error, and the features have another type than the model's numbers.
     """
 
     def replaced(*given: Tree, **named: Tree) -> Any:
@@ -84,11 +84,11 @@ class SettableModel:
 
 
 class UnlikeTypes(InvalidValue):
-    """Features are not of the type of the model's numbers."""
+    """Features have another type than the model's numbers."""
 
 
 def _tell_types(error: RuntimeError, params: Params, x: Tree) -> None:
-    """Name the features whose type differs from all parameters', if that may explain an error."""
+    """Raise `UnlikeTypes` if features differ in type from all parameters: that may be the cause."""
     types = {p.dtype for p in params.values() if p.is_floating_point()}
     for name, leaf in trees.named("features", x) if "type" in str(error) else ():
         if isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.dtype not in types:
@@ -103,9 +103,9 @@ def _tell_types(error: RuntimeError, params: Params, x: Tree) -> None:
 def fewest_rows(task: Task, features: Tree, batch_size: int) -> int:
     """Return the fewest rows that a mini-batch may have.
 
-    These are 2 if the last mini-batch would have a single row and the model refuses that, as batch
-    normalisation does in training, and otherwise 1. Only the shapes and the number of examples
-    matter.
+    The result is 1, or 2 if the last mini-batch would have a single row and the model refuses a
+    single row, as batch normalisation does in training. It depends on the shapes and the number of
+    examples only.
 
     Raises
     ------
@@ -123,7 +123,7 @@ def fewest_rows(task: Task, features: Tree, batch_size: int) -> int:
 
 
 def refusing_layer(build: Callable[[], nn.Module], features: Tree) -> str | None:
-    """Return the layer that refuses a mini-batch of one row, but not of two; None without any."""
+    """Return the name of the layer that refuses one row but not two; None if no layer does."""
     none = trees.to(trees.zeros(features, 0), torch.device("cpu"))
     return _refusing_layer(_Probe(build, trees.row_type(features), none))
 

@@ -2,7 +2,7 @@
 
 Pretrained weights take longer to load than a small part of them takes to train. Frozen tensors are
 not among the parameters that train, travel and are stored (`Params`). Each node takes them from its
-own factory, and `ModelFactory.fingerprint` shows whether two nodes have the same.
+own factory, and `ModelFactory.fingerprint` shows whether two nodes have the same frozen tensors.
 """
 
 from __future__ import annotations
@@ -39,16 +39,16 @@ _PLAIN_VALUES = (int, float, bool, str, type(None), torch.dtype, torch.device, t
 
 
 class ModelFacts(NamedTuple):
-    """Facts about the models of one factory, found out from the first of them."""
+    """Facts about the models of one factory, found from the first model."""
 
     frozen: Params
     """All tensors that neither train nor travel; the caller must not change them."""
     tied: Mapping[str, str]
-    """By further name of a parameter with several names, its first name, under which it travels."""
+    """The further names of tied parameters, each with the first name, which messages use."""
     travelling: Mapping[str, tuple[torch.Size, torch.dtype]]
     """Shapes and types of all trained parameters, and of the buffers beside them."""
     known: bool
-    """True if all layers are PyTorch's or this package's; their types tell all that they do."""
+    """True if all layers are *known*: layers of PyTorch or this package, with nothing added."""
     known_holders: bool
     """True if all layers with parameters or buffers of their own are known."""
     template: nn.Module | None
@@ -82,7 +82,7 @@ class ModelFactory:
         self._templates: dict[torch.device, _Template] = {}
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Unpickle to the receiving process's one factory of the function; see `factory_of`."""
+        """Unpickle to the factory that `factory_of` returns in the receiving process."""
         return factory_of, (self.function, self.trainable)
 
     def __call__(self) -> nn.Module:
@@ -90,9 +90,9 @@ class ModelFactory:
         return self.on(torch.device("cpu"))
 
     def on(self, device: torch.device) -> nn.Module:
-        """Return an independent model on a device, whose models share their frozen parameters.
+        """Return an independent model on a device. All models there share frozen parameters.
 
-        Do not move a model to another device: that moves the frozen parameters of all others.
+        Do not move the model to another device, because that moves the others' frozen parameters.
         """
         if self.facts.template is None:
             return self._built().to(device)
@@ -124,7 +124,7 @@ class ModelFactory:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Digest of the frozen tensors' names, types, shapes and values; empty without any."""
+        """Digest of the frozen tensors' names, types, shapes and values; empty if none exist."""
         return digest(self.facts.frozen)[:16] if self.facts.frozen else ""
 
     @cached_property
@@ -180,8 +180,9 @@ class _Template:
     """A model whose copies share its frozen parameters, and nothing else.
 
     Buffers are copied, because a model in training mode may write into them. Copies come from a
-    pickle, because `deepcopy` takes ten times as long, which may be longer than a training step. It
-    copies only models that cannot be pickled, such as those with local functions as hooks.
+    pickle, because `deepcopy` takes ten times as long, which may be longer than a training step.
+    `deepcopy` copies only models that cannot be pickled, such as those with local functions as
+    hooks.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -207,7 +208,7 @@ class _Template:
 
 
 class _Pickler(pickle.Pickler):
-    """Writes a number for each tensor, which it collects."""
+    """Collects tensors, and writes a number in place of each."""
 
     def __init__(self, file: BytesIO) -> None:
         super().__init__(file, protocol=5)
@@ -222,7 +223,7 @@ class _Pickler(pickle.Pickler):
 
 
 class _Unpickler(pickle.Unpickler):
-    """Puts tensors in the place of their numbers."""
+    """Reads tensors in place of the numbers that `_Pickler` wrote."""
 
     def __init__(self, file: BytesIO, tensors: Sequence[Tensor]) -> None:
         super().__init__(file)
@@ -265,7 +266,7 @@ def in_training(model: nn.Module) -> nn.Module:
 
 
 def is_frozen(module: nn.Module) -> bool:
-    """Return True if a module has parameters and none trains: its buffers are constants."""
+    """Return True if a module has parameters and none trains, so its buffers stay constant."""
     parameters = [*module.parameters(recurse=False)]
     return bool(parameters) and not any(p.requires_grad for p in parameters)
 
@@ -273,10 +274,10 @@ def is_frozen(module: nn.Module) -> bool:
 def factory_of(
     function: Callable[[], nn.Module], trainable: tuple[str, ...] | None = None
 ) -> ModelFactory:
-    """Return the one factory of a function, under which facts about its models are stored.
+    """Return the factory of a function, the same one in every call; it stores facts about models.
 
-    Equal `functools.partial` objects share one factory. Equal objects share one for each method,
-    because on Ray each message brings its own copies of them.
+    Equal `functools.partial` objects share one factory. Equal objects also share one factory for
+    each of their methods, because on Ray each message brings its own copies of objects.
     """
     if isinstance(function, ModelFactory):
         if trainable in (None, function.trainable):
@@ -334,7 +335,7 @@ def _holders(model: nn.Module) -> list[nn.Module]:
 
 
 def _is_plain(module: nn.Module) -> bool:
-    """Return True for a layer of PyTorch or this package to which nothing was added, as hooks."""
+    """Return True for a layer of PyTorch or this package without additions, such as hooks."""
     tensors_and_children = ("_modules", "_parameters", "_buffers")
     values = [value for key, value in vars(module).items() if key not in tensors_and_children]
     return type(module).__module__.startswith(_PLAIN_MODULES) and all(map(_is_plain_value, values))

@@ -1,6 +1,6 @@
 """Models of the experiments: each has an ``extractor`` and a ``head``, its last linear layer.
 
-Those named ``-bn`` have BatchNorm before each ReLU, whose statistics cannot be shared.
+Models named ``-bn`` have a BatchNorm layer before each ReLU. Its statistics must not be shared.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The exact minimiser of a small strongly convex problem, by Newton's method in float64.
 
-Some guarantees assume the stability of a minimiser, or the density of a perturbed one. They need
-the minimiser itself, not the result of some epochs of SGD. If the objective is μ-strongly convex, a
-point whose gradient has norm g lies within g/μ of the minimiser.
+Some privacy proofs use the stability of a minimiser, or the density of a perturbed minimiser. They
+need the minimiser itself, not the result of some epochs of SGD. If the objective is μ-strongly
+convex, a point whose gradient has norm g lies within g/μ of the minimiser.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _MOST_ITERATIONS = 100
 
 
 class NotConverged(ArithmeticError):
-    """Newton's method found no point with so small a gradient."""
+    """Newton's method found no point whose gradient's norm is within the tolerance."""
 
 
 def newton(
@@ -45,8 +45,8 @@ def newton(
     Raises
     ------
     NotConverged
-        There is no such point within reach: the objective is not strongly convex, or ``tolerance``
-        is below the resolution of float64.
+        The method does not reach such a point, because the objective is not strongly convex, or
+        because ``tolerance`` is below the resolution of float64.
     ValueError
         There are too many parameters.
     """

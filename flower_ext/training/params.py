@@ -53,8 +53,8 @@ def difference(after: Mapping[str, Tensor], before: Mapping[str, Tensor]) -> Par
 def shaken(params: Mapping[str, Tensor], generator: torch.Generator) -> Params:
     """Move all weights at random, each by about the usual size of its initial value.
 
-    Trials of a model's behaviour run at such a point, because under a head that begins at zero all
-    models look alike.
+    Trials of a model run at such a point, because a head that begins at zero gives equal outputs
+    for all examples.
     """
     moved = dict(params)
     for name, weight in params.items():
@@ -65,7 +65,7 @@ def shaken(params: Mapping[str, Tensor], generator: torch.Generator) -> Params:
 
 
 def sizes(params: Mapping[str, Tensor]) -> Sizes:
-    """Return all names and shapes; caches use them to tell apart the models of one factory."""
+    """Return all names and shapes, by which caches distinguish the models of one factory."""
     return tuple((name, tensor.shape) for name, tensor in params.items())
 
 
@@ -75,7 +75,7 @@ def tagged(tag: str, params: Mapping[str, Tensor]) -> Params:
 
 
 def part(params: Mapping[str, Tensor], tag: str) -> Params:
-    """Return what `tagged` put under ``tag``, by its original names; empty without any."""
+    """Undo `tagged`: return the parameters under ``tag``, by their original names."""
     start = f"{tag}/"
     return {n.removeprefix(start): tensor for n, tensor in params.items() if n.startswith(start)}
 

@@ -80,7 +80,7 @@ def affine(terms: Sequence[Term]) -> Iterator[tuple[float, float, Mapping[str, T
 
 def gradient(loss_at: Callable[..., Tensor], params: Mapping[str, Tensor], *data: Tree) -> Params:
     """Return the gradient of the scalar ``loss_at(params, *data)`` by the parameters."""
-    # New leaves each time, because a model that bounds its weights replaces them.
+    # Make new leaves each time, because a model that bounds its weights replaces the leaves.
     leaves = {name: p.detach().requires_grad_() for name, p in params.items()}
     slopes = torch.autograd.grad(
         loss_at(leaves, *data), [*leaves.values()], allow_unused=True, materialize_grads=True
@@ -115,8 +115,8 @@ def local_problem(
 ) -> LocalProblem:
     """Return the local objective on the task's device; parameters not ``trained`` are frozen.
 
-    With a ``dtype`` all floating-point parameters are converted to it. Until `LocalProblem.whole`,
-    parameters may lie in memory in the order that is fastest for the model.
+    With a ``dtype`` all floating-point parameters are converted to it. Parameters may have the
+    memory order that is fastest for the model, until `LocalProblem.whole` restores the usual one.
 
     Raises
     ------
@@ -160,10 +160,10 @@ def local_problem(
 def _model_for(
     factory: ModelFactory, params: Params, device: torch.device, dtype: torch.dtype | None
 ) -> SettableModel:
-    """Return a model for a problem: a shared one if no other problem can see what it leaves there.
+    """Return a model for a problem, which other problems share if none can see another's numbers.
 
-    That needs known layers and the whole model in its usual type. A part of a model would be
-    completed by the numbers of another problem.
+    A shared model needs known layers, and all parameters in their usual type. If ``params`` were a
+    part of the model, the other parameters would be numbers of another problem.
     """
     travelling = factory.facts.travelling
     whole = all(n in params and params[n].shape == shape for n, (shape, _) in travelling.items())
@@ -176,7 +176,7 @@ def _model_for(
 def _shared_model(factory: ModelFactory, device: torch.device, thread: int) -> SettableModel:
     """Return one model for all problems of a thread.
 
-    Building a small model takes as long as a step or two.
+    Sharing saves time, because building a small model takes as long as one or two steps.
     """
     return _new_model(factory, device, None)
 
@@ -184,7 +184,7 @@ def _shared_model(factory: ModelFactory, device: torch.device, thread: int) -> S
 def _new_model(
     factory: ModelFactory, device: torch.device, dtype: torch.dtype | None
 ) -> SettableModel:
-    # What building a model draws must not move the draws of its training.
+    # Seeded, so that random numbers drawn to build the model do not change later draws.
     with seeded(0, devices=device.type != "cpu"):
         model = own_dropout(in_training(factory.on(device)))
     if dtype is not None and factory.facts.frozen:

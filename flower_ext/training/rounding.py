@@ -19,10 +19,10 @@ _MKL_AUTO, _MKL_OFF, _MKL_ALL = 2, 1, -1
 def products_are_reproducible() -> bool:
     """Switch on MKL's reproducible mode for the rest of this process; True if it is on.
 
-    By default MKL's batched product of matrices rounds by the address of each matrix modulo 64
-    bytes, so a model's numbers depend on its position in a batch. The mode can be chosen only
-    before MKL's first call: this package does so on import. A mode that the environment variable
-    ``MKL_CBWR`` names is left as it is.
+    By default the rounding of MKL's batched matrix product depends on the address of each matrix
+    modulo 64 bytes, so a model's numbers depend on its position in a batch. The mode can be chosen
+    only before MKL's first call, so this package chooses it on import. The environment variable
+    ``MKL_CBWR`` takes precedence.
 
     Returns
     -------
@@ -42,8 +42,8 @@ def products_are_reproducible() -> bool:
 def deterministic_kernels(device: torch.device, *, strict: bool = True) -> Iterator[None]:
     """Compute on one thread of a CPU, or by deterministic kernels on an accelerator.
 
-    There an operation without such a kernel raises RuntimeError, or runs as usual if not
-    ``strict``.
+    On an accelerator, an operation without a deterministic kernel raises RuntimeError. If not
+    ``strict``, the operation runs as usual.
     """
     if device.type == "cpu":
         threads = torch.get_num_threads()
@@ -55,7 +55,7 @@ def deterministic_kernels(device: torch.device, *, strict: bool = True) -> Itera
         return
     settings: Any = torch.utils.deterministic
     before = torch.are_deterministic_algorithms_enabled(), settings.fill_uninitialized_memory
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # torch wants it for cuBLAS
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # torch requires this for cuBLAS
     torch.use_deterministic_algorithms(True, warn_only=not strict)
     settings.fill_uninitialized_memory = False  # filling takes time
     try:

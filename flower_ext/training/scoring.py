@@ -23,7 +23,7 @@ from flower_ext.training.task import Task
 log = getLogger("flwr")
 
 _shown: WeakKeyDictionary[Any, set[str]] = WeakKeyDictionary()
-"""By factory of models, the failing scores that the log has already."""
+"""Failing scores that the log already shows, by factory of models."""
 
 
 @torch.no_grad()
@@ -38,8 +38,8 @@ def evaluate(
     Raises
     ------
     ValueError
-        With several mini-batches, an output does not have one row per example; the message names
-        it.
+        There are several mini-batches, and an output does not have one row per example. The message
+        names the output.
     """
     model, device = _in_evaluation(task), task.torch_device()
     model.set_params(to_device(params, device))
@@ -115,15 +115,15 @@ def evaluate_each(
 ) -> list[dict[str, float] | Exception]:
     """Return the scores of `evaluate` for each model on its own examples, or the error it raises.
 
-    A loss or metric that raises an error for a client is NaN, and its other scores remain. A
-    client's scores do not depend on another client's values or errors.
+    If a loss or metric raises an error for a client, it is NaN, and the client's other scores
+    remain. A client's scores do not depend on another client's values or errors.
     """
     device = task.torch_device()
-    # Known layers keep nothing in evaluation, so their model can serve all clients.
+    # Known layers store nothing in evaluation, so one model of such layers can serve all clients.
     model = _in_evaluation(task) if task.factory.facts.known else None
 
     def scores(params: Mapping[str, Tensor], data: Examples) -> dict[str, float]:
-        # Other code might carry what it saw of one client into the scores of the next.
+        # Other layers might carry values of one client into the scores of the next.
         evaluated = model or _in_evaluation(task)
         evaluated.set_params(to_device(params, device))
         data = on_device(task, data)

@@ -1,4 +1,4 @@
-"""Seeds of a model's own random draws, such as dropout, so that they depend on nothing else."""
+"""Seeds that alone determine a model's own random draws, such as dropout."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ import torch
 def seeded(seed: int, *, devices: bool) -> Iterator[None]:
     """Make all of torch's own random draws, such as dropout, depend on ``seed`` alone.
 
-    Accelerators are seeded too if ``devices`` is true. On a machine without one, leave it false:
-    seeding then takes a tenth of the time.
+    Accelerators are seeded too if ``devices`` is true. On a machine without accelerators, set it to
+    False: seeding then takes a tenth of the time.
     """
     former = torch.get_rng_state()
     (torch.manual_seed if devices else torch.default_generator.manual_seed)(seed)
@@ -32,11 +32,11 @@ def seeded_by(generator: torch.Generator, device: torch.device) -> Iterator[None
 
 
 def draws_generator(generator: torch.Generator) -> torch.Generator:
-    """Return a generator that draws what torch's own generator draws within `seeded_by`."""
+    """Return a generator with the draws that torch's own generator has within `seeded_by`."""
     return torch.Generator().manual_seed(draws_seed(generator))
 
 
 def draws_seed(generator: torch.Generator) -> int:
-    """Return the seed of a model's own draws, given the generator of its batches."""
+    """Return the seed of a model's own draws, which the generator of its batches determines."""
     digest = hashlib.sha256(generator.get_state().numpy().tobytes()).digest()
     return int.from_bytes(digest[:8]) >> 1

@@ -23,7 +23,7 @@ Work = TypeVar("Work", bound=Job)
 
 
 def check_whole(params: Mapping[str, torch.Tensor], task: Task) -> None:
-    """Refuse a part of a model where the whole is needed, and a training that has not run.
+    """Refuse a part of a model where the whole model is needed, and a training that has not run.
 
     Raises
     ------
@@ -68,8 +68,8 @@ class Training:
     solve : Callable
         Runs many such trainings at once; it returns what each method receives, in their order.
     returns_params : bool
-        True if ``solve`` adds no noise of its own and returns parameters like those of the job,
-        which then stand in for the result of a failed training.
+        True if ``solve`` adds no noise of its own, and returns parameters like those of the job.
+        The job's parameters can then replace the result of a failed training.
 
     Raises
     ------
@@ -116,7 +116,7 @@ Steps = Generator[Training, Any, T]
 
 
 def completed(run: T | Steps[T]) -> Steps[T]:
-    """Return the value of a function that may have yielded trainings, or may need none."""
+    """Return the value of a function that may yield trainings; ``run`` may also be the value."""
     return (yield from run) if isinstance(run, Generator) else run
 
 
@@ -126,9 +126,9 @@ def side_by_side(
     """Advance all ``runs``; return the value of each, or its error.
 
     Trainings that several runs have yielded are batched. A run gets each trained model as soon as
-    it is ready, because the model is then still in the processor's caches and the next ones do not
-    exist yet. An error of one training is raised in its own run; all others continue. A run that
-    needs no training ends before the next one is taken from ``runs``.
+    the model is ready. The model is then still in the processor's caches, and later models take no
+    memory yet. An error of one training is raised in its own run, and all other runs continue. A
+    run that needs no training ends before the next run is taken from ``runs``.
     """
     results: dict[int, T | Exception] = {}
     waiting: dict[int, tuple[Steps[T], Training, Hashable]] = {}

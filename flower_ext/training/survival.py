@@ -9,12 +9,13 @@ from torch import Tensor
 def cox_loss(scores: Tensor, targets: Tensor, present: Tensor | None = None) -> Tensor:
     """Return the negative log partial likelihood, averaged over events; ties after Breslow.
 
-    The loss compares a patient's score with those of all patients still observed at that time, so
-    it is not a mean over examples: a mini-batch with a single patient has nothing to compare.
-    Without events the loss and its gradient are 0. No control flow depends on the data.
+    At each event, the loss compares the patient's score with the scores of all patients who are
+    still observed. It is therefore no mean over examples, and a mini-batch of one patient has
+    nothing to compare. Without events the loss and its gradient are 0. No control flow depends on
+    the data.
 
-    FLamby divides by the number of patients instead of events, so its SGD steps are these steps
-    times the share of events.
+    FLamby divides by the number of patients instead of events. A step of SGD there is as long as a
+    step here times the share of events.
 
     Parameters
     ----------
@@ -31,7 +32,7 @@ def cox_loss(scores: Tensor, targets: Tensor, present: Tensor | None = None) -> 
     if present is not None:
         at_risk = at_risk & present.unsqueeze(0)
         event = event * present
-    # Every row, even padding, is at risk with itself: an empty sum would have no gradient.
+    # Every row, even padding, is at risk with itself, because an empty sum would have no gradient.
     at_risk = at_risk | torch.eye(len(scores), dtype=torch.bool, device=scores.device)
     risks = torch.where(at_risk, scores.unsqueeze(0), -torch.inf)
     losses = torch.logsumexp(risks, dim=1) - scores

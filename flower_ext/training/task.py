@@ -48,12 +48,12 @@ class Task:
     Parameters
     ----------
     model : Callable[[], nn.Module]
-        Builds a fresh model. All its models must have the same architecture and settings, because
-        facts found about the first are reused for the others. Use another function for other
-        settings. The model is called with features as `Examples` says. Its parameter names matter,
-        since ``personal`` prefixes refer to them. Parameters without ``requires_grad`` are frozen:
-        they neither train nor travel nor count in a norm. Every node takes them from its own
-        ``model()``, and the buffers beside them stay constant.
+        Builds a fresh model. All models of the function must have the same architecture and
+        settings, because facts about the first model are reused for the others. Use another
+        function for other settings. The model is called with features as `Examples` says. The
+        ``personal`` prefixes refer to its parameter names. Parameters without ``requires_grad`` are
+        frozen: they neither train nor travel nor count in a norm. Every node takes them from its
+        own ``model()``, and the buffers of frozen layers stay constant.
     data : Callable[[int], ClientData]
         Returns training and test examples of partition ``i``.
     loss : Callable[..., Tensor]
@@ -120,7 +120,7 @@ class Task:
 
     @cached_property
     def template(self) -> Params:
-        """Tensors without values in the place of those that travel, by name."""
+        """Tensors without values, with the names, shapes and types of those that travel."""
         travelling = self.factory.facts.travelling.items()
         return {
             name: torch.empty(shape, dtype=dtype, device="meta")

@@ -1,4 +1,4 @@
-"""Kinds of trainings: all that a trial of trainings may depend on."""
+"""Kinds of trainings, which hold everything that a trial of trainings may depend on."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from flower_ext.training.task import Task
 
 @dataclass(frozen=True)
 class TrainingKind:
-    """The facts on which a trial's result depends: the key under which a process remembers it.
+    """The facts on which a trial's result depends; a process remembers the result by this key.
 
-    ``features`` and ``targets`` are one example of zeros, with shapes and types of the real ones.
+    ``features`` and ``targets`` are one example of zeros, with shapes and types of real examples.
     """
 
     model: Callable[[], nn.Module]

@@ -15,9 +15,9 @@ from flower_ext.training.model_factory import is_frozen
 from flower_ext.training.params import matches
 
 RUNNING_STATISTICS = frozenset({"running_mean", "running_var", "num_batches_tracked"})
-"""Last parts of the names of batch normalisation's buffers."""
+"""Names of the buffers of batch normalisation layers, without the layer's name."""
 _MOST_GROUPS, _CHANNELS_IN_A_GROUP = 32, 4
-"""Most groups of a norm that replaces batch normalisation of images, and channels in each."""
+"""For a GroupNorm in place of batch normalisation of images: most groups, and channels in each."""
 
 
 class UnshareableModel(InvalidValue):

@@ -47,7 +47,7 @@ def _keys_bytes(context: RoundContext) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class _RoundMessage(ProtocolMessage):
-    """A message of one round. ``sizes`` has the length in bytes of a field, or of its entries."""
+    """A message of one round. ``sizes`` has the bytes of a field, or of each of its entries."""
 
     sizes: ClassVar[Mapping[str, int]] = {}
 

@@ -235,7 +235,7 @@ class SumServer:
         self._require(3)
         self._next(set())
         context, digest = self._context, self._context.digest
-        # Of each member the server learns one secret: both together would unmask its vector.
+        # The server learns one secret of each member, because both would unmask its vector.
         seeds = {member: self._rebuild(member, OF_SEED) for member in sorted(self._answered)}
         lost = sorted(self._sharing - self._answered)
         privates = {member: self._rebuild(member, OF_KEY) for member in lost}

@@ -50,7 +50,7 @@ class RoundContext(JsonRecord):
         Least number of masked vectors; with fewer, the round is discarded.
     signed : bool
         True if members sign their keys, and all members are neighbours. No server can then choose a
-        member's neighbours, or send keys in their name; see
+        member's neighbours, or send keys in a neighbour's name; see
         `flower_ext.secure.aggregation.identities`.
 
     Raises

@@ -1,8 +1,8 @@
 """Signed keys of members that know each other, so that no server can pose as one of them.
 
-In a signed round a member sends its two fresh public keys with its identity, an Ed25519 key that
-outlives rounds, and a signature over the round, its number and these keys. Each member accepts only
-the identities that its owner listed, and accepts no identity twice.
+A member's identity is an Ed25519 key that outlives rounds. In a signed round, the member sends its
+two fresh public keys, its identity, and a signature over the round, the member's number and the two
+keys. Each member accepts only the identities that its owner listed, and accepts no identity twice.
 """
 
 from __future__ import annotations

@@ -68,8 +68,8 @@ class Member(JsonRecord):
         The server's first message.
     **state
         Secrets of the steps so far, and nothing else. ``keys`` holds the neighbours' public keys.
-        ``held`` holds, for each neighbour that shared, its shares of seed and key; they are empty
-        if this member could not open them.
+        ``held`` holds the shares of each neighbour's seed and key that this member received; empty
+        bytes stand for shares that it could not open.
     """
 
     kind = "member"
@@ -181,8 +181,8 @@ class Member(JsonRecord):
         The member then forgets its own secrets, so that it can mask nothing else. Shares that it
         cannot open do not end the round: the member masks as usual, and later reveals no share of
         the neighbour that sent them. The server then uses the shares that other members hold. From
-        the missing share it learns that the neighbour, or the server itself, sealed the share
-        badly.
+        the missing share the server learns that the neighbour, or the server itself, sealed the
+        share badly.
 
         Parameters
         ----------
@@ -234,9 +234,9 @@ class Member(JsonRecord):
         Raises
         ------
         ProtocolError
-            The call is out of order; another request was answered before; fewer members answered
-            than the context's least; or the request is not for exactly the neighbours that shared
-            secrets with this member.
+            The call is out of order; this member answered another request before; fewer members
+            than ``least_answers`` answered; or the request is not for exactly the neighbours that
+            shared secrets with this member.
         """
         context = self.context
         request.check(context)

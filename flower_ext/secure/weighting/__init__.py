@@ -24,19 +24,20 @@ This package departs from the paper in six points:
 * One silo re-randomises each ciphertext; the silos take turns. Without this step the server, which
   made the encryptions, could predict the randomness of the product of all uploads for any guess of
   the updates.
-* A silo adds a dither to its noise, uniform over one step of the encoding. The paper's noise is a
-  multiple of C_LCM, so the decrypted sum modulo C_LCM would depend on the updates alone, and its
-  greatest common divisor with C_LCM would reveal factors of the N_u. With the dither, the
-  decrypted sum modulo C_LCM is uniform.
-* Users may be drawn so that no party knows who takes part. For each user the server encrypts the
-  weight k times and zero P - k times, and the silos take one of these P by oblivious transfer. All
-  silos take the same one, because they derive the choice from their seed. In the paper each silo
-  would choose for itself, and a user's weights would no longer add up.
+* A silo adds a dither to its noise: a random number, uniform over one step of the encoding. The
+  paper's noise is a multiple of C_LCM. The decrypted sum modulo C_LCM would therefore depend on the
+  updates alone, and the greatest common divisor of sum and C_LCM would reveal factors of the N_u.
+  With the dither, the decrypted sum modulo C_LCM is uniform.
+* Users may be drawn so that no party knows who takes part. For each user the server makes
+  ``draw_choices`` encryptions: ``winning_choices`` of the weight, and the others of zero. The silos
+  open one of them by oblivious transfer. All silos open the same one, because they derive the
+  choice from their seed. In the paper each silo would choose for itself, and a user's weights would
+  no longer add up.
 
-The server learns the noisy sum and the number of users without any record (their blinded total is
-zero), but not who they are. When the server draws users itself, it also knows which places of the
-secret order it drew. A silo learns nothing about other silos. A silo computes only for users with
-records in it, so its running time reveals their approximate number.
+The server learns the noisy sum. It also learns the number of users without any record, because
+their blinded total is zero, but not who they are. If the server draws users itself, it also knows
+which places of the silos' secret order it drew. A silo learns nothing about other silos. A silo
+computes only for users with records in it, so its running time reveals their approximate number.
 
 `PaillierServer` and `PaillierSilo` are the parties; their methods are the steps of the protocol,
 in order. `ServerParty` and `SiloParty` hold everything that does not depend on the scheme, so that

@@ -8,7 +8,7 @@ step       message of the server               answer of a silo
 ``begin``  the settings                        its public key
 ``keys``   all silos' keys and the server's    of silo 0: the seed, sealed for each other silo
 ``count``  the seed sealed for the silo        masked counts
-``draw``   a number and an offer, to silo 0    the silos' choices; before a round or epoch
+``draw``   a number and an offer, to silo 0    the silos' choices for one round or epoch
 =========  ==================================  =====================================================
 """
 
@@ -52,7 +52,7 @@ class PartySettings(JsonRecord, ABC):
         |U|, |S| (at least two), and the length of an update.
     draw_choices, winning_choices : int
         If ``draw_choices`` is given, each user takes part in a round with probability
-        ``winning_choices`` / ``draw_choices``, and no party learns which users do.
+        ``winning_choices`` / ``draw_choices``, and no party learns which users take part.
 
     Raises
     ------
@@ -85,7 +85,8 @@ class PartySettings(JsonRecord, ABC):
     def context(self) -> bytes:
         """Hash of the protocol and all fields.
 
-        Keys and masks derive from it, so parties with different settings cannot read one another.
+        Keys and masks derive from this hash, so parties with different settings cannot read each
+        other's messages.
         """
         return hashlib.sha256(self.to_bytes()).digest()
 

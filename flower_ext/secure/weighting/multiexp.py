@@ -3,8 +3,8 @@
 This module computes Π_u b_u^{x_uj} for every column j of a matrix of short signed exponents. All
 columns have the same bases, so each base gets a table of its small powers. An exponent is then a
 few digits, each of which costs one look-up and one multiplication, and all bases of a column share
-squarings. With U bases and exponents of k digits a column takes about k · (U + 7) multiplications,
-where one power for each base takes 50 · U.
+squarings. With U bases and exponents of k digits a column takes about k · (U + 7) multiplications.
+Computing one power for each base takes 50 · U.
 """
 
 from __future__ import annotations
@@ -73,8 +73,8 @@ def column_products(
         return tables
 
     tables = map_slices(powers, bases)
-    # Digits are those of x + largest, which is never negative. This factor takes the surplus out of
-    # every product at once, so that no column needs an inversion.
+    # The digits are of x + largest, which is never negative. This factor cancels the added
+    # ``largest`` in all products, so that no column needs an inversion.
     product = mpz(1)
     for base in bases:
         product = product * base % modulus

@@ -1,8 +1,8 @@
-"""1-out-of-P oblivious transfer: the receiver opens one of P texts, unknown to the sender.
+"""1-out-of-P oblivious transfer: a receiver opens one of P texts, and the sender cannot see which.
 
 Source: Chou and Orlandi, "The Simplest Protocol for Oblivious Transfer" (LATINCRYPT 2015), for
-honest-but-curious parties. The group is the subgroup of prime order ℓ of the curve Ed25519, by
-libsodium (package PyNaCl). G is its base point.
+honest-but-curious parties. The group is the subgroup of prime order ℓ of the curve Ed25519, and G
+is its base point. libsodium (package PyNaCl) computes in it.
 
 ====================  =====================================================================
 sender                a uniform below ℓ; A = a·G
@@ -12,8 +12,8 @@ receiver              k_c = H(b·A)
 ====================  =====================================================================
 
 Multiples of A are counted from one, so that no scalar is zero and no choice is a special case. H is
-BLAKE2b under a key that hashes the run, A, B and the number of the transfer, and takes j as well.
-Keys of different runs, answers and texts have nothing in common.
+BLAKE2b. Its key is a hash of the run, A, B and the number of the transfer, and its input includes
+j. Keys of different runs, answers and texts are therefore unrelated.
 
 * *The sender learns no choice.* b·G is uniform in the group, and adding (c + 1)·A permutes the
   group, so B is uniform for every c, whatever A the sender chose. This needs no assumption.
@@ -26,8 +26,8 @@ Keys of different runs, answers and texts have nothing in common.
   the choice. libsodium's check refuses these points, points off the curve or outside the subgroup,
   and second encodings of one point.
 
-The group's order is public and its points are sent as they are. Nothing is hashed to the group:
-no step needs a point whose logarithm nobody knows.
+Parties send points of the group as they are. Nothing is hashed to the group, because no step needs
+a point whose logarithm nobody knows.
 
 All of the receiver's randomness comes from one key. Several parties that share this key therefore
 act as one receiver: one of them answers, and all of them open the same texts.

@@ -28,7 +28,7 @@ _LARGEST_KEY_BITS = 2**14
 
 
 def check_key_bits(key_bits: int, *, allow_insecure_key_size: bool) -> None:
-    """Refuse a key below 3072 bits outside tests, and a key so long that a run would take days.
+    """Refuse a key so long that a run would take days, and outside tests a key below 3072 bits.
 
     Raises
     ------
@@ -69,8 +69,8 @@ class PublicKey:
         Parameters
         ----------
         coprime_to : int
-            Largest number that is blinded. A factor r blinds a number only if the number is a unit
-            modulo n.
+            Largest number that is blinded. A random factor blinds a number only if the number is a
+            unit modulo n.
 
         Raises
         ------
@@ -140,8 +140,9 @@ class PrivateKey:
     def encrypt(self, messages: Sequence[mpz], *, name: str = "") -> list[mpz]:
         """Return fresh ciphertexts, distributed as with `PublicKey.zeros`, about 3.5 times as fast.
 
-        Modulo p², r^n equals s^p, where s = r^q modulo p. If r is uniform, so is s, because taking
-        the q-th power permutes the units modulo p. This method therefore draws s instead of r.
+        `PublicKey.zeros` draws r and computes r^n. Modulo p², r^n equals s^p, where s = r^q modulo
+        p. If r is uniform, so is s, because taking the q-th power permutes the units modulo p. This
+        method therefore draws s.
         """
         n, n_squared = self.public.n, self.public.n_squared
         p_squared, q_squared = self.p * self.p, self.q * self.q

@@ -72,10 +72,10 @@ class PaillierServer(ServerParty[PaillierSettings, PaillierSum]):
     def close_round(self, messages: Sequence[PaillierSum]) -> NDArray[np.float64]:
         """Return the weighted, noised sum over all silos: see `ServerParty.close_round`.
 
-        A user with more than ``max_records_per_user`` records, or a total that is not allowed,
-        makes the sum about uniform modulo n. This goes unnoticed with probability 2 · ``sum_bound``
-        / n, or 2⁻⁶⁴ with packing. A server may find that user's total by trying all totals on the
-        sum; set ``silo_record_limits`` to rule this out.
+        If a user has more than ``max_records_per_user`` records, or a total that is not allowed,
+        the sum is about uniform modulo n. The server fails to notice this with probability
+        2 · ``sum_bound`` / n, or 2⁻⁶⁴ with packing. A server may find that user's total by trying
+        all totals on the sum; set ``silo_record_limits`` to rule this out.
         """
         self._check_sums(messages)
         settings, public = self.settings, self._key.public
@@ -107,10 +107,11 @@ class PaillierServer(ServerParty[PaillierSettings, PaillierSum]):
         return message
 
     def _sealed_weights(self, number: int, sender: Sender, choices: bytes) -> PaillierWeights:
-        """Return P sealed encryptions per user: k of the user's inverse total, the others of zero.
+        """Return ``draw_choices`` sealed encryptions per user, some of them of zero.
 
-        Only the server knows the order of the P encryptions, and only the silos know which of them
-        they open. No party therefore learns whether the opened encryption is among the k.
+        The other ``winning_choices`` encrypt the user's inverse total. Only the server knows the
+        order of the encryptions, and only the silos know which one they open. No party therefore
+        learns whether the silos open an encryption of zero.
         """
         settings, size = self.settings, self.settings.draw_choices or 1
         messages = [mpz(0)] * (settings.users * size)

@@ -32,8 +32,8 @@ class PaillierSettings(PartySettings):
     max_records_per_user, allowed_totals, silo_record_limits, precision, key_bits
         As for `PrivateWeighting`, which also has ``allow_insecure_key_size``. A short list of
         totals has a small least common multiple, so that many coordinates fit one plaintext.
-        Without ``silo_record_limits``, the server notices a user with too many records over all
-        silos only in the decrypted sum (see `PaillierServer.close_round`).
+        Without ``silo_record_limits``, only the decrypted sum shows the server that a user has too
+        many records over all silos (see `PaillierServer.close_round`).
     update_bound : float
         Largest magnitude of an update's coordinate. The clipping norm is such a bound.
     noise_bound : float
@@ -108,8 +108,9 @@ class PaillierSettings(PartySettings):
     def sensitivity(self) -> float:
         """Largest change of a decoded sum due to one user, in clipping norms.
 
-        Encoding moves each coordinate of an update by half a step at most. The dither amounts to
-        rounding the sum to whole steps at random, which moves a coordinate by less than one step.
+        Encoding moves each coordinate of an update by half a step at most. Adding the dither is
+        equivalent to rounding the sum to whole steps at random, which moves a coordinate by less
+        than one step.
         """
         return 1 + 1.5 * math.sqrt(self.coordinates) * self.step / self.update_bound
 
@@ -186,9 +187,10 @@ class PaillierSettings(PartySettings):
 class PaillierWeights(ProtocolMessage):
     """The weights of one round, for all silos; a user that takes no part has a weight of zero.
 
-    Without a secret draw, ``weights`` holds one ciphertext per user, and ``offer`` is empty. With
-    one, it holds P sealed ciphertexts per user, of which the silos can open one. ``offer`` is then
-    the server's message of the oblivious transfer that silo 0 answered for all silos.
+    Without a secret draw, ``weights`` holds one ciphertext per user, and ``offer`` is empty. With a
+    secret draw, ``weights`` holds ``draw_choices`` sealed ciphertexts per user, of which the silos
+    can open one. ``offer`` is then the server's message of the oblivious transfer that silo 0
+    answered for all silos.
     """
 
     kind = b"PPew"
@@ -222,7 +224,7 @@ class PaillierSum(SumMessage):
 
 
 def pack_ciphertexts(ciphertexts: Sequence[mpz], settings: PaillierSettings) -> bytes:
-    """Return ciphertexts, joined."""
+    """Join ciphertexts, each as ``settings.ciphertext_bytes`` bytes."""
     return pack_numbers(ciphertexts, settings.ciphertext_bytes)
 
 

@@ -82,7 +82,7 @@ class PaillierSilo(SiloParty):
         def fold(users: Sequence[int]) -> list[mpz]:
             folded = []
             for user in users:
-                # Inverses are of r_u N_u, so the blind r_u cancels; C_LCM makes a fraction whole.
+                # The server inverted r_u N_u, so the blind r_u cancels. C_LCM makes 1 / N_u whole.
                 blinded = self.counts[user] * self._blinds[user]
                 factor = blinded * settings.common_multiple % public.n
                 folded.append(gmpy2.powmod(inverses[place[user]], factor, public.n_squared))
@@ -111,10 +111,10 @@ class PaillierSilo(SiloParty):
         return self._pairs.multiplicative_masks(_SUM, number, count, self.public.n_squared)
 
     def rerandomise(self, ciphertexts: list[mpz], number: int) -> None:
-        """Re-randomise, in place, this silo's share of the ciphertexts.
+        """Re-randomise, in place, the ciphertexts for which this silo is responsible.
 
-        The silos take turns, so a silo's share changes every round. The server made the
-        encryptions. Without this step, the server could predict the randomness of the product of
+        One silo is responsible for each ciphertext, and another one in the next round. The server
+        made the encryptions. Without this step, it could predict the randomness of the product of
         all uploads for any guess of the updates.
         """
         silos = self.settings.silos
@@ -145,7 +145,7 @@ class PaillierSilo(SiloParty):
 
 
 class PaillierOpenSum:
-    """A silo's sum of one round. It keeps all encoded updates, to add them up by coordinates."""
+    """A silo's sum of one round. It keeps all encoded updates, and adds them up in `finish`."""
 
     def __init__(self, silo: PaillierSilo, weights: PaillierWeights) -> None:
         self._silo, self._settings, self._weights = silo, silo.settings, weights
@@ -177,7 +177,7 @@ class PaillierOpenSum:
         )
         ciphertexts = _packed(products, settings, public)
         noises = settings.packing.pack([dithered(int(value), settings) for value in encoded_noise])
-        # Masks are drawn from here on. Until here an error leaves the round unused.
+        # The silo draws masks from here on. An error before this line leaves the round unused.
         masks = silo.use_round(number, len(ciphertexts))
         for at, mask in enumerate(masks):
             # The noise needs no encryption of its own: the mask hides the whole product.

@@ -17,9 +17,10 @@ from flower_ext.secure.weighting.paillier_silo import PaillierSilo
 from flower_ext.secure.weighting.protocol import WeightingProtocol
 
 _NOISE_ROOM = 64.0
-"""Range of the encoding in standard deviations of a silo's noise, which noise never reaches."""
+"""Bound on a silo's encoded noise, in standard deviations, so high that noise never reaches it."""
 _LARGEST_STEP = 0.25
-"""Largest step of the encoding in standard deviations of a silo's noise; larger ones lose noise."""
+"""Largest step of the encoding, in standard deviations of a silo's noise; longer steps lose noise.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,8 +39,8 @@ class PrivateWeighting(WeightingProtocol):
         exceed N_max. Without them, a user with more records spoils every sum, and the run ends
         after three spoiled sums.
     precision : float
-        P: largest rounding error of a coordinate of the sum over silos. It must be small against
-        each silo's noise.
+        P: largest rounding error of a coordinate of the sum over silos. It must be small compared
+        to each silo's noise.
     draw_choices : int, optional
         As for `WeightingProtocol`.
     key_bits : int
@@ -66,7 +67,7 @@ class PrivateWeighting(WeightingProtocol):
     allow_insecure_key_size: bool = False
 
     def __post_init__(self) -> None:
-        # The smallest run that these settings allow; its construction checks each of them.
+        # Construct the settings of the smallest possible run, because that checks every option.
         PaillierSettings(
             **asdict(self),
             run="check",
@@ -81,8 +82,8 @@ class PrivateWeighting(WeightingProtocol):
     def assumed_totals(self) -> str:
         """Assumption on users' totals that no silo can check by itself; empty if there is none.
 
-        A total that breaks the assumption puts the sum out of bounds. A server may then find that
-        total by trying all totals on the sum.
+        A user's total that breaks the assumption puts the sum out of bounds. A server may then find
+        this total by trying all totals on the sum.
         """
         if self.allowed_totals is not None:
             totals = " or ".join(str(total) for total in self.allowed_totals)

@@ -21,7 +21,7 @@ from flower_ext.privacy import AdversaryView, PoissonSampling
 from flower_ext.privacy.mechanisms.noised_sum import NoisedSum
 from flower_ext.secure.weighting.agreement import PartySettings
 
-if TYPE_CHECKING:  # they need the extra
+if TYPE_CHECKING:  # these modules need the extra
     from flower_ext.secure.weighting.server_party import ServerParty
     from flower_ext.secure.weighting.silo_party import SiloParty
 
@@ -51,7 +51,8 @@ class WeightingProtocol(ABC):
     Parameters
     ----------
     max_records_per_user : int
-        The most records of one user, in one silo or in all silos together, as the protocol says.
+        The most records of one user, in one silo or in all silos together; each protocol says
+        which.
     silo_record_limits : tuple of int, optional
         The most records of one user in each silo.
     draw_choices : int, optional
@@ -99,7 +100,8 @@ class WeightingProtocol(ABC):
         Raises
         ------
         ValueError
-            No users are drawn, or at a rate that is not a multiple of 1 / ``draw_choices``.
+            The plan draws no users, or draws at a rate that is not a multiple of
+            1 / ``draw_choices``.
         """
         choices = self.draw_choices
         if choices is None:
@@ -121,7 +123,7 @@ def protocols() -> Mapping[str, EntryPoint]:
 
 
 def load_protocol(name: str) -> type[WeightingProtocol]:
-    """Import the class of the protocol of that name.
+    """Import and return the protocol ``name``.
 
     Raises
     ------
@@ -148,7 +150,7 @@ def load_protocol(name: str) -> type[WeightingProtocol]:
 
 
 def protocol_of(data: bytes) -> type[WeightingProtocol]:
-    """Return the protocol that a run's settings, or a silo's state, name.
+    """Return the protocol that ``data``, a run's settings or a silo's state, names.
 
     Raises
     ------

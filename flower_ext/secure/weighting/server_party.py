@@ -70,7 +70,7 @@ class ServerParty(ABC, Generic[SettingsT, SumT]):
         settings, silos = self.settings, range(self.settings.silos)
         keys = yield ProtocolStep(name=BEGIN, questions=dict.fromkeys(silos, settings.to_bytes()))
         _check_keys(keys)
-        # One message for all: a silo that received other keys shows another fingerprint.
+        # All silos get the same keys: one that received other keys shows another fingerprint.
         public = b"".join(keys[silo] for silo in silos) + self.public_key
         answers = yield ProtocolStep(name=KEYS, questions=dict.fromkeys(silos, public))
         sealed, others = answers[SEEDING_SILO], silos[1:]
@@ -94,7 +94,7 @@ class ServerParty(ABC, Generic[SettingsT, SumT]):
             Higher than the number of every earlier round.
         places : Collection[int], optional
             Places, in the silos' secret order, of the users that take part. By default all users
-            take part, or the silos draw them, where the settings have ``draw_choices``.
+            take part, or, if the settings have ``draw_choices``, the silos draw users.
 
         Raises
         ------
@@ -189,7 +189,7 @@ class ServerParty(ABC, Generic[SettingsT, SumT]):
         return totals
 
     def _drawn_places(self, places: Collection[int] | None) -> set[int]:
-        """Return the places in the silos' secret order of users that the server named."""
+        """Return the places of the users that take part; by default all places."""
         if self.settings.draw_choices is not None:
             raise ProtocolError(
                 "the settings have draw_choices, so the server does not draw: name no places"

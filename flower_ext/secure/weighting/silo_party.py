@@ -67,8 +67,8 @@ class SiloSum(Protocol):
     def finish(self, noise: NDArray[Any]) -> bytes:
         """Return the masked sum with this silo's share of the noise, and mark the round as used.
 
-        A user with records in this silo but without an update counts as zero: if the silo sent no
-        sum instead, that would reveal that it holds an unusual record.
+        A user with records in this silo but without an update counts as zero. If the silo refused
+        to send a sum instead, the refusal would reveal that the silo holds an unusual record.
 
         Raises
         ------
@@ -142,7 +142,7 @@ class SiloParty(JsonRecord, ABC):
 
     @property
     def counted(self) -> tuple[int, ...]:
-        """Users with records in this silo, each of whom has an update in every sum."""
+        """Users with records in this silo. Each of them has an update in every sum."""
         return tuple(user for user, count in enumerate(self.counts) if count)
 
     def answer(self, step: str, question: bytes, counts: Sequence[int] = ()) -> bytes:
@@ -254,7 +254,7 @@ class SiloParty(JsonRecord, ABC):
             answer = b"".join(self._pairs.seal(silo, _SEED, part) for silo in others)
             self._mix_seed(part)
         self.save(self.to_bytes())
-        # A warning, so that no setting of the log hides it.
+        # Log a warning, because usual settings of the log hide lower levels.
         log.warning(
             "silo %d: the fingerprint of all silos' keys is %s; the silos' owners see another one "
             "if somebody swapped a key on the way",
@@ -277,7 +277,8 @@ class SiloParty(JsonRecord, ABC):
                 f"counts: expected 0 to {limit} records of each user in this silo; leave records "
                 "out, or raise the limit of the run"
             )
-        # Stored before masks are drawn: a restored silo cannot mask other counts in the same way.
+        # Store the counts before masks are drawn, so that a restored silo cannot put other counts
+        # under the same masks.
         self.counts = held
         self.save(self.to_bytes())
         return self._count_answer()
@@ -289,9 +290,10 @@ class SiloParty(JsonRecord, ABC):
         return pack_numbers(masked, self.settings.count_bytes)
 
     def _mix_seed(self, part: bytes) -> None:
-        """Take the seed that all silos derive from silo 0's part.
+        """Derive the silos' seed from the random bytes ``part`` of silo 0 and the server's key.
 
-        The server's fresh key keeps silo 0 from choosing the seed. The part keeps the seed secret.
+        The server's fresh key keeps silo 0 from choosing the seed. The server does not know
+        ``part``, so it does not know the seed.
         """
         check_length("seed", part, SEED_BYTES)
         self.seed = derive(part, "seed", self.server_key, self.settings.context)

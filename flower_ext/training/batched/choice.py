@@ -1,14 +1,14 @@
 """Choose the form that trains each job: the fastest one that gives the results of `local.train`.
 
-The first form of this table that takes a job trains it. *Invariant* jobs are those of which no bit
-may depend on the jobs beside them.
+The first form of this table that takes a job trains it. A job is *invariant* if no bit of its
+result may depend on the jobs that train beside it.
 
 ===============  =============  ============  ============  =====================================
-form             invariant job  other jobs    one other     models
+form             invariant job  other jobs    a lone other  models
 ===============  =============  ============  ============  =====================================
-a plug-in's      if invariant   yes           if it gains   known layers; others after a trial
+a plug-in's      if promised    yes           if faster     known layers; others after a trial
 `ConstantShape`  yes            no            no            of rows, after trials
-`Stacked`        no             if they gain  no            after a trial
+`Stacked`        no             if faster     no            after a trial
 none             yes            yes           yes           all
 ===============  =============  ============  ============  =====================================
 
@@ -57,7 +57,7 @@ log = getLogger("flwr")
 def assigned(
     task: Task, jobs: Sequence[Job], memory_limit: int, *, batch_invariant: bool
 ) -> Iterator[tuple[list[int], Form | None]]:
-    """Yield groups of jobs, by their indices, each with its form; None for one job by itself."""
+    """Yield groups of jobs, by their indices, each with its form; None if one job trains alone."""
     alike = defaultdict(list)
     for index, job in enumerate(jobs):
         alike[job.examples.row_type].append(index)
@@ -75,7 +75,7 @@ def assigned(
 
 
 def _forms(task: Task, jobs: Sequence[Job], *, batch_invariant: bool) -> Iterator[Form]:
-    """Yield the forms for jobs that are alike, the fastest first; they may leave some jobs."""
+    """Yield the forms for jobs that are alike, the fastest first. A form may decline some jobs."""
     if _why_never_together(jobs) is None:
         # A lone job must train as it would in a group, unless its bits may depend on the group.
         lone = len(jobs) == 1 and not batch_invariant
@@ -106,7 +106,7 @@ def _of_constant_shape(task: Task, jobs: Sequence[Job]) -> Iterator[Form]:
 
 def _is_sound(form: Form, task: Task, job: Job) -> bool:
     """Return True if the form gives the results of `local.train` for jobs like this one."""
-    # The types of known layers tell all that they do, so no trial is needed.
+    # The type of a known layer determines what it computes, so no trial is needed.
     return task.factory.facts.known or trains_alike(_kind(task, job), form)
 
 
@@ -152,8 +152,8 @@ def _why_not_stacked(kind: TrainingKind) -> str | None:
 def trains_alike(kind: TrainingKind, form: Form) -> bool:
     """Return True if a trial finds that a form trains models of this kind as `local.train` does.
 
-    A model that counts its passes, say, may act on the count long after the trial, so the function
-    returns False for every model that changes anything in a pass.
+    The function returns False for every model that a pass changes. A model that counts its passes,
+    for example, may act on the count long after the trial.
     """
 
     def train_together(jobs: Sequence[Job]) -> Params:

@@ -1,15 +1,15 @@
 """The form whose stacks have a constant shape, so that no bit of a model depends on the others.
 
-How a library rounds a number depends on the shape of its array, and on its position there. In these
-stacks a job alone determines both, except for two things: the number of models in the stack, and
-the position of the job's model among them. Three rules see to that:
+A library rounds a number by the shape of its array and by its position there. In these stacks the
+job alone determines shape and position, except for the number of models in the stack, and for the
+place of the job's model among them. Three rules ensure this:
 
 * The rows of a mini-batch are padded to a number that follows from the job alone.
-* There are 4, 8, 16 or 32 models, and always 128 on an accelerator. Copies of a job fill a stack
-  up, and models whose training has ended stay in it until the next smaller size.
-* The last numbers of an array may not fill a register, and PyTorch rounds these in another way.
-  Four models with eight rows each leave no such numbers. Only one thread runs, because several
-  would divide the arrays. A trial cannot replace these rules: such a number differs too rarely.
+* A stack has 4, 8, 16 or 32 models, and always 128 on an accelerator. Copies of a job fill a stack
+  up. Models whose training has ended stay in it until it shrinks to the next smaller size.
+* PyTorch rounds the last numbers of an array in another way if they do not fill a register. Four
+  models with eight rows each leave no such numbers. Only one thread runs, because several would
+  divide the arrays. No trial can replace these rules, because such a number differs too rarely.
   Models are left out if their arrays do not consist of rows (`consists_of_rows`).
 
 On an accelerator, where only deterministic kernels run (`deterministic_kernels`), a kernel computes
@@ -41,7 +41,8 @@ from flower_ext.training.task import Task
 from flower_ext.training.training_kind import TrainingKind
 
 SIZES = (4, 8, 16, 32)
-"""Numbers of models in a stack: 4 take as long as 5 one by one, and 32 as long as 14."""
+"""Possible numbers of models in a stack. A stack of 4 takes as long as 5 models one by one, and a
+stack of 32 as long as 14."""
 _ON_ACCELERATOR = (128,)
 _ROWS = 8
 """The number of rows of a mini-batch is a multiple of this number."""
@@ -57,7 +58,7 @@ class Shape(NamedTuple):
 
     @classmethod
     def of(cls, job: Job) -> Shape:
-        """Return the shape that a job determines: few shapes, so that many jobs share one."""
+        """Return the shape that a job determines. Shapes are few, so that many jobs share one."""
         training = job.training
         most = -(-training.batch_size // _ROWS) * _ROWS
         longest = min(len(job.examples), training.batch_size)
@@ -113,9 +114,10 @@ class ConstantShape(Form):
     def groups(self, jobs: Sequence[Job], memory_limit: int) -> Iterator[list[int]]:
         """Yield groups of the jobs of this shape.
 
-        A job is left out if the largest stack of its kind would not fit into memory, or not into
-        the processor's caches: such a stack would gain nothing. The job alone decides this, not the
-        others. A target that is ignored would change how the loss of the whole stack is computed.
+        A job is left out if the largest stack of its kind would exceed the memory, or the
+        processor's caches, where a stack gains nothing. The job alone decides this, not the others.
+        A job with an `IGNORED` target is left out too, because the target would change how the loss
+        of the whole stack is computed.
         """
         most = sizes_on(self.kind.device)[-1]
         members = [
@@ -149,12 +151,12 @@ class ConstantStack(Stack):
         self._rows, self._ended = rows, clone(self.weights)
 
     def train(self) -> Params:
-        """Run `Stack.train`; return each model as it was when its own training ended."""
+        """Run `Stack.train`, and return each model as it was when its job ended."""
         super().train()
         return self._ended
 
     def batches(self) -> Iterator[MiniBatches]:
-        """Yield mini-batches of the jobs that still train, and of others that fill the stack up."""
+        """Yield mini-batches of the jobs that still train, and of jobs that fill the stack up."""
         before = len(self.jobs)
         for x, y, counts in super().batches():
             self._end(slice(len(x), before))

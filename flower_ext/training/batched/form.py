@@ -23,19 +23,19 @@ GROUP = "flower_ext.forms"
 class Form(Protocol):
     """A way to train jobs whose examples have one shape and type.
 
-    A form may decline jobs. A job that it accepts must end as it does under `local.train`, up to
-    rounding. `choice` compares the two with random jobs, for every model whose code the package
-    does not know.
+    A form may decline jobs. It must train an accepted job to the result of `local.train`, up to
+    rounding. For every model whose code the package does not know, `choice` compares both results
+    on random jobs.
     """
 
     batch_invariant: bool
     """True if no bit of a model depends on the jobs that train beside it.
 
-    A guarantee for each user rests on this promise.
+    User-level guarantees rest on this promise.
     """
 
     def __hash__(self) -> int:
-        """Return a hash, by which the process remembers if a trial found the form sound."""
+        """Return a hash, under which the process stores whether a trial accepted the form."""
         return id(self)
 
     def groups(self, jobs: Sequence[Job], memory_limit: int) -> Iterable[list[int]]:
@@ -56,13 +56,14 @@ class Form(Protocol):
 
 
 FormFactory = Callable[[Task, Job], Form | None]
-"""Returns the form for jobs like the given one. The same form serves all jobs of a kind, so that it
-is tried only once. It returns None if the plug-in cannot train them, or cannot train them faster.
+"""Returns the form for jobs like the given one; None if the plug-in cannot train them faster.
+
+The factory returns the same form for all jobs of a kind, so that a trial runs only once.
 """
 
 
 def longest_first(jobs: Sequence[Job], members: Iterable[int]) -> list[int]:
-    """Return indices of jobs in the order of their steps.
+    """Return the indices ``members`` of jobs, those with the most steps first.
 
     Jobs of equal length are sorted by their numbers of examples, so that neighbours need less
     padding.

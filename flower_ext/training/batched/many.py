@@ -1,9 +1,8 @@
 """Many local trainings, together where that is faster.
 
 The results are those of `train` for each job, up to the order of floating-point sums. `choice`
-says which jobs train together, and by which form. Each function rests on the next one:
-`attempt_groups` tells apart the jobs that raise, `train_each` yields one model after another, and
-`train_groups` trains batch by batch.
+decides which jobs train together, and by which form. `train_groups` trains batch by batch,
+`train_each` yields its models one by one, and `attempt_groups` finds the jobs that raise.
 """
 
 from __future__ import annotations
@@ -35,8 +34,8 @@ def attempt_groups(
 ) -> Iterator[tuple[list[int], R | Exception]]:
     """Yield indices of jobs with their results, and each job that raises with its error.
 
-    One record can make a training raise, for example by a label out of range. The jobs that an
-    error leaves without a result restart, half of them at a time, and draw the same mini-batches
+    One record can make a training raise, for example by a label out of range. The function then
+    restarts the jobs without a result, half of them at a time. They draw the same mini-batches
     again. If trainings are batch-invariant, such an error changes no bit of another job's result.
 
     Parameters
@@ -78,16 +77,16 @@ def train_each(
     memory_limit: int = MEMORY_LIMIT,
     batch_invariant: bool = False,
 ) -> Iterator[Params]:
-    """Train each job as `train` does; yield each model as soon as it and those before are ready.
+    """Train each job as `train` does; yield the models in order, each as soon as it is ready.
 
-    A job without examples gets its parameters back unchanged. Jobs that cannot be trained together,
-    or would not gain by it, are trained one by one. Consume each model immediately: it is still in
+    A job without examples gets its parameters back unchanged. Jobs that cannot train together, or
+    not faster than alone, train one by one. Consume each model immediately: it is still in
     the processor's caches, and memory stays bounded.
 
     Parameters
     ----------
     memory_limit : int
-        Bytes for parameters, gradients, examples and activations of one batch (estimated).
+        Most bytes for parameters, gradients, examples and activations of one batch, by an estimate.
     batch_invariant : bool
         The option of `train_groups`.
 
@@ -110,7 +109,7 @@ def train_each(
             group, rows = next(groups)
             separate = {n: [p.contiguous() for p in part.unbind()] for n, part in rows.items()}
             for row, index in enumerate(numbers[number] for number in group):
-                # A group has no rows of what no job trains: the job's own tensors stand for it.
+                # A group has no rows of tensors that no job trains. Take the job's own tensors.
                 models[index] = {
                     name: separate[name][row] if name in separate else p
                     for name, p in jobs[index].params.items()
@@ -131,16 +130,16 @@ def train_groups(
 ) -> Iterator[tuple[list[int], Params]]:
     """Train as `train_each`, batch by batch: yield the indices of jobs, and their stacked models.
 
-    The first dimension of each parameter numbers these jobs, and the caller may change the arrays.
-    Parameters and buffers that no job of a batch trains may be absent. A caller that needs only
-    sums over models never holds more than one batch of them.
+    The first dimension of each parameter is the job's place in the batch. The caller may change the
+    arrays. Parameters and buffers that no job of a batch trains may be absent. A caller that needs
+    only sums over models never holds more than one batch of models.
 
     Parameters
     ----------
     batch_invariant : bool
-        Keep every model from depending on other jobs, even by its rounding, which unstable training
-        amplifies. A guarantee that bounds jobs one by one needs this. Models that no form trains
-        in this way train one by one.
+        Let no bit of a model depend on other jobs. Otherwise rounding would depend on them, and
+        unstable training amplifies rounding. A guarantee that bounds each job by itself needs this
+        option. Models that no form can train in this way train one by one.
     """
     if any(len(job.examples) == 0 for job in jobs):
         raise InvalidValue("cannot train on a client without examples: leave it out")

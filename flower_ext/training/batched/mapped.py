@@ -1,9 +1,9 @@
 """One architecture with many sets of parameters: K models on K mini-batches in one pass.
 
-`torch.vmap` computes the models. This module replaces its dense and image layers, which are slow.
-The weights of dense layers never get a gradient tensor of their own: the backward pass adds the
-product directly to its target (a velocity, a gradient, or the weights themselves). That saves
-writing and reading the largest tensors of the computation.
+`torch.vmap` computes the models. This module replaces dense and image layers, which vmap computes
+slowly. The weights of dense layers never get a gradient tensor of their own. Instead the backward
+pass adds the gradient directly to its target: a velocity, a gradient, or the weights themselves.
+That saves writing and reading the largest tensors of the computation.
 """
 
 from __future__ import annotations
@@ -66,19 +66,19 @@ class MappedModel:
     Parameters
     ----------
     model : nn.Module
-        Any instance, whose layers this class changes; its own parameters are not used.
+        Any instance. This class changes its layers, and does not use its parameters.
     by_products : bool, optional
-        Convolve by products of matrices, as accelerators do by default: their convolutions of many
-        groups are slow.
+        Compute convolutions as products of matrices. True by default on accelerators, where
+        convolutions of many groups are slow.
 
     Raises
     ------
     InvalidValue
-        The numbers of a layer would depend on the other models.
+        In a layer, a model's numbers would depend on the other models.
     """
 
     fewest = 5
-    """Smallest number of models for which a batch is faster than one by one."""
+    """Smallest number of models that train faster in a batch than one by one."""
 
     def __init__(self, model: nn.Module, *, by_products: bool | None = None) -> None:
         self.parameters = [name for name, p in model.named_parameters() if p.requires_grad]
@@ -152,7 +152,7 @@ class MappedModel:
             )
             inputs = [self._pass.root, *leaves.values()]
             _, *slopes = torch.autograd.grad(loss(outputs), inputs, allow_unused=True)
-        # The gradients of dense layers are at their targets already, and come as None.
+        # The gradients of dense layers are None here, because they are at their targets already.
         for name, slope in zip(leaves, slopes, strict=True):
             if slope is not None and name in self._pass.sent:
                 raise RuntimeError(f"{name!r} is used outside its layer")
@@ -165,7 +165,7 @@ class MappedModel:
 
         def compute(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
             rows = x.flatten(1, -2) if x.dim() > 2 else x.unsqueeze(1)
-            # Contiguous, because the product of matrices apart in memory is slow.
+            # Contiguous, because products are slow if the matrices do not adjoin in memory.
             y: Tensor = _Product.apply(root, rows.contiguous(), weight, bias, *both)  # type: ignore[no-untyped-call]
             return y.view(*x.shape[:-1], y.shape[-1])
 
@@ -229,7 +229,7 @@ def _for_all_models(compute: Callable[..., Tensor], *tensors: Tensor | None) -> 
 
 
 class _ForAllModels(torch.autograd.Function):
-    """A function of all models at once; defined under vmap only."""
+    """A function that computes all models at once. It runs under vmap only."""
 
     @staticmethod
     def forward(compute: Callable[..., Tensor], *tensors: Tensor | None) -> Tensor:
@@ -313,7 +313,7 @@ def _normalise(layer: nn.GroupNorm, x: Tensor) -> Tensor:
 
 
 def _look_up(layer: nn.Embedding, x: Tensor) -> Tensor:
-    # vmap joins all tables to one, so it would find only the first table's padding row.
+    # vmap joins all tables into one, and would then find the padding row of the first table only.
     rows = functional.embedding(x, layer.weight)
     padding = torch.eq(x, layer.padding_idx)  # type: ignore[arg-type]
     return torch.where(padding.unsqueeze(-1), rows.detach(), rows)
@@ -321,7 +321,7 @@ def _look_up(layer: nn.Embedding, x: Tensor) -> Tensor:
 
 _POOLING = (nn.MaxPool2d, nn.AvgPool2d, nn.AdaptiveAvgPool2d)
 BY_CHANNEL = (nn.modules.conv._ConvNd, *_POOLING)
-"""Layers that compute all models as one model, which has the channels of all."""
+"""Layers that compute all models as one model with the channels of all models."""
 
 
 def _pool(

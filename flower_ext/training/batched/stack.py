@@ -71,7 +71,7 @@ class Stack:
         self.generators = [
             draws_generator(job.generator) if self.models.draws else None for job in jobs
         ]
-        # If True, the loss of all examples can be computed at once, because they weigh the same.
+        # If True, all examples of a job weigh the same, so one call computes the loss of all jobs.
         self.classifies = task.loss is cross_entropy and not any(
             IGNORED in job.examples.targets for job in jobs
         )
@@ -93,7 +93,8 @@ class Stack:
             if radius.any():
                 point = self._climbed(weights, batch, terms, radius[:active])
             steps = first_models(velocity, active)
-            # The backward pass adds gradients to velocities in place; without momentum they are 0.
+            # The backward pass adds gradients to velocities in place. Without momentum the
+            # velocities are 0.
             for v in steps.values():
                 v.mul_(per_model(momentum[:active], v))
             self._add_gradients(point, batch, {n: Target(v) for n, v in steps.items()})
@@ -240,15 +241,15 @@ def _add_terms(
 
 def _norms(params: Mapping[str, Tensor]) -> Tensor:
     squares = [flat_rows(p).square().sum(dim=1) for p in params.values()]
-    # torch.sum over a stack of these would round by the number of models.
+    # torch.sum over a stack of these tensors would round differently for each number of models.
     return sum(squares[1:], squares[0]).sqrt()
 
 
 class _Rows:
     """Rows of each job's features or targets, on the device that trains.
 
-    An accelerator gets the rows of all jobs as one tensor, because a copy for each job would take
-    longer than its training.
+    An accelerator gets the rows of all jobs as one tensor, because one copy per job would take
+    longer than the job's training.
     """
 
     def __init__(self, tensors: Sequence[Tensor], device: torch.device) -> None:
@@ -257,7 +258,7 @@ class _Rows:
             self.joined = torch.cat([*tensors]).to(device)
 
     def selected(self, epoch: Sequence[Sequence[Tensor]]) -> Tensor:
-        """Return each job's rows of some steps: (jobs, steps, rows, …)."""
+        """Return each job's rows in the steps of ``epoch``, of shape (jobs, steps, rows, …)."""
         width = max(len(rows) for steps in epoch for rows in steps)
         shape = (len(epoch), len(epoch[0]), width, *self.tensors[0].shape[1:])
         orders = [torch.cat([_padded(rows, width) for rows in steps]) for steps in epoch]
@@ -269,7 +270,7 @@ class _Rows:
         return selected
 
     def _from_joined(self, orders: Sequence[Tensor], length: int) -> Tensor:
-        """Return the rows of each order; those of a shorter one are followed by its first."""
+        """Return the rows of each order, filled up to ``length`` with the order's first row."""
         assert self.joined is not None
         first, moved = 0, []
         for tensor, rows in zip(self.tensors, orders, strict=False):

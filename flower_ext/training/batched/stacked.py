@@ -19,27 +19,27 @@ from flower_ext.training.params import Params
 from flower_ext.training.task import Task
 
 _CACHE = 12 * 2**20
-"""Bytes of parameters and activations in a batch on a CPU; more would leave its caches."""
+"""Most bytes of parameters and activations of a batch on a CPU, so that they stay in its caches."""
 _LEAST_TOGETHER = 8
 _TOGETHER_ELSEWHERE = 4096
 
 
 @dataclass(frozen=True)
 class Stacked(Form):
-    """Stacks of any size. Rounding errors of a model depend on the size of its stack."""
+    """Stacks of any size. A model's rounding errors depend on the size of its stack."""
 
     task: Task
     batch_invariant = False
 
     def groups(self, jobs: Sequence[Job], memory_limit: int) -> Iterator[list[int]]:
-        """Yield groups of jobs, the longest job first; leave out those that gain nothing.
+        """Yield groups of jobs, the longest job first; leave out jobs that gain nothing.
 
-        A stack narrows as its jobs end, so jobs that would outlast all others are left out.
+        A stack narrows as its jobs end, so a job gains nothing if it would outlast all others.
         """
         order = longest_first(jobs, range(len(jobs)))
         steps = [jobs[index].num_steps for index in order]
-        # Leave out the longest jobs until those left have `fewest` times the steps of their
-        # longest.
+        # Leave out the longest jobs, until the remaining jobs together have at least `fewest` times
+        # the steps of the longest remaining job.
         worth = (
             i for i in range(len(order)) if sum(steps[i:]) >= MappedModel.fewest * max(steps[i], 1)
         )

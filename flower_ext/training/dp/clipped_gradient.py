@@ -25,15 +25,15 @@ from flower_ext.training.task import Task
 log = getLogger("flwr")
 
 _MARGIN = 1.0 - 1e-5
-"""Room for the rounding of norms, whose shortest sums are in single precision."""
+"""Factor on the clipping norm that covers the rounding of norms, partly in single precision."""
 
 
 class ClippedGradient:
     """Sum over examples of their gradients, each clipped to ``clipping_norm``, in float64.
 
-    An example's gradient is that of its own loss, as if there were no others. A gradient that is
-    not finite, or an example whose loss raises, counts as zero: an error would reveal something
-    about that record.
+    An example's gradient is the gradient of this example's loss, as if there were no other example.
+    A gradient that is not finite, or an example whose loss raises, counts as zero, because an error
+    would reveal something about that record.
 
     Parameters
     ----------
@@ -47,9 +47,9 @@ class ClippedGradient:
     Raises
     ------
     ValueError
-        The loss compares examples, or the model has batch normalisation. On a call: the model or
-        the loss keeps something between examples, features have another type than the model's
-        numbers, or the model learns from no random example by itself (see
+        The loss compares examples, or the model has batch normalisation. A call raises it if model
+        or loss keep something between examples, if features have another type than the model's
+        numbers, or if the model learns from no random example by itself (see
         `require_single_examples`).
     """
 
@@ -73,11 +73,12 @@ class ClippedGradient:
         self._logged: set[int] = set()
 
     def __call__(self, params: Mapping[str, Tensor], features: Tree, targets: Tree) -> Params:
-        """Return the sum at ``params`` (the whole model) over the examples; zero without any."""
+        """Return the sum over the examples at ``params``, the whole model; 0 without examples."""
         summed = {name: torch.zeros_like(params[name], dtype=torch.float64) for name in self.names}
         for name, parameter in self.passes.params.items():
             parameter.copy_(params[name])
-        # Only the first training of a process runs trials, so their draws must not change its own.
+        # Only the first training of a process runs trials. Seeded, so that the trials' draws do not
+        # change the draws of this training.
         with self._seeded(0):
             way = self.way = self.way or self.passes.fastest_way(features, targets)
         if trees.length(features) == 0:
@@ -93,12 +94,12 @@ class ClippedGradient:
         return summed
 
     def _add(self, summed: Params, parts: Parts, valid: Tensor) -> None:
-        """Add the clipped gradients of the examples that pass without an error and are finite."""
+        """Add the clipped gradients that are finite, of the examples that are ``valid``."""
         # One norm over all parameters: a bound for each layer alone would allow a longer gradient.
         norms = reduce(torch.add, [part.squares() for part in parts.values()]).sqrt()
         factors = (self.clipping_norm * _MARGIN / norms.clamp_min(1e-30)).clamp_max(1.0)
         factors = factors.where(valid, 0.0)
-        # A factor of zero is not enough for these: 0 · NaN is NaN.
+        # A factor of zero does not remove gradients that are not finite, because 0 · NaN is NaN.
         if not bool((finite := norms.isfinite()).all()):
             parts = {name: part.only(finite) for name, part in parts.items()}
             factors = factors.where(finite, 0.0)
@@ -106,9 +107,9 @@ class ClippedGradient:
             summed[name] += part.total(factors).view_as(summed[name])
 
     def _gradients(self, way: GradientMethod, x: Tree, y: Tree) -> tuple[Parts, Tensor]:
-        """Return gradients of the examples of one pass, and a mask of those that have one.
+        """Return the gradients of one pass, and a mask of the examples that have a gradient.
 
-        If no example has one, there are no gradients.
+        If no example has a gradient, the gradients are an empty mapping.
         """
         count, device = trees.length(x), trees.first(x).device
         seed, valid = _seed(), torch.ones(count, dtype=torch.bool, device=device)
@@ -117,7 +118,7 @@ class ClippedGradient:
             x, y = _with_stand_ins(x, y, valid)
         parts = self._try_pass(way, x, y, seed) if valid.any() else {}
         if parts is None:
-            # One example's error ends the whole pass: find that example, so that the others count.
+            # One example's error ends the whole pass. Find that example, so that the others count.
             valid = valid & torch.tensor(self._pass_alone(way, x, y, seed), device=device)
             x, y = _with_stand_ins(x, y, valid)
             parts = self._try_pass(way, x, y, seed)
@@ -148,11 +149,11 @@ class ClippedGradient:
         return parts
 
     def _seeded(self, seed: int) -> AbstractContextManager[None]:
-        """Let random draws, as of dropout, depend on an example's place alone."""
+        """Let random draws, such as dropout, depend on an example's place alone."""
         return seeded(seed, devices=self.task.torch_device().type != "cpu")
 
     def _log_once(self, level: int, message: str) -> None:
-        """Log a message once, on the client's own machine; the server learns nothing of it."""
+        """Log a message once, on the client's own machine. The server does not see it."""
         if level not in self._logged:
             self._logged.add(level)
             log.log(level, message)
@@ -161,7 +162,7 @@ class ClippedGradient:
 def _with_stand_ins(x: Tree, y: Tree, valid: Tensor) -> tuple[Tree, Tree]:
     """Return examples in which the first valid one stands in for all that are not valid.
 
-    Every other example keeps its place, and with it its random draws.
+    Every other example keeps its place, and therefore its random draws.
     """
     rows = torch.arange(len(valid), device=valid.device)
     stood_in: tuple[Tree, Tree] = trees.rows((x, y), rows.where(valid, valid.int().argmax()))

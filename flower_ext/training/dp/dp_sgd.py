@@ -1,7 +1,7 @@
 """DP-SGD: clip every example's gradient and noise their sum (see `clipped_gradient`).
 
-Source: Abadi et al. (2016), Algorithm 1, with Poisson sampling and a public divisor
-(`train_dp_sgd`), or in passes over all examples (`noised_step`).
+Source: Abadi et al. (2016), Algorithm 1. `train_dp_sgd` samples records by Poisson sampling, and
+divides by a public number. `noised_step` passes over all examples instead.
 """
 
 from __future__ import annotations
@@ -65,8 +65,8 @@ def train_dp_sgd(
     Parameters
     ----------
     sampling : numpy.random.Generator
-        Draws the records of every step, and a seed of the model's own draws, such as dropout:
-        `privacy.secure_generator`, or a seeded one in simulation.
+        Draws the records of every step, and a seed of the model's own draws, such as dropout. Use
+        `privacy.secure_generator`, or a seeded generator in simulations.
     noise : NoiseSource
 
     Raises
@@ -87,7 +87,8 @@ def train_dp_sgd(
         noise=noise,
         learning_rate=training.learning_rate,
         # An added record moves other records to places with other dropout masks, so the masks must
-        # be as secret as the sample. Torch's own generator usually begins at a known seed.
+        # be as secret as the sample. Torch's own generator would not do, because it usually begins
+        # at a known seed.
         seed=int(sampling.integers(2**62)),
     )
     for _ in range(training.steps):
@@ -100,13 +101,13 @@ def train_dp_sgd(
 def noised_step(
     task: Task, job: Job, problem: LocalProblem, weights: Params
 ) -> Callable[[Tree, Tree], None]:
-    """Return the step w ← w − η ((1/B) Σ clip(∇F̂(w; record), G) + ∇terms) + z of a job with noise.
+    """Return a noised step: w ← w − η ((1/B) Σ clip(∇F̂(w; record), G) + ∇terms) + z.
 
     Guarantees
     ----------
     Mini-batches come in passes, in an order that depends on no record, and all steps divide by the
-    same B. So a record moves a step that uses it by at most 2ηG/B, and each step adds
-    N(0, stddev² I).
+    same B. A record therefore moves a step that uses it by at most 2ηG/B. Each step adds noise z
+    from N(0, stddev² I).
 
     Raises
     ------

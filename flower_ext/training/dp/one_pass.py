@@ -1,4 +1,4 @@
-"""One pass of many examples: every layer's input and output, and the loss of each example.
+"""One pass of many examples, which gives each example's loss and every layer's input and output.
 
 Features and outputs may be trees. The loss sees only those outputs that have one row per example,
 because other outputs might mix examples.
@@ -26,7 +26,7 @@ from flower_ext.training.trials.trial_examples import deterministic, random_exam
 
 
 class OnePass:
-    """Every example's gradient of some layers of a model, from one pass over all of them.
+    """Every example's gradient of the trained layers, from one pass over all examples.
 
     Parameters
     ----------
@@ -35,13 +35,13 @@ class OnePass:
     names : list of str
         The trained parameters.
     layers : Mapping[str, nn.Module]
-        The layers that hold them; `per_example.is_known` is true for each.
+        The layers that hold these parameters; `per_example.is_known` is true for each.
     """
 
     def __init__(self, model: nn.Module, names: list[str], layers: Mapping[str, nn.Module]) -> None:
         self.model, self.names, self.layers = model, names, layers
         self.last: Tree | None = None
-        """An extra example, the same in every pass, that adds no gradient; None if not needed."""
+        """An extra last example, the same in every pass, without a gradient; None if not needed."""
 
     def __call__(self, x: Tree, y: Tree, loss: ExampleLoss) -> Parts:
         """Return the gradients of all parameters that the loss depends on."""
@@ -58,7 +58,7 @@ class OnePass:
             if name in inputs_of:
                 raise RuntimeError(f"{name!r} is used twice")
             inputs_of[name] = inputs[0].detach()
-            # No parameter requires a gradient, so autograd begins at the lowest layer's output.
+            # No parameter requires a gradient, so the lowest layer's output must require one.
             outputs_of[name] = output if output.requires_grad else output.requires_grad_()
             return output
 
@@ -87,7 +87,7 @@ class OnePass:
         Raises
         ------
         ReadsValues
-            The model's operations depend on values.
+            The model's operations depend on values of the other examples too.
         """
         generator = torch.Generator().manual_seed(0)
         pair = random_examples(features, 2, generator)
@@ -98,12 +98,12 @@ class OnePass:
         return True
 
     def reads_last(self, x: Tree) -> bool:
-        """Return True if the model's operations depend on its last example, the same in every pass.
+        """Return True if the model's operations depend on the values of its last example.
 
         Raises
         ------
         ReadsValues
-            The operations depend on other examples too.
+            The operations depend on the values of other examples too.
         """
         features = self._with_last(x)
         with watched([leaf for _, leaf in trees.named("", features)], self.model) as watch:
@@ -117,7 +117,7 @@ class OnePass:
 
     def _outputs(self, x: Tree, count: int) -> Any:
         """Return the model's outputs for ``x``, without those of the last example."""
-        # The next pass must find the buffers as they were: the number of passes is private.
+        # Restore the buffers, which could count passes, because the number of passes is private.
         buffers = clone(dict(self.model.named_buffers()))
         features = self._with_last(x)
         outputs = (

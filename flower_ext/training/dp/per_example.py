@@ -1,11 +1,12 @@
 """The gradient of every example of a batch, layer by layer, from one pass over all of them.
 
 A layer's gradient for one example is a product of the layer's input and the slope of its output.
-Where that costs less, the gradient is never written down: its norm and weighted sums over examples
-are computed from the two factors (book-keeping and ghost norms, Li et al. 2022; Bu et al. 2023).
+Where that costs less, this module never stores the product. It computes the gradient's norm, and
+weighted sums over examples, from the two factors (book-keeping and ghost norms, Li et al. 2022; Bu
+et al. 2023).
 Norms and sums are in float64, so that rounding gives no example a larger weight, however many
 examples or parameters there are. Opacus' ghost clipping takes a second backward pass and computes
-norms in single precision. Layers for which this module has nothing faster use Opacus' samplers.
+norms in single precision. For layers where this module is not faster, it uses Opacus' samplers.
 """
 
 from __future__ import annotations
@@ -24,24 +25,24 @@ from flower_ext.training.params import flat_rows
 from flower_ext.training.validation import objections, opacus
 
 _CANCELLED = 2e-6
-"""Share of the summed sizes of an example's products that is added to its norm.
+"""Share of the summed sizes of an example's products that is added to the example's norm.
 
-The products of a clipped example are thus at most 1/share clipping norms. Rounding in float64
-therefore changes their sum by far less than one clipping norm.
+The summed sizes of a clipped example's products are thus at most 1/share clipping norms. Rounding
+in float64 therefore changes the sum of the products by far less than one clipping norm.
 """
 _HUGE = 1e200
-"""From here, a square counts as infinite, because squares of the other factor might underflow."""
+"""A larger square counts as infinite, because squares of the other factor might underflow."""
 _SINGLE = 1e-20
-"""Least sum of squares in single precision to which squares that underflow add nothing."""
+"""Least sum of squares in single precision that squares lost by underflow could not change."""
 _FEW_CHANNELS = 32
-"""With fewer channels a grouped convolution is at least as fast (on a CPU), without Opacus."""
+"""With fewer channels, a grouped convolution is at least as fast as Opacus on a CPU."""
 _PATCHES = 2**22
-"""Largest number of elements in the patches that Opacus writes down at a time."""
+"""Largest number of elements in the patches that Opacus stores at a time."""
 _WIDENED = 2**20
-"""Numbers converted to float64 at a time; more would leave the processor's caches."""
+"""Most numbers that are converted to float64 at a time, so that they stay in the caches."""
 _SQUARED = 256
-"""Numbers whose squares are added up in single precision. In any order the sum is off by at most
-1.6e-5, relatively, and a norm thus by 0.8e-5."""
+"""Most numbers whose squares are added up in single precision. In any order of additions, the sum
+has a relative error of at most 1.6e-5, and a norm of 0.8e-5."""
 
 
 class GradientRows:
@@ -72,11 +73,11 @@ class GradientRows:
 
 
 class Products:
-    """Gradients Σ_t s_t a_tᵀ of a weight over the places t of an example, never written down.
+    """Gradients Σ_t s_t a_tᵀ of a weight over the places t of an example, as unevaluated products.
 
-    Their squares are Σ_t Σ_u ⟨s_t, s_u⟩ ⟨a_t, a_u⟩ (ghost norms, Li et al. 2022). They are computed
-    in float64, because terms of opposite sign may cancel and small ones underflow. A margin covers
-    what rounding leaves of terms that cancel.
+    The squared norms Σ_t Σ_u ⟨s_t, s_u⟩ ⟨a_t, a_u⟩ (ghost norms, Li et al. 2022) are computed in
+    float64, because terms of opposite sign may cancel and small terms underflow. A margin covers
+    the rounding errors of terms that cancel.
 
     Parameters
     ----------
@@ -108,10 +109,10 @@ class Products:
 
 
 class Lookups:
-    """Gradients of a table in which each place of an example looks up one row, never written down.
+    """Gradients of a table in which each place of an example looks up one row, unevaluated.
 
-    Their squares are Σ ⟨s_t, s_u⟩ over the places t and u that look up the same row. That equals
-    `Products` whose inputs are one at that row and zero elsewhere.
+    The squared norms are Σ ⟨s_t, s_u⟩ over the places t and u that look up the same row. They equal
+    those of `Products` whose inputs are one at the row of a place and zero elsewhere.
 
     Parameters
     ----------
@@ -172,7 +173,8 @@ def _bounded(squares: Tensor) -> Tensor:
 def _squares(rows: Tensor) -> Tensor:
     """Return ‖row‖² in float64.
 
-    A long sum of squares in float32 would lose its last terms, and squares may leave its range.
+    A long sum of squares in float32 would lose its last terms, and squares may leave the range of
+    float32.
     """
     whole = rows.shape[1] // _SQUARED * _SQUARED
     norms = [
@@ -213,7 +215,7 @@ def _convolution(layer: nn.Conv2d, x: Tensor, slope: Tensor) -> Parts:
 
 
 def _is_better_unwritten(weight: Tensor, places: int) -> bool:
-    """Return True if products of all pairs of places cost less than every example's gradient."""
+    """Return True if products of all pairs of places cost less than storing each gradient."""
     return places == 1 or weight.numel() > 4 * places * (len(weight) + weight[0].numel())
 
 
@@ -241,7 +243,7 @@ def _embedding(layer: nn.Embedding, x: Tensor, slope: Tensor) -> Parts:
     words, slopes = x.reshape(len(x), -1), slope.reshape(len(x), -1, slope.shape[-1])
     if layer.padding_idx is not None:
         slopes = slopes.where((words != layer.padding_idx).unsqueeze(2), 0.0)
-    # Pairs of words cost less than a table of zeros for every example.
+    # `Lookups` compares pairs of words, which costs less than a table of zeros per example.
     if words.shape[1] < layer.num_embeddings:
         return {"weight": Lookups(slopes, words.long(), layer.num_embeddings)}
     return _sampled(layer, x, slopes.view_as(slope))
@@ -252,7 +254,7 @@ _FORMS: dict[type[nn.Module], Callable[..., Parts]] = {
     nn.Conv2d: _convolution,
     nn.Embedding: _embedding,
 }
-"""Layers for which one of these forms was measured to be faster than Opacus'."""
+"""Layers for which one of the functions above was measured to be faster than Opacus."""
 _SAMPLED = {
     *(nn.Conv1d, nn.Conv3d, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm),
     *(nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d),
@@ -271,8 +273,8 @@ def gradients(layer: nn.Module, x: Tensor, slope: Tensor) -> Parts:
 def is_known(layer: nn.Module) -> bool:
     """Return True if `gradients` supports the layer; a trial then checks how the model uses it.
 
-    Settings that a few random examples might not reveal are excluded here: padding by other values
-    than zeros, and gradients scaled by the frequency of words.
+    This function excludes settings that a few random examples might not reveal: padding by values
+    other than zero, and gradients scaled by the frequency of words.
     """
     usual = getattr(layer, "padding_mode", "zeros") == "zeros"
     if not usual or getattr(layer, "scale_grad_by_freq", False):

@@ -1,13 +1,14 @@
 """Ways to find the gradient of every example of a batch, and the trials that choose among them.
 
-The inputs and outputs of every layer give the norm of each example's gradient, and the sum of the
-clipped ones, in one pass (`one_pass`). On a CPU they pass in groups that stay in its caches. Where
-a model might mix examples, each example's gradient is found by vmap, or in a loop.
+One pass over a batch gives the inputs and outputs of every layer. From these follow the norm of
+each example's gradient, and the sum of the clipped gradients (`one_pass`). On a CPU, a batch passes
+in groups that stay in the caches. Where a model might mix examples, vmap or a loop finds each
+example's gradient.
 
 Libraries choose their kernels by the number of rows, so an example's gradient would be rounded
 differently if another example joined the pass. A ReLU at its kink turns such a difference in the
-last bit into a whole gradient. All passes therefore have one public width. Where a trial finds that
-an example's bits depend on the others even so, examples pass one by one.
+last bit into a whole gradient. All passes therefore have one public width. If a trial finds that an
+example's bits still depend on other examples, examples pass one by one.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ log = getLogger("flwr")
 TOGETHER, _FEWEST = 64, 4
 """Most and fewest examples that pass together if each example's gradient is stored.
 
-Libraries have other kernels for one, two and three rows.
+Fewer than four would change the rounding, because libraries have other kernels for so few rows.
 """
 _MOST_DENSE, _OF_EIGHT = 1024, 8
 """Most examples that pass together if no gradient is stored; they pass in multiples of eight."""
@@ -84,7 +85,7 @@ class Passes:
         self._is_dense = all(type(layer) is nn.Linear for layer in holders)
 
     def gradients(self, way: GradientMethod, x: Tree, y: Tree) -> Parts:
-        """Return the gradients of as many examples as a pass has."""
+        """Return the gradients of the examples of one pass, of which there are `width`."""
         if way == GradientMethod.IN_ONE_PASS:
             return self.one_pass(x, y, self.task.loss)
         follow = self.by_vmap if way == GradientMethod.BY_VMAP else self._alone
@@ -99,7 +100,7 @@ class Passes:
         return _width(self.batch_size, written=written)
 
     def by_vmap(self, x: Tree, y: Tree, loss: ExampleLoss) -> Parts:
-        """Return every example's own gradient, for any model that vmap follows."""
+        """Return every example's own gradient, for any model that vmap supports."""
         chosen = {name: self.params[name] for name in self.names}
         buffers = {n: self.params.get(n, b) for n, b in self.model.named_buffers()}
         point = {**self.params, **clone(buffers)}
@@ -122,7 +123,7 @@ class Passes:
         Raises
         ------
         InvalidValue
-            The model keeps something of an example, or learns from no example by itself (see
+            The model remembers an example, or learns from no example by itself (see
             `require_single_examples`).
         """
         kind = kind_of(self.task, features, targets, self.params)
@@ -137,9 +138,9 @@ def _tried(
 ) -> tuple[GradientMethod, Tree | None]:
     """Return the fastest way that trials allow, and the extra example of `OnePass`.
 
-    One pass finds every example's own gradient, unless a layer treats patches or times as rows, a
-    layer is used twice, or examples mix; or operations depend on values (`watched`). Neither in one
-    pass nor under vmap may the bits of an example depend on its place or on the others.
+    One pass finds every example's own gradient, except in four cases: a layer treats patches or
+    times as rows, a layer is used twice, examples mix, or operations depend on values (`watched`).
+    In one pass and under vmap, an example's bits must not depend on its place or on other examples.
     """
     require_single_examples(kind.task, names, kind.features, kind.targets)
     passes = Passes(kind.task, [*names], batch_size)
@@ -173,7 +174,7 @@ def _holds(check: Callable[..., bool], *arguments: object) -> bool:
 
 def _width(batch_size: float, *, written: bool) -> int:
     """Return how many examples pass together, from the public number that a batch usually has."""
-    if written:  # each row costs: two passes or three waste less than one with room for all
+    if written:  # each row costs, so two or three narrow passes waste less than one wide pass
         half = math.ceil(min(batch_size, 2 * TOGETHER) / 2)
         return max(_FEWEST, 1 << (half - 1).bit_length())
     usual = batch_size + 3 * math.sqrt(batch_size)  # a Poisson batch is rarely larger

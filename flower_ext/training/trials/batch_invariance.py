@@ -1,8 +1,8 @@
 """Trials of batch invariance: an example's gradient must not depend on the rest of its batch.
 
 A model that mixes examples, as batch normalisation does, lets one record change the gradients of
-others. Clipping each gradient does not bound such a change. The trials compare the gradients that a
-pass over many examples finds with each example's own gradient, and their bits with those in other
+others. Clipping each gradient does not bound such a change. The trials compare the gradients from a
+pass over many examples with each example's own gradient, and their bits with the bits from other
 batches. They use random and unusual examples, which have only the shapes and types of real ones.
 """
 
@@ -31,7 +31,7 @@ from flower_ext.training.trials.trial_examples import (
 )
 
 _ALIKE, _ROUNDED = 1e-3, 1e-6
-"""Tolerated relative rounding, and what rounding may leave where the terms of a sum cancel."""
+"""Tolerated relative difference, and tolerated remainder where the terms of a sum cancel."""
 
 
 class ExampleGradients(Protocol):
@@ -58,13 +58,14 @@ Follow = Callable[[Tree, Tree, ExampleLoss], Mapping[str, ExampleGradients]]
 class BatchInvarianceTrial:
     """Trials of one model, with random weights, on random examples.
 
-    Weights must be random because below a head that begins at zero all gradients are zero.
+    Weights must be random, because under a head that begins at zero the gradients of all other
+    layers are zero.
 
     Parameters
     ----------
     model : nn.Module
     params : Params
-        Parameters by name; they are random for the duration of a trial.
+        Parameters by name. Trials set them to random numbers, and restore them at the end.
     names : list of str
         The trained parameters.
     """
@@ -75,9 +76,9 @@ class BatchInvarianceTrial:
     def finds_own_gradients(
         self, features: Tree, targets: Tree, loss: ExampleLoss, follow: Follow, count: int
     ) -> bool:
-        """Return True if a pass over ``count`` examples finds each one's gradient as if alone.
+        """Return True if a pass over ``count`` examples finds each example's own gradient.
 
-        Only a few of the examples are compared.
+        Only the first few examples are compared.
 
         Raises
         ------
@@ -94,7 +95,8 @@ class BatchInvarianceTrial:
                 ]
                 expected = {n: torch.stack([one[n] for one in alone]) for n in self.names}
                 gradients = _rows(_followed(follow, x, y, by), tried, count)
-                # Along random directions no gradient vanishes; a loss may ignore a target.
+                # No gradient along random directions vanishes. A gradient of the loss may vanish,
+                # because a loss may ignore a target.
                 if not _agree(gradients, expected, may_vanish=by is not _along):
                     return False
             x, directions = trees.mapped(lambda leaf: leaf[:TRIED].clone(), (x, directions))
@@ -105,8 +107,9 @@ class BatchInvarianceTrial:
     ) -> bool:
         """Return True if no bit of an example's gradient depends on the rest of its batch.
 
-        The batch has ``count`` examples; an example's place in it must not matter either. False is
-        certain. True is evidence for this processor and this number of threads.
+        The batch has ``count`` examples, and an example's place in the batch must not matter
+        either. The result False is certain. True is evidence for this processor and this number of
+        threads.
         """
         with self._random_weights() as generator:
             x, directions = self._examples(features, count, generator)
@@ -128,14 +131,14 @@ class BatchInvarianceTrial:
     def _keeps_integers_apart(
         self, x: Tree, directions: Tree, follow: Follow, generator: torch.Generator
     ) -> bool:
-        """Return True if examples with other integers give the same together as alone.
+        """Return True if examples with larger integers have the same gradients together as alone.
 
-        Those for which the model raises do not count, because it may look them up in a table
-        without such a row.
+        Examples for which the model raises an error do not count, because the model may look up
+        their integers in a table without such a row.
         """
         for examples, extremes in integer_examples(x, self.model, generator):
-            # On an accelerator such a look-up would end the process. On a CPU it is cheaper to ask
-            # what the model takes only after a trial that failed.
+            # On an accelerator such a look-up would end the process, so check first whether the
+            # model accepts the examples. On a CPU it is cheaper to check only after a failure.
             if not trees.first(x).is_cpu and not self._takes(examples):
                 continue
             try:
@@ -189,7 +192,7 @@ class BatchInvarianceTrial:
 
 
 def _pass_apart(examples: Tree, extremes: Sequence[Tree], directions: Tree, follow: Follow) -> bool:
-    """Return True if `TRIED` examples give the same as each alone, whatever the first one is."""
+    """Return True if `TRIED` examples have their own gradients, whatever the first example is."""
     together = _followed(follow, examples, directions, _along)
     rows = torch.arange(TRIED, device=trees.first(examples).device)
     alone = [
@@ -228,7 +231,7 @@ def _random_directions(
 
 
 def _along(outputs: Any, directions: Mapping[str, Tensor]) -> Tensor:
-    """Return the sum of outputs along directions: a loss to which every output matters."""
+    """Return the sum of outputs along directions, a loss that depends on every output."""
     leaves = dict(trees.named("", outputs))
     return torch.stack([(leaves[n] * along).sum() for n, along in directions.items()]).sum()
 
@@ -246,9 +249,9 @@ def _equal(ours: Sequence[Tensor], theirs: Sequence[Tensor], rows: slice = slice
 def _agree(gradients: Params, expected: Params, *, may_vanish: bool) -> bool:
     """Return True if all rows agree, and each name has a row that is not zero.
 
-    With ``may_vanish`` rows may all be zero. A bias's gradient may be nothing but rounding, as
-    under softmax. It then counts as equal if the weight beside it agrees, which tests the same
-    layer.
+    With ``may_vanish``, all rows of a name may be zero. A bias's gradient may consist of rounding
+    errors alone, as under softmax. The bias then counts as equal if the weight of the same layer
+    agrees.
     """
     if any(part.any() for name, part in expected.items() if name not in gradients):
         return False

@@ -1,9 +1,8 @@
-"""A check for models that branch on values of their features, by which examples could mix.
+"""A check for models that branch on values of their features, through which examples could mix.
 
-A model that reads no value applies the same operations to every batch of a shape, whatever its
-numbers. One kind of reading is harmless: a test whether *all* or *any* values are true, if a row
-that is in every batch decides the answer. Hugging Face's models test in this way whether a mask
-hides anything.
+A model that reads no value applies the same operations to all batches of one shape. One kind of
+reading is harmless: a test whether *all* or *any* values are true, if a row that is in every batch
+decides the answer. Hugging Face's models test in this way whether a mask hides anything.
 """
 
 from __future__ import annotations
@@ -28,22 +27,22 @@ _ROW_BY_ROW = {
     *(_aten.le.Scalar, _aten.logical_not.default, _aten.bitwise_not.default),
     *(_aten.slice.Tensor, _aten.index.Tensor, _aten.view.default),
 }
-"""Operations that keep each row the row of one example, if the number of rows stays the same."""
+"""Operations whose output rows belong to single examples if the number of rows stays the same."""
 _OUT_OF_SIGHT = {
     *(Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.__repr__, Tensor.__format__),
     *(Tensor.data_ptr, Tensor.storage, Tensor.untyped_storage, Tensor.__dlpack__),
 }
-"""Methods that read values, or expose them, without an operation that a watch sees."""
+"""Methods that read or expose values without an operation that `ControlFlowWatch` sees."""
 
 
 class ReadsValues(Exception):
-    """A model reads values of its features, or keeps some of them."""
+    """A model reads or stores values of its features."""
 
 
 class ControlFlowWatch(TorchDispatchMode):
-    """Raise `ReadsValues` if a model branches on a number computed from its features, or keeps one.
+    """Raise `ReadsValues` if a model reads or stores a number that is computed from its features.
 
-    Examples are ``x.sum().item()`` and ``if x.any()``.
+    Examples of reading are ``x.sum().item()`` and ``if x.any()``.
 
     Parameters
     ----------
@@ -56,7 +55,7 @@ class ControlFlowWatch(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.num_rows, self.needs_last = len(features[0]), False
         self._of_model = {_storage(tensor) for tensor in [*model.parameters(), *model.buffers()]}
-        self._derived: dict[int, StorageWeakRef] = {}  # else an address could be reused
+        self._derived: dict[int, StorageWeakRef] = {}  # references, so that no address is reused
         for leaf in features:
             self._mark_derived(leaf)
         self._by_row = [*features]
@@ -96,7 +95,7 @@ class ControlFlowWatch(TorchDispatchMode):
             self._derived[storage] = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
 
     def _note_decision(self, func: Any, args: tuple[Any, ...], tested: Tensor, out: Tensor) -> None:
-        """Record an answer that the last row decides, whatever the others are."""
+        """Record an answer that the last row decides, whatever the other rows are."""
         if func == _aten.eq.Scalar and any(
             tested is count and args[1] == most for count, most in self._counts
         ):
@@ -107,7 +106,7 @@ class ControlFlowWatch(TorchDispatchMode):
         if (func == _aten.all.default and has_zero) or (func == _aten.any.default and has_some):
             self._decided.append(out)
         if func == _aten.sum.default and has_zero and tested.dtype == torch.bool:
-            self._counts.append((out, tested.numel()))  # the count never reaches this number
+            self._counts.append((out, tested.numel()))  # the last row keeps the sum below this
 
     def _note_rows(
         self, func: Any, args: tuple[Any, ...], inputs: Sequence[Tensor], out: Tensor
@@ -138,7 +137,7 @@ class _OutOfSight(TorchFunctionMode):
 
 @contextmanager
 def watched(features: Sequence[Tensor], model: nn.Module) -> Iterator[ControlFlowWatch]:
-    """Raise `ReadsValues` if ``model`` reads or keeps a value of ``features`` within the block."""
+    """Raise `ReadsValues` if ``model`` reads or stores a value of ``features`` in the block."""
     with _OutOfSight(watch := ControlFlowWatch(features, model)), watch:
         yield watch
 

@@ -1,7 +1,7 @@
 """Trials of ways to train several models together, on random jobs, before real data are touched.
 
-Together, each model must train as by itself, up to rounding (`why_unlike`), and where a guarantee
-needs it to the last bit (`rounds_alike`). The callers give the trainings to compare.
+Each model must train together with others as it trains alone: up to rounding (`why_unlike`), or to
+the last bit where a guarantee needs it (`rounds_alike`). The callers pass the functions that train.
 """
 
 from __future__ import annotations
@@ -48,12 +48,12 @@ def random_job(kind: TrainingKind, count: int) -> Job:
 def why_unlike(
     kind: TrainingKind, train_together: TrainTogether, train: Callable[[Task, Job], Params]
 ) -> str | None:
-    """Return how two short trainings together differ from those by ``train``; None if they agree.
+    """Return how two short trainings together differ from ``train`` alone; None if they agree.
 
     ``train`` is `local.train`, which trains one job.
     """
 
-    # Different sizes, so that one of the two jobs is padded.
+    # Numbers of examples differ, so that one of the two jobs is padded.
     def jobs() -> list[Job]:
         return [random_job(kind, count) for count in (3, 2)]
 
@@ -99,10 +99,10 @@ def rounds_alike(
     terms: bool,
     count: int = 17,
 ) -> bool:
-    """Return True if a model rounds alike beside any number of models, with usual or odd values.
+    """Return True if no bit of a model depends on the number and the values of models beside it.
 
-    False is certain; True is evidence, and for this processor only. The result depends on nobody's
-    data. The trial trains ``count`` jobs together, and several selections of them.
+    The result False is certain. True is evidence, for this processor only. The result depends on
+    nobody's data. The trial trains ``count`` jobs together, and several selections of these jobs.
     """
     half = count // 2
     selections = (
@@ -116,7 +116,7 @@ def rounds_alike(
     )
 
     def job(number: int, value: float | None) -> Job:
-        """Return a job of 1 or 2 steps; a ``value`` fills its features."""
+        """Return a job of 1 or 2 steps; a ``value``, if given, fills its features."""
         made = random_job(kind, 1 + number * (2 * training.batch_size - 1) // (count - 1))
         features, targets = made.examples.features, made.examples.targets
         if value is not None:

@@ -3,8 +3,8 @@
 While an example passes through the model, nothing but buffers may change, because the next example
 would see the change. Buffers are reset for every example.
 
-An example whose loss raises, or whose gradient is not finite, counts as zero under DP-SGD. If a
-model does so for every example, DP-SGD would spend its budget on noise alone.
+An example whose loss raises an error, or whose gradient is not finite, counts as zero under DP-SGD.
+If every example counted as zero, DP-SGD would spend its budget on noise alone.
 """
 
 from __future__ import annotations
@@ -60,10 +60,10 @@ def require_single_examples(
 ) -> None:
     """Refuse a model or a loss that remembers an example, or cannot learn from one example alone.
 
-    Random and unusual examples, which have only the shapes and types of real ones, pass one by one,
-    each time through a fresh model: in one order, then in the other. So neither the largest example
-    nor the first one hides what the others leave. On an accelerator, integer features are zeros and
-    ones; on a CPU the trial uses other integers too (see `unlike_examples`).
+    Random and unusual examples pass one by one, in one order through a fresh model, and in reversed
+    order through another. In one of the two orders, no earlier example hides what an example
+    changes. The examples have only the shapes and types of real ones. On an accelerator, integer
+    features are zeros and ones; on a CPU the trial uses other integers too (see `unlike_examples`).
 
     Parameters
     ----------
@@ -73,7 +73,8 @@ def require_single_examples(
     Raises
     ------
     InvalidValue
-        The message names the place that changes, or the model or loss. It may reach the server.
+        The message names the place that changes, or the unfit model or loss. It may reach the
+        server.
     """
     usual = _usual_examples(features, targets)
     for device in dict.fromkeys((task.torch_device(), torch.device("cpu"))):
@@ -87,7 +88,8 @@ def require_single_examples(
         with deterministic_kernels(device, strict=False):
             forwards = _passed(on_device, names, examples, order)
             backwards = _passed(on_device, names, examples, reversed(order))
-        # What a first pass prepares, as a table of positions, must not depend on the example.
+        # A first pass may store something, such as a table of positions. It must not depend on the
+        # example.
         for place in changed_places(forwards.untouched, forwards.prepared):
             if forwards.prepared.get(place) != backwards.prepared.get(place):
                 raise _refusal(_KEEPS.format(place=place))
@@ -112,10 +114,10 @@ def _outputs_of(model: nn.Module, x: Tree) -> Tree:
 
 
 def _usual_examples(features: Tree, targets: Tree) -> list[tuple[Tree, Tree]]:
-    """Return random examples, and one of zeros and one of ones, which suit models of counts."""
+    """Return random examples, and for models of counts an example of zeros and one of ones."""
     x = random_examples(features, TRIED, torch.Generator().manual_seed(0))
     examples = [*trees.each((x, trees.zeros(targets, TRIED)))]
-    # Classes may be ignored, or weigh nothing, so another target is tried as well.
+    # The loss may ignore a class, so try every example with another target as well.
     examples += [(row, trees.mapped(torch.ones_like, target)) for row, target in examples]
     examples += [trees.mapped(fill, examples[0]) for fill in (torch.zeros_like, torch.ones_like)]
     return examples
@@ -133,7 +135,7 @@ def _random_model(task: Task, names: Sequence[str]) -> nn.Module:
 
 @dataclass
 class _Passed:
-    """A model's state before all examples and after the first; each one's gradient, or error."""
+    """A model's state before and after the first example, and each example's gradient or error."""
 
     untouched: Snapshot
     prepared: Snapshot
@@ -155,7 +157,7 @@ def _passed(
             gradient = attempted(gradient_alone, model, point, names, task.loss, x, y)
         passed.gradients[number] = gradient
         after = snapshot(model=model, loss=task.loss)
-        if not is_prepared:  # an example that raises may do so before anything is prepared
+        if not is_prepared:  # an example may raise before the model stores anything
             passed.prepared, is_prepared = after, not isinstance(gradient, Exception)
         elif places := changed_places(passed.prepared, after):
             raise _refusal(_KEEPS.format(place=places[0]))
@@ -168,7 +170,7 @@ def refuse_without_gradients(
     examples: Sequence[tuple[Tree, Tree]],
     gradients: Sequence[Params | Exception],
 ) -> None:
-    """Refuse a model that can learn from no example alone.
+    """Refuse a model that cannot learn from any example alone.
 
     Parameters
     ----------
@@ -177,15 +179,15 @@ def refuse_without_gradients(
     outputs_of : Callable[[Tree], Tree]
         Returns the model's outputs for a batch of features.
     examples, gradients : sequence
-        Examples without the dimension of examples, of which the first `TRIED` are random; and the
-        gradient of each, or the error that it raises.
+        Examples without the dimension of examples, of which the first `TRIED` are random; and each
+        example's gradient, or the error that it raises.
 
     Raises
     ------
     InvalidValue
-        Each example's loss raises, as for labels that do not begin at 0; or no example has a finite
-        gradient other than zero, or all examples by themselves have equal outputs. The message may
-        reach the server.
+        The loss raises an error for every example, as for labels that do not begin at 0; or no
+        example has a finite gradient other than zero; or all examples, each passed alone, have
+        equal outputs. The message may reach the server.
     """
     reasons = [*map(_why_no_gradient, gradients)]
     if "" in reasons and None not in reasons:  # some examples have a gradient, of zero
@@ -207,7 +209,7 @@ def _refusal(text: str) -> InvalidValue:
 
 
 def _why_no_gradient(gradient: Params | Exception) -> str | None:
-    """Return why an example has no gradient, empty if it is zero; None if it has one."""
+    """Return why an example has no gradient; empty for a gradient of zero, None for any other."""
     if isinstance(gradient, UnlikeTypes):
         raise tellable(gradient)
     if isinstance(gradient, Exception):
@@ -237,7 +239,7 @@ def _outputs(outputs_of: Callable[[Tree], Tree], examples: Tree) -> Iterator[Ten
 
 
 def _is_constant(outputs_of: Callable[[Tree], Tree], x: Tree) -> bool:
-    """Return True if outputs say nothing of an example by itself."""
+    """Return True if the outputs of single examples do not depend on the example."""
     try:
         together = [*_outputs(outputs_of, x)]
         each = [_outputs(outputs_of, row) for row in trees.split(x, 1)]
@@ -247,7 +249,8 @@ def _is_constant(outputs_of: Callable[[Tree], Tree], x: Tree) -> bool:
     pairs = [*zip(together, alone, strict=False)]
     if not all(torch.allclose(rows, rows[:1].expand_as(rows)) for _, rows in pairs):
         return False
-    # Random integers may be equal where the model looks, and an activation may end it with zeros.
+    # Equal outputs may be chance: random integers may be equal where the model looks, and an
+    # activation may set all outputs to zero.
     is_real = all(leaf.is_floating_point() for _, leaf in trees.named("", x))
     if is_real and any(rows.any() for rows in alone):
         return True

@@ -1,9 +1,9 @@
-"""Snapshots of all that a model can keep between two passes, to find out whether it keeps anything.
+"""Snapshots of everything that a model can store between two passes, to find what a pass changes.
 
-A pass may leave something in a module's attributes, in its weights, in an attribute of its class,
-in a variable that a function or a hook encloses, or in a global variable, also by way of functions
-and classes of the same project. A `snapshot` has them all, and `changed_places` names those that
-differ. A trial that runs the model finds what hides elsewhere.
+A pass may change a module's attributes, its weights, an attribute of its class, a variable that a
+function or a hook encloses, or a global variable, also through functions and classes of the same
+project. A `snapshot` has the values of all these places, and `changed_places` names the places that
+differ. To find changes elsewhere, the trials also compare results.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _DEEPEST = 40
 
 
 class _Itself:
-    """An object of which a snapshot has only the identity; it lives as long as the snapshot."""
+    """An object that snapshots compare by its identity only; it lives as long as the snapshot."""
 
     def __init__(self, value: Any) -> None:
         self.value = value
@@ -52,9 +52,9 @@ class _Itself:
 
 
 def snapshot(**roots: Any) -> Snapshot:
-    """Return the values of all that can be reached from ``roots``, by their places."""
+    """Return all values that can be reached from ``roots``, by their places."""
     values: Snapshot = {}
-    seen: dict[int, Any] = {}  # holds the objects, else an identity could be reused
+    seen: dict[int, Any] = {}  # keeps objects alive, so that no identity is reused
     for name, root in roots.items():
         _read(name, root, values, seen, 0)
     return values
@@ -68,7 +68,7 @@ def changed_places(before: Snapshot, after: Snapshot) -> list[str]:
 
 
 def same_numbers(one: Tensor, other: Tensor) -> bool:
-    """Return True if all bits agree; on an accelerator, rounding may differ, because sums vary."""
+    """Return True if all bits agree; on an accelerator, which sums in any order, up to rounding."""
     exact = {"rtol": 0.0, "atol": 0.0} if one.is_cpu else {}
     return torch.allclose(one, other, equal_nan=True, **exact)
 
@@ -84,7 +84,7 @@ def _read(name: str, value: Any, values: Snapshot, seen: dict[int, Any], depth: 
     if isinstance(value, _ATOMS):
         values[name] = type(value), repr(value)  # a text, because NaN is unequal to itself
         return
-    if isinstance(value, Tensor):  # noted at each of its places, which may come to differ
+    if isinstance(value, Tensor):  # store it at each of its places, which may differ later
         values[name], seen[id(value)] = _checksum(value), value
         return
     if isinstance(value, _Itself):
@@ -107,7 +107,7 @@ def _checksum(tensor: Tensor) -> Hashable:
 
 
 def _parts(name: str, value: Any, values: Snapshot) -> Iterator[tuple[str, Any]]:
-    """Yield the parts of an object with their places; note what the object is by itself."""
+    """Yield the parts of an object with their places; add its other values to ``values``."""
     if isinstance(value, Mapping):
         values[name] = type(value), len(value)
         yield from ((_inner(name, key), inner) for key, inner in [*value.items()])
@@ -187,9 +187,9 @@ def _slots(value: Any) -> Iterator[str]:
 
 
 def _pickled(value: Any) -> Any:
-    """Return what an iterator, a queue or a generator of random numbers pickles: its state.
+    """Return the pickled state of an object such as an iterator, a queue or a random generator.
 
-    None for an object that pickles its attributes; its identity if it does not pickle.
+    None for an object that pickles its attributes, and its identity for one that cannot be pickled.
     """
     pickles_itself = any("__reduce__" in vars(base) for base in type(value).__mro__[:-1])
     if isinstance(getattr(value, "__dict__", None), dict) and not pickles_itself:

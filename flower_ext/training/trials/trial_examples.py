@@ -1,6 +1,6 @@
 """Random and unusual examples for trials, with the shapes and types of real ones.
 
-They depend on nobody's values, so a trial reveals nothing about any record.
+The examples depend on nobody's values, so a trial reveals nothing about any record.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from flower_ext.data.trees import Tree
 TRIED = 3
 """Number of random examples whose own gradients a trial computes."""
 ODD = (math.nan, math.inf, -math.inf, 300.0, -300.0, 0.0)
-"""Values of an example by which a model may change what it does to all others."""
+"""Unusual values, which may make a model treat all other examples differently."""
 _HIGHEST = (2, 3, 255, 10_000)
-"""Largest integers of random features beside zeros and ones: a few, as for marks of padding; those
-of images; and large ones, as for counts."""
+"""Largest integers of random features, beside zeros and ones: 2 and 3 for marks such as padding,
+255 for images, and 10,000 for counts."""
 _ODD_CLASSES = (-100, -1, 2, _HIGHEST[-1])
-"""Integers of targets by which a loss may keep something; negative ones mark what is missing."""
+"""Targets for which a loss may store something; negative integers often mark missing labels."""
 
 
 _DROPPING = {
@@ -37,8 +37,8 @@ _DROPPING = {
 def random_examples(features: Tree, count: int, generator: torch.Generator) -> Tree:
     """Return random examples with the shapes and types of ``features``.
 
-    Integers are ones and zeros. If an example has several, the first is a one, as in masks. The
-    first example consists of ones, and the last example ends with a zero.
+    Integers are ones and zeros. If an example has several integers, the first is 1, as in masks.
+    The first example consists of ones, and the last example ends with a zero.
     """
 
     def draw(leaf: Tensor) -> Tensor:
@@ -75,7 +75,7 @@ def unlike_examples(
     Parameters
     ----------
     model : nn.Module
-        Its tables name the largest integers that they have rows for.
+        Integer features also take the number of the last row of each of the model's tables.
     integers : bool
         Also try integers other than zeros and ones. A table without such a row raises an error,
         which on an accelerator ends the process.
@@ -99,13 +99,13 @@ def integer_examples(
 ) -> Iterator[tuple[Tree, list[Tree]]]:
     """Yield variants of examples in which one of the features consists of other integers.
 
-    Beside each variant stand copies of it, whose first example is as small, or as large, as the
-    integers of that variant can be.
+    Yield each variant with copies of it. In a copy, the first example consists of the smallest, or
+    of the largest, integer of the variant's range.
     """
     for _, leaf in trees.named("", x):
         for low, high in _ranges(leaf.dtype, model):
-            # One end of the range fills the first example, and the other one is in the last:
-            # short examples would otherwise be alike in what a model counts, such as padding.
+            # One end of the range fills the first example, and the last example has the other end.
+            # Otherwise short examples might have equal counts, such as of padding.
             for ends in (None, (high, low), (low, high)) if low < high else (None,):
                 drawn = torch.randint(low, high + 1, leaf.shape, generator=generator)
                 if ends is not None:
@@ -121,7 +121,7 @@ def integer_examples(
 
 
 def _ranges(dtype: torch.dtype, model: nn.Module) -> list[tuple[int, int]]:
-    """Return smallest and largest integers between which to draw random features."""
+    """Return pairs of the smallest and the largest integer to draw as random features."""
     if dtype == torch.bool or dtype.is_floating_point or dtype.is_complex:
         return []
     ranges = {(0, high) for high in _HIGHEST}
@@ -139,7 +139,7 @@ def _tables(model: nn.Module) -> Iterator[nn.Embedding | nn.EmbeddingBag]:
 
 
 def _odd_examples(examples: Tree) -> Tree:
-    """Return an example for each value in `ODD`; if all features are integers, ones and zeros."""
+    """Return an example for each value in `ODD`; if all features are integers, of 1 and of 0."""
     odd = trees.zeros(examples, len(ODD))
     for row, value in enumerate(ODD):
         odd = with_odd_rows(odd, row, value)
@@ -167,7 +167,7 @@ def _replaced(x: Tree, former: Tensor, leaf: Tensor) -> Tree:
 
 
 class deterministic(TorchFunctionMode):
-    """Switch off a model's random parts, such as dropout, so that it does the same twice."""
+    """Switch off a model's random parts, such as dropout, so that repeated passes agree."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None

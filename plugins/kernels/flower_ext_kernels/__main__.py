@@ -1,8 +1,7 @@
 """``python -m flower_ext_kernels``: compile the machine code, once per machine.
 
 Compiling takes half a minute on a free processor, and up to a minute and a half on a busy one. Runs
-never wait for the machine code. Without it, networks train by PyTorch alone, as without this
-plug-in.
+never wait for the machine code. Without the code, networks train as without this plug-in.
 """
 
 from __future__ import annotations

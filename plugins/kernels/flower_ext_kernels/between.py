@@ -1,7 +1,7 @@
 """Normalisation and dropout between layers, as loops over numbers that Numba translates.
 
-A slope by a quantity is the derivative of the loss with respect to it. Indices are unsigned,
-because Numba would test every signed index for being negative.
+A *slope* is the derivative of the loss by a quantity. Indices are unsigned, because Numba would
+test every signed index for being negative.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def through_norm(
     normed: np.ndarray,
     scales: np.ndarray,
 ) -> None:
-    """Turn slopes by the outputs of `normalise` into slopes by its inputs, written to ``down``."""
+    """Backpropagate ``slopes`` through `normalise`, from outputs to inputs; write to ``down``."""
     wide, groups = np.uint64(layer[INPUTS]), np.uint64(layer[GROUPS])
     size = wide // groups
     share = ONE / np.float32(size)
@@ -171,7 +171,7 @@ def normalise_image(
 
 @sums
 def _mean_by_group(values: np.ndarray, groups: int, places: Any) -> None:
-    """Replace sums over places, by channel, by means over places and the channels of a group."""
+    """Replace each channel's sum over places with the mean over places and its group's channels."""
     size = np.uint64(len(values)) // np.uint64(groups)
     share = ONE / (np.float32(size) * np.float32(places))
     for start in range(np.uint64(0), np.uint64(len(values)), size):
@@ -192,7 +192,7 @@ def through_image_norm(
     scales: np.ndarray,
     room: np.ndarray,
 ) -> None:
-    """Turn slopes by the outputs of `normalise_image` into slopes by its image.
+    """Backpropagate ``slopes`` through `normalise_image`; write the image's slopes to ``down``.
 
     ``room`` has space for three numbers per channel.
     """
@@ -242,7 +242,7 @@ def send_image_norm(
 def _sum_over_places(
     slopes: np.ndarray, normed: np.ndarray, levels: np.ndarray, along: np.ndarray
 ) -> None:
-    """Sum an image's slopes over all places by channel, and their products with its numbers."""
+    """Sum over all places, by channel: slopes into ``levels``, slope · value into ``along``."""
     wide = np.uint64(len(levels))
     fill(levels, ZERO)
     fill(along, ZERO)
@@ -255,7 +255,7 @@ def _sum_over_places(
 
 @loops
 def drop(layer: np.ndarray, drawn: Any, values: np.ndarray, into: np.ndarray) -> None:
-    """Apply dropout: write ``values`` to ``into``, 0 if ``drawn`` drops them, else scaled up."""
+    """Apply dropout: write 0 to ``into`` for values that ``drawn`` drops, others scaled up."""
     dropped = layer[SETTING]
     scale = np.float32(LEVELS / (LEVELS - dropped))
     least = np.float32(dropped - LEVELS // 2)

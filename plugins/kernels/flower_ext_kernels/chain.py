@@ -1,4 +1,4 @@
-"""Models that are a chain of known layers, found in their modules or by a trace."""
+"""Recognition of models that are a chain of known layers, by their modules or by a trace."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Part:
 
     @property
     def turned(self) -> bool:
-        """True if the order of its numbers differs from PyTorch's."""
+        """True if the order of the parameter's numbers differs from PyTorch's."""
         return len(self.shape) == 4
 
     def laid_out(self, parameter: Tensor) -> Tensor:
@@ -180,7 +180,7 @@ def _flattens(operation: object, shape: torch.Size) -> int | None:
 
 
 def _turned(shape: torch.Size, *, back: bool = False) -> list[Layer]:
-    """Return the layer that makes the channels of an image its last dimension, or ``back``."""
+    """Return the layer that moves an image's channels to the last dimension, or ``back`` again."""
     size, channels = shape.numel(), shape[0]
     if len(shape) != _IMAGE or channels in (1, size):
         return []
@@ -196,9 +196,9 @@ def _turned(shape: torch.Size, *, back: bool = False) -> list[Layer]:
 
 
 def _pooled_first(layers: list[Layer]) -> list[Layer]:
-    """Return the layers with every ReLU before a max pooling moved behind it.
+    """Return the layers, with every ReLU that precedes a max pooling moved behind the pooling.
 
-    Values and gradients stay the same, and ReLU handles a fraction of the numbers.
+    Values and gradients stay the same, and the ReLU handles a fraction of the numbers.
     """
     layers = [*layers]
     for number, (before, after) in enumerate(pairwise(layers)):
@@ -211,7 +211,8 @@ def _pooled_first(layers: list[Layer]) -> list[Layer]:
 def _in_a_row(module: nn.Module, name: str = "") -> list[tuple[str, Any]]:
     """Return the modules of a sequence with their names, in order; empty for other modules.
 
-    Tracing would take longer than training, and each message may bring its own model.
+    Sequences are not traced, because each message may bring a new model, and a trace would take
+    longer than its training.
     """
     if type(module) is not nn.Sequential:
         return [(name, module)] if name else []
@@ -242,7 +243,7 @@ def _traced(model: nn.Module) -> list[tuple[str, Any]]:
 
 
 def _operation(node: fx.Node, model: nn.Module) -> tuple[str, Any]:
-    """Return the module of a step and its name; for other steps a function, or an example's shape.
+    """Return a step's name and operation: a module, a function, or the shape that a view gives.
 
     The operation is None if it cannot be part of a chain.
     """
@@ -261,7 +262,7 @@ def _operation(node: fx.Node, model: nn.Module) -> tuple[str, Any]:
 
 
 def _layer(module: Any, name: str, wide: int) -> Layer | None:
-    """Return the layer of a module after a layer of width ``wide``; None for unknown kinds."""
+    """Return the layer of a module that has ``wide`` inputs; None for unknown kinds of modules."""
     if type(module) is nn.Linear:
         inputs, outputs = module.in_features, module.out_features
         return Layer(module=module, name=name, kind=DENSE, inputs=inputs, outputs=outputs)
@@ -290,7 +291,7 @@ def _layer(module: Any, name: str, wide: int) -> Layer | None:
 
 
 def _on_images(module: Any, name: str, shape: Sequence[int]) -> Layer | None:
-    """Return the layer of a module for images of ``shape``; None for unknown kinds."""
+    """Return the layer of a module for images of ``shape``; None for unknown kinds of modules."""
     channels, *size = shape
     filters, groups, setting, kernel = channels, 1, 0, getattr(module, "kernel_size", 1)
     step, border = getattr(module, "stride", 1), getattr(module, "padding", 0)
@@ -332,7 +333,7 @@ def _on_images(module: Any, name: str, shape: Sequence[int]) -> Layer | None:
 
 
 def _parts_of(epsilon: float) -> tuple[int, bool]:
-    """Return 1 / ε rounded to a whole number, and True if that changes it by less than 0.1 %."""
+    """Return 1 / ε rounded to a whole number, and True if rounding moves it by less than 0.1 %."""
     setting = round(1 / epsilon) if epsilon > 0 else 0
     return setting, math.isclose(setting * epsilon, 1, rel_tol=1e-3)
 

@@ -47,7 +47,7 @@ def multiply(
     count: int,
     ahead: tuple[np.ndarray, np.ndarray],
 ) -> None:
-    """Write x Wᵀ + b for ``count`` rows x: they begin at ``values[below]``, outputs at ``[above]``.
+    """Write x Wᵀ + b for ``count`` rows x. In ``values``, x is at ``below``, outputs at ``above``.
 
     Meanwhile the processor fetches ``ahead``, which the next training needs, into its caches.
     """
@@ -76,7 +76,7 @@ def multiply(
 def through_dense(
     weights: np.ndarray, layer: np.ndarray, count: int, slopes: np.ndarray, down: np.ndarray
 ) -> None:
-    """Turn slopes by the outputs of `multiply` into slopes by its inputs, written to ``down``."""
+    """Backpropagate ``slopes`` through `multiply`, from outputs to inputs; write to ``down``."""
     wide, high = layer[INPUTS], layer[OUTPUTS]
     fill(down[: count * wide], ZERO)
     steps = wide, high, NEXT, STAY, wide, STAY

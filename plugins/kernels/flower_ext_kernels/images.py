@@ -72,7 +72,7 @@ def _repeat(row: np.ndarray, into: np.ndarray) -> None:
 
 @loops
 def _padded(layer: np.ndarray, image: np.ndarray, room: np.ndarray) -> np.ndarray:
-    """Return an image with its border of zeros, in ``room`` if there is one."""
+    """Return an image with its border of zeros, built in ``room``; without a border, the image."""
     down, right = layer[PAD_DOWN], layer[PAD_RIGHT]
     if down == 0 and right == 0:
         return image
@@ -85,13 +85,13 @@ def _padded(layer: np.ndarray, image: np.ndarray, room: np.ndarray) -> np.ndarra
 
 @loops
 def _across(layer: np.ndarray) -> int:
-    """Return the numbers in a row of a padded image."""
+    """Return how many numbers a row of a padded image has."""
     return int((layer[WIDTH] + 2 * layer[PAD_RIGHT]) * layer[CHANNELS])
 
 
 @loops
 def padded_size(layer: np.ndarray) -> int:
-    """Return the numbers of a padded image."""
+    """Return how many numbers a padded image has."""
     return int(layer[HEIGHT] + 2 * layer[PAD_DOWN]) * _across(layer)
 
 
@@ -99,7 +99,7 @@ def padded_size(layer: np.ndarray) -> int:
 def convolve(
     weights: np.ndarray, layer: np.ndarray, image: np.ndarray, outputs: np.ndarray, room: np.ndarray
 ) -> None:
-    """Write the convolution of an image, plus the bias."""
+    """Write the convolution of an image, plus the bias, to ``outputs``."""
     filters, channels = layer[FILTERS], layer[CHANNELS]
     if layer[BIAS] >= 0:
         _repeat(weights[layer[BIAS] :][:filters], outputs[: layer[OUTPUTS]])
@@ -123,7 +123,7 @@ def convolve(
 def through_convolution(
     turned: np.ndarray, layer: np.ndarray, slopes: np.ndarray, down: np.ndarray, room: np.ndarray
 ) -> None:
-    """Turn slopes by the outputs of `convolve` into slopes by its image, written to ``down``.
+    """Backpropagate ``slopes`` through `convolve`; write the image's slopes to ``down``.
 
     ``turned`` has the layer's weights, (filters, kernel height, kernel width, channels).
     """
@@ -183,7 +183,7 @@ def send_convolution(
 
 @loops
 def pool(layer: np.ndarray, image: np.ndarray, outputs: np.ndarray) -> None:
-    """Write the maxima or the means of windows, channel by channel."""
+    """Write the maxima or the means of windows, channel by channel, to ``outputs``."""
     channels = layer[CHANNELS]
     size = (layer[KERNEL_HEIGHT], layer[KERNEL_WIDTH])
     share = ONE / np.float32(size[0] * size[1])
@@ -202,7 +202,7 @@ def pool(layer: np.ndarray, image: np.ndarray, outputs: np.ndarray) -> None:
 def through_pool(
     layer: np.ndarray, image: np.ndarray, slopes: np.ndarray, down: np.ndarray
 ) -> None:
-    """Turn slopes by the outputs of `pool` into slopes by its image, written to ``down``."""
+    """Backpropagate ``slopes`` through `pool`; write the image's slopes to ``down``."""
     channels = layer[CHANNELS]
     size = (layer[KERNEL_HEIGHT], layer[KERNEL_WIDTH])
     share = ONE / np.float32(size[0] * size[1])

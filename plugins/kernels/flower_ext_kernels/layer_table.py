@@ -2,10 +2,11 @@
 
 KIND, INPUTS, OUTPUTS, WEIGHT, BIAS = range(5)
 ACTIVATION, TRAINS_WEIGHT, TRAINS_BIAS, ACROSS, GROUPS, SETTING = range(5, 11)
-"""Columns of the network's table, one row per layer: its kind and widths, the places of weight and
-bias among all numbers (or −1), its activation, whether weight and bias are trained, and the widths
-of all layers below. A norm also has groups, and 1 / ε as its setting; dropout has the number of
-`LEVELS` that it drops; a turn has the number of its matrix's rows."""
+"""Columns of the network's table, which has one row per layer: kind, numbers of inputs and outputs,
+places of weight and bias among all numbers (or −1), activation, whether weight and bias are
+trained, the sum of the inputs of all layers below, groups and setting. Only a norm has groups. The
+setting of a norm is 1 / ε, that of dropout the number of `LEVELS` that it drops, and that of a turn
+the number of rows of its matrix."""
 CHANNELS, HEIGHT, WIDTH, FILTERS, OUT_HEIGHT, OUT_WIDTH = range(11, 17)
 KERNEL_HEIGHT, KERNEL_WIDTH, DOWN, RIGHT, PAD_DOWN, PAD_RIGHT = range(17, 23)
 """Columns for layers that move a window over images: channels and size of an image before and
@@ -21,13 +22,13 @@ LINE = 16
 
 JOB_NUMBERS = 4
 WEIGHTS, START, FEATURES, OFFSET = range(JOB_NUMBERS)
-"""Addresses of a job's numbers: weights, their start, examples, and the terms' offset."""
+"""Addresses of a job's numbers: weights, initial weights, features, and the terms' offset."""
 JOB_INTEGERS = 2
 TARGETS, ORDER = range(JOB_INTEGERS)
-"""Addresses of a job's classes, and of its rows in order of use, epoch after epoch."""
+"""Addresses of a job's classes, and of the order in which it uses its rows, epoch after epoch."""
 JOB_COUNTS = 4
 COUNT, BATCH_SIZE, STEPS, HAS_TERMS = range(JOB_COUNTS)
-"""A job's examples, examples per mini-batch, mini-batches, and whether it has terms."""
+"""A job's counts of examples, of examples per mini-batch and of steps; and 1 if it has terms."""
 JOB_RATES = 4
 LEARNING_RATE, MOMENTUM, SAM_RADIUS, PULL = range(JOB_RATES)
 """A job's rates; the gradient of all terms of its objective at w is pull · w + offset."""

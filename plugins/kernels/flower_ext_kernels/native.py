@@ -1,11 +1,11 @@
 """Machine code of `sgd`: made once per machine, kept in a file, and run without Numba.
 
-``python -m flower_ext_kernels`` makes it. No training waits for it: without the file, models train
-in other ways. A separate process compiles and prints the code; the file keeps it, and LLVM's
-linker, which llvmlite provides, loads it from then on. Compared with ``numba.cfunc(cache=True)``
-(one run on two shared cores), the code is as fast and equal to the last bit. Every process that
-trains loads it in 0.04 s and 49 MB instead of 0.5 to 0.9 s and 119 MB. Compiling takes half a
-minute once on a free processor (Zen 4), and up to a minute and a half on a busy one.
+``python -m flower_ext_kernels`` compiles the code in a separate process, and stores it in a file.
+No training waits for the code: without the file, models train in other ways. LLVM's linker, which
+llvmlite provides, loads the file. Compared with ``numba.cfunc(cache=True)`` (one run on two shared
+cores), the code is as fast, and its results are equal to the last bit. A process that trains loads
+it in 0.04 s and 49 MB instead of 0.5 to 0.9 s and 119 MB. Compiling takes half a minute once on a
+free processor (Zen 4), and up to a minute and a half on a busy one.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _SOURCES = [
 _LONGEST = 600.0
 """Longest time for compiling, in seconds, on a machine that is busy with other work."""
 _ARGUMENTS = {"train": 14, "are_classes": 5}
-# Nothing is allocated, so there are no references to count.
+# The code allocates nothing, so functions that count references may be empty.
 _UNCOUNTED = """
 define void @NRT_incref(ptr %p) alwaysinline { ret void }
 define void @NRT_decref(ptr %p) alwaysinline { ret void }
@@ -53,7 +53,7 @@ class Library:
     Raises
     ------
     NotCompiled
-        No code for this machine was kept.
+        There is no stored code for this machine.
     """
 
     def __init__(self) -> None:
@@ -62,7 +62,7 @@ class Library:
         self.are_classes = self._function("are_classes")
 
     def _function(self, name: str) -> Callable[..., None]:
-        """Wrap a function as Numba calls it, with unused places for a result and an error."""
+        """Wrap a function that expects, as in Numba, places for a result and an error."""
         address = self._engine.get_function_address(name)
         numbers = [ctypes.c_int64] * _ARGUMENTS[name]
         call = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, *numbers)(address)
@@ -93,16 +93,18 @@ def _kept(folders: Sequence[Path]) -> bytes:
     for folder in folders:
         if (code := read_cached(folder / name)) is not None:
             return code
-    raise NotCompiled("run `python -m flower_ext_kernels` once per machine, for about a minute")
+    raise NotCompiled(
+        "run `python -m flower_ext_kernels` once per machine; it takes about a minute"
+    )
 
 
 def compile_and_keep(folders: Sequence[Path] | None = None) -> Path:
-    """Compile the code unless it is kept already, and return the folder that has it.
+    """Compile the code unless a folder has it already, and return the folder that has it.
 
     Parameters
     ----------
     folders : Sequence[Path], optional
-        Folders in which to look for the code. New code is kept in the first one that can be
+        Folders in which to look for the code. New code is stored in the first folder that can be
         written. By default these are the folders of `Library`.
 
     Raises
@@ -149,7 +151,7 @@ def _compiled() -> bytes:
     try:
         done = subprocess.run(
             [sys.executable, "-P", "-m", __name__],
-            # Numba would optimise every function, and again each time that another one calls it.
+            # Numba must not optimise, because it would optimise a function again for each caller.
             env={**os.environ, "PYTHONPATH": path.rstrip(os.pathsep), "NUMBA_OPT": "0"},
             stdin=subprocess.DEVNULL,
             capture_output=True,
@@ -188,8 +190,7 @@ def main() -> None:
     for function, arguments in EXPORTS.items():
         made: Any = numba.cfunc(arguments, error_model="numpy")(function)
         module = llvm.parse_assembly(made.inspect_llvm())
-        # The function calls others of its module; the wrapper around it would report errors to
-        # Python.
+        # Export the function itself, and drop its wrapper, which would report errors to Python.
         module.get_function(made.native_name).linkage = "internal"
         module.get_function(made.native_name.removeprefix("cfunc.")).name = function.__name__
         whole.triple, whole.data_layout = module.triple, module.data_layout
@@ -204,7 +205,7 @@ def main() -> None:
 
 
 def _check_alone(module: Any) -> None:
-    """Refuse code that needs functions from Numba, beyond those that every process has."""
+    """Refuse code that needs functions that only Numba has."""
     needed = [f.name for f in module.functions if f.is_declaration and "." not in f.name]
     process = ctypes.CDLL(None)
     if missing := [name for name in needed if not hasattr(process, name)]:

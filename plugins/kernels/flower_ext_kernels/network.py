@@ -1,7 +1,7 @@
 """Chains of layers, each trained from its first step to its last by machine code.
 
-One thread trains all networks of dense layers; two would take as long, because models move between
-their caches. Networks with convolutions are divided among PyTorch's number of threads.
+One thread trains all networks of dense layers. Two threads would take as long, because models would
+move between their caches. Networks with convolutions are divided among PyTorch's number of threads.
 
 `form_for` is the entry point of this plug-in. Where machine code cannot train a model, or was not
 compiled, it returns None, and the model trains as without the plug-in.
@@ -38,28 +38,28 @@ from flower_ext_kernels.layer_table import CHANNELS, COLUMNS, DROP, IMAGE_NORM, 
 log = getLogger("flwr")
 
 _TOGETHER = 2**22
-"""Numbers of the models that are returned together, 16 MB. Training, and the Python code that uses
-the models, drive each other out of the processor's caches; larger groups make that rarer."""
+"""Most numbers in the models of one group, 16 MB. Training, and the Python code that uses the
+models, drive each other out of the processor's caches. Larger groups make that rarer."""
 _MOST_DRAWN = 2**24
-"""Limit on the 32-bit numbers that dropout of one training draws, 64 MB, since all are held."""
+"""Most 32-bit numbers that dropout of one training may draw, 64 MB: all are in memory at once."""
 _SMALL = 2**15
-"""Numbers in the outputs of all layers for one example, up to which a network counts as small."""
+"""Most numbers in the outputs of all layers for one example, for a network to count as small."""
 _FEW_THREADS = 2
 _MOST_ON_FEW, _MOST_ON_MANY = 2**26, 2**21
-"""Largest products of a network's numbers and a mini-batch's rows, on few threads and on many.
+"""Largest products (numbers of a network) · (rows of a mini-batch) for training one network.
 
-Up to these, one network of dense layers trains here as fast as by PyTorch. The first is measured.
-The second is computed for 4 to 16 threads: here 110 GFLOP/s, by PyTorch 55 GFLOP/s per thread and
-0.12 ms per step.
+Up to these limits, one network of dense layers trains here as fast as in PyTorch on few threads, or
+on many. The first limit is measured. The second is computed for 4 to 16 threads, from 110 GFLOP/s
+here, and from 55 GFLOP/s per thread and 0.12 ms per step in PyTorch.
 """
 _NONE, _NO_TARGETS = torch.zeros(0), torch.zeros(0, dtype=torch.int64)
 
 
 class CompiledNetwork:
-    """A chain of layers: one array of numbers and a table of layers (a `Form`)."""
+    """A form that trains a chain of layers, which is one array of numbers and a table of layers."""
 
     batch_invariant = True
-    """True because each model trains by itself, in an order of sums of its own."""
+    """True, because each model trains by itself, and its sums have an order of their own."""
 
     def __init__(self, layers: Sequence[Layer]) -> None:
         self.layers, self.parts = layers, dict[str, Part]()
@@ -74,7 +74,7 @@ class CompiledNetwork:
         """True if a layer works on images."""
 
     def takes(self, jobs: Sequence[Job]) -> list[bool]:
-        """Return for each job True if its numbers have usual types and its targets are classes."""
+        """Return for each job True if its tensors have usual types and its targets are classes."""
         starts = {id(job.params): job.params for job in jobs}  # often all begin alike
         plain = {key: all(map(_is_plain, params.values())) for key, params in starts.items()}
         targets = [
@@ -91,7 +91,7 @@ class CompiledNetwork:
         return [classes is not None and bool(fit) for classes, fit in pairs]
 
     def groups(self, jobs: Sequence[Job], memory_limit: int) -> list[list[int]]:
-        """Return groups of the jobs that it `takes`, each as large as memory for results permits.
+        """Return groups of the jobs that `takes` accepts, as large as memory for results permits.
 
         Jobs that need too much memory while they train are left out.
         """
@@ -111,7 +111,7 @@ class CompiledNetwork:
         return groups
 
     def train(self, jobs: Sequence[Job], trained: Callable[[str], bool]) -> Params:
-        """Return the trained parameters of each job after `local.train`, in rows.
+        """Train each job as `local.train` does; return the parameters, stacked, one row per job.
 
         Raises
         ------
@@ -130,7 +130,7 @@ class CompiledNetwork:
             training, examples = job.training, job.examples
             count, size, steps = len(examples), training.batch_size, job.num_steps
             features, targets = _in_line(examples.features), _in_line(examples.targets)
-            draws = self._drawn(job)  # before its batches are drawn
+            draws = self._drawn(job)  # first, because drawing batches changes the generator
             order = _order(count, math.ceil(steps / math.ceil(count / size)), job.generator)
             pull, offset = self._terms(job, names)
             arrays.append((features, targets, order, offset, draws))
@@ -164,7 +164,7 @@ class CompiledNetwork:
         return row
 
     def _terms(self, job: Job, names: Sequence[str]) -> tuple[float, Tensor]:
-        """Return pull and offset: the terms' gradient is pull · w + offset; `_NONE` without any."""
+        """Return pull and offset of the terms' gradient pull · w + offset; `_NONE` if no terms."""
         if not (terms := job.objective):
             return 0.0, _NONE
         pull, offset = 0.0, torch.zeros(self.size)
@@ -191,7 +191,7 @@ class CompiledNetwork:
     def gains_alone(self, job: Job) -> bool:
         """Return True if a single job, on one thread here, takes no longer than in PyTorch.
 
-        PyTorch may use more threads, but they have little to share in small networks.
+        PyTorch may use more threads, but small networks have little work to share.
         """
         threads = torch.get_num_threads()
         if self.images:
@@ -255,7 +255,7 @@ def _is_usual(examples: Examples) -> bool:
 
 
 def _order(count: int, epochs: int, generator: torch.Generator) -> Tensor:
-    """Return the numbers of ``count`` examples in their order of use, epoch after epoch."""
+    """Return the indices of ``count`` examples in their order of use, epoch after epoch."""
     if epochs == 1:
         return torch.randperm(count, generator=generator)
     orders = [torch.randperm(count, generator=generator) for _ in range(epochs)]

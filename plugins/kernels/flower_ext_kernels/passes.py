@@ -1,7 +1,7 @@
 """The passes of a mini-batch through a chain of layers, forwards and backwards, for Numba.
 
-The outputs of all layers are kept. Those of one layer are in the order of examples. A slope by a
-quantity is the derivative of the loss with respect to it.
+The forward pass stores the outputs of all layers. A layer's outputs are in the order of examples. A
+*slope* is the derivative of the loss by a quantity.
 """
 
 from __future__ import annotations
@@ -64,8 +64,8 @@ from flower_ext_kernels.products import (
 
 carray: Any = numba.carray  # type: ignore[attr-defined]
 Arrays = tuple[np.ndarray, np.ndarray, np.ndarray, Any]
-"""Outputs and slopes of all layers for a mini-batch, what norms keep of it, and the address of room
-for other numbers."""
+"""Outputs of all layers for a mini-batch, their slopes, values that norms store for the backward
+pass, and the address of working memory."""
 
 
 @loops
@@ -89,7 +89,7 @@ def forward(
     drawn: np.ndarray,
     ahead: tuple[np.ndarray, np.ndarray],
 ) -> None:
-    """Run the forward pass; write the mean cross-entropy's slope by the outputs to ``slopes``."""
+    """Run the forward pass, and write the slopes of the mean cross-entropy at the last outputs."""
     outputs, slopes, normed, room = arrays
     count = len(rows)
     above = used_draws = 0
@@ -128,7 +128,7 @@ def forward(
 def _slopes_of_loss(
     logits: np.ndarray, slopes: np.ndarray, targets: np.ndarray, rows: np.ndarray
 ) -> None:
-    """Write the slope of the mean cross-entropy by the logits of a mini-batch."""
+    """Write the mean cross-entropy's slopes at the logits of a mini-batch to ``slopes``."""
     count = len(rows)
     classes = len(logits) // count
     for start in range(0, len(logits), classes):
@@ -184,7 +184,7 @@ def backward(
     factor: np.float32,
     ahead: tuple[np.ndarray, np.ndarray],
 ) -> None:
-    """Run the backward pass: add ``factor`` times the gradient to ``into`` (maybe ``weights``)."""
+    """Run the backward pass: add ``factor`` · gradient to ``into``, which may be ``weights``."""
     outputs, slopes, normed, room = arrays
     lowest, used_draws = 0, len(drawn)
     while not (layers[lowest, TRAINS_WEIGHT] or layers[lowest, TRAINS_BIAS]):
@@ -262,7 +262,7 @@ def _through_convolutions(
 
 @loops
 def weight_size(layer: np.ndarray) -> int:
-    """Return the numbers in a layer's weight."""
+    """Return how many numbers a layer's weight has."""
     if layer[KIND] == DENSE:
         return int(layer[OUTPUTS] * layer[INPUTS])
     if layer[KIND] == CONVOLUTION:
@@ -273,5 +273,5 @@ def weight_size(layer: np.ndarray) -> int:
 
 @loops
 def bias_size(layer: np.ndarray) -> int:
-    """Return the numbers in a layer's bias."""
+    """Return how many numbers a layer's bias has."""
     return int(layer[FILTERS] if layer[FILTERS] > 0 else layer[OUTPUTS])

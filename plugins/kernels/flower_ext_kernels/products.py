@@ -20,7 +20,7 @@ from flower_ext_kernels.tiles import HIGH, LANES, WIDE, multiply_tile
 ONE, ZERO = np.float32(1), np.float32(0)
 STAY: Any = np.int64(0)
 NEXT: Any = np.int64(1)
-"""0 and 1 with a type: Numba would compile `add_product` again for each literal in a call."""
+"""0 and 1 with a type, because Numba would compile `add_product` again for each literal."""
 
 loops = njit(error_model="numpy")
 # Allows sums in any order, as vector registers need; NaN and infinity keep their meaning.
@@ -125,7 +125,7 @@ def share(count: int, most: int) -> int:
 
 @loops
 def exponential(values: np.ndarray) -> None:
-    """Apply e^x in place for x ≤ 0, within one unit in the last place; below −87 as for −87.
+    """Apply e^x in place for x ≤ 0, within one unit in the last place. x < −87 counts as −87.
 
     Let n be the integer nearest to x / ln 2, and r = x − n ln 2. Then e^x = 2ⁿ e^r, and e^r comes
     from its Taylor series. This needs no branch, so a processor computes several at once.
@@ -156,7 +156,7 @@ def activate(values: np.ndarray, kind: int) -> None:
 
 @loops
 def through(slopes: np.ndarray, outputs: np.ndarray, kind: int) -> None:
-    """Turn slopes by an activation's outputs into slopes by its inputs, in place."""
+    """Backpropagate slopes through an activation, from outputs to inputs, in place."""
     if kind == RELU:
         for i in range(len(slopes)):
             slopes[i] = ZERO if outputs[i] <= 0 else slopes[i]

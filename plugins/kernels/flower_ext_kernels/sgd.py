@@ -1,7 +1,7 @@
 """SGD on chains of layers, as loops over numbers that Numba translates.
 
-Between the operations of a library, a model leaves the processor's nearest caches. Here one model
-stays there from its first step to its last.
+With a library, a model leaves the processor's nearest caches between operations. Here one model
+stays in them from its first step to its last.
 
 All numbers of a network are one array, with a table of its layers (see `layer_table`). Nothing here
 allocates, raises or uses Python, so the result is machine code that runs without Numba. `native`
@@ -58,7 +58,7 @@ from flower_ext_kernels.products import ONE, ZERO, copy, fill, loops, nothing, p
 _MOST_AHEAD = 2**16
 """Most features, and weights, of the next job that are fetched in advance: 256 kB of each."""
 _BURST = 24 * LINE
-"""Most numbers that a processor fetches at once; more of them would make it wait."""
+"""Most numbers to fetch at once, because the processor would wait for more."""
 
 
 def train(
@@ -91,7 +91,7 @@ def train(
     depth, size : int
         Number of layers, and of numbers in a network.
     outputs, slopes : float32 (rows of a mini-batch · widths of inputs and layers,)
-    beside : float32 (as many numbers as the passes need besides,)
+    beside : float32 (all other numbers of the passes,)
     norms : float32 (2 · rows of a mini-batch · widths of inputs and layers,)
         Outputs of norms before weight and bias, and the scales of their groups.
     spare : float32 (3 · size,)
@@ -184,7 +184,8 @@ def _descend(
     if not plain:
         fill(velocity, ZERO)
     none = nothing(weights)
-    # The forward pass fetches before each tile. If that is too much at once, both passes do.
+    # The forward pass fetches a part before each tile. If these parts would be too large, the
+    # backward pass fetches parts too.
     bursts = counts[STEPS] * tiles(layers[0], most)
     passes = 1 + int(len(ahead[0]) + len(ahead[1]) > _BURST * bursts)
     point, first, begin, used_draws = weights, 0, 0, 0

@@ -1,8 +1,8 @@
 """Products of small matrices, and maxima, in the processor's vector registers.
 
-Numba's own loops keep no block of a product in registers. These functions do; they are written in
-the operations of LLVM, which turns them into machine code. The last columns of a matrix may fill
-only a part of a vector. A mask hides the rest.
+Numba's own loops keep no block of a product in registers, but the functions of this module do. They
+consist of operations of LLVM, which turns them into machine code. The last columns of a matrix may
+fill only a part of a vector. A mask hides the rest.
 """
 
 from __future__ import annotations
@@ -352,10 +352,11 @@ def _maxima(vectors: _Vectors, values: Any, mask: Any, *cells: Any) -> Any:
 multiply_tile: Any = intrinsic(_multiplied)
 """``multiply_tile(into, left, right, shape, steps, factor)``.
 
-Add ``factor`` times a product to ``into``: for all rows r and columns n of a tile, the sum over u
-and k of ``left[r · left_row + k · left_inner + u · left_outer] ·
-right[n + k · right_inner + u · right_outer]`` is added to ``into[r · into_row + n]``, row after
-row, so that rows may overlap. ``shape`` is (rows, columns, inner, outer); ``steps`` is (into_row,
+Add ``factor`` times a product to ``into``. For all rows r and columns n of a tile, the element
+``into[r · into_row + n]`` grows by ``factor`` times the sum over u and k of
+``left[r · left_row + k · left_inner + u · left_outer] ·
+right[n + k · right_inner + u · right_outer]``. Rows are added one after the other, so that rows of
+``into`` may overlap. ``shape`` is (rows, columns, inner, outer); ``steps`` is (into_row,
 left_row, left_inner, left_outer, right_inner, right_outer).
 """
 dot_tile: Any = intrinsic(_dotted)
@@ -368,16 +369,19 @@ right[n · right_row + k]``. A tile has up to `HIGH` rows and `WIDE` columns.
 find_largest: Any = intrinsic(_largest)
 """``find_largest(into, values, columns, (high, wide), (down, right))``: maxima over a window.
 
-The window has ``high`` · ``wide`` cells, ``down`` and ``right`` numbers apart. Up to `LANES`
-columns are neighbours in every cell.
+The window has ``high`` · ``wide`` cells. Cells below each other are ``down`` numbers apart, and
+neighbours ``right`` numbers. A cell has up to `LANES` columns, one number each.
 """
 send_to_largest: Any = intrinsic(_sent)
 """``send_to_largest(into, slopes, values, columns, (high, wide), (down, right))``.
 
-Add ``slopes`` to ``into`` at the first cell that holds the maximum of ``values``.
+Add ``slopes`` to ``into``, in each column at the first cell with the maximum of ``values``.
 """
 find_sum: Any = intrinsic(_summed)
-"""``find_sum(into, values, columns, (high, wide), (down, right), factor)``."""
+"""``find_sum(into, values, columns, (high, wide), (down, right), factor)``.
+
+Write ``factor`` times the sum over a window to ``into``.
+"""
 send_to_all: Any = intrinsic(_spread)
 """``send_to_all(into, slopes, columns, (high, wide), (down, right), factor)``.
 

@@ -12,13 +12,13 @@ torch.set_num_threads(1)
 
 @pytest.fixture(autouse=True)
 def _offered(monkeypatch):
-    """Offer the form of this plug-in, whatever is installed."""
+    """Offer the form of this plug-in, even if the plug-in is not installed."""
     monkeypatch.setattr(plugins, "offered", lambda group: (network.form_for,))
 
 
 @pytest.fixture
 def compiled(monkeypatch):
-    """Count the models that machine code trains, but for those of trials."""
+    """Count the models that machine code trains, except those of trials."""
     trained = []
     train, trains_alike = network.CompiledNetwork.train, choice.trains_alike
 

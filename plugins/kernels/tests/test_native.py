@@ -12,7 +12,7 @@ from flower_ext_kernels import native, network
 
 @pytest.fixture
 def made(monkeypatch):
-    """Count compilations, which take half a minute each and do not happen here."""
+    """Count compilations instead of compiling, which takes half a minute."""
     calls = []
 
     def compiled():

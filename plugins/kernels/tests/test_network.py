@@ -196,7 +196,7 @@ class Growing(Plain):
 
 
 class Remembering(Plain):
-    """A network that works otherwise after some passes, as its class says."""
+    """A network that behaves differently after ``before`` passes."""
 
     before = 1
 
@@ -211,7 +211,7 @@ class Remembering(Plain):
 
 
 class Late(Remembering):
-    """A network that works otherwise after more passes than a trial has."""
+    """A network that behaves differently after more passes than a trial has."""
 
     before = 4
 
@@ -358,7 +358,7 @@ def test_what_dropout_draws_takes_room_too(compiled, monkeypatch):
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("size", [1, 4, 9, 12])
 def test_as_much_is_drawn_as_dropout_needs(way, size, monkeypatch):
-    """For one training by itself, the number follows from its layers."""
+    """The layers of a training determine how many numbers it draws."""
     (job,) = jobs(normed_between, replace(WAYS[way], learning_rate=0.05), [size])
     drawn = []
 
@@ -522,7 +522,7 @@ def test_what_compiled_code_does_not_know_is_left_to_others(change):
 
 @pytest.fixture
 def asked_again():
-    """The capabilities of this machine are detected once, and not here."""
+    """Forget what was detected about this machine, before and after the test."""
     network._library.cache_clear()
     yield
     network._library.cache_clear()

@@ -6,10 +6,10 @@ nothing about one another. This package defines the protocol, for a case that Ka
 is in `flower_ext.secure.weighting` and remains the default. This package is a plug-in: an entry
 point of the group ``flower_ext.weighting`` registers `LatticeWeighting` as protocol ``lattice``.
 
-Protocol 1 inverts blinded totals, so a plaintext must hold lcm(1, …, N_max). This protocol looks
-the inverse up instead. The silos share a secret shift ρ_u for each user. The server learns only x_u
-= N_u + ρ_u modulo M, and offers encryptions of ⌊2^k / j⌋ for all j, rotated by x_u. The silos can
-open only the encryption at ρ_u.
+Protocol 1 inverts blinded totals, so a plaintext must hold lcm(1, …, N_max). In this protocol the
+silos look the inverse up in a table instead. They share a secret shift ρ_u for each user. The
+server learns only x_u = N_u + ρ_u modulo M. It offers encryptions of ⌊2^k / j⌋ for all j, rotated
+by x_u. The silos can open only the encryption at ρ_u, which is that of j = N_u.
 
 =========================  ================================================================
 specification              here
@@ -41,14 +41,15 @@ round    ``server.open_round(round_number)``                 RoundOpening, to al
          ``server.close_round(sums)``                        the sum, float64 (coordinates,)
 =======  ==================================================  ==============================
 
-An epoch lasts until other users are drawn. ``server.begin_round`` makes the server's calls for
-epoch and round at once, and ``silo.open_sum`` makes the silo's calls. A silo that restarted accepts
-the weights of its last epoch again if they are the same to the last bit.
+An epoch lasts until other users are drawn. ``server.begin_round`` makes both calls of the server,
+and ``silo.open_sum`` both calls of a silo. A silo that restarted accepts the weights of its last
+epoch again if they are the same to the last bit.
 
 A silo never needs to hold all users' updates at once.
 
 The transport must be confidential and authenticated between each silo and the server. Otherwise an
-eavesdropper on one silo that colludes with all other silos learns this silo's record counts.
+eavesdropper who listens to one silo, and colludes with all other silos, learns this silo's record
+counts.
 
 `LatticeServer` and `LatticeSilo` are the parties. They use neither torch nor Flower;
 `flower_ext.federation.sums.weighted` runs them over Flower.

@@ -1,10 +1,10 @@
 """A draw of users that neither the server nor the silos know, by a second key for every entry.
 
-The server writes every entry of a user's weights in two columns, one with y_u = 0 and one with y_u
-= 1, in an order that it draws at random for each user. Each column has a key of its own. By
-1-out-of-P oblivious transfer the silos receive the number and the key of one column. For
-``winning_choices`` of the P choices it is the column with y_u = 1, and for the other choices the
-column with y_u = 0.
+Here y_u is 1 if user u is drawn, and 0 otherwise. The server writes every entry of a user's weights
+in two columns, one for y_u = 0 and one for y_u = 1, in an order that it draws at random for each
+user. Each column has a key of its own. By 1-out-of-P oblivious transfer, where P is
+``draw_choices``, the silos receive the number and the key of one column. For ``winning_choices`` of
+the P choices it is the column with y_u = 1, and for the other choices the column with y_u = 0.
 
 The server does not know which choice the silos made. The silos do not know which column they
 opened, because the order is random and an encryption of zero looks like any other.
@@ -47,14 +47,14 @@ def draw_columns(settings: LatticeSettings) -> Columns:
 def seal_columns(
     settings: LatticeSettings, columns: Columns, sender: Sender, answer: bytes
 ) -> bytes:
-    """Return P sealed texts per user, of which the silos can open one.
+    """Return ``draw_choices`` sealed texts per user, of which the silos can open one.
 
     Each text holds the number and the key of one of the user's columns.
 
     Parameters
     ----------
     answer : bytes
-        The silos' choices, of `Receiver.answer`.
+        The silos' choices, from `Receiver.answer`.
 
     Raises
     ------

@@ -1,7 +1,8 @@
 """A silo's encrypted sum, block by block, and the server's decryption of all silos' sums.
 
-Eight blocks form a group, whose coefficients alternate: coordinate ``8 * i + lane`` of a group is
-coefficient i of its block ``lane``. The last group may have fewer blocks.
+A block is a polynomial whose coefficients are coordinates of an update. Eight blocks form a group,
+in which their coefficients alternate: coordinate ``8 * i + lane`` of a group is coefficient i of
+its block ``lane``. The last group may have fewer blocks.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ _EXCESS = 1 - MODULUS / 2**96
 
 
 class Group:
-    """Slices of words and coordinates for eight blocks; the last group may have fewer."""
+    """The slices of words and coordinates of eight blocks. The last group may have fewer."""
 
     def __init__(self, settings: LatticeSettings, number: int) -> None:
         self.number = number
@@ -124,12 +125,12 @@ class EncryptedSum:
                 of_parts.append(squares.sum(1))
             return of_parts
 
-        # One prime after the other: both together would not fit the caches.
+        # Take one prime after the other, because both together would not fit the caches.
         parts = [(group, prime) for group in self._of_groups for prime in range(len(PRIMES))]
         with np.errstate(invalid="ignore", over="ignore"):
             squares = map_slices(work, parts)
         self._added += len(updates)
-        # Each prime counts every square once.
+        # Each prime sums the squares of all coordinates, so take those of one prime only.
         norms: Reals = np.sqrt(np.sum(squares[:: len(PRIMES)], axis=0)) * self._settings.step
         return norms
 
@@ -200,7 +201,7 @@ def decrypted(
     second = np.zeros(settings.blocks * DEGREE, np.uint64)
     sums = list(messages)
     result = np.empty(settings.coordinates)
-    # The mean of the dithers and of the bytes that silos drop from their words.
+    # The expected sum of all silos' dithers, and of the bytes that they drop from their words.
     middle = len(sums) * (_HALF_STEP + 2 ** (_CUT_BITS - 1))
 
     def work(groups: Sequence[Group]) -> list[None]:

@@ -28,7 +28,7 @@ from flower_ext_lattice.settings import (
 class LatticeKey(ProtocolMessage):
     """The server's public key, for all silos.
 
-    ``public_seed`` determines pk1, and every a_u together with the nonce of its weights.
+    ``public_seed`` determines pk1, and together with the nonce of a set of weights every a_u.
     ``transfer`` is the sender's point of the oblivious transfer. ``words`` holds the words of pk0.
     """
 
@@ -48,11 +48,12 @@ class LatticeKey(ProtocolMessage):
 class LatticeWeights(ProtocolMessage):
     """One epoch's encrypted weights, for all silos.
 
-    ``nonce`` is random, and enters every a_u and every pad, so that no two messages share them, not
-    even messages of one epoch. ``words`` holds all words of b_u except the constant one. ``sealed``
-    holds, for each user, M candidates for that word; the silos can open one of them. If the draw is
-    secret, there are two columns of candidates, ``columns`` holds their sealed keys, and ``offer``
-    is the server's offer for which silo 0 made all silos' choices. Otherwise these two are empty.
+    ``nonce`` is random, and every a_u and every pad depend on it, so that no two messages share
+    them, not even messages of one epoch. ``words`` holds all words of b_u except the constant word.
+    ``sealed`` holds, for each user, M candidates for the constant word; the silos can open one of
+    them. If the draw is secret, there are two columns of candidates. ``columns`` then holds their
+    sealed keys, and ``offer`` is the server's offer, for which silo 0 made all silos' choices.
+    Without a secret draw, ``columns`` and ``offer`` are empty.
     """
 
     kind = b"LWew"

@@ -79,7 +79,7 @@ class Prime:
 PRIMES = Prime(281474976694273), Prime(281474976636929)
 MODULUS = PRIMES[0].value * PRIMES[1].value
 ROOM = 32
-"""Number of products that a total may sum before `reduce`. Each product is at most 0.79 q."""
+"""Most products that a total may sum before `reduce`. Each product is at most 0.79 q."""
 
 
 def _switching(prime: Prime, other: Prime) -> list[float]:
@@ -127,8 +127,8 @@ def add_encoded(
     values : float32 or float64 (GROUP,)
         Alternating coefficients.
     squares : float64 (512,)
-        Partial sums. The squares of scale · values are added to them; their total is the sum of
-        squares.
+        Partial sums, to which the squares of scale · values are added. The sum of all 512 grows by
+        the sum of squares.
     scratch : float64 (GROUP,)
         Overwritten.
     keys, totals, prime

@@ -7,9 +7,9 @@ the low half of a product exactly.
 Eight polynomials are transformed at once. Their coefficients alternate, ``x[8 * i + lane]``, so
 that every operation works on eight neighbouring numbers.
 
-Growth: a product is at most 0.79 q in magnitude if its first factor is at most 10 q and its second
-at most q / 2. A transform starts from at most q / 2 and adds one product in each of its 12 stages.
-It therefore stays below 10 q, which is less than 2^52.
+Bounds on growth: a product is at most 0.79 q in magnitude if its first factor is at most 10 q and
+its second at most q / 2. A transform starts from numbers of at most q / 2, and adds one product in
+each of its 12 stages. Its numbers therefore stay below 10 q, which is less than 2^52.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _ROUND = 1.5 * 2.0**52
 _ROWS = 64
 _COLUMNS = DEGREE // _ROWS
 _ROW = _COLUMNS * LANES
-"""Count of numbers that the last six stages combine. They fit the first-level cache."""
+"""Count of the numbers that the last six stages combine, which fit the first-level cache."""
 
 
 def _fused(typing_context: Any, a: Any, b: Any, c: Any) -> Any:
@@ -154,7 +154,7 @@ def _product(
 def _butterflies(
     typing_context: Any, x: Any, at: Any, width: Any, u: Any, v: Any, w: Any, q: Any, inverse: Any
 ) -> Any:
-    """Take eight neighbours, and those ``width``, 2 and 3 ``width`` further, through two stages."""
+    """Take eight neighbours, and those at distances of 1, 2 and 3 ``width``, through two stages."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         array, at, width, u, v, w, q, inverse = arguments
@@ -182,7 +182,7 @@ _pass_two_stages: Any = intrinsic(_butterflies)
 
 @_fast
 def _two_stages(x: Any, roots: Any, start: Any, groups: Any, q: Any) -> None:
-    """Take ``groups`` groups of neighbours through two stages; each becomes four groups.
+    """Take ``groups`` groups of neighbours through two stages. Each group becomes four groups.
 
     ``roots[start + g]`` belongs to group g in the first stage.
     """
@@ -219,7 +219,7 @@ def _add_later_stages(x: Any, keys: Any, totals: Any, roots: Any, q: Any) -> Non
 
 @_fast
 def add_products(x: Any, keys: Any, totals: Any, roots: Any, q: Any) -> None:
-    """Do as `ring.add_products`, by the powers ``roots`` of the root of unity.
+    """Do as `ring.add_products`, with the powers ``roots`` of the root of X^n + 1.
 
     Keys are of magnitude up to q / 2, and each call adds at most 0.79 q to a total.
     """
@@ -279,7 +279,7 @@ def reduce(x: Any, q: Any) -> None:
 
 @_fast
 def invert(x: Any, back: Any, q: Any, scale: Any) -> None:
-    """Do as `ring.invert`, of magnitudes up to 2^52, by the inverses ``back`` of the roots.
+    """Do as `ring.invert`, for magnitudes up to 2^52, with the inverses ``back`` of the roots.
 
     ``scale`` is the inverse of 4096 modulo q.
     """

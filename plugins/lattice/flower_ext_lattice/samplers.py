@@ -1,4 +1,4 @@
-"""Secret polynomials and dithers from ChaCha20: every distribution is exact, none is truncated."""
+"""Secret polynomials and dithers from ChaCha20. Every distribution is exact; none is truncated."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ from flower_ext_lattice.settings import LatticeSettings
 
 
 class LatticeServer(ServerParty[LatticeSettings, LatticeSum]):
-    """The party that relays messages, encrypts weights without knowing them, and decrypts sums.
+    """The party that relays messages, encrypts weights that it does not know, and decrypts sums.
 
     Each round belongs to an epoch, which lasts until other users are drawn: see `begin_round`.
     """

@@ -23,9 +23,9 @@ ERROR_BOUND = 21
 """Largest magnitude of a sample of the centred binomial distribution, of variance 21/2."""
 ERROR_VARIANCE = ERROR_BOUND / 2
 SUM_LIMIT = 512
-"""Largest sum of a coordinate in clipping norms; larger sums wrap."""
+"""Largest magnitude of a coordinate of the sum, in clipping norms; larger sums wrap."""
 CLIPPING_SLACK = 2.0**-20
-"""Relative excess over the clipping norm that a silo accepts, and that the sensitivity counts."""
+"""Relative excess over the clipping norm that a silo accepts. The sensitivity includes it."""
 
 SECOND_WORD_BYTES = 8
 """Length in bytes of a word of c1."""
@@ -34,14 +34,15 @@ FIRST_WORD_BYTES = 6
 COUNT_BYTES = 4
 """Length in bytes of a masked count."""
 STEP_BITS = 64 + WEIGHT_BITS - 96
-"""A step of the encoding is 2²⁴ in words of 64 bits, and 2ᵏ modulo q, which has 96 bits."""
+"""A step of the encoding is 2²⁴ in words of 64 bits, and 2ᵏ modulo q, a number of 96 bits."""
 
 DRAW_TEXT_BYTES = 1 + KEY_BYTES
 """Length in bytes of the number and the key of one column of entries."""
 
 _ROUNDED = 2.0**-7
-"""Most steps by which one silo's rounding moves a coordinate. A step is 2²⁴ words. The silo drops
-two bytes of a word (2⁻⁸), and rounds words of c1 (2048 · 2⁻²⁴); r · e + e2 · s is below 2⁻³⁷."""
+"""Most steps by which one silo's rounding moves a coordinate. A step is 2²⁴ in words. The silo
+drops two bytes of a word (2⁻⁸ steps), and rounds words of c1 (2048 · 2⁻²⁴ steps). The error
+r · e + e2 · s of re-randomising is below 2⁻³⁷ steps."""
 _TERNARY_VARIANCE = 2 / 3
 _MOST_CHOICES = 2**16
 """With fewer choices than this, an update times its count stays far below the primes."""
@@ -127,10 +128,10 @@ class LatticeSettings(PartySettings):
     def contribution_bound(self, clipping_norm: float) -> float:
         """Return the largest L2 distance by which one drawn user moves the sum.
 
-        It adds up ``clipping_norm``, with a slack for rounding in clipping, and
+        The bound is the sum of ``clipping_norm``, with a slack for rounding in clipping, and
 
-        * 1.5 · √d steps: encoding moves a coordinate by at most half a step, and the fraction of a
-          step in the weighted sum changes the carry of the dither by at most one;
+        * 1.5 · √d steps, because encoding moves a coordinate by at most half a step, and the
+          fraction of a step in the weighted sum changes the carry of the dither by at most one;
         * `error_bound`, for the errors e_u.
         """
         encoding = 1.5 * math.sqrt(self.coordinates) * self.step
@@ -147,8 +148,9 @@ class LatticeSettings(PartySettings):
 
         Given the dithers, an error of t steps in a coordinate moves its rounded sum by at most
         t + 1 steps. The errors e_u add at most `error_bound` for every user, drawn or not. Rounding
-        and re-randomising add less than 2⁻⁷ steps per silo. One silo's share of the noise must hide
-        all of this, so the sum of these errors counts √|S| times.
+        and re-randomising add less than 2⁻⁷ steps per silo. The noise of all |S| silos is √|S|
+        times as large as one silo's share. The share alone must hide these errors, so their sum is
+        multiplied by √|S|.
         """
         carries = (1 + self.silos * _ROUNDED) * math.sqrt(self.coordinates) * self.step
         errors = self.users * self.error_bound
@@ -158,8 +160,9 @@ class LatticeSettings(PartySettings):
     def error_bound(self) -> float:
         """Largest L2 norm by which a user, drawn or not, moves the sum through the errors e_u.
 
-        A product with e_u is at most 4096 · 21 times as long as its other factor. That factor is at
-        most N_max · (C + √d / 2 steps) long. The product counts in units of 2⁻ᵏ.
+        The product of e_u with another factor is at most 4096 · 21 times as long as that factor.
+        The other factor is at most N_max · (C + √d / 2 steps) long. The product counts in units of
+        2⁻ᵏ.
         """
         encoded = self.clipping_norm * (1 + CLIPPING_SLACK)
         encoded += 0.5 * math.sqrt(self.coordinates) * self.step
@@ -183,10 +186,10 @@ class LatticeSettings(PartySettings):
     def hint_delta(self) -> float:
         """Statistical distance by which the server's secrets move the rounded results.
 
-        The rounding error of c1 (ρ·s), the errors of re-randomising and Σ V·e_u move a result by a
-        fraction t of a step, which one silo's noise hides. The Kullback-Leibler divergence of a
-        rounded result is t² / (2 σ²), and adds up over coordinates and rounds. The bound assumes
-        that all users have N_max records and updates of full norm.
+        Three errors move a result by a fraction t of a step: the rounding error of c1 (ρ·s), the
+        errors of re-randomising, and Σ V·e_u. One silo's noise hides this fraction. The
+        Kullback-Leibler divergence of a rounded result is t² / (2 σ²), and adds up over coordinates
+        and rounds. The bound assumes that all users have N_max records and updates of full norm.
         """
         rounding = self.silos * DEGREE * _TERNARY_VARIANCE / 12
         words = math.ldexp(rounding, -2 * STEP_BITS)

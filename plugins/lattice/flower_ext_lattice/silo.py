@@ -54,7 +54,7 @@ class LatticeSilo(SiloParty):
         return None if self._weights is None else self._weights.epoch
 
     def receive_weights(self, message: LatticeWeights) -> None:
-        """Take an epoch's weights. The silo stores that the epoch is used before it opens anything.
+        """Take an epoch's weights. Before it opens them, the silo stores that the epoch is used.
 
         The silo accepts the weights of its last epoch again, for example after a restart, if they
         are the same to the last bit.
@@ -63,7 +63,7 @@ class LatticeSilo(SiloParty):
         ------
         ProtocolError
             The counts were not masked yet, the epoch is below the last one, or it is the last one
-            with other weights. Other weights would reveal N_u.
+            and the weights differ. Two sets of weights for one epoch would reveal N_u.
         ValueError
             The message is malformed.
         """
@@ -81,8 +81,8 @@ class LatticeSilo(SiloParty):
     def open_sum(self, number: int, weights: bytes) -> Weighing:
         """Begin this silo's sum of round ``number``; its epoch then counts as used.
 
-        The server sends the weights with every round. A silo opens weights of a known epoch again,
-        which takes a fraction of a second, unless its process still holds them.
+        The server sends the weights with every round. If the silo's process no longer holds those
+        of a known epoch, it opens them again, which takes a fraction of a second.
         """
         size = LatticeWeights.size(self.settings)
         opening = RoundOpening.from_bytes(weights[size:], self.settings)
@@ -129,9 +129,9 @@ class LatticeSilo(SiloParty):
         return public_key(self._server_key.public_seed, self._server_key.words)
 
     def _count_answer(self) -> bytes:
-        """Return the masked counts; silo 0 adds the shifts ρ_u, and the transfer's choices of them.
+        """Return the masked counts. Silo 0 adds the shifts ρ_u, and appends the transfer's choices.
 
-        All silos derive these choices from their seed, so one of them answers for all.
+        All silos derive the same choices ρ_u from their seed, so silo 0 answers for all.
         """
         counts, size = [self.counts[user] for user in self._order], self.settings.table_size
         if self.index != SEEDING_SILO:
@@ -162,7 +162,7 @@ class LatticeSilo(SiloParty):
         )
 
     def _open(self, message: LatticeWeights) -> OpenedWeights:
-        """Return the weights of an epoch as silos use them."""
+        """Open an epoch's weights with the keys of this silo."""
         opened_columns = []
         if self.settings.draw_choices is not None:
             receiver = self._draw_receiver(message.epoch, message.offer)

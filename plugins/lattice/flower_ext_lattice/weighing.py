@@ -16,7 +16,7 @@ from flower_ext_lattice.settings import CLIPPING_SLACK, LatticeSettings
 from flower_ext_lattice.weights import OpenedWeights
 
 _TOGETHER = 256
-"""Number of users whose encryptions are in memory at once, of 128 KB each."""
+"""Most users whose encryptions, of 128 KB each, are in memory at once."""
 _CHANCE = 1e-12
 """Probability of refusing noise of the agreed standard deviation as too small."""
 
@@ -127,8 +127,8 @@ class Weighing:
         Raises
         ------
         ValueError
-            The shape is wrong, a value is not finite or beyond ``noise_bound``, or the noise is so
-            short that a Gaussian of ``noise_stddev`` is as short only once in 10^12 draws.
+            The shape is wrong, a value is not finite or beyond ``noise_bound``, or the noise is too
+            small: Gaussian noise of ``noise_stddev`` is as small only once in 10^12 draws.
         """
         array = self._array(noise, "noise")
         highest = float(np.abs(array).max())

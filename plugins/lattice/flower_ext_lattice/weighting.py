@@ -42,7 +42,7 @@ _CHANNELS = (
     "of records"
 )
 _LARGEST_APPROXIMATION_ERROR = 1e-3
-"""Largest distance of all sums of a run from exact ones, in standard deviations of their noise."""
+"""Largest distance of all sums of a run from exact sums, in standard deviations of their noise."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,7 +88,7 @@ class LatticeWeighting(WeightingProtocol):
         return "" if self.draw_choices is None else f"{HIDDEN_BY_TRANSFER}; {_RING}"
 
     def assumptions(self, view: AdversaryView) -> Sequence[str]:
-        """Return the assumptions of a provable guarantee besides ``secure_sum``."""
+        """Return the assumptions of a guarantee against ``view``, besides ``secure_sum``."""
         common = (HONEST_COUNTS, _CHANNELS)
         if view is AdversaryView.SUM_ONLY:
             return common

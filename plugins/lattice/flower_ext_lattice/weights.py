@@ -1,15 +1,16 @@
-"""One epoch's encrypted weights: the server encrypts them, and the silos open one per user.
+"""One epoch's encrypted weights: the server encrypts M candidates per user, and silos open one.
 
-The server encrypts y_u · ⌊2^k / N_u⌋ without knowing N_u, where y_u is 1 if the user was drawn and
-0 otherwise. It sends b_u = e_u - a_u · s without the constant word β_u. For every i = 0, …, M - 1
-it sends the word β_u + y_u · W[x_u - i] under a key of its own. The silos hold only the key at
-i = ρ_u = x_u - N_u. If no party may know who is drawn, every entry has two columns (see
-`columns`), and opening an entry takes the key of its column as well.
+The silos open y_u · ⌊2^k / N_u⌋, and the server does not know N_u. Here y_u is 1 if the user was
+drawn and 0 otherwise. The server sends b_u = e_u - a_u · s without the constant word β_u. For every
+i = 0, …, M - 1 it sends an *entry*: the word β_u + y_u · W[x_u - i] under a key of its own. W is
+`weight_table`. The silos hold only the key at i = ρ_u = x_u - N_u. If no party may know who is
+drawn, every entry has two columns (see `columns`), and opening an entry also takes the key of its
+column.
 
-The a_u and all pads depend on 32 random bytes that every set of weights carries. A server that was
-restored from an older state may encrypt two sets for one epoch. The random bytes keep them apart:
-under the same a_u and pads, the difference of the sets would be y_u · ⌊2^k / N_u⌋ with a small
-error, which shows N_u.
+The a_u and all pads depend on 32 random bytes, which are new in every set of weights. A server that
+was restored from an older state may encrypt two sets for one epoch. With the same a_u and pads, the
+difference of both sets would be y_u · ⌊2^k / N_u⌋ with a small error, which shows N_u. The random
+bytes prevent this.
 """
 
 from __future__ import annotations
@@ -35,9 +36,9 @@ from flower_ext_lattice.settings import NONCE_BYTES, WEIGHT_BITS, LatticeSetting
 
 _ENTRY_BYTES = 2 * RESIDUE_BYTES
 _TOGETHER = 64
-"""Number of users whose polynomials are made together."""
+"""Most users whose polynomials are made together."""
 _KEPT = 1024
-"""Number of users whose transforms stay in memory, of 128 KB each. Others are made when needed."""
+"""Most users whose transforms, of 128 KB each, stay in memory. Others are made when needed."""
 
 
 def weight_table(size: int) -> NDArray[np.int64]:
@@ -60,7 +61,7 @@ def encrypt(
     Parameters
     ----------
     epoch : int
-        A number never used before, by which silos tell sets of weights apart.
+        A number never used before, by which silos distinguish sets of weights.
     shifted : Sequence of int
         x_u of every place in the silos' secret order.
     columns : Columns

@@ -43,7 +43,7 @@ def weigh(silo, opening, updates, noise) -> LatticeSum:
 
 @dataclass
 class LatticeWorld:
-    """Parties that have exchanged keys and counts. Everything sent is in ``sent``."""
+    """Parties that have exchanged keys and counts. ``sent`` collects all their messages."""
 
     settings: LatticeSettings
     counts: np.ndarray

@@ -108,9 +108,10 @@ def test_where_the_server_puts_the_drawn_column_says_nothing_of_who_is_drawn(mon
 
 
 def server_guesses(monkeypatch, settings, receiver_of=draw_receiver):
-    """Return how often the first choice is a hit exactly if the user is drawn.
+    """Return how often a server guesses right that expects silos to take the first text.
 
-    The server knows the hits, so this is its guess if it expects silos to take the first text.
+    The server knows which choices draw a user. Its guess is right if the first choice draws the
+    user and the user is drawn, or if neither holds.
     """
     hits = []
 

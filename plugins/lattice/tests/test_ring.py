@@ -46,7 +46,7 @@ def test_primes_are_of_48_bits_and_1_modulo_2n():
 @pytest.mark.parametrize("prime", [0, 1])
 @pytest.mark.parametrize("kind", ["random", "extreme", "alternating"])
 def test_sums_of_products_are_those_of_pythons_integers(work, prime, kind):
-    """As many are added as may be before a reduction; extremes reach the growth bounds."""
+    """The sums have as many products as `ROOM` permits, and the largest numbers."""
     q = PRIMES[prime].value
     rng = random.Random(prime)
     if kind == "random":
@@ -122,7 +122,7 @@ def test_words_that_are_not_below_their_prime_are_refused():
 
 
 def test_known_answers(work):
-    """The words of fixed products, so that no other ring is computed after a change."""
+    """Fixed products have fixed words, so that a change of the ring is noticed."""
     x = np.arange(GROUP, dtype=float) * 2**20 - 2**34
     key = ring.transformed(np.arange(DEGREE, dtype=float)[None] * 2**33, 1)
     total = np.zeros((1, GROUP))

@@ -28,7 +28,7 @@ def rng():
 
 @pytest.fixture(scope="module")
 def shared():
-    """A world whose rounds are used up by several tests."""
+    """A world that several tests share, each of which uses further rounds."""
     rng = np.random.default_rng(0)
     facts = lattice_settings()
     counts = np.array([[20, 0, 1, 7], [20, 0, 0, 0], [20, 0, 0, 3]])  # N_max, 0, 1 and 10 records
@@ -38,7 +38,7 @@ def shared():
 
 
 def largest_error(world) -> float:
-    """Return half a step for each user, noise and dither, and somewhat more for the sum."""
+    """Return half a step for each user, noise and dither, and three half steps for the sum."""
     return world.settings.step * (world.settings.users + 2 * world.settings.silos + 3) / 2
 
 

@@ -81,7 +81,7 @@ def test_fresh_streams_share_nothing_and_known_keys_determine_all():
 
 
 def test_known_answers():
-    """Read from the bytes of ChaCha20 one number at a time."""
+    """The expected numbers are read from the bytes of ChaCha20 one at a time."""
     assert stream().errors(12).tolist() == [5, 0, 5, -1, 1, 3, 3, 7, -4, -1, 1, 0]
     assert stream().ternary(12).tolist() == [
         1.0,
@@ -106,5 +106,5 @@ def test_known_answers():
 
 
 def test_words_are_those_of_rfc_8439():
-    """Its first test vector of ChaCha20: key and nonce of zeros."""
+    """The first test vector of ChaCha20 there has a key and a nonce of zeros."""
     assert Stream(bytes(32)).octets(16).tobytes().hex() == "76b8e0ada0f13d90405d6ae55386bd28"

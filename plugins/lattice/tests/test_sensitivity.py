@@ -53,7 +53,7 @@ def test_no_update_moves_the_sum_further_than_the_bound(monkeypatch, settings):
 
 
 def test_rounding_and_carry_are_within_their_part_of_the_bound(monkeypatch, settings):
-    """Near the least update, rounding and carries are all that moves the sum."""
+    """For an update of half a step per coordinate, rounding and carries move the sum most."""
     update = np.where(np.arange(COORDINATES) % 2, 0.51, -0.51) * settings.step
     moved = effect(monkeypatch, settings, update)
     excess = moved - np.linalg.norm(update)
@@ -62,7 +62,7 @@ def test_rounding_and_carry_are_within_their_part_of_the_bound(monkeypatch, sett
 
 
 def test_weights_that_sum_to_more_than_one_rise_above_the_bound(monkeypatch, settings):
-    """Planted: a table that is one place off, so that 7 records weigh a sixth each."""
+    """The planted fault: a table that is one place off, so that 7 records weigh a sixth each."""
     table = weights.weight_table
     monkeypatch.setattr(weights, "weight_table", lambda choices: np.roll(table(choices), 1))
     moved = effect(monkeypatch, settings, halfway(settings))
@@ -70,6 +70,6 @@ def test_weights_that_sum_to_more_than_one_rise_above_the_bound(monkeypatch, set
 
 
 def test_a_user_that_is_not_drawn_moves_the_sum_by_the_errors_at_most(monkeypatch, settings):
-    """At most a carry here and there, with the probability that the errors' size gives."""
+    """The errors change a few carries at most, with a probability that grows with their size."""
     moved = effect(monkeypatch, settings, halfway(settings), drawn=False)
     assert moved <= settings.error_bound + 3 * settings.step

@@ -115,7 +115,7 @@ def padding_filter(world, message, found: np.ndarray, update: np.ndarray, place:
 
 
 class WithPadding(encrypted_sum.EncryptedSum):
-    """A copy that sends all words of c0; noise and dither are added where coordinates are."""
+    """A copy that also sends the words of c0 beyond the coordinates, without noise or dither."""
 
     def words(self, noise, masks):
         group = encrypted_sum.Group(self._settings, 0)
@@ -294,7 +294,7 @@ def test_every_round_has_fresh_randomness(world, monkeypatch):
 
 @pytest.mark.parametrize("lost", ["ternary", "errors"])
 def test_words_of_c1_would_be_predictable_without_r_or_e2(world, monkeypatch, lost):
-    """c1 of a silo without records is r · pk1 + e2: zero or linear in one secret without them."""
+    """Without records, c1 is r · pk1 + e2: small without r, and a multiple of pk1 without e2."""
     idle = world_of([[0, 0], [5, 9]], coordinates=DEGREE)
     idle.open_epoch()
     idle.updates, idle.noise = idle.draw(np.random.default_rng(1))
@@ -326,7 +326,7 @@ def test_words_of_c1_would_be_predictable_without_r_or_e2(world, monkeypatch, lo
 
 
 def test_counts_on_the_wire_are_uniform_whatever_they_are(monkeypatch):
-    """24 users with two records each, M = 3."""
+    """Use 24 users with two records each, and M = 3."""
     facts = lattice_settings(silos=2, users=24, silo_record_limits=(1, 1))
     counts = np.ones((2, 24), int)
 
