@@ -31,19 +31,19 @@ class Hosted(DPFedAvg):
     """Federated averaging with the server step of a Flower strategy.
 
     The Flower strategy is FedAvg or a subclass that sends only the model and the configuration:
-    FedAvgM, FedProx, FedAdam, FedYogi, FedMedian and others. Replies that fail a check of this
-    package never reach it. The Flower strategy receives round numbers that count its own steps from
-    1, because FedAdam's bias correction needs that. A round that is discarded, or abandoned and
-    repeated, does not count as a step.
+    FedAvgM, FedProx, FedAdam, FedYogi, FedMedian and others. It never sees a reply that fails a
+    check of this package. It receives round numbers that count its own steps from 1, because
+    FedAdam's bias correction needs that. A round that is discarded, or abandoned and repeated, does
+    not count as a step.
 
-    Any plan but a `ReleasePlan` fits, without Poisson sampling, because Flower's strategies wait
+    Any plan fits except a `ReleasePlan` and a plan with Poisson sampling: Flower's strategies wait
     for a cohort of a fixed size.
 
     Parameters
     ----------
     strategy : FedAvg
         Strategy that turns the accepted models, weighted by their numbers of examples, into the
-        next model. The plan chooses the cohort, and all clients evaluate: the strategy's
+        next model. The plan chooses the cohort, and all clients evaluate, so the strategy's
         ``fraction_train``, ``fraction_evaluate`` and functions that aggregate metrics have no
         effect.
     **options
@@ -111,7 +111,7 @@ class Hosted(DPFedAvg):
     ) -> ConfigRecord:
         """Return the configuration, with the entries that the Flower strategy adds.
 
-        The Flower strategy begins the round with the moments of ``state``, which `step` continues.
+        The Flower strategy begins the round with the optimiser's moments from ``state``.
         """
         config = ConfigRecord({**config})
         self._configured(config, model, state, int(plan.sampling.expected_cohort_size))

@@ -106,7 +106,8 @@ class Runtime:
     address : str
         ``host:port``.
     root_certificates : Path, optional
-        Certificates that verify the API's own; without them the connection is not encrypted.
+        CA certificates that verify the API's certificate; without them the connection is not
+        encrypted.
     secret : bytes
         The SuperNode's SuperExec secret.
     """
@@ -241,7 +242,7 @@ def refusal_bytes(request: RuntimeRequest, reason: str) -> bytes:
 
 
 def context_bytes(context: Context, state: RecordDict | None) -> bytes:
-    """Return a context, with another state if one is given."""
+    """Return a context as bytes; a given ``state`` takes the place of the context's."""
     proto = context_to_proto(context)
     if state is not None:
         proto.state.CopyFrom(recorddict_to_proto(state))
@@ -279,7 +280,7 @@ def run_app(request: bytes) -> bytes:
 
 
 def joined(*parts: bytes) -> bytes:
-    """Return byte strings as one that `parts_of` takes apart."""
+    """Join byte strings into one, which `parts_of` takes apart."""
     return b"".join(_LENGTH.pack(len(part)) + part for part in parts)
 
 
