@@ -82,7 +82,7 @@ def test_a_linked_table_is_kept_until_its_source_changes(study, tmp_path):
     assert output.read_text() == "kept"
     source.write_text("name,age\nAda,5\nBea,six\n")
     os.utime(source, (now + 2000, now + 2000))
-    assert "1 of 2 values are no numbers" in study(mistake)[1]
+    assert "1 of 2 values are not numbers" in study(mistake)[1]
     assert "six" in output.read_text()
 
 
