@@ -78,12 +78,12 @@ class Hosted(DPFedAvg):
             if self.local.proximal_weight not in (0.0, weight):
                 raise InvalidValue(
                     f"local.proximal_weight={self.local.proximal_weight!r}: expected FedProx's "
-                    f"proximal_mu={weight!r}, or 0.0, which stands for it"
+                    f"proximal_mu={weight!r}, or 0.0, the default, which means the same"
                 )
             object.__setattr__(self, "local", replace(self.local, proximal_weight=weight))
 
     def check(self, plan: PrivacyPlan) -> None:
-        """Refuse cohorts that the Flower strategy would not wait for."""
+        """Refuse cohorts of random size, and cohorts that are too small for the Flower strategy."""
         if isinstance(plan.sampling, PoissonSampling):
             raise InvalidValue(
                 "sampling=PoissonSampling of the plan: expected FixedSizeSampling or "

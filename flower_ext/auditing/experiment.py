@@ -16,7 +16,7 @@ from flower_ext.privacy import AdversaryView
 
 Arrays = Mapping[str, np.ndarray]
 NEXT_NORM = "log-next-clipping-norm"
-"""Name, among the arrays of a released model, of the logarithm of a clipping norm that adapts."""
+"""Array in a released model with the logarithm of the next round's adaptive clipping norm."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -42,7 +42,7 @@ class ReportedEpsilon(NamedTuple):
 
     @property
     def methods(self) -> list[Callable[..., LowerBound]]:
-        """The lower bounds that hold for the mechanism."""
+        """The functions whose lower bounds hold for the mechanism."""
         return [by_rates, if_gaussian] if self.gaussian else [by_rates]
 
 
@@ -88,7 +88,7 @@ class Audit:
 
     @property
     def broken(self) -> bool:
-        """True if a lower bound exceeds the reported ε, which is then false."""
+        """True if a lower bound exceeds the reported ε, and so proves that this ε is wrong."""
         return any(view.best.exceeds for view in self.views)
 
     def of(self, view: AdversaryView) -> ViewAudit:

@@ -46,7 +46,7 @@ _ADD_OR_REMOVE, _REPLACE = NeighboringRelation.ADD_OR_REMOVE_ONE, NeighboringRel
 _MODELS = "released models"
 _COHORTS = "released models and who took part"
 _LONGEST = 2_000
-"""Most rounds for which the command finds a strategy matrix, within a second."""
+"""Most rounds for which the command computes a strategy matrix, which takes up to a second."""
 _WORDS = ("calibrated by", "basis", "relation", "adversary sees")
 _SIGNS = {
     "epsilon": "ε",

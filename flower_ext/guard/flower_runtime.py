@@ -1,4 +1,4 @@
-"""Private names of Flower's Runtime API that the guard and its child need, all in this module.
+"""The only module that uses private names of Flower's Runtime API, for the guard and its child.
 
 The module stands apart from `federation`, because the child imports it for every message, and
 importing `federation` takes three seconds.
@@ -68,7 +68,7 @@ from flwr.supercore.task_identity import TaskIdentity
 from flower_ext.errors import InvalidValue
 
 Disconnected = httpx.HTTPError
-"""Error of a call that the SuperNode did not answer, or refused."""
+"""Raised if the SuperNode refuses a call, or does not answer it."""
 
 _LENGTH = Struct("!Q")
 
@@ -262,7 +262,7 @@ def read_answer(answer: bytes) -> tuple[RecordDict, RecordDict]:
 
 
 def run_app(request: bytes) -> bytes:
-    """Install and run an app on a message, and return what `read_answer` reads."""
+    """Install a request's app, run it on the message, and return the answer as bytes."""
     parts = parts_of(request)
     pulled = PullTaskInputResponse.FromString(parts[0])
     run, context = run_from_proto(pulled.run), context_from_proto(pulled.context)
@@ -291,7 +291,7 @@ def only_arrays(content: RecordDict) -> tuple[str, ArrayRecord] | None:
 
 
 def parts_of(whole: bytes) -> list[bytes]:
-    """Undo `joined`.
+    """Take apart the byte strings that `joined` joined.
 
     Raises
     ------

@@ -242,7 +242,7 @@ class GuardPolicy:
         return self.messages[message_type]
 
     def noised_by(self, rule: MessagePolicy) -> int:
-        """Return the number of sites whose noise is in each sum of contributions; 0 otherwise."""
+        """Return the number of sites whose noise is in each sum; 0 for a rule without sums."""
         if rule.release != CONTRIBUTION:
             return 0
         assert self.sum is not None

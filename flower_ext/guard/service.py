@@ -78,7 +78,7 @@ class Pending:
 
     @classmethod
     def from_bytes(cls, content: bytes) -> Pending:
-        """Undo `to_bytes`."""
+        """Return the reply whose file has this content."""
         head, refusal, message, context = parts_of(content)
         return cls(**json.loads(head), refusal=refusal, message=message, context=context)
 
@@ -172,7 +172,7 @@ class Guard:
     def _content(
         self, request: RuntimeRequest, rule: MessagePolicy, answer: _AppAnswer
     ) -> tuple[RecordDict, Charge | None]:
-        """Return what leaves in the reply, and its charge; None if it depends on no data."""
+        """Return what leaves in the reply, and its charge: None if the reply depends on no data."""
         content, new = RecordDict(), None
         if rule.release == CONTRIBUTION:
             # Its imports take seconds, and most guards need none of them.

@@ -107,4 +107,4 @@ def test_a_stage_that_asked_nobody_may_begin_again_with_other_settings(study, tm
     metrics.write_text(json.dumps({**row, "discarded": 1}) + "\n")
     status, output = study()
     assert status == 1
-    assert "stage first: every round was discarded, so it released nothing" in output
+    assert "stage first: every round was discarded, so the stage released nothing" in output

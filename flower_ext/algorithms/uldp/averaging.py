@@ -236,7 +236,7 @@ class UldpAvg(Method):
         return super().step(model, replace(released, mean=over_silos), state)
 
     def mean_noise(self, mechanism: RoundMechanism) -> float:
-        """Return the noise of the mean over users and silos."""
+        """Return the stddev of the noise in a coordinate of the mean over users and silos."""
         return super().mean_noise(mechanism) / self.num_silos
 
     def disclosures(self, summation: Summation) -> Sequence[str]:
@@ -285,7 +285,7 @@ class UldpSgd(UldpAvg):
         super().__post_init__()
         if self.local != GRADIENT:
             raise InvalidValue(
-                "local: expected none, because ULDP-SGD has no local training; use UldpAvg"
+                "local: leave it out, because ULDP-SGD has no local training; or use UldpAvg"
             )
 
 
