@@ -29,12 +29,15 @@ from flower_ext.training.training_kind import TrainingKind, kind_of
 
 log = getLogger("flwr")
 
+_MARKS = 16
+"""Most negative integers that may be marks of what to leave out, such as -100."""
+
 
 class IndexLimits:
-    """Integers that a task takes in each leaf of its features and targets.
+    """The integers that a task takes, for each tensor of its features and targets.
 
-    Non-negative integers are taken up to some limit, as by a table. Each negative integer is tried
-    by itself, because some mark what to leave out.
+    A task takes non-negative integers up to some limit, the length of a table for example. Negative
+    integers are tried one by one, because a few may mark what to leave out.
     """
 
     def __init__(self, kind: TrainingKind) -> None:
@@ -63,7 +66,7 @@ class IndexLimits:
         if not self._takes(name, 0):
             log.warning("no example of zeros passes the model: its integers are not checked")
             return []
-        refused = [value for value in values if value < 0 and not self._takes(name, value)]
+        refused = self._refused_negatives(name, [value for value in values if value < 0])
         higher = [value for value in values if value > self._highest[name]]
         taken = len(higher)
         if higher and not self._takes(name, higher[-1]):
@@ -71,6 +74,13 @@ class IndexLimits:
         if taken:
             self._highest[name] = higher[taken - 1]
         return refused + higher[taken:]
+
+    def _refused_negatives(self, name: str, values: list[int]) -> list[int]:
+        if not values or (self._takes(name, -1) and self._takes(name, values[0])):
+            return []  # a mark is one number: where two are taken, the leaf has no indices
+        if len(values) > _MARKS:
+            return values
+        return [value for value in values if not self._takes(name, value)]
 
     def _takes(self, name: str, value: int) -> bool:
         if (name, value) not in self._tried:

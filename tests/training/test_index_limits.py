@@ -40,6 +40,19 @@ def test_counts_that_are_no_indices_may_be_as_large_as_they_like():
     assert usable_rows(problem(Dense, squared), *labels(0, 10**9, -(10**9))).all()
 
 
+def test_many_numbers_below_zero_are_tried_by_a_few_of_them():
+    tried = []
+
+    def counted(outputs, targets):
+        tried.append(targets)
+        return (outputs.sum(dim=1) - targets).square().mean()
+
+    assert usable_rows(problem(Dense, counted), *labels(*range(-500, 500))).all()
+    assert len(tried) < 10
+    found = usable_rows(problem(lambda: Dense()), *labels(*range(-200, 3)))
+    assert found.tolist() == [False] * 200 + [True] * 3
+
+
 class Scaled(nn.Module):
     """Divides bytes by 255."""
 
