@@ -215,7 +215,7 @@ class GuardPolicy:
             if rule.release == CONTRIBUTION and (name != TRAIN or self.sum is None):
                 raise InvalidValue(
                     f'[messages.{name}] with release="{CONTRIBUTION}": expected it in '
-                    f"[messages.{TRAIN}], and a section [sum]"
+                    f"[messages.{TRAIN}] only, and a section [sum] in the policy"
                 )
 
     def check_app(self, digest: str) -> None:
