@@ -52,7 +52,7 @@ from flower_ext.runs.presets import SettingsFile
 from flower_ext.runs.settings import INCIDENTAL, OF_NODES, nearest
 
 ACCOUNT = "account.jsonl"
-"""File in a study's folder with the spends of all stages."""
+"""File in a study's folder with the privacy that all stages have spent."""
 _LINK_PATHS = ("table", "key", "output", "numbers")
 _LINK_OPTIONS = tuple(name.replace("_", "-") for name in inspect.signature(link.users).parameters)
 
