@@ -118,7 +118,7 @@ def mixture(v: Mapping[str, Tensor], w: Mapping[str, Tensor], alpha: float) -> P
 
 
 def local_model(work: ClientWork) -> Params:
-    """Return the mixture of v_i with the received model; a new client returns the latter."""
+    """Return the mixture of v_i and the received model; for a new client, the received model."""
     if work.memory is None:
         return work.received
     personal = {name: work.memory[name] for name in work.received}
@@ -132,9 +132,9 @@ class APFL(Method):
     All clients count alike in the mean. With ``NonPrivatePlan(weighting="examples")``, each client
     counts by its number of examples.
 
-    Every plan of `DPFedAvg` fits, because the upload depends on no memory. A `ReleasePlan` protects
-    clients. A `RecordLevelPlan` protects records, and may do so by noise in local steps. v_i and
-    α_i never leave the client.
+    Every plan that fits `DPFedAvg` fits here, because the upload does not depend on the client's
+    memory. A `ReleasePlan` protects clients. A `RecordLevelPlan` protects records, by noise on the
+    upload or in the local steps. v_i and α_i never leave the client.
 
     Parameters
     ----------

@@ -118,7 +118,7 @@ def train_mixture(
     """
     problem = local_problem(task, job.params, trained=trained, terms=job.terms)
     models = [job.others.get(j, job.params) for j in range(len(job.others) + 1)]
-    # One stack for each name makes the mix, and the gradient along p, single products.
+    # Stack the models, so that the mix and the gradient along p take one product for each name.
     cores = {
         name: torch.stack([model[name].to(problem.device) for model in models])
         for name in problem.start
@@ -163,9 +163,9 @@ class Apple(Method):
     relation_learning_rate : float
         η_2: learning rate of p_i.
     penalty : float
-        μ >= 0: strength of the pull of p_i towards equal shares; it fades over ``penalty_rounds``.
+        μ >= 0: initial strength of the pull of p_i towards equal shares.
     penalty_rounds : int
-        L: number of rounds after which the penalty is 0.
+        L: number of rounds over which the penalty fades to 0.
     local : LocalTraining
         Training of the core model, by plain SGD.
     **options
@@ -195,7 +195,7 @@ class Apple(Method):
         return State(server={str(client): model for client in range(population)})
 
     def begin_round(self, cohort: Cohort, model: Arrays, state: State) -> Cohort:
-        """Send each client all core models: its own as its model, the others by client number."""
+        """Send each client its own core model, and the other clients' core models by number."""
         cores = {int(client): records.to_record(core) for client, core in state.server.items()}
         # All messages share these records, so each core is converted only once.
         named = {client: (f"{CORE}.{client}", core) for client, core in cores.items()}

@@ -43,7 +43,7 @@ def local_update(work: ClientWork) -> Steps[LocalResult]:
     """Train the head with φ frozen, then φ by SAM with h frozen (Algorithm 2, lines 5–17)."""
     shared, head = work.received, personal_part(work)
     model = yield work.train("head", {**shared, **head}, lambda name: name in head)
-    # The extractor descends under the new head, not under the previous head.
+    # The extractor trains with the new head, not with the previous head.
     model = yield work.train("extractor", model, lambda name: name in shared)
     moved = {name: model[name] for name in shared}
     return LocalResult(model=moved, memory={name: model[name] for name in head})

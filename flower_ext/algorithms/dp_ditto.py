@@ -18,9 +18,8 @@ client, and the client side of `flower_ext.federation` clips and noises it. The 
 comes from ω. A client's ϖ_n begins as the first ω that it receives. With a `NonPrivatePlan` the
 method is Ditto.
 
-In place of noise on the upload, the plan may ask for clipped gradients and noise in each local step
-(``plan.steps``). Then each local step clips every record's gradient and adds noise, and the upload
-gets no further noise.
+If the plan has ``steps``, each local step clips every record's gradient and adds noise, and the
+upload gets no further noise.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ from flower_ext.training import LocalTraining, Params, Proximal
 
 
 def local_update(work: ClientWork) -> Steps[LocalResult]:
-    """Train the local model from ω, and the personal model from where it stood (lines 4–10)."""
+    """Train the local model from ω, and the personal model from its last state (lines 4–10)."""
     trained = yield work.train("local", work.received)
     personal = yield from train_personal_model(work)
     return LocalResult(model=trained, memory=personal)
@@ -53,7 +52,7 @@ def train_personal_model(work: ClientWork) -> Steps[Params]:
     start, weight = work.memory or work.received, work.settings["global_weight"]
     if weight == LARGEST_WEIGHT:
         return drawn(start, work)
-    # The same steps: η_L (1 − λ/2) times the gradient of F_n + λ/(2 − λ) ‖ϖ − ω‖².
+    # Equal to SGD at the rate η_L (1 − λ/2) on the loss F_n + λ/(2 − λ) ‖ϖ − ω‖².
     pull = Proximal(weight=weight / (1 - weight / 2), anchor=work.received)
     trained: Params = yield work.train("personal", start, terms=[pull])
     return trained

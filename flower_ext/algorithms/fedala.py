@@ -15,9 +15,9 @@ s                     ``sample_share``
 
 A round starts from Θ̂_i = Θ_i + (Θ − Θ_i) ⊙ W_i. The client trains W_i by the gradient ∇_Θ̂ F ⊙ (Θ
 − Θ_i), clamped to [0, 1], on a new sample of its records. It makes ``first_passes`` passes in its
-first round and one pass in every later round. In its first round, the paper continues until the
-loss no longer changes. Under a `RecordLevelPlan` the client clips and noises Θ_i before it uploads
-it; Θ_i itself and W_i never leave the client.
+first round and one pass in every later round. (In the paper, the first round makes passes until
+the loss no longer changes.) Under a `RecordLevelPlan` the client clips and noises Θ_i before it
+uploads it; Θ_i itself and W_i never leave the client.
 """
 
 from __future__ import annotations
@@ -86,8 +86,8 @@ def local_update(work: ClientWork) -> Steps[LocalResult]:
 def aggregation(work: ClientWork, local: Params, weights: Params) -> Training:
     """Return the training of the aggregation weights W_i on a random part of the client's records.
 
-    The part is drawn anew in each round. In a client's first such training, W_i starts at ones and
-    trains for more passes.
+    The part is drawn anew in each round. In a client's first training of W_i, W_i starts at ones
+    and trains for ``first_passes`` passes.
     """
     modules = [name.removeprefix(ADAPTIVE) for name in work.settings if name.startswith(ADAPTIVE)]
     names = {name for name in local if matches(name, modules)}
@@ -118,7 +118,7 @@ def mixed(local: Mapping[str, Tensor], shared: Mapping[str, Tensor], weights: Pa
 
 @one_by_one
 def train_weights(task: Task, job: Aggregation, trained: Callable[[str], bool]) -> Params:
-    """Return W of one job; parameters without weights come from the shared model."""
+    """Train W of one job and return it; parameters without weights come from the shared model."""
     frozen = {name: p for name, p in job.shared.items() if not trained(name)}
     problem = local_problem(task, {**job.params, **frozen}, trained=trained)
     device = problem.device

@@ -1,4 +1,4 @@
-"""FedAMP: the server mixes a cloud model for each client, mostly from models like the client's.
+"""FedAMP: the server mixes a cloud model for each client, mostly from similar clients' models.
 
 Source: Huang, Chu, Zhou, Wang, Liu, Pei, Zhang, "Personalized Cross-Silo Federated Learning on
 Non-IID Data" (AAAI 2021), Algorithm 1 with the attention A(x) = 1 − e^{−x/σ}.
@@ -103,6 +103,7 @@ class FedAMP(Method):
     attraction : float
         λ/α: strength of the pull of a client's model towards its cloud model.
     local : LocalTraining
+        Training of a client's model, pulled towards its cloud model.
     **options
         Fields of `Method`, except ``server`` and ``average``.
     """

@@ -65,7 +65,7 @@ class FedBN(FedPer):
         Raises
         ------
         InvalidValue
-            The model has no such layer.
+            The model has no trainable normalisation layer.
         """
         layers = [
             name

@@ -55,8 +55,8 @@ class FedPer(Method):
 
     A `ReleasePlan` protects whole clients; a `RecordLevelPlan` with noise on uploads protects
     records. Both bound the client's update of the base layers, and add noise. A `RecordLevelPlan`
-    with noise in local steps is refused, because an upload also depends on records through personal
-    layers.
+    with noise in local steps is refused, because the personal layers of earlier rounds, which
+    depend on records, also change the upload.
 
     Parameters
     ----------

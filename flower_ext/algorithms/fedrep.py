@@ -13,8 +13,8 @@ n, r                  ``plan.sampling``: ``population``, ``sampling_rate``
 α                     ``head.learning_rate``, ``extractor.learning_rate``
 ====================  =====================================================
 
-CENTAUR adds client-level DP to these rounds, so `FedRep` is `Centaur` under the name of the method
-without DP. With a `NonPrivatePlan` it is the paper's method.
+With a `NonPrivatePlan`, `FedRep` is the paper's method. CENTAUR is the same method under
+client-level DP, so `FedRep` is a subclass of `Centaur`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from flower_ext.training import LocalTraining
 
 @dataclass(frozen=True, kw_only=True)
 class FedRep(Centaur):
-    """Personal heads on a shared representation that plain SGD trains: the method of `Centaur`.
+    """Personal heads on a shared representation, both trained by plain SGD as in `Centaur`.
 
     Only the defaults differ: ten epochs of the head, one of the representation. Both classes have
     the same client side, and the same plans fit both (see `FedPer`).

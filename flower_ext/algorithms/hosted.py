@@ -31,19 +31,19 @@ class Hosted(DPFedAvg):
     """Federated averaging with the server step of a Flower strategy.
 
     The Flower strategy is FedAvg or a subclass that sends only the model and the configuration:
-    FedAvgM, FedProx, FedAdam, FedYogi, FedMedian and others. Replies that fail a check of this
-    package never reach it. The Flower strategy receives round numbers that count its own steps from
-    1, because FedAdam's bias correction needs that. A round that is discarded, or abandoned and
-    repeated, does not count as a step.
+    FedAvgM, FedProx, FedAdam, FedYogi, FedMedian and others. It never sees a reply that fails a
+    check of this package. It receives round numbers that count its own steps from 1, because
+    FedAdam's bias correction needs that. A round that is discarded, or abandoned and repeated, does
+    not count as a step.
 
-    Any plan but a `ReleasePlan` fits, without Poisson sampling, because Flower's strategies wait
+    Any plan fits except a `ReleasePlan` and a plan with Poisson sampling: Flower's strategies wait
     for a cohort of a fixed size.
 
     Parameters
     ----------
     strategy : FedAvg
         Strategy that turns the accepted models, weighted by their numbers of examples, into the
-        next model. The plan chooses the cohort, and all clients evaluate: the strategy's
+        next model. The plan chooses the cohort, and all clients evaluate, so the strategy's
         ``fraction_train``, ``fraction_evaluate`` and functions that aggregate metrics have no
         effect.
     **options
@@ -78,12 +78,12 @@ class Hosted(DPFedAvg):
             if self.local.proximal_weight not in (0.0, weight):
                 raise InvalidValue(
                     f"local.proximal_weight={self.local.proximal_weight!r}: expected FedProx's "
-                    f"proximal_mu={weight!r}, or 0.0, which stands for it"
+                    f"proximal_mu={weight!r}, or 0.0, the default, which means the same"
                 )
             object.__setattr__(self, "local", replace(self.local, proximal_weight=weight))
 
     def check(self, plan: PrivacyPlan) -> None:
-        """Refuse cohorts that the Flower strategy would not wait for."""
+        """Refuse cohorts of random size, and cohorts that are too small for the Flower strategy."""
         if isinstance(plan.sampling, PoissonSampling):
             raise InvalidValue(
                 "sampling=PoissonSampling of the plan: expected FixedSizeSampling or "
@@ -111,7 +111,7 @@ class Hosted(DPFedAvg):
     ) -> ConfigRecord:
         """Return the configuration, with the entries that the Flower strategy adds.
 
-        The Flower strategy begins the round with the moments of ``state``, which `step` continues.
+        The Flower strategy begins the round with the optimiser's moments from ``state``.
         """
         config = ConfigRecord({**config})
         self._configured(config, model, state, int(plan.sampling.expected_cohort_size))

@@ -36,7 +36,7 @@ from flower_ext.training.job import split_examples
 def local_update(work: ClientWork) -> Steps[LocalResult]:
     """For each mini-batch, take K steps on θ_i around w_i, then move w_i to θ_i (lines 5–9).
 
-    θ_i starts at the received model, and each mini-batch continues from the θ_i before it.
+    θ_i starts at the received model; each later mini-batch continues from the last θ_i.
     """
     if len(work.data.train) == 0:
         return LocalResult(model=work.received, memory=work.memory or work.received)

@@ -15,8 +15,8 @@ K, η_l                ``local``: its `effective_steps`, its learning rate
 A client uploads y_i − x and K_i. From them the server computes Δc_i = −c − (y_i − x) / (K_i η_l),
 so Δc_i is not sent and reveals nothing beyond the perturbed y_i. The client updates c_i from the
 same perturbed y_i, so c stays the mean of all c_i. Option II requires that c_i is a mean of
-gradients. With momentum, which the paper does not use, a gradient acts in several steps, so K
-counts all of these.
+gradients. With momentum, which the paper does not use, a gradient moves the model in several steps,
+and K counts every one of these moves.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def local_update(work: ClientWork) -> Steps[LocalResult]:
 
 @dataclass(frozen=True, kw_only=True)
 class Scaffold(Method):
-    """Stochastic controlled averaging. In c all clients count alike; the plan weights the mean.
+    """Stochastic controlled averaging: the plan weights the models; c weights clients equally.
 
     Any plan but a `ReleasePlan` fits, because the server needs each client's update.
 

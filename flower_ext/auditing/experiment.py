@@ -16,7 +16,7 @@ from flower_ext.privacy import AdversaryView
 
 Arrays = Mapping[str, np.ndarray]
 NEXT_NORM = "log-next-clipping-norm"
-"""Name, among the arrays of a released model, of the logarithm of a clipping norm that adapts."""
+"""Array in a released model with the logarithm of the next round's adaptive clipping norm."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,8 +26,8 @@ class Observation:
     Parameters
     ----------
     models : Sequence[Arrays]
-        The initial model, and the model after each round. If the clipping norm adapts, each has
-        the logarithm of the norm of the next round as `NEXT_NORM`.
+        The initial model, and the model after each round. If the clipping norm adapts, each model
+        also holds the logarithm of the next round's norm, under the name `NEXT_NORM`.
     sent, uploads : Sequence[Mapping[int, Arrays]]
         For each round, by partition: the model that the client received, and its reply minus that
         model. In a secure round, the masked bytes.
@@ -67,8 +67,8 @@ def projected(
     Parameters
     ----------
     direction : Arrays
-        Direction of the canary's contribution, by names of arrays of models and uploads. Other
-        arrays count as zero, and so do those that a view lacks.
+        Direction of the canary's contribution, by names of arrays of models and uploads. Arrays
+        that are missing here, or in a view, count as zero.
     signs : Sequence[float]
         Sign of the canary's pull by round. The last sign of a shorter list holds for later rounds.
     partitions : Sequence[int], optional
@@ -111,7 +111,7 @@ def projected(
 
 
 def of_scores(name: str) -> Score:
-    """Return a score for audits of evaluations whose canary reports a far higher value than others.
+    """Return a score for audits of evaluations in which the canary reports by far the most.
 
     The score rebuilds two noised sums, the number of clients and the sum of their centred scores,
     from the released count and mean. It projects both on the canary's part, which is at most (1,

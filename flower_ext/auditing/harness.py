@@ -42,7 +42,7 @@ class ReportedEpsilon(NamedTuple):
 
     @property
     def methods(self) -> list[Callable[..., LowerBound]]:
-        """The lower bounds that hold for the mechanism."""
+        """The functions whose lower bounds hold for the mechanism."""
         return [by_rates, if_gaussian] if self.gaussian else [by_rates]
 
 
@@ -55,7 +55,7 @@ class ViewAudit:
 
     @property
     def best(self) -> LowerBound:
-        """The largest bound; its terms hold the reported ε and its δ."""
+        """The largest bound; its ``terms`` hold the reported ε and its δ."""
         return max(self.bounds, key=lambda bound: bound.epsilon)
 
     def to_dict(self) -> dict[str, Any]:
@@ -76,8 +76,8 @@ class ViewAudit:
 class Audit:
     """Results of an audit; all its bounds hold at once with ``confidence``.
 
-    The audit ran ``trials`` trials in each world. ``views`` lacks views without a finite ε, because
-    they report nothing that an audit could break.
+    The audit ran ``trials`` trials in each world. ``views`` holds only views with a finite ε,
+    because no audit can contradict an infinite ε.
     """
 
     name: str
@@ -88,7 +88,7 @@ class Audit:
 
     @property
     def broken(self) -> bool:
-        """True if a lower bound exceeds the reported ε, which is then false."""
+        """True if a lower bound exceeds the reported ε, and so proves that this ε is wrong."""
         return any(view.best.exceeds for view in self.views)
 
     def of(self, view: AdversaryView) -> ViewAudit:
@@ -143,7 +143,7 @@ def audit(
 
     def take(seen: Observation, strategy: Strategy) -> None:
         nonlocal done
-        # The largest reported ε counts: it may depend on the drawn units if they are visible.
+        # If the drawn units are visible, ε may depend on them, so the largest ε counts.
         counted = getattr(strategy, "participations", None)
         participations = str(done) if counted is None else repr(vars(counted))
         if participations not in known:
@@ -156,7 +156,7 @@ def audit(
         if progress is not None:
             progress(done, 2 * trials)
 
-    # The world without the canary first: `take` tells the worlds apart by the number of runs.
+    # Run the world without the canary first: `take` tells worlds apart by the number of runs.
     for world in (experiment.without, experiment.present):
         observe(experiment, world, take, trials=trials)
     views = [view for view in experiment.views if math.isfinite(reported[view].epsilon)]
@@ -242,7 +242,7 @@ def audit_in_one_run(
     Raises
     ------
     ValueError
-        The view has no finite ε; also as `in_one_run`.
+        The view has no finite ε, or `in_one_run` refuses an argument.
     """
     # The bound holds for fair coins that nobody can predict, so they come from the secure source.
     included = secure_generator().random(canaries) < 0.5

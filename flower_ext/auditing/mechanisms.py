@@ -62,7 +62,7 @@ DELTA = 1e-5
 _MODELS = (AdversaryView.RELEASED_MODELS,)
 _HONEST_SUM = SecureSum(colluding=0.0, dropouts=0.0)
 _BACKWARDS, _FORWARDS = [client_data(-HUGE, 0.0)], [client_data(HUGE, 0.0)]
-"""One client's data: one of two records pulls the model, in opposite directions."""
+"""Two data sets of one client: one of its two records pulls the model back, or forwards."""
 _OTHER_USERS = silo_data([1, 2], [0.0, 0.0])
 """A silo of two users whose records do not pull."""
 
@@ -72,7 +72,7 @@ _record_plan = partial(RecordLevelPlan, sampling=FullParticipation(1), num_examp
 def _release_plans(
     sampling: Sampling, *, noise_multiplier: float = 0.5, **options: Any
 ) -> Callable[[float, int], ReleasePlan]:
-    """Return a function of a factor on ``noise_multiplier`` and of rounds that makes the plan."""
+    """Return a function that makes the plan from a factor on the noise and a number of rounds."""
     return lambda noise, rounds: ReleasePlan(
         sampling=sampling,
         clipping_norm=1.0,
@@ -128,8 +128,9 @@ def _adaptive_plans(sampling: Sampling, **options: Any) -> Callable[[float, int]
 
 
 def _sided_score(*, silos: int = 1, partitions: Sequence[int] | None = None) -> Score:
-    """Return a score that projects on the canary's update, its side, and the next norm."""
-    # The canary's update is as long as half of its side's weight; the next norm tells the side.
+    """Return a score that projects on the canary's update, its `SIDE`, and the next norm."""
+    # The canary's entry at `SIDE` is as long as its update, and `axes` has length √2. The next norm
+    # reveals the side.
     norm = 2 * math.sqrt(2) / _RATE / silos
     direction = {**axes(SIZE), SIDE: np.array([-math.sqrt(2)]), NEXT_NORM: np.array([norm])}
     return projected(direction, signs=(1.0, -1.0), partitions=partitions)

@@ -130,7 +130,7 @@ class _Listener(InProcessGrid):
         return replies
 
     def by_partition(self, by_node: Mapping[int, Arrays]) -> dict[int, Arrays]:
-        """Return values of nodes by the nodes' partitions."""
+        """Return the values of ``by_node``, with each node's partition as the key."""
         return {self._partition(node): arrays for node, arrays in by_node.items()}
 
     def _partition(self, node: int) -> int:

@@ -32,8 +32,8 @@ from flower_ext.secure.aggregation.shamir import combine
 
 M = TypeVar("M", Advert, SealedShares, MaskedInput, Revealed)
 LEAST_NUMBERS, _CENTRAL, _MOST = 64, 1 / 4, 5 / 8
-"""An upload counts as bare if more than five eighths of its numbers lie in the central quarter of
-the ring. A uniform upload of at least 64 numbers does so with a probability below 1e-9."""
+"""An upload counts as bare (not masked) if more than five eighths of its numbers lie in the central
+quarter of the ring. For a uniform upload of 64 numbers or more, the probability is below 1e-9."""
 
 
 class SecureTranscript:

@@ -46,7 +46,7 @@ _ADD_OR_REMOVE, _REPLACE = NeighboringRelation.ADD_OR_REMOVE_ONE, NeighboringRel
 _MODELS = "released models"
 _COHORTS = "released models and who took part"
 _LONGEST = 2_000
-"""Most rounds for which the command finds a strategy matrix, within a second."""
+"""Most rounds for which the command computes a strategy matrix, which takes up to a second."""
 _WORDS = ("calibrated by", "basis", "relation", "adversary sees")
 _SIGNS = {
     "epsilon": "ε",
@@ -249,10 +249,10 @@ def _ways(
 
 
 def _in_turn(fixed: FixedSizeSampling, rounds: int) -> dict[str, float]:
-    """Return sens(C)², for cohorts of clients that take turns, by the noise of the server.
+    """Return sens(C)² of clients that take turns, for each kind of the server's noise.
 
-    The noise multiplier of a way is that of a round's fresh noise, so that the most exposed client
-    counts as often as sens(C)² says.
+    The noise multiplier is that of a round's fresh noise. ε is then that of sens(C)² releases with
+    a client's data, for the most exposed client.
     """
     apart = fixed.population // fixed.size
     limits = {"rounds_apart": apart, "participations": math.ceil(rounds / apart)}

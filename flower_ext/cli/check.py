@@ -110,7 +110,7 @@ def _result(request: dict[str, Any], scratch: Path) -> dict[str, Any]:
         },
     )
     if done.returncode != 0 or not done.stdout:
-        raise AppFailed("the app ended the process of the check")
+        raise AppFailed("the app ended the process in which the check ran it")
     result: dict[str, Any] = json.loads(done.stdout)
     return result
 

@@ -29,7 +29,7 @@ from flower_ext.cli.processes import (
 _PROGRAM = "flower_ext.federation.engines.run_app"
 """Module that a run in one process executes.
 
-It runs in a process of its own, so that Ctrl-C leaves the run time to write its last files.
+It runs in a process of its own, so that after Ctrl-C the run can still write its last files.
 """
 
 PATIENCE = 180

@@ -47,8 +47,8 @@ def export(
 ) -> None:
     """Write a client's model, or the shared model, to a file, with its privacy guarantee.
 
-    The guarantee is a second file, NAME.guarantee.json. It says who may have the model, and whose
-    records are protected by which ε.
+    The guarantee is a second file, NAME.guarantee.json. It says who may have the model, and which ε
+    protects whose records.
 
     Example: flower-ext export runs/20260101-120000-dp2-fedsam-digits --client 7
     """
@@ -102,7 +102,7 @@ def _check_files(run: RunDirectory, *outputs: Path) -> None:
 def _client_model(
     run: RunDirectory, shared: Params, client: int, app: Path | None
 ) -> tuple[Params, bool]:
-    """Return the model that a client builds from the shared one; True if the client has memory."""
+    """Return the model that a client builds from the shared one, and True if it has memory."""
     use = run.use()
     if not use:
         raise InvalidValue(
@@ -126,7 +126,7 @@ def _client_model(
     context.node_config["state-folder"] = str(inside) if is_inside else configured
     if side.method.keeps_memory:
         _check_memory(side, context, use, run.id)
-    # The client side builds the model as it does for an evaluation, which the server asks for.
+    # Ask the client side as the server asks for an evaluation, so that it builds the same model.
     request = RecordDict({name: ConfigRecord(values) for name, values in use["records"].items()})
     request[records.MODEL] = records.to_record(shared)
     kind = f"evaluate.{side.method.name}"
@@ -164,8 +164,8 @@ def _check_memory(side: ClientSide, context: Context, use: Mapping[str, Any], ru
     if newest < needed or not Path(str(folder)).is_dir():
         raise InvalidValue(
             f"state-folder={folder}: expected the memory that client {client} wrote in round "
-            f"{needed}, but it is not in this folder. Memory outlives a simulation if its settings "
-            "named a state-folder before it began; in a deployment it stays on the client's node"
+            f"{needed}, but it is not in this folder. A simulation keeps memory only if it began "
+            "with the setting state-folder; in a deployment, memory stays on the client's node"
         )
 
 

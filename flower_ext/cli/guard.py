@@ -38,7 +38,7 @@ def guard(
         typer.Option(help="Certificates that verify the Runtime API; by default no encryption."),
     ] = None,
 ) -> None:
-    """Run apps for a SuperNode in the place of Flower's own processes, until it is ended.
+    """Run apps for a SuperNode in place of Flower's own processes, until you stop the guard.
 
     Example: flower-ext guard guard.toml --superexec-auth-secret-file superexec.secret
     """

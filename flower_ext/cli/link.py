@@ -110,7 +110,7 @@ def union(
     if any(other != fingerprint for other, _ in contents):
         raise InvalidValue(
             "files: their fingerprints differ, so the silos used different keys, or columns of "
-            "different kinds or order; make the files again"
+            "different kinds or order; repeat `link pseudonyms` with equal keys and columns"
         )
     silos = [{bytes.fromhex(words[0]) for words in lines} for _, lines in contents]
     numbered = number_union(silos)
@@ -153,7 +153,7 @@ def users(
     encoding: Encoding = "utf-8",
     skip_unusable: SkipUnusable = False,
 ) -> None:
-    """Replace identifiers by the numbers of users: buckets, or the numbers of `link union`."""
+    """Replace each identifier by a user's number: a hash bucket, or the number of `link union`."""
     pseudonyms = _pseudonyms(key, by, by_date, date_format)
     if numbers is not None and buckets is None:
         number_of = _given_numbers(numbers, pseudonyms)
@@ -165,21 +165,21 @@ def users(
         RecordFile(path=table, encoding=encoding), pseudonyms, number_of, output, skip_unusable
     )
     common = pseudonyms.fingerprint if buckets is None else f"{pseudonyms.fingerprint}-{buckets}"
-    _say(f"Fingerprint {common}: if another silo's differs, numbers are not common.")
+    _say(f"Fingerprint {common}: silos number people alike only if they print the same one.")
     if buckets is not None:
         everyone = people or persons
         of_whom = "all silos together" if people else "this file alone; --people for all silos"
         _say(
             f"{expected_shared_pairs(everyone, buckets):.3g} pairs of {everyone:,} people are "
-            f"expected to share a bucket ({of_whom}). Such a pair counts as one user: protected, "
-            "under one bound."
+            f"expected to share a bucket ({of_whom}). The two people of such a pair count as one "
+            "user: both are protected, together under one bound."
         )
 
 
 def _pseudonyms(
     key: Path, by: list[str] | None, by_date: list[str] | None, date_format: str
 ) -> Pseudonyms:
-    """Return the form of pseudonyms: texts first, then dates, each in the order given."""
+    """Return the form of pseudonyms: text columns first, then dates, each in the order given."""
     texts = [IdentifierField(column=column) for column in by or []]
     dates = [
         IdentifierField(column=column, kind="date", date_format=date_format)
@@ -241,8 +241,8 @@ def _rewrite(
     _say(f"Columns kept: {', '.join(names[position] for position in kept)}")
     for position, count in texts.items():
         _say(
-            f"Column {names[position]!r}: {count:,} of {num_rows:,} values are no numbers, such as "
-            "words or decimals with a comma; apps that expect numbers take them for missing"
+            f"Column {names[position]!r}: {count:,} of {num_rows:,} values are not numbers (they "
+            "may be words, or decimals with a comma); apps that expect numbers take them as missing"
         )
     return len(persons)
 

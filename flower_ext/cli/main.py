@@ -40,7 +40,7 @@ COMMANDS = {
     "export": "export",
     "settings": "settings_table",
 }
-"""Names of the commands, each with the module of this package that has a function of that name."""
+"""For each command, the module of this package that has a function of the command's name."""
 
 
 class Commands(TyperGroup):

@@ -114,8 +114,8 @@ def prepare(options: RunOptions) -> PreparedRun:
     Raises
     ------
     InvalidValue
-        The options do not fit the app, a setting has a value that it cannot have, or there is no
-        run of this app to resume.
+        The options do not fit the app, a setting has an invalid value, or there is no run of this
+        app to resume.
     InUse
         A process still writes the run to resume.
     """
@@ -150,8 +150,8 @@ def _settings_file(options: RunOptions) -> SettingsFile | None:
 def _changed(changes: Mapping[str, Any], before: Mapping[str, Any]) -> list[str]:
     """Return the names of settings whose value differs from ``before``.
 
-    A method and ``upcycled`` choose a row of a paper's table, and no result depends on
-    ``clients-per-node``, so these do not count as changes.
+    Three settings do not count as changes: ``method`` and ``upcycled``, which choose a row of a
+    paper's table, and ``clients-per-node``, on which no result depends.
     """
     rows = ("method", "upcycled", "clients-per-node")
     return [name for name in changes if name not in rows and changes[name] != before[name]]

@@ -66,7 +66,7 @@ def executable(name: str) -> str:
 
 
 def environment() -> dict[str, str]:
-    """Return environment variables with which Flower's processes use the packages of this one."""
+    """Return environment variables that let Flower's processes use this process's packages."""
     # The environment of this command has the packages that the app needs. With these variables
     # flwr finds its own commands there and installs nothing.
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"

@@ -1,6 +1,6 @@
 """``flower-ext run``: run an app in Ray's simulation, on a SuperLink, or in one process.
 
-``flwr run`` itself returns 0 for a failed run, simulates two nodes regardless of the app, and
+Plain ``flwr run`` returns 0 for a failed run, simulates two nodes regardless of the app, and
 installs the app's dependencies again unless a variable forbids it.
 """
 

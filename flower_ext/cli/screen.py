@@ -31,7 +31,7 @@ class Command(TyperCommand):
     """
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Refuse an option that is given twice, of which the first would count for nothing."""
+        """Refuse an option that is given twice, because its first value would have no effect."""
         _, _, given = self.make_parser(ctx).parse_args(list(args))
         options = [each for each in given if isinstance(each, click.Option)]
         for each in options:

@@ -42,7 +42,7 @@ def stats(
         bool, typer.Option("--in-process", help="Run in one process, without Ray.")
     ] = False,
 ) -> None:
-    """Release statistics with a guarantee: print them, and leave a run directory with a page.
+    """Release statistics with a guarantee: print them, and write a run directory with a web page.
 
     Example: flower-ext stats apps/consortium "mean age 20:90" count --epsilon 0.2 --in-process
     """

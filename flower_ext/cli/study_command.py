@@ -52,7 +52,7 @@ from flower_ext.runs.presets import SettingsFile
 from flower_ext.runs.settings import INCIDENTAL, OF_NODES, nearest
 
 ACCOUNT = "account.jsonl"
-"""File in a study's folder with the spends of all stages."""
+"""File in a study's folder with the privacy that all stages have spent."""
 _LINK_PATHS = ("table", "key", "output", "numbers")
 _LINK_OPTIONS = tuple(name.replace("_", "-") for name in inspect.signature(link.users).parameters)
 
@@ -154,7 +154,7 @@ def study(
 
 
 def _link(plan: Study, entry: Mapping[str, Any]) -> None:
-    """Write a silo's linked table, unless it is newer than the table, the key and the study."""
+    """Write a silo's linked table, unless one exists that is newer than table, key and study."""
     options = {name.replace("-", "_"): value for name, value in entry.items()}
     options |= {name: plan.placed(options[name]) for name in _LINK_PATHS if name in options}
     output, sources = options["output"], [plan.path, options["table"], options["key"]]
@@ -251,11 +251,11 @@ def _launched(run: PreparedRun, path: Path) -> None:
 
 
 def _check_released(directory: RunDirectory) -> None:
-    """Refuse a stage whose rounds were all discarded, on which no other stage can build."""
+    """Refuse a stage whose rounds were all discarded: it released nothing for later stages."""
     rounds = directory.metrics()
     if rounds and all(row.get("discarded") for row in rounds):
         raise LaunchFailed(
-            f"every round was discarded, so it released nothing, and its ε is spent; "
+            "every round was discarded, so the stage released nothing, although its ε is spent; "
             f"{directory.path / 'report.html'} says why. To run it again, give it another name, "
             "also in `uses`"
         )

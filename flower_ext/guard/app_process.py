@@ -105,7 +105,7 @@ if (confinement := os.environ.pop({CONFINEMENT!r}, None)) is not None:
     confine(*json.loads(confinement), close=os.dup(1))
 names = [name for _, name in socket.if_nameindex()] if confinement is None else []
 if set(names) > {{"lo"}}:
-    raise SystemExit("the command leaves the app the network " + ", ".join(names))
+    raise SystemExit("the command gives the app network interfaces: " + ", ".join(names))
 """
 
 

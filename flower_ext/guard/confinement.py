@@ -2,9 +2,13 @@
 
 The process starts under ``unshare``, in namespaces of its own with all capabilities there. It then
 makes a new root folder in memory and binds the listed folders into it, read-only. At last it gives
-up every capability, the right to make sockets other than Unix sockets, and the kernel's keys. (An
-empty network namespace does not hold back a socket to a virtual machine's host. To find a key, the
-kernel may start a program outside all namespaces, which may ask a name server.)
+up three rights:
+
+* every capability;
+* sockets other than Unix sockets, because some of them reach the host of a virtual machine in spite
+  of an empty network namespace;
+* the kernel's keys, because to find a key, the kernel may start a program outside all namespaces,
+  and that program may ask a name server.
 """
 
 from __future__ import annotations
@@ -36,10 +40,10 @@ _PDEATHSIG, _DUMPABLE, _SECCOMP, _CAPBSET_DROP, _NO_NEW_PRIVS = 1, 4, 22, 24, 38
 _SECCOMP_FILTER, _LAST_CAPABILITY, _CAPABILITIES_3 = 2, 63, 0x20080522
 _AF_UNIX, _EPERM = 1, 1
 _ARCHITECTURES = {"x86_64": (0xC000003E, 41), "aarch64": (0xC00000B7, 198)}
-"""Number of the architecture and of its system call ``socket``."""
+"""By machine: the architecture's number for seccomp, and the number of its call ``socket``."""
 _IO_URING_SETUP, _X32 = 425, 0x40000000
 _KEYS = {"x86_64": 248, "aarch64": 217}
-"""First of the system calls ``add_key``, ``request_key`` and ``keyctl``, by machine."""
+"""By machine: number of ``add_key``; ``request_key`` and ``keyctl`` have the next two numbers."""
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.prctl.argtypes = [ctypes.c_int, *[ctypes.c_ulong] * 4]
@@ -48,7 +52,8 @@ _libc.prctl.argtypes = [ctypes.c_int, *[ctypes.c_ulong] * 4]
 def confine(readable: Sequence[str], scratch_bytes: int, *, close: int) -> None:
     """Confine this process, which `UNSHARE` started, and everything that it will start.
 
-    The function returns in a new process. This one, which the app cannot reach, waits for it.
+    The function returns in a new process. The calling process, which the app cannot reach, waits
+    for the new one.
 
     Parameters
     ----------
@@ -57,10 +62,10 @@ def confine(readable: Sequence[str], scratch_bytes: int, *, close: int) -> None:
     scratch_bytes : int
         Largest size of all files that the app writes.
     close : int
-        File that only the new process may keep open.
+        Descriptor of a file that only the new process may keep open.
     """
     Path("/proc/self/oom_score_adj").write_text("1000")  # the first to go if memory runs out
-    # In a namespace below this one, the app would have all capabilities again.
+    # Otherwise the app could make a user namespace, in which it would have all capabilities again.
     Path("/proc/sys/user/max_user_namespaces").write_text("0")
     _mount(None, "/", None, _MS_REC | _MS_PRIVATE, None)
     root = Path(SCRATCH)
@@ -104,7 +109,7 @@ def _roots(readable: Sequence[str]) -> list[str]:
 
 
 def _wait_for(process: int, close: int) -> None:
-    """Wait for the app's process as the first process of the namespace, which ends with this one.
+    """Wait for the app's process. The namespace ends with this process, which is its first.
 
     The app must not be able to change this process or to keep it from ending with the guard.
     """

@@ -1,4 +1,4 @@
-"""Private names of Flower's Runtime API that the guard and its child need, all in this module.
+"""The only module that uses private names of Flower's Runtime API, for the guard and its child.
 
 The module stands apart from `federation`, because the child imports it for every message, and
 importing `federation` takes three seconds.
@@ -68,7 +68,7 @@ from flwr.supercore.task_identity import TaskIdentity
 from flower_ext.errors import InvalidValue
 
 Disconnected = httpx.HTTPError
-"""Error of a call that the SuperNode did not answer, or refused."""
+"""Raised if the SuperNode refuses a call, or does not answer it."""
 
 _LENGTH = Struct("!Q")
 
@@ -106,7 +106,8 @@ class Runtime:
     address : str
         ``host:port``.
     root_certificates : Path, optional
-        Certificates that verify the API's own; without them the connection is not encrypted.
+        CA certificates that verify the API's certificate; without them the connection is not
+        encrypted.
     secret : bytes
         The SuperNode's SuperExec secret.
     """
@@ -241,7 +242,7 @@ def refusal_bytes(request: RuntimeRequest, reason: str) -> bytes:
 
 
 def context_bytes(context: Context, state: RecordDict | None) -> bytes:
-    """Return a context, with another state if one is given."""
+    """Return a context as bytes; a given ``state`` takes the place of the context's."""
     proto = context_to_proto(context)
     if state is not None:
         proto.state.CopyFrom(recorddict_to_proto(state))
@@ -261,7 +262,7 @@ def read_answer(answer: bytes) -> tuple[RecordDict, RecordDict]:
 
 
 def run_app(request: bytes) -> bytes:
-    """Install and run an app on a message, and return what `read_answer` reads."""
+    """Install a request's app, run it on the message, and return the answer as bytes."""
     parts = parts_of(request)
     pulled = PullTaskInputResponse.FromString(parts[0])
     run, context = run_from_proto(pulled.run), context_from_proto(pulled.context)
@@ -279,7 +280,7 @@ def run_app(request: bytes) -> bytes:
 
 
 def joined(*parts: bytes) -> bytes:
-    """Return byte strings as one that `parts_of` takes apart."""
+    """Join byte strings into one, which `parts_of` takes apart."""
     return b"".join(_LENGTH.pack(len(part)) + part for part in parts)
 
 
@@ -290,7 +291,7 @@ def only_arrays(content: RecordDict) -> tuple[str, ArrayRecord] | None:
 
 
 def parts_of(whole: bytes) -> list[bytes]:
-    """Undo `joined`.
+    """Take apart the byte strings that `joined` joined.
 
     Raises
     ------

@@ -26,7 +26,7 @@ UPDATE, CONTRIBUTION, CONSTANTS = (
     "constants",
 )
 TRAIN = "train"
-"""Type of the messages that ask for an update, and in which sums of an app's updates are made."""
+"""Type of the messages that ask for training; only these may ask for a contribution to a sum."""
 ANY = "any"
 NAMESPACES, NOT_ISOLATED = "namespaces", "none"
 
@@ -42,9 +42,9 @@ class MessagePolicy:
     Parameters
     ----------
     release : {"clipped-noised-update", "secure-sum-contribution", "constants"}
-        In the first case the reply has one update, bounded and noised by the guard. In the second
-        case the guard also masks it, so that only a sum over sites becomes known. In the third case
-        no app runs, and the reply has only the ``constants``.
+        An update is bounded and noised by the guard. A contribution is such an update that the
+        guard also masks, so that only a sum over sites becomes known. For "constants" no app runs,
+        and the reply has only the ``constants``.
     clipping_norm : float
         Largest L2 norm of the update, over all its arrays together. The server chooses the norm of
         a contribution to a sum.
@@ -92,7 +92,7 @@ class MessagePolicy:
         return self.arrays == "all" or name in self.arrays
 
     def spend(self, sites: int = 0) -> Release:
-        """Return one reply as accounting sees it: the unit is the site's whole contribution.
+        """Return the release of one reply, for accounting: the unit is the site's contribution.
 
         Parameters
         ----------
@@ -118,8 +118,8 @@ class SumPolicy:
     colluders : int
         Number of other sites that may collude with the server.
     honest_answers : int
-        Least number of sites, this one included, that are in every sum that may become known, and
-        of which none colludes. All of them must demand this policy's noise.
+        Least number of sites in every sum that becomes known that do not collude, this site
+        included. All of these must demand this policy's noise.
 
     Raises
     ------
@@ -157,7 +157,7 @@ class GuardPolicy:
     apps : {"any"} or list of str
         SHA-256 of each permitted app, as ``sha256sum`` prints it for the file of ``flwr build``.
     ledger : Path
-        Account of the site, which every reply is written to before it leaves.
+        The site's account. The guard writes every reply to it before the reply leaves.
     budget : Budget
         The most that all replies of the site may spend together.
     messages : Mapping[str, MessagePolicy]
@@ -179,7 +179,7 @@ class GuardPolicy:
     environment : Mapping[str, str]
         Environment variables of the app.
     path : Path
-        The policy's own file, which gives the guard's other files their names.
+        The policy's file. The guard derives the names of its other files from this name.
     """
 
     apps: str | list[str]
@@ -215,7 +215,7 @@ class GuardPolicy:
             if rule.release == CONTRIBUTION and (name != TRAIN or self.sum is None):
                 raise InvalidValue(
                     f'[messages.{name}] with release="{CONTRIBUTION}": expected it in '
-                    f"[messages.{TRAIN}], and a section [sum]"
+                    f"[messages.{TRAIN}] only, and a section [sum] in the policy"
                 )
 
     def check_app(self, digest: str) -> None:
@@ -242,7 +242,7 @@ class GuardPolicy:
         return self.messages[message_type]
 
     def noised_by(self, rule: MessagePolicy) -> int:
-        """Return the number of sites whose noise is in each sum of contributions; 0 otherwise."""
+        """Return the number of sites whose noise is in each sum; 0 for a rule without sums."""
         if rule.release != CONTRIBUTION:
             return 0
         assert self.sum is not None

@@ -1,15 +1,16 @@
 """Bound and noise the update in an app's answer, whatever the answer is.
 
-An app may be hostile, and its answer may depend on the data in any way. Each answer therefore leads
-to some update of norm at most C, and one that is missing or not usable to the update zero. The
-noised update is added to the arrays of the request, which the server knows.
+An app may be hostile, and its answer may depend on the data in any way. So the guard turns every
+answer into an update of norm at most C, and a missing or unusable answer into a zero update. It
+adds the noised update to the arrays of the request, which the server knows.
 
 Guarantees
 ----------
-Let z be the noise multiplier. A reply is a Gaussian release of standard deviation z·C of a vector
-of norm at most C. Any two data sets of the site, and any two behaviours of the app, move it by at
-most 2 C: that is *replace-one* with the site as unit and z/2 as relative noise. Releases compose
-adaptively, so an app's memory of earlier messages changes nothing.
+Let z be the noise multiplier. A reply is a vector of norm at most C plus Gaussian noise of standard
+deviation z·C. Between any two data sets of the site, and any two behaviours of the app, the vector
+differs by at most 2 C. The relation is thus *replace-one*, the unit is the site, and the noise is
+z/2 times the sensitivity. Releases compose adaptively, so an app's memory of earlier messages
+changes nothing.
 """
 
 from __future__ import annotations
@@ -96,7 +97,7 @@ def _read(answer: ArrayRecord | None, request: Arrays) -> Arrays:
 
 
 def _moved(array: np.ndarray, update: np.ndarray) -> np.ndarray:
-    """Return an array plus an update in the array's type, at most its largest finite number."""
+    """Return an array plus an update, in the array's type and within its finite range."""
     largest = np.finfo(array.dtype).max
     with np.errstate(over="ignore", invalid="ignore"):
         moved = np.clip(array.astype(np.float64) + update, -float(largest), float(largest))

@@ -1,10 +1,10 @@
 """The guard's loop: pull a message, run the app, bound its answer, write the ledger, reply.
 
 A reply is prepared in full, noise included, and stored in a file before it is charged to the
-ledger. The charge has the reply's own number, so that a repetition counts once. A guard that was
-killed and starts again finds the file: it charges the reply, unless that was done, and sends the
-same bytes. So no message has two replies with different noise, and a charged reply is lost only if
-the SuperNode no longer waits for it.
+ledger. Each reply has a number, and the ledger counts a number once. A guard that was killed and
+starts again finds the file. It charges the reply, unless the ledger has the charge already, and
+sends the same bytes. So no message has two replies with different noise, and a charged reply is
+lost only if the SuperNode no longer waits for it.
 """
 
 from __future__ import annotations
@@ -59,9 +59,9 @@ _PAUSE = 0.2
 
 @dataclass(frozen=True, kw_only=True)
 class Pending:
-    """A reply that is ready to leave, with all that sending it takes.
+    """A reply that is ready to leave, with everything that is needed to charge and send it.
 
-    ``sites`` is `GuardPolicy.noised_by`, on which the claims of the charge rest.
+    ``sites`` is `GuardPolicy.noised_by`, from which the charge's guarantees are computed.
     """
 
     token: str
@@ -78,7 +78,7 @@ class Pending:
 
     @classmethod
     def from_bytes(cls, content: bytes) -> Pending:
-        """Undo `to_bytes`."""
+        """Return the reply whose file has this content."""
         head, refusal, message, context = parts_of(content)
         return cls(**json.loads(head), refusal=refusal, message=message, context=context)
 
@@ -162,7 +162,7 @@ class Guard:
         )
 
     def _wait(self, answer: _AppAnswer, started: float) -> None:
-        """Wait until a reply leaves, whose time would otherwise tell how long the app ran.
+        """Wait until ``reply_after``, so that the reply's time does not tell how long the app ran.
 
         A refusal waits as well, because a sum may refuse a message after the app has run.
         """
@@ -172,7 +172,7 @@ class Guard:
     def _content(
         self, request: RuntimeRequest, rule: MessagePolicy, answer: _AppAnswer
     ) -> tuple[RecordDict, Charge | None]:
-        """Return what leaves in the reply, and its charge; None if it depends on no data."""
+        """Return what leaves in the reply, and its charge: None if the reply depends on no data."""
         content, new = RecordDict(), None
         if rule.release == CONTRIBUTION:
             # Its imports take seconds, and most guards need none of them.
@@ -193,9 +193,10 @@ class Guard:
         return content, new
 
     def _affordable_charge(self, request: RuntimeRequest, rule: MessagePolicy) -> Charge:
-        """Return the charge of the next reply. Refuse it before the app runs if it is too much.
+        """Return the charge of the next reply, or refuse the message if the budget is too small.
 
-        The time of a later refusal would tell how long the app ran.
+        Call it before the app runs, because the time of a later refusal would tell how long the app
+        ran.
         """
         new = self._charge(request, rule)
         try:
@@ -208,7 +209,7 @@ class Guard:
     def _charge(self, request: RuntimeRequest, rule: MessagePolicy) -> Charge:
         """Return the charge of the next reply, under a number that no earlier reply has.
 
-        Replies under another noise, after a change of the policy, count as another run's.
+        If a change of the policy changes the noise, later replies count as another run's.
         """
         spend = rule.spend(self.policy.noised_by(rule))
         node = request.context.node_id
@@ -261,7 +262,7 @@ class _AppAnswer:
         self.has_run = False
 
     def to(self, request: RuntimeRequest, message: Message) -> ArrayRecord | None:
-        """Run the app on a message in the place of the request's; None if it failed in any way."""
+        """Run the app on ``message`` in place of the request's; return None if the app fails."""
         self.has_run = True
         with _new_private_file(self._log) as log:
             answer = answer_of(replace(request, message=message).to_bytes(), self._policy, log)
@@ -276,7 +277,7 @@ class _AppAnswer:
 
 
 def _claims(new: Charge, sites: int) -> list[Guarantee]:
-    """Return the guarantees of all replies of a run: against who sees each one, and each sum."""
+    """Return a run's guarantees, for adversaries who see each reply, or only sums of replies."""
     assert new.release is not None
     alone = new.release
     if sites:

@@ -1,14 +1,15 @@
-"""The guard as a member of masked sums: the site bounds, noises and masks, and not the app.
+"""The guard as a member of masked sums: the guard, not the app, bounds, noises and masks.
 
 The guard applies `client_level_dp_mod` in its own process. The app gets the model alone, and its
-answer is an update like any other. The keys of a sum stay in the guard's folder, which no app can
-read, and on disk before a reply leaves.
+answer is an update like any other. The guard writes the keys of a sum to its folder, which no app
+can read, before a reply leaves.
 
 Guarantees
 ----------
 A masked sum that becomes known holds the vectors of at least `SumPolicy.honest_answers` members
-that do not collude, each with noise of ``noise_multiplier`` clipping norms or more. Any two data
-sets of the site, and any two behaviours of the app, move it by at most two clipping norms.
+that do not collude, each with noise of ``noise_multiplier`` clipping norms or more. Between any two
+data sets of the site, and any two behaviours of the app, the sum differs by at most two clipping
+norms.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ def answer_in_sum(
     Raises
     ------
     Refused
-        The sum, or this share of its noise, is not what the policy permits; or the message is of
+        The policy does not permit the sum or this site's share of its noise, or the message is of
         another kind. The text depends on no data.
     """
 
@@ -67,7 +68,7 @@ def answer_in_sum(
 
 
 def _context(request: RuntimeRequest, policy: GuardPolicy, rule: MessagePolicy) -> Context:
-    """Return the context of the mod, in which nothing comes from the app or the server."""
+    """Return the context of the mod; nothing in it comes from the app or the server."""
     assert policy.sum is not None
     node_config = {
         "require-secure-noise": True,

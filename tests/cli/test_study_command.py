@@ -82,7 +82,7 @@ def test_a_linked_table_is_kept_until_its_source_changes(study, tmp_path):
     assert output.read_text() == "kept"
     source.write_text("name,age\nAda,5\nBea,six\n")
     os.utime(source, (now + 2000, now + 2000))
-    assert "1 of 2 values are no numbers" in study(mistake)[1]
+    assert "1 of 2 values are not numbers" in study(mistake)[1]
     assert "six" in output.read_text()
 
 
@@ -107,4 +107,4 @@ def test_a_stage_that_asked_nobody_may_begin_again_with_other_settings(study, tm
     metrics.write_text(json.dumps({**row, "discarded": 1}) + "\n")
     status, output = study()
     assert status == 1
-    assert "stage first: every round was discarded, so it released nothing" in output
+    assert "stage first: every round was discarded, so the stage released nothing" in output

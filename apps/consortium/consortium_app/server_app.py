@@ -23,8 +23,8 @@ app = ServerApp()
 class ModelFile(Callback):
     """Write the trained model as a file of settings, for a run with the method scores.
 
-    The file also has the settings without which the coefficients mean nothing: the scales of the
-    features, and the seed that chose who tests.
+    The file also has the settings that the coefficients belong to: the scales of the features, and
+    the seed that chose the people who test.
     """
 
     def __init__(self, settings: Settings) -> None:

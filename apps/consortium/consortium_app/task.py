@@ -67,7 +67,7 @@ def scales_of(settings: Settings) -> dict[str, tuple[float, float, float, float]
     Raises
     ------
     UnfitSetting
-        A setting is malformed, or ``standardise`` names a column that is no feature.
+        A setting is malformed, or ``standardise`` names a column that is not a feature.
     """
     scales: dict[str, tuple[float, float, float, float]] = {}
     try:
@@ -146,8 +146,8 @@ def _rows(columns: dict[str, np.ndarray], users: np.ndarray) -> SiloData:
 def standardised(settings: Settings, silo: int) -> SiloData:
     """Return a silo's rows for training and for tests, standardised by public numbers.
 
-    A missing feature becomes the centre, and a row whose target is not 0 or 1 is left out. A row,
-    and its choice for training or tests, depend on no other row.
+    A missing feature becomes the centre, and a row whose target is not 0 or 1 is left out. No row
+    depends on other rows, neither in its numbers nor in its choice for training or tests.
     """
     table = table_of(settings, silo)
     features, target = _features(table, settings), table.columns[settings.outcome]
@@ -180,13 +180,14 @@ def _has_target(table: Table, settings: Settings) -> np.ndarray:
 def _tests(table: Table, settings: Settings) -> np.ndarray:
     """Return a mask of the rows of test people, a public choice that is equal in all silos.
 
-    A choice by a row's place would move other people's rows when one person leaves.
+    The choice is by a person's number. If it were by a row's place, one person who leaves would
+    move other people's rows between training and tests.
     """
     people = seeded_generator(settings.seed, "tests").random(num_users_of(settings))
     return np.asarray(people[table.users] < TEST_SHARE)
 
 
 def _require_columns(table: Table, names: list[str]) -> None:
-    """Refuse a table that lacks columns; the error may name them, as they are nobody's data."""
+    """Refuse a table that lacks columns; the error may name them, because names reveal no data."""
     if missing := [name for name in names if name not in table.columns]:
         raise tellable(InvalidValue(f"column {', '.join(missing)} is missing in a silo's table"))

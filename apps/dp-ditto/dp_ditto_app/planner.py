@@ -66,7 +66,7 @@ def pilot_of(settings: Settings, task: Task) -> LossConstants | None:
 
 
 def problem_of(settings: Settings, task: Task, pilot: LossConstants | None) -> DittoProblem:
-    """Return the constants of Theorem 1, with the losses' constants from a pilot run or settings.
+    """Return the constants of Theorem 1; those of the losses are from a pilot run or the settings.
 
     A setting ``gradient-bound`` or ``model-spread`` of 0 stands for an unknown value.
     """
@@ -93,9 +93,9 @@ def planned_rounds(
     pilot: LossConstants | None,
     plan_of: Callable[[int], PrivacyPlan],
 ) -> int:
-    """Return the number of rounds: the setting ``rounds``, or with a planner T* of Theorem 1.
+    """Return the number of rounds: without a planner the setting ``rounds``, else T* of Theorem 1.
 
-    T* is for the λ and ε of the settings, and at most ``rounds``.
+    T* is computed for the λ and ε of the settings, and is at most ``rounds``.
 
     Parameters
     ----------

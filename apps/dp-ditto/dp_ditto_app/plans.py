@@ -10,7 +10,7 @@ WITHOUT_PRIVACY = ("ditto", "pfedme", "fedamp", "apple", "fedala")
 
 
 def plan_of(settings: Settings, rounds: int) -> RecordLevelPlan | NonPrivatePlan:
-    """Return the plan of ``rounds`` rounds with all clients, which clips uploads or local steps."""
+    """Return a plan of ``rounds`` rounds with all clients; it clips uploads or local steps."""
     everyone = FullParticipation(settings.clients)
     if settings.method in WITHOUT_PRIVACY:
         return configured.non_private_plan(settings, everyone)

@@ -51,7 +51,7 @@ class Settings(PrivacySettings, ClientSettings, PartitionSettings, TrainingSetti
     # Privacy: the unit is one record, against a server that sees every upload.
     epsilon: Positive = setting("epsilon after all rounds")
     delta: FractionBelowOne = setting(
-        "delta at which epsilon holds: below 1 / all clients' records"
+        "delta at which epsilon holds: below 1 / number of all clients' records"
     )
     calibration: Basis = setting("bound on epsilon by which the noise is chosen (published: Eqn 8)")
     noise: Literal["steps", "upload"] = setting(

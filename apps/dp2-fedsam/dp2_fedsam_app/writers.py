@@ -79,7 +79,7 @@ def by_writer(
     Raises
     ------
     InvalidValue
-        There are fewer such writers.
+        Fewer than ``num_partitions`` writers have enough images.
     """
     names, counts = np.unique(writers, return_counts=True)
     fit = names[counts >= LEAST]

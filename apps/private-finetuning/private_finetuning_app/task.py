@@ -78,7 +78,7 @@ def build(source: Pictures | Texts, tune: str) -> nn.Module:
 
 @lru_cache(maxsize=1)
 def features(source: Pictures | Texts, shares: Shares, folder: Path | None) -> Features:
-    """Return clients' examples as outputs of the frozen model; kept for one run at a time."""
+    """Return clients' examples as the frozen model's features, cached for one run at a time."""
     own = partial(client_data, source, shares)
     return Features(source.frozen, own, folder)
 

@@ -98,7 +98,7 @@ class Texts:
         return int(_loaded("AutoConfig", self.model).hidden_size)
 
     def pool(self) -> Examples:
-        """Return all texts as token numbers, without texts of other labels."""
+        """Return, as token numbers, all texts that have one of ``labels``."""
         numbers = {label: number for number, label in enumerate(self.labels)}
         rows = [row for row in _rows(self.file) if row[1] in numbers]
         if not rows:

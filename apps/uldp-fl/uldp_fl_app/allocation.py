@@ -1,9 +1,9 @@
 """Allocations of a pool's records to users and silos: Uldp-FL, Section 5.1.
 
-Users and silos are numbers from 0. The authors' code deals uniform records out evenly, gives every
-Zipf user of fixed silos one record to begin with, and hands left-over labels to user 0. This module
-instead draws users and silos for every record, as the paper's text says. Some users may therefore
-own nothing, and no user is special.
+Users and silos are numbers from 0. This module draws a user and a silo for every record, as the
+paper's text says, so some users may own nothing, and no user is special. The authors' code differs:
+it deals uniform records out evenly, gives every Zipf user of fixed silos one record to begin with,
+and gives left-over labels to user 0.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def _few_labels(
     load = np.zeros(len(labels))
     typical = sizes[users].mean() / counts.mean()
     for user in users:
-        # Labels without an owner come first; then the least taken ones, give or take one user.
+        # Labels without an owner come first, then the least taken labels, give or take one user.
         taken = np.where(load == 0, -1.0, load + typical * rng.random(len(labels)))
         order = np.lexsort((rng.random(len(labels)), taken))[:labels_per_user]
         quota[user, order] = sizes[user] / labels_per_user

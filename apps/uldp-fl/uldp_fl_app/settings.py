@@ -101,7 +101,7 @@ class Settings(ReleaseSettings, TrainingSettings, ServerSettings):
         "paillier: largest error of a coordinate of the sum over silos"
     )
     allowed_totals: Integers = setting(
-        'paillier: "10,100,1000": numbers of records that a user may have, besides none'
+        'paillier: "10,100,1000": the only totals of records, besides 0, that a user may have'
     )
     draw_choices: CountOrZero = setting(
         "P: the protocol draws users 1-out-of-P, so that not even the server knows them"

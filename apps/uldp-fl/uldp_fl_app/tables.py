@@ -53,9 +53,9 @@ def creditcard(folder: Path | None = None, *, rng: np.random.Generator) -> Clien
     """Load card transactions: 30 features, 1 for fraud; 85 % train, class by class.
 
     The file is Kaggle's ``creditcard.csv``, or a subset of it with a column ``pool``, of which only
-    rows with ``random`` count. All frauds are kept, with 28,432 normal transactions or as many as
-    there are. The authors thin out only their training rows, and test on all normal rows of the
-    test part.
+    rows with ``random`` count. All frauds are kept, and 28,432 normal transactions, or all of them
+    if the file has fewer. The authors thin out only their training rows, and test on all normal
+    rows of the test part.
 
     Raises
     ------
@@ -210,7 +210,7 @@ def _lines(path: Path) -> list[str]:
     try:
         return read_bytes(path).decode().splitlines()
     except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
-        raise InvalidValue(f"{path} is damaged: {error}") from error
+        raise InvalidValue(f"{path} is damaged: {error}; get the file again") from error
 
 
 def _parse(path: Path, lines: Sequence[str], **options: Any) -> np.ndarray:

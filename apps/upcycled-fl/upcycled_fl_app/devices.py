@@ -50,9 +50,7 @@ def describe_devices(
     num_classes: int | None = None,
     generated: bool = False,
 ) -> DevicesInfo:
-    """Return facts about the devices that `load_devices` returns for the same arguments.
-
-    Nothing is loaded.
+    """Return facts about the devices that `load_devices` would load for the same arguments.
 
     Raises
     ------

@@ -29,7 +29,7 @@ class Settings(PrivacySettings, CohortSettings, TrainingSettings):
         "coefficient of the m-th even round: c, c/sqrt(m), l/2 or mu/(mu+l), where mu is "
         "proximal-weight"
     )
-    coefficient: NotNegative = setting("c or l in schedule")
+    coefficient: NotNegative = setting("the number c or l that schedule names")
     rounds: Count = setting("number of rounds; with upcycled, only every second trains")
 
     dataset: Literal[

@@ -60,8 +60,8 @@ def _known(kind: str) -> _Kind:
 def device_sizes(kind: str, *, rng: np.random.Generator, num_devices: int = DEVICES) -> np.ndarray:
     """Draw the number of examples of each device, int64 (num_devices,): 50 plus a log-normal.
 
-    The log-normal is fitted to every draw. Its mean equals that in Table 2, and so does its
-    standard deviation over devices, unless a few devices cannot be that uneven.
+    The log-normal is fitted to every draw. Its mean and its standard deviation over devices equal
+    those in Table 2, unless there are too few devices for this standard deviation.
 
     Raises
     ------

@@ -19,7 +19,7 @@ users; the same users are sampled in every silo. A user's batches depend only on
 and records.
 
 Under a plan with secure sums, the silos are the members of the sum. With a `weighted_sum`, no party
-learns the weights by records. `silo_training` has the trainings of a silo's users.
+learns the weights n_{s,u}/N_u. The module `silo_training` trains a silo's users.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ from flower_ext.training import LocalTraining
 log = getLogger("flwr")
 
 SILOS, WEIGHTS = "silos", "weights"
-"""A group of the state: `ONE_BY_ONE` by silo, and w_{s,u} if the server knows them."""
+"""Names in the state: a group with `ONE_BY_ONE` by silo, and w_{s,u} if the server knows them."""
 GRADIENT = LocalTraining(steps=1, batch_size=2**31 - 1, learning_rate=1.0)
 """One step at rate 1 on all records, whose update is the negative gradient."""
 
@@ -141,10 +141,10 @@ class UldpAvg(Method):
         "equal" sets w_{s,u} = 1/|S|, and "by-records" sets n_{s,u}/N_u. For the latter, silos send
         their histograms to the server, unless the run's sum is a `weighted_sum`.
     silos_draw : bool
-        True if the silos draw the users, by a key that the server does not have
-        (`Task.draw_key`). The server then does not learn who takes part, and sampling amplifies ε
-        against it too. Every silo learns who takes part. The plan needs a `PoissonSampling` and a
-        `SecureSum` without colluding silos.
+        True if the silos draw the users from a key that the server does not have
+        (`Task.draw_key`). The server then does not learn who takes part, so sampling also lowers
+        the ε against the server. Every silo learns who takes part. The plan needs a
+        `PoissonSampling` and a `SecureSum` without colluding silos.
     local : LocalTraining
         Training of the whole model on one user's records.
     **options
@@ -182,7 +182,7 @@ class UldpAvg(Method):
             check_silos_can_draw(plan)
 
     def population(self, plan: PrivacyPlan, summation: Summation) -> Population:
-        """Return the population of users. Weights or a draw by silos hide it from the server."""
+        """Return the users, as `HiddenUsers` if the sum has the weights or the silos draw."""
         if not (summation.brings_weights or self.silos_draw):
             return UsersInSilos(plan.sampling, self.num_silos)
         is_oblivious = self.silos_draw or summation.hidden_draw != ""
@@ -236,7 +236,7 @@ class UldpAvg(Method):
         return super().step(model, replace(released, mean=over_silos), state)
 
     def mean_noise(self, mechanism: RoundMechanism) -> float:
-        """Return the noise of the mean over users and silos."""
+        """Return the stddev of the noise in a coordinate of the mean over users and silos."""
         return super().mean_noise(mechanism) / self.num_silos
 
     def disclosures(self, summation: Summation) -> Sequence[str]:
@@ -270,8 +270,8 @@ class UldpAvg(Method):
 class UldpSgd(UldpAvg):
     """ULDP-AVG with one gradient over all of a user's records in place of an update.
 
-    Silos clip the gradient itself, without a local learning rate. The server moves against it, so
-    the learning rate of ``server`` is the rate of the descent.
+    Silos clip the gradient itself, without a local learning rate. The server moves against the mean
+    gradient, so the learning rate of ``server`` is the rate of the descent.
 
     Parameters
     ----------
@@ -285,7 +285,7 @@ class UldpSgd(UldpAvg):
         super().__post_init__()
         if self.local != GRADIENT:
             raise InvalidValue(
-                "local: expected none, because ULDP-SGD has no local training; use UldpAvg"
+                "local: leave it out, because ULDP-SGD has no local training; or use UldpAvg"
             )
 
 
@@ -296,13 +296,13 @@ def _of_users(mechanism: RoundMechanism) -> NoisedSum:
 
 
 def _warn_of_rounding(sums: NoisedSum, model: Arrays, num_silos: int) -> None:
-    """Warn if the grid's cells are so wide that most numbers of a user's part round to zero."""
+    """Warn if the grid's cells are so wide that most numbers of a user's update round to zero."""
     numbers = sum(array.size for array in model.values())
     cells = sums.clipping_norm / sums.cell / num_silos
     if (usual := cells / math.sqrt(numbers)) < 1:
         log.warning(
-            "secure sums: a number of a user's clipped update is usually %.2g cells in a silo, "
-            "so rounding to whole cells loses most of it: lower the noise multiplier, or send "
-            "fewer numbers",
+            "secure sums: in a silo, a usual number of a user's clipped update is %.2g grid cells, "
+            "so rounding to whole cells loses most of the update: lower the noise multiplier, or "
+            "train fewer parameters",
             usual,
         )

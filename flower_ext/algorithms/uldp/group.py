@@ -134,11 +134,11 @@ class UldpGroup(Method):
         )
 
     def check(self, plan: PrivacyPlan) -> None:
-        """Refuse a plan that was not made by `plan` for this method's training."""
+        """Accept only the plan that `plan` returns for this method's training."""
         if not isinstance(plan, GroupPlan) or plan != self.plan(plan.delta):
             raise InvalidValue(
                 f"plan={type(plan).__name__}: expected the plan that UldpGroup.plan(delta) "
-                "returns, because its ε is that of the method's own DP-SGD"
+                "returns, because that plan computes ε for the DP-SGD in the method's ``local``"
             )
 
     @property

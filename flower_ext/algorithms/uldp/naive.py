@@ -43,6 +43,7 @@ class UldpNaive(Method):
     Parameters
     ----------
     num_silos : int
+        Number of silos; all of them train in every round.
     local : LocalTraining
         Training of the whole model on a silo's records.
     **options

@@ -1,4 +1,4 @@
-"""The trainings of a silo's users: each user is trained and clipped alone, and only totals remain.
+"""Train a silo's users: each user's update is trained and clipped alone, then added to a total.
 
 A total is one of three: a sum in the clear; a sum in whole grid cells, under a plan with secure
 sums; or a `SiloPart` of a weighted sum.
@@ -180,7 +180,7 @@ def _finite(rows: Params) -> Params:
 
     Refusing the round instead would reveal something about one user's records.
     """
-    # A sum is finite only if all numbers in it are, and checking it is faster.
+    # A NaN or an infinite number makes its row's sum so, and checking the sums is faster.
     sound = torch.stack([flat_rows(row).sum(dim=1) for row in rows.values()]).sum(dim=0).isfinite()
     if sound.all():
         return rows

@@ -114,14 +114,14 @@ def users_records(weights: np.ndarray, users: Sequence[int], num_users: int) -> 
 
 
 def read_weights(work: ClientWork) -> np.ndarray:
-    """Return w_{s,u} of this silo in this round for every user; 0 for a user not sampled.
+    """Return this silo's w_{s,u} in this round, of shape (users,); 0 for a user not sampled.
 
     Raises
     ------
     ValueError
         A weight is outside [0, 1], or the number of weights is not the number of sampled users.
     ProtocolError
-        The silos draw the users, and this silo drew this round's users before.
+        The silos draw the users, and this silo has already drawn the users of this round.
     """
     with knowing_no_data():
         num_users, sent = int(work.settings[USERS]), work.state[USERS]
@@ -187,8 +187,8 @@ def ask_silos(
     Raises
     ------
     FederationNotReady
-        A silo cannot take part, because its data have no owners or an owner is out of range, or it
-        has a different key; the message names the silo.
+        A silo's data do not name the user of each record, a user's number is out of range, or its
+        key differs from the other silos'. The message names the silo.
     """
     question = ConfigRecord({USERS: num_users, HISTOGRAM: histogram, FINGERPRINT: silos_draw})
     content = {records.QUESTION: question, **records.training_records(trainings)}

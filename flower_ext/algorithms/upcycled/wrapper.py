@@ -67,7 +67,7 @@ def proximal_ratio(*, proximal_weight: float, penalty: float) -> float:
 
 
 class Upcycled(Strategy):
-    """A strategy that trains as its base strategy in odd rounds, and extrapolates in even rounds.
+    """A strategy that trains like its base strategy in odd rounds and extrapolates in even rounds.
 
     A base strategy of Flower sees the odd rounds numbered 1, 2, 3, …, because FedAdam's bias
     correction needs that. Its clients see the same numbers in ``server-round``. A base strategy of
@@ -118,7 +118,8 @@ class Upcycled(Strategy):
         self.base, self.coefficient = base, coefficient
         self._before: Mapping[str, Arrays] = {}
         self._after: Mapping[str, Arrays] = {}
-        # Keep the base's methods: while a base of Flower runs, their names lead to this wrapper.
+        # Keep the base's methods: while a base of Flower runs, `_routed` replaces them by this
+        # wrapper's.
         self._base_configure = base.configure_train
         self._base_aggregate = base.aggregate_train
 
@@ -133,7 +134,8 @@ class Upcycled(Strategy):
         """Return the base's messages in odd rounds, and no messages in even rounds."""
         if server_round % 2 == 0:
             if not self._before and isinstance(self.base, FederatedStrategy):
-                self._before = self.base.run.companions  # from the checkpoint
+                # A resumed run has them from its checkpoint.
+                self._before = self.base.run.companions
             self._after = self._groups(arrays)
             return []
         _follow(self.base, arrays)
@@ -141,7 +143,7 @@ class Upcycled(Strategy):
         messages = self._base_configure(number, arrays, config, grid)
         self._before = self._groups(arrays)
         if isinstance(self.base, FederatedStrategy):
-            self.base.run.companions = self._before  # in the checkpoints, too
+            self.base.run.companions = self._before  # for the checkpoint
         return messages
 
     def aggregate_train(
@@ -152,7 +154,8 @@ class Upcycled(Strategy):
         Raises
         ------
         InvalidValue
-            The coefficient of this round is negative or not finite, or it makes the model so.
+            The round's coefficient is negative or not finite, or the extrapolated model is not
+            finite.
         """
         if server_round % 2 == 1:
             # Some of Flower's strategies read the replies twice.

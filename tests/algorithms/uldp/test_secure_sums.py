@@ -361,4 +361,4 @@ def test_a_user_whose_training_diverges_adds_nothing_and_nobody_sees_it():
 def test_cells_that_are_too_wide_for_so_many_numbers_are_named(logged):
     wide = secure(noise_multiplier=2.0**13)
     run(strategy_of(UldpAvg, plan=wide, local=LOCAL, **COMMON))
-    assert "rounding to whole cells loses most of it" in logged.text
+    assert "rounding to whole cells loses most of the update" in logged.text
