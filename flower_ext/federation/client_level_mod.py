@@ -13,10 +13,10 @@ the mod also masks the noised update, so that the server sees only the sum of a 
 the ClientApp returns           what leaves the client
 ==============================  ==================================================================
 floating-point arrays           the clipped update with noise
-integer and boolean arrays      the received values: they count batches or examples, and no
-                                Gaussian noise covers a whole number (`DPFedAvg` sends none: it
-                                refuses them before the first round)
-arrays in half precision        an error: noise does not add up in them
+integer and boolean arrays      the received values, because such arrays count batches or
+                                examples, and Gaussian noise does not cover a whole number
+                                (`DPFedAvg` refuses such a model before the first round)
+arrays in half precision        an error, because noise does not add up in half precision
 arrays that were not received   nothing
 metrics, other records          nothing: the guarantee does not cover them
 an error, a missing array, NaN  an update of zeros with noise, as from a client that has learned
@@ -72,11 +72,10 @@ _NAME = "client-level-mod"
 def client_level_dp_mod(*, allow_seeded_noise: bool = False) -> Mod:
     """Return a mod that clips and noises the uploads of a ClientApp.
 
-    The mod hands all messages but training messages to the ClientApp, and does not change them or
-    their replies. It treats a training message in the same way if the plan lets the server add the
-    noise and the node's owner allows that (``least-noise-multiplier``, see `NodePolicy`). It
-    refuses a training message that asks for no protection. Flower's own strategies send such
-    messages.
+    The mod protects training messages. It passes all other messages, and their replies, through
+    unchanged. It also passes a training message through if the plan lets the server add the noise
+    and the node's owner allows that (``least-noise-multiplier``, see `NodePolicy`). It refuses a
+    training message that asks for no protection, as the messages of Flower's own strategies do.
 
     Parameters
     ----------
@@ -148,15 +147,15 @@ def _requested(
         raise InvalidValue(
             f"client_level_dp_mod: the server asks for the protection {kind!r}, expected one "
             "which a ReleasePlan asks for; run FederatedStrategy(DPFedAvg(), ReleasePlan(...)) on "
-            "the server, or remove the mod. If the server does run it, another mod took the "
-            "settings out: put this one first"
+            "the server, or remove the mod. If the server does run that strategy, another mod "
+            "took the settings out: put client_level_dp_mod first in ClientApp(mods=...)"
         )
     policy = NodePolicy(context, allow_seeded_noise)
     in_sum = protection.cell is not None and not entries.get("diagnostics")
     policy.check_way_out("an update", in_sum=in_sum)
     policy.check(protection)
     if protection.cell is not None:
-        _of_sum(message)  # the noise of one share alone would protect little
+        _of_sum(message)  # one client's share of the noise alone would protect little
     return entries, protection, policy.noise(entries, OF_UPLOADS)
 
 
@@ -174,7 +173,9 @@ def _is_stage_of_sum(message: Message) -> bool:
 def _of_sum(message: Message) -> records.Arrays:
     """Return the record of the masked sum in a training message."""
     if records.SECURE_SUM not in message.content:
-        raise InvalidValue("ClipToCells without a secure sum in the server's message: expected one")
+        raise InvalidValue(
+            "the server asks for ClipToCells, but its message has no secure sum: expected one"
+        )
     return records.to_arrays(message.content.array_records[records.SECURE_SUM])
 
 

@@ -84,7 +84,8 @@ class Progress:
 
         These statistics weight all clients equally. ``…_pooled`` is the mean over all test
         examples, so large clients weigh more. The summary has every score that most clients report,
-        computed over these clients; if some do not report it, ``…_clients`` is the number that do.
+        computed over these clients. If some clients do not report a score, ``…_clients`` is the
+        number of clients that do.
         """
         everyone = list(by_client)
         summary: dict[str, float] = {}
@@ -120,7 +121,7 @@ class Progress:
             self.directory.log(server_round, **self.row)
 
     def evaluated(self, server_round: int) -> bool:
-        """Return True if the server asked for scores after this round, the last one so far."""
+        """Return True if the server asked for scores after ``server_round``, the newest round."""
         if self.directory is not None and self.directory.resumed:
             rounds, _ = self.directory.series(_EVALUATED)
             return server_round in rounds

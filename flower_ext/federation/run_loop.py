@@ -110,7 +110,7 @@ class RunLoop:
         run.save(server_round, records.to_arrays(result.arrays))
 
     def _ask_first_queries(self, server_round: int) -> None:
-        """Ask, before the first training round, the queries that belong there."""
+        """Ask the queries with the schedule "first", before the first training round."""
         run = self.run
         for query in run.mechanism.queries:
             if query.schedule == "first" and run.participations.answers[query.name] < query.times:
@@ -156,7 +156,7 @@ class RunLoop:
             self.result.evaluate_metrics_serverapp[server_round] = scores
 
     def _end_after(self, last: int) -> None:
-        """End the run after round ``last``: evaluate it, if it was not, and save the guarantees."""
+        """End the run after round ``last``: evaluate it if necessary, and save the guarantees."""
         run = self.run
         run.last_round = last
         if last and not run.progress.evaluated(last):
@@ -212,8 +212,8 @@ class RunLoop:
             run.check_model(kept.arrays[MODEL])
             is_unfinished = done < self.num_rounds  # a finished run needs no clients
             run.restore(kept)
-            # Connect before restoring the sums: they keep the larger of the costs of the new set-up
-            # and of the checkpoint.
+            # Connect before restoring the sums: each sum keeps the larger privacy cost, of the new
+            # set-up or of the checkpoint.
             if is_unfinished:
                 connect(run, self.grid, arrays)
             run.summation.restore(kept.arrays)
@@ -229,9 +229,9 @@ class RunLoop:
                 run.mechanism.count_answer(query, run.participations)
         roster = run.clients.roster
         if is_unfinished and not (roster is not None and roster.known):
-            run.population.equalise_counts()  # partitions may be others than in the earlier process
+            run.population.equalise_counts()  # a node may have had another partition before
         run.save_guarantees()
-        # A ledger that lacks a release was cut off or exchanged; too much of its budget would be
+        # A ledger that lacks a release was cut off or exchanged, and would show too much budget
         # left.
         if (ledger := run.spending.ledger) is not None:
             ledger.check_holds(run.participations.rounds + run.participations.answers.total())

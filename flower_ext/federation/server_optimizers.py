@@ -13,7 +13,7 @@ paper                 here
 β₁, β₂, τ             ``beta1``, ``beta2``, ``tau``
 ====================  =====================================================
 
-All of them compute with what the round has released already, so they spend no privacy.
+Optimisers and averages use only what the round has already released, so they spend no privacy.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ class Sgd(ServerOptimizer):
 
 
 MEAN = Sgd()
-"""The usual step: by the whole mean update."""
+"""The default step: add the whole mean update to the model."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -229,7 +229,7 @@ class ExponentialAverage(Checked):
 
 @dataclass(frozen=True, kw_only=True)
 class TailAverage(Checked):
-    """Mean of the models after the last rounds. It keeps all of these models.
+    """Mean of the ``last`` newest models, all of which are kept.
 
     Parameters
     ----------

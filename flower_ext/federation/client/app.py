@@ -110,7 +110,7 @@ def _answer_question(side: ClientSide, message: Message, context: Context) -> Me
 
 
 def _of_method(side: ClientSide, message: Message, context: Context) -> ArrayRecord:
-    """Answer a question of the method."""
+    """Answer a question that the server asks for the method."""
     if side.method.answer is None:
         raise tellable(
             InvalidValue(

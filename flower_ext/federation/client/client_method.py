@@ -30,12 +30,12 @@ from flower_ext.training.side_by_side import Steps, Training, check_yielded
 from flower_ext.training.validation import RUNNING_STATISTICS
 
 Contribution = Params | BoundedSum | HiddenSum
-"""A client's update, or its whole model, before bound and noise."""
+"""A client's update, or its whole model, before clipping and noise."""
 
 
 @dataclass(kw_only=True)  # a frozen class would take six times as long to make
 class ClientWork:
-    """The input of a method on one client in one round, which the method must not change.
+    """The input of a method on one client in one round; the method must not change the input.
 
     Attributes
     ----------
@@ -115,7 +115,7 @@ class ClientWork:
     def protection(self) -> Protection:
         """The plan's protection of the upload.
 
-        A method that bounds units adds them up by its ``sum_units``; the client side applies
+        A method that bounds units adds them up by `Protection.sum_units`; the client side applies
         everything else.
         """
         return self.request.protection
@@ -127,7 +127,7 @@ class ClientWork:
         return open_part(message, vault, self.round, num_users, clipping_norm)
 
     def draw_users(self, sampling: PoissonSampling) -> list[int]:
-        """Draw the round's users as all other silos do, once a round (see `user_draws`)."""
+        """Draw the round's users, equal in all silos; call it once a round (see `user_draws`)."""
         context = self.policy.context
         vault, run = draws_vault(context, self.method.name), (self.request.run, context.run_id)
         return draw_users(self.task, vault, run, self.round, sampling)
@@ -148,9 +148,10 @@ class ClientWork:
         """Return a training of ``params`` with the settings of ``phase``, for the method to yield.
 
         The training changes only the parameters for whose names ``trained`` returns True. The
-        method yields it, and the result of that ``yield`` is the trained model. Do not change it in
-        place, because clients may share the parts that were not trained. A client without examples
-        gets ``params`` back, so that its upload does not reveal that it has none.
+        method yields the training, and the result of that ``yield`` is the trained model. Do not
+        change this model in place, because clients may share the parts that were not trained. A
+        client without examples gets ``params`` back, so that its upload does not reveal that there
+        are no examples.
 
         ``terms`` are added to the loss. ``examples`` are the part of the client's training examples
         to train on, by default all of them.

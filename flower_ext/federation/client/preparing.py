@@ -68,7 +68,7 @@ def work_of(
 
 
 def _load(store: ClientMemory, method: ClientMethod, request: ClientRequest) -> Params | None:
-    """Load the newest memory from before this training round, or for an evaluation, of this one."""
+    """Load the newest memory from before this round; for an evaluation, also from this round."""
     used = request.entries.get("remembered")
     if method.memory is Memory.MIRRORED and request.kind == "train" and used is not None:
         _go_back(store, used)

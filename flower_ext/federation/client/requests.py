@@ -23,7 +23,7 @@ T = TypeVar("T")
 _OF_SUMS = (records.SECURE_SUM, records.WEIGHTED_SUM)
 """Array records that hold a protocol's bytes. The arrays of all other records become tensors."""
 _IN_THE_CLEAR = ("report-size", "diagnostics", "training-loss")
-"""Entries of a request for numbers about the client's data beside its update."""
+"""Entries that ask for un-noised numbers about the client's data, in addition to the update."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,7 +114,7 @@ def read_each(
             raise InvalidValue(
                 f"the server's model has {extra}: expected only parameters of this task's model, "
                 "as in ArrayRecord(task.initial_params(0))"
-                + (f"; {', '.join(known)}, and travels by that name" if known else "")
+                + (f"; {', '.join(known)}, and is sent under that name" if known else "")
             )
         round_entries = dict(configs[records.ROUND])
         protection = check_entries(round_entries) or Unprotected()

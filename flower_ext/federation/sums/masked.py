@@ -226,7 +226,7 @@ class OpenMaskedSum(OpenSum):
         return message
 
     def _report_faults(self) -> None:
-        """Name the clients whose shares could not be opened, or did not fit the other shares."""
+        """Report the clients whose shares could not be opened, or did not fit the other shares."""
         for (member, fault), neighbours in sorted(
             self._server.faults.items(), key=lambda entry: entry[0][0]
         ):

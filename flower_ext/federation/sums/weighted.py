@@ -65,7 +65,7 @@ WEIGHTS, SUM, LOST = "weights", "sum", "lost"
 """Names of the only array in a message: weights to train with, or in a reply a masked sum or a
 notice of lost keys. In any other message, and in its answer, the array has the name of the step."""
 _SPOILED_AT_FIRST = 3
-"""Number of sums after which a run ends if all of them were spoiled, as later ones will be."""
+"""Number of sums after which a run ends if all were spoiled, that is, too large to be real sums."""
 _STATE, _COSTS = "sum.costs", ("sensitivity", "approximation_error")
 """A group of the state, and its numbers, which are fields of the mechanism."""
 
@@ -128,9 +128,9 @@ class WeightedSum(Summation):
         self._num_silos = 0
         self._server: ServerParty[Any, Any] | None = None
         self.keys_lost = False
-        """True if all silos set up anew before the next round, as one may have lost its keys."""
+        """True if all silos must set up anew before the next round: one may have lost its keys."""
         self.spoiled: int | None = 0
-        """Number of sums if all of them were spoiled; None after the first sound one."""
+        """Number of sums so far, all of them spoiled; None once a sum was sound."""
 
     def check(self, method: MethodTraits, *, diagnostics: bool) -> None:
         """Refuse a method without silos or without weights by records, and refuse diagnostics."""
@@ -272,7 +272,7 @@ class OpenWeightedSum(OpenSum):
         Raises
         ------
         RoundDiscarded
-            A silo's sum is missing, a silo has lost its keys, or the sum is spoiled.
+            A silo's sum is missing, a silo has lost its keys, or the sum is too large to be real.
         FederationNotReady
             The first sums of the run were all spoiled.
         """
@@ -300,7 +300,8 @@ class OpenWeightedSum(OpenSum):
         except RoundDiscarded as reason:
             raise self._discarding(str(reason)) from reason
         summation.spoiled = None
-        # One contribution, and no noise of the server: the silos' shares are in the sum.
+        # Release the total as one contribution, without noise of the server: the silos' shares of
+        # the noise are in the total.
         summed = mechanism.begin_sum(like)
         summed.add(total)
         released = mechanism.aggregate(summed, cohort_size=1, noise=SecureNoise())

@@ -70,7 +70,7 @@ def answer(
         The data and the number of this silo.
     vault : ClientVault
     may_simulate : bool
-        True if this client accepts what protects nobody (see `NodePolicy`).
+        True if this client accepts settings that protect nobody (see `NodePolicy`).
 
     Raises
     ------
@@ -113,10 +113,10 @@ def _begin(content: bytes, partition: int, vault: ClientVault, may_simulate: boo
 
 
 def counts_of(data: ClientData, users: int, most: int) -> list[int]:
-    """Return the number of records of each user in this silo, ``most`` for a user with more.
+    """Return each user's number of records in this silo, but ``most`` for a user with more.
 
-    Refusing such a user would tell everybody that this silo has one. The weights of a user still
-    sum to one.
+    Refusing a user with more records would tell everybody that this silo has such a user. The
+    weights of a user still sum to one.
 
     Raises
     ------
@@ -180,14 +180,14 @@ def open_part(
 
 
 class LostPart:
-    """The part of a silo that has lost its keys: it counts no user, and tells the server why."""
+    """The part of a silo that has lost its keys: it adds no user, and notifies the server."""
 
     def __init__(self, clipping_norm: float) -> None:
         lost = {LOST: np.zeros(1, dtype=np.uint8)}
         self.value = HiddenSum(bound=clipping_norm, encrypt=lambda noise: lost)
 
     def counts(self, user: int) -> bool:
-        """Return False."""
+        """Return False, because a silo without keys adds no user."""
         return False
 
     def add(self, users: Sequence[int], rows: Params) -> None:
