@@ -173,9 +173,7 @@ def _is_stage_of_sum(message: Message) -> bool:
 def _of_sum(message: Message) -> records.Arrays:
     """Return the record of the masked sum in a training message."""
     if records.SECURE_SUM not in message.content:
-        raise InvalidValue(
-            "the server asks for ClipToCells, but its message has no secure sum: expected one"
-        )
+        raise InvalidValue("ClipToCells without a secure sum in the server's message: expected one")
     return records.to_arrays(message.content.array_records[records.SECURE_SUM])
 
 

@@ -118,7 +118,7 @@ class Recorded:
             )
 
     def guarantees(self) -> list[Guarantee]:
-        """Return the guarantees of the strategy, as `FederatedStrategy.guarantees`."""
+        """Return the guarantees of the strategy (see `FederatedStrategy.guarantees`)."""
         return self._base.guarantees()
 
 

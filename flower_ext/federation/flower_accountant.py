@@ -106,7 +106,7 @@ class PldAccountant:
         Raises
         ------
         InvalidValue
-            The event is of another population, or ``count`` is not an integer above 0.
+            The event has another population size, or ``count`` is not an integer above 0.
         OSError
             The ledger cannot be written. The caller must release nothing.
         """
@@ -154,7 +154,7 @@ class PldAccountant:
         Raises
         ------
         InvalidValue
-            Neither the call nor the configuration has a budget; or as `compose`.
+            Neither the call nor the configuration has a budget; or a reason of `compose` applies.
         """
         limit = self._config.max_epsilon if max_epsilon is None else max_epsilon
         if limit is None:

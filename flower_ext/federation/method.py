@@ -8,7 +8,7 @@ member                                   purpose
 =======================================  =========================================================
 `check`, `mechanism`, `population`       fit the method and the user's plan together
 `check_model`, `init`                    return the server's state before the first round
-`connect`                                asks clients what the run must know, once a process
+`connect`                                asks clients what the run must know, once per process
 `configure`, `begin_round`               prepare a training round
 `training`, `evaluation_training`,       describe the clients' work
 `settings`, `added_proximal_weight`

@@ -110,7 +110,7 @@ def refuse_tied(record: ArrayRecord) -> None:
     Raises
     ------
     UnshareableModel
-        The message names both.
+        The message gives both names.
     """
     first: dict[tuple[str, tuple[int, ...], bytes], str] = {}
     for name, array in to_arrays(record).items():

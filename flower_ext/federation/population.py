@@ -176,7 +176,7 @@ class HiddenUsers(UsersInSilos):
         return cohort
 
     def columns(self, drawn: Cohort) -> Mapping[str, int]:
-        """Return the number of drawn users, unless nobody knows it."""
+        """Return the number of drawn users; nothing if the server does not know it."""
         return {} if self.oblivious else super().columns(drawn)
 
     def count(self, units: Sequence[int], uploads: int, *, requests: int) -> None:

@@ -85,7 +85,7 @@ class Run:
     frozen: str
     state_key_file: Path | None
 
-    # What changes between two rounds, beside the participations.
+    # What changes between two rounds, in addition to the participations.
     state: State | None = field(default=None, init=False)
     """The method's state; None before the first round."""
     model: records.Arrays = field(default_factory=dict, init=False)

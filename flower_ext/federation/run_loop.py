@@ -124,9 +124,10 @@ class RunLoop:
         return replies(self.grid, messages, timeout=self.timeout) if messages else []
 
     def _check_answers(self, done: int, *, least: float) -> None:
-        """End the run if no client ever sent a usable reply, but ``least`` or more were refused.
+        """End the run if the server refused ``least`` or more replies, and never accepted one.
 
-        Later rounds would be spent in vain. A few clients alone do not end a run early.
+        Later rounds would cost privacy in vain. ``least`` prevents a few clients from ending a run
+        early.
         """
         refusals = self.run.clients.refusals
         if len(refusals) >= least and not (done or self.run.ever_answered):
@@ -147,7 +148,7 @@ class RunLoop:
         return scores is not None
 
     def _evaluate_here(self, server_round: int) -> None:
-        """Evaluate on the server by the caller's ``evaluate_fn``."""
+        """Evaluate on the server with the caller's ``evaluate_fn``."""
         if self.evaluate_fn is None:
             return
         model = records.to_record(self.run.evaluated(self.result.arrays))

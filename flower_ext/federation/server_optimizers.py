@@ -55,7 +55,7 @@ class ServerOptimizer(Checked, ABC):
 
     @abstractmethod
     def init(self, model: Arrays) -> Moments:
-        """Return the moments before the first step, for a model of these shapes."""
+        """Return the moments before the first step, for a model with the shapes of ``model``."""
 
     @abstractmethod
     def step(self, model: Arrays, mean: Arrays, moments: Moments) -> tuple[Arrays, Moments]:
@@ -95,7 +95,7 @@ class Sgd(ServerOptimizer):
         return {"momentum": _zeros(model)} if self.momentum else {}
 
     def step(self, model: Arrays, mean: Arrays, moments: Moments) -> tuple[Arrays, Moments]:
-        """Return x + η Δ, or x + η b."""
+        """Return x + η Δ, or with momentum x + η b or x + η (Δ + μ b); and the next b."""
         if not self.momentum:
             return _moved(model, mean, self.learning_rate), {}
         buffer = {n: self.momentum * b + mean[n] for n, b in moments["momentum"].items()}

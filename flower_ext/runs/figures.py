@@ -1,4 +1,4 @@
-"""Figures of a run: each is an SVG file, beside a CSV file with the same numbers."""
+"""Figures of a run: for each, an SVG file and a CSV file with the same numbers."""
 
 from __future__ import annotations
 

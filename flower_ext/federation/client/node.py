@@ -91,7 +91,7 @@ class NodePolicy:
         return self.allow_seeded_noise and not self.context.node_config.get("require-secure-noise")
 
     def admit(self, request: ClientRequest) -> NoiseSource:
-        """Refuse a request that the owner does not permit; return the noise for its upload.
+        """Refuse a request that the owner does not permit; return the upload's source of noise.
 
         Raises
         ------
@@ -141,7 +141,7 @@ class NodePolicy:
             )
 
     def check_forgetting(self) -> None:
-        """Refuse to delete memory because the server asks, if the node's owner forbids it.
+        """Refuse the server's request to delete memory, if the node's owner forbids deletion.
 
         Raises
         ------

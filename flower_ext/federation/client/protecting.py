@@ -166,7 +166,7 @@ def _bound_of(value: object) -> str:
 
 
 def _metrics(work: ClientWork, result: LocalResult, contribution: Contribution) -> dict[str, float]:
-    """Return the numbers that leave the client beside its update."""
+    """Return the numbers that leave the client in addition to its update."""
     entries, protection = work.request.entries, work.protection
     metrics: dict[str, float] = {}
     if entries.get("report-size"):

@@ -25,7 +25,7 @@ AppSettings = TypeVar("AppSettings", bound=RunSettings)
 
 
 def settings(kind: type[AppSettings], context: Context) -> AppSettings:
-    """Return the settings of a run, with the number of rounds with which it began.
+    """Return the settings of a run; if it was resumed, with its first number of rounds.
 
     Parameters
     ----------
@@ -72,7 +72,7 @@ def start(
     planned_rounds : int, optional
         Number of rounds that a planner chose in place of ``rounds``; the run directory records it.
     notes : Mapping, optional
-        Further entries to record beside the settings.
+        Further entries to record in addition to the settings.
     callbacks : Sequence[Callback]
         Callbacks that follow the run.
     **options

@@ -35,7 +35,7 @@ from flower_ext.federation.uploads import Update, UploadReply
 
 
 class WorkerLost(FlowerExtError, RuntimeError):
-    """A worker process has ended, and the state of its clients is lost; the message names it."""
+    """A worker process, which the message names, has ended; its clients' state is lost."""
 
 
 class Workers:
@@ -135,7 +135,7 @@ class Workers:
         return shares
 
     def _with_state(self, messages: Sequence[Message]) -> list[int]:
-        """Return the nodes, among those asked, that have a state in this process."""
+        """Return the nodes that ``messages`` are for and that have a state in this process."""
         nodes = [message.metadata.dst_node_id for message in messages]
         return [node for node in nodes if self._contexts[node].state]
 

@@ -78,7 +78,7 @@ class NoiseStream:
         Parameters
         ----------
         like : Mapping[str, ndarray]
-            Names and shapes.
+            Names and shapes of the noise's arrays.
         source : Callable[[int], NoiseSource]
             Returns the source of a round's fresh numbers.
         repeats : bool

@@ -8,7 +8,7 @@ stage      message of the server                    answer of a client
 =========  =======================================  ===============================================
 ``begin``  invitation                               public keys
 ``keys``   the neighbours' keys                     secret shares, sealed for each neighbour
-delivery   sealed shares, beside the round's query  contribution and masks (`seal`)
+delivery   sealed shares, with the round's query    contribution and masks (`seal`)
 question   who was lost                             secret shares that unmask the sum
 =========  =======================================  ===============================================
 

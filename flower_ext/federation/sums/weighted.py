@@ -12,7 +12,7 @@ stage      message of the server                    answer of a silo
 =========  =======================================  ===============================================
 set-up     a query for each `ProtocolStep`          the answer to that step
 (draw)     an offer, to silo 0                      the silos' choices, which the server cannot read
-training   encrypted weights, beside the query      its masked sum, or a notice of lost keys
+training   encrypted weights, with the query        its masked sum, or a notice of lost keys
 =========  =======================================  ===============================================
 
 The server draws users by their places in an order that only the silos know, unless the protocol
@@ -207,7 +207,7 @@ class WeightedSum(Summation):
         return self._server
 
     def _set_up(self, clients: Clients, model: Arrays) -> None:
-        """Set up fresh keys, seeds and counts; raise the run's costs if this set-up costs more."""
+        """Set up fresh keys, seeds and counts; raise the run's privacy costs if these cost more."""
         coordinates = sum(array.size for array in model.values())
         settings = self.protocol.settings_of(
             self.mechanism, silos=self._num_silos, coordinates=coordinates
@@ -309,7 +309,7 @@ class OpenWeightedSum(OpenSum):
         return replace(released, answered=len(self._messages))
 
     def _discarding(self, reason: str) -> RoundDiscarded | FederationNotReady:
-        """Return the error that discards a spoiled sum, or ends a run that has no other sums."""
+        """Return the error that discards a spoiled sum, or ends a run with spoiled sums only."""
         if self._summation.spoiled is not None:
             self._summation.spoiled += 1
             if self._summation.spoiled >= _SPOILED_AT_FIRST:

@@ -1,8 +1,8 @@
 """A silo's end of a weighted sum: the steps of the set-up, and its part of each round.
 
 The server's end is `weighted`, with a table of all messages. A silo's state is in the client's
-vault. Each message may reach a new process: it starts from the stored state, and stores its outcome
-before anything leaves.
+vault. Each message may reach a new process: this process starts from the stored state, and stores
+its outcome before anything leaves.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ class HiddenSum:
     encrypt : Callable[[Params], Mapping[str, np.ndarray]]
         Function that takes this client's share of the noise, in float64, and returns the encrypted
         upload: values plus noise, in whole numbers of public steps. The function itself rounds the
-        noise to these steps. Noise that was rounded before to coarser multiples would leave the
-        steps between them without noise.
+        noise to these steps. If noise were rounded to coarser multiples before, the steps between
+        the multiples would carry no noise.
     """
 
     bound: float
@@ -240,14 +240,14 @@ class SiloPart:
             self._error = error
 
     def seal(self, noise: Params) -> Arrays:
-        """Return the masked sum with this silo's noise, of zeros if updates cannot be encrypted.
+        """Return the masked sum with this silo's noise; zeros replace updates that fail to encrypt.
 
         Raises
         ------
         ProtocolError
             The round was used before.
         Exception
-            Zeros cannot be encrypted either, which is not due to the updates.
+            Even zeros cannot be encrypted, so the updates are not the cause.
         """
         vector = flattened(arrays_of(noise))
         with _protocol_errors():
