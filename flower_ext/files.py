@@ -21,6 +21,9 @@ import psutil
 
 from flower_ext.errors import FlowerExtError, InvalidValue
 
+FOLDER_VARIABLE = "FLOWER_EXT_DATA"
+"""Environment variable that names the folder of data sets."""
+
 T = TypeVar("T")
 
 

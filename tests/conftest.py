@@ -1,15 +1,13 @@
-"""Settings for all tests."""
+"""Settings for all tests.
+
+The process that hands out tests to others imports this module before it starts them. It needs
+neither PyTorch nor the package, which take seconds.
+"""
 
 import gc
 from logging import getLogger
 
 import pytest
-import torch
-
-from flower_ext import runs
-
-# Tests run side by side with tiny models, so more threads would only wait for one another.
-torch.set_num_threads(1)
 
 
 @pytest.fixture(autouse=True)
@@ -18,6 +16,8 @@ def without_report(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPat
 
     Drawing the figures of a report takes longer than a small run.
     """
+    from flower_ext import runs
+
     if request.node.get_closest_marker("report") is None:
         monkeypatch.setattr(runs, "write_report", lambda run: run.path)
 
@@ -39,7 +39,11 @@ def offline(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Exclude all loaded modules from garbage collections, and collect garbage less often."""
+    """Let PyTorch use one thread, and leave all loaded modules out of garbage collections."""
+    import torch
+
+    # Tests run side by side with tiny models, so more threads would only wait for one another.
+    torch.set_num_threads(1)
     gc.collect()
     gc.freeze()
     gc.set_threshold(20_000, 20, 20)

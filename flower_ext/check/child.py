@@ -10,7 +10,8 @@ import json
 import os
 import sys
 import traceback
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -50,13 +51,13 @@ class NotChecked(Exception):
 
 def main() -> None:
     """Check an app."""
-    answer = os.dup(sys.stdout.fileno())
+    answer, screen = os.dup(sys.stdout.fileno()), os.dup(sys.stderr.fileno())
     request = ProbeRequest(**json.load(sys.stdin))
     log = os.open(request.log, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600)
     os.dup2(log, sys.stdout.fileno())
     os.dup2(log, sys.stderr.fileno())
     try:
-        result = checked(request)
+        result = checked(request, tell=lambda text: os.write(screen, f"{text}\n".encode()))
     except NotChecked as error:
         result = {"error": str(error)}
     with os.fdopen(answer, "w", encoding="utf-8") as pipe:
@@ -65,7 +66,9 @@ def main() -> None:
     os._exit(0)  # threads of the app may never end
 
 
-def checked(request: ProbeRequest) -> dict[str, Any]:
+def checked(
+    request: ProbeRequest, tell: Callable[[str], object] = lambda text: None
+) -> dict[str, Any]:
     """Run an app and return the verdict.
 
     Raises
@@ -105,8 +108,12 @@ def checked(request: ProbeRequest) -> dict[str, Any]:
         seconds=request.seconds,
         log=new_log,
         place=app.place,
+        tell=tell,
     )
     import_once()
+    if (hugging_face := sys.modules.get("flower_ext.training.hugging_face")) is not None:
+        with suppress(Exception):  # the run says what is missing
+            hugging_face.libraries("")
     real = probes.run(REAL, 1)
     if real is None:
         raise NotChecked(f"the app's first run did not end in {request.seconds:g} s, or crashed")

@@ -14,9 +14,10 @@ from scipy.stats import binom
 from flower_ext.check import recognise
 from flower_ext.check.app_folder import AppFolder
 from flower_ext.check.measured import measured, release_gap, upload_gap
+from flower_ext.check.mechanisms import Noise
 from flower_ext.check.observe import TRAIN, Observed, Reply
 from flower_ext.check.probes import AGAIN, LUCK, QUIET, REAL, Probes, exceeds, spread
-from flower_ext.check.recognise import APP, Facts, Noise
+from flower_ext.check.recognise import APP, Facts
 from flower_ext.check.vectors import HELD
 from flower_ext.federation import FederatedStrategy
 from flower_ext.privacy import PrivacyUnit
@@ -188,12 +189,12 @@ def _rounds(real: Observed, facts: Facts) -> Iterator[Finding]:
             remedy="start one strategy, or charge all to one ledger",
         )
     if (
-        facts.declared is None
+        facts.ours.declared is None
         or facts.stated is None
         or facts.stated.unit is not PrivacyUnit.CLIENT
     ):
         return  # no message shows which users were drawn
-    sampling = facts.declared.sampling
+    sampling = facts.ours.declared.release.sampling
     asked, draws = sum(map(len, real.trainings.values())), real.rounds * sampling.population
     if binom.sf(asked - 1, draws, sampling.sampling_rate) < LUCK:
         yield Finding(
@@ -216,8 +217,7 @@ def _noise(probes: Probes, facts: Facts) -> Iterator[Finding]:
     again, noise = probes.runs.get(AGAIN), facts.noise
     if again is None or noise is None:
         return
-    last = 1 if facts.is_adaptive or facts.has_task else probes.rounds
-    for number in range(1, last + 1):
+    for number in facts.comparable(probes.rounds):
         of_uploads: list[Finding] = []
         if (gap := upload_gap(probes, facts, number)) is not None:
             size = _largest(again, number)
@@ -231,8 +231,8 @@ def _noise(probes: Probes, facts: Facts) -> Iterator[Finding]:
             stddev *= 1.0 if facts.has(recognise.OUR_MOD) else 2**0.5
             yield from _compared(changed / stddev, np.inf, what)
         if (gap := release_gap(probes, facts, number)) is not None:
-            steps = again.releases[number].sample - again.releases[number - 1].sample
-            size = float(np.linalg.norm(steps))
+            step = again.step(number)
+            size = 0.0 if step is None else step.norm
             yield from _compared(gap, size, f"the model of round {number}")
 
 
@@ -270,7 +270,7 @@ def _bounds(probes: Probes, facts: Facts) -> Iterator[Finding]:
     clients_clip = clients_clip or bool(facts.local) or any(noise.upload_stddev.values())
     noisy, past = not probes.is_exact, set()
     largest = noise.clipping_norm * (2 if noise.bounds_models else 1)
-    for number in range(1, 2 if facts.is_adaptive or facts.has_task else probes.rounds + 1):
+    for number in facts.comparable(probes.rounds):
         size = probes.cohort(QUIET, number)
         for name in ("huge", "heavy"):
             grown = probes.upload_growth(name, number) if clients_clip else None
@@ -341,6 +341,8 @@ def _changed_clients(probes: Probes, facts: Facts) -> Iterator[Finding]:
             yield _ends(name, f"{what} hangs the run")
         elif run is not None and run.ended:
             yield _ends(name, f"{what} ends the run ({run.ended})")
+        elif name == "absence" and facts.has_task and facts.ours.holds:
+            continue  # only the network keeps such a client's reply away: its failures are hidden
         elif run is not None and len(run.releases) < len(again.releases):
             yield _ends(name, f"{what} keeps the model of a round from being released")
     if zero is not None and any(reply.error for reply in zero.replies if reply.kind == TRAIN):

@@ -16,9 +16,16 @@ from flwr.serverapp.strategy import Result, Strategy
 
 from flower_ext.algorithms import Upcycled
 from flower_ext.check.observe import TRAIN, Watch
-from flower_ext.federation.client import protecting
+from flower_ext.data import ClientData
+from flower_ext.federation import FederatedStrategy
+from flower_ext.federation.client import preparing, protecting, side
+from flower_ext.federation.client.client_method import ClientWork
 from flower_ext.federation.client.cohort_app import CohortApp
+from flower_ext.federation.client.data_loading import NO_DATA
+from flower_ext.federation.client.requests import ClientRequest
+from flower_ext.federation.round import Round
 from flower_ext.privacy import NoiseSource
+from flower_ext.training import Task
 
 
 @dataclass(kw_only=True)
@@ -50,9 +57,40 @@ class Instruments:
         ClientApp.__init__ = started  # type: ignore[method-assign, assignment]
         for category in (TRAIN, "evaluate", "query"):
             self._instrument(category)
+        self._hold_work()
         self._hold_contributions()
+        self._watch_means()
         for name in ("add_gaussian", "gaussian", "add_discrete_gaussian"):
             self._quieten(name)
+
+    def _hold_work(self) -> None:
+        """Let clients of this package learn from no data in a held run, which also saves time."""
+        load, train = vars(preparing)["checked_data"], vars(side)["result_hiding_failures"]
+
+        def loaded(task: Task, request: ClientRequest, partition: int) -> ClientData:
+            if self.watch is not None and self.watch.holds_data(request, partition):
+                return NO_DATA
+            data: ClientData = load(task, request, partition)
+            return data
+
+        def held(local_update: Any, work: ClientWork) -> Any:
+            return train(local_update, work if self.watch is None else self.watch.work(work))
+
+        vars(preparing)["checked_data"] = loaded
+        vars(side)["result_hiding_failures"] = held
+
+    def _watch_means(self) -> None:
+        """Note the mean that each round of this package's strategy releases."""
+        close = Round.close
+
+        @wraps(close)
+        def closed(round: Round, replies: Any, **options: Any) -> Any:
+            mean, updates = close(round, replies, **options)
+            if self.watch is not None and mean is not None and round.kind == TRAIN:
+                self.watch.mean(mean.value)
+            return mean, updates
+
+        Round.close = closed  # type: ignore[method-assign, assignment]
 
     def _hold_contributions(self) -> None:
         """Let a held run put a public update before the bound and noise of our client side."""
@@ -123,6 +161,9 @@ class Instruments:
             halves = any(type(part) is Upcycled for part in chain)  # even rounds train nobody
             watch.observed.planned += math.ceil(planned / 2) if halves else planned
             watch.observed.starts += 1
+            for part in chain:
+                if watch.template is not None and isinstance(part, FederatedStrategy):
+                    part.run.evaluate_every = 0  # no comparison needs scores
             self.strategies.extend(chain)
             self.begun.extend(copy(part) for part in chain)
             watch.in_strategy = True

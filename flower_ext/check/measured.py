@@ -16,9 +16,10 @@ from dp_accounting.rdp import RdpAccountant
 from scipy.optimize import brentq
 from scipy.special import log_ndtr
 
-from flower_ext.check.probes import AGAIN, OTHER, REAL, Probes, spread
+from flower_ext.check.mechanisms import Declared
+from flower_ext.check.probes import AGAIN, OTHER, QUIET, REAL, Probes, spread
 from flower_ext.check.recognise import Facts
-from flower_ext.privacy import FixedSizeSampling, NeighboringRelation, PoissonSampling, Release
+from flower_ext.privacy import FixedSizeSampling, NeighboringRelation, PoissonSampling
 from flower_ext.privacy.guarantee import epsilon_text
 
 _SLACK = 1.01
@@ -43,27 +44,23 @@ class Measured:
 
 
 def measured(probes: Probes, facts: Facts) -> Measured | None:
-    """Return ε by the measurements in the first round; None if it does not follow from them."""
-    release, noise, stated = facts.declared, facts.noise, facts.stated
-    if release is None or noise is None or stated is None:
+    """Return ε by what was measured; None if it does not follow from that."""
+    declared, noise, stated = facts.ours.declared, facts.noise, facts.stated
+    if declared is None or noise is None or stated is None:
         return None
-    gap = upload_gap(probes, facts, 1)
-    if gap is None and (gap := release_gap(probes, facts, 1)) is None:
+    if (gap := _pooled_gap(probes, facts)) is None:
         return None
-    ratio, planned, moves = spread(gap), facts.planned, facts.moves
-    size = probes.cohort(AGAIN, 1)
-    in_sum = noise.of_upload(size) * size**0.5 or noise.release_stddev * noise.cohort
-    drawn = release.sampling.describe()
+    ratio, size = spread(gap), probes.cohort(AGAIN, 1)
+    in_upload, drawn = noise.of_upload(size), declared.release.sampling.describe()
+    stddev = in_upload * size**0.5 or noise.release_stddev * noise.cohort
     if noise.bounds_models:  # the adversary sees each upload
-        in_sum, drawn = noise.of_upload(size), "each upload alone"
-    else:
-        by_client = any(noise.upload_stddev.values())
-        if (bound := probes.bound(1, noise.cohort, by_client=by_client)) is not None:
-            moves *= max(1.0, bound / noise.clipping_norm)
-    multipliers = [in_sum * value / moves for value in (ratio.value, ratio.high, ratio.low)]
+        stddev, drawn = in_upload / max(1, noise.steps) ** 0.5, "each upload alone"
+    moves = declared.moves * max(1.0, _growth(probes, facts))
+    multipliers = [stddev * value / moves for value in (ratio.value, ratio.high, ratio.low)]
     epsilon, low, high = (
-        second_epsilon(release, multiplier, planned, stated.delta) for multiplier in multipliers
+        second_epsilon(declared, multiplier, stated.delta) for multiplier in multipliers
     )
+    besides = sum(declared.besides.values())
     return Measured(
         epsilon=epsilon,
         low=low,
@@ -71,9 +68,48 @@ def measured(probes: Probes, facts: Facts) -> Measured | None:
         stated=stated.epsilon,
         text=f"noise of {multipliers[0]:.4g} times what one {stated.unit.value} moves "
         f"({multipliers[2]:.4g} to {multipliers[1]:.4g}; that is {moves:.4g}), "
-        f"{drawn}, {planned} rounds: ε = {epsilon_text(epsilon)} "
-        f"({low:.3g} to {high:.3g}) at δ = {stated.delta:.3g}",
+        f"{drawn}, {facts.planned} rounds{f' and {besides} queries' if besides else ''}: "
+        f"ε = {epsilon_text(epsilon)} ({low:.3g} to {high:.3g}) at δ = {stated.delta:.3g}",
     )
+
+
+def unmeasured(probes: Probes, facts: Facts) -> str:
+    """Return why an app of this package has no second ε; empty if it has one, or states none."""
+    if facts.stated is None or measured(probes, facts) is not None:
+        return ""
+    if facts.ours.unmeasured:
+        return facts.ours.unmeasured
+    held = [name for name in (AGAIN, OTHER) if (run := probes.runs.get(name)) is None or run.ended]
+    if held:
+        return "a run with other random numbers did not end in time, or failed"
+    return "no upload and no released mean shows the noise in the first round"
+
+
+def _pooled_gap(probes: Probes, facts: Facts) -> np.ndarray | None:
+    """Return all differences that show noise, of uploads if they have it, and else of means."""
+    for gap in (upload_gap, release_gap):
+        gaps = (gap(probes, facts, number) for number in facts.comparable(probes.rounds))
+        if parts := [part for part in gaps if part is not None]:
+            return np.concatenate(parts)
+    return None
+
+
+def _growth(probes: Probes, facts: Facts) -> float:
+    """Return how far one unit moves what is noised, in the distances that the app declares."""
+    noise, declared = facts.noise, facts.ours.declared
+    assert noise is not None
+    assert declared is not None
+    if noise.steps:
+        moved = probes.upload_change("huge", QUIET, 1)
+        return 0.0 if moved is None else moved / declared.moves
+    if noise.bounds_models:
+        return 0.0
+    if facts.ours.of_units:
+        moved = probes.unit_movement(1, noise.cohort) if probes.is_exact else None
+        return 0.0 if moved is None else moved / noise.clipping_norm
+    by_client = any(noise.upload_stddev.values())
+    bound = probes.bound(1, noise.cohort, by_client=by_client)
+    return 0.0 if bound is None else bound / noise.clipping_norm
 
 
 def upload_gap(probes: Probes, facts: Facts, number: int) -> np.ndarray | None:
@@ -95,29 +131,41 @@ def release_gap(probes: Probes, facts: Facts, number: int) -> np.ndarray | None:
     return None if step is None else step / (noise.release_stddev * 2**0.5)
 
 
-def second_epsilon(release: Release, noise_multiplier: float, rounds: int, delta: float) -> float:
-    """Return ε of releases with another noise, by dp-accounting or a closed form."""
+def second_epsilon(declared: Declared, noise_multiplier: float, delta: float) -> float:
+    """Return ε of the declared releases with another noise, by dp-accounting or a closed form."""
     if noise_multiplier <= 0:
         return math.inf
+    release, count = declared.release, declared.count
     relative = noise_multiplier / release.relation.sensitivity_factor
-    plain = gaussian_epsilon(rounds**0.5 / relative, delta)
+    besides = [
+        (query.noise_multiplier / query.relation.sensitivity_factor, times)
+        for query, times in declared.besides.items()
+    ]
+    distance = sum(times / sigma**2 for sigma, times in [(relative, count), *besides]) ** 0.5
+    plain = gaussian_epsilon(distance, delta)
     sampling, gaussian = release.sampling, dp_accounting.GaussianDpEvent(relative)
     if sampling.sampling_rate == 1 or plain > 1000:
         return plain
+    accountant: PLDAccountant | RdpAccountant
     if isinstance(sampling, PoissonSampling):
+        accountant = PLDAccountant()
         event = dp_accounting.PoissonSampledDpEvent(sampling.rate, gaussian)
-        sampled = PLDAccountant().compose(event, rounds).get_epsilon(delta)
-        return min(plain, float(sampled))
-    replaces = release.relation is NeighboringRelation.REPLACE_ONE
-    if isinstance(sampling, FixedSizeSampling) and replaces:
-        drawn = dp_accounting.SampledWithoutReplacementDpEvent(
-            sampling.population, sampling.size, gaussian
-        )
+    elif (
+        isinstance(sampling, FixedSizeSampling)
+        and release.relation is NeighboringRelation.REPLACE_ONE
+    ):
         accountant = RdpAccountant(
             neighboring_relation=dp_accounting.NeighboringRelation.REPLACE_ONE
         )
-        return min(plain, float(accountant.compose(drawn, rounds).get_epsilon(delta)))
-    return plain
+        event = dp_accounting.SampledWithoutReplacementDpEvent(
+            sampling.population, sampling.size, gaussian
+        )
+    else:
+        return plain
+    accountant.compose(event, count)
+    for sigma, times in besides:
+        accountant.compose(dp_accounting.GaussianDpEvent(sigma), times)
+    return min(plain, float(accountant.get_epsilon(delta)))
 
 
 def gaussian_epsilon(distance: float, delta: float) -> float:

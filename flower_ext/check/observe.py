@@ -30,20 +30,28 @@ from flwr.clientapp import ClientApp
 from flwr.serverapp import ServerApp
 
 from flower_ext.check.vectors import Vector, direction, held_step, vector
+from flower_ext.data import Examples, SiloData, trees
 from flower_ext.federation import InProcessGrid, records
 from flower_ext.federation import _flower_private as private
+from flower_ext.federation.client.client_method import ClientWork
 from flower_ext.federation.client.cohort_app import CohortApp, answer_all
+from flower_ext.federation.client.data_loading import NO_DATA
+from flower_ext.federation.client.requests import ClientRequest
 from flower_ext.federation.failures import CLIENT_APP_RAISED
 from flower_ext.federation.roster import asks_identity, is_rehearsal
 from flower_ext.federation.sums.weighted_silo import HiddenSum
 from flower_ext.privacy.mechanisms.bounds import BoundedSum
-from flower_ext.privacy.mechanisms.protections import Protection
+from flower_ext.privacy.mechanisms.protections import ClipSteps, Protection
 
 Change = Literal["", "huge", "huge and heavy", "nan", "zero", "raise"]
 """Change of one client in each round: its update, its weight too, or its absence."""
 
 HUGE, HEAVY = 1e4, 1000
 """Norm of a huge update, and factor of a heavy client's metrics."""
+_SLOW = 1e-6
+"""Factor of the learning rate under which noised steps show their noise alone."""
+_LEARNERS = 20
+"""Clients of this package that learn from their data in the first run."""
 TRAIN = "train"
 
 
@@ -83,6 +91,8 @@ class Observed:
     replies: list[Reply] = field(default_factory=list)
     releases: list[Vector] = field(default_factory=list)
     """The initial model, and each model that followed it."""
+    means: dict[int, Vector] = field(default_factory=dict)
+    """By training round, the mean from which a strategy of this package makes the next model."""
     planned: int = 0
     """Number of training rounds for which strategies were started."""
     ended: str = ""
@@ -107,6 +117,16 @@ class Observed:
     def cohort(self, round: int) -> tuple[int, ...]:
         """Return the partitions that were asked in a training round."""
         return [*self.trainings.values(), ()][min(round - 1, self.rounds)]
+
+    def step(self, round: int) -> Vector | None:
+        """Return what a training round released: the mean, or else the difference of two models."""
+        if self.means:
+            step = self.means.get(round)
+        elif len(self.releases) <= round:
+            return None
+        else:
+            step = self.releases[round].minus(self.releases[round - 1])
+        return step if step is not None and step.finite else None
 
     @property
     def rounds(self) -> int:
@@ -134,6 +154,7 @@ class Watch:
     observed: Observed = field(default_factory=Observed)
     in_strategy: bool = False
     answering: int = -1
+    _unit: int | None = None
     _turns: dict[int, int] = field(default_factory=dict)
 
     def ask(self, messages: Sequence[Message]) -> None:
@@ -167,6 +188,11 @@ class Watch:
             return
         if not known or not np.array_equal(known[-1].sample, sent.sample, equal_nan=True):
             known.append(sent)
+
+    def mean(self, arrays: Mapping[str, Any]) -> None:
+        """Note the mean that a round of this package's strategy released."""
+        if (mean := vector(np.asarray(array) for array in arrays.values())) is not None:
+            self.observed.means[self.observed.rounds] = mean
 
     def finish(self, result: Any) -> None:
         """Note the last model."""
@@ -228,15 +254,16 @@ class Watch:
     def contribution(self, update: Any, received: Mapping[str, Any], protection: Protection) -> Any:
         """Return, in a held run, a public update in the place of a client's own one.
 
-        Updates stay as they are if the noise is in the training. Of a sum over units zeros remain.
+        Updates stay as they are if the noise is in the training. Sums over units stay, too: a held
+        client has the records of no unit, or of one.
         """
-        if self.template is None or not protection.hides_failures or isinstance(update, HiddenSum):
+        if (
+            self.template is None
+            or not protection.hides_failures
+            or isinstance(update, BoundedSum | HiddenSum)
+        ):
             return update
-        if isinstance(update, BoundedSum):
-            return replace(update, value={name: 0 * part for name, part in update.value.items()})
-        change: Change = ""
-        if self.change and self.answering == self.observed.asked[-1][1][0]:
-            change = self.change
+        change: Change = self.change if self._is_target(self.answering) else ""
         numbers = {name: np.asarray(part) for name, part in update.items()}
         start = {name: np.zeros_like(part) for name, part in numbers.items()}
         if protection.bounds_models:
@@ -247,9 +274,68 @@ class Watch:
             for name, part in update.items()
         }
 
+    def holds_data(self, request: ClientRequest, partition: int) -> bool:
+        """Return True if a client of this package trains without data: all in a held run.
+
+        In the first run, whose updates no comparison uses, a few clients learn from their data.
+        """
+        held = self.template is not None or partition >= _LEARNERS
+        held = held and not self._shows_unit(request.protection)
+        return held and request.kind == TRAIN and request.hides_missing_data
+
+    def work(self, work: ClientWork) -> ClientWork:
+        """Return, in a held run, work without the data that a client would learn from.
+
+        If the noise is in the local steps, they stay, and hardly move. In a quiet run one real step
+        is left, whose first record a changed client makes huge.
+        """
+        protection, phase = work.protection, work.method.upload_phase
+        if self.template is None or not (protection.hides_failures or phase):
+            return work
+        if self._shows_unit(protection):
+            return self._of_one_unit(work)
+        if protection.hides_failures:
+            return replace(work, data=NO_DATA)
+        if not isinstance(protection, ClipSteps) or phase is None:
+            return work
+        none = {name: replace(t, epochs=0, steps=None) for name, t in work.training.items()}
+        training, data = work.training[phase], work.data
+        if self.quiet:
+            size = min(training.batch_size, len(data.train))
+            training = replace(training, steps=1, batch_size=size)
+            examples = data.train.subset(range(size))
+            if self.change.startswith("huge") and self._is_target(work.policy.partition):
+                examples = _with_huge_record(examples)
+            data = replace(data, train=examples)
+        else:
+            training = replace(training, learning_rate=training.learning_rate * _SLOW)
+        request = replace(work.request, training={**none, phase: training})
+        return replace(work, request=request, data=data)
+
+    def _shows_unit(self, protection: Protection) -> bool:
+        """Return True if a huge change concerns a unit whose records lie with several clients."""
+        return protection.of_units and self.quiet and self.change.startswith("huge")
+
+    def _of_one_unit(self, work: ClientWork) -> ClientWork:
+        """Return work on one unit's records alone, the same for all clients, by a huge step."""
+        data = work.data
+        if not isinstance(data, SiloData) or not len(data.owners):
+            return work
+        if self._unit is None:
+            self._unit = int(data.owners[0])
+        rows = np.flatnonzero(data.owners.cpu().numpy() == self._unit)
+        data = replace(data, train=data.train.subset(rows), owners=data.owners[rows])
+        phases = {
+            name: replace(t, steps=1, learning_rate=t.learning_rate * HUGE, tolerance=0.0)
+            for name, t in work.training.items()
+        }
+        return replace(work, data=data, request=replace(work.request, training=phases))
+
+    def _is_target(self, partition: int) -> bool:
+        return bool(self.change) and self.observed.asked[-1][1][0] == partition
+
     def _is_changed(self, message: Message) -> bool:
-        kind, partitions = self.observed.asked[-1]
-        return bool(self.change) and kind == TRAIN and partitions[0] == _partition(message)
+        return self.observed.asked[-1][0] == TRAIN and self._is_target(_partition(message))
 
     def _changed_reply(self, message: Message, reply: Message) -> Message:
         """Return a changed reply of an app whose function the check cannot replace."""
@@ -312,6 +398,11 @@ class WatchedGrid(InProcessGrid):
         return list(super().send_and_receive(messages, timeout=timeout))
 
     def _answer_here(self, messages: Sequence[Message]) -> list[Message]:
+        if self.watch.template is None and isinstance(self.app, CohortApp):
+            replies = super()._answer_here(messages)  # in batches, as the app would run
+            for message, reply in zip(messages, replies, strict=True):
+                self.watch.note(message, reply)
+            return replies
         return [
             self.watch.answer(self.app, message, self.contexts[message.metadata.dst_node_id])
             for message in messages
@@ -352,7 +443,7 @@ def seed_all(*path: int) -> None:
     seed = int(np.random.SeedSequence(path).generate_state(1)[0])
     random.seed(seed)
     np.random.seed(seed)  # noqa: NPY002 - apps draw from it
-    torch.manual_seed(seed)
+    torch.default_generator.manual_seed(seed)  # without a stack trace for other devices
 
 
 def _kind(message: Message) -> str:
@@ -411,6 +502,18 @@ def _moved(record: ArrayRecord, change: Change) -> ArrayRecord:
     """Return a record, moved by a held update or by that of a changed client."""
     moved = moved_arrays({key: array.numpy() for key, array in record.items()}, change)
     return ArrayRecord({key: Array(np.asarray(array)) for key, array in moved.items()})
+
+
+def _with_huge_record(examples: Examples) -> Examples:
+    """Return examples whose first record has huge numbers, as far as its features are numbers."""
+
+    def enlarged(part: torch.Tensor) -> torch.Tensor:
+        part = part.clone()
+        if part.is_floating_point():
+            part[0] = HUGE * torch.where(part[0] == 0, 1, part[0])
+        return part
+
+    return replace(examples, features=trees.mapped(enlarged, examples.features))
 
 
 def moved_arrays(arrays: Mapping[str, np.ndarray], change: Change) -> dict[str, np.ndarray]:

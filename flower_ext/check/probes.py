@@ -5,6 +5,7 @@ Every decision by chance is wrong with probability `LUCK` at most, over all deci
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -25,6 +26,8 @@ LUCK = 1e-6
 _DECISIONS = 100
 _DEVIATIONS = 6.5
 """Standard deviations that a Gaussian exceeds with probability `LUCK` / `_DECISIONS`."""
+_LONG = 5
+"""Seconds of a run after which the user learns how long the check may take."""
 REAL, AGAIN, OTHER, QUIET = "real", "again", "other", "quiet"
 
 
@@ -63,6 +66,8 @@ class Probes:
         Returns and clears what the app printed.
     place : Callable
         Names a place in the app's source.
+    tell : Callable
+        Tells the user how long the check takes.
     """
 
     server: ServerApp
@@ -74,6 +79,7 @@ class Probes:
     seconds: float
     log: Callable[[], str]
     place: Callable[[str, int], str]
+    tell: Callable[[str], object] = lambda text: None
     runs: dict[str, Observed | None] = field(default_factory=dict)
 
     def run(
@@ -92,7 +98,12 @@ class Probes:
             template=None if real is None else real.template,
             place=self.place,
         )
+        start = time.monotonic()
         self.runs[name] = in_fork(partial(self._observed, watch), seconds=self.seconds)
+        if name == REAL and (taken := time.monotonic() - start) > _LONG:
+            self.tell(
+                f"The app's first run took {taken:.0f} s; up to 9 follow, most of them faster"
+            )
         if (observed := self.runs[name]) is not None:
             observed.log = self.log()
         return observed
@@ -124,7 +135,7 @@ class Probes:
         if one is None or other is None or len(one.releases) != len(other.releases):
             return False
         ones, others = one.uploads(1), other.uploads(1)
-        steps: list[Vector | None] = [*others.values()] or [_step(other, 1)]
+        steps: list[Vector | None] = [*others.values()] or [other.step(1)]
         if all(step is not None and step.norm <= 2 * HELD for step in steps):
             return True
         return ones.keys() == others.keys() and all(
@@ -163,7 +174,7 @@ class Probes:
 
     def release_noise(self, one: str, other: str, round: int) -> np.ndarray | None:
         """Return the difference between two runs' steps of the model in one round."""
-        steps = [_step(self.runs.get(name), round) for name in (one, other)]
+        steps = self._step(one, round), self._step(other, round)
         if steps[0] is None or steps[1] is None:
             return None
         return np.asarray(steps[0].sample - steps[1].sample)
@@ -196,17 +207,47 @@ class Probes:
             return None
         return left.along - float(np.median([upload.along for upload in right.values()]))
 
+    def upload_change(self, name: str, other: str, round: int) -> float | None:
+        """Return how far a changed client's upload is from its upload in another run.
+
+        None if the other clients' uploads show that the runs differ in more than the change.
+        """
+        left, right = self._uploads(name, round), self._uploads(other, round)
+        run = self.runs.get(name)
+        target = None if run is None else run.target(round)
+        if target is None or left.keys() != right.keys() or target not in left:
+            return None
+        distances = {client: left[client].minus(right[client]) for client in left}
+        changed = distances.pop(target)
+        if not changed.finite or any(distance.norm for distance in distances.values()):
+            return None
+        return float(changed.norm * (changed.size / changed.sample.size) ** 0.5)
+
     def movement(self, name: str, round: int) -> float | None:
         """Return how far one changed client moves the model in a round, along the change."""
-        changed, held = self.runs.get(name), self.runs.get(QUIET)
-        if changed is None or held is None:
-            return None
-        if min(len(changed.releases), len(held.releases)) <= round:
-            return None
-        steps = [
-            run.releases[round].along - run.releases[round - 1].along for run in (changed, held)
-        ]
-        return float(steps[0] - steps[1])
+        changed, held = self._step(name, round), self._step(QUIET, round)
+        return None if changed is None or held is None else changed.along - held.along
+
+    def unit_movement(self, round: int, cohort: float) -> float | None:
+        """Return how far a unit, whose records lie with several clients, moves the sum of a round.
+
+        The server may refuse a huge upload, so uploads come before the mean where they are seen.
+        """
+        left, right = self._uploads("huge", round), self._uploads(QUIET, round)
+        if left and left.keys() == right.keys():
+            parts, factor = [left[client].minus(right[client]) for client in left], 1.0
+        else:
+            changed, held = self._step("huge", round), self._step(QUIET, round)
+            if changed is None or held is None:
+                return None
+            parts, factor = [changed.minus(held)], cohort
+        moved = np.linalg.norm(np.sum([part.sample for part in parts], axis=0))
+        skipped = parts[0].size / parts[0].sample.size
+        return float(moved * factor * skipped**0.5) if all(p.finite for p in parts) else None
+
+    def _step(self, name: str, round: int) -> Vector | None:
+        run = self.runs.get(name)
+        return None if run is None else run.step(round)
 
     def _uploads(self, name: str, round: int) -> dict[int, Any]:
         run = self.runs.get(name)
@@ -216,14 +257,3 @@ class Probes:
 def exceeds(value: float, bound: float, stddev: float) -> bool:
     """Return True if a projection exceeds a bound by more than noise and rounding explain."""
     return value > bound * 1.01 + 2 * HELD + _DEVIATIONS * stddev * 2**0.5
-
-
-def _step(run: Observed | None, round: int) -> Vector | None:
-    if run is None or len(run.releases) <= round:
-        return None
-    after, before = run.releases[round], run.releases[round - 1]
-    if not (after.finite and before.finite):
-        return None
-    step = after.sample - before.sample
-    along, norm = after.along - before.along, float(np.linalg.norm(step))
-    return Vector(size=after.size, sample=step, along=along, norm=norm, finite=True)

@@ -20,23 +20,18 @@ from flwr.clientapp import ClientApp
 from flwr.clientapp.mod import LocalDpMod
 
 from flower_ext.check.instruments import Instruments
+from flower_ext.check.mechanisms import Noise, OurMechanism, gaussian_release, mechanism_of
 from flower_ext.check.observe import TRAIN, Observed
 from flower_ext.federation import FederatedStrategy
 from flower_ext.federation.client.cohort_app import CohortApp
 from flower_ext.privacy import (
     AdversaryView,
-    FullParticipation,
     Guarantee,
-    NeighboringRelation,
-    PerturbationPlan,
     Release,
     SecureNoise,
     privacy_loss_of,
     secure_generator,
 )
-from flower_ext.privacy.mechanisms.protections import OutputPerturbation
-from flower_ext.privacy.plans.release_mechanism import ReleaseMechanism
-from flower_ext.privacy.theorems.upcycled import sensitivity
 
 SERVER_SIDE = "DifferentialPrivacyServerSideFixedClipping"
 CLIENT_SIDE = "DifferentialPrivacyClientSideFixedClipping"
@@ -53,7 +48,6 @@ _SIZE_MODS = frozenset({"arrays_size_mod", "message_size_mod"})
 """Mods that change nothing."""
 _AVERAGES = frozenset({"FedAvg", "FedAvgM", "FedAdam", "FedYogi", "FedAdagrad", "FedProx"})
 APP = "app"
-_LARGEST_COHORT = 1000
 _KNOWN_PACKAGES = frozenset(
     {"flwr", "flower_ext", "dataclasses", "abc", "typing", "builtins", "contextlib", "functools"}
 )
@@ -65,35 +59,6 @@ class Part:
 
     name: str
     origin: str
-
-
-@dataclass(frozen=True, kw_only=True)
-class Noise:
-    """Clipping and Gaussian noise, with the parameters of the live object.
-
-    Parameters
-    ----------
-    clipping_norm : float
-    release_stddev : float
-        Standard deviation in a coordinate of the released mean, if the server adds the noise.
-    upload_stddev : Mapping[int, float]
-        Standard deviation in a coordinate of an upload, by the size of the cohort; size 0 stands
-        for all others.
-    cohort : float
-        Number by which the sum is divided; 0 if that is not known.
-    bounds_models : bool
-        True if clients clip their whole models, which are at most twice the norm apart.
-    """
-
-    clipping_norm: float
-    release_stddev: float = 0.0
-    upload_stddev: Mapping[int, float]
-    cohort: float = 0.0
-    bounds_models: bool = False
-
-    def of_upload(self, cohort: int) -> float:
-        """Return the standard deviation in an upload of a cohort."""
-        return self.upload_stddev.get(cohort, self.upload_stddev.get(0, 0.0))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,10 +82,8 @@ class Facts:
     noise: Noise | None
     release: Release | None
     """One round of Flower's mechanism, as its parameters say."""
-    declared: Release | None
-    """One round of a mechanism of this package, if all rounds are alike and independent."""
-    moves: float
-    """Distance by which one unit moves the sum of such a round (in a perturbation, an upload)."""
+    ours: OurMechanism
+    """The mechanism of a strategy of this package; one without noise if there is no such one."""
     holds: bool
     """True if held runs replace what clients learned, before bound and noise."""
     foreign: Sequence[str]
@@ -139,14 +102,15 @@ class Facts:
     engines: Sequence[int]
     """The client of each private engine of Opacus."""
 
-    @property
-    def is_adaptive(self) -> bool:
-        """True if Flower's strategy changes its clipping norm from round to round."""
-        return self.has(SERVER_ADAPTIVE) or self.has(CLIENT_ADAPTIVE)
+    def comparable(self, rounds: int) -> range:
+        """Return the rounds whose noise has the standard deviation of `noise` in held runs."""
+        adaptive = self.has(SERVER_ADAPTIVE) or self.has(CLIENT_ADAPTIVE)
+        ours = self.has(FederatedStrategy.__name__)
+        return range(1, 2 if adaptive or (ours and not self.ours.rounds_alike) else rounds + 1)
 
     @property
     def stated(self) -> Guarantee | None:
-        """The app's guarantee that its mechanism of `declared` releases has."""
+        """The app's guarantee that the releases of `ours` have."""
         views = [AdversaryView.RELEASED_MODELS, AdversaryView.EACH_UPLOAD]
         provable = [claim for claim in self.guarantees if claim.basis == "provable"]
         fitting = [claim for view in views for claim in provable if claim.view is view]
@@ -178,19 +142,16 @@ def facts_of(instruments: Instruments, client: ClientApp, observed: Observed) ->
     federated = next((s for s in chain if type(s) is FederatedStrategy), None)
     local = next((mod for mod in mods if type(mod) is LocalDpMod), None)
     noise, release = _flower_noise(instruments.begun, local)
-    declared, moves, holds = None, 0.0, True
-    if federated is not None:
-        noise, declared, moves, holds = _our_noise(federated)
+    ours = OurMechanism() if federated is None else mechanism_of(federated, planned)
     guarantees = [] if federated is None else _guarantees(federated, planned)
     return Facts(
         strategies=[_part(type(strategy)) for strategy in chain],
         mods=[_part(mod) for mod in mods],
         has_task=isinstance(client, CohortApp),
-        noise=noise,
+        noise=ours.noise or noise,
         release=release,
-        declared=declared,
-        moves=moves,
-        holds=holds or not isinstance(client, CohortApp),
+        ours=ours,
+        holds=ours.holds or not isinstance(client, CohortApp),
         foreign=_foreign(federated, client),
         guarantees=guarantees,
         planned=planned,
@@ -231,7 +192,7 @@ def _flower_noise(
             factor = math.sqrt(2 * math.log(1.25 / local.delta))
             stddev = local.sensitivity * factor / local.epsilon
         noise = Noise(clipping_norm=local.clipping_norm, upload_stddev={0: stddev})
-        return noise, _release(stddev / local.clipping_norm)
+        return noise, gaussian_release(stddev / local.clipping_norm)
     for strategy in chain:
         if _part(type(strategy)).name in (
             SERVER_SIDE,
@@ -247,18 +208,8 @@ def _flower_noise(
                 upload_stddev={},
                 cohort=cohort,
             )
-            return noise, _release(multiplier)
+            return noise, gaussian_release(multiplier)
     return None, None
-
-
-def _release(noise_multiplier: float) -> Release | None:
-    if not 0 < noise_multiplier < math.inf:
-        return None
-    return Release(
-        sampling=FullParticipation(1),
-        noise_multiplier=noise_multiplier,
-        relation=NeighboringRelation.REPLACE_SPECIAL,
-    )
 
 
 def _foreign(strategy: FederatedStrategy | None, client: ClientApp) -> list[str]:
@@ -297,45 +248,6 @@ def _origin(thing: Any) -> str:
     return package if package in _KNOWN_PACKAGES else APP
 
 
-def _our_noise(
-    strategy: FederatedStrategy,
-) -> tuple[Noise | None, Release | None, float, bool]:
-    """Return the noise, and `Facts.declared`, `Facts.moves` and `Facts.holds`."""
-    run = strategy.run
-    uploads, norm, moves, declared, protection = {}, 0.0, 0.0, None, None
-    for size in range(1, min(run.plan.sampling.population, _LARGEST_COHORT) + 1):
-        protection = run.mechanism.protection(run.summary, size)
-        uploads[size] = float(getattr(protection, "noise_stddev", 0.0))
-        norm = float(getattr(protection, "clipping_norm", norm))
-    if isinstance(run.plan, PerturbationPlan) and isinstance(protection, OutputPerturbation):
-        objective, sizes = run.plan.objective_in(run.summary), run.num_examples.values()
-        moves = max(sensitivity(protection, objective, size) for size in sizes)
-        declared = _release(protection.noise_stddev / moves) if moves else None
-    elif type(run.mechanism) is ReleaseMechanism and not run.mechanism.queries:
-        declared = run.mechanism.release
-        moves = run.mechanism.clipping_norm * run.mechanism.sensitivity
-    holds = protection is None or protection.hides_failures
-    norm = norm or float(getattr(run.mechanism, "clipping_norm", 0.0) or 0.0)
-    if not norm:
-        return None, None, 0.0, holds
-    if run.mechanism.secure_sum is not None:
-        uploads = {}  # a masked upload shows neither bound nor noise
-    # A server with its own step does not release the mean itself.
-    plain = repr(strategy.method.server) == repr(type(strategy.method.server)())
-    stddev = run.mechanism.mean_noise_stddev if plain and not any(uploads.values()) else 0.0
-    if not stddev and not any(uploads.values()):
-        return None, declared, moves, holds  # nothing that is watched shows the noise
-    expected = run.plan.sampling.expected_cohort_size
-    noise = Noise(
-        clipping_norm=norm,
-        release_stddev=stddev,
-        upload_stddev=uploads,
-        cohort=expected if stddev else 0.0,
-        bounds_models=protection is not None and protection.bounds_models,
-    )
-    return noise, declared, moves, holds
-
-
 def _guarantees(strategy: FederatedStrategy, rounds: int) -> list[Guarantee]:
     """Return the guarantees after more rounds, whose cohorts are drawn as in the run."""
     run = strategy.run
@@ -344,6 +256,9 @@ def _guarantees(strategy: FederatedStrategy, rounds: int) -> list[Guarantee]:
         cohort = ahead.draw(generator)
         size = len(cohort.partitions)
         ahead.count(cohort.units, size, requests=size)
+    for query in run.mechanism.queries:
+        while ahead.participations.answers[query.name] < query.times:
+            run.mechanism.count_answer(query, ahead.participations)
     return run.claims(replace(run.summary, participations=ahead.participations))
 
 

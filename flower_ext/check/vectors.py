@@ -24,7 +24,19 @@ class Vector:
     along: float
     """Projection onto `direction`."""
     norm: float
+    """Norm of all coordinates; of a difference, of the sample."""
     finite: bool
+
+    def minus(self, other: Vector) -> Vector:
+        """Return the difference to a vector of the same size."""
+        difference = self.sample - other.sample
+        return Vector(
+            size=self.size,
+            sample=difference,
+            along=self.along - other.along,
+            norm=float(np.linalg.norm(difference)),
+            finite=self.finite and other.finite,
+        )
 
 
 @cache

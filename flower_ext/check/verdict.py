@@ -10,7 +10,7 @@ from typing import Any
 
 from flower_ext.check.app_folder import AppFolder
 from flower_ext.check.findings import Finding, findings, promised
-from flower_ext.check.measured import Measured, measured
+from flower_ext.check.measured import Measured, measured, unmeasured
 from flower_ext.check.observe import Observed
 from flower_ext.check.probes import REAL, Probes
 from flower_ext.check.recognise import Claim, Facts
@@ -49,6 +49,8 @@ class Verdict:
     clients: int
     provable: Sequence[Provable]
     measured: Measured | None
+    unmeasured: str
+    """The reason why an app of this package that states an ε has no measured one."""
     conditional: Mapping[str, float]
     """ε of Flower's mechanism if all its conditions held, for one release and for all rounds."""
     claims: Sequence[Mapping[str, Any]]
@@ -97,6 +99,7 @@ def verdict(probes: Probes, app: AppFolder) -> Verdict:
         clients=probes.clients,
         provable=provable,
         measured=measured(probes, facts),
+        unmeasured=unmeasured(probes, facts),
         conditional=conditional,
         claims=[
             {**asdict(claim), "provable": not refuted and _follows(claim, facts, planned)}

@@ -137,6 +137,8 @@ def _show(result: dict[str, Any]) -> None:
     if (second := result["measured"]) is not None:
         agrees = "agrees with" if second["agrees"] else "CONTRADICTS"
         _line(f"  Measured: {second['text']}; it {agrees} the app's {second['stated']:.3g}")
+    if result["unmeasured"]:
+        _line(f"  Not measured: {result['unmeasured']}")
     if (conditional := result["conditional"]) and any(f["refutes"] for f in result["findings"]):
         _line(
             f"  With all findings below mended, this noise gives a client ε = "

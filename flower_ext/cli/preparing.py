@@ -20,7 +20,7 @@ import typer
 
 from flower_ext.cli.screen import console
 from flower_ext.errors import InvalidValue
-from flower_ext.files import read_toml
+from flower_ext.files import FOLDER_VARIABLE, read_toml
 from flower_ext.runs.directory import RUNS_VARIABLE, RunDirectory, new_run_path
 from flower_ext.runs.presets import SettingsFile, preset
 from flower_ext.runs.settings import (
@@ -257,8 +257,6 @@ def _choose_paths(options: RunOptions, config: ChainMap[str, Any]) -> Path | Non
     if is_local and path and config.parents.get("state-folder") == "":
         config.maps[0].setdefault("state-folder", _state_in(path))  # for --resume
     if is_local and not config.get("data-folder", True):
-        from flower_ext.data import FOLDER_VARIABLE  # imports torch, which takes seconds
-
         config.update(_absolute({"data-folder": os.environ.get(FOLDER_VARIABLE)}, is_local=True))
     return path
 

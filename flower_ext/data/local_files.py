@@ -8,8 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from flower_ext.errors import FlowerExtError
-
-FOLDER_VARIABLE = "FLOWER_EXT_DATA"
+from flower_ext.files import FOLDER_VARIABLE
 
 
 class DataNotFound(FlowerExtError, FileNotFoundError):

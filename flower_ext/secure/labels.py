@@ -42,6 +42,18 @@ def agreed(private: bytes, public: bytes) -> bytes:
     return _exchanged(X25519PrivateKey.from_private_bytes(private), public)
 
 
+def agreed_and_public(private: bytes, public: bytes) -> tuple[bytes, bytes]:
+    """Return `agreed` of two keys and `public_of` the private one, which is parsed only once.
+
+    Raises
+    ------
+    InvalidValue
+        See `agreed`.
+    """
+    key = X25519PrivateKey.from_private_bytes(private)
+    return _exchanged(key, public), key.public_key().public_bytes_raw()
+
+
 def _exchanged(private: X25519PrivateKey, public: bytes) -> bytes:
     refusal = InvalidValue("public key: expected 32 bytes that are an X25519 key of full order")
     if int.from_bytes(public, "little") >= _FIELD:

@@ -295,10 +295,6 @@ class Quantiles(Statistic):
         highest, lowest = _rising(function + half)[0], _rising(function - half)[1]
         return self._inverted(highest, wanted), self._inverted(lowest, wanted)
 
-    @property
-    def _edges(self) -> NDArray[np.float64]:
-        return np.linspace(self.lower, self.upper, 2**self.depth + 1)
-
     def _distributions(self, totals: NDArray[np.float64]) -> NDArray[np.float64]:
         """Return values of the distribution function at the edges, (draws, 2^depth + 1)."""
         sums = np.cumsum(totals @ _tree_inverse(self.depth).T, axis=1)
@@ -312,13 +308,18 @@ class Quantiles(Statistic):
     ) -> NDArray[np.float64]:
         if np.isnan(function).any():
             return np.full(len(probabilities), np.nan)
-        return np.interp(probabilities, function, self._edges)
+        return np.interp(probabilities, function, _edges(self.lower, self.upper, self.depth))
 
 
 def _rising(functions: NDArray[np.float64]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """Return the least rising functions above these, and the largest below them (…, edges)."""
     below = np.minimum.accumulate(functions[..., ::-1], axis=-1)[..., ::-1]
     return np.maximum.accumulate(functions, axis=-1), below
+
+
+@cache
+def _edges(lower: float, upper: float, depth: int) -> NDArray[np.float64]:
+    return np.linspace(lower, upper, 2**depth + 1)
 
 
 @cache

@@ -20,11 +20,9 @@ from flower_ext.runs import RunDirectory
 from flower_ext.runs.presets import SettingsFile
 from flower_ext.statistics.results import STANDARDISE, TABLE
 from tests.faults.processes import WatchedRun, kill_node, return_node
-from tests.support.apps import APPS as FOLDER
-from tests.support.apps import App
+from tests.support.apps import CONSORTIUM
 from tests.support.deployment import CONNECTION, Deployment
 
-CONSORTIUM = App(folder=FOLDER / "consortium", small={"seeded-noise": True})
 PEOPLE = 300
 
 

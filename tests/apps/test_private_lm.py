@@ -111,19 +111,30 @@ def test_private_modules_are_not_public():
     text = PRIVATE_LM.module("python_text")
     public = text.public_text().splitlines()
     assert len(public) > 500
-    assert len(text.private_modules()) > 100
+    functions = text.private_functions()
+    assert len(functions) > 100
+    assert all(code.startswith(("def ", "async def ")) for module in functions for code in module)
     both, (ours, theirs) = set(), text._modules()
     both.update(ours)
     assert not both & {*theirs}
 
 
-def test_clients_of_the_standard_library_have_texts_of_their_own(base):
-    data = [
-        task(base, clients=400, **{"texts-per-client": 8}).data(client) for client in (0, 1, 250)
-    ]
+def test_clients_of_the_standard_library_have_functions_of_their_own(base):
+    texts = {"texts-per-client": 8, "max-tokens": 64}
+    data = [task(base, clients=400, **texts).data(client) for client in (0, 1, 350)]
     assert all(len(d.train) == 6 and len(d.test) == 2 for d in data)
     rows = {tuple(row.tolist()) for d in data for row in d.train.targets}
     assert len(rows) == 18
+    with pytest.raises(ValueError, match="clients=20000 .*has functions for"):
+        task(base, clients=20_000, **texts).data(0)
+
+
+def test_authors_of_the_standard_library_write_and_are_tested_at_several_clients(base):
+    authors = {"method": "uldp-avg-w", "num-users": 100, "texts-per-client": 4}
+    data = [task(base, clients=40, **authors).data(client) for client in range(40)]
+    assert all(len(d.train) == 3 * len(d.test) > 0 for d in data)
+    places = [client for client, d in enumerate(data) if 0 in d.owners]
+    assert len(places) > 1
 
 
 def test_a_record_s_prompt_is_read_but_not_learnt(base, texts):

@@ -17,6 +17,8 @@ def test_no_client_app_loads_what_only_the_server_or_a_report_needs():
     apps = (DP2_FEDSAM, DP_DITTO, ULDP_FL, UPCYCLED_FL)
     script = f"""
 import json, sys
+from flower_ext.data import load
+load("digits")
 for folder, name in {[(str(app.folder), app.package) for app in apps]}:
     sys.path.insert(0, folder)
     __import__(f"{{name}}.client_app")

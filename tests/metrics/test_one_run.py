@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from bisect import bisect_left
 
 import numpy as np
 import pytest
@@ -47,10 +48,10 @@ def test_one_run_reaches_most_of_the_epsilon_of_randomised_response():
     assert 1.7 < bound.epsilon <= 2.0
 
 
-def gaussian_run(rng, canaries, shift):
-    """Return the scores and coins of one run of a Gaussian sum, with an axis for each canary."""
-    included = rng.random(canaries) < 0.5
-    return rng.normal(size=canaries) + shift * included, included
+def gaussian_run(rng, shape, shift):
+    """Return the scores and coins of Gaussian sums with an axis for each canary, (…, canaries)."""
+    included = rng.random(shape) < 0.5
+    return rng.normal(size=shape) + shift * included, included
 
 
 def with_correct(correct, guesses, canaries):
@@ -61,24 +62,27 @@ def with_correct(correct, guesses, canaries):
 
 
 def fewest_refuting(bound, true, guesses, canaries, confidence):
-    """Return the smallest number of correct guesses whose bound exceeds the true ε."""
+    """Return the smallest number of correct guesses whose bound exceeds the true ε.
+
+    The bound rises with that number, so bisection finds it.
+    """
     terms = BoundTerms(delta=DELTA, confidence=confidence)
-    for correct in range(guesses // 2, guesses + 1):
+
+    def exceeds(correct):
         shown = bound(*with_correct(correct, guesses, canaries), terms, guesses=guesses)
-        if shown.epsilon > true:
-            return correct
-    return guesses + 1
+        return shown.epsilon > true
+
+    return bisect_left(range(guesses + 1), True, lo=guesses // 2, key=exceeds)
 
 
 def share_at_least(rng, correct, guesses, canaries, shift, runs=20_000):
     """Return the number of runs of a Gaussian sum with so many correct guesses, and of all."""
-    half, reached = guesses // 2, 0
-    for _ in range(runs):
-        scores, included = gaussian_run(rng, canaries, shift)
-        order = np.argpartition(scores, (half, canaries - half - 1))
-        right = (~included[order[:half]]).sum() + included[order[-half:]].sum()
-        reached += right >= correct
-    return reached, runs
+    half = guesses // 2
+    scores, included = gaussian_run(rng, (runs, canaries), shift)
+    order = np.argpartition(scores, (half, canaries - half - 1), axis=1)
+    ordered = np.take_along_axis(included, order, axis=1)
+    right = (~ordered[:, :half]).sum(axis=1) + ordered[:, -half:].sum(axis=1)
+    return int((right >= correct).sum()), runs
 
 
 @pytest.mark.parametrize(("shift", "guesses"), [(0.5, 10), (1.0, 6), (1.0, 40), (3.0, 40)])

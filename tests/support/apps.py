@@ -147,6 +147,7 @@ PRIVATE_LM = App(
         "epsilon": 100.0,
     },
 )
+CONSORTIUM = App(folder=APPS / "consortium", small={"seeded-noise": True})
 OWN = App(folder=Path(__file__).parent / "own_app", small={})
 TEXTS = App(folder=Path(__file__).parent / "text_project", small={})
 EXAMPLES = App(folder=Path(__file__).parent / "flower_examples", small={})

@@ -141,9 +141,7 @@ class Deployment:
         words += ["--database", str(self.folder / "superlink.db")]
         words += ["--disable-runtime-dependency-installation", "--isolation", "process"]
         words += ["--superexec-auth-secret-file", str(self._secret), "--enable-supernode-auth"]
-        words += ["--ssl-ca-certfile", str(self._certificates / "ca.crt")]
-        words += ["--ssl-certfile", str(self._certificates / "server.crt")]
-        words += ["--ssl-keyfile", str(self._certificates / "server.key")]
+        words += self._certified
         self.superlink = self._start("superlink", *words)
         wait_for_port(self.port, self.superlink, self.folder / "logs" / "superlink.log")
 
@@ -173,6 +171,7 @@ class Deployment:
         words += [*self._trust, "--auth-supernode-private-key", str(private)]
         if node in self.policies:
             words += ["--isolation", "process", "--superexec-auth-secret-file", str(self._secret)]
+            words += self._certified
         process = self._start(name, *words)
         if node in self.policies:
             self.guards[node] = self.start_guard(node, port)
@@ -184,7 +183,7 @@ class Deployment:
         """Start the guard of a node whose Runtime API listens on ``port``."""
         words = ["flower-ext", "guard", str(self.policies[node])]
         words += ["--superexec-auth-secret-file", str(self._secret)]
-        words += ["--runtime-api-address", f"{HOST}:{port}"]
+        words += ["--runtime-api-address", f"{HOST}:{port}", *self._trust]
         return self._start(f"guard-{node}", *words)
 
     def stop(self) -> None:
@@ -246,6 +245,16 @@ class Deployment:
     @property
     def _certificates(self) -> Path:
         return self.folder / "certificates"
+
+    @property
+    def _certified(self) -> list[str]:
+        """Options by which a SuperLink, or a SuperNode's Runtime API, has a certificate."""
+        names = {"ca-certfile": "ca.crt", "certfile": "server.crt", "keyfile": "server.key"}
+        return [
+            word
+            for option, file in names.items()
+            for word in (f"--ssl-{option}", str(self._certificates / file))
+        ]
 
     @property
     def _trust(self) -> list[str]:

@@ -86,7 +86,7 @@ def test_under_a_guarantee_no_bit_of_a_model_depends_on_the_others(model):
         return trained(task, jobs, members)
 
     usual, groups = again([*range(40)])
-    print(model.__name__, "groups of", groups[:3])
+    assert model is Dense or max(groups) > 1  # Dense has a buffer that only its own code reads
     for members in ([7], [*range(0, 40, 2)], [*range(39, 20, -1)], [*range(10, 15)]):
         for number, found in again(members)[0].items():
             for name, value in found.items():

@@ -340,3 +340,36 @@ def test_an_option_that_names_a_tied_parameter_by_its_other_name_alone_says_so(n
         with pytest.raises(InvalidValue, match=f"{option}=.* {said}"):
             require_modules(option, names, travelling, tied)
     assert {*factory_of(Twice, ("a.weight", "b")).initial(0)} == {"a.weight", "b.bias"}
+
+
+class TiedAbove(nn.Module):
+    """A frozen layer, and two trained layers of one weight."""
+
+    def __init__(self, hooked=False):
+        super().__init__()
+        self.below = nn.Linear(4, 4).requires_grad_(False)
+        self.one, self.other = nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)
+        self.other.weight = self.one.weight
+        self.register_buffer("seen", torch.zeros(1))
+        if hooked:
+            self.register_forward_hook(lambda module, inputs, output: output + 1)
+
+    def forward(self, x):
+        return self.other(self.one(self.below(x)))
+
+
+@pytest.mark.parametrize("hooked", [False, True], ids=["pickled", "with a local hook"])
+def test_copies_share_frozen_weights_alone_and_keep_ties(hooked):
+    factory = ModelFactory(lambda: TiedAbove(hooked))
+    one, other = factory(), factory()
+    assert one.below.weight is other.below.weight
+    assert one.one.weight is one.other.weight
+    assert one.one.weight is not other.one.weight
+    x = torch.randn(2, 4)
+    torch.testing.assert_close(one(x), other(x))
+    with torch.no_grad():
+        one.one.weight.zero_()
+        one.seen.fill_(7.0)
+    assert other.one.weight.any()
+    assert not other.seen.any()
+    assert torch.equal(one(x), torch.full((2, 4), float(hooked)))

@@ -7,6 +7,7 @@ last bit on other machines: to deploy, copy the folder of one machine to all oth
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import os
 from logging import getLogger
@@ -33,16 +34,15 @@ RECIPE: dict[str, Any] = {
     "hidden_dropout": 0.0,
     "attention_dropout": 0.0,
 }
-TARGETS = "lm_head,dense,dense_4h_to_h"
-"""Layers whose updates agree most among clients, so that noise hides them least."""
+TARGETS = "lm_head,query_key_value,dense,dense_h_to_4h,dense_4h_to_h"
+"""Layers with adapters: all linear ones, and the head, since code needs other bytes than prose."""
 STEPS, BATCH, TOKENS, LEARNING_RATE = 600, 32, 64, 4e-3
 
 
 def tiny_base(cache: Path | None, *, steps: int = STEPS) -> Path:
     """Return the folder of the tiny model and its tokenizer; train it if the cache lacks it."""
     cache = cache or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "flower-ext"
-    digest = hashlib.sha256(repr((RECIPE, steps, public_text())).encode()).hexdigest()[:12]
-    folder = cache / f"private-lm-{digest}"
+    folder = cache / f"private-lm-{_digest(steps)}"
     if not folder.is_dir():
         log.info("training the tiny base model once, on public text: %s", folder)
         cache.mkdir(parents=True, exist_ok=True)
@@ -53,6 +53,11 @@ def tiny_base(cache: Path | None, *, steps: int = STEPS) -> Path:
         except OSError:  # another process was faster
             rmtree(draft)
     return folder
+
+
+@functools.cache
+def _digest(steps: int) -> str:
+    return hashlib.sha256(repr((RECIPE, steps, public_text())).encode()).hexdigest()[:12]
 
 
 def _train(folder: Path, steps: int) -> None:

@@ -1,8 +1,9 @@
 """Text that every Python brings along: documentation, which is public here, and source code.
 
 Half of the standard library's modules are *public*: the prose in their docstrings and in the topics
-of ``help()`` trains the tiny base model, and no guarantee covers it. The source code of the other
-modules plays the part of people's private texts, of a kind that the base model never saw.
+of ``help()`` trains the tiny base model, and no guarantee covers it. The functions of the other
+modules play the part of private texts, of a kind that the base model never saw: a client is
+a person who wrote a few functions of one module.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import ast
 import hashlib
 import re
 import sysconfig
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
@@ -19,8 +21,6 @@ from flower_ext.data import DataNotFound
 _LEFT_OUT = {"site-packages", "test", "tests", "idlelib", "lib2to3", "encodings", "pydoc_data"}
 _DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 _PROSE = re.compile(r"[A-Za-z ,.;:'\"-]{60,}")
-_SHORTEST = 2_000
-"""Fewest characters of a private module."""
 
 
 @cache
@@ -38,10 +38,10 @@ def public_text() -> str:
 
 
 @cache
-def private_modules() -> tuple[str, ...]:
-    """Return the source code of each private module, in a fixed random order."""
-    codes = (module.read_text(encoding="utf-8") for module in _modules()[1])
-    return tuple(code for code in codes if len(code) >= _SHORTEST)
+def private_functions() -> tuple[tuple[str, ...], ...]:
+    """Return the functions and methods of each private module that has any, in a random order."""
+    functions = (tuple(_functions(module)) for module in _modules()[1])
+    return tuple(filter(None, functions))
 
 
 def _modules() -> tuple[list[Path], list[Path]]:
@@ -65,3 +65,15 @@ def _docstrings(module: Path) -> list[str]:
     tree = ast.parse(module.read_text(encoding="utf-8"))
     nodes = (node for node in ast.walk(tree) if isinstance(node, _DOCUMENTED))
     return [text for node in nodes if (text := ast.get_docstring(node))]
+
+
+def _functions(module: Path) -> Iterator[str]:
+    """Yield the source code of each function that lies in no other one, from its ``def`` on."""
+    code = module.read_text(encoding="utf-8")
+    lines, nodes = code.split("\n"), [*ast.parse(code).body]
+    for node in nodes:
+        if isinstance(node, ast.ClassDef):
+            nodes.extend(node.body)
+        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            indent, body = " " * node.col_offset, lines[node.lineno - 1 : node.end_lineno]
+            yield "\n".join(line.removeprefix(indent) for line in body)

@@ -24,10 +24,10 @@ class Settings(ReleaseSettings, CohortSettings, TrainingSettings, ServerSettings
     )
 
     dataset: Literal["python", "folder"] = setting(
-        "python: source code of Python's standard library; folder: texts in data-folder"
+        "python: functions of Python's standard library; folder: texts in data-folder"
     )
     texts_per_client: Count = setting(
-        "python: windows of a client, or of an author there; a quarter for tests"
+        "python: functions of a client, or of an author there; a quarter for tests"
     )
     num_users: Count = setting("uldp-avg-w: number of authors")
     max_tokens: Count = setting("tokens of a window of running text, and most of a record")
@@ -43,7 +43,7 @@ class Settings(ReleaseSettings, CohortSettings, TrainingSettings, ServerSettings
     lora_only_b: bool = setting("only B trains; A stays as drawn, equal on all nodes (FFA-LoRA)")
     lora_targets: str = setting(
         "layers with adapters, separated by commas; all-linear: all but the head; empty: "
-        "all-linear, or three layers of the tiny model"
+        "all-linear; of the tiny model the head, too"
     )
 
     epochs_alone: Count = setting("alone: epochs of a client's training")

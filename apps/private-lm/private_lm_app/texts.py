@@ -15,6 +15,7 @@ import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
+from itertools import zip_longest
 from logging import getLogger
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,7 @@ from flower_ext.data import ClientData, DataNotFound, Examples, SiloData
 from flower_ext.errors import InvalidValue, knowing_no_data
 from flower_ext.privacy import seeded_generator
 from flower_ext.training.language import IGNORED
-from private_lm_app.python_text import private_modules
+from private_lm_app.python_text import private_functions
 
 log = getLogger("flwr")
 
@@ -41,7 +42,7 @@ class Texts:
     Parameters
     ----------
     of_python : bool
-        The texts are source code of Python's library, and not those of ``folder``.
+        The texts are functions of Python's library, and not those of ``folder``.
     folder : Path, optional
         Without sub-folders, its files are those of the only client of this machine; else the
         sub-folders belong to the clients, in the order of their names.
@@ -122,15 +123,22 @@ class Texts:
         return read(folders[client] if folders else self.folder, strict=not self.users)
 
     def _of_python(self, client: int) -> Iterator[Text]:
-        modules = private_modules()
-        if self.users:  # a module is an author, whose text lies with all clients
-            for author in range(client % len(modules), min(self.users, len(modules))):
-                piece = _piece(modules[author], client, self.clients)
-                yield Text("", piece, author, self.texts_per_client)
+        shares = _shares_of_modules(self.texts_per_client)
+        if self.users:  # a module is an author, whose shares lie with clients next to each other
+            for author, parts in enumerate(shares[: self.users]):
+                number = (client - author * self.clients // self.users) % self.clients
+                for share in parts[number : number + 1]:
+                    yield from (Text("", code, author, 1) for code in share)
             return
-        number, part = client % len(modules), client // len(modules)
-        parts = -(-(self.clients - number) // len(modules))
-        yield Text("", _piece(modules[number], part, parts), None, self.texts_per_client)
+        # First one share of each module, then a second one of those that have it, and so on.
+        people = [share for row in zip_longest(*shares) for share in row if share]
+        if self.clients > len(people):
+            with knowing_no_data():
+                raise InvalidValue(
+                    f"clients={self.clients} with texts-per-client={self.texts_per_client}: "
+                    f"Python's library has functions for {len(people)} clients; expected no more"
+                )
+        yield from (Text("", code, None, 1) for code in people[client])
 
 
 @dataclass(frozen=True)
@@ -216,7 +224,10 @@ def _ids(tokenizer: Any, text: str) -> list[int]:
 
 
 @cache
-def _piece(text: str, number: int, count: int) -> str:
-    """Return piece ``number`` of ``count`` pieces of a text, of equal length."""
-    length = len(text) // count
-    return text[number * length : (number + 1) * length]
+def _shares_of_modules(size: int) -> list[list[tuple[str, ...]]]:
+    """Return, for each private module, shares of ``size`` functions.
+
+    Functions of one share lie far apart in the module, so that a test is no copy of its neighbour.
+    """
+    modules = [(functions, len(functions) // size) for functions in private_functions()]
+    return [[functions[i::most][:size] for i in range(most)] for functions, most in modules]

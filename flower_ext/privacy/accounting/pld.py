@@ -122,11 +122,8 @@ def _grid_of(event: Any, count: int, interval: float) -> tuple[Any, int]:
             noise = event.noise_multiplier / math.sqrt(count)
             return grids.from_gaussian_mechanism(noise, value_discretization_interval=interval), 1
         case dp_accounting.PoissonSampledDpEvent(event=dp_accounting.GaussianDpEvent()):
-            return grids.from_gaussian_mechanism(
-                event.event.noise_multiplier,
-                value_discretization_interval=interval,
-                sampling_prob=event.sampling_probability,
-            ), count
+            noise, rate = event.event.noise_multiplier, event.sampling_probability
+            return _sampled_grid(noise, rate, interval), count
         case dp_accounting.dp_event.MixtureOfGaussiansDpEvent():
             return grids.from_mixture_gaussian_mechanism(
                 event.standard_deviation,
@@ -138,6 +135,16 @@ def _grid_of(event: Any, count: int, interval: float) -> tuple[Any, int]:
             return grids.from_privacy_parameters(event, interval), count
     raise TypeError(
         f"event={event!r}: expected a Gaussian, a sub-sampled Gaussian or a mixture of them"
+    )
+
+
+@lru_cache(maxsize=32)  # after each round, ε is mostly computed from this same grid
+def _sampled_grid(noise_multiplier: float, sampling_rate: float, interval: float) -> Any:
+    """Return a grid of the privacy losses of one sub-sampled Gaussian, which takes long to make."""
+    from dp_accounting.pld import privacy_loss_distribution as grids
+
+    return grids.from_gaussian_mechanism(
+        noise_multiplier, value_discretization_interval=interval, sampling_prob=sampling_rate
     )
 
 

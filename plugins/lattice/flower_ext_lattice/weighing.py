@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
-from scipy.stats import chi2
+from scipy.special import gammaincinv
 
 from flower_ext.errors import InvalidValue, ProtocolError
 from flower_ext_lattice.encrypted_sum import EncryptedSum
@@ -138,7 +138,8 @@ class Weighing:
                 f"{self._settings.noise_bound:g}"
             )
         squares = float(np.square(array / self._settings.noise_stddev, dtype=np.float64).sum())
-        if squares < chi2.ppf(_CHANCE, self._settings.coordinates):
+        # The quantile of a chi-squared law; importing scipy.stats takes a second.
+        if squares < 2 * gammaincinv(self._settings.coordinates / 2, _CHANCE):
             measured = self._settings.noise_stddev * np.sqrt(squares / self._settings.coordinates)
             raise InvalidValue(
                 f"noise of standard deviation {measured:.3g}: expected about "

@@ -1,0 +1,207 @@
+"""Bound, noise and accounting of a mechanism, as the parameters of live objects say."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+from flower_ext.federation import FederatedStrategy
+from flower_ext.federation.run import Run
+from flower_ext.privacy import (
+    FullParticipation,
+    NeighboringRelation,
+    PerturbationPlan,
+    RecordLevelPlan,
+    Release,
+)
+from flower_ext.privacy.mechanisms.protections import OutputPerturbation
+from flower_ext.privacy.plans.adaptive_release import AdaptiveRelease
+from flower_ext.privacy.plans.release_mechanism import ReleaseMechanism
+from flower_ext.privacy.plans.spaced_release import SpacedRelease
+from flower_ext.privacy.theorems.upcycled import sensitivity
+
+_LARGEST_COHORT = 1000
+
+
+@dataclass(frozen=True, kw_only=True)
+class Noise:
+    """Clipping and Gaussian noise, with the parameters of the live object.
+
+    Parameters
+    ----------
+    clipping_norm : float
+    release_stddev : float
+        Standard deviation in a coordinate of the released mean; 0 if that is not known.
+    upload_stddev : Mapping[int, float]
+        Standard deviation in a coordinate of an upload, by the size of the cohort; size 0 stands
+        for all others.
+    cohort : float
+        Number by which the sum is divided; 0 if that is not known.
+    bounds_models : bool
+        True if clients clip their whole models, which are at most twice the norm apart.
+    steps : int
+        Number of noised local steps in an upload; 0 if the noise is added to the whole upload.
+    """
+
+    clipping_norm: float
+    release_stddev: float = 0.0
+    upload_stddev: Mapping[int, float]
+    cohort: float = 0.0
+    bounds_models: bool = False
+    steps: int = 0
+
+    def of_upload(self, cohort: int) -> float:
+        """Return the standard deviation in an upload of a cohort."""
+        return self.upload_stddev.get(cohort, self.upload_stddev.get(0, 0.0))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Declared:
+    """Equal, independent releases whose ε an app of this package states.
+
+    Parameters
+    ----------
+    release : Release
+    count : int
+        Number of such releases in the whole run.
+    moves : float
+        Distance by which one unit moves the value that is noised: a sum, an upload, or a step.
+    besides : Mapping[Release, int]
+        Further releases of the run, which no measurement covers, and their numbers.
+    """
+
+    release: Release
+    count: int
+    moves: float
+    besides: Mapping[Release, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class OurMechanism:
+    """The mechanism of a `FederatedStrategy` in its first round.
+
+    Parameters
+    ----------
+    noise : Noise, optional
+        None if nothing that is watched shows the noise.
+    declared : Declared, optional
+        None if the stated ε does not follow from equal releases of Gaussian noise.
+    unmeasured : str
+        The reason why a part is None; empty otherwise.
+    holds : bool
+        True if held runs replace what clients learned, before bound and noise.
+    of_units : bool
+        True if an upload is a sum over units, each of which is bounded by itself.
+    rounds_alike : bool
+        True if bound and noise are the same in every round, whatever was released before.
+    """
+
+    noise: Noise | None = None
+    declared: Declared | None = None
+    unmeasured: str = ""
+    holds: bool = True
+    of_units: bool = False
+    rounds_alike: bool = False
+
+
+def mechanism_of(strategy: FederatedStrategy, rounds: int) -> OurMechanism:
+    """Return the mechanism of a strategy for so many rounds."""
+    run, mechanism = strategy.run, strategy.run.mechanism
+    if isinstance(mechanism, ReleaseMechanism):
+        return _of_sums(run, mechanism, rounds)
+    if isinstance(mechanism, RecordLevelPlan):
+        return _of_local_models(mechanism, rounds)
+    if isinstance(mechanism, PerturbationPlan):
+        return _of_perturbation(run, mechanism, rounds)
+    protection = mechanism.protection(run.summary, 1)
+    return OurMechanism(
+        holds=protection is None or protection.hides_failures,
+        unmeasured=f"the noise of {type(mechanism).__name__} is inside the training on the client, "
+        "and no message shows it alone"
+        if mechanism.delta is not None
+        else "",
+    )
+
+
+def _of_sums(run: Run, mechanism: ReleaseMechanism, rounds: int) -> OurMechanism:
+    """Return the mechanism of noised sums of uploads."""
+    if isinstance(mechanism, AdaptiveRelease):
+        mechanism = replace(mechanism, update_norm=mechanism.clipping.initial)
+    cohort, in_sum, count = mechanism.sampling.expected_cohort_size, mechanism.noise_stddev, rounds
+    moves = mechanism.clipping_norm * mechanism.sensitivity
+    if isinstance(mechanism, SpacedRelease):
+        # All rounds are one release. Only the first round's noise depends on no earlier one.
+        first, count = float(mechanism.strategy.inverse(1)[0]), 1
+        moves *= in_sum * first / (mechanism.noise_multiplier * mechanism.clipping_norm)
+        in_sum *= first
+    uploads = {}
+    if not mechanism.noised_by_server and mechanism.secure_sum is None:
+        sizes = range(1, min(mechanism.sampling.population, _LARGEST_COHORT) + 1)
+        uploads = {size: mechanism.client_noise_stddev(size) for size in sizes}
+    besides = {mechanism.of_query(query).release: query.times for query in mechanism.queries}
+    return OurMechanism(
+        noise=Noise(
+            clipping_norm=mechanism.clipping_norm,
+            release_stddev=in_sum / cohort,
+            upload_stddev=uploads,
+            cohort=cohort,
+        ),
+        declared=Declared(release=mechanism.release, count=count, moves=moves, besides=besides),
+        of_units=run.method.bounds_units,
+        rounds_alike=not isinstance(mechanism, AdaptiveRelease | SpacedRelease),
+    )
+
+
+def _of_local_models(plan: RecordLevelPlan, rounds: int) -> OurMechanism:
+    """Return the mechanism of local models with noise in each step, or on the whole model."""
+    steps, moves, releases, number = plan.steps, 2 * plan.clipping_norm, rounds, 0
+    if steps is not None:
+        moves, number = steps.sensitivity, steps.local_steps
+        releases *= steps.uses_per_round
+    return OurMechanism(
+        noise=Noise(
+            clipping_norm=plan.clipping_norm,
+            upload_stddev={0: plan.upload_stddev},
+            bounds_models=True,
+            steps=number,
+        ),
+        declared=_declared(plan.noise_stddev, moves, releases),
+    )
+
+
+def _of_perturbation(run: Run, plan: PerturbationPlan, rounds: int) -> OurMechanism:
+    """Return the mechanism of perturbed local models."""
+    perturbation = plan.perturbation
+    if not isinstance(perturbation, OutputPerturbation):
+        return OurMechanism(
+            holds=False,
+            unmeasured="objective perturbation adds its noise, which is not Gaussian, to the "
+            "objective that a client minimises, and no message shows it alone",
+        )
+    objective, sizes = plan.objective_in(run.summary), run.num_examples.values()
+    moves = max((sensitivity(perturbation, objective, size) for size in sizes), default=math.inf)
+    return OurMechanism(
+        noise=Noise(
+            clipping_norm=perturbation.clipping_norm,
+            upload_stddev={0: perturbation.noise_stddev},
+            bounds_models=True,
+        ),
+        declared=_declared(perturbation.noise_stddev, moves, rounds),
+    )
+
+
+def _declared(stddev: float, moves: float, count: int) -> Declared | None:
+    release = gaussian_release(stddev / moves)
+    return None if release is None else Declared(release=release, count=count, moves=moves)
+
+
+def gaussian_release(noise_multiplier: float) -> Release | None:
+    """Return one Gaussian release for everybody; None without a finite noise."""
+    if not 0 < noise_multiplier < math.inf:
+        return None
+    return Release(
+        sampling=FullParticipation(1),
+        noise_multiplier=noise_multiplier,
+        relation=NeighboringRelation.REPLACE_SPECIAL,
+    )
