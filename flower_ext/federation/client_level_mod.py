@@ -108,7 +108,7 @@ def client_level_dp_mod(*, allow_seeded_noise: bool = False) -> Mod:
                 entries, protection, noise = _requested(message, context, allow_seeded_noise)
                 received = records.to_arrays(message.content.array_records[records.MODEL])
                 refuse_half_precision(received)
-        except Exception as error:  # no client data was read yet: the server may see it
+        except Exception as error:  # it depends on no client data: the server may see it
             return failed(mod, message, context, error)
         if isinstance(protection, ProtectedByServer):
             return call_next(message, context)

@@ -21,10 +21,10 @@ log = getLogger("flwr")
 
 _NO_DIGITS = str.maketrans("", "", "0123456789")
 _FEWEST_RANDOM = 8
-"""Bound that tells arrays of random numbers from constants.
+"""Arrays up to this size count as random if more than half this many of their values differ.
 
-An array counts as random if its number of distinct values is above half its size and above half
-this bound. Of two equal random arrays, one is a copy of the other.
+Larger arrays count as random if more than half of their values differ. Two equal random arrays are
+taken for copies.
 """
 
 

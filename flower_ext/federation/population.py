@@ -159,7 +159,7 @@ class HiddenUsers(UsersInSilos):
         True if the server does not know which users are drawn, so any user may have been drawn.
     """
 
-    repeats = False  # keys are secret
+    repeats = False  # new secret keys change the draw
 
     def __init__(self, sampling: Sampling, num_silos: int, *, oblivious: bool) -> None:
         super().__init__(sampling, num_silos)

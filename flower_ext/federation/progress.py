@@ -114,7 +114,7 @@ class Progress:
         self.add(server_round)
 
     def add(self, server_round: int) -> None:
-        """Add the row to the run directory's row of this round."""
+        """Write the numbers so far to the run directory, as a part of this round's metrics."""
         if _EVALUATED in self.row:
             self._evaluated = server_round
         if self.directory is not None:

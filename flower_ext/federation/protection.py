@@ -121,7 +121,7 @@ def from_entries(entries: Mapping[str, Any]) -> Protection | None:
                 )
     protection = kind(**numbers, **fixed)
     if _kind_of(protection) != name:  # "ClipToCells" without a cell would be "ClipUpdate"
-        raise InvalidValue(f"{KIND}={name!r} without cell in the server's message: expected one")
+        raise InvalidValue(f"{KIND}={name!r} without cell in the server's message: expected a cell")
     return protection
 
 

@@ -180,4 +180,4 @@ def evaluation(run: Run, server_round: int) -> ReportedScores | QueryRound:
 
 
 def _read_nothing(reply: Message) -> records.Update:
-    raise RefusedReply("a vector in the clear: expected a masked one")
+    raise RefusedReply("a vector in the clear: expected a masked vector")

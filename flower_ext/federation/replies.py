@@ -32,7 +32,7 @@ _NAMES_SHOWN = 3
 """Largest number of array names that a refusal lists."""
 _WRAPPED = (
     "; if the ClientApp wraps the model, as with Opacus, torch.compile or DataParallel, let it "
-    "return the state_dict of the model inside"
+    "return the state_dict of the model itself"
 )
 """Likely reason why a ClientApp returns arrays under other names."""
 _DIVERGES = "local training diverges, or the client is hostile; try a smaller learning rate"
@@ -69,7 +69,7 @@ def read_update(reply: Message, *, base: Mapping[str, np.ndarray], trust_models:
         arrays = moved_by(model, base)
     else:
         expected = f"{UPDATE!r} or {MODEL!r}" if trust_models else f"{UPDATE!r}"
-        raise RefusedReply(f"no array record {expected}; it has {sorted(content.keys())}")
+        raise RefusedReply(f"no array record {expected}: the reply has {sorted(content.keys())}")
     return Update(arrays, _metrics(content))
 
 

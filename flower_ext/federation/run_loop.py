@@ -104,7 +104,8 @@ class RunLoop:
         if is_scored or server_round == run.last_round:
             run.progress.row |= run.spent()
             run.save_guarantees(in_account=server_round == run.last_round)
-        # The row, then the checkpoint: a resumed run drops rows of rounds without a checkpoint.
+        # Write the row first, and then the checkpoint: a resumed run drops rows without a
+        # checkpoint.
         run.progress.row["seconds"] = time.monotonic() - started
         run.progress.end(server_round, run.last_round or server_round)
         run.save(server_round, records.to_arrays(result.arrays))

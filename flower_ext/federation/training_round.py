@@ -71,10 +71,11 @@ class TrainingRound:
         run, number, server_round = self.run, self.number, self.server_round
         if number == 1:
             rehearse(run, config)
-        # Refusals come before the sum is opened: until then no client knows of the round.
+        # Refuse a round before its sum is opened, because until then no client knows of the round.
         drawn = self._draw()
         run.check_budget(server_round, drawn)
-        # The charge comes first: a withdrawal after it concerns the next round only.
+        # Charge first, then read withdrawals: each one before the charge counts in this round. A
+        # later one may count only in the next round.
         leave_out_withdrawn(run)
         drawn = run.population.without(drawn, run.spending.withdrawn)
         self._warn_beyond_plan()
@@ -204,7 +205,8 @@ class TrainingRound:
         run, answered = self.run, len(updates)
         needed, honest = self._round.exposure(answered)
         assert honest is not None
-        # On disk before the step: a killed server may have released this round's mean.
+        # Write to disk before the step, because a killed server may have released this round's
+        # mean.
         run.checkpoints.finish(honest)
         run.population.count(self.cohort.units, honest, requests=needed)
         run.progress.row |= {"answered": answered, **self._round.measures}

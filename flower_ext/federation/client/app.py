@@ -115,7 +115,7 @@ def _of_method(side: ClientSide, message: Message, context: Context) -> ArrayRec
         raise tellable(
             InvalidValue(
                 f"{side.method.name}: the server sent a question, but this ClientMethod answers "
-                "none; give it an answer="
+                "none; create it with ClientMethod(answer=...)"
             )
         )
     policy = side.policy(context)

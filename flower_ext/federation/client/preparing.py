@@ -61,8 +61,8 @@ def work_of(
         terms=objective_terms(request.model, len(data.train), protection, noise),
         noise=policy.noise(request.entries, "training-noise"),
         step_noise={} if in_steps is None or phase is None else {phase: in_steps},
-        # Libraries may round differently in a batch, and a batch must not show in the bits of an
-        # upload.
+        # Libraries may round differently in a batch, but an upload must not depend on its batch, in
+        # any bit.
         batch_invariant=not alone and protection.bounds_uploads,
     )
 

@@ -82,7 +82,7 @@ class NoiseStream:
         source : Callable[[int], NoiseSource]
             Returns the source of a round's fresh numbers.
         repeats : bool
-            True if the source gives the same numbers again.
+            True if ``source`` gives the same numbers again when it is called again.
 
         Raises
         ------

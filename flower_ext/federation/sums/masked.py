@@ -120,7 +120,7 @@ class OpenMaskedSum(OpenSum):
         # Drawn after the cohort, so colluding clients cannot choose their neighbours.
         graph = graph_of(secure_generator().permutation(size).tolist(), neighbours)
         self._context = RoundContext(
-            run=secrets.token_bytes(16),  # a repeated round is a new one
+            run=secrets.token_bytes(16),  # new also for a repeated round
             round_number=opening.number,
             members=size,
             graph=graph_digest(graph),

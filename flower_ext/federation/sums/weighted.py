@@ -104,7 +104,7 @@ class WeightedSum(Summation):
         The plan does not fit.
     """
 
-    repeats = False  # keys, blinds and dither are secret
+    repeats = False  # secret keys, blinds and dither are new
     brings_weights = True
     mechanism: NoisedSum
 
@@ -335,9 +335,9 @@ def _converse(dialogue: Dialogue[T], clients: Clients) -> T:
         except StopIteration as end:
             result: T = end.value
             return result
-        except Exception as error:  # bytes from outside may provoke any
+        except Exception as error:  # bytes from outside may provoke any error
             if answers is None:
-                raise  # no silo had a part in it
+                raise  # no silo has answered yet
             reason = str(error) if isinstance(error, FlowerExtError) else repr(error)
             raise FederationNotReady(f"a silo's answer breaks the protocol: {reason}") from error
         answers = _ask(step, clients)
