@@ -44,7 +44,7 @@ class UnsentArray(Array):
 
     @property
     def data(self) -> bytes:  # type: ignore[override]
-        """Bytes as Flower serialises them."""
+        """The array's bytes as Flower serialises them."""
         return bytes(Array(self.values).data)
 
     def deflate(self) -> bytes:

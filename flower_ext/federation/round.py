@@ -47,8 +47,8 @@ class Round:
         self.discard_reason = ""
         """The reason why the round released nothing; empty if it released a mean."""
         self.cohort = replace(opening.cohort, partitions=())
-        """The clients that contribute, or none if too few are left. The units stay, because they
-        were drawn and the round counts for them."""
+        """The clients that contribute, or none if too few are left. The cohort's units stay,
+        because they were drawn and the round counts for them."""
         try:
             self._sum = summation.open(opening)
             self.cohort = self._sum.cohort

@@ -285,8 +285,8 @@ def read_honest_update(
     base : Arrays
         Names, shapes and dtypes of an upload.
     requests : Requests
-        The messages of the round. They tell which partition sent a reply, and which model it
-        received.
+        The messages of the round. They tell which partition sent a reply, and which model this
+        partition received.
 
     Raises
     ------
