@@ -1,6 +1,6 @@
-"""Private names of Flower that this package needs, but for those of `guard.flower_runtime`.
+"""Private names of Flower that this package uses; `guard.flower_runtime` has the others.
 
-Tests of `engines` use each of them, so they fail on a Flower version that moves one.
+The tests of `engines` use every name, so they fail if a Flower version moves one.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from flwr.supercore.task_identity import TaskIdentity
 SERVER_NODE_ID = 1
 
 _FIRST_PAUSE, _LONGEST_PAUSE, _PART = 0.05, 1.0, 0.1
-"""Seconds between two polls for replies: `_PART` of the waiting time so far, within these bounds.
-"""
+"""The pause between two polls for replies is the share `_PART` of the waiting time so far, but at
+least `_FIRST_PAUSE` and at most `_LONGEST_PAUSE` seconds."""
 
 R = TypeVar("R", ArrayRecord, MetricRecord, RecordDict)
 _EMPTY: Mapping[type, Any] = {kind: kind() for kind in (ArrayRecord, MetricRecord, RecordDict)}
@@ -55,7 +55,7 @@ def set_message_id(message: Message, message_id: str) -> None:
 
 
 def message_like(message: Message, content: RecordDict, **other: object) -> Message:
-    """Return a copy of a message with another content, and with the given metadata replaced."""
+    """Return a copy of a message with new ``content``; ``other`` replaces metadata by name."""
     metadata = _copied(message.metadata)
     vars(metadata).update({f"_{name}": value for name, value in other.items()})
     return _message(metadata, content)
@@ -77,7 +77,7 @@ def replies(grid: Grid, messages: Iterable[Message], *, timeout: float | None) -
 
     For Flower's own grids the function yields each reply as soon as it arrives. Flower's method
     would collect all replies first, and sleep for three seconds between two polls of a SuperLink. A
-    message that could not be sent has no id, so nobody waits for its reply.
+    message that could not be sent has no id, so this function does not wait for its reply.
     """
     if not type(grid).__module__.startswith("flwr."):
         return grid.send_and_receive(messages, timeout=timeout)
@@ -103,7 +103,7 @@ def reply_to(message: Message, content: RecordDict) -> Message:
 
 
 def answering(message: Message) -> Metadata:
-    """Return the metadata of a reply."""
+    """Return the metadata of a reply to ``message``."""
     request, now = vars(message.metadata), time()
     metadata = _copied(message.metadata)
     vars(metadata).update(
@@ -134,21 +134,21 @@ def _message(metadata: Metadata, content: RecordDict) -> Message:
 
 
 def record_of(kind: type[R], items: Mapping[str, object]) -> R:
-    """Return a record of ``items``; skip Flower's check of each, because this package made them."""
+    """Return a record of ``items``, unchecked by Flower because this package made the items."""
     record: R = _EMPTY[kind].copy()
     vars(record)["_data"].update(items)
     return record
 
 
 def in_simulation() -> bool:
-    """Return True if this process simulates clients, by this package or by Flower's Ray engine."""
+    """Return True if this package or Flower's Ray engine simulates clients in this process."""
     ray = sys.modules.get("ray")
     is_initialized = getattr(ray, "is_initialized", bool)  # Ray may be half imported
     return _simulated_here or bool(is_initialized())
 
 
 def simulates(grid: Grid) -> bool:
-    """Return True if the nodes of a grid are simulated, by this package or by Flower's Ray engine.
+    """Return True if this package or Flower's Ray engine simulates the nodes of a grid.
 
     Unlike `in_simulation`, the function gives the right answer before Ray has started.
     """

@@ -1,4 +1,4 @@
-"""A model's arrays as Flower records, within this process or serialised."""
+"""Convert a model's arrays to Flower records, and read arrays from records."""
 
 from __future__ import annotations
 
@@ -44,11 +44,11 @@ class UnsentArray(Array):
 
     @property
     def data(self) -> bytes:  # type: ignore[override]
-        """Bytes as Flower serialises them."""
+        """The array's bytes as Flower serialises them."""
         return bytes(Array(self.values).data)
 
     def deflate(self) -> bytes:
-        """Return the bytes of Flower's own class, the only one that SuperLink accepts."""
+        """Return the bytes of Flower's own class, because the SuperLink accepts no other class."""
         return bytes(Array(self.values).deflate())
 
     def numpy(self) -> np.ndarray:
@@ -64,7 +64,7 @@ def _name(dtype: np.dtype) -> str:
 def to_record(params: Mapping[str, Tensor] | Mapping[str, np.ndarray]) -> ArrayRecord:
     """Return tensors or arrays as an ArrayRecord on the CPU, in the given order.
 
-    The record may share the memory of ``params``, so do not change these later.
+    The record may share the memory of ``params``, so do not change ``params`` afterwards.
     """
     arrays = arrays_of(params)
     return record_of(ArrayRecord, {name: UnsentArray(array) for name, array in arrays.items()})
@@ -73,7 +73,7 @@ def to_record(params: Mapping[str, Tensor] | Mapping[str, np.ndarray]) -> ArrayR
 def arrays_of(params: Mapping[str, Tensor] | Mapping[str, np.ndarray]) -> Arrays:
     """Return tensors or arrays as arrays on the CPU, in the given order.
 
-    The result may share the memory of ``params``, so do not change these later.
+    The result may share the memory of ``params``, so do not change ``params`` afterwards.
     """
     # NumPy may turn arrays without dimensions into numbers, but Flower takes only arrays.
     return {
@@ -114,16 +114,16 @@ def read_array(array: Array) -> np.ndarray:
         The bytes do not match their header, or hold Python objects.
     """
     values = array.values if isinstance(array, UnsentArray) else _read_npy(array)
-    # PyTorch reads only this byte order, and an array in another one would differ in dtype from
-    # ours.
+    # PyTorch reads only this machine's byte order, and NumPy counts the byte order as part of a
+    # dtype.
     return values.astype(values.dtype.newbyteorder("="), copy=False)
 
 
 def _read_npy(array: Array) -> np.ndarray:
     """Read one array in NumPy's format; refuse pickles, archives and surplus bytes.
 
-    Unlike ``numpy.load``, it allocates no memory for numbers that the header claims but that are
-    missing.
+    The function first checks that the bytes hold as many numbers as the header claims. A header
+    that claims too many therefore allocates no memory, as it would in ``numpy.load``.
     """
     if array.stype != "numpy.ndarray":
         raise InvalidValue(f"stype={array.stype!r} of an array: expected 'numpy.ndarray'")
@@ -150,7 +150,7 @@ def _read_npy(array: Array) -> np.ndarray:
 
 
 def record_bytes(record: ArrayRecord) -> int:
-    """Return the bytes of a record's arrays as they are serialised."""
+    """Return the number of bytes that a record's arrays take when serialised."""
     return sum(
         array_bytes(array.values.shape, array.values.dtype)
         if isinstance(array, UnsentArray)
@@ -161,7 +161,7 @@ def record_bytes(record: ArrayRecord) -> int:
 
 @lru_cache(maxsize=1024)
 def array_bytes(shape: tuple[int, ...], dtype: np.dtype) -> int:
-    """Return the bytes of one array as Flower serialises it: a header and its numbers."""
+    """Return the number of bytes of one array as Flower serialises it: a header and its numbers."""
     file = BytesIO()
     header = {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": shape}
     np.lib.format.write_array_header_1_0(file, header)

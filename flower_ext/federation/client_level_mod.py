@@ -13,10 +13,10 @@ the mod also masks the noised update, so that the server sees only the sum of a 
 the ClientApp returns           what leaves the client
 ==============================  ==================================================================
 floating-point arrays           the clipped update with noise
-integer and boolean arrays      the received values: they count batches or examples, and no
-                                Gaussian noise covers a whole number (`DPFedAvg` sends none: it
-                                refuses them before the first round)
-arrays in half precision        an error: noise does not add up in them
+integer and boolean arrays      the received values, because such arrays count batches or
+                                examples, and Gaussian noise does not cover a whole number
+                                (`DPFedAvg` refuses such a model before the first round)
+arrays in half precision        an error, because noise does not add up in half precision
 arrays that were not received   nothing
 metrics, other records          nothing: the guarantee does not cover them
 an error, a missing array, NaN  an update of zeros with noise, as from a client that has learned
@@ -72,11 +72,10 @@ _NAME = "client-level-mod"
 def client_level_dp_mod(*, allow_seeded_noise: bool = False) -> Mod:
     """Return a mod that clips and noises the uploads of a ClientApp.
 
-    The mod hands all messages but training messages to the ClientApp, and does not change them or
-    their replies. It treats a training message in the same way if the plan lets the server add the
-    noise and the node's owner allows that (``least-noise-multiplier``, see `NodePolicy`). It
-    refuses a training message that asks for no protection. Flower's own strategies send such
-    messages.
+    The mod protects training messages. It passes all other messages, and their replies, through
+    unchanged. It also passes a training message through if the plan lets the server add the noise
+    and the node's owner allows that (``least-noise-multiplier``, see `NodePolicy`). It refuses a
+    training message that asks for no protection, as the messages of Flower's own strategies do.
 
     Parameters
     ----------
@@ -109,7 +108,7 @@ def client_level_dp_mod(*, allow_seeded_noise: bool = False) -> Mod:
                 entries, protection, noise = _requested(message, context, allow_seeded_noise)
                 received = records.to_arrays(message.content.array_records[records.MODEL])
                 refuse_half_precision(received)
-        except Exception as error:  # no client data was read yet: the server may see it
+        except Exception as error:  # it depends on no client data: the server may see it
             return failed(mod, message, context, error)
         if isinstance(protection, ProtectedByServer):
             return call_next(message, context)
@@ -148,15 +147,15 @@ def _requested(
         raise InvalidValue(
             f"client_level_dp_mod: the server asks for the protection {kind!r}, expected one "
             "which a ReleasePlan asks for; run FederatedStrategy(DPFedAvg(), ReleasePlan(...)) on "
-            "the server, or remove the mod. If the server does run it, another mod took the "
-            "settings out: put this one first"
+            "the server, or remove the mod. If the server does run that strategy, another mod "
+            "took the settings out: put client_level_dp_mod first in ClientApp(mods=...)"
         )
     policy = NodePolicy(context, allow_seeded_noise)
     in_sum = protection.cell is not None and not entries.get("diagnostics")
     policy.check_way_out("an update", in_sum=in_sum)
     policy.check(protection)
     if protection.cell is not None:
-        _of_sum(message)  # the noise of one share alone would protect little
+        _of_sum(message)  # one client's share of the noise alone would protect little
     return entries, protection, policy.noise(entries, OF_UPLOADS)
 
 

@@ -22,7 +22,7 @@ from flower_ext.privacy.withdrawal import forgotten, note_forgotten, runs_in
 log = getLogger("flwr")
 
 _REHEARSALS = 3
-"""Clients that may try to train before round 1, until one can."""
+"""Largest number of clients that the server asks in turn, before round 1, until one can train."""
 _BEFORE_OURS = (
     ". If another mod stands before client_level_dp_mod in ClientApp(mods=...), put "
     "client_level_dp_mod first: a mod before it finds no metrics, and must not change an upload"
@@ -62,8 +62,8 @@ def connect(run: Run, grid: Grid, arrays: ArrayRecord) -> None:
             model=run.model,
             generator=run.generator,
         )
-        # Connect the method first: it refuses silos whose records name no users, which no sum could
-        # count.
+        # Connect the method first, because it refuses silos whose records name no users. A sum
+        # could not count such records.
         run.state = method.connect(connected, run.method_state)
         run.progress.row |= run.summation.connect(run.clients, run.model)
         if mechanism.needs_sizes and run.spending.budget is not None:
@@ -74,10 +74,10 @@ def connect(run: Run, grid: Grid, arrays: ArrayRecord) -> None:
 
 
 def leave_out_withdrawn(run: Run) -> None:
-    """Let the nodes of clients that withdrew delete their memory, and never ask them again.
+    """Let the nodes of clients that withdrew delete these clients' memory; then ask them no more.
 
-    Silos leave users that withdrew out of their answers to queries. A node that does not answer is
-    asked by the next run of the study.
+    If a node does not confirm the deletion, the next run of the study asks it again. If users of
+    silos withdraw, the silos stay, and leave these users out of their answers to queries.
     """
     account, clients = run.spending.account, run.clients
     if run.method.traits.num_silos:
@@ -105,10 +105,10 @@ def _check_foreign(run: Run, *, mod: bool) -> None:
     if run.mechanism.queries:
         raise InvalidValue(
             f"queries={[query.name for query in run.mechanism.queries]}: expected none, because "
-            "the nodes' ClientApp does not use this package and answers no query under noise; "
-            "build it by client_app(task)"
+            "the nodes' ClientApp is not of this package, so it answers no query under noise; "
+            "build it with client_app(task)"
         )
-    said = f" (the first to fail said: {roster.first_error})" if roster.first_error else ""
+    said = f" (the first error was: {roster.first_error})" if roster.first_error else ""
     fix = f"build the ClientApp with {run.method.name}.client_app(task)"
     if not run.method.any_client_app:
         raise FederationNotReady(
@@ -150,12 +150,12 @@ def _ask_sizes(run: Run) -> None:
 
 
 def rehearse(run: Run, config: ConfigRecord) -> None:
-    """Let a client of another project's ClientApp train before round 1, and drop its update.
+    """Check before round 1 that a ClientApp of another project can train; drop the update.
 
-    Such a ClientApp may be unable to train, for example because it reads a record that no message
-    has, or returns arrays of other names. Each round would then spend privacy, and nobody would
-    train. One client with unusual records must not end a run, so the server asks up to three
-    clients in turn.
+    Such a ClientApp may be unable to train. For example, it may read a record that no message has,
+    or return arrays under other names. Without this check, each round would spend privacy although
+    no client can train. One client with unusual records must not end a run, so the server asks up
+    to three clients in turn.
 
     Raises
     ------

@@ -118,7 +118,7 @@ class Recorded:
             )
 
     def guarantees(self) -> list[Guarantee]:
-        """Return the guarantees of the strategy, as `FederatedStrategy.guarantees`."""
+        """Return the guarantees of the strategy (see `FederatedStrategy.guarantees`)."""
         return self._base.guarantees()
 
 
@@ -170,7 +170,7 @@ def _identity(strategy: Strategy, base: FederatedStrategy, arrays: ArrayRecord) 
 
 
 def _fields(method: Method) -> dict[str, Any]:
-    """Return the fields of a method; its local trainings by the names of their phases."""
+    """Return the fields of a method by name; a local training is named ``training-PHASE``."""
     values: dict[str, Any] = {}
     for name in _names(method):
         value = getattr(method, name)

@@ -1,7 +1,7 @@
-"""The clients of a run: messages to them by partition, and their checked answers.
+"""Send messages to the clients of a run by partition number, and check their answers.
 
-Round, type, node and message id of a reply must match its request, because a stale upload must not
-count. `arrays` reads NumPy's format alone, so that no reply can run code.
+The round, type, node and message id of a reply must match its request; a stale upload therefore
+never counts. `arrays` reads only NumPy's format, so no reply can run code.
 """
 
 from __future__ import annotations
@@ -38,9 +38,10 @@ partition."""
 
 
 class Clients:
-    """The clients of one run, to which methods and sums can send questions of their own.
+    """The clients of one run, and all messages to them.
 
-    All messages of a run pass through this class, which counts traffic and refusals.
+    The messages of rounds pass through this class, and so do the questions of methods and sums. The
+    class counts traffic and refusals.
 
     Parameters
     ----------
@@ -69,7 +70,7 @@ class Clients:
     def connect(
         self, grid: Grid, population: int, *, mods: bool = False, absent: Collection[int] = ()
     ) -> Roster:
-        """Wait for all nodes, at the first call only; see `Roster.connect`."""
+        """Wait for all nodes at the first call; later calls return the same roster."""
         self.grid = grid
         if self.roster is None:
             with unlogged(*_EXPECTED):
@@ -101,7 +102,8 @@ class Clients:
         assert self.roster is not None
         built = {id(content): content for content in contents.values()}
         if self.roster.foreign:
-            # Flower finds a mod only behind a function of the app, and an app may have no query's.
+            # Flower calls an app's mods only for types of messages that the app has a function for,
+            # and an app may have no function for queries.
             kind = "train" if kind == "query" else kind
             built = {key: _for_any_app(kind, content) for key, content in built.items()}
         shared = {key: RecordDict(dict(content)) for key, content in built.items()}
@@ -159,7 +161,7 @@ class Clients:
 
 @dataclass(frozen=True)
 class Requests:
-    """The messages of one phase of a round, by partition, each of which accepts one answer."""
+    """The messages of one phase of a round, by partition; each message accepts one answer."""
 
     clients: Clients
     kind: str
@@ -176,7 +178,7 @@ class Requests:
         return self.clients.partition_of(reply)
 
     def sent(self, reply: Message) -> records.Arrays:
-        """Return the model that was sent to the client from which a reply came."""
+        """Return the model that the server sent to the client that replied."""
         content = self.by_partition[self.partition_of(reply)].content
         return records.to_arrays(records.of_kind(content, ArrayRecord)[records.MODEL])
 
@@ -185,10 +187,11 @@ class Requests:
     ) -> Iterator[tuple[int, T]]:
         """Yield one well-formed answer from each partition; count and report all other replies.
 
-        Replies are read as they arrive, and yielded in the order of partitions, so that sums over
-        them do not depend on who answers first. An early reply waits for those before it, as long
-        as they may still arrive. No reply is kept: a caller that uses each value before it asks for
-        the next one needs no more memory for a thousand clients than for one.
+        The function reads replies as they arrive and yields them in the order of partitions, so
+        that sums do not depend on which client answers first. A reply that arrives early waits for
+        the replies of lower partitions, as long as these may still arrive. The function drops a
+        reply once it has yielded it. A caller that uses each value before it asks for the next one
+        therefore needs no more memory for a thousand clients than for one.
 
         Parameters
         ----------
@@ -204,7 +207,7 @@ class Requests:
             # Anything that a reply provokes refuses it, so a hostile client cannot end the run.
             try:
                 if partition not in waiting:
-                    if reply.has_error():  # from the SuperLink, for a node
+                    if reply.has_error():  # the SuperLink answers in place of a node
                         raise RefusedReply(
                             f"an error came in place of a reply: {public_reason(reply.error)}"
                         )
@@ -223,7 +226,7 @@ class Requests:
                 if (first := due.popleft()) in early:
                     missing.remove(first)
                     yield first, early.pop(first)
-        for partition in sorted(early):  # those before them never came
+        for partition in sorted(early):  # lower partitions never answered
             missing.remove(partition)
             yield partition, early.pop(partition)
         if missing:
@@ -244,7 +247,7 @@ def _check_origin(reply: Message, question: Message) -> None:
 
 
 def _reason(error: Exception) -> str:
-    """Return why a reply is refused, in one line that a client's text cannot make long."""
+    """Return why a reply is refused, in one line of limited length: a client wrote part of it."""
     if isinstance(error, FlowerExtError):
         return printable(str(error)[:LONGEST_REASON])
     log.debug("a reply cannot be read", exc_info=error)
@@ -253,10 +256,10 @@ def _reason(error: Exception) -> str:
 
 
 def _for_any_app(kind: str, content: Content) -> Content:
-    """Return what Flower's own strategies send: a model, and one record of settings.
+    """Return ``content`` as Flower's own strategies send it: a model, and one record of settings.
 
-    Some apps and mods refuse a second record, so entries for this package's mods are settings, too.
-    Only the messages of a secure sum have a further record, which the mod takes out.
+    Some apps and mods refuse further records, so the settings also hold the entries for this
+    package's mods. Only the messages of a secure sum have a third record, which the mod takes out.
     """
     settings: dict[str, Any] = dict(content.get(records.CONFIG, {}))
     if kind == "train":

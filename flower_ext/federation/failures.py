@@ -1,4 +1,4 @@
-"""Errors of clients: each is reported for its client only, and reveals nothing about the data.
+"""Report a client's error without revealing the client's data, and only for that client.
 
 The message of an exception, and even its type, may depend on a record. So the reply carries a fixed
 sentence, and the exception itself stays in the log of the client's own process. Errors of checks
@@ -28,7 +28,7 @@ R = TypeVar("R")
 CLIENT_APP_RAISED = 2
 """Error code of a reply whose ClientApp raised an exception, as in Flower's own engines."""
 MOD_REFUSED = 6
-"""Error code of a mod of Flower that does not find in a message what its own strategy sends."""
+"""Error code of one of Flower's mods, if a message lacks what the mod's own strategy sends."""
 REASON_SENT = 100
 """Error code of a reply whose text does not depend on the client's data."""
 REASON_WITHHELD = "the client failed; the reason is in its own log"
@@ -89,7 +89,7 @@ def log_hidden(error: Exception) -> None:
 
 
 def log_once(text: str, error: Exception) -> None:
-    """Log a text about the type of an error, with one traceback for each line of code."""
+    """Log ``text`` with the type of an error, and one traceback for each line that raises."""
     where = raised_at(error)
     log.warning(text, type(error).__name__, exc_info=None if where in _hidden else error)
     _hidden.add(where)
@@ -100,7 +100,8 @@ def unlogged(*texts: str) -> Iterator[None]:
     """Keep errors that contain one of ``texts`` out of Flower's log in this process.
 
     The filter is active during the block. Flower's simulation runs in the ServerApp's process and
-    logs each exception of a ClientApp twice, with its traceback, even one that the server provokes.
+    logs each exception of a ClientApp twice, with its traceback, even an exception that the server
+    provokes on purpose.
     """
 
     def keep(record: LogRecord) -> bool:
@@ -115,11 +116,11 @@ def unlogged(*texts: str) -> Iterator[None]:
 
 
 def public_reason(error: Error) -> str:
-    """Return what the server may log about an error reply.
+    """Return the text that the server may log about an error reply.
 
-    If a ClientApp raised an exception, this is a fixed sentence: Flower sends the exception's text,
-    which may contain a record if the ClientApp does not use this package. For other errors it is
-    the last line of the reply's text.
+    If a ClientApp raised an exception, the function returns a fixed sentence, because Flower sends
+    the exception's text. That text may contain a record if the ClientApp does not use this package.
+    For other errors, the function returns the last line of the reply's text.
     """
     if error.code == CLIENT_APP_RAISED:
         return REASON_WITHHELD
@@ -133,7 +134,7 @@ def public_reason(error: Error) -> str:
 
 
 def printable(text: str) -> str:
-    """Return text of a client in one line, with escapes in place of what does not print.
+    """Return a client's text in one line, with unprintable characters escaped.
 
     A terminal would obey raw control characters, which could hide or forge lines of the log.
     """

@@ -62,8 +62,8 @@ class PldAccountant:
     config : PrivacyConfig
         Its ``max_epsilon`` is the budget: Flower calls `would_exceed` before clients train.
     ledger : Ledger, optional
-        Records every release before it leaves the strategy. Earlier releases in it count, so a run
-        that is started again continues from its earlier spend.
+        Records every release before it leaves the strategy. Releases that it already holds count,
+        so a run that is started again continues from its earlier spend.
 
     Raises
     ------
@@ -106,7 +106,7 @@ class PldAccountant:
         Raises
         ------
         InvalidValue
-            The event is of another population, or ``count`` is not an integer above 0.
+            The event has another population size, or ``count`` is not an integer above 0.
         OSError
             The ledger cannot be written. The caller must release nothing.
         """
@@ -141,7 +141,7 @@ class PldAccountant:
         return math.exp(high)
 
     def get_privacy_spent(self, delta: float | None = None) -> PrivacySpent:
-        """Return ε of all releases at ``delta``, by default that of the configuration."""
+        """Return ε of all releases at ``delta``, by default the configuration's δ."""
         target = self._config.target_delta if delta is None else delta
         loss = privacy_loss_of(self._releases, delta=target)
         return PrivacySpent(loss.epsilon, target, self.num_releases, loss.accountant)
@@ -154,7 +154,7 @@ class PldAccountant:
         Raises
         ------
         InvalidValue
-            Neither the call nor the configuration has a budget; or as `compose`.
+            Neither the call nor the configuration has a budget; or a reason of `compose` applies.
         """
         limit = self._config.max_epsilon if max_epsilon is None else max_epsilon
         if limit is None:

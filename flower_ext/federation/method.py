@@ -1,4 +1,4 @@
-"""A federated method as a value: what its clients train, and the step of its server.
+"""The base of federated methods: what clients train, and the step of the server.
 
 A `Method` is frozen and knows nothing of rounds, messages or files. Its main members, in the order
 in which a run first needs them:
@@ -8,7 +8,7 @@ member                                   purpose
 =======================================  =========================================================
 `check`, `mechanism`, `population`       fit the method and the user's plan together
 `check_model`, `init`                    return the server's state before the first round
-`connect`                                asks clients what the run must know, once a process
+`connect`                                asks clients what the run must know, once per process
 `configure`, `begin_round`               prepare a training round
 `training`, `evaluation_training`,       describe the clients' work
 `settings`, `added_proximal_weight`
@@ -18,8 +18,8 @@ member                                   purpose
 `claims`
 =======================================  =========================================================
 
-What changes between rounds is the `State`, which goes into `step` and comes out of it. Checkpoints,
-resumed runs and `Upcycled` therefore treat every method alike.
+Only the `State` of a method changes between rounds: `step` takes it, and returns the next one.
+Checkpoints, resumed runs and `Upcycled` therefore treat every method alike.
 """
 
 from __future__ import annotations
@@ -62,16 +62,17 @@ class State:
     Parameters
     ----------
     everyone : Mapping[str, Mapping[str, ndarray]]
-        Groups that the server sends to all clients beside the model. Each group is a record, under
-        the group's name. `Upcycled` extrapolates them together with the model.
+        Groups that the server sends to all clients together with the model. Each group becomes a
+        record of the message, under the group's name. `Upcycled` extrapolates the groups together
+        with the model.
     server : Mapping[str, Mapping[str, ndarray]]
         Groups that never leave the server.
 
     Raises
     ------
     InvalidValue
-        A group has the name of a record of messages, or occurs in both parts, or holds anything but
-        NumPy arrays of real numbers.
+        A group has a name that messages use for another record, occurs in both parts, or holds
+        anything but NumPy arrays of real numbers.
     """
 
     everyone: Mapping[str, Arrays] = field(default_factory=dict)
@@ -86,7 +87,7 @@ class State:
                 )
         for name, group in self.groups().items():
             for key, array in group.items():
-                # Arithmetic of arrays without axes yields NumPy's scalars.
+                # Accept NumPy's scalars, because arithmetic of arrays without axes yields them.
                 if not isinstance(array, np.ndarray | np.generic) or array.dtype.kind not in "fiub":
                     raise InvalidValue(
                         f"State with {key!r} in {name!r} of type {type(array).__name__}: expected "
@@ -111,7 +112,7 @@ class State:
 
     @classmethod
     def of_groups(cls, groups: Mapping[str, Arrays]) -> State:
-        """Return the state whose `groups` are these; groups of other kinds are left out."""
+        """Undo `groups`: return the state, without groups that belong to neither part."""
         return cls(everyone=groups_under(_EVERYONE, groups), server=groups_under(_SERVER, groups))
 
 
@@ -120,7 +121,7 @@ def _prefixed(prefix: str, groups: Mapping[str, Arrays]) -> dict[str, Arrays]:
 
 
 def groups_under(prefix: str, groups: Mapping[str, Mapping[str, T]]) -> dict[str, dict[str, T]]:
-    """Return copies of the groups whose names begin with ``prefix``, under the rest of the name."""
+    """Return copies of the groups whose names begin with ``prefix``; remove it from the names."""
     names = [name for name in groups if name.startswith(prefix)]
     return {name.removeprefix(prefix): dict(groups[name]) for name in names}
 
@@ -132,13 +133,14 @@ class Connected:
     Parameters
     ----------
     clients : Clients
-        The clients, to ask them questions that the client side's ``answer`` answers.
+        The clients. The method can ask them questions, which the client side's ``answer`` answers.
     summation : Summation
         The run's sums.
     model : Mapping[str, ndarray]
         The shared model.
     generator : Callable[..., numpy.random.Generator]
-        Returns the run's generator for a path of names and numbers.
+        Returns the run's random generator for one purpose. Names and numbers state the purpose, as
+        in ``generator("cohort", 3)``.
     """
 
     clients: Clients
@@ -188,7 +190,7 @@ class Method:
         mean update to the model.
     average : ModelAverage, optional
         Average of the models so far, which clients evaluate and the run returns in place of the
-        newest one. Training continues from the newest one.
+        newest model. Training continues from the newest model.
 
     Raises
     ------
@@ -203,7 +205,7 @@ class Method:
     one_model: ClassVar[bool] = True
     """True if the server sends all clients the same shared model; see `begin_round`."""
     bounds_units: ClassVar[bool] = False
-    """True if an upload is a sum over units, and the client side bounds each unit's part."""
+    """True if an upload is a sum over privacy units, each of whose parts the client side bounds."""
     weighs_updates: ClassVar[bool] = False
     """True if `step` weights clients by a rule of the method.
 
@@ -240,7 +242,7 @@ class Method:
 
     @property
     def training(self) -> Mapping[str, LocalTraining]:
-        """The phases of local training by name; by default all fields that are a training."""
+        """Phases of local training by name; by default all fields of type `LocalTraining`."""
         values = {part.name: getattr(self, part.name) for part in fields(self)}
         return {name: value for name, value in values.items() if isinstance(value, LocalTraining)}
 
@@ -262,13 +264,13 @@ class Method:
     def configure(
         self, config: ConfigRecord, model: Arrays, state: State, plan: PrivacyPlan
     ) -> ConfigRecord:
-        """Return the user's configuration of a round with what the method adds to it."""
+        """Return the user's configuration of a round, with entries that the method adds."""
         return config
 
     # The plan ---------------------------------------------------------------------------------
 
     def check(self, plan: PrivacyPlan) -> None:
-        """Refuse a plan that does not fit the method; by default none.
+        """Refuse a plan that does not fit the method; by default, accept every plan.
 
         Raises
         ------
@@ -277,14 +279,14 @@ class Method:
         """
 
     def mechanism(self, plan: PrivacyPlan) -> RoundMechanism:
-        """Return the mechanism of this method's rounds, which the plan makes.
+        """Return the privacy mechanism that the plan makes for this method's rounds.
 
         A method overrides this member if its sums differ from those that its traits describe.
         """
         return plan.mechanism(self.traits)
 
     def population(self, plan: PrivacyPlan, summation: Summation) -> Population:
-        """Return the clients to ask and the units to count."""
+        """Return the clients to ask and the privacy units to count."""
         return Population(summation.mechanism.sampling)
 
     @property
@@ -309,11 +311,11 @@ class Method:
 
     @property
     def label(self) -> str:
-        """Name for the log and for errors of the step, such as that of a hosted strategy."""
+        """Name for the log and for errors of the step; `Hosted` names its Flower strategy."""
         return self.name
 
     def check_model(self, model: Arrays) -> None:
-        """Refuse a shared model that the method cannot train; by default none."""
+        """Refuse a shared model that the method cannot train; by default, accept every model."""
 
     def init(self, model: Arrays, population: int) -> State:
         """Return the server's state before the first round; by default the optimiser's moments.
@@ -328,22 +330,22 @@ class Method:
         return State(server=_prefixed(_OPTIMIZER, self.server.init(model)))
 
     def connect(self, connected: Connected, state: State) -> State:
-        """Ask the connected clients what the run must know, and return the state with it.
+        """Ask the connected clients what the run must know; return the state with their answers.
 
-        Every process of a run calls this once, before its first round. ``state`` is that of the
-        checkpoint in a resumed run.
+        Every process of a run calls this once, before its first round. In a resumed run, ``state``
+        comes from the checkpoint.
         """
         return state
 
     def begin_round(self, cohort: Cohort, model: Arrays, state: State) -> Cohort:
-        """Return a training round's cohort with the records for single clients.
+        """Return the cohort of a training round, with the method's records for single clients.
 
         A record ``records.MODEL`` for one client replaces the shared model that it would receive.
         """
         return cohort
 
     def check_update(self, update: Update) -> None:
-        """Refuse an update that `step` cannot use; by default none.
+        """Refuse an update that `step` cannot use; by default, accept every update.
 
         Raises
         ------
@@ -358,7 +360,7 @@ class Method:
         return moved, state.updated(server=_prefixed(_OPTIMIZER, kept))
 
     def mean_noise(self, mechanism: RoundMechanism) -> float:
-        """Return the stddev of the noise in a coordinate of the mean that moves the model."""
+        """Return the stddev of the noise in each coordinate of the mean that moves the model."""
         return mechanism.mean_noise_stddev
 
     def with_average(self, model: Arrays, state: State) -> State:
@@ -388,7 +390,7 @@ class Method:
     ) -> list[Guarantee]:
         """Return the paper's guarantee after the rounds so far, and the provable guarantees.
 
-        ``plan`` is the one that the user gave; ``summation.mechanism`` is the one that ran.
+        ``plan`` is the user's plan. ``summation.mechanism`` is the mechanism that the rounds used.
         """
         return summation.mechanism.guarantees(run)
 
@@ -407,7 +409,7 @@ class Method:
 
 
 def require_usual_server(method: Method, because: str) -> None:
-    """Refuse a method whose ``server`` is not `MEAN`, because it would have no effect.
+    """Refuse a ``server`` other than `MEAN`, because the step of ``method`` does not use it.
 
     Raises
     ------

@@ -21,9 +21,10 @@ log = getLogger("flwr")
 
 _NO_DIGITS = str.maketrans("", "", "0123456789")
 _FEWEST_RANDOM = 8
-"""Twice the number of distinct values above which arrays are equal only if one is a copy.
+"""Arrays up to this size count as random if more than half this many of their values differ.
 
-More than half of an array's values must also be distinct.
+Larger arrays count as random if more than half of their values differ. Two equal random arrays are
+taken for copies.
 """
 
 
@@ -51,9 +52,9 @@ def shared_arrays(record: ArrayRecord, personal: Sequence[str] = ()) -> Arrays:
     arrays = {name: read_array(array) for name, array in shared.items()}
     refuse_half_precision(arrays)
     remedy = (
-        "leave it out of the initial arrays. In the model of a Task, compute a constant in the "
-        "forward pass, or make it personal=({!r},) if the method has personal parts; a ClientApp "
-        "of your own loads the model with strict=False"
+        "leave it out of the initial arrays. With a Task, compute a constant in the forward pass, "
+        "or set personal=({!r},) if the method has personal parts; with your own ClientApp, load "
+        "the model with strict=False"
     )
     for name, array in arrays.items():
         layer, _, leaf = name.rpartition(".")
@@ -92,8 +93,8 @@ def _check_personal(personal: Sequence[str], names: Sequence[str]) -> None:
         if alike:
             raise InvalidValue(
                 f"personal={prefix!r}: expected the name of a part of the model; did you mean "
-                f"{alike[0]!r}? A part that is not named is shared, and a parameter that is "
-                "tied to another goes by the other's name"
+                f"{alike[0]!r}? A part that personal does not name is shared. If a parameter is "
+                "tied to another, give the name of the other"
             )
         log.warning("personal=%r matches no parameter of the model: %s", prefix, names)
 
@@ -101,15 +102,15 @@ def _check_personal(personal: Sequence[str], names: Sequence[str]) -> None:
 def refuse_tied(record: ArrayRecord) -> None:
     """Refuse initial arrays in which one parameter has two names, as tied parameters have.
 
-    Noise would make the two differ, and norms would count them twice. Arrays do not show that they
-    are tied, so the function looks for arrays with equal random numbers. Layers that begin as
-    copies of one layer, as in ``nn.TransformerEncoder``, have names that differ only in their
-    numbers. For such names the function only logs a warning.
+    Noise would make the two arrays differ, and norms would count the parameter twice. Arrays do not
+    show that they are tied, so the function looks for arrays with equal random numbers. Layers that
+    begin as copies of one layer, as in ``nn.TransformerEncoder``, have names that differ only in
+    their numbers. For such names the function only logs a warning.
 
     Raises
     ------
     UnshareableModel
-        The message names both.
+        The message gives both names.
     """
     first: dict[tuple[str, tuple[int, ...], bytes], str] = {}
     for name, array in to_arrays(record).items():

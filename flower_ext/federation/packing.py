@@ -1,4 +1,4 @@
-"""Several clients' messages packed into one message to their node, and their replies into one."""
+"""Pack messages to several clients into one message to their node, and their replies into one."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import Any
 from flwr.app import ArrayRecord, ConfigRecord, MetricRecord, RecordDict
 
 PACKED = "packed"
-"""Last part of the type of a message to several clients, and the record that lists them."""
+"""Last part of the type of a packed message, and name of the record that lists its contents."""
 
 Record = ArrayRecord | ConfigRecord | MetricRecord
 
 
 def packed(contents: Sequence[RecordDict], entries: Mapping[str, Any]) -> RecordDict:
-    """Return several contents and their entries as one content; a shared record is sent once."""
+    """Return several contents and their entries as one content; send a shared record once."""
     numbers: dict[int, int] = {}
     every: dict[str, Record] = {}
     names: list[str] = []

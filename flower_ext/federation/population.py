@@ -1,7 +1,7 @@
 """The clients that a round asks, and the privacy units whose data the round uses.
 
-One object draws units, names the nodes to ask and counts whose data were used. One implementation
-of a round and its accounting then serves users in silos as well as clients.
+A `Population` draws units, names the nodes to ask and counts whose data were used. The same code
+for rounds and accounting therefore serves both clients and users in silos.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ class Cohort:
     units : Sequence[int]
         Privacy units whose data the round uses.
     norms : Mapping[int, float]
-        By partition, the largest norm that its upload may have before noise, in clipping norms. The
-        default is 1; a sum over several units may have a larger one.
+        Largest norm that an upload may have before noise, in clipping norms, by partition. The
+        default is 1; a sum over several units may have a larger norm.
     population : int
         Number of units from which ``units`` were drawn.
     requests : Mapping[int, Mapping[str, ArrayRecord]]
-        By partition, records of the method for that client only.
+        Records of the method for one client only, by partition.
     """
 
     partitions: Sequence[int]
@@ -55,7 +55,7 @@ class Population:
     """
 
     repeats = True
-    """False if a repeated round draws others than the first attempt, whatever the seed."""
+    """False if a repeated round draws other units than the first attempt, whatever the seed."""
 
     def __init__(self, sampling: Sampling) -> None:
         self.sampling = sampling
@@ -72,14 +72,14 @@ class Population:
         return Cohort(partitions=drawn, units=drawn, population=self.sampling.population)
 
     def leaving(self, withdrawn: Collection[int]) -> frozenset[int]:
-        """Return the partitions that nobody may ask any more, because these units withdrew."""
+        """Return the partitions to ask no more, because the units ``withdrawn`` have left."""
         return frozenset(withdrawn)
 
     def without(self, cohort: Cohort, withdrawn: Collection[int]) -> Cohort:
         """Return a drawn cohort without units that withdrew.
 
-        They are left out after the draw, so that the draw of all others stays the same. Their turns
-        still count.
+        Units are left out after the draw, so that a withdrawal does not change the draw of other
+        units. The turns of units that withdrew still count.
         """
         kept = [partition for partition in cohort.partitions if partition not in withdrawn]
         return replace(cohort, partitions=kept)
@@ -97,7 +97,7 @@ class Population:
         self.count(units, uploads, requests=requests)
 
     def resume(self) -> None:
-        """Adjust the counts in a new process that continues the run; by default they stay."""
+        """Adjust the counts in a new process that continues the run; by default, change nothing."""
 
     def equalise_counts(self) -> None:
         """Give every unit the count of the unit that took part most.
@@ -149,7 +149,7 @@ class UsersInSilos(Population):
 
 
 class HiddenUsers(UsersInSilos):
-    """Users whose draw is hidden from the server, in silos that mask their parts.
+    """Users in silos that mask their parts, which hides from the server which users are drawn.
 
     Parameters
     ----------
@@ -159,7 +159,7 @@ class HiddenUsers(UsersInSilos):
         True if the server does not know which users are drawn, so any user may have been drawn.
     """
 
-    repeats = False  # keys are secret
+    repeats = False  # new secret keys change the draw
 
     def __init__(self, sampling: Sampling, num_silos: int, *, oblivious: bool) -> None:
         super().__init__(sampling, num_silos)
@@ -172,11 +172,11 @@ class HiddenUsers(UsersInSilos):
         return self._cohort(range(self.sampling.population))
 
     def without(self, cohort: Cohort, withdrawn: Collection[int]) -> Cohort:
-        """Return the cohort, whose order only silos know: they leave out the users' records."""
+        """Return the whole cohort; silos, which know the order, leave out users that withdrew."""
         return cohort
 
     def columns(self, drawn: Cohort) -> Mapping[str, int]:
-        """Return the number of drawn users, unless nobody knows it."""
+        """Return the number of drawn users; nothing if the server does not know it."""
         return {} if self.oblivious else super().columns(drawn)
 
     def count(self, units: Sequence[int], uploads: int, *, requests: int) -> None:
@@ -185,7 +185,8 @@ class HiddenUsers(UsersInSilos):
 
     def count_abandoned(self, units: Sequence[int], uploads: int, *, requests: int) -> None:
         """Count the round for all users alike, because the order that it drew from is lost."""
-        # Neither the counts so far nor this round may be pinned to a user of the lost order.
+        # Without the order, nobody knows to which user a count belongs, so level the counts before
+        # and after.
         self.forget_order()
         self.count(units, uploads, requests=requests)
         self.forget_order()

@@ -84,7 +84,8 @@ class Progress:
 
         These statistics weight all clients equally. ``…_pooled`` is the mean over all test
         examples, so large clients weigh more. The summary has every score that most clients report,
-        computed over these clients; if some do not report it, ``…_clients`` is the number that do.
+        computed over these clients. If some clients do not report a score, ``…_clients`` is the
+        number of clients that do.
         """
         everyone = list(by_client)
         summary: dict[str, float] = {}
@@ -113,14 +114,14 @@ class Progress:
         self.add(server_round)
 
     def add(self, server_round: int) -> None:
-        """Add the row to the run directory's row of this round."""
+        """Write the numbers so far to the run directory, as a part of this round's metrics."""
         if _EVALUATED in self.row:
             self._evaluated = server_round
         if self.directory is not None:
             self.directory.log(server_round, **self.row)
 
     def evaluated(self, server_round: int) -> bool:
-        """Return True if the server asked for scores after this round, the last one so far."""
+        """Return True if the server asked for scores after ``server_round``, the newest round."""
         if self.directory is not None and self.directory.resumed:
             rounds, _ = self.directory.series(_EVALUATED)
             return server_round in rounds

@@ -45,7 +45,7 @@ _KINDS: Mapping[str, tuple[type[Protection], Mapping[str, Any]]] = {
         )
     },
 }
-"""The kinds of protection that a message may ask for: a class, and the fields that a kind fixes."""
+"""The kinds of protection that a message may ask for: for each, its class and its fixed fields."""
 KIND, SEEDED = "protection", "seeded-noise"
 _OF_ROUNDS = frozenset(
     (
@@ -121,7 +121,7 @@ def from_entries(entries: Mapping[str, Any]) -> Protection | None:
                 )
     protection = kind(**numbers, **fixed)
     if _kind_of(protection) != name:  # "ClipToCells" without a cell would be "ClipUpdate"
-        raise InvalidValue(f"{KIND}={name!r} without cell in the server's message: expected one")
+        raise InvalidValue(f"{KIND}={name!r} without cell in the server's message: expected a cell")
     return protection
 
 
@@ -135,7 +135,7 @@ def check_entries(entries: Mapping[str, Any]) -> Protection | None:
     TypeError
         An entry has the wrong type.
     """
-    numbers = {"remembered": 0, **entries}  # sent only to clients that may have to forget
+    numbers = {"remembered": 0, **entries}  # only clients that may have to forget get this entry
     for name, least in (("number", 1), ("seed", 0), ("remembered", 0)):
         if type(numbers.get(name)) is not int or numbers[name] < least:
             raise InvalidValue(f"{name}={numbers.get(name)!r}: expected an integer >= {least}")
@@ -155,7 +155,7 @@ def _kind_of(protection: Protection) -> str | None:
 
 
 def _parts_of(kind: type[Protection], fixed: Mapping[str, Any]) -> list[Field[Any]]:
-    """Return the fields that a message has beside the kind."""
+    """Return the fields of a protection that a message holds in addition to the kind."""
     parts: tuple[Field[Any], ...] = fields(kind) if is_dataclass(kind) else ()
     return [part for part in parts if part.name not in fixed]
 

@@ -1,7 +1,7 @@
 """Rounds without training: queries and evaluations.
 
-A query releases one noised sum of the clients' vectors. An evaluation is such a
-query, or a round in which each client reports its scores.
+A query releases one noised sum of the clients' vectors. An evaluation is either such a query, or a
+round in which each client reports its scores.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ VECTOR = "vector"
 
 
 def evaluation_content(run: Run, model: records.Arrays, config: ConfigRecord) -> Content:
-    """Return the content from which a client derives the model that it would use."""
+    """Return the content from which a client builds the model that it would use."""
     return {
         records.MODEL: records.to_record(model),
         records.CONFIG: config,
@@ -45,7 +45,7 @@ def evaluation_content(run: Run, model: records.Arrays, config: ConfigRecord) ->
 
 
 def use_records(run: Run) -> dict[str, ConfigRecord]:
-    """Return the records by which a client derives the model that it would use."""
+    """Return the records with which a client builds its model from the shared one."""
     last, trainings = max(1, run.participations.rounds), run.method.evaluation_training
     return {
         records.ROUND: run.round_record(last, **{"training-loss": run.training_loss}),
@@ -54,7 +54,7 @@ def use_records(run: Run) -> dict[str, ConfigRecord]:
 
 
 class QueryRound:
-    """One round of a query of the plan, over all clients."""
+    """One round in which all clients answer a query of the plan."""
 
     def __init__(self, run: Run, server_round: int, query: VectorQuery) -> None:
         self._run, self._query = run, query
@@ -173,11 +173,11 @@ def evaluation(run: Run, server_round: int) -> ReportedScores | QueryRound:
         return ReportedScores(run, server_round)
     if run.training_loss:
         raise InvalidValue(
-            f"training_loss=True with {type(query).__name__} in the plan: expected False; name "
-            "'training_loss' with its bounds in SecureScores"
+            f"training_loss=True with {type(query).__name__} in the plan: expected False; to "
+            "release losses, name 'training_loss' with its bounds in SecureScores"
         )
     return QueryRound(run, server_round, query)
 
 
 def _read_nothing(reply: Message) -> records.Update:
-    raise RefusedReply("a vector in the clear: expected a masked one")
+    raise RefusedReply("a vector in the clear: expected a masked vector")

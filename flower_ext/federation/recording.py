@@ -104,7 +104,8 @@ def runs_folder() -> Path:
 
 def _note_failure(run: RunWriter, error: BaseException) -> None:
     try:
-        # A refused value made no round: the run stays as complete as it was.
+        # If a resumed run refuses a value before it finishes a round, the run keeps its former
+        # status.
         if run.resumed and isinstance(error, InvalidValue) and run.withdraw():
             return
         run.finish("failed", _reason(error))
@@ -142,7 +143,8 @@ def _path_to_resume(config: UserConfig) -> Path | None:
 
 
 def _check_same(config: UserConfig, first: UserConfig, path: Path) -> None:
-    # The app may have gained a setting since. If it is empty or zero, it is off, as it was then.
+    # The app may have gained a setting since the run began. An empty or zero value turns it off,
+    # and leaves the run as it was.
     gained = {name for name in config if name not in first and not config[name]}
     names = sorted((set(config) | set(first)) - CHANGEABLE - gained)
     differing = [
@@ -183,10 +185,10 @@ def record(
 ) -> Result:
     """Run a strategy, or a wrapper with a ``base``, and record the run in a directory.
 
-    The directory receives metrics and checkpoints during the run; after it, the final model, the
-    records with which clients use that model, the guarantees and the clients' scores. If the plan
-    releases noised sums and the strategy has no ledger yet, the directory receives the ledger, too.
-    ``options`` are those of ``strategy.start``.
+    During the run, the directory receives metrics and checkpoints. After the run, it receives the
+    final model, the records from which clients build their own models, the guarantees and the
+    clients' scores. If the plan releases noised sums and the strategy has no ledger yet, the
+    directory receives the ledger, too. ``options`` are those of ``strategy.start``.
 
     Raises
     ------

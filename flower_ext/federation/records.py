@@ -33,11 +33,11 @@ SECURE_SUM = "secure-sum"
 WEIGHTED_SUM = "weighted-sum"
 """Record of the server's message to a silo for a weighted sum."""
 QUERY = "query"
-"""Config record of a query beside the training: its name and its fields, as JSON."""
+"""Config record of a query outside training: its name and its fields, as JSON."""
 QUESTION = "question"
-"""Record of a method's question to its client side, beside the rounds."""
+"""Record of a method's question to its client side, outside the rounds."""
 WITHDRAWN = "withdrawn"
-"""Record of a query with the users whose records a silo leaves out of its answer."""
+"""Record in a query: the users whose records a silo leaves out of its answer."""
 ANSWER = "answer"
 """Record of a client's arrays, without noise, in answer to a question."""
 CONFIG = "config"
@@ -71,5 +71,5 @@ def read_trainings(content: RecordDict) -> dict[str, LocalTraining]:
 
 
 def to_bytes_array(data: bytes) -> np.ndarray:
-    """Return bytes as an array, which is sent and counted like any other."""
+    """Return bytes as a uint8 array, which is sent and counted like any other array."""
     return np.frombuffer(data, dtype=np.uint8)

@@ -25,14 +25,14 @@ LARGEST_VALUE = 1e15
 LARGEST_SIZE = 2**40
 """Largest number of examples that a client may report; a reply with more is refused."""
 LONGEST_NAME = 100
-"""Most characters of a metric's name."""
+"""Largest number of characters in a metric's name."""
 LONGEST_REASON = 1_000
-"""Most characters of a refusal, because a client wrote part of it."""
+"""Largest number of characters in a refusal's text, because a client wrote part of the text."""
 _NAMES_SHOWN = 3
-"""Most names of arrays in a refusal."""
+"""Largest number of array names that a refusal lists."""
 _WRAPPED = (
-    "; if it wraps the model, as Opacus, torch.compile and DataParallel do, let it return the "
-    "state_dict of the model itself"
+    "; if the ClientApp wraps the model, as with Opacus, torch.compile or DataParallel, let it "
+    "return the state_dict of the model itself"
 )
 """Likely reason why a ClientApp returns arrays under other names."""
 _DIVERGES = "local training diverges, or the client is hostile; try a smaller learning rate"
@@ -69,7 +69,7 @@ def read_update(reply: Message, *, base: Mapping[str, np.ndarray], trust_models:
         arrays = moved_by(model, base)
     else:
         expected = f"{UPDATE!r} or {MODEL!r}" if trust_models else f"{UPDATE!r}"
-        raise RefusedReply(f"no array record {expected}; it has {sorted(content.keys())}")
+        raise RefusedReply(f"no array record {expected}: the reply has {sorted(content.keys())}")
     return Update(arrays, _metrics(content))
 
 
@@ -197,9 +197,9 @@ def _checked(
 
 def _check_values(name: str, array: np.ndarray) -> None:
     most = _largest(array.dtype)
-    if float(np.vdot(array, array)) <= most**2:  # then each value is; this takes half the time
+    if float(np.vdot(array, array)) <= most**2:  # then all values are in range; a faster test
         return
-    if not max(array.max(), -array.min()) <= most:  # also if one is NaN
+    if not max(array.max(), -array.min()) <= most:  # true also for NaN
         raise RefusedReply(
             f"{name!r} holds NaN or infinite values, or values above {most:g}: {_DIVERGES}"
         )

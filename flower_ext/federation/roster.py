@@ -23,13 +23,13 @@ from flower_ext.federation.failures import public_reason
 log = getLogger("flwr")
 
 PARTITION = "partition-id"
-"""Key of the node config for a node's number among all, from 0."""
+"""Key, in the node config, of the node's number among all nodes, from 0."""
 IDENTITY = "query.identity"
 """Message type of the question "which partition are you?"."""
 _IDENTITY_RECORD = "identity"
 """Record of the answer to this question."""
 FOR_MODS = "flower-ext/"
-"""Prefix of the settings that mods of this package read in a plain message, and take out of it."""
+"""Prefix of settings for this package's mods, which read them and take them out of the message."""
 _PARTITION_QUESTION = "identity"
 """Entry of a training message without a model, by which the server asks a mod for its partition."""
 REHEARSAL = "rehearsal"
@@ -39,9 +39,9 @@ _NO_PARTITION = str(None)
 """Answer of a node without a partition in its node config."""
 _ADDRESS = "address"
 _ADVISE_AFTER, _ADVISE_EVERY = 5.0, 60.0
-"""Seconds until the log first says how to add nodes, and until it repeats that.
+"""Seconds of waiting until the log first says how to add nodes, and seconds until it repeats that.
 
-The nodes of a simulation are connected sooner.
+The nodes of a simulation connect before the log says so.
 """
 
 
@@ -52,13 +52,13 @@ class FederationNotReady(FlowerExtError, RuntimeError):
 def wait_for_nodes(
     grid: Grid, expected: int, *, timeout: float, poll: float = 0.2, least: int | None = None
 ) -> list[int]:
-    """Wait until ``expected`` nodes are connected, or ``least``; return their ids, sorted.
+    """Wait until ``least`` nodes are connected, by default ``expected``; return their sorted ids.
 
     Raises
     ------
     FederationNotReady
-        Fewer nodes are connected after ``timeout`` seconds, or more are connected: the sampling
-        rate would not be the accounted one.
+        Fewer than ``least`` nodes are connected after ``timeout`` seconds, or more than
+        ``expected`` are: the sampling rate would not be the accounted one.
     """
     started, advice = time.monotonic(), _advice(grid, expected)
     advise_at = started + _ADVISE_AFTER
@@ -153,13 +153,13 @@ class Roster:
         foreign = not reported
         if foreign and mods:
             log.info("asking the nodes for client_level_dp_mod (a ClientApp without it fails here)")
-            # The settings are those of any training, because mods before ours may read them.
+            # Send the settings of every training message, because mods before ours may read these.
             settings = ConfigRecord({"server-round": 0, FOR_MODS + _PARTITION_QUESTION: True})
             kind, question = "train", RecordDict({_CONFIG: settings})
             reported, error = _ask_identities(grid, nodes, kind, question, timeout=timeout)
             reported = {
                 node: partition for node, partition in reported.items() if partition is not None
-            }  # a mod's answers
+            }  # an answer without a partition is not from our mod
         numbered = dict(enumerate(nodes))
         if not reported:
             return cls(numbered, known=False, first_error=error, foreign=True)
@@ -168,7 +168,7 @@ class Roster:
             return cls(numbered, known=False, foreign=True, protects=True)
         answers = _by_partition(reported, population, clients_per_node)
         needed = set(range(population)) - set(absent)
-        # The node of a client that withdrew may have come before one that is needed.
+        # The node of a client that withdrew may have connected before a node that is needed.
         while needed - set(answers) and len(nodes) < population:
             late = _newer_nodes(grid, population, nodes, timeout=timeout)
             if not late:
@@ -184,7 +184,7 @@ class Roster:
 
 
 def _newer_nodes(grid: Grid, population: int, nodes: Sequence[int], *, timeout: float) -> list[int]:
-    """Wait for nodes beside ``nodes``; return none if there are none after ``timeout``."""
+    """Wait for nodes beside ``nodes``, and return their ids; empty if none connect in time."""
     try:
         connected = wait_for_nodes(grid, population, timeout=timeout, least=len(nodes) + 1)
     except FederationNotReady as reason:
@@ -295,8 +295,8 @@ def check_addressee(message: Message, context: Context) -> None:
         raise tellable(
             InvalidValue(
                 f"node config partition-id={partition}: this node held partition "
-                f"{address['partition']!r} when the run asked; start it again with that one, or "
-                "stop the run"
+                f"{address['partition']!r} when the run asked; start the node again with that "
+                "partition-id, or stop the run"
             )
         )
 

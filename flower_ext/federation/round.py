@@ -1,6 +1,6 @@
-"""One round of any query: open the sum, ask, read the answers, and release their mean.
+"""One round that releases a mean: open the sum, ask clients, read and add up their answers.
 
-A training and an evaluation under noise are both such rounds. They differ in the query, in the
+Training and evaluation under noise are both such rounds. They differ in the messages, in the
 mechanism and in the use of the mean.
 """
 
@@ -22,10 +22,10 @@ from flower_ext.privacy.mechanisms.plan import Aggregate, RoundDiscarded
 
 
 class Round:
-    """One round, whose sum is open. Call `ask` and `close`, in this order.
+    """One round, whose sum is open: call `ask`, and then `close`.
 
-    Before, the caller reserves the spend (`Spending.reserve`), because a client that was asked may
-    have uploaded, whatever happens to the server afterwards.
+    Reserve the spend before you create the round (`Spending.reserve`): a client that was asked may
+    have uploaded, even if the server then fails.
 
     Parameters
     ----------
@@ -47,8 +47,8 @@ class Round:
         self.discard_reason = ""
         """The reason why the round released nothing; empty if it released a mean."""
         self.cohort = replace(opening.cohort, partitions=())
-        """The clients that contribute, or none if too few are left. The units stay, because they
-        were drawn and the round counts for them."""
+        """The clients that contribute, or none if too few are left. The cohort's units stay,
+        because they were drawn and the round counts for them."""
         try:
             self._sum = summation.open(opening)
             self.cohort = self._sum.cohort
@@ -56,7 +56,7 @@ class Round:
             self.discard_reason = str(reason)
 
     def request(self, partition: int) -> Mapping[str, ArrayRecord]:
-        """Return the records that differ between clients, of the method and of the sum."""
+        """Return the records that the method and the sum add to one client's message."""
         of_method = self.cohort.requests.get(partition, {})
         return {**of_method, **self._sum.request(partition)} if self._sum else of_method
 
@@ -71,7 +71,7 @@ class Round:
 
     @property
     def measures(self) -> Mapping[str, float]:
-        """Numbers of the sum for the row of the round."""
+        """Numbers of the sum, such as seconds, for the metrics of the round."""
         return {} if self._sum is None else self._sum.measures
 
     def close(
@@ -90,7 +90,8 @@ class Round:
         Returns
         -------
         Aggregate or None
-            The released mean; None if the round is discarded. A discarded round is spent.
+            The released mean; None if the round is discarded. The privacy of a discarded round is
+            spent.
         Mapping[int, Update]
             The accepted contributions by partition; without ``kept``, only their metrics.
         """
@@ -103,7 +104,7 @@ class Round:
                 assert self.requests is not None
                 for partition, update in self.requests.accepted(replies, self._sum.read):
                     self._sum.add(update)
-                    # A thousand models fit into memory only one at a time.
+                    # Keep no arrays: a thousand models do not fit into memory at a time.
                     updates[partition] = update if kept else Update(_NOT_KEPT, update.metrics)
                 aggregate = self._sum.close()
             except RoundDiscarded as reason:
@@ -119,7 +120,7 @@ class Round:
 
 
 class _NotKept(dict[str, np.ndarray]):
-    """The arrays of updates that the server has added up and dropped."""
+    """In place of the arrays of an update, which the server has added up and dropped."""
 
     def _refuse(self, *arguments: object) -> NoReturn:
         raise InvalidValue(

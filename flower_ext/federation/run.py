@@ -46,7 +46,7 @@ from flower_ext.training import matches
 MODEL = "model"
 """Group of the shared model in a checkpoint."""
 _WRAPPER = "wrapper."
-"""Prefix of the groups of a wrapper in a checkpoint."""
+"""Prefix, in a checkpoint, of the groups that a wrapper of the strategy keeps."""
 _ROUNDS_ALONE = "the published claim covers training rounds only"
 
 
@@ -85,7 +85,7 @@ class Run:
     frozen: str
     state_key_file: Path | None
 
-    # What changes between two rounds, beside the participations.
+    # What changes between two rounds, in addition to the participations.
     state: State | None = field(default=None, init=False)
     """The method's state; None before the first round."""
     model: records.Arrays = field(default_factory=dict, init=False)
@@ -95,13 +95,13 @@ class Run:
     client_metrics: dict[int, dict[str, float]] = field(default_factory=dict, init=False)
     """Newest scores by partition."""
     remembered: dict[int, int] = field(default_factory=dict, init=False)
-    """By partition, the last training round that the client answered, and so remembers."""
+    """By partition, the last training round that the client answered and has memory of."""
     answers: dict[str, Mapping[str, float]] = field(default_factory=dict, init=False)
-    """Newest answers to queries beside the training, by the queries' names."""
+    """Newest answers to queries outside training, by the queries' names."""
     ever_answered: bool = field(default=False, init=False)
     """True once a client sent a usable update."""
     last_round: int | None = field(default=None, init=False)
-    """Number of the round that is evaluated in any case; None outside `RunLoop.start`."""
+    """Number of the last round, which is always evaluated; None outside `RunLoop.start`."""
     stopped: str | None = field(default=None, init=False)
     """The reason why a budget ended the run; None if none did."""
     _shared: dict[str, tuple[Any, ...]] = field(default_factory=dict, init=False)
@@ -153,7 +153,7 @@ class Run:
 
     @property
     def mechanism(self) -> RoundMechanism:
-        """The mechanism of the next round, made from the plan and by earlier rounds' releases."""
+        """The mechanism of the next round, as the plan made it and earlier releases changed it."""
         return self.summation.mechanism
 
     @property
@@ -170,7 +170,7 @@ class Run:
 
     @property
     def repeats(self) -> bool:
-        """True if a repeated round equals the first attempt, because a seed determines it."""
+        """True if a repeated round equals the first attempt, because a seed fixes all draws."""
         noiseless = self.mechanism.delta is None
         seeded = self.seed is not None and (self.seeded_noise or noiseless)
         return seeded and self.summation.repeats and self.population.repeats
@@ -186,7 +186,7 @@ class Run:
         return SecureNoise()
 
     def round_noise(self, number: int) -> NoiseSource:
-        """Return the server's source of noise for a training round, before it asks any client."""
+        """Return the server's noise for a training round; call it before asking any client."""
 
         def fresh(number: int) -> NoiseSource:
             return self.noise("server-noise", number)
@@ -260,14 +260,14 @@ class Run:
             spent["delta"] = mechanism.delta
             if units := self.plan.num_units(summary):
                 spent["privacy_units"] = units
-        if mechanism.release is not None:  # other plans know their published ε
+        if mechanism.release is not None:  # other plans have it in `spent` already
             for claim in self.claims(summary):
                 if claim.basis == "published":
                     spent["epsilon_published"] = claim.epsilon
         return spent
 
     def not_covered(self) -> list[str]:
-        """Return what leaves the clients in this run without the guarantee, a line each."""
+        """Return, one per line, what leaves the clients in this run without a guarantee."""
         exposed = ["whether and when each client answered"]
         noised = any(query.schedule == "in evaluations" for query in self.mechanism.queries)
         if self.evaluate_every and not noised:
@@ -303,7 +303,7 @@ class Run:
             The message says by how much.
         """
         if self.spending.budget is not None:
-            # Every client may answer, and the ε after that must not exceed the budget.
+            # Assume that every client answers: even then, ε must not exceed the budget.
             population_after, size = deepcopy(self.population), len(cohort.partitions)
             population_after.count(cohort.units, size, requests=size)
             self.charge_release(server_round, population_after.participations)
@@ -311,7 +311,7 @@ class Run:
     def charge_release(
         self, server_round: int, participations: Participations, *, query: VectorQuery | None = None
     ) -> None:
-        """Charge a release that raises the participations to these; refuse it as `check_budget`."""
+        """Charge a release that leads to these participations, or refuse it (`check_budget`)."""
         run_after = replace(self.summary, participations=participations)
         self.spending.charge_round(
             self.mechanism, server_round, run_after, self.claims, query=query
@@ -322,10 +322,11 @@ class Run:
         self.population.count_abandoned(begun.units, begun.most_uploads, requests=begun.requests)
 
     def count_unnoted(self) -> None:
-        """Count a round for which noise is stored, although the run did not note the round.
+        """Count a round whose noise is stored, if ``begun.jsonl`` does not record the round.
 
-        Either its process ended before it asked anybody, or the note was lost with an older copy of
-        the checkpoints. Sampling in turn draws the same cohort again, so that cohort counts.
+        Either the process ended before it asked a client, or somebody put an older copy of the
+        checkpoints in place, which lacks the record. `SpacedSampling` draws the same cohort again,
+        so that cohort counts.
         """
         if self._stream is not None and self._stream.has_unnoted(self.participations.rounds):
             drawn = self.population.draw(secure_generator())
@@ -341,8 +342,8 @@ class Run:
         ----------
         directory : RunWriter
         limit : Budget, optional
-            Budget of a new ledger. If the plan has no releases for a ledger, budget of the run,
-            unless the run has one.
+            Budget of the new ledger. A plan without releases has no ledger: ``limit`` then becomes
+            the budget of the run, unless the run has one already.
 
         Raises
         ------
@@ -378,7 +379,7 @@ class Run:
         }
 
     def _open_stream(self, directory: RunWriter | None) -> None:
-        """Begin the noise of a mechanism that correlates it, or continue that of a resumed run."""
+        """Begin the correlated noise of a run, or continue it in a resumed run."""
         matrix, folder = self.mechanism.strategy_matrix, None
         if matrix is None:
             return
@@ -386,7 +387,7 @@ class Run:
             key = None if self.state_key_file is None else read_key(self.state_key_file)
             folder = StateFolder(path=directory.path, sync=True, key=key)
         self._stream = NoiseStream(matrix, folder)
-        # Another computer may find another optimum, but the noise goes on with the first.
+        # A resumed run keeps its first matrix: another computer may find another optimum.
         self.summation.mechanism = self.mechanism.with_strategy(self._stream.matrix)
 
     def save(self, server_round: int, model: records.Arrays) -> None:
@@ -442,7 +443,7 @@ class Run:
     def save_guarantees(self, *, in_account: bool = True) -> None:
         """Write the guarantees after the rounds so far to ``guarantee.json``, and to the account.
 
-        In each round, the account gets the round's charge, and needs them only when the run ends.
+        The account gets a charge in each round, so it needs the guarantees only when the run ends.
         """
         guarantees = self.guarantees()
         if in_account:

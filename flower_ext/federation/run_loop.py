@@ -104,13 +104,14 @@ class RunLoop:
         if is_scored or server_round == run.last_round:
             run.progress.row |= run.spent()
             run.save_guarantees(in_account=server_round == run.last_round)
-        # The row, then the checkpoint: a resumed run drops rows of rounds without a checkpoint.
+        # Write the row first, and then the checkpoint: a resumed run drops rows without a
+        # checkpoint.
         run.progress.row["seconds"] = time.monotonic() - started
         run.progress.end(server_round, run.last_round or server_round)
         run.save(server_round, records.to_arrays(result.arrays))
 
     def _ask_first_queries(self, server_round: int) -> None:
-        """Ask, before the first training round, the queries that belong there."""
+        """Ask the queries with the schedule "first", before the first training round."""
         run = self.run
         for query in run.mechanism.queries:
             if query.schedule == "first" and run.participations.answers[query.name] < query.times:
@@ -124,9 +125,10 @@ class RunLoop:
         return replies(self.grid, messages, timeout=self.timeout) if messages else []
 
     def _check_answers(self, done: int, *, least: float) -> None:
-        """End the run if no client ever sent a usable reply, but ``least`` or more were refused.
+        """End the run if the server refused ``least`` or more replies, and never accepted one.
 
-        Later rounds would be spent in vain. A few clients alone do not end a run early.
+        Later rounds would cost privacy in vain. ``least`` prevents a few clients from ending a run
+        early.
         """
         refusals = self.run.clients.refusals
         if len(refusals) >= least and not (done or self.run.ever_answered):
@@ -147,7 +149,7 @@ class RunLoop:
         return scores is not None
 
     def _evaluate_here(self, server_round: int) -> None:
-        """Evaluate on the server by the caller's ``evaluate_fn``."""
+        """Evaluate on the server with the caller's ``evaluate_fn``."""
         if self.evaluate_fn is None:
             return
         model = records.to_record(self.run.evaluated(self.result.arrays))
@@ -156,7 +158,7 @@ class RunLoop:
             self.result.evaluate_metrics_serverapp[server_round] = scores
 
     def _end_after(self, last: int) -> None:
-        """End the run after round ``last``: evaluate it, if it was not, and save the guarantees."""
+        """End the run after round ``last``: evaluate it if necessary, and save the guarantees."""
         run = self.run
         run.last_round = last
         if last and not run.progress.evaluated(last):
@@ -212,8 +214,8 @@ class RunLoop:
             run.check_model(kept.arrays[MODEL])
             is_unfinished = done < self.num_rounds  # a finished run needs no clients
             run.restore(kept)
-            # Connect before restoring the sums: they keep the larger of the costs of the new set-up
-            # and of the checkpoint.
+            # Connect before restoring the sums: each sum keeps the larger privacy cost, of the new
+            # set-up or of the checkpoint.
             if is_unfinished:
                 connect(run, self.grid, arrays)
             run.summation.restore(kept.arrays)
@@ -229,9 +231,9 @@ class RunLoop:
                 run.mechanism.count_answer(query, run.participations)
         roster = run.clients.roster
         if is_unfinished and not (roster is not None and roster.known):
-            run.population.equalise_counts()  # partitions may be others than in the earlier process
+            run.population.equalise_counts()  # a node may have had another partition before
         run.save_guarantees()
-        # A ledger that lacks a release was cut off or exchanged; too much of its budget would be
+        # A ledger that lacks a release was cut off or exchanged, and would show too much budget
         # left.
         if (ledger := run.spending.ledger) is not None:
             ledger.check_holds(run.participations.rounds + run.participations.answers.total())

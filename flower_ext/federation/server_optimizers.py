@@ -13,7 +13,7 @@ paper                 here
 β₁, β₂, τ             ``beta1``, ``beta2``, ``tau``
 ====================  =====================================================
 
-All of them compute with what the round has released already, so they spend no privacy.
+Optimisers and averages use only what the round has already released, so they spend no privacy.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class ServerOptimizer(Checked, ABC):
 
     @abstractmethod
     def init(self, model: Arrays) -> Moments:
-        """Return the moments before the first step, for a model of these shapes."""
+        """Return the moments before the first step, for a model with the shapes of ``model``."""
 
     @abstractmethod
     def step(self, model: Arrays, mean: Arrays, moments: Moments) -> tuple[Arrays, Moments]:
@@ -95,7 +95,7 @@ class Sgd(ServerOptimizer):
         return {"momentum": _zeros(model)} if self.momentum else {}
 
     def step(self, model: Arrays, mean: Arrays, moments: Moments) -> tuple[Arrays, Moments]:
-        """Return x + η Δ, or x + η b."""
+        """Return x + η Δ, or with momentum x + η b or x + η (Δ + μ b); and the next b."""
         if not self.momentum:
             return _moved(model, mean, self.learning_rate), {}
         buffer = {n: self.momentum * b + mean[n] for n, b in moments["momentum"].items()}
@@ -106,7 +106,7 @@ class Sgd(ServerOptimizer):
 
 
 MEAN = Sgd()
-"""The usual step: by the whole mean update."""
+"""The default step: add the whole mean update to the model."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -229,7 +229,7 @@ class ExponentialAverage(Checked):
 
 @dataclass(frozen=True, kw_only=True)
 class TailAverage(Checked):
-    """Mean of the models after the last rounds. It keeps all of these models.
+    """Mean of the ``last`` newest models, all of which are kept.
 
     Parameters
     ----------

@@ -32,8 +32,8 @@ class Spending:
     budget : Budget, optional
         Limit of the provable ε: a round that would exceed it is refused.
     exposed : Sequence[str]
-        Names of what the run reveals about clients' data beyond any ε; the population's account
-        records them.
+        One line for each thing that the run reveals about clients' data and that no ε covers. The
+        population's account records these lines.
     """
 
     ledger: Ledger | None
@@ -50,14 +50,14 @@ class Spending:
 
     @property
     def limited(self) -> bool:
-        """True if a budget ends the run."""
+        """True if the run has a budget, at which it ends."""
         return self.budget is not None or (
             self.ledger is not None and self.ledger.budget is not None
         )
 
     @property
     def account(self) -> Path | None:
-        """The population's account; None if the run has none, or has not charged it yet."""
+        """Path of the account that all runs on a population share; None before the first charge."""
         path = None if self.budget is None else self.budget.ledger
         return path if path is not None and path.is_file() else None
 
@@ -93,7 +93,8 @@ class Spending:
     ) -> None:
         """Charge a round, or an evaluation; refuse one that brings the provable ε above the budget.
 
-        Only an account that several runs share is written to; a run's own budget is only checked.
+        If several runs share an account, the charge is written there. A budget of this run alone is
+        only checked.
 
         Parameters
         ----------

@@ -94,8 +94,9 @@ class Stragglers:
 def shortened(training: LocalTraining, how_far: float | None) -> LocalTraining:
     """Return the part of ``training`` that a straggler completes, in whole epochs.
 
-    ``how_far`` is the client's progress in [0, 1), or None if the client does not straggle. Then
-    the training stays whole, and so does training of fewer than two epochs, or counted in steps.
+    ``how_far`` is the client's progress in [0, 1), or None if the client does not straggle.
+    Training stays whole if the client does not straggle, and if it has fewer than two epochs or is
+    counted in steps.
     """
     if how_far is None or training.epochs < 2:
         return training

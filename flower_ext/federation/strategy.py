@@ -1,7 +1,7 @@
-"""The strategy that runs every method of this package through the methods of a Flower strategy.
+"""Run any method of this package as a Flower strategy.
 
-It has a method, a plan, a sum and a run. All code on which a guarantee depends is in
-`training_round`, `query_round` and `round`, and is the same for every method.
+A `FederatedStrategy` has a method, a plan, a sum and a run. All code on which a guarantee depends
+is in `training_round`, `query_round` and `round`, and is the same for every method.
 """
 
 from __future__ import annotations
@@ -60,10 +60,10 @@ class FederatedStrategy(Strategy):
         plan. With ``Budget(ledger=...)``, the budget is for all runs on the same population; the
         account of a run with a `NonPrivatePlan` then says that no ε covers it.
     seed : int, optional
-        Determines initial personal parts and batches (without a seed, those of seed 0), and
-        stragglers and cohorts (without a seed, drawn from the operating system). Under a
-        `ReleasePlan` with secure noise, cohorts are never drawn from the seed, because its ε
-        assumes that they are secret.
+        Determines initial personal parts, batches, stragglers and cohorts. Without a seed, personal
+        parts and batches are those of seed 0, and the operating system's generator draws stragglers
+        and cohorts. Under a `ReleasePlan` with secure noise, cohorts are never drawn from the seed,
+        because its ε assumes that they are secret.
     seeded_noise : bool
         If True, noise follows ``seed``. Use it for simulation only; the guarantee says so.
     evaluate_every : int
@@ -251,7 +251,7 @@ class FederatedStrategy(Strategy):
         should_stop : Callable, optional
             Called after each round with its number and the results so far; True ends the run there.
         player : Strategy, optional
-            A wrapper of this strategy, whose methods of Flower play the rounds.
+            A strategy that wraps this one, and whose Flower methods play the rounds.
 
         Raises
         ------

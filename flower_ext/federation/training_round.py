@@ -40,8 +40,9 @@ _ROUNDING = 1.0001
 class TrainingRound:
     """One training round of a run, whose clients are connected.
 
-    Cohorts, stragglers, batches and learning rates are numbered by training rounds. A strategy that
-    trains in some rounds only, as in `Upcycled`, thus trains as it would without the other rounds.
+    Cohorts, stragglers, batches and learning rates depend on the number of the training round. A
+    strategy that trains in some rounds only, such as `Upcycled`, therefore trains as it would
+    without the other rounds.
     """
 
     _round: Round
@@ -70,10 +71,11 @@ class TrainingRound:
         run, number, server_round = self.run, self.number, self.server_round
         if number == 1:
             rehearse(run, config)
-        # Refusals come before the sum is opened: until then no client knows of the round.
+        # Refuse a round before its sum is opened, because until then no client knows of the round.
         drawn = self._draw()
         run.check_budget(server_round, drawn)
-        # The charge comes first: a withdrawal after it concerns the next round only.
+        # Charge first, then read withdrawals: each one before the charge counts in this round. A
+        # later one may count only in the next round.
         leave_out_withdrawn(run)
         drawn = run.population.without(drawn, run.spending.withdrawn)
         self._warn_beyond_plan()
@@ -100,7 +102,7 @@ class TrainingRound:
         return self._round.ask(contents)
 
     def close(self, replies: Iterable[Message]) -> records.Arrays | None:
-        """Add up the replies, and take the server's step; None if the round is discarded."""
+        """Add up the replies and take the server's step; return its model, or None if discarded."""
         run = self.run
         mean, updates = self._round.close(replies, kept=run.method.needs_each_update)
         self._record(updates)
@@ -147,7 +149,8 @@ class TrainingRound:
             **{name: records.to_record(group) for name, group in run.method_state.everyone.items()},
         }
 
-        # Silos drop the records of users that withdrew, whose place in the draw may be secret.
+        # Silos drop the records of users that withdrew: the server may not know which users are
+        # drawn.
         withdrawn = sorted(run.spending.withdrawn)
         left = {"withdrawn": withdrawn} if withdrawn and run.method.traits.num_silos else {}
 
@@ -159,8 +162,8 @@ class TrainingRound:
             of_round = {records.ROUND: run.round_record(number, **left, **entries)}
             return {**shared, **of_round, **records.training_records(done)}
 
-        # Clients with mirrored memory go back to that of the last round whose reply the server
-        # used.
+        # A client with mirrored memory goes back to its memory of the last round whose reply the
+        # server used.
         mirrored = method.client.memory is Memory.MIRRORED
         contents = {}
         for partition in self.cohort.partitions:
@@ -202,7 +205,8 @@ class TrainingRound:
         run, answered = self.run, len(updates)
         needed, honest = self._round.exposure(answered)
         assert honest is not None
-        # On disk before the step: a killed server may have released this round's mean.
+        # Write to disk before the step, because a killed server may have released this round's
+        # mean.
         run.checkpoints.finish(honest)
         run.population.count(self.cohort.units, honest, requests=needed)
         run.progress.row |= {"answered": answered, **self._round.measures}
@@ -234,8 +238,8 @@ class TrainingRound:
     def _checked(self, result: tuple[records.Arrays, State]) -> tuple[records.Arrays, State]:
         """Return the result of a method's step; refuse one that no later round could use.
 
-        Accepted updates are finite, so if the next model is not, the step is at fault and no
-        client.
+        Accepted updates are finite. If the next model is not finite, the step is therefore at
+        fault, not a client.
         """
         step = f"the server's step of {self.run.method.label}"
         if not (isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], State)):
@@ -281,8 +285,8 @@ def read_honest_update(
     base : Arrays
         Names, shapes and dtypes of an upload.
     requests : Requests
-        The messages of the round. They tell which partition sent a reply, and which model it
-        received.
+        The messages of the round. They tell which partition sent a reply, and which model this
+        partition received.
 
     Raises
     ------

@@ -1,8 +1,8 @@
 """Uploads in the server's process, which become Flower's records only when a caller reads them.
 
-For a hundred small models, records cost more than training. An `UploadReply` carries plain arrays,
-and builds Flower's records as soon as a caller reads its ``content``. The strategies of this
-package read the arrays.
+For a hundred small models, making Flower's records takes longer than training. An `UploadReply`
+carries plain arrays, and builds Flower's records as soon as a caller reads its ``content``. The
+strategies of this package read the arrays.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Update:
 
     @property
     def payload(self) -> int:
-        """Bytes of the arrays as Flower would serialise them."""
+        """Number of bytes that the arrays take as Flower would serialise them."""
         return sum(array_bytes(array.shape, array.dtype) for array in self.arrays.values())
 
     def content(self) -> RecordDict:
@@ -100,7 +100,7 @@ def sender_of(reply: Message) -> int:
 
 
 def payload_bytes(messages: Iterable[Message]) -> int:
-    """Return the bytes of all serialised arrays in messages; the rest of a message is small."""
+    """Return the number of bytes of all serialised arrays in messages; other content is small."""
     total, sizes = 0, dict[int, int]()
     for message in messages:
         if isinstance(message, UploadReply) and (update := message.update) is not None:

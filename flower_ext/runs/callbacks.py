@@ -18,8 +18,8 @@ class Callback:
 
     Beware: only the server's operator should read the directory. Scores that clients report at
     evaluation are not noised, and no guarantee covers them. Amplification by sampling assumes that
-    nobody knows the size of a cohort. A callback that sends rows elsewhere reveals both to its
-    readers.
+    nobody knows the size of a cohort. A callback that sends rows elsewhere reveals scores and
+    cohort sizes to its readers.
 
     The first exception of a callback is logged; no exception ends the run. The run waits for each
     call to return.

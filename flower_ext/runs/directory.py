@@ -12,11 +12,11 @@ file                   content
 ``model.safetensors``  the global model
 ``use.json``           what a client needs to build its own model from the global one
 ``checkpoints/``       state from which the run can be resumed
-``secrets/``           noise that only the server may know, with correlated noise
+``secrets/``           state of correlated noise, which only the server may know
 ``report.md, .html``   the report
 =====================  ====================================================================
 
-Only the server's operator may read the files, except the model (mode 0600). They reveal which
+Only the server's operator may read the files (mode 0600), except the model. They reveal which
 clients were drawn, how many, and the un-noised values that clients reported.
 """
 

@@ -1,4 +1,4 @@
-"""Figures of a run: each is an SVG file, beside a CSV file with the same numbers."""
+"""Figures of a run: for each, an SVG file and a CSV file with the same numbers."""
 
 from __future__ import annotations
 
@@ -235,7 +235,7 @@ def save_figure(
 ) -> Path:
     """Write a figure as ``name.svg``, and its numbers as ``name.csv``; return the SVG's path."""
     folder.mkdir(parents=True, exist_ok=True)
-    if figure.legends:  # a legend beside the axes: measuring its room takes long
+    if figure.legends:  # a legend beside the axes: measuring its size takes long
         figure.set_layout_engine("constrained")
     elif figure.get_layout_engine() is None:
         figure.subplots_adjust(left=0.13, right=0.97, bottom=0.16, top=0.87)

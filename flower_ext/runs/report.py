@@ -23,7 +23,7 @@ from flower_ext.runs.page import Markup, to_markdown, write_page
 from flower_ext.runs.study import account_values, study_values
 
 _MOST_SHOWN = 10
-"""Most scores reported by few clients that the report names."""
+"""Largest number of scores that the report names, of those that few clients report."""
 
 
 def write_report(run: RunDirectory) -> Path:

@@ -41,7 +41,7 @@ INCIDENTAL = frozenset({*PATHS, "resume", "connect-timeout", "round-timeout"})
 """Settings of places and waiting times, on which no result depends."""
 
 RECORDED = ("planned-rounds", "data-source")
-"""Names of entries that apps record in a run's configuration beside their settings."""
+"""Names of entries that apps record in a run's configuration in addition to their settings."""
 
 
 class UnfitSetting(InvalidValue):

@@ -25,7 +25,7 @@ _VIEWS = {
     AdversaryView.EACH_UPLOAD: "each upload",
 }
 _RUN_COLUMNS = ("run", "method", "rounds", "δ", *(f"ε: {words}" for words in _VIEWS.values()))
-"""Header of a table of the runs, each with ε of the run alone, by what the adversary sees."""
+"""Header of the table of runs: a row has ε of one run alone, with one column per adversary view."""
 
 
 def _run_row(run: RunSpend) -> tuple[str, ...]:

@@ -53,7 +53,7 @@ def client_app(
         anybody who knows the seed can remove the noise. The owner of a SuperNode can forbid such
         noise by ``--node-config "require-secure-noise=true"``.
     queries : Sequence[type[VectorQuery]]
-        Kinds of queries that clients answer, beside `SecureScores`.
+        Kinds of queries that clients answer, in addition to `SecureScores`.
     """
     app = MethodsApp()
     kinds: dict[str, type[VectorQuery]] = {"scores": SecureScores}
@@ -110,12 +110,12 @@ def _answer_question(side: ClientSide, message: Message, context: Context) -> Me
 
 
 def _of_method(side: ClientSide, message: Message, context: Context) -> ArrayRecord:
-    """Answer a question of the method."""
+    """Answer a question that the server asks for the method."""
     if side.method.answer is None:
         raise tellable(
             InvalidValue(
                 f"{side.method.name}: the server sent a question, but this ClientMethod answers "
-                "none; give it an answer="
+                "none; create it with ClientMethod(answer=...)"
             )
         )
     policy = side.policy(context)
@@ -132,7 +132,7 @@ def _of_method(side: ClientSide, message: Message, context: Context) -> ArrayRec
 
 
 def _of_weighted_sum(side: ClientSide, message: Message, context: Context) -> ArrayRecord:
-    """Take a step of the set-up of a weighted sum, or of a secret draw."""
+    """Answer one step in the set-up of a weighted sum, or in a secret draw of users."""
     if not side.method.takes_weighted_sums:
         raise tellable(
             InvalidValue(f"{side.method.name} takes no weighted sum: run UldpAvg or UldpSgd")
@@ -165,8 +165,8 @@ def _state(side: ClientSide, message: Message, context: Context) -> ArrayRecord:
     """Return the training round in which this client last stored memory, or 0 if it has none.
 
     The client loads the memory to make sure that it is readable. With ``report-size``, the answer
-    includes the number of training examples, as a reply to a training does. With ``forget``, the
-    client first deletes everything that it remembers of the named runs.
+    includes the number of training examples, as a reply to a training message does. With
+    ``forget``, the client first deletes everything that it remembers of the named runs.
     """
     round_entries = message.content.config_records[records.ROUND]
     if "forget" in round_entries:

@@ -30,12 +30,12 @@ from flower_ext.training.side_by_side import Steps, Training, check_yielded
 from flower_ext.training.validation import RUNNING_STATISTICS
 
 Contribution = Params | BoundedSum | HiddenSum
-"""A client's update, or its whole model, before bound and noise."""
+"""A client's update, or its whole model, before clipping and noise."""
 
 
 @dataclass(kw_only=True)  # a frozen class would take six times as long to make
 class ClientWork:
-    """The input of a method on one client in one round, which the method must not change.
+    """The input of a method on one client in one round; the method must not change the input.
 
     Attributes
     ----------
@@ -83,7 +83,7 @@ class ClientWork:
 
     @property
     def state(self) -> Mapping[str, Params]:
-        """The server's array records beside the model, by name."""
+        """The server's array records other than the model, by name."""
         return self.request.state
 
     @property
@@ -93,7 +93,7 @@ class ClientWork:
 
     @property
     def settings(self) -> Mapping[str, float]:
-        """The method's own numbers."""
+        """The method's own numbers by name, such as a regularisation weight."""
         return self.request.settings
 
     @property
@@ -115,19 +115,19 @@ class ClientWork:
     def protection(self) -> Protection:
         """The plan's protection of the upload.
 
-        A method that bounds units adds them up by its ``sum_units``; the client side applies
+        A method that bounds units adds them up by `Protection.sum_units`; the client side applies
         everything else.
         """
         return self.request.protection
 
     def weighted_part(self, num_users: int, clipping_norm: float) -> SiloPart | LostPart | None:
-        """Open this silo's part of a `weighted_sum`; None if the method weighs its users itself."""
+        """Open this silo's part of a `weighted_sum`; return None if the run has no such sum."""
         vault = ClientVault(self.policy.context, self.method.name)
         message = self.request.sums.get(records.WEIGHTED_SUM)
         return open_part(message, vault, self.round, num_users, clipping_norm)
 
     def draw_users(self, sampling: PoissonSampling) -> list[int]:
-        """Draw the round's users as all other silos do, once a round (see `user_draws`)."""
+        """Return the users that all silos draw for a round, only once (see `user_draws`)."""
         context = self.policy.context
         vault, run = draws_vault(context, self.method.name), (self.request.run, context.run_id)
         return draw_users(self.task, vault, run, self.round, sampling)
@@ -148,9 +148,10 @@ class ClientWork:
         """Return a training of ``params`` with the settings of ``phase``, for the method to yield.
 
         The training changes only the parameters for whose names ``trained`` returns True. The
-        method yields it, and the result of that ``yield`` is the trained model. Do not change it in
-        place, because clients may share the parts that were not trained. A client without examples
-        gets ``params`` back, so that its upload does not reveal that it has none.
+        method yields the training, and the result of that ``yield`` is the trained model. Do not
+        change this model in place, because clients may share the parts that were not trained. A
+        client without examples gets ``params`` back, so that its upload does not reveal that there
+        are no examples.
 
         ``terms`` are added to the loss. ``examples`` are the part of the client's training examples
         to train on, by default all of them.
@@ -179,10 +180,11 @@ class LocalResult:
     Attributes
     ----------
     model : Params, optional
-        The trained model; the client sends its difference to the received one.
+        The trained model; the client sends its difference to the received model.
     update : Params, BoundedSum or HiddenSum, optional
-        An upload in place of a model. If the plan's units are not the clients, it is a sum over
-        units with a bound on each unit's part; a `HiddenSum` is encrypted together with its noise.
+        An upload in place of a model. If the plan's units are not the clients, the update is a sum
+        over units with a bound on each unit's part; a `HiddenSum` is encrypted together with its
+        noise.
     memory : Params or Callable, optional
         The client's new memory, which never leaves the client. Give a function of the released
         update if the server computes a counterpart of the memory from that update.
@@ -296,13 +298,13 @@ def personal_model(work: ClientWork) -> Params:
 
 
 def personal_part(work: ClientWork) -> Params:
-    """Return the parameters that the server does not share: from memory, or the initial ones.
+    """Return the parameters that the server does not share: those in memory, or initial ones.
 
     Raises
     ------
     InvalidValue
         The server shares every parameter, running statistics, or parameters that it did not share
-        in earlier rounds. The client refuses, so that its personal part never leaves it.
+        in earlier rounds. The client refuses, so that its personal part stays on the client.
     """
     for name in work.received:
         if name.rpartition(".")[2] in RUNNING_STATISTICS:

@@ -65,7 +65,7 @@ class CohortApp(ClientApp):
         try:
             with isolated():
                 contents = answer(messages, contexts, memory_limit=memory_limit)
-        except Exception as error:  # in a shared part, such as the task
+        except Exception as error:  # in a part that clients share, such as the task
             contents = [error] * len(messages)
         replies = []
         for message, context, state, content in zip(

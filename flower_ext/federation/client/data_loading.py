@@ -40,7 +40,7 @@ def checked_data(task: Task, request: ClientRequest, partition: int) -> ClientDa
     _check_size(num_examples, request.protection)
     if request.kind != "train" or num_examples == 0:
         return data
-    try:  # a trial of the model may be impossible with examples of this kind
+    try:  # the model may fail on examples of this kind
         refuse_state_between_trainings(task, data.train)
     except Exception as error:
         if is_tellable(error) or not hide_errors:

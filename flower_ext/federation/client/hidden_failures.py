@@ -1,9 +1,9 @@
-"""Hide from the server that a client's code failed, because an error reveals a record.
+"""Hide from the server that a client's code failed, because an error may reveal a record.
 
 Any error in code that reads a client's data may be due to the data: a training, the loss, the
-method, `Task.data`. Where noise protects the whole upload, a client that fails uploads what it
-would upload without the part that failed, bounded and noised like every upload. The reason stays
-in the client's own log.
+method, `Task.data`. If noise protects the whole upload, a client continues without the part that
+failed, and bounds, noises and sends the result like every upload. The reason stays in the client's
+own log.
 
 ==========================  ==============================================================
 what fails                  the client continues with
@@ -47,11 +47,15 @@ def result_hiding_failures(
 ) -> Steps[LocalResult]:
     """Run ``local_update``, and hide what fails as far as the client's protection allows.
 
-    A `tellable` error depends on no data and is always raised. If noise protects each step, not the
-    whole upload, a protection does not hide failures. Then only trainings without noise may fail
-    unseen, such as that of a personal model: no record can make a noised step fail, so any other
-    error is a fault of the method and is raised. Where the upload must be a sum over units, the
-    received model cannot take its place, so an error without examples is raised too.
+    If the protection neither hides failures nor bounds models, every error is raised. Otherwise the
+    function hides errors, except in these cases:
+
+    * A `tellable` error is raised, because it depends on no data.
+    * If noise protects the local steps and not the whole upload, only trainings without noise may
+      fail unseen, such as the training of a personal model. Any other error is a fault of the
+      method and is raised, because no record can make a noised step fail.
+    * If the upload must be a sum over units, an error that also occurs without examples is raised,
+      because the received model cannot take the place of such a sum.
     """
     protection = work.protection
     if not (protection.hides_failures or protection.bounds_models):
@@ -94,9 +98,9 @@ def _finite_result(
 
 
 def _model_or_start(training: Training) -> Steps[Any]:
-    """Return the model of a training, or the parameters before it if one without noise fails.
+    """Return the trained model, or the initial parameters if a training without noise fails.
 
-    If the training is without noise, they are finite.
+    After a training without noise, what is returned is finite.
     """
     try:
         model = yield training

@@ -1,7 +1,8 @@
 """A client's node: what its owner permits, and the task on the owner's device.
 
-The owner sets limits, because the server chooses the plan and a client cannot check it: a client
-does not know how many other clients there are. It never takes a path from the server.
+The owner sets limits, because the server chooses the plan and a client cannot check the plan. For
+example, a client does not know how many other clients there are. A client never takes a path from
+the server.
 """
 
 from __future__ import annotations
@@ -39,8 +40,8 @@ class NodePolicy:
     * ``least-noise-multiplier=0.1``: the smallest noise that the client itself adds, in clipping
       norms. The client then refuses training whose upload it does not noise itself. It also
       refuses objective perturbation, which has no noise multiplier.
-    * ``require-secure-sum=true``: nothing about a client's data leaves it but in secure sums.
-    * ``keep-memory=true``: the client never deletes what it remembers because the server asks.
+    * ``require-secure-sum=true``: the client sends what depends on its data only in secure sums.
+    * ``keep-memory=true``: the client refuses if the server asks it to delete what it remembers.
     * ``least-sum-members``, ``least-sum-threshold-share``, ``sum-identity-key``, ``sum-members``,
       ``sum-colluders`` and ``least-honest-answers``: the secure sums in which the client takes part
       (see `SumLimits`).
@@ -90,7 +91,7 @@ class NodePolicy:
         return self.allow_seeded_noise and not self.context.node_config.get("require-secure-noise")
 
     def admit(self, request: ClientRequest) -> NoiseSource:
-        """Refuse a request that the owner does not permit; return the noise for its upload.
+        """Refuse a request that the owner does not permit; return the upload's source of noise.
 
         Raises
         ------
@@ -111,7 +112,7 @@ class NodePolicy:
             The node's owner requires more noise.
         """
         least = float(self.context.node_config.get("least-noise-multiplier", 0.0))
-        # A share of exactly the least noise may be smaller by a rounding.
+        # Rounding may make a share of exactly the least noise a little smaller.
         if not (multiplier := protection.noise_multiplier) >= least * (1 - _ROUNDING):
             raise PermissionError(
                 f"the server asks for a noise multiplier of {multiplier:g} on this client's "
@@ -124,7 +125,7 @@ class NodePolicy:
         return SumLimits.of(self.context.node_config)
 
     def check_way_out(self, message: str, *, in_sum: bool) -> None:
-        """Refuse a ``message`` about the client's data outside secure sums, if the owner asks.
+        """Refuse to send ``message`` outside a secure sum, if the node's owner requires such sums.
 
         Raises
         ------
@@ -140,7 +141,7 @@ class NodePolicy:
             )
 
     def check_forgetting(self) -> None:
-        """Refuse to delete memory because the server asks, if the node's owner forbids it.
+        """Refuse the server's request to delete memory, if the node's owner forbids deletion.
 
         Raises
         ------

@@ -61,14 +61,14 @@ def work_of(
         terms=objective_terms(request.model, len(data.train), protection, noise),
         noise=policy.noise(request.entries, "training-noise"),
         step_noise={} if in_steps is None or phase is None else {phase: in_steps},
-        # Libraries may round differently in a batch, and a batch must not show in the bits of an
-        # upload.
+        # Libraries may round differently in a batch, but an upload must not depend on its batch, in
+        # any bit.
         batch_invariant=not alone and protection.bounds_uploads,
     )
 
 
 def _load(store: ClientMemory, method: ClientMethod, request: ClientRequest) -> Params | None:
-    """Load the newest memory from before this training round, or for an evaluation, of this one."""
+    """Load the newest memory from before this round; for an evaluation, also from this round."""
     used = request.entries.get("remembered")
     if method.memory is Memory.MIRRORED and request.kind == "train" and used is not None:
         _go_back(store, used)

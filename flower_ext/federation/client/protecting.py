@@ -1,4 +1,4 @@
-"""A client's upload: bound and noise the method's result, seal it, and store its memory.
+"""Make a client's upload: bound, noise and seal the method's result, and store its memory.
 
 There are two kinds of protection. Client- and user-level privacy bounds and noises a client's
 *update*. Record-level privacy protects the records behind the client's whole *model*, by noise on
@@ -113,7 +113,8 @@ def protected(
         The method bounds each unit's part of the update and the plan does not expect that, or the
         reverse; or the method's bound is larger than the plan's.
     """
-    # A sum over units says how far one unit moves it; clipping the whole would not.
+    # A sum over units states how far one unit moves it. Clipping the whole sum would not bound
+    # that.
     if isinstance(update, BoundedSum | HiddenSum) or protection.of_units:
         return _noised_sum(update, received, protection, noise)
     released = protection.released(update, noise)
@@ -132,7 +133,7 @@ def _noised_sum(
     if (
         not isinstance(update, BoundedSum | HiddenSum)
         or not (isinstance(protection, ClipAndNoise) and protection.of_units)
-        or not update.bound <= protection.clipping_norm  # also if it is NaN
+        or not update.bound <= protection.clipping_norm  # true also for NaN
         or getattr(update, "cell", None) != protection.cell
     ):
         raise tellable(
@@ -141,19 +142,19 @@ def _noised_sum(
                 f"expects {_bound_of(protection)}"
             )
         )
-    if isinstance(update, HiddenSum):  # it adds the noise to what it hides
+    if isinstance(update, HiddenSum):  # `encrypt` adds the noise before it encrypts
         zeros = {n: torch.zeros_like(p, dtype=torch.float64) for n, p in received.items()}
         return update.encrypt(noise.gaussian(zeros, protection.noise_stddev))
     noised = protection.noised(update.value, noise)
     if protection.cell is not None:
         return noised
     sent = {name: torch.as_tensor(value) for name, value in noised.items()}
-    # A sum may have an array that no model has, such as the sides of adaptive clipping.
+    # A sum may have an array that no model has, such as the array `SIDE` of adaptive clipping.
     return {n: v.to(received[n].dtype) if n in received else v for n, v in sent.items()}
 
 
 def _bound_of(value: object) -> str:
-    """Return the bound on each unit's part, by a sum or by a protection, for an error."""
+    """Return, for an error, the bound that a sum or a protection sets for each unit's part."""
     if isinstance(value, BoundedSum | HiddenSum):
         bound = f"a bound of {value.bound:g}"
     elif isinstance(value, ClipAndNoise) and value.of_units:
@@ -165,7 +166,7 @@ def _bound_of(value: object) -> str:
 
 
 def _metrics(work: ClientWork, result: LocalResult, contribution: Contribution) -> dict[str, float]:
-    """Return the numbers that leave the client beside its update."""
+    """Return the numbers that leave the client in addition to its update."""
     entries, protection = work.request.entries, work.protection
     metrics: dict[str, float] = {}
     if entries.get("report-size"):

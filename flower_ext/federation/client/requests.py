@@ -23,7 +23,7 @@ T = TypeVar("T")
 _OF_SUMS = (records.SECURE_SUM, records.WEIGHTED_SUM)
 """Array records that hold a protocol's bytes. The arrays of all other records become tensors."""
 _IN_THE_CLEAR = ("report-size", "diagnostics", "training-loss")
-"""Entries of a request for numbers about the client's data beside its update."""
+"""Entries that ask for un-noised numbers about the client's data, in addition to the update."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +35,7 @@ class ClientRequest:
     kind: str = "train"
     protection: Protection = field(default_factory=Protection)
     entries: Mapping[str, Any] = field(default_factory=lambda: {"number": 1, "seed": 0})
-    """Entries of the round's record, among them those of the protection."""
+    """Entries of the round's record, including the entries of the protection."""
     state: Mapping[str, Params] = field(default_factory=dict)
     sums: Mapping[str, Arrays] = field(default_factory=dict)
     """The server's messages for the sum of the round, by the record's name."""
@@ -46,7 +46,7 @@ class ClientRequest:
 
     @property
     def is_summed(self) -> bool:
-        """True if the answer is masked, with nothing in the clear beside it."""
+        """True if the whole answer is masked, so that no number leaves the client in the clear."""
         if any(self.entries.get(name) for name in _IN_THE_CLEAR):
             return False
         is_masked = records.SECURE_SUM in self.sums and self.protection.cell is not None
@@ -114,7 +114,7 @@ def read_each(
             raise InvalidValue(
                 f"the server's model has {extra}: expected only parameters of this task's model, "
                 "as in ArrayRecord(task.initial_params(0))"
-                + (f"; {', '.join(known)}, and travels by that name" if known else "")
+                + (f"; {', '.join(known)}, and is sent under that name" if known else "")
             )
         round_entries = dict(configs[records.ROUND])
         protection = check_entries(round_entries) or Unprotected()

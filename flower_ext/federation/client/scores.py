@@ -1,4 +1,4 @@
-"""Scores, without noise, of the models that clients would use, on each client's own examples."""
+"""Score the model that each client would use on the client's own examples, without noise."""
 
 from __future__ import annotations
 
@@ -61,7 +61,8 @@ def _scores(
 
 def scores_record(work: ClientWork, scores: dict[str, float]) -> RecordDict:
     """Return the reply with a client's finite scores and its number of test examples."""
-    # A score may be undefined for these examples. The server would refuse the whole reply with it.
+    # A score may be undefined for these examples. Because of it, the server would refuse the whole
+    # reply.
     finite = {n: v for n, v in scores.items() if abs(v) <= LARGEST_VALUE}
     if lacking := sorted(set(scores) - set(finite)):
         log.warning("the scores %s of a client are not finite, so they are left out", lacking)

@@ -35,7 +35,7 @@ from flower_ext.training.side_by_side import Steps, check_whole, completed, side
 
 @dataclass(frozen=True)
 class ClientSide:
-    """Answers to messages of one method, for any number of clients at a time, one message each.
+    """Answers messages of one method, for any number of clients at a time, one message each.
 
     Parameters
     ----------

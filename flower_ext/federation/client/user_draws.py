@@ -1,10 +1,10 @@
-"""Draws of users that all silos make alike, without a message, and unknown to the server.
+"""Draw the same users in all silos, without a message and without the server's knowledge.
 
 Each silo draws the users of a round by a generator whose key is HMAC-SHA-256 of the run and the
-round under a secret that the silos share (`Task.draw_key`). The draws of different rounds are
-independent only if no round comes twice, so each silo remembers the newest round that it drew, and
-draws nothing where a restart would lose this memory. The server could otherwise ask for the same
-users under several models.
+round under a secret that the silos share (`Task.draw_key`). The draws are independent only if no
+round comes twice: the server could otherwise ask for the same users under several models. Each silo
+therefore remembers the newest round that it drew, and draws nothing if a restart would lose this
+memory.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def draw_users(
     vault : ClientVault
         Memory of the newest round that this silo drew (`draws_vault`).
     run : tuple of str and int
-        The run's name and Flower's id of it, which a resumed run does not keep.
+        The run's name, and Flower's run id, which is new in a resumed run.
     number : int
         Number of the round, from 1.
     sampling : PoissonSampling
@@ -50,7 +50,8 @@ def draw_users(
         raise tellable(
             ProtocolError(
                 f"the server asks for users of round {number}, but this silo drew those of round "
-                f"{newest} before: expected each round once, because its draw is the same again"
+                f"{newest} before: expected each round once, because a repeated round draws the "
+                "same users"
             )
         )
     vault.store(number.to_bytes(8))  # before anything leaves

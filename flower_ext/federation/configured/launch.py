@@ -1,4 +1,4 @@
-"""Start of a run from its settings: run directory, strategy, budget and report."""
+"""Start a run from its settings, with run directory, strategy, budget and report."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ AppSettings = TypeVar("AppSettings", bound=RunSettings)
 
 
 def settings(kind: type[AppSettings], context: Context) -> AppSettings:
-    """Return the settings of a run, with the number of rounds with which it began.
+    """Return the settings of a run; if it was resumed, with its first number of rounds.
 
     Parameters
     ----------
@@ -72,7 +72,7 @@ def start(
     planned_rounds : int, optional
         Number of rounds that a planner chose in place of ``rounds``; the run directory records it.
     notes : Mapping, optional
-        Further entries to record beside the settings.
+        Further entries to record in addition to the settings.
     callbacks : Sequence[Callback]
         Callbacks that follow the run.
     **options
@@ -112,7 +112,7 @@ def start(
         require_modules("personal", method.personal, task.shapes, task.factory.facts.tied)
         check_shareable(task.model(), method.personal)
         limit = _calibrated_budget(settings, plan)
-        # A wrapper need not train in every round.
+        # Do not check a wrapped strategy, because a wrapper need not train in every round.
         if run.resumed and wrapper is None and limit is not None and last > settings.rounds:
             raise UnfitSetting(
                 f"run-config rounds={last} of a resumed run: expected at most {settings.rounds}, "
@@ -154,7 +154,7 @@ def _budget(settings: RunSettings, plan: PrivacyPlan) -> Budget | None:
 
 
 def _calibrated_budget(settings: RunSettings, plan: PrivacyPlan) -> Budget | None:
-    """Return the ε for which the noise of a plan is provably calibrated; None if there is none."""
+    """Return the budget for which the noise is provably calibrated; None if there is none."""
     if not isinstance(settings, PrivacySettings) or settings.calibration != "provable":
         return None
     if settings.target is None or plan.rounds is None:

@@ -21,7 +21,7 @@ from flower_ext.training import LocalTraining
 
 
 def training(settings: TrainingSettings, **changes: Any) -> LocalTraining:
-    """Return the local training; ``changes`` override its fields, in place of the settings."""
+    """Return the local training that the settings describe; ``changes`` override its fields."""
     same = ("batch_size", "learning_rate", "learning_rate_decay", "momentum", "optimizer")
     options = {name: getattr(settings, name) for name in (*same, "weight_decay")}
     options["epochs"] = settings.local_epochs

@@ -11,7 +11,7 @@ from flower_ext.runs.settings import Settings, UnfitSetting
 
 @contextmanager
 def naming_settings(settings: Settings) -> Iterator[None]:
-    """Replace an error about a field by one about the setting of the same name."""
+    """Replace an error about a field by an error about the setting of the same name."""
     try:
         yield
     except InvalidValue as error:

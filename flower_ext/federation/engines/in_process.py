@@ -1,4 +1,4 @@
-"""A Grid that runs ClientApps in this process: the same Strategy and ClientApp, without Ray.
+"""A Grid that runs ClientApps in this process, unchanged and without Ray.
 
 Use it for tests and for research on one machine. Each client keeps its own Context. If a client
 raises, its reply is an error and its changes to its state are undone, as in Flower's simulation. A
@@ -26,7 +26,7 @@ from flower_ext.federation.engines.workers import Workers
 from flower_ext.training import MEMORY_LIMIT
 
 _YOUNG = 10_000
-"""Threshold of the garbage collector: objects that a round may make before it looks at them."""
+"""Number of new objects after which Python's garbage collector looks at them."""
 
 
 class InProcessGrid(Grid):
@@ -58,7 +58,8 @@ class InProcessGrid(Grid):
         self._app = client_app
         self._ids = count(1)
         self._replies: dict[str, Message] = {}
-        # As Flower's, so that a resumed run draws users and makes keys of its own.
+        # Random, like Flower's run ids, so that a resumed run draws its own users and makes its own
+        # keys.
         run_id = randbits(62)
         self.set_run(private.empty_run(run_id))
         # Node ids start above the server's id.
@@ -183,12 +184,14 @@ def run_in_process(
 def modules_uncollected() -> Iterator[None]:
     """Keep the garbage collector from walking through existing objects, such as imported modules.
 
-    A round makes thousands of small objects, which start the collector for a fifth of a second each
-    time. Most of them are gone after the round, so the collector also starts less often. If the
-    caller has set a threshold as high already, or has frozen objects (`gc.freeze`), this function
-    changes nothing.
+    A round makes thousands of small objects. They start the collector, which takes a fifth of a
+    second each time if it walks through everything. Most small objects are gone after the round, so
+    this function also raises the threshold from which the collector starts. If the caller has
+    already set a threshold as high, or has frozen objects (`gc.freeze`), this function changes
+    nothing.
     """
-    # The threshold comes first: Python counts frozen objects one by one, a million in 50 ms.
+    # Compare the threshold first, because Python counts frozen objects one by one, a million in 50
+    # ms.
     if gc.get_threshold()[0] >= _YOUNG or gc.get_freeze_count():
         yield
         return

@@ -61,12 +61,12 @@ class VirtualGrid(Grid):
         self._nodes: dict[int, int] = {}
 
     def set_run(self, run: Any) -> None:
-        """Set the run of the grid below."""
+        """Set the run of the wrapped grid."""
         self._grid.set_run(run)
 
     @property
     def run(self) -> Any:
-        """The run that the grid below belongs to."""
+        """The run that the wrapped grid belongs to."""
         return self._grid.run
 
     def create_message(
@@ -97,7 +97,7 @@ class VirtualGrid(Grid):
         raise NotImplementedError("VirtualGrid: call send_and_receive")
 
     def pull_messages(self, *arguments: Any, **options: Any) -> Iterable[Message]:
-        """Refuse to fetch replies that were not waited for; call `send_and_receive`."""
+        """Refuse to fetch replies separately; call `send_and_receive`, which waits for them."""
         raise NotImplementedError("VirtualGrid: call send_and_receive")
 
     def send_and_receive(

@@ -4,9 +4,9 @@ The server's process forks them, so they share what it has loaded. A client with
 its process for the whole run; a client without one goes to the process with the least work. Each
 process has one thread, because many small trainings gain more from processes than from threads.
 
-Processes only train. The server alone checks, bounds and adds each update, in the order of
-partitions, and discards it. Memory therefore stays bounded, and no bit of the sum depends on the
-number of processes.
+Worker processes only train. The server alone checks, bounds and adds each update, in the order of
+partitions, and then discards the update. Memory therefore stays bounded, and no bit of the sum
+depends on the number of processes.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from flower_ext.federation.uploads import Update, UploadReply
 
 
 class WorkerLost(FlowerExtError, RuntimeError):
-    """A worker process has ended, and the state of its clients is lost; the message names it."""
+    """A worker process, which the message names, has ended; its clients' state is lost."""
 
 
 class Workers:
@@ -62,14 +62,14 @@ class Workers:
         if count > 1 and "fork" not in multiprocessing.get_all_start_methods():
             raise InvalidValue(f"workers={count!r}: this system cannot fork processes; expected 1")
         self.count, self._answer, self._contexts = count, answer, contexts
-        # Neighbours share a process. A cohort is in order, so it begins with this process's
-        # replies, which come first.
+        # Clients with neighbouring numbers share a process. A cohort is sorted, so it begins with
+        # the clients of this process, whose replies come first.
         self._usual = {
             node: number * count // len(contexts) for number, node in enumerate(contexts)
         }
         self._homes: dict[int, int] = {}  # process of each client with a state
         self._others: list[_Worker] = []
-        self._threads = torch.get_num_threads()  # of this process, before and afterwards
+        self._threads = torch.get_num_threads()  # to restore when the workers have ended
 
     def ask(self, messages: Sequence[Message]) -> Iterator[Message]:
         """Return replies in the order of ``messages``; replies of other processes arrive later.
@@ -135,7 +135,7 @@ class Workers:
         return shares
 
     def _with_state(self, messages: Sequence[Message]) -> list[int]:
-        """Return the nodes, among those asked, that have a state in this process."""
+        """Return the nodes that ``messages`` are for and that have a state in this process."""
         nodes = [message.metadata.dst_node_id for message in messages]
         return [node for node in nodes if self._contexts[node].state]
 
@@ -150,7 +150,7 @@ class Workers:
         self.abandon()
 
     def abandon(self) -> None:
-        """End the remaining other processes at once."""
+        """End the other processes that still run, at once."""
         for worker in self._others:
             worker.channel.close()
             worker.process.terminate()
@@ -188,8 +188,8 @@ class Workers:
 
     def _serve(self, channel: _Channel, other_end: _Channel) -> None:
         """Answer for this process's clients until the server's process ends or asks to stop."""
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the server's process ends the others
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # by SIGTERM
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the server's process,
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # which ends the workers by SIGTERM
         torch.seed()  # so that processes draw different numbers
         for other in (other_end, *(earlier.channel for earlier in self._others)):
             other.connection.close()  # else this process would never see the server's end close

@@ -167,8 +167,8 @@ class Checkpoints:
     def times_asked(self, query: str) -> int:
         """Return how often the server asked a query.
 
-        The number is 0 if rounds repeat bit for bit (`repeats`), because a repeated query then
-        needs no number of its own.
+        If rounds repeat bit for bit (`repeats`), ``begun.jsonl`` records no queries, and the number
+        is 0.
         """
         if self.repeats:
             return 0

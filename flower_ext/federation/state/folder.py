@@ -4,11 +4,11 @@
 node config           meaning
 ====================  =====================================================
 ``state-folder``      the folder; without it, memory and keys live in Flower's ``context.state``
-``state-key-file``    32 random bytes with which its files are encrypted
+``state-key-file``    a file of 32 random bytes, which encrypt the folder's files
 ====================  =====================================================
 
-Keys are in its subfolder `SECRETS`. Leave that folder out of backups: a client that continues from
-an older state could use a mask twice, and two messages under one mask reveal their difference.
+Keys are in the subfolder `SECRETS`. Leave that subfolder out of backups: a client that continues
+from an older state could use a mask twice, and two messages under one mask reveal their difference.
 
 A SuperNode reads these values from its own node config only, because a server must not name paths
 on other people's machines. A simulation, where one person owns everything, reads the run's
@@ -96,8 +96,8 @@ class StateFolder:
         if self.key is None:
             if sealed:
                 raise Damaged(
-                    f"{file} is encrypted: name the file with its key as state-key-file, a node's "
-                    "in its node config"
+                    f"{file} is encrypted: name the file with its key as state-key-file; a node "
+                    "names it in its node config"
                 )
             return content
         if not sealed:

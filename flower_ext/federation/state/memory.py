@@ -26,14 +26,14 @@ from flower_ext.training import Params
 
 _GROUP = "memory"
 _EARLIER = 2
-"""Older versions to keep in a folder. If a checkpoint is damaged, a repeated round needs them."""
+"""Number of older versions in a folder. If a checkpoint is damaged, a repeated round needs them."""
 
 _PERMANENT = "permanent"
-"""End of the names of records that nobody removes."""
+"""Ending of the names of records that nobody removes."""
 
 _SECRETS_SECONDS = 24 * 60 * 60
-"""Age at which a run's secrets are removed when another run begins. A run stores them in each round
-that a client takes part in, and two runs may use a folder at the same time."""
+"""Age in seconds at which a run's secrets are removed when another run begins. Younger secrets may
+be those of a run in progress: it stores them anew in each round that the client takes part in."""
 
 
 class ClientMemory:
@@ -166,9 +166,9 @@ class _InFolder:
 class ClientVault:
     """Secret bytes of one client and method: keys, and a record of their use.
 
-    A SuperNode saves the context's state only after it received the reply, and loses it when it
-    stops. If its owner names a folder (``--node-config "state-folder='/path'"``), every change is
-    on disk before `store` returns, in a file that only its owner can read.
+    A SuperNode saves the context's state only after the ClientApp has replied, and loses this state
+    when it stops. If the owner names a folder (``--node-config "state-folder='/path'"``), every
+    change is on disk before `store` returns, in a file that only the owner can read.
 
     Load the bytes, take one step, store the outcome, and only then send it. If two processes do so
     at the same time, the folder accepts one outcome, and the other process sends nothing.
@@ -236,9 +236,9 @@ class ClientVault:
 def forget_client(context: Context, runs: Sequence[str]) -> None:
     """Delete everything that a client keeps of ``runs``: memory of all methods, and its keys.
 
-    Permanent records stay: they are of what the client did, and not of its data. Memory in a
-    context's state is that of the context's run only. Memory of other runs that is not in a folder
-    vanishes with the SuperNode's process.
+    Permanent records stay, because they tell what the client did and nothing about its data. A
+    context's state holds the memory of the context's run only. Memory of other runs that is not in
+    a folder vanishes with the SuperNode's process.
     """
     for name in [*context.state]:
         if name.startswith("flower_ext.") and not name.endswith(f".{_PERMANENT}"):

@@ -1,8 +1,8 @@
 """Secret state from which the server continues the correlated noise of its rounds.
 
 The state of training round t holds the noise of that round and what the next one needs. It is on
-disk before the server asks any client of round t. So no model can leave the server whose noise a
-resumed run would draw again or not remember:
+disk before the server asks any client of round t. A resumed run therefore remembers the noise of
+every model that has left the server, and never draws that noise again:
 
 ======================================  =======================================================
 the process ends                        the resumed run
@@ -13,9 +13,9 @@ after that                              counts round t, also if no client was as
 ======================================  =======================================================
 
 Noise serves one attempt of one round at most, so a discarded round has used its noise, too. If the
-state is of an earlier round, or of more than one round later, the run does not continue: it has an
-older copy of the state or of its checkpoints, and would use noise twice. Under a seed (``repeats``)
-nothing is stored, because the seed gives all numbers again.
+state is of an earlier round than the checkpoint, or of more than one round later, the run does not
+continue: the state or the checkpoints are an older copy, and the run would use noise twice. Under a
+seed (``repeats``) nothing is stored, because the seed gives all numbers again.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class NoiseStream:
     Parameters
     ----------
     matrix : StrategyMatrix
-        Matrix of a new run; a resumed one keeps that with which it began.
+        Matrix of a new run; a resumed run keeps the matrix with which it began.
     folder : StateFolder, optional
         Folder of the state; None to keep it in memory, or if a seed gives it again.
 
@@ -59,9 +59,9 @@ class NoiseStream:
     def has_unnoted(self, rounds: int) -> bool:
         """Return True if a process ended between storing a round's noise and noting the round.
 
-        No client was asked for that round. It counts nevertheless, with its cohort, and its noise
-        stays unused: if the note was lost instead, as with an older copy of the checkpoints, a
-        model has it.
+        As a rule, no client was asked for that round then. But the note may also have been lost,
+        with an older copy of the checkpoints, and a model with that noise may have left the server.
+        The round therefore counts, with its cohort, and its noise stays unused.
 
         Parameters
         ----------
@@ -78,11 +78,11 @@ class NoiseStream:
         Parameters
         ----------
         like : Mapping[str, ndarray]
-            Names and shapes.
+            Names and shapes of the noise's arrays.
         source : Callable[[int], NoiseSource]
             Returns the source of a round's fresh numbers.
         repeats : bool
-            True if the source gives the same numbers again.
+            True if ``source`` gives the same numbers again when it is called again.
 
         Raises
         ------

@@ -8,7 +8,7 @@ stage      message of the server                    answer of a client
 =========  =======================================  ===============================================
 ``begin``  invitation                               public keys
 ``keys``   the neighbours' keys                     secret shares, sealed for each neighbour
-delivery   sealed shares, beside the round's query  contribution and masks (`seal`)
+delivery   sealed shares, with the round's query    contribution and masks (`seal`)
 question   who was lost                             secret shares that unmask the sum
 =========  =======================================  ===============================================
 
@@ -120,7 +120,7 @@ class OpenMaskedSum(OpenSum):
         # Drawn after the cohort, so colluding clients cannot choose their neighbours.
         graph = graph_of(secure_generator().permutation(size).tolist(), neighbours)
         self._context = RoundContext(
-            run=secrets.token_bytes(16),  # a repeated round is a new one
+            run=secrets.token_bytes(16),  # new also for a repeated round
             round_number=opening.number,
             members=size,
             graph=graph_digest(graph),
@@ -226,7 +226,7 @@ class OpenMaskedSum(OpenSum):
         return message
 
     def _report_faults(self) -> None:
-        """Name the clients whose shares could not be opened, or did not fit the other shares."""
+        """Report the clients whose shares could not be opened, or did not fit the other shares."""
         for (member, fault), neighbours in sorted(
             self._server.faults.items(), key=lambda entry: entry[0][0]
         ):

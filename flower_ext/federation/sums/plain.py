@@ -19,7 +19,7 @@ class PlainSum(Summation):
     """Sums that the server computes from the clients' single contributions."""
 
     def open(self, opening: Opening) -> OpenSum:
-        """Begin the sum of one round; no client needs to be asked before."""
+        """Begin the sum of one round, without a message to the clients."""
         return _OpenPlainSum(self.mechanism, opening)
 
 

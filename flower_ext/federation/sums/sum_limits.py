@@ -18,7 +18,8 @@ class SumLimits:
     Parameters
     ----------
     identities : Identities or None
-        With them, the node takes part in signed sums only; without, in unsigned ones only.
+        The node's signing key and the members' public keys. With them, the node takes part in
+        signed sums only; without them, in unsigned sums only.
     least_members : int
         Least number of members whose vectors are in a sum.
     least_threshold_share : float
@@ -64,8 +65,8 @@ class SumLimits:
         Raises
         ------
         PermissionError
-            Fewer members, or a smaller share of a member's neighbours, suffice to unmask; or a sum
-            of fewer honest members may become known.
+            Fewer members than the owner permits, or a smaller share of a member's neighbours,
+            suffice to unmask; or a sum of fewer honest members may become known.
         """
         if context.least_answers < self.least_members:
             raise PermissionError(

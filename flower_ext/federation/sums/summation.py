@@ -58,7 +58,7 @@ class OpenSum(ABC):
     cohort : Cohort
         The clients that contribute: those of the opening, without any that dropped out since.
     measures : Mapping[str, float]
-        Numbers for the row of the round, such as seconds.
+        Numbers for the metrics of the round, such as seconds.
     """
 
     cohort: Cohort
@@ -133,7 +133,7 @@ class Summation(ABC):
         return ""
 
     def connect(self, clients: Clients, model: Arrays) -> Mapping[str, float]:
-        """Set up keys between the clients, once a process; return seconds and sizes to record."""
+        """Set up keys between the clients, once per process; return seconds and sizes to record."""
         return {}
 
     @abstractmethod
@@ -155,7 +155,7 @@ class Summation(ABC):
         return {}
 
     def restore(self, state: Mapping[str, Arrays]) -> None:  # noqa: B027 - most have no state
-        """Restore the `state` of a checkpoint; after `connect` if the run continues."""
+        """Restore a checkpoint's `state`; call it after `connect` if the run continues."""
 
 
 def bytes_record(name: str, data: bytes) -> ArrayRecord:

@@ -12,7 +12,7 @@ stage      message of the server                    answer of a silo
 =========  =======================================  ===============================================
 set-up     a query for each `ProtocolStep`          the answer to that step
 (draw)     an offer, to silo 0                      the silos' choices, which the server cannot read
-training   encrypted weights, beside the query      its masked sum, or a notice of lost keys
+training   encrypted weights, with the query        its masked sum, or a notice of lost keys
 =========  =======================================  ===============================================
 
 The server draws users by their places in an order that only the silos know, unless the protocol
@@ -65,7 +65,7 @@ WEIGHTS, SUM, LOST = "weights", "sum", "lost"
 """Names of the only array in a message: weights to train with, or in a reply a masked sum or a
 notice of lost keys. In any other message, and in its answer, the array has the name of the step."""
 _SPOILED_AT_FIRST = 3
-"""Number of sums after which a run ends if all of them were spoiled, as later ones will be."""
+"""Number of sums after which a run ends if all were spoiled, that is, too large to be real sums."""
 _STATE, _COSTS = "sum.costs", ("sensitivity", "approximation_error")
 """A group of the state, and its numbers, which are fields of the mechanism."""
 
@@ -104,7 +104,7 @@ class WeightedSum(Summation):
         The plan does not fit.
     """
 
-    repeats = False  # keys, blinds and dither are secret
+    repeats = False  # secret keys, blinds and dither are new
     brings_weights = True
     mechanism: NoisedSum
 
@@ -128,9 +128,9 @@ class WeightedSum(Summation):
         self._num_silos = 0
         self._server: ServerParty[Any, Any] | None = None
         self.keys_lost = False
-        """True if all silos set up anew before the next round, as one may have lost its keys."""
+        """True if all silos must set up anew before the next round: one may have lost its keys."""
         self.spoiled: int | None = 0
-        """Number of sums if all of them were spoiled; None after the first sound one."""
+        """Number of sums so far, all of them spoiled; None once a sum was sound."""
 
     def check(self, method: MethodTraits, *, diagnostics: bool) -> None:
         """Refuse a method without silos or without weights by records, and refuse diagnostics."""
@@ -207,7 +207,7 @@ class WeightedSum(Summation):
         return self._server
 
     def _set_up(self, clients: Clients, model: Arrays) -> None:
-        """Set up fresh keys, seeds and counts; raise the run's costs if this set-up costs more."""
+        """Set up fresh keys, seeds and counts; raise the run's privacy costs if these cost more."""
         coordinates = sum(array.size for array in model.values())
         settings = self.protocol.settings_of(
             self.mechanism, silos=self._num_silos, coordinates=coordinates
@@ -272,7 +272,7 @@ class OpenWeightedSum(OpenSum):
         Raises
         ------
         RoundDiscarded
-            A silo's sum is missing, a silo has lost its keys, or the sum is spoiled.
+            A silo's sum is missing, a silo has lost its keys, or the sum is too large to be real.
         FederationNotReady
             The first sums of the run were all spoiled.
         """
@@ -300,7 +300,8 @@ class OpenWeightedSum(OpenSum):
         except RoundDiscarded as reason:
             raise self._discarding(str(reason)) from reason
         summation.spoiled = None
-        # One contribution, and no noise of the server: the silos' shares are in the sum.
+        # Release the total as one contribution, without noise of the server: the silos' shares of
+        # the noise are in the total.
         summed = mechanism.begin_sum(like)
         summed.add(total)
         released = mechanism.aggregate(summed, cohort_size=1, noise=SecureNoise())
@@ -308,7 +309,7 @@ class OpenWeightedSum(OpenSum):
         return replace(released, answered=len(self._messages))
 
     def _discarding(self, reason: str) -> RoundDiscarded | FederationNotReady:
-        """Return the error that discards a spoiled sum, or ends a run that has no other sums."""
+        """Return the error that discards a spoiled sum, or ends a run with spoiled sums only."""
         if self._summation.spoiled is not None:
             self._summation.spoiled += 1
             if self._summation.spoiled >= _SPOILED_AT_FIRST:
@@ -334,9 +335,9 @@ def _converse(dialogue: Dialogue[T], clients: Clients) -> T:
         except StopIteration as end:
             result: T = end.value
             return result
-        except Exception as error:  # bytes from outside may provoke any
+        except Exception as error:  # bytes from outside may provoke any error
             if answers is None:
-                raise  # no silo had a part in it
+                raise  # no silo has answered yet
             reason = str(error) if isinstance(error, FlowerExtError) else repr(error)
             raise FederationNotReady(f"a silo's answer breaks the protocol: {reason}") from error
         answers = _ask(step, clients)

@@ -1,8 +1,8 @@
 """A silo's end of a weighted sum: the steps of the set-up, and its part of each round.
 
 The server's end is `weighted`, with a table of all messages. A silo's state is in the client's
-vault. Each message may reach a new process: it starts from the stored state, and stores its outcome
-before anything leaves.
+vault. Each message may reach a new process: this process starts from the stored state, and stores
+its outcome before anything leaves.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ class HiddenSum:
     encrypt : Callable[[Params], Mapping[str, np.ndarray]]
         Function that takes this client's share of the noise, in float64, and returns the encrypted
         upload: values plus noise, in whole numbers of public steps. The function itself rounds the
-        noise to these steps. Noise that was rounded before to coarser multiples would leave the
-        steps between them without noise.
+        noise to these steps. If noise were rounded to coarser multiples before, the steps between
+        the multiples would carry no noise.
     """
 
     bound: float
@@ -70,7 +70,7 @@ def answer(
         The data and the number of this silo.
     vault : ClientVault
     may_simulate : bool
-        True if this client accepts what protects nobody (see `NodePolicy`).
+        True if this client accepts settings that protect nobody (see `NodePolicy`).
 
     Raises
     ------
@@ -113,10 +113,10 @@ def _begin(content: bytes, partition: int, vault: ClientVault, may_simulate: boo
 
 
 def counts_of(data: ClientData, users: int, most: int) -> list[int]:
-    """Return the number of records of each user in this silo, ``most`` for a user with more.
+    """Return each user's number of records in this silo, but ``most`` for a user with more.
 
-    Refusing such a user would tell everybody that this silo has one. The weights of a user still
-    sum to one.
+    Refusing a user with more records would tell everybody that this silo has such a user. The
+    weights of a user still sum to one.
 
     Raises
     ------
@@ -180,14 +180,14 @@ def open_part(
 
 
 class LostPart:
-    """The part of a silo that has lost its keys: it counts no user, and tells the server why."""
+    """The part of a silo that has lost its keys: it adds no user, and notifies the server."""
 
     def __init__(self, clipping_norm: float) -> None:
         lost = {LOST: np.zeros(1, dtype=np.uint8)}
         self.value = HiddenSum(bound=clipping_norm, encrypt=lambda noise: lost)
 
     def counts(self, user: int) -> bool:
-        """Return False."""
+        """Return False, because a silo without keys adds no user."""
         return False
 
     def add(self, users: Sequence[int], rows: Params) -> None:
@@ -240,14 +240,14 @@ class SiloPart:
             self._error = error
 
     def seal(self, noise: Params) -> Arrays:
-        """Return the masked sum with this silo's noise, of zeros if updates cannot be encrypted.
+        """Return the masked sum with this silo's noise; zeros replace updates that fail to encrypt.
 
         Raises
         ------
         ProtocolError
             The round was used before.
         Exception
-            Zeros cannot be encrypted either, which is not due to the updates.
+            Even zeros cannot be encrypted, so the updates are not the cause.
         """
         vector = flattened(arrays_of(noise))
         with _protocol_errors():
