@@ -13,7 +13,7 @@ from flower_ext.cli.processes import signals_as_interrupts
 from flower_ext.cli.screen import console
 from flower_ext.errors import InvalidValue
 from flower_ext.files import lock
-from flower_ext.guard.app_process import check_isolation
+from flower_ext.guard.app_process import check_hidden, check_isolation
 from flower_ext.guard.flower_runtime import Disconnected, Runtime
 from flower_ext.guard.policy import CONSTANTS, NOT_ISOLATED, GuardPolicy, read_policy
 from flower_ext.guard.service import Guard
@@ -44,6 +44,7 @@ def guard(
     """
     policy = read_policy(policy_file)
     check_isolation(policy)
+    check_hidden(policy, "secret", superexec_auth_secret_file)
     runtime = Runtime(
         runtime_api_address,
         root_certificates=root_certificates,
@@ -52,7 +53,7 @@ def guard(
     policy.ledger.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     with signals_as_interrupts(), lock(policy.path.with_suffix(".lock")):
         _check_secret_protects(runtime)
-        for line in (*costs(policy), *uncovered(policy)):
+        for line in (*costs(policy), *uncovered(policy, superexec_auth_secret_file)):
             _tell(line)
         _tell(f"guarding {runtime_api_address} by {policy_file}")
         Guard(policy, runtime, tell=_tell).serve()
@@ -91,9 +92,11 @@ def costs(policy: GuardPolicy) -> list[str]:
     return lines
 
 
-def uncovered(policy: GuardPolicy) -> list[str]:
-    """Return one line about each leak that this policy does not close."""
+def uncovered(policy: GuardPolicy, secret: Path) -> list[str]:
+    """Return one line about each leak that the policy, or the secret's file, leaves open."""
     lines = []
+    if secret.stat().st_mode & 0o077:
+        lines.append(f"not covered: other users of this machine may read {secret} (chmod 600)")
     if policy.reply_after is None:
         lines.append("not covered: the time of each reply, because reply-after is not set")
     if policy.isolation == NOT_ISOLATED:

@@ -68,6 +68,22 @@ def command(policy: GuardPolicy) -> list[str]:
     return [*(UNSHARE if policy.isolation == NAMESPACES else ()), sys.executable, *_CHILD]
 
 
+def check_hidden(policy: GuardPolicy, name: str, file: Path) -> None:
+    """Refuse a policy that lets apps read one of the guard's own files.
+
+    Raises
+    ------
+    InvalidValue
+        The message says which file to move.
+    """
+    for folder in policy.readable:
+        if file.resolve().is_relative_to(Path(folder).resolve()):
+            raise InvalidValue(
+                f"readable names {folder!r}, which holds the guard's {name} {file}, so apps could "
+                "read it: move it to another folder"
+            )
+
+
 def check_isolation(policy: GuardPolicy) -> None:
     """Refuse to run without the isolation that the policy names.
 
@@ -78,6 +94,8 @@ def check_isolation(policy: GuardPolicy) -> None:
     """
     if missing := [path for path in policy.readable if not Path(path).exists()]:
         raise InvalidValue(f"readable names {missing[0]!r}: expected an existing file or folder")
+    for name, file in {"policy": policy.path, "ledger": policy.ledger}.items():
+        check_hidden(policy, name, file)
     if policy.isolation == NOT_ISOLATED:
         return
     probe = [*command(policy)[: -len(_CHILD)], "-c", _PROBE]
@@ -130,10 +148,23 @@ def _environment(policy: GuardPolicy, home: str) -> dict[str, str]:
 
 def _python_paths() -> list[str]:
     """Return the folders of this Python, its packages and this package."""
+    interpreter = Path(sys.executable).resolve().parents[1]
     # The first entry of sys.path is the folder of the command, or the present one.
-    paths = [sys.prefix, sys.base_prefix, *sys.path[1:], str(Path(__file__).parents[2])]
-    interpreter = str(Path(sys.executable).resolve().parents[1])
-    return [path for path in [*paths, interpreter] if path and path != str(Path.cwd())]
+    folders = [Path(path) for path in sys.path[1:] if path and Path(path) != Path.cwd()]
+    packages = [path for folder in folders for path in _packages_in(folder)]
+    this_package = Path(__file__).parents[1]
+    return [*map(str, (sys.prefix, sys.base_prefix, interpreter, this_package, *packages))]
+
+
+def _packages_in(folder: Path) -> list[Path]:
+    """Return the folder; but only the packages in a checkout, to which an editable install points.
+
+    A checkout also has files that are nobody else's business, such as ``.git/config``.
+    """
+    if not any((folder / name).exists() for name in ("pyproject.toml", "setup.py", ".git")):
+        return [folder]
+    modules = folder.glob("*.py")
+    return [*modules, *(path.parent for path in folder.glob("*/__init__.py"))]
 
 
 def _read(

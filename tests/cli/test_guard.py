@@ -4,8 +4,9 @@ import re
 
 import pytest
 
-from flower_ext.cli.guard import costs
+from flower_ext.cli.guard import costs, uncovered
 from flower_ext.errors import InvalidValue
+from flower_ext.guard.app_process import _packages_in, check_hidden, check_isolation
 from flower_ext.guard.policy import read_policy
 from flower_ext.privacy import privacy_loss_of
 from tests.support.guarding import write_policy
@@ -24,3 +25,35 @@ def test_a_budget_that_pays_for_no_reply_is_refused(tmp_path):
     policy = read_policy(write_policy(tmp_path / "guard.toml", epsilon=20))
     with pytest.raises(InvalidValue, match=r"one reply costs ε = 26\.4"):
         costs(policy)
+
+
+def test_a_secret_that_others_may_read_is_named(tmp_path):
+    policy = read_policy(write_policy(tmp_path / "guard.toml"))
+    secret = tmp_path / "guard.secret"
+    secret.write_bytes(b"secret")
+    secret.chmod(0o600)
+    assert not any("guard.secret" in line for line in uncovered(policy, secret))
+    secret.chmod(0o640)
+    assert any("guard.secret (chmod 600)" in line for line in uncovered(policy, secret))
+
+
+@pytest.mark.parametrize("name", ["policy", "ledger", "secret"])
+def test_apps_never_read_the_guards_own_files(tmp_path, name):
+    (data := tmp_path / "data").mkdir()
+    at = {other: tmp_path / other for other in ("policy", "ledger", "secret")}
+    at[name] = data / name
+    link = tmp_path / "link"
+    link.symlink_to(data)
+    more = f'readable = ["{link}"]\nledger = "{at["ledger"]}"\n'
+    policy = read_policy(write_policy(at["policy"], isolation="none", more=more))
+    checks = {"secret": lambda: check_hidden(policy, "secret", at["secret"])}
+    with pytest.raises(InvalidValue, match=f"holds the guard's {name}"):
+        checks.get(name, lambda: check_isolation(policy))()
+
+
+def test_an_app_sees_the_packages_of_a_checkout_and_none_of_its_other_files(tmp_path):
+    for path in ("pyproject.toml", ".git/config", "ours/__init__.py", "module.py", "notes/a.txt"):
+        (tmp_path / path).parent.mkdir(exist_ok=True)
+        (tmp_path / path).write_text("")
+    assert {path.name for path in _packages_in(tmp_path)} == {"ours", "module.py"}
+    assert _packages_in(tmp_path / "ours") == [tmp_path / "ours"]
