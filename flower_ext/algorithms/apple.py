@@ -195,7 +195,7 @@ class Apple(Method):
         return State(server={str(client): model for client in range(population)})
 
     def begin_round(self, cohort: Cohort, model: Arrays, state: State) -> Cohort:
-        """Send each client its own core model, and the other clients' core models by number."""
+        """Send each client its own core model, and the others under their clients' numbers."""
         cores = {int(client): records.to_record(core) for client, core in state.server.items()}
         # All messages share these records, so each core is converted only once.
         named = {client: (f"{CORE}.{client}", core) for client, core in cores.items()}

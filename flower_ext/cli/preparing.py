@@ -246,7 +246,7 @@ def _choose_clients(options: RunOptions, config: ChainMap[str, Any]) -> None:
 
 
 def _choose_paths(options: RunOptions, config: ChainMap[str, Any]) -> Path | None:
-    """Set the paths of a run's files; return its directory if the command or a setting names it."""
+    """Set the paths of a run's files; return the run's directory, or None if it has none."""
     is_local = options.superlink is None
     if (is_local or options.runs is not None) and not config.get("run-directory", True):
         name, folder = str(config.get("method", options.app.name)), options.runs or Path("runs")

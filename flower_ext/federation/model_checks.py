@@ -93,8 +93,8 @@ def _check_personal(personal: Sequence[str], names: Sequence[str]) -> None:
         if alike:
             raise InvalidValue(
                 f"personal={prefix!r}: expected the name of a part of the model; did you mean "
-                f"{alike[0]!r}? A part that personal does not name is shared. If a parameter is "
-                "tied to another, give the name of the other"
+                f"{alike[0]!r}? A part that personal does not name is shared. Call a tied "
+                "parameter by the first of its names"
             )
         log.warning("personal=%r matches no parameter of the model: %s", prefix, names)
 

@@ -325,8 +325,8 @@ class Run:
         """Count a round whose noise is stored, if ``begun.jsonl`` does not record the round.
 
         Either the process ended before it asked a client, or somebody put an older copy of the
-        checkpoints in place, which lacks the record. `SpacedSampling` draws the same cohort again,
-        so that cohort counts.
+        checkpoints in place, which lacks the record. `SpacedSampling` is deterministic: drawing
+        again gives the cohort to count.
         """
         if self._stream is not None and self._stream.has_unnoted(self.participations.rounds):
             drawn = self.population.draw(secure_generator())

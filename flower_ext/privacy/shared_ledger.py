@@ -198,7 +198,7 @@ def _check_relation(path: Path, charges: Sequence[dict[str, Any]], new: Charge) 
             raise DoesNotCompose(
                 f"{path} counts units {of[0]!r} under {of[1]!r}, this run {new.unit.value!r} "
                 f"under {new.relation.value!r}: no single ε covers both; keep an account for "
-                "each, or plan the run for that unit and relation"
+                "each, or plan the run for the account's"
             )
 
 

@@ -297,7 +297,7 @@ class _Key:
 
 
 def _identity(function: Callable[[], nn.Module]) -> Hashable:
-    """Return the parts of a function that make it equal to another, or the function itself."""
+    """Return the parts by which two functions compare equal, or the function itself."""
     with suppress(TypeError):  # a part without a hash
         # A subclass of partial may do more than its parts say.
         if type(function) is partial:

@@ -3,8 +3,7 @@
 Each silo draws the users of a round by a generator whose key is HMAC-SHA-256 of the run and the
 round under a secret that the silos share (`Task.draw_key`). The draws are independent only if no
 round comes twice: the server could otherwise ask for the same users under several models. Each silo
-therefore remembers the newest round that it drew, and draws nothing if a restart would lose this
-memory.
+therefore stores the newest round that it drew, and refuses to draw without a ``state-folder``.
 """
 
 from __future__ import annotations

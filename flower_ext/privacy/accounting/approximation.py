@@ -39,7 +39,7 @@ def with_approximation_error(
     loss : Callable[[float], PrivacyLoss]
         Returns the loss of the run without approximation error, at a given δ.
     releases : Mapping[Release, int]
-        All sums, with their errors. The errors together bound the distance μ of every step.
+        All sums with their errors, which together bound μ (see the module).
     delta : float
         δ of the result. ε is infinite if μ is too large, above about 0.01.
     """

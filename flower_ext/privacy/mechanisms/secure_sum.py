@@ -253,8 +253,8 @@ def ring_bits(cells: float, noise_stddev: float) -> int:
         if most < 2.0 ** (bits - 1):
             return bits
     raise InvalidValue(
-        f"a sum of up to {most:.3g} cells: expected less than 2**63; take fewer members or more "
-        "noise"
+        f"a sum of up to {most:.3g} grid steps: expected less than 2**63; take fewer members, or "
+        "more noise, which permits larger steps"
     )
 
 

@@ -240,7 +240,7 @@ def uldp_avg_guarantees(
 
 
 def _share_of_noise(mechanism: NoisedSum, run: RunSummary) -> tuple[float, str]:
-    """Return the divisor of σ against a server that sees each upload, as a number and in words.
+    """Return what divides σ if the server sees each upload, as a number and as text.
 
     With weights by records a user may have all its weight in one silo. Only that silo's share of
     the noise then hides the user.

@@ -47,7 +47,7 @@ def _keys_bytes(context: RoundContext) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class _RoundMessage(ProtocolMessage):
-    """A message of one round. ``sizes`` has the bytes of a field, or of each of its entries."""
+    """A message of one round. ``sizes`` counts the bytes of a field, or of each entry."""
 
     sizes: ClassVar[Mapping[str, int]] = {}
 

@@ -85,8 +85,8 @@ class RoundContext(JsonRecord):
         if degree(size, self.neighbours) != self.neighbours:
             raise InvalidValue(
                 f"neighbours={self.neighbours}: expected an even number below {size - 1}, or "
-                f"{size - 1}, with which each member is a neighbour of all others; "
-                f"degree({size}, {self.neighbours}) of this module returns an accepted number"
+                f"{size - 1} (all others); secure.aggregation.context.degree("
+                f"{size}, {self.neighbours}) returns one"
             )
         if not 1 <= self.threshold <= self.neighbours:
             raise InvalidValue(

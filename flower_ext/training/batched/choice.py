@@ -158,7 +158,7 @@ def trains_alike(kind: TrainingKind, form: Form) -> bool:
 
     def train_together(jobs: Sequence[Job]) -> Params:
         if [*form.groups(jobs, MEMORY_LIMIT)] != [[*range(len(jobs))]]:
-            raise InvalidValue("groups() of the form: expected one batch of all jobs")
+            raise InvalidValue("Form.groups(): expected one group of all jobs")
         refuse_changes(kind, jobs[0].examples.features)
         return form.train(jobs, _every_name)
 

@@ -108,7 +108,7 @@ def require_single_examples(
 
 
 def _outputs_of(model: nn.Module, x: Tree) -> Tree:
-    """Return outputs of a model whose buffers stay as they are."""
+    """Return a model's outputs without changing its buffers."""
     buffers = clone(dict(model.named_buffers()))
     return call_with(model, {**dict(model.named_parameters()), **buffers}, x)
 
