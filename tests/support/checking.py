@@ -46,6 +46,10 @@ def result_of(
         os.dup2(log, 2)
         sys.stdout = os.fdopen(1, "w")  # pytest's own stream leads elsewhere
         os.chdir(scratch)
+        packages = {path.parent.name for path in folder.path.glob("*/__init__.py")}
+        for module in [*sys.modules]:  # earlier tests may have imported the same app unchanged
+            if module.partition(".")[0] in packages:
+                del sys.modules[module]
         try:
             return checked(request)
         except NotChecked as error:

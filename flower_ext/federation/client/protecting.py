@@ -133,7 +133,7 @@ def _noised_sum(
     if (
         not isinstance(update, BoundedSum | HiddenSum)
         or not (isinstance(protection, ClipAndNoise) and protection.of_units)
-        or not update.bound <= protection.clipping_norm  # true also for NaN
+        or not update.bound <= protection.clipping_norm  # also if it is NaN
         or getattr(update, "cell", None) != protection.cell
     ):
         raise tellable(
