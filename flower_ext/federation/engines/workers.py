@@ -152,9 +152,9 @@ class Workers:
     def abandon(self) -> None:
         """End the other processes that still run, at once."""
         for worker in self._others:
-            worker.channel.close()
             worker.process.terminate()
             worker.process.join()
+            worker.channel.close()
         if self._others:
             torch.set_num_threads(self._threads)
         self._others.clear()
@@ -205,7 +205,10 @@ class Workers:
             answers = [*map(_answer_in, self._answer(messages))]
             stateful = self._with_state(messages)
             nodes.update(stateful)
-            channel.share((answers, stateful))
+            try:
+                channel.share((answers, stateful))
+            except BrokenPipeError:  # the server's process has ended
+                return
         channel.share({node: self._contexts[node].state for node in nodes})
 
 
