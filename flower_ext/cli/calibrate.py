@@ -283,7 +283,7 @@ def _group_ways(
 
         def noise_for(epsilon: float) -> float:
             target = f"epsilon={epsilon!r} at delta={delta!r} of {group_size} records by {name}"
-            return least_noise_multiplier(epsilon_at, epsilon, target)
+            return least_noise_multiplier(lambda noise: epsilon_at(noise) <= epsilon, target)
 
         return NoiseChoice(
             _described(name, _ADD_OR_REMOVE, "each step of every silo"), epsilon_at, noise_for

@@ -69,18 +69,18 @@ def command(policy: GuardPolicy) -> list[str]:
 
 
 def check_hidden(policy: GuardPolicy, name: str, file: Path) -> None:
-    """Refuse a policy that lets apps read one of the guard's own files.
+    """Refuse a file of the guard in a folder that apps may read.
 
     Raises
     ------
     InvalidValue
         The message says which file to move.
     """
-    for folder in policy.readable:
+    for folder in _visible(policy):
         if file.resolve().is_relative_to(Path(folder).resolve()):
             raise InvalidValue(
-                f"readable names {folder!r}, which holds the guard's {name} {file}, so apps could "
-                "read it: move it to another folder"
+                f"apps may read {folder!r}, which holds the guard's {name} {file}: move it to "
+                "another folder"
             )
 
 
@@ -94,8 +94,10 @@ def check_isolation(policy: GuardPolicy) -> None:
     """
     if missing := [path for path in policy.readable if not Path(path).exists()]:
         raise InvalidValue(f"readable names {missing[0]!r}: expected an existing file or folder")
-    for name, file in {"policy": policy.path, "ledger": policy.ledger}.items():
-        check_hidden(policy, name, file)
+    check_hidden(policy, "policy", policy.path)
+    check_hidden(policy, "ledger", policy.ledger)
+    if policy.sum is not None:
+        check_hidden(policy, "identity key", Path(policy.sum.identity_key))
     if policy.isolation == NOT_ISOLATED:
         return
     probe = [*command(policy)[: -len(_CHILD)], "-c", _PROBE]
@@ -141,9 +143,16 @@ def _environment(policy: GuardPolicy, home: str) -> dict[str, str]:
         **policy.environment,
     }
     if policy.isolation == NAMESPACES:
-        confinement = [[*_SYSTEM, *_python_paths(), *policy.readable], policy.scratch_limit]
+        confinement = [_visible(policy), policy.scratch_limit]
         environment[CONFINEMENT] = json.dumps(confinement)
     return environment
+
+
+def _visible(policy: GuardPolicy) -> list[str]:
+    """Return the paths that apps may read, without those that a container has of its own."""
+    if policy.isolation == NAMESPACES:
+        return [*_SYSTEM, *_python_paths(), *policy.readable]
+    return policy.readable
 
 
 def _python_paths() -> list[str]:

@@ -6,7 +6,8 @@ To find the limits, this module calls model and loss on the CPU, with an example
 other integer. The result depends on that integer alone, so no record changes what another client
 may use.
 
-A model that computes indices from real numbers is not covered.
+Two kinds of models are not covered: those that compute indices from real numbers, and those that
+accept some integer but not all non-negative integers below it.
 """
 
 from __future__ import annotations

@@ -180,7 +180,7 @@ class _Template:
     """A model whose copies share its frozen parameters, and nothing else.
 
     Buffers are copied, because a model in training mode may write into them. Copies come from a
-    pickle, because `deepcopy` takes ten times as long, which may be longer than a training step.
+    pickle, because `deepcopy` of a transformer takes longer than a training step of a small one.
     `deepcopy` copies only models that cannot be pickled, such as those with local functions as
     hooks.
     """

@@ -1,6 +1,7 @@
 """The guard says at its start what a reply costs, and refuses a budget that pays for none."""
 
 import re
+from pathlib import Path
 
 import pytest
 
@@ -9,7 +10,8 @@ from flower_ext.errors import InvalidValue
 from flower_ext.guard.app_process import _packages_in, check_hidden, check_isolation
 from flower_ext.guard.policy import read_policy
 from flower_ext.privacy import privacy_loss_of
-from tests.support.guarding import write_policy
+from tests.support.guarding import write_policy, write_sum_policy
+from tests.support.identities import write_identities
 
 
 def test_the_budget_pays_for_as_many_replies_as_the_guard_says(tmp_path):
@@ -49,6 +51,22 @@ def test_apps_never_read_the_guards_own_files(tmp_path, name):
     checks = {"secret": lambda: check_hidden(policy, "secret", at["secret"])}
     with pytest.raises(InvalidValue, match=f"holds the guard's {name}"):
         checks.get(name, lambda: check_isolation(policy))()
+
+
+@pytest.mark.parametrize("isolation", ["namespaces", "none"])
+def test_apps_never_read_the_key_by_which_a_site_signs(tmp_path, isolation):
+    (data := tmp_path / "data").mkdir()
+    identity = write_identities(data, 3)[0]
+    path = write_sum_policy(tmp_path / "guard.toml", identity, isolation=isolation)
+    path.write_text(f'readable = ["{data}"]\n{path.read_text()}')
+    with pytest.raises(InvalidValue, match="holds the guard's identity key"):
+        check_isolation(read_policy(path))
+
+
+def test_apps_in_namespaces_see_the_system_so_the_guard_keeps_no_file_there(tmp_path):
+    policy = read_policy(write_policy(tmp_path / "guard.toml"))
+    with pytest.raises(InvalidValue, match="'/usr', which holds the guard's secret"):
+        check_hidden(policy, "secret", Path("/usr/local/guard.secret"))
 
 
 def test_an_app_sees_the_packages_of_a_checkout_and_none_of_its_other_files(tmp_path):

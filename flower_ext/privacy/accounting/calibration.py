@@ -5,7 +5,6 @@ Every search errs on the safe side: the accountant's ε of its result never exce
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Callable, Mapping
 
@@ -83,24 +82,23 @@ def calibrate_noise_multiplier(
             "delta"
         )
 
-    def epsilon_at(noise_multiplier: float) -> float:
+    def fits(noise_multiplier: float) -> bool:
         release = Release(sampling=sampling, noise_multiplier=noise_multiplier, relation=relation)
-        return privacy_loss_of(others + Counter({release: rounds}), delta=delta).epsilon
+        return _meets(epsilon, delta, others + Counter({release: rounds}))
 
     target = f"epsilon={epsilon!r} at delta={delta!r} over {rounds} rounds"
-    return least_noise_multiplier(epsilon_at, epsilon, target, tolerance=tolerance)
+    return least_noise_multiplier(fits, target, tolerance=tolerance)
 
 
 def least_noise_multiplier(
-    epsilon_at: Callable[[float], float], epsilon: float, target: str, *, tolerance: float = 1e-3
+    fits: Callable[[float], bool], target: str, *, tolerance: float = 1e-3
 ) -> float:
-    """Return the smallest noise multiplier, to a relative ``tolerance``, that meets ``epsilon``.
+    """Return the smallest noise multiplier, to a relative ``tolerance``, that ``fits`` accepts.
 
     Parameters
     ----------
-    epsilon_at : Callable[[float], float]
-        Returns the ε of a noise multiplier. More noise never gives a larger ε.
-    epsilon : float
+    fits : Callable[[float], bool]
+        Returns True for a noise multiplier that meets the target, and for every larger one.
     target : str
         Name of the target, for an error.
 
@@ -111,7 +109,7 @@ def least_noise_multiplier(
     """
     # ε falls as noise grows: double the noise until it fits, then halve it until it does not.
     safe = 1.0
-    while epsilon_at(safe) > epsilon:
+    while not fits(safe):
         safe *= 2
         if safe > MAX_NOISE_MULTIPLIER:
             raise TargetOutOfReach(
@@ -119,9 +117,9 @@ def least_noise_multiplier(
                 "or delta"
             )
     unsafe = safe / 2
-    while epsilon_at(unsafe) <= epsilon and unsafe > _LEAST_NOISE:
+    while fits(unsafe) and unsafe > _LEAST_NOISE:
         safe, unsafe = unsafe, unsafe / 2
-    return _bisect(epsilon_at, epsilon, safe=safe, unsafe=unsafe, tolerance=tolerance)
+    return _bisect(fits, safe=safe, unsafe=unsafe, tolerance=tolerance)
 
 
 def calibrate_rounds(
@@ -174,18 +172,18 @@ def calibrate_sampling_rate(
     """
     _check_target(epsilon, rounds)
 
-    def epsilon_at(rate: float) -> float:
+    def fits(rate: float) -> bool:
         release = Release(
             sampling=PoissonSampling(population, rate),
             noise_multiplier=noise_multiplier,
             relation=NeighboringRelation.ADD_OR_REMOVE_ONE,
         )
-        return privacy_loss_of({release: rounds}, delta=delta).epsilon
+        return _meets(epsilon, delta, {release: rounds})
 
-    if epsilon_at(1.0) <= epsilon:
+    if fits(1.0):
         return 1.0
     safe, unsafe = 0.5, 1.0
-    while epsilon_at(safe) > epsilon:
+    while not fits(safe):
         safe, unsafe = safe / 2, safe
         if safe * population < 1e-3:
             raise TargetOutOfReach(
@@ -193,7 +191,7 @@ def calibrate_sampling_rate(
                 f"noise_multiplier={noise_multiplier!r} over {rounds} rounds; raise "
                 "noise_multiplier, epsilon or delta"
             )
-    return _bisect(epsilon_at, epsilon, safe=safe, unsafe=unsafe, tolerance=1e-3)
+    return _bisect(fits, safe=safe, unsafe=unsafe, tolerance=1e-3)
 
 
 def _check_target(epsilon: float, rounds: int) -> None:
@@ -206,39 +204,9 @@ def _meets(epsilon: float, delta: float, releases: Mapping[Release, int]) -> boo
 
 
 def _bisect(
-    epsilon_at: Callable[[float], float],
-    epsilon: float,
-    *,
-    safe: float,
-    unsafe: float,
-    tolerance: float,
+    fits: Callable[[float], bool], *, safe: float, unsafe: float, tolerance: float
 ) -> float:
-    """Return what bisection from ``safe`` and ``unsafe``, one of them twice the other, would find.
-
-    This search needs half as many evaluations. By interpolation, as if ε were a power of x, it
-    finds the right cell of the coarsest grid on which a bisection may end.
-    """
-    cells = 1
-    while abs(safe - unsafe) > tolerance * max(safe, unsafe) * cells:
-        cells *= 2
-    start, width = unsafe, (safe - unsafe) / cells
-    low, high = 0, cells  # the unsafe and the safe end, in cells from the start
-    losses = {low: epsilon_at(unsafe), high: epsilon_at(safe)}
-    slow_steps = 0
-    while high - low > 1:
-        unsafe, safe = start + low * width, start + high * width
-        if slow_steps < 2 and 0 < losses[high] < losses[low] < math.inf:
-            share = math.log(losses[low] / epsilon) / math.log(losses[low] / losses[high])
-            index = math.ceil((unsafe * (safe / unsafe) ** share - start) / width)
-            index = min(max(index, low + 1), high - 1)
-        else:
-            index = (low + high) // 2
-        losses[index] = epsilon_at(start + index * width)
-        former = high - low
-        low, high = (low, index) if losses[index] <= epsilon else (index, high)
-        slow_steps = slow_steps + 1 if 2 * (high - low) > former and slow_steps < 2 else 0
-    unsafe, safe = start + low * width, start + high * width
     while abs(safe - unsafe) > tolerance * max(safe, unsafe):
         middle = (safe + unsafe) / 2
-        safe, unsafe = (middle, unsafe) if epsilon_at(middle) <= epsilon else (safe, middle)
+        safe, unsafe = (middle, unsafe) if fits(middle) else (safe, middle)
     return safe

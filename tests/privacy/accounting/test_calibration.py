@@ -1,5 +1,5 @@
 import math
-from functools import lru_cache, partial
+from functools import partial
 
 import numpy as np
 import pytest
@@ -19,7 +19,6 @@ from flower_ext.privacy.accounting.calibration import (
     calibrate_rounds,
     calibrate_sampling_rate,
     default_relation,
-    least_noise_multiplier,
 )
 from flower_ext.privacy.accounting.events import Release
 from tests.support.grids import grid
@@ -121,45 +120,6 @@ def test_no_calibrated_sampling_rate_exceeds_its_target_and_a_little_more_would(
         if rate < 0.99:
             facts["sampling"] = PoissonSampling(population, 1.01 * rate)
             assert privacy_loss(**facts).epsilon > target, setting
-
-
-def bisected(epsilon_at, epsilon, tolerance):
-    safe = 1.0
-    while epsilon_at(safe) > epsilon:
-        safe *= 2
-    unsafe = safe / 2
-    while epsilon_at(unsafe) <= epsilon:
-        safe, unsafe = unsafe, unsafe / 2
-    while safe - unsafe > tolerance * safe:
-        middle = (safe + unsafe) / 2
-        safe, unsafe = (middle, unsafe) if epsilon_at(middle) <= epsilon else (safe, middle)
-    return safe
-
-
-CURVES = {
-    "a power": (lambda noise: 3 * noise**-1.3, 0.5),
-    "a Gaussian": (lambda noise: gaussian_loss(noise, releases=10, delta=1e-5).epsilon, 0.7),
-    "infinite below": (lambda noise: 2 / noise if noise > 0.7 else math.inf, 0.8),
-    "zero above": (lambda noise: 2 / noise if noise < 1.3 else 0.0, 0.8),
-    "steep": (lambda noise: math.exp(8 / noise**2) - 0.5, 1.0),
-    "a step": (lambda noise: 5.0 if noise < 1.234 else 0.01, 1.5),
-}
-"""ε by the noise multiplier, and the share of a bisection's evaluations that a search may take."""
-
-
-@pytest.mark.parametrize(("curve", "share"), CURVES.values(), ids=CURVES)
-def test_the_search_for_noise_ends_where_a_plain_bisection_does_with_fewer_evaluations(
-    curve, share
-):
-    evaluations = 0, 0
-    for target in np.random.default_rng(0).uniform(1, 4, 100).tolist():
-        counted, plain = lru_cache(curve), lru_cache(curve)
-        found = least_noise_multiplier(counted, target, "")
-        assert found == bisected(plain, target, 1e-3)
-        assert curve(found) <= target
-        counts = counted.cache_info().misses, plain.cache_info().misses
-        evaluations = tuple(map(sum, zip(evaluations, counts, strict=True)))
-    assert evaluations[0] <= share * evaluations[1], evaluations
 
 
 def test_an_unreachable_target_is_an_error_that_says_what_to_change():
