@@ -9,6 +9,7 @@ from __future__ import annotations
 import struct
 import zlib
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from zipfile import BadZipFile
 
@@ -112,11 +113,14 @@ def load(name: str, folder: Path | None = None) -> Examples:
 
 
 def _digits() -> Examples:
-    from sklearn.datasets import load_digits
-
-    bunch = load_digits()
-    pixels = torch.from_numpy(bunch.images.astype(np.float32) / 16).unsqueeze(1)
-    return Examples(pixels, torch.from_numpy(bunch.target.astype(np.int64)))
+    # Importing scikit-learn takes a second, which each process of a client would wait.
+    library = find_spec("sklearn")
+    assert library is not None
+    assert library.origin is not None
+    file = Path(library.origin).parent / "datasets" / "data" / "digits.csv.gz"
+    rows = np.loadtxt(file, delimiter=",", dtype=np.float32)
+    pixels = torch.from_numpy(rows[:, :-1].reshape(-1, 1, 8, 8) / 16)
+    return Examples(pixels, torch.from_numpy(rows[:, -1].astype(np.int64)))
 
 
 def _read(name: str, paths: list[Path]) -> tuple[np.ndarray, np.ndarray]:
