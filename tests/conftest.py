@@ -5,7 +5,7 @@ neither PyTorch nor the package, which take seconds.
 """
 
 import gc
-from logging import getLogger
+from logging import Logger, getLogger
 
 import pytest
 
@@ -44,6 +44,11 @@ def pytest_collection_finish() -> None:
 
     # Tests run side by side with tiny models, so more threads would only wait for one another.
     torch.set_num_threads(1)
+    # In each phase of each test, pytest adds handlers to all loggers that do not propagate. PyTorch
+    # has forty of them.
+    for name, logger in getLogger().manager.loggerDict.items():
+        if name.partition(".")[0] == "torch" and isinstance(logger, Logger):
+            logger.propagate = True
     gc.collect()
     gc.freeze()
     gc.set_threshold(20_000, 20, 20)

@@ -186,7 +186,7 @@ DAILY = {
     "adaptive-clipping-server-noise of the next norm",
     "correlated-noise-noise of a round repeated",
     "secure-sum-clipping off",
-    "secure-sum-mod-pair masks left out",
+    "secure-sum-mod-a number unnoised",
     "server-noise-noise reused",
     "server-noise-poisson-σ/16",
     "uldp-avg-clipping off",

@@ -36,15 +36,15 @@ FAIRNESS = LinearFairness(
 
 
 @pytest.mark.parametrize("basis", ["published", "provable"])
-@pytest.mark.parametrize("variance", [1e-6, 1e-4, 1e-2])
+@pytest.mark.parametrize("variance", grid([1e-6, 1e-4, 1e-2], (1e-4).__eq__))
 def test_the_joint_search_is_brute_force_over_a_grid_of_weights(variance, basis):
     plan = best_schedule(
         PROBLEM, FAIRNESS, variance_per_round=variance, max_rounds=150, basis=basis
     )
-    grid, best = np.linspace(0, 2, 2001), (math.inf, 0, 0.0)
+    weights, best = np.linspace(0, 2, 2001), (math.inf, 0, 0.0)
     for T in range(1, 151):
-        spread = FAIRNESS.unfairness(grid, upload_variance=variance * T, basis=basis)
-        weight = float(grid[np.argmin(spread)])
+        spread = FAIRNESS.unfairness(weights, upload_variance=variance * T, basis=basis)
+        weight = float(weights[np.argmin(spread)])
         value = float(
             convergence_bound(
                 PROBLEM, global_weight=weight, variance_per_round=variance, basis=basis
@@ -53,8 +53,8 @@ def test_the_joint_search_is_brute_force_over_a_grid_of_weights(variance, basis)
         best = min(best, (value, T, weight))
     if plan.rounds:
         assert plan.value == pytest.approx(best[0], rel=0.01)
-        spread = FAIRNESS.unfairness(grid, upload_variance=variance * plan.rounds, basis=basis)
-        assert plan.global_weight == pytest.approx(grid[np.argmin(spread)], abs=0.00051)
+        spread = FAIRNESS.unfairness(weights, upload_variance=variance * plan.rounds, basis=basis)
+        assert plan.global_weight == pytest.approx(weights[np.argmin(spread)], abs=0.00051)
     else:
         assert best[0] >= PROBLEM.initial_distance * 0.99
 

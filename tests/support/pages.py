@@ -20,6 +20,7 @@ from __future__ import annotations
 import re
 import unicodedata
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 
 from markdown_it import MarkdownIt
@@ -58,6 +59,7 @@ def pages() -> list[Path]:
     return [*top, *sorted(DOCS.rglob("*.md")), *sorted(others)]
 
 
+@cache  # parsing takes longer than most tests of a page
 def blocks(page: Path) -> list[Block]:
     """All blocks of ``page`` in their order."""
     found: list[Block] = []

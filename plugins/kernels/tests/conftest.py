@@ -1,24 +1,23 @@
 """Fixtures for tests of the machine code."""
 
 import pytest
-import torch
-
-from flower_ext import plugins
-from flower_ext.training.batched import choice
-from flower_ext_kernels import network
-
-torch.set_num_threads(1)
 
 
 @pytest.fixture(autouse=True)
 def _offered(monkeypatch):
     """Offer the form of this plug-in, even if the plug-in is not installed."""
+    from flower_ext import plugins
+    from flower_ext_kernels import network
+
     monkeypatch.setattr(plugins, "offered", lambda group: (network.form_for,))
 
 
 @pytest.fixture
 def compiled(monkeypatch):
     """Count the models that machine code trains, except those of trials."""
+    from flower_ext.training.batched import choice
+    from flower_ext_kernels import network
+
     trained = []
     train, trains_alike = network.CompiledNetwork.train, choice.trains_alike
 

@@ -502,7 +502,7 @@ def test_the_noise_of_those_who_may_collude_is_not_counted():
     assert sums_only(colluding).epsilon > 0
 
 
-@pytest.mark.parametrize("lost", [(), (0, 5)])
+@pytest.mark.parametrize("lost", [pytest.param((), marks=pytest.mark.full), (0, 5)])
 def test_the_released_noise_is_the_same_however_many_answered(lost):
     """Models learn nothing over the rounds, so the released sum is noise only."""
     still = LocalTraining(epochs=1, batch_size=10, learning_rate=1e-30)

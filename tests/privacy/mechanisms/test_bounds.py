@@ -121,7 +121,7 @@ def test_rows_that_are_not_real_floats_are_refused_by_name():
         sum_clipped_rows(rows, 1.0, [1.0, 1.0])
 
 
-@pytest.mark.parametrize("value", [1 / 3, 0.7123])
+@pytest.mark.parametrize("value", [1 / 3, pytest.param(0.7123, marks=pytest.mark.full)])
 def test_ten_million_numbers_are_inside_their_ball_in_exact_arithmetic(value):
     """The error of a sum of that many squares exceeds the last bit of a norm."""
     numbers = 10**7

@@ -202,8 +202,10 @@ def test_a_frozen_part_counts_in_no_norm():
     assert list(ours) == ["2.weight"]
 
 
-@pytest.mark.parametrize("scale", [1e-6, 1.0, 1e4])
-@pytest.mark.parametrize("which", MODELS)
+@pytest.mark.parametrize(
+    ("which", "scale"),
+    grid(product(MODELS, [1e-6, 1.0, 1e4]), lambda case: case[0] == "dense" or case[1] == 1),
+)
 def test_one_record_moves_the_sum_by_at_most_the_clipping_norm(which, scale):
     model, shape = MODELS[which]
     task, data = problem(model), records(shape, 20, scale)
