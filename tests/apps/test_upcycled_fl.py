@@ -82,7 +82,9 @@ def test_twice_the_rounds_with_coefficient_zero_is_the_plain_run(method, tmp_pat
 
 
 @pytest.mark.report
-@pytest.mark.parametrize("perturbation", ["output", "objective"])
+@pytest.mark.parametrize(
+    "perturbation", ["output", pytest.param("objective", marks=pytest.mark.full)]
+)
 def test_a_private_run_states_both_epsilons_and_upcycling_lowers_both(perturbation, tmp_path):
     runs = [
         run(tmp_path / f"{up}", upcycled=up, sampling_rate=1.0, perturbation=perturbation, **EXACT)

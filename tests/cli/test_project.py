@@ -79,7 +79,9 @@ def test_a_value_is_refused_before_anything_is_written(setting, tmp_path, monkey
     [
         ["run", "nowhere"],
         ["run", str(APPS / "dp2-fedsam"), "--set", "sampling-rate=2"],
-        ["run", str(APPS / "dp2-fedsam"), "--set", "clients=0"],
+        pytest.param(
+            ["run", str(APPS / "dp2-fedsam"), "--set", "clients=0"], marks=pytest.mark.full
+        ),
         ["run", str(APPS / "dp2-fedsam"), "--resume", "nowhere"],
     ],
     ids=["app", "range", "clients", "resume"],

@@ -22,7 +22,7 @@ def sampled(rng, mu, trials):
 
 
 @two_worlds
-@pytest.mark.parametrize("mu", [0.0, 0.5, 2.0])
+@pytest.mark.parametrize("mu", [0.0, pytest.param(0.5, marks=pytest.mark.full), 2.0])
 def test_a_bound_exceeds_the_true_epsilon_no_more_often_than_it_says(bound, mu):
     rng, repetitions, confidence = np.random.default_rng(), 400, 0.8
     true = epsilon(mu) if mu else 0.0

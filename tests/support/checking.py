@@ -14,8 +14,6 @@ from flower_ext.check.forks import in_fork
 from flower_ext.files import read_toml
 from tests.support.check_apps import CLIENTS
 
-import_once()
-
 
 def result_of(
     app: Path,
@@ -55,6 +53,7 @@ def result_of(
         except NotChecked as error:
             return {"error": str(error)}
 
+    import_once()
     result = in_fork(answer, seconds=300)
     assert result is not None, Path(request.log).read_text()[-3000:]
     return result

@@ -686,7 +686,14 @@ RAISING = {
 }
 
 
-@pytest.mark.parametrize("raising", [(2,), (0, 2, 6), tuple(range(7))], ids=["one", "some", "all"])
+@pytest.mark.parametrize(
+    "raising",
+    [
+        pytest.param((2,), id="one", marks=pytest.mark.full),
+        pytest.param((0, 2, 6), id="some"),
+        pytest.param(tuple(range(7)), id="all"),
+    ],
+)
 @pytest.mark.parametrize("kind", RAISING)
 def test_a_user_whose_training_raises_moves_no_update_but_their_own(kind, raising, caplog):
     model, loss, training, label = RAISING[kind]
