@@ -109,10 +109,12 @@ UNHIDDEN = (
 )
 """Faults that no noise hides: they leave none in the scores, or the canary is a thousand times it.
 
-In secure sums of silos it is five times the bound at most. Norms that adapt scale noise anew.
+In secure sums of silos it is five times the bound at most. Norms that adapt scale noise anew, and a
+model with vast noise in its steps is itself clipped.
 """
 HIDDEN = (
     ("uldp-secure-sum", faults.clipping_off),
+    ("ditto-steps", faults.noise_reused),
     *((name, faults.noise_reused) for name in ADAPTIVE),
 )
 

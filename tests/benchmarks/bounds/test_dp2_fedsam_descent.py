@@ -12,6 +12,7 @@ from benchmarks.bounds.dp2_fedsam_descent import (
     dp2_fedsam_provable_bound,
     dp2_fedsam_published_bound,
 )
+from tests.support.grids import grid
 
 USUAL = PersonalDescent(
     extractor_smoothness=0.8,
@@ -149,7 +150,7 @@ def settings_for(rng, problem, *, clipping_norm, **changes):
 
 
 @pytest.mark.parametrize("sampled", [2, 4])
-@pytest.mark.parametrize("seed", range(25))
+@pytest.mark.parametrize("seed", grid(range(25), lambda seed: seed < 8))
 def test_the_provable_bound_holds_for_every_cohort_with_sam_and_clipping(seed, sampled):
     """Three rounds of all cohorts, so that means over cohorts are exact; or many with everyone."""
     rng = np.random.default_rng(seed)

@@ -105,7 +105,7 @@ def test_the_model_is_that_of_the_plain_sum_of_the_same_updates_to_the_last_bit(
 
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("way", ["lost", "answers"])
-@pytest.mark.parametrize("who", [(0,), (1, 6)])
+@pytest.mark.parametrize("who", [pytest.param((0,), marks=pytest.mark.full), (1, 6)])
 def test_whoever_is_lost_in_a_stage_the_sum_is_that_of_the_others(stage, way, who):
     strategy = strategy_of()
     _, found = run(strategy, Losing, **{way: [(partition, stage) for partition in who]})
