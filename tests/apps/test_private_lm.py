@@ -67,7 +67,6 @@ def of_folder(folder, **overrides):
     return {"dataset": "folder", "data-folder": str(folder), **overrides}
 
 
-@pytest.mark.report
 @pytest.mark.parametrize("method", grid(METHODS, lambda method: method == "dp-fedavg"))
 def test_every_method_shares_nothing_but_adapters(method, base, tmp_path):
     done = run(tmp_path / "run", base, method=method)
