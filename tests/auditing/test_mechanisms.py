@@ -157,6 +157,8 @@ def planted():
             yield name, "one participation counted", faults.one_participation_counted, 1, 150
             yield name, "noise of a round repeated", faults.noise_of_a_round_repeated, 1, FEW
         elif name not in ("client-noise-poisson", "secure-scores"):
+            # It shows whenever the canary is drawn in one of both rounds.
+            trials = MORE if name in POISSON else trials
             yield name, "noise reused", faults.noise_reused, 2, trials
         if name == "uldp-secure-sum":
             yield name, "users clipped together", faults.rows_clipped_together, 1, 300
@@ -190,7 +192,7 @@ DAILY = {
     "secure-sum-clipping off",
     "secure-sum-mod-a number unnoised",
     "server-noise-noise reused",
-    "server-noise-poisson-σ/16",
+    "server-noise-poisson-noise reused",
     "uldp-avg-clipping off",
     "uldp-adaptive-side unnoised",
     "secure-scores-a number unnoised",
