@@ -1,4 +1,7 @@
-"""Fixtures for tests of the machine code."""
+"""Fixtures for tests of the machine code.
+
+The process that hands out tests imports this module too, so PyTorch is imported in the fixtures.
+"""
 
 import pytest
 
