@@ -144,7 +144,7 @@ TESTS = {
         "federation/test_hostile.py",
         *_OF_RUNS,
     ),
-    "federation/uploads.py": ("federation/test_uploads.py", "auditing/test_paths.py"),
+    "federation/records.py": ("federation/test_uploads.py", "auditing/test_paths.py"),
     "secure/pair_keys.py": ("secure/test_pair_keys.py",),
     "secure/aggregation/context.py": ("secure/aggregation",),
     "secure/aggregation/mask_streams.py": ("secure/aggregation",),

@@ -1,7 +1,7 @@
 """Send messages to the clients of a run by partition number, and check their answers.
 
 The round, type, node and message id of a reply must match its request; a stale upload therefore
-never counts. `arrays` reads only NumPy's format, so no reply can run code.
+never counts. `records` reads only NumPy's format, so no reply can run code.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from flower_ext.federation.failures import printable, public_reason, unlogged
 from flower_ext.federation.progress import Progress
 from flower_ext.federation.replies import LONGEST_REASON, RefusedReply
 from flower_ext.federation.roster import FOR_MODS, FederationNotReady, Roster, addressed
-from flower_ext.federation.uploads import UploadReply, sender_of
 
 log = getLogger("flwr")
 
@@ -156,7 +155,7 @@ class Clients:
 
     def partition_of(self, reply: Message) -> int:
         """Return the partition of the node that sent a reply; -1 for an unknown node."""
-        return self._partitions.get(sender_of(reply), -1)
+        return self._partitions.get(records.sender_of(reply), -1)
 
 
 @dataclass(frozen=True)
@@ -215,7 +214,9 @@ class Requests:
                 _check_origin(reply, self.by_partition[partition])
                 early[partition] = read(reply)
             except Exception as error:
-                refusal = f"round {self.server_round}, node {sender_of(reply)}: {_reason(error)}"
+                refusal = (
+                    f"round {self.server_round}, node {records.sender_of(reply)}: {_reason(error)}"
+                )
                 refusals.append(refusal[:LONGEST_REASON])
                 clients.refusals.append(refusals[-1])
                 refused |= {partition} & waiting  # stop waiting for it, though it may answer again
@@ -235,7 +236,7 @@ class Requests:
 
 def _check_origin(reply: Message, question: Message) -> None:
     """Refuse a reply of a different round, or to a different message than ``question``."""
-    if isinstance(reply, UploadReply) and reply.question is question:
+    if isinstance(reply, records.UploadReply) and reply.question is question:
         return  # made in this process, for this message
     received, expected = reply.metadata, question.metadata
     if received.group_id != expected.group_id:

@@ -13,7 +13,6 @@ from flwr.app import ArrayRecord, ConfigRecord
 
 from flower_ext.errors import InvalidValue
 from flower_ext.federation import records
-from flower_ext.federation.arrays import read_array
 from flower_ext.federation.exchange import Clients
 from flower_ext.federation.method import Method, State, groups_under
 from flower_ext.federation.model_checks import shared_arrays
@@ -132,7 +131,7 @@ class Run:
             self._shared = {name: (array.shape, array.dtype) for name, array in first.items()}
         personal = self.method.personal
         model = {
-            name: read_array(array)
+            name: records.read_array(array)
             for name, array in arrays.items()
             if name in self._shared or not matches(name, personal)
         }

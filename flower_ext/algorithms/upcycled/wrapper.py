@@ -36,7 +36,7 @@ from flwr.serverapp.strategy import FedAvgM, Result, Strategy
 from flower_ext.checks import Checked, NotNegative, require_not_negative, require_positive
 from flower_ext.errors import InvalidValue
 from flower_ext.federation import FederatedStrategy
-from flower_ext.federation.arrays import Arrays, to_arrays, to_record
+from flower_ext.federation.records import Arrays, to_arrays, to_record
 from flower_ext.privacy.mechanisms.updates import require_finite
 
 log = getLogger("flwr")

@@ -20,7 +20,6 @@ from flower_ext.federation.client.user_draws import draw_fingerprint, draws_vaul
 from flower_ext.federation.roster import IDENTITY, check_addressee, identity
 from flower_ext.federation.state.memory import ClientMemory, ClientVault, forget_client
 from flower_ext.federation.sums import masked, weighted_silo
-from flower_ext.federation.uploads import Update
 from flower_ext.privacy import SecureScores
 from flower_ext.privacy.mechanisms.vector_query import VectorQuery
 from flower_ext.training import Task
@@ -95,7 +94,7 @@ def _reply(message: Message, answers: Sequence[Answer]) -> Message:
     (answer,) = answers
     if isinstance(answer, Exception):
         raise answer
-    content = answer.content() if isinstance(answer, Update) else answer
+    content = answer.content() if isinstance(answer, records.Update) else answer
     return Message(content, reply_to=message)
 
 

@@ -19,8 +19,8 @@ from flower_ext.errors import InvalidValue, tellable
 from flower_ext.federation import _flower_private as private
 from flower_ext.federation.failures import CLIENT_APP_RAISED, REASON_WITHHELD, failed
 from flower_ext.federation.packing import PACKED, packed, unpacked
+from flower_ext.federation.records import Update, UploadReply
 from flower_ext.federation.roster import partition_of
-from flower_ext.federation.uploads import Update, UploadReply
 from flower_ext.training import MEMORY_LIMIT
 from flower_ext.training.isolation import isolated
 

@@ -16,7 +16,6 @@ import torch
 
 from flower_ext.errors import InvalidValue, is_tellable, tellable
 from flower_ext.federation import records
-from flower_ext.federation.arrays import arrays_of
 from flower_ext.federation.client.client_method import (
     ClientWork,
     Contribution,
@@ -28,7 +27,6 @@ from flower_ext.federation.client.node import OF_UPLOADS
 from flower_ext.federation.failures import log_hidden
 from flower_ext.federation.sums import masked
 from flower_ext.federation.sums.weighted_silo import HiddenSum
-from flower_ext.federation.uploads import Update
 from flower_ext.privacy import NoiseSource
 from flower_ext.privacy.mechanisms.bounds import BoundedSum
 from flower_ext.privacy.mechanisms.protections import ClipAndNoise, Protection
@@ -39,11 +37,11 @@ Protected = Mapping[str, torch.Tensor] | Mapping[str, np.ndarray]
 """A client's update as it leaves the client."""
 
 
-def upload_of(work: ClientWork, result: LocalResult) -> Update:
+def upload_of(work: ClientWork, result: LocalResult) -> records.Update:
     """Protect the client's update and store its memory, then return its reply."""
     protection = work.protection
     contribution, update = _protected(work, result)
-    metrics, sent = _metrics(work, result, contribution), arrays_of(update)
+    metrics, sent = _metrics(work, result, contribution), records.arrays_of(update)
     if (cell := protection.cell) is not None:
         update = {name: value * cell for name, value in sent.items()}
         # The client's end of `MaskedSum`: from here the server sees the cohort's sum alone.
@@ -51,7 +49,7 @@ def upload_of(work: ClientWork, result: LocalResult) -> Update:
         sent = masked.seal(sent, of_sum, work.policy.context, work.method.name)
     # Store memory last, so that an error in masks or metrics keeps the previous round's memory.
     _store_memory(work, result, update)
-    return Update(sent, metrics)
+    return records.Update(sent, metrics)
 
 
 def _protected(work: ClientWork, result: LocalResult) -> tuple[Contribution, Protected]:

@@ -10,7 +10,6 @@ from flwr.app import ArrayRecord, ConfigRecord, Context, Message
 
 from flower_ext.errors import InvalidValue, knowing_no_data, tellable
 from flower_ext.federation import records
-from flower_ext.federation.arrays import Arrays
 from flower_ext.federation.failures import attempt_each
 from flower_ext.federation.protection import Unprotected, check_entries
 from flower_ext.federation.roster import check_addressee
@@ -37,7 +36,7 @@ class ClientRequest:
     entries: Mapping[str, Any] = field(default_factory=lambda: {"number": 1, "seed": 0})
     """Entries of the round's record, including the entries of the protection."""
     state: Mapping[str, Params] = field(default_factory=dict)
-    sums: Mapping[str, Arrays] = field(default_factory=dict)
+    sums: Mapping[str, records.Arrays] = field(default_factory=dict)
     """The server's messages for the sum of the round, by the record's name."""
     settings: Mapping[str, float] = field(default_factory=dict)
     config: Mapping[str, object] = field(default_factory=dict)

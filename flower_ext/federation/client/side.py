@@ -27,7 +27,7 @@ from flower_ext.federation.client.requests import read_each
 from flower_ext.federation.client.scores import scores_of, scores_record
 from flower_ext.federation.client.vector_answers import WorkView, masked_vector, query_of
 from flower_ext.federation.failures import attempt_each, attempt_in_turn
-from flower_ext.federation.uploads import Update
+from flower_ext.federation.records import Update
 from flower_ext.privacy.mechanisms.vector_query import VectorQuery
 from flower_ext.training import MEMORY_LIMIT, Params, Task
 from flower_ext.training.side_by_side import Steps, check_whole, completed, side_by_side

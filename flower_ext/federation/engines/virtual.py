@@ -20,7 +20,7 @@ from flwr.serverapp import Grid
 from flower_ext.errors import InvalidValue
 from flower_ext.federation import _flower_private as private
 from flower_ext.federation.packing import PACKED, packed, unpacked
-from flower_ext.federation.uploads import payload_bytes
+from flower_ext.federation.records import payload_bytes
 from flower_ext.training import MEMORY_LIMIT
 
 log = getLogger(__name__)

@@ -35,18 +35,12 @@ from flwr.app import ArrayRecord, Context, Message, RecordDict
 
 from flower_ext.errors import IncompleteRound, InvalidValue, ProtocolError, knowing_no_data
 from flower_ext.federation import records
-from flower_ext.federation.arrays import Arrays, flattened, shaped
 from flower_ext.federation.failures import printable
+from flower_ext.federation.records import Arrays, bytes_record, flattened, shaped, single_message
 from flower_ext.federation.replies import LONGEST_REASON, RefusedReply, read_answer, read_metrics
 from flower_ext.federation.state.memory import ClientVault
 from flower_ext.federation.sums.sum_limits import SumLimits
-from flower_ext.federation.sums.summation import (
-    Opening,
-    OpenSum,
-    Summation,
-    bytes_record,
-    single_message,
-)
+from flower_ext.federation.sums.summation import Opening, OpenSum, Summation
 from flower_ext.privacy.mechanisms.noised_sum import NoisedSum
 from flower_ext.privacy.mechanisms.plan import Aggregate, RoundDiscarded
 from flower_ext.privacy.randomness import secure_generator
