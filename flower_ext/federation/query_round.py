@@ -99,7 +99,9 @@ class QueryRound:
             self.close([])
             return []
         shared = {**evaluation_content(run, model, config), **self._query_records()}
-        return opened.ask({p: {**shared, **opened.request(p)} for p in opened.cohort.partitions})
+        return opened.ask(
+            {p: {**shared, **opened.sum.request(p)} for p in opened.cohort.partitions}
+        )
 
     def close(self, replies: Iterable[Message]) -> Mapping[str, float]:
         """Unmask the sum; return what the query reads from it, or nothing if it is discarded."""
