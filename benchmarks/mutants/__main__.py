@@ -57,7 +57,7 @@ _OF_ROUNDS = (
 )
 _OF_MASKS = (
     "auditing/test_secure_rounds.py",
-    "federation/client/test_vector_answers.py",
+    "federation/client/test_evaluating.py",
     "federation/sums/test_masked.py",
     "federation/test_evaluations.py",
 )
@@ -125,10 +125,9 @@ TESTS = {
     ),
     "secure/weighting/encoding.py": ("secure/weighting/test_encoding.py",),
     "federation/protection.py": _OF_PROTECTION,
-    "federation/client/protecting.py": _OF_PROTECTION,
-    "federation/client/vector_answers.py": _OF_MASKS,
-    "federation/client/data_loading.py": _OF_FAILURES,
-    "federation/client/hidden_failures.py": _OF_FAILURES,
+    "federation/client/protecting.py": (*_OF_PROTECTION, *_OF_FAILURES),
+    "federation/client/evaluating.py": _OF_MASKS,
+    "federation/client/preparing.py": _OF_FAILURES,
     "federation/population.py": ("federation/test_population.py", "auditing/test_cohorts.py"),
     "federation/connection.py": _OF_RUNS,
     "federation/replies.py": ("federation/test_records.py", "federation/test_hostile.py"),

@@ -14,7 +14,7 @@ from flower_ext.errors import InvalidValue, knowing_no_data, tellable
 from flower_ext.federation import records
 from flower_ext.federation.client.client_method import ClientMethod, Question
 from flower_ext.federation.client.cohort_app import Answer, CohortApp
-from flower_ext.federation.client.data_loading import NO_DATA, data_of
+from flower_ext.federation.client.preparing import NO_DATA, data_of
 from flower_ext.federation.client.side import ClientSide
 from flower_ext.federation.client.user_draws import draw_fingerprint, draws_vault
 from flower_ext.federation.roster import IDENTITY, check_addressee, identity

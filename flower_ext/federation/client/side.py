@@ -19,13 +19,17 @@ from functools import partial
 from flwr.app import Context, Message, RecordDict
 
 from flower_ext.federation.client.client_method import ClientMethod, ClientWork
-from flower_ext.federation.client.hidden_failures import result_hiding_failures
+from flower_ext.federation.client.evaluating import (
+    WorkView,
+    masked_vector,
+    query_of,
+    scores_of,
+    scores_record,
+)
 from flower_ext.federation.client.node import NodePolicy
 from flower_ext.federation.client.preparing import work_of
 from flower_ext.federation.client.protecting import upload_of
 from flower_ext.federation.client.requests import read_each
-from flower_ext.federation.client.scores import scores_of, scores_record
-from flower_ext.federation.client.vector_answers import WorkView, masked_vector, query_of
 from flower_ext.federation.failures import attempt_each, attempt_in_turn
 from flower_ext.federation.records import Update
 from flower_ext.privacy.mechanisms.vector_query import VectorQuery
@@ -66,12 +70,7 @@ class ClientSide:
         other client at the same time.
         """
         works = self._works(messages, contexts, alone=alone)
-
-        def answer(work: ClientWork) -> Steps[Update]:
-            result = yield from result_hiding_failures(self.method.local_update, work)
-            return upload_of(work, result)
-
-        return side_by_side(attempt_in_turn(answer, works), memory_limit=memory_limit)
+        return side_by_side(attempt_in_turn(upload_of, works), memory_limit=memory_limit)
 
     def _works(
         self, messages: Sequence[Message], contexts: Sequence[Context], *, alone: bool
