@@ -19,8 +19,13 @@ Each function raises `UnfitSetting` if settings contradict each other.
 from __future__ import annotations
 
 from flower_ext.federation.configured.launch import settings, start
-from flower_ext.federation.configured.method_settings import server, training
-from flower_ext.federation.configured.plan_settings import non_private_plan, release_plan, sampling
+from flower_ext.federation.configured.parts import (
+    non_private_plan,
+    release_plan,
+    sampling,
+    server,
+    training,
+)
 
 __all__ = [
     "non_private_plan",

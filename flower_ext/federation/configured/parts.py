@@ -1,11 +1,21 @@
-"""Sampling and privacy plan, from the settings."""
+"""Build the parts of a run from its settings: sampling, plan, local training, server optimiser."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
-from flower_ext.federation.configured.refusals import naming_settings, with_method
+from flower_ext.errors import InvalidValue
+from flower_ext.federation.server_optimizers import (
+    Adagrad,
+    Adam,
+    ExponentialAverage,
+    ModelAverage,
+    Sgd,
+    TailAverage,
+    Yogi,
+)
 from flower_ext.privacy import (
     AdaptiveClipping,
     CorrelatedNoise,
@@ -24,13 +34,17 @@ from flower_ext.privacy import (
 from flower_ext.privacy.accounting.calibration import default_relation
 from flower_ext.privacy.mechanisms.secure_scores import ACCURACY, Bounds
 from flower_ext.privacy.theorems.dp2_fedsam_theorem import dp2_fedsam_theorem2_noise_multiplier
-from flower_ext.runs.settings import UnfitSetting
+from flower_ext.runs.settings import Settings, UnfitSetting
 from flower_ext.runs.shared_settings import (
     CohortSettings,
     PrivacySettings,
     ReleaseSettings,
+    ServerSettings,
     TrainingSettings,
 )
+from flower_ext.training import LocalTraining
+
+_ADAPTIVE: Mapping[str, Any] = {"adagrad": Adagrad, "adam": Adam, "yogi": Yogi}
 
 
 def sampling(settings: CohortSettings) -> Sampling:
@@ -56,7 +70,7 @@ def non_private_plan(settings: TrainingSettings, sampling: Sampling) -> NonPriva
     for name in ("aggregation", "evaluation"):
         if getattr(settings, name, "plain") != "plain":
             raise UnfitSetting(
-                f"run-config {name}='secure'{with_method(settings)}: expected 'plain', because "
+                f"run-config {name}='secure'{_with_method(settings)}: expected 'plain', because "
                 "secure sums are of clipped and noised values, and this method noises nothing"
             )
     return NonPrivatePlan(sampling=sampling, weighting=settings.weighting)
@@ -92,7 +106,7 @@ def release_plan(
     """
     if (weighting := getattr(settings, "weighting", "clients")) != "clients":
         raise UnfitSetting(
-            f"run-config weighting={weighting!r}{with_method(settings)}: expected 'clients', "
+            f"run-config weighting={weighting!r}{_with_method(settings)}: expected 'clients', "
             "because a private mean weights all clients equally"
         )
     secure = SecureSum(
@@ -111,7 +125,7 @@ def release_plan(
     epsilon = settings.target
     if settings.noise == "correlated":
         options |= _correlated(settings, sampling, of_users=of_users)
-    with naming_settings(settings):
+    with _naming_settings(settings):
         if settings.evaluation == "secure":
             options["queries"] = (_secure_scores(settings, options, scores),)
         if epsilon is None:
@@ -137,7 +151,7 @@ def _correlated(settings: ReleaseSettings, sampling: Sampling, *, of_users: bool
     """Return the fields of a plan whose noise is correlated over rounds."""
     if of_users:
         raise UnfitSetting(
-            f"run-config noise='correlated'{with_method(settings)}: expected 'independent', "
+            f"run-config noise='correlated'{_with_method(settings)}: expected 'independent', "
             "because no server counts a user's participations over silos"
         )
     if settings.aggregation != "plain":
@@ -149,7 +163,7 @@ def _correlated(settings: ReleaseSettings, sampling: Sampling, *, of_users: bool
     size = size_for_rate(clients, sampling.sampling_rate)
     apart = settings.rounds_apart or clients // size
     most = settings.participations or -(-settings.rounds // apart)
-    with naming_settings(settings):
+    with _naming_settings(settings):
         return {
             "sampling": SpacedSampling(
                 population=clients, size=size, rounds_apart=apart, participations=most
@@ -216,3 +230,57 @@ def _secure_scores(
     bound = settings.evaluation_loss_bound
     bounds = (*scores, ("loss", 0.0, bound)) if bound else scores
     return SecureScores(noise_multiplier=multiplier, times=evaluations, bounds=bounds)
+
+
+def training(settings: TrainingSettings, **changes: Any) -> LocalTraining:
+    """Return the local training that the settings describe; ``changes`` override its fields."""
+    same = ("batch_size", "learning_rate", "learning_rate_decay", "momentum", "optimizer")
+    options = {name: getattr(settings, name) for name in (*same, "weight_decay")}
+    options["epochs"] = settings.local_epochs
+    with _naming_settings(settings):
+        return LocalTraining(**{**options, **changes})
+
+
+def server(settings: ServerSettings, *, learning_rate: float | None = None) -> dict[str, Any]:
+    """Return the options ``server`` and ``average`` of a method.
+
+    ``learning_rate`` overrides the setting ``server_learning_rate``.
+
+    Raises
+    ------
+    UnfitSetting
+        The settings name two averages.
+    """
+    rate = settings.server_learning_rate if learning_rate is None else learning_rate
+    momentum, tau = settings.server_momentum, settings.server_tau
+    if settings.average_decay and settings.average_last:
+        raise UnfitSetting(
+            f"run-config average-decay={settings.average_decay!r} with "
+            f"average-last={settings.average_last!r}: expected one of them to be 0"
+        )
+    average: ModelAverage | None = None
+    if settings.average_decay:
+        average = ExponentialAverage(decay=settings.average_decay)
+    elif settings.average_last:
+        average = TailAverage(last=settings.average_last)
+    if (kind := _ADAPTIVE.get(settings.server_optimizer)) is not None:
+        return {"server": kind(learning_rate=rate, beta1=momentum, tau=tau), "average": average}
+    return {"server": Sgd(learning_rate=rate, momentum=momentum), "average": average}
+
+
+@contextmanager
+def _naming_settings(settings: Settings) -> Iterator[None]:
+    """Replace an error about a field by an error about the setting of the same name."""
+    try:
+        yield
+    except InvalidValue as error:
+        field, separator, rest = str(error).partition("=")
+        if not separator or not hasattr(settings, field):
+            raise
+        raise UnfitSetting(f"run-config {field.replace('_', '-')}={rest}") from error
+
+
+def _with_method(settings: Settings) -> str:
+    """Name the method in a message, if the app has several."""
+    method = getattr(settings, "method", None)
+    return "" if method is None else f" with method={method!r}"
