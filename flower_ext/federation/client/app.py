@@ -102,7 +102,7 @@ def _answer_question(side: ClientSide, message: Message, context: Context) -> Me
     """Return the reply to a question; a record in the message says which question it is."""
     check_addressee(message, context)
     if records.SECURE_SUM in message.content:
-        return masked.answer(message, context, side.method.name, side.policy(context).sums)
+        return masked.answer(message, context, side.method.name)
     answers = (answer for record, answer in _ANSWERS.items() if record in message.content)
     answer = next(answers, _state)
     return Message(RecordDict({records.ANSWER: answer(side, message, context)}), reply_to=message)

@@ -18,7 +18,6 @@ from flower_ext.errors import InvalidValue, tellable
 from flower_ext.federation.client.requests import ClientRequest
 from flower_ext.federation.protection import SEEDED
 from flower_ext.federation.roster import PARTITION, partition_of
-from flower_ext.federation.sums.sum_limits import SumLimits
 from flower_ext.privacy import NoiseSource, SecureNoise, SeededNoise
 from flower_ext.privacy.mechanisms.protections import Protection
 from flower_ext.training import Task
@@ -44,7 +43,7 @@ class NodePolicy:
     * ``keep-memory=true``: the client refuses if the server asks it to delete what it remembers.
     * ``least-sum-members``, ``least-sum-threshold-share``, ``sum-identity-key``, ``sum-members``,
       ``sum-colluders`` and ``least-honest-answers``: the secure sums in which the client takes part
-      (see `SumLimits`).
+      (see `sums.masked.SumLimits`).
 
     Parameters
     ----------
@@ -118,11 +117,6 @@ class NodePolicy:
                 f"the server asks for a noise multiplier of {multiplier:g} on this client's "
                 f"upload: the owner of this node requires least-noise-multiplier={least:g}"
             )
-
-    @property
-    def sums(self) -> SumLimits:
-        """Limits on secure sums."""
-        return SumLimits.of(self.context.node_config)
 
     def check_way_out(self, message: str, *, in_sum: bool) -> None:
         """Refuse to send ``message`` outside a secure sum, if the node's owner requires such sums.

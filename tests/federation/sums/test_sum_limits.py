@@ -5,7 +5,7 @@ import pytest
 
 from flower_ext.errors import InvalidValue
 from flower_ext.federation import FederationNotReady, InProcessGrid, records
-from flower_ext.federation.sums.sum_limits import SumLimits
+from flower_ext.federation.sums.masked import SumLimits
 from flower_ext.privacy import AdversaryView, SecureScores, SecureSum
 from flower_ext.secure.aggregation import RoundContext
 from tests.support.identities import write_identities
