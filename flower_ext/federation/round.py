@@ -424,7 +424,7 @@ def read_honest_update(
         raise RefusedReply(f"num-examples={num_examples!r}: expected at least 1")
     if protection is None or not mechanism.client_protects:
         return update
-    partition = requests.partition_of(reply)
+    partition = requests.clients.partition_of(reply)
     limit = protection.largest_upload(
         sum(array.size for array in base.values()), norms=cohort.norms.get(partition, 1.0)
     )

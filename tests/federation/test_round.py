@@ -45,7 +45,8 @@ def read(plan, norm, *, record=records.UPDATE, metrics=None, received=0.0, norms
     content = RecordDict({record: records.to_record(numbers(norm))})
     if metrics is not None:
         content["metrics"] = MetricRecord(metrics)
-    exchange = SimpleNamespace(partition_of=lambda _: 2, sent=lambda _: numbers(received))
+    clients = SimpleNamespace(partition_of=lambda _: 2)
+    exchange = SimpleNamespace(clients=clients, sent=lambda _: numbers(received))
     cohort = Cohort(
         partitions=range(CLIENTS), units=range(CLIENTS), population=9, norms=norms or {}
     )
