@@ -43,7 +43,7 @@ class NodePolicy:
     * ``keep-memory=true``: the client refuses if the server asks it to delete what it remembers.
     * ``least-sum-members``, ``least-sum-threshold-share``, ``sum-identity-key``, ``sum-members``,
       ``sum-colluders`` and ``least-honest-answers``: the secure sums in which the client takes part
-      (see `sums.masked.SumLimits`).
+      (see `sums.masked`).
 
     Parameters
     ----------

@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from logging import getLogger
 from typing import Any, TypeVar
 
@@ -246,80 +246,64 @@ class OpenMaskedSum(OpenSum):
 # The client's end ------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, kw_only=True)
-class SumLimits:
-    """Limits of one node on masked sums.
+def check_limits(context: RoundContext, node_config: Mapping[str, Any]) -> None:
+    """Refuse a sum that shows the server more than the owner of this node permits.
 
-    Parameters
-    ----------
-    identities : Identities or None
-        The node's signing key and the members' public keys. With them, the node takes part in
-        signed sums only; without them, in unsigned sums only.
-    least_members : int
-        Least number of members whose vectors are in a sum.
-    least_threshold_share : float
-        Least share of a member's neighbours that must help to unmask it.
-    colluders : int
-        Number of other members that may collude with the server.
-    least_honest : int
-        Least number of vectors from members that do not collude, this one included, in every sum
-        that may become known (`SumParameters.honest_answers`).
+    =============================  ===========================================================
+    node config                    meaning
+    =============================  ===========================================================
+    ``least-sum-members``          least number of members whose vectors are in a sum
+    ``least-sum-threshold-share``  least share of a member's neighbours that must help to
+                                   unmask it
+    ``sum-colluders``              number of other members that may collude with the server
+    ``least-honest-answers``       least number of vectors from members that do not collude,
+                                   this one included, in every sum that may become known
+                                   (`SumParameters.honest_answers`)
+    =============================  ===========================================================
+
+    Raises
+    ------
+    PermissionError
+        Fewer members than the owner permits, or a smaller share of a member's neighbours,
+        suffice to unmask; or a sum of fewer honest members may become known.
     """
-
-    identities: Identities | None = None
-    least_members: int = 0
-    least_threshold_share: float = 0.0
-    colluders: int = 0
-    least_honest: int = 0
-
-    @classmethod
-    def of(cls, node_config: Mapping[str, Any]) -> SumLimits:
-        """Read the limits of a node.
-
-        Raises
-        ------
-        InvalidValue
-            Only one of ``sum-identity-key`` and ``sum-members`` is set, or a file is unreadable.
-        """
-        key, members = (node_config.get(name) for name in ("sum-identity-key", "sum-members"))
-        if (key is None) != (members is None):
-            raise tellable(
-                InvalidValue("node config: expected both sum-identity-key and sum-members, or none")
-            )
-        return cls(
-            identities=None if key is None else Identities.read(str(key), str(members)),
-            least_members=int(node_config.get("least-sum-members", 0)),
-            least_threshold_share=float(node_config.get("least-sum-threshold-share", 0.0)),
-            colluders=int(node_config.get("sum-colluders", 0)),
-            least_honest=int(node_config.get("least-honest-answers", 0)),
+    least_members = int(node_config.get("least-sum-members", 0))
+    least_share = float(node_config.get("least-sum-threshold-share", 0.0))
+    colluders = int(node_config.get("sum-colluders", 0))
+    least_honest = int(node_config.get("least-honest-answers", 0))
+    if context.least_answers < least_members:
+        raise PermissionError(
+            f"the server may unmask a sum of {context.least_answers} members: the owner of this "
+            f"node requires least-sum-members={least_members}"
+        )
+    if context.threshold < least_share * context.neighbours:
+        raise PermissionError(
+            f"{context.threshold} of {context.neighbours} neighbours may unmask this client: the "
+            f"owner of this node requires least-sum-threshold-share={least_share:g}"
+        )
+    if least_honest > (honest := _honest_answers(context, colluders)):
+        raise PermissionError(
+            f"a sum of {honest} honest members may become known: the owner of this node requires "
+            f"least-honest-answers={least_honest} with sum-colluders={colluders}"
         )
 
-    def check(self, context: RoundContext) -> None:
-        """Refuse a sum that shows the server more than the owner permits.
 
-        Raises
-        ------
-        PermissionError
-            Fewer members than the owner permits, or a smaller share of a member's neighbours,
-            suffice to unmask; or a sum of fewer honest members may become known.
-        """
-        if context.least_answers < self.least_members:
-            raise PermissionError(
-                f"the server may unmask a sum of {context.least_answers} members: the owner of "
-                f"this node requires least-sum-members={self.least_members}"
-            )
-        if context.threshold < self.least_threshold_share * context.neighbours:
-            raise PermissionError(
-                f"{context.threshold} of {context.neighbours} neighbours may unmask this client: "
-                "the owner of this node requires "
-                f"least-sum-threshold-share={self.least_threshold_share:g}"
-            )
-        if self.least_honest > (honest := _honest_answers(context, self.colluders)):
-            raise PermissionError(
-                f"a sum of {honest} honest members may become known: the owner of this node "
-                f"requires least-honest-answers={self.least_honest} with "
-                f"sum-colluders={self.colluders}"
-            )
+def identities_of(node_config: Mapping[str, Any]) -> Identities | None:
+    """Return the node's signing key and the members' public keys, from the node config.
+
+    With them, the node takes part in signed sums only; without them, in unsigned sums only.
+
+    Raises
+    ------
+    InvalidValue
+        Only one of ``sum-identity-key`` and ``sum-members`` is set, or a file is unreadable.
+    """
+    key, members = (node_config.get(name) for name in ("sum-identity-key", "sum-members"))
+    if (key is None) != (members is None):
+        raise tellable(
+            InvalidValue("node config: expected both sum-identity-key and sum-members, or none")
+        )
+    return None if key is None else Identities.read(str(key), str(members))
 
 
 def _honest_answers(context: RoundContext, colluders: int) -> int:
@@ -347,7 +331,7 @@ def answer(message: Message, context: Context, method: str) -> Message:
         The sum is smaller than the node's owner permits.
     """
     # Outside the block below, because the server must not see an error of a file on this node.
-    limits = SumLimits.of(context.node_config)
+    identities = identities_of(context.node_config)
     with knowing_no_data():
         content = records.to_arrays(message.content.array_records[records.SECURE_SUM])
         stage, data = single_message(content, BEGIN, KEYS, QUESTION)
@@ -355,11 +339,11 @@ def answer(message: Message, context: Context, method: str) -> Message:
         member = _invited(vault, data) if stage == BEGIN else _stored(vault)
         reply: Advert | SealedShares | Revealed
         if stage == BEGIN:
-            limits.check(member.context)
-            reply = member.advertise(identities=limits.identities)
+            check_limits(member.context, context.node_config)
+            reply = member.advertise(identities=identities)
         elif stage == KEYS:
             keys = Keys.from_bytes(data, member.context)
-            reply = member.share(keys, identities=limits.identities)
+            reply = member.share(keys, identities=identities)
         else:
             reply = member.unmask(UnmaskRequest.from_bytes(data, member.context))
         vault.store(member.to_bytes())
