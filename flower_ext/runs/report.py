@@ -2,7 +2,9 @@
 
 The report begins with the results: the quality of the clients' models and the proved ε. Figures
 follow, then the basis of each guarantee; the papers' claims come after the provable guarantees.
-This module computes the values that the template ``templates/report.md.jinja`` shows.
+A part on the whole study covers all runs that share the run's account.
+
+This module computes the values that the templates ``report.md.jinja`` and ``study.md.jinja`` show.
 """
 
 from __future__ import annotations
