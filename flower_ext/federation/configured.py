@@ -1,12 +1,36 @@
-"""Build the parts of a run from its settings: sampling, plan, local training, server optimiser."""
+"""Build the parts of a run from its settings, and start the run, in the ServerApp of any app.
+
+An app's class of settings inherits the shared ones (`flower_ext.runs.shared_settings`)::
+
+    @dataclass(frozen=True, kw_only=True)
+    class Settings(RunSettings, CohortSettings, ReleaseSettings, TrainingSettings):
+        ...
+
+    @app.main()
+    def main(grid: Grid, context: Context) -> None:
+        settings = configured.settings(Settings, context)
+        plan = configured.release_plan(settings, configured.sampling(settings))
+        method = DPFedAvg(local=configured.training(settings))
+        configured.start(grid, context, settings, task, method, plan)
+
+Each function raises `UnfitSetting` if settings contradict each other.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from dataclasses import replace
+from typing import Any, TypeVar
+
+from flwr.app import ArrayRecord, Context
+from flwr.serverapp import Grid
+from flwr.serverapp.strategy import Strategy
 
 from flower_ext.errors import InvalidValue
+from flower_ext.federation.engines.virtual import clients_of
+from flower_ext.federation.method import Method
+from flower_ext.federation.recording import first_config, record, recorded_run
 from flower_ext.federation.server_optimizers import (
     Adagrad,
     Adam,
@@ -16,13 +40,16 @@ from flower_ext.federation.server_optimizers import (
     TailAverage,
     Yogi,
 )
+from flower_ext.federation.strategy import FederatedStrategy
 from flower_ext.privacy import (
     AdaptiveClipping,
+    Budget,
     CorrelatedNoise,
     FixedSizeSampling,
     FullParticipation,
     NonPrivatePlan,
     PoissonSampling,
+    PrivacyPlan,
     ReleasePlan,
     Sampling,
     SecureScores,
@@ -34,17 +61,35 @@ from flower_ext.privacy import (
 from flower_ext.privacy.accounting.calibration import default_relation
 from flower_ext.privacy.mechanisms.secure_scores import ACCURACY, Bounds
 from flower_ext.privacy.theorems.dp2_fedsam_theorem import dp2_fedsam_theorem2_noise_multiplier
-from flower_ext.runs.settings import Settings, UnfitSetting
+from flower_ext.runs.callbacks import Callback
+from flower_ext.runs.settings import Settings, UnfitSetting, absolute_path
 from flower_ext.runs.shared_settings import (
     CohortSettings,
     PrivacySettings,
     ReleaseSettings,
+    RunSettings,
     ServerSettings,
     TrainingSettings,
 )
-from flower_ext.training import LocalTraining
+from flower_ext.training import LocalTraining, Task, check_shareable
+from flower_ext.training.params import require_modules
+
+AppSettings = TypeVar("AppSettings", bound=RunSettings)
 
 _ADAPTIVE: Mapping[str, Any] = {"adagrad": Adagrad, "adam": Adam, "yogi": Yogi}
+
+
+def settings(kind: type[AppSettings], context: Context) -> AppSettings:
+    """Return the settings of a run; if it was resumed, with its first number of rounds.
+
+    Parameters
+    ----------
+    kind : type[AppSettings]
+        The app's class of settings.
+    context : Context
+        The argument of the ServerApp.
+    """
+    return kind.of(first_config(context.run_config))
 
 
 def sampling(settings: CohortSettings) -> Sampling:
@@ -266,6 +311,132 @@ def server(settings: ServerSettings, *, learning_rate: float | None = None) -> d
     if (kind := _ADAPTIVE.get(settings.server_optimizer)) is not None:
         return {"server": kind(learning_rate=rate, beta1=momentum, tau=tau), "average": average}
     return {"server": Sgd(learning_rate=rate, momentum=momentum), "average": average}
+
+
+def start(
+    grid: Grid,
+    context: Context,
+    settings: RunSettings,
+    task: Task,
+    method: Method,
+    plan: PrivacyPlan,
+    *,
+    wrapper: Callable[[FederatedStrategy], Strategy] | None = None,
+    planned_rounds: int | None = None,
+    notes: Mapping[str, Any] | None = None,
+    callbacks: Sequence[Callback] = (),
+    **options: Any,
+) -> None:
+    """Run a method under a plan for ``rounds`` rounds in a run directory, and write its report.
+
+    A run with privacy may end early: when its provable ε reaches ``budget`` (0: no budget) or the
+    ``epsilon`` for which its noise is provably calibrated, or when all runs that share the account
+    ``budget_ledger`` have spent the account's budget. If the plan is a `ReleasePlan`, the run's
+    ledger records its releases.
+
+    Parameters
+    ----------
+    grid, context
+        The arguments of the ServerApp.
+    settings : RunSettings
+        The run's settings.
+    task : Task
+    method : Method
+    plan : PrivacyPlan
+    wrapper : Callable[[FederatedStrategy], Strategy], optional
+        Wraps the strategy, as `Upcycled` does; the result has the strategy as its ``base``.
+    planned_rounds : int, optional
+        Number of rounds that a planner chose in place of ``rounds``; the run directory records it.
+    notes : Mapping, optional
+        Further entries to record in addition to the settings.
+    callbacks : Sequence[Callback]
+        Callbacks that follow the run.
+    **options
+        Options of `FederatedStrategy` that no setting names: ``sum``, ``stragglers``, ``exposed``.
+
+    Raises
+    ------
+    UnshareableModel
+        A layer that clients would share keeps statistics of their data.
+    InvalidValue
+        The method does not fit the plan, or names a ``personal`` part that the model lacks; or
+        `recorded_run` refuses the settings.
+    """
+    config = {**context.run_config, **(notes or {})}
+    # The settings are those that the noise was calibrated for; a resumed run may be longer.
+    number: Any = context.run_config["rounds"]
+    last = replace(settings, rounds=number).rounds  # checks the number of a resumed run, too
+    rounds = last
+    if planned_rounds is not None:
+        rounds += planned_rounds - settings.rounds
+        config["planned-rounds"] = planned_rounds
+    same = ("seeded_noise", "evaluate_every", "training_loss", "diagnostics")
+    base = FederatedStrategy(
+        method,
+        plan,
+        seed=settings.seed or None,
+        timeout=settings.connect_timeout,
+        budget=_budget(settings, plan),
+        # Nodes whose frozen part differs are refused before the first round.
+        frozen=task.fingerprint,
+        state_key_file=absolute_path(getattr(settings, "state_key_file", "")),
+        **{name: getattr(settings, name) for name in same},
+        **options,
+    )
+    name = [str(config[part]) for part in ("method", "dataset") if part in config]
+    with recorded_run(config, "-".join(name) or "run", callbacks) as run:
+        require_modules("personal", method.personal, task.shapes, task.factory.facts.tied)
+        check_shareable(task.model(), method.personal)
+        limit = _calibrated_budget(settings, plan)
+        # Do not check a wrapped strategy, because a wrapper need not train in every round.
+        if run.resumed and wrapper is None and limit is not None and last > settings.rounds:
+            raise UnfitSetting(
+                f"run-config rounds={last} of a resumed run: expected at most {settings.rounds}, "
+                f"because its noise stays as it is and spends epsilon={limit.epsilon:g} in these "
+                "rounds. To train longer under that epsilon, begin a new run: leave out --resume, "
+                f"and give --set rounds={last}"
+            )
+        base.run.attach(run, limit=limit)
+        record(
+            run,
+            base if wrapper is None else wrapper(base),
+            clients_of(grid, getattr(settings, "clients_per_node", 1)),
+            ArrayRecord(task.initial_params(settings.seed)),
+            num_rounds=rounds,
+            timeout=settings.round_timeout,
+        )
+
+
+def _budget(settings: RunSettings, plan: PrivacyPlan) -> Budget | None:
+    """Return the budget that the settings name: of all runs that share an account, or of this run.
+
+    Raises
+    ------
+    UnfitSetting
+        The settings name an account, but not its ε or not its δ.
+    """
+    if not isinstance(settings, PrivacySettings):
+        return None
+    if (path := absolute_path(settings.budget_ledger)) is None:
+        is_limited = settings.budget and plan.delta is not None
+        return Budget(epsilon=settings.budget, delta=settings.delta) if is_limited else None
+    for name in ("population_epsilon", "population_delta"):
+        if not getattr(settings, name):
+            raise UnfitSetting(
+                f"run-config {name.replace('_', '-')}={getattr(settings, name)!r} with a "
+                "budget-ledger: expected a number > 0"
+            )
+    return Budget(epsilon=settings.population_epsilon, delta=settings.population_delta, ledger=path)
+
+
+def _calibrated_budget(settings: RunSettings, plan: PrivacyPlan) -> Budget | None:
+    """Return the budget for which the noise is provably calibrated; None if there is none."""
+    if not isinstance(settings, PrivacySettings) or settings.calibration != "provable":
+        return None
+    if settings.target is None or plan.rounds is None:
+        return None
+    assert plan.delta is not None  # noise was chosen for it
+    return Budget(epsilon=settings.target, delta=plan.delta)
 
 
 @contextmanager
