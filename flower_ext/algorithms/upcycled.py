@@ -1,4 +1,7 @@
-"""Upcycled-FL (Algorithm 1) around any Flower strategy.
+"""Upcycled-FL: in every even round the server reuses earlier models and contacts no client.
+
+Source: Yin, Tan, Zhang, Khalili, Liu, "Federated Learning with Reduced Information Leakage and
+Computation" (TMLR 2024), Algorithm 1.
 
 In odd rounds the base strategy trains. In an even round the server extrapolates the last step. It
 sends nothing to any client and uses no data, so the round spends no privacy (Lemma 6.1:

@@ -37,7 +37,7 @@ from flower_ext.algorithms import (
     Upcycled,
 )
 from flower_ext.algorithms.upcycled import Decaying
-from flower_ext.algorithms.upcycled.wrapper import extrapolated
+from flower_ext.algorithms.upcycled import extrapolated
 from flower_ext.federation import (
     FederatedStrategy,
     InProcessGrid,
