@@ -73,8 +73,8 @@ class Instruments:
             data: ClientData = load(task, request, partition)
             return data
 
-        def held(local_update: Any, work: ClientWork) -> Any:
-            return train(local_update, work if self.watch is None else self.watch.work(work))
+        def held(work: ClientWork) -> Any:
+            return train(work if self.watch is None else self.watch.work(work))
 
         preparing.checked_data = loaded
         protecting.result_hiding_failures = held

@@ -22,7 +22,7 @@ the method, once more       the received model, and its memory as it was
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -56,7 +56,7 @@ Protected = Mapping[str, torch.Tensor] | Mapping[str, np.ndarray]
 
 def upload_of(work: ClientWork) -> Steps[records.Update]:
     """Run the method, protect the update and store the memory, then return the client's reply."""
-    result = yield from result_hiding_failures(work.method.local_update, work)
+    result = yield from result_hiding_failures(work)
     protection = work.protection
     contribution, update = _protected(work, result)
     metrics, sent = _metrics(work, result, contribution), records.arrays_of(update)
@@ -70,10 +70,8 @@ def upload_of(work: ClientWork) -> Steps[records.Update]:
     return records.Update(sent, metrics)
 
 
-def result_hiding_failures(
-    local_update: Callable[[ClientWork], LocalResult | Steps[LocalResult]], work: ClientWork
-) -> Steps[LocalResult]:
-    """Run ``local_update``, and hide what fails as far as the client's protection allows.
+def result_hiding_failures(work: ClientWork) -> Steps[LocalResult]:
+    """Run the method, and hide what fails as far as the client's protection allows.
 
     If the protection neither hides failures nor bounds models, every error is raised. Otherwise the
     function hides errors, except in these cases:
@@ -87,29 +85,27 @@ def result_hiding_failures(
     """
     protection = work.protection
     if not (protection.hides_failures or protection.bounds_models):
-        return (yield from completed(local_update(work)))
+        return (yield from completed(work.method.local_update(work)))
     try:
-        return (yield from _finite_result(local_update, work))
+        return (yield from _finite_result(work))
     except Exception as error:
         if not protection.hides_failures or is_tellable(error):
             raise
         log_hidden(error)
     try:
-        return (yield from _finite_result(local_update, replace(work, data=NO_DATA)))
+        return (yield from _finite_result(replace(work, data=NO_DATA)))
     except Exception as error:
         if is_tellable(error) or protection.of_units:
             raise
         return LocalResult(model=work.received, memory=work.memory)
 
 
-def _finite_result(
-    local_update: Callable[[ClientWork], LocalResult | Steps[LocalResult]], work: ClientWork
-) -> Steps[LocalResult]:
-    """Run ``local_update``, hide its failed trainings, and refuse a result that is not finite."""
+def _finite_result(work: ClientWork) -> Steps[LocalResult]:
+    """Run the method, hide its failed trainings, and refuse a result that is not finite."""
     model: Any = None
     checked: Any = None
     with isolated():
-        steps = completed(local_update(work))
+        steps = completed(work.method.local_update(work))
     while True:
         try:
             with isolated():

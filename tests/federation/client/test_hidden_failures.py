@@ -36,6 +36,7 @@ STEPS = ClipSteps(clipping_norm=1.0, gradient_clipping_norm=1.0, noise_stddev=1.
 class Work:
     """The parts of `ClientWork` that a failure concerns."""
 
+    method: SimpleNamespace
     data: ClientData = field(default_factory=lambda: client_data(1))
     received: dict = field(default_factory=lambda: RECEIVED)
     memory: dict = field(default_factory=lambda: MEMORY)
@@ -51,7 +52,8 @@ def result_of(method, *trained, protection=UPDATES):
     results = []
 
     def whole():
-        results.append((yield from result_hiding_failures(method, Work(protection=protection))))
+        work = Work(SimpleNamespace(local_update=method), protection=protection)
+        results.append((yield from result_hiding_failures(work)))
         yield None
 
     steps = whole()
