@@ -240,9 +240,7 @@ def settings_of(kind: type[AppSettings], context: Context) -> AppSettings:
 # Any ServerApp, by one added line -------------------------------------------------------------
 
 
-def recorded(
-    strategy: Strategy, name: str | Path = "", *, callbacks: Sequence[Callback] = ()
-) -> Recorded:
+class recorded:
     """Give a strategy a run directory, so that its ``start`` records the run and can resume it.
 
     Use it in any ServerApp; the app needs no settings of this package::
@@ -271,24 +269,20 @@ def recorded(
     callbacks : Sequence[Callback]
         Callbacks that follow the run.
 
+    Attributes
+    ----------
+    run : RunWriter or None
+        The directory of the last start; None before the first.
+
     Raises
     ------
     InvalidValue
         The strategy is not of this package: run Flower's strategies inside `Hosted`.
     """
-    return Recorded(strategy, name, callbacks)
 
-
-class Recorded:
-    """A strategy whose `start` writes a run directory; created by `recorded`.
-
-    Attributes
-    ----------
-    run : RunWriter or None
-        The directory of the last start; None before the first.
-    """
-
-    def __init__(self, strategy: Strategy, name: str | Path, callbacks: Sequence[Callback]) -> None:
+    def __init__(
+        self, strategy: Strategy, name: str | Path = "", *, callbacks: Sequence[Callback] = ()
+    ) -> None:
         self.strategy = strategy
         self.run: RunWriter | None = None
         self._base = base_of(strategy)
