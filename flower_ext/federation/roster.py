@@ -16,7 +16,7 @@ from typing import Any
 from flwr.app import ConfigRecord, Context, Message, RecordDict
 from flwr.serverapp import Grid
 
-from flower_ext.errors import FlowerExtError, InvalidValue, tellable
+from flower_ext.errors import FlowerExtError, InvalidValue
 from flower_ext.federation._flower_private import message_like, record_of, replies, simulates
 from flower_ext.federation.failures import public_reason
 
@@ -292,12 +292,10 @@ def check_addressee(message: Message, context: Context) -> None:
     if _ADDRESS not in content or not isinstance(address := content[_ADDRESS], ConfigRecord):
         return
     if address["partition"] != (partition := partition_of(context.node_config)):
-        raise tellable(
-            InvalidValue(
-                f"node config partition-id={partition}: this node held partition "
-                f"{address['partition']!r} when the run asked; start the node again with that "
-                "partition-id, or stop the run"
-            )
+        raise InvalidValue.tellable(
+            f"node config partition-id={partition}: this node held partition "
+            f"{address['partition']!r} when the run asked; start the node again with that "
+            "partition-id, or stop the run"
         )
 
 
@@ -311,10 +309,8 @@ def partition_of(node_config: Mapping[str, object]) -> int:
     """
     partition = node_config.get(PARTITION)
     if not isinstance(partition, int):
-        raise tellable(
-            InvalidValue(
-                f"node config partition-id={partition!r}: start the SuperNode with "
-                '--node-config "partition-id=0 num-partitions=N"'
-            )
+        raise InvalidValue.tellable(
+            f"node config partition-id={partition!r}: start the SuperNode with "
+            '--node-config "partition-id=0 num-partitions=N"'
         )
     return partition

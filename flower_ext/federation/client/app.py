@@ -22,7 +22,7 @@ import numpy as np
 from flwr.app import ArrayRecord, Context, Message, RecordDict
 
 from flower_ext.data import ClientData, SiloData
-from flower_ext.errors import InvalidValue, knowing_no_data, tellable
+from flower_ext.errors import InvalidValue, knowing_no_data
 from flower_ext.federation import records
 from flower_ext.federation.client.client_method import ClientMethod, ClientWork, Question
 from flower_ext.federation.client.cohort_app import Answer, CohortApp
@@ -243,11 +243,9 @@ def _answer_question(side: ClientSide, message: Message, context: Context) -> Me
 def _of_method(side: ClientSide, message: Message, context: Context) -> ArrayRecord:
     """Answer a question that the server asks for the method."""
     if side.method.answer is None:
-        raise tellable(
-            InvalidValue(
-                f"{side.method.name}: the server sent a question, but this ClientMethod answers "
-                "none; create it with ClientMethod(answer=...)"
-            )
+        raise InvalidValue.tellable(
+            f"{side.method.name}: the server sent a question, but this ClientMethod answers "
+            "none; create it with ClientMethod(answer=...)"
         )
     policy = side.policy(context)
     policy.check_way_out("an answer", in_sum=False)
@@ -265,8 +263,8 @@ def _of_method(side: ClientSide, message: Message, context: Context) -> ArrayRec
 def _of_weighted_sum(side: ClientSide, message: Message, context: Context) -> ArrayRecord:
     """Answer one step in the set-up of a weighted sum, or in a secret draw of users."""
     if not side.method.takes_weighted_sums:
-        raise tellable(
-            InvalidValue(f"{side.method.name} takes no weighted sum: run UldpAvg or UldpSgd")
+        raise InvalidValue.tellable(
+            f"{side.method.name} takes no weighted sum: run UldpAvg or UldpSgd"
         )
     policy = side.policy(context)
     policy.check_way_out("a weighted sum", in_sum=False)
@@ -319,11 +317,9 @@ def _frozen(side: ClientSide, message: Message, context: Context) -> ArrayRecord
     """Confirm that this node's model has the frozen part that the server names."""
     expected = message.content.config_records[records.FROZEN]["fingerprint"]
     if (fingerprint := side.task_of(context).fingerprint) != expected:
-        raise tellable(
-            InvalidValue(
-                f"the frozen part of this node's model has the fingerprint {fingerprint!r}: "
-                f"expected {expected!r}; install the same base model on all nodes"
-            )
+        raise InvalidValue.tellable(
+            f"the frozen part of this node's model has the fingerprint {fingerprint!r}: "
+            f"expected {expected!r}; install the same base model on all nodes"
         )
     return records.to_record({records.FROZEN: np.array(1, dtype=np.int64)})
 

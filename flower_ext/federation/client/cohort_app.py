@@ -23,7 +23,7 @@ from flwr.app import (
 )
 from flwr.clientapp import ClientApp
 
-from flower_ext.errors import InvalidValue, tellable
+from flower_ext.errors import InvalidValue
 from flower_ext.federation import _flower_private as private
 from flower_ext.federation.failures import CLIENT_APP_RAISED, REASON_WITHHELD, failed
 from flower_ext.federation.records import Update, UploadReply
@@ -58,11 +58,9 @@ class CohortApp(ClientApp):
     def _answer_alone(self, message: Message, context: Context) -> Message:
         kind = message.metadata.message_type
         if not private.answers(self, kind):
-            raise tellable(
-                InvalidValue(
-                    f"this ClientApp answers no {kind!r}: build it with the client_app of the "
-                    "server's method"
-                )
+            raise InvalidValue.tellable(
+                f"this ClientApp answers no {kind!r}: build it with the client_app of the "
+                "server's method"
             )
         return super().__call__(message, context)
 

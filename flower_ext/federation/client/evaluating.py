@@ -12,7 +12,7 @@ from flwr.app import RecordDict
 from numpy.typing import NDArray
 
 from flower_ext.data import ClientData, Examples
-from flower_ext.errors import InvalidValue, is_tellable, knowing_no_data, tellable
+from flower_ext.errors import InvalidValue, is_tellable, knowing_no_data
 from flower_ext.federation import records
 from flower_ext.federation.client.client_method import ClientWork
 from flower_ext.federation.client.requests import ClientRequest
@@ -141,10 +141,8 @@ def masked_vector(query: VectorQuery, view: WorkView) -> RecordDict:
     with knowing_no_data():
         work.policy.check(protection)
         if protection.cell is None or records.SECURE_SUM not in request.sums:
-            raise tellable(
-                InvalidValue(
-                    "query: expected a message with a secure sum and the protection ClipToCells"
-                )
+            raise InvalidValue.tellable(
+                "query: expected a message with a secure sum and the protection ClipToCells"
             )
         number = request.entries["query"]
         noise = work.policy.noise({**request.entries, "number": number}, f"{OF_QUERY} {query.name}")

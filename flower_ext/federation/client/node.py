@@ -75,8 +75,9 @@ class NodePolicy:
         try:
             torch.device(name)
         except RuntimeError:
-            error = InvalidValue(f"node config device={name!r}: expected cpu, cuda or cuda:N")
-            raise tellable(error) from None
+            raise InvalidValue.tellable(
+                f"node config device={name!r}: expected cpu, cuda or cuda:N"
+            ) from None
         return name
 
     def task(self, task: Task | Callable[[Context], Task]) -> Task:
@@ -183,9 +184,7 @@ def _built(task: Callable[[Context], Task], context: Context) -> Task:
     except KeyError as error:
         if error.args != (PARTITION,):
             raise
-        raise tellable(
-            InvalidValue(
-                f"the task reads the node's {PARTITION!r}, but all clients of a process share one "
-                "task: load a client's own data in Task.data, which gets the partition"
-            )
+        raise InvalidValue.tellable(
+            f"the task reads the node's {PARTITION!r}, but all clients of a process share one "
+            "task: load a client's own data in Task.data, which gets the partition"
         ) from None

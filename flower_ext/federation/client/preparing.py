@@ -140,11 +140,9 @@ def _check_size(num_examples: int, protection: Protection) -> None:
     """Refuse to train on a different number of examples than the guarantee assumes."""
     agreed = protection.num_examples
     if agreed is not None and num_examples != agreed:
-        raise tellable(
-            PreconditionFailed(
-                f"this client does not train on the plan's num_examples={agreed}, which holds for "
-                "all clients: give every client that many, or change the plan"
-            )
+        raise PreconditionFailed.tellable(
+            f"this client does not train on the plan's num_examples={agreed}, which holds for "
+            "all clients: give every client that many, or change the plan"
         )
 
 
@@ -160,12 +158,10 @@ def _go_back(store: ClientMemory, used: int) -> None:
     """Forget memory of training rounds after ``used``, whose replies the server did not use."""
     store.forget(after=used)
     if (newest := store.newest()) < used:
-        raise tellable(
-            InvalidValue(
-                f"this client lost its memory of training round {used} (newest: "
-                f"{newest or 'none'}), which the server still counts on, so it cannot take part: "
-                "name a state-folder in the node config, so that memory outlives the SuperNode"
-            )
+        raise InvalidValue.tellable(
+            f"this client lost its memory of training round {used} (newest: "
+            f"{newest or 'none'}), which the server still counts on, so it cannot take part: "
+            "name a state-folder in the node config, so that memory outlives the SuperNode"
         )
 
 
@@ -193,12 +189,10 @@ def objective_terms(
     if not isinstance(protection, ObjectivePerturbation):
         return ()
     if num_examples < protection.least_examples:
-        raise tellable(
-            PreconditionFailed(
-                "this client trains on too few examples: objective perturbation needs at least "
-                f"{protection.least_examples:.0f} = 2u₂/μ of them (Theorem 6.3); take a larger "
-                "proximal_weight"
-            )
+        raise PreconditionFailed.tellable(
+            "this client trains on too few examples: objective perturbation needs at least "
+            f"{protection.least_examples:.0f} = 2u₂/μ of them (Theorem 6.3); take a larger "
+            "proximal_weight"
         )
     arrays = {name: p.detach().cpu().numpy() for name, p in params.items()}
     direction = protection.direction(arrays, noise)

@@ -29,7 +29,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from flower_ext.errors import InvalidValue, is_tellable, tellable
+from flower_ext.errors import InvalidValue, is_tellable
 from flower_ext.federation import records
 from flower_ext.federation.client.client_method import (
     ClientWork,
@@ -167,15 +167,13 @@ def contribution_of(result: LocalResult, received: Params, *, whole: bool) -> Co
         result has none.
     """
     if (result.model is None) == (result.update is None):
-        raise tellable(InvalidValue("LocalResult: expected either a model or an update"))
+        raise InvalidValue.tellable("LocalResult: expected either a model or an update")
     if result.model is not None:
         return result.model if whole else difference(result.model, received)
     if whole or result.update is None:
-        raise tellable(
-            InvalidValue(
-                "the plan clips and noises whole models, but the method returns an update: "
-                "return LocalResult(model=...)"
-            )
+        raise InvalidValue.tellable(
+            "the plan clips and noises whole models, but the method returns an update: "
+            "return LocalResult(model=...)"
         )
     return result.update
 
@@ -221,11 +219,9 @@ def _noised_sum(
         or not update.bound <= protection.clipping_norm  # also if it is NaN
         or getattr(update, "cell", None) != protection.cell
     ):
-        raise tellable(
-            InvalidValue(
-                f"the method gives each unit's part of the update {_bound_of(update)}: the plan "
-                f"expects {_bound_of(protection)}"
-            )
+        raise InvalidValue.tellable(
+            f"the method gives each unit's part of the update {_bound_of(update)}: the plan "
+            f"expects {_bound_of(protection)}"
         )
     if isinstance(update, HiddenSum):  # `encrypt` adds the noise before it encrypts
         zeros = {n: torch.zeros_like(p, dtype=torch.float64) for n, p in received.items()}
@@ -261,7 +257,7 @@ def _metrics(work: ClientWork, result: LocalResult, contribution: Contribution) 
         metrics |= {"num-examples": size, **result.metrics}
     if entries.get("diagnostics"):
         if isinstance(contribution, HiddenSum):
-            raise tellable(InvalidValue("diagnostics=True with an encrypted sum: expected False"))
+            raise InvalidValue.tellable("diagnostics=True with an encrypted sum: expected False")
         moved: Mapping[str, Any]
         if isinstance(contribution, BoundedSum):
             total = contribution.in_numbers()
@@ -292,7 +288,7 @@ def _store_memory(work: ClientWork, result: LocalResult, update: Protected) -> N
         return
     if work.store is None:
         reason = f"{method.name} returns memory, but declares memory=Memory.NONE"
-        raise tellable(InvalidValue(f"{reason}: declare another Memory"))
+        raise InvalidValue.tellable(f"{reason}: declare another Memory")
     mirrored = method.memory is Memory.MIRRORED
     work.store.store(memory, work.round, and_before=mirrored)
 

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 from flwr.app import ArrayRecord, ConfigRecord, Context, Message
 
-from flower_ext.errors import InvalidValue, knowing_no_data, tellable
+from flower_ext.errors import InvalidValue, knowing_no_data
 from flower_ext.federation import records
 from flower_ext.federation.failures import attempt_each
 from flower_ext.federation.protection import Unprotected, check_entries
@@ -155,4 +155,4 @@ class _Named(dict[str, T]):
     """A part of the server's message, by name; the error of a missing name may reach the server."""
 
     def __missing__(self, name: str) -> T:
-        raise tellable(InvalidValue(f"the server's message has no {name!r}"))
+        raise InvalidValue.tellable(f"the server's message has no {name!r}")

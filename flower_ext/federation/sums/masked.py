@@ -38,7 +38,6 @@ from flower_ext.errors import (
     InvalidValue,
     ProtocolError,
     knowing_no_data,
-    tellable,
 )
 from flower_ext.federation import records
 from flower_ext.federation.failures import printable
@@ -300,8 +299,8 @@ def identities_of(node_config: Mapping[str, Any]) -> Identities | None:
     """
     key, members = (node_config.get(name) for name in ("sum-identity-key", "sum-members"))
     if (key is None) != (members is None):
-        raise tellable(
-            InvalidValue("node config: expected both sum-identity-key and sum-members, or none")
+        raise InvalidValue.tellable(
+            "node config: expected both sum-identity-key and sum-members, or none"
         )
     return None if key is None else Identities.read(str(key), str(members))
 
