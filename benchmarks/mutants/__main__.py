@@ -33,7 +33,7 @@ from benchmarks.mutants.faults import Fault, faults_of
 
 ROOT = Path(__file__).parents[2]
 _OF_FAILURES = (
-    "federation/client/test_hidden_failures.py",
+    "federation/client/test_protecting_failures.py",
     "federation/client/test_failing_clients.py",
 )
 _OF_PROTECTION = (
@@ -137,8 +137,8 @@ TESTS = {
     "federation/spending.py": ("federation/test_spending.py", "privacy/test_shared_ledger.py"),
     "federation/strategy.py": _OF_RUNS,
     "federation/sums/masked.py": _OF_MASKS,
-    "federation/sums/plain.py": ("federation/test_uploads.py", *_OF_ROUNDS),
-    "federation/records.py": ("federation/test_uploads.py", "auditing/test_paths.py"),
+    "federation/sums/plain.py": ("federation/test_records_uploads.py", *_OF_ROUNDS),
+    "federation/records.py": ("federation/test_records_uploads.py", "auditing/test_paths.py"),
     "secure/pair_keys.py": ("secure/test_pair_keys.py",),
     "secure/aggregation/context.py": ("secure/aggregation",),
     "secure/aggregation/mask_streams.py": ("secure/aggregation",),
