@@ -17,6 +17,7 @@ from flwr.app import ConfigRecord, Context, Message, RecordDict
 from flwr.serverapp import Grid
 
 from flower_ext.errors import FlowerExtError, InvalidValue
+from flower_ext.federation import records
 from flower_ext.federation._flower_private import message_like, record_of, replies, simulates
 from flower_ext.federation.failures import public_reason
 
@@ -34,7 +35,6 @@ _PARTITION_QUESTION = "identity"
 """Entry of a training message without a model, by which the server asks a mod for its partition."""
 REHEARSAL = "rehearsal"
 """Entry of a training message before the first round, whose update the server drops."""
-_CONFIG = "config"
 _NO_PARTITION = str(None)
 """Answer of a node without a partition in its node config."""
 _ADDRESS = "address"
@@ -155,7 +155,7 @@ class Roster:
             log.info("asking the nodes for client_level_dp_mod (a ClientApp without it fails here)")
             # Send the settings of every training message, because mods before ours may read these.
             settings = ConfigRecord({"server-round": 0, FOR_MODS + _PARTITION_QUESTION: True})
-            kind, question = "train", RecordDict({_CONFIG: settings})
+            kind, question = "train", RecordDict({records.CONFIG: settings})
             reported, error = _ask_identities(grid, nodes, kind, question, timeout=timeout)
             reported = {
                 node: partition for node, partition in reported.items() if partition is not None
@@ -250,7 +250,7 @@ def asks_identity(message: Message) -> bool:
 
 def entries_for_mods(message: Message) -> dict[str, Any]:
     """Return a message's entries for this package's mods, which run before a foreign ClientApp."""
-    config = message.content.get(_CONFIG)
+    config = message.content.get(records.CONFIG)
     settings = config if isinstance(config, ConfigRecord) else {}
     return {
         name.removeprefix(FOR_MODS): value
