@@ -42,21 +42,15 @@ def work_of(
     PreconditionFailed
         The guarantee assumes a different number of examples than the client has.
     """
-    protection, phase = request.protection, method.upload_phase
+    protection = request.protection
     with knowing_no_data():
         partition, noise = policy.partition, policy.admit(request)
-        in_steps = _step_noise(protection, noise)
-        if in_steps is not None and phase is None:
-            raise InvalidValue(
-                f"{method.name} has no upload_phase: noise in local steps needs one phase "
-                "of training that makes the whole update; take a plan that noises uploads"
-            )
+        step_noise = _step_noise(method, protection, noise)
     # Batches differ between clients and rounds, and are the same in a repeated round.
     seed = derived_seed(request.seed, "client", request.kind, partition, request.round)
     data = checked_data(task, request, partition)
-    store = None
-    if method.keeps_memory:
-        store = ClientMemory(policy.context, method.name, request.run)
+    keeps = method.keeps_memory
+    store = ClientMemory(policy.context, method.name, request.run) if keeps else None
     return ClientWork(
         method=method,
         task=task,
@@ -68,7 +62,7 @@ def work_of(
         generator=torch.Generator().manual_seed(seed),
         terms=objective_terms(request.model, len(data.train), protection, noise),
         noise=policy.noise(request.entries, "training-noise"),
-        step_noise={} if in_steps is None or phase is None else {phase: in_steps},
+        step_noise=step_noise,
         # Libraries may round differently in a batch, but an upload must not depend on its batch, in
         # any bit.
         batch_invariant=not alone and protection.bounds_uploads,
@@ -91,8 +85,12 @@ def checked_data(task: Task, request: ClientRequest, partition: int) -> ClientDa
         data = data.without(request.entries.get("withdrawn", ()))
     if data is NO_DATA or isinstance(request.protection, Unprotected):
         return data
-    num_examples = len(data.train)
-    _check_size(num_examples, request.protection)
+    num_examples, agreed = len(data.train), request.protection.num_examples
+    if agreed is not None and num_examples != agreed:
+        raise PreconditionFailed.tellable(
+            f"this client does not train on the plan's num_examples={agreed}, which holds for all "
+            "clients: give every client that many, or change the plan"
+        )
     if request.kind != "train" or num_examples == 0:
         return data
     try:  # the model may fail on examples of this kind
@@ -136,16 +134,6 @@ def data_of(task: Task, partition: int, *, hide_errors: bool) -> ClientData:
     return NO_DATA
 
 
-def _check_size(num_examples: int, protection: Protection) -> None:
-    """Refuse to train on a different number of examples than the guarantee assumes."""
-    agreed = protection.num_examples
-    if agreed is not None and num_examples != agreed:
-        raise PreconditionFailed.tellable(
-            f"this client does not train on the plan's num_examples={agreed}, which holds for "
-            "all clients: give every client that many, or change the plan"
-        )
-
-
 def _load(store: ClientMemory, method: ClientMethod, request: ClientRequest) -> Params | None:
     """Load the newest memory from before this round; for an evaluation, also from this round."""
     used = request.entries.get("remembered")
@@ -165,15 +153,23 @@ def _go_back(store: ClientMemory, used: int) -> None:
         )
 
 
-def _step_noise(protection: Protection, noise: NoiseSource) -> StepNoise | None:
-    """Return the clipping and noise of each local step, if the server asks for them."""
+def _step_noise(
+    method: ClientMethod, protection: Protection, noise: NoiseSource
+) -> dict[str, StepNoise]:
+    """Return the clipping and noise of each local step, by phase, if the server asks for them."""
     if not isinstance(protection, ClipSteps):
-        return None
-    return StepNoise(
+        return {}
+    if method.upload_phase is None:
+        raise InvalidValue(
+            f"{method.name} has no upload_phase: noise in local steps needs one phase of training "
+            "that makes the whole update; take a plan that noises uploads"
+        )
+    in_steps = StepNoise(
         clipping_norm=protection.gradient_clipping_norm,
         stddev=protection.noise_stddev,
         source=noise,
     )
+    return {method.upload_phase: in_steps}
 
 
 def objective_terms(
