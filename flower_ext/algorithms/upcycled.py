@@ -3,9 +3,9 @@
 Source: Yin, Tan, Zhang, Khalili, Liu, "Federated Learning with Reduced Information Leakage and
 Computation" (TMLR 2024), Algorithm 1.
 
-In odd rounds the base strategy trains. In an even round the server extrapolates the last step. It
-sends nothing to any client and uses no data, so the round spends no privacy (Lemma 6.1:
-post-processing).
+`Upcycled` wraps any Flower strategy. In odd rounds this base strategy trains. In an even round the
+server extrapolates the last step, sends nothing and uses no data, so the round spends no privacy
+(Lemma 6.1: post-processing).
 
 The m-th even round moves on by c_m times the last step: w̄²ᵐ = w̄²ᵐ⁻¹ + c_m (w̄²ᵐ⁻¹ − w̄²ᵐ⁻²). The
 paper writes one free coefficient in two ways, and its theory is about `proximal_ratio`. A number

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from copy import deepcopy
 from dataclasses import InitVar, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -186,10 +187,7 @@ class Run:
 
     def round_noise(self, number: int) -> NoiseSource:
         """Return the server's noise for a training round; call it before asking any client."""
-
-        def fresh(number: int) -> NoiseSource:
-            return self.noise("server-noise", number)
-
+        fresh = partial(self.noise, "server-noise")
         if self._stream is None:
             return fresh(number)
         like = self.mechanism.upload_like(self.model)
