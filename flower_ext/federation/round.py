@@ -34,7 +34,6 @@ from flower_ext.privacy import secure_generator
 from flower_ext.privacy.mechanisms.plan import Aggregate, RoundDiscarded, RoundMechanism
 from flower_ext.privacy.mechanisms.protections import Protection
 from flower_ext.privacy.mechanisms.updates import l2_norm, require_finite
-from flower_ext.privacy.randomness import derived_seed
 
 log = getLogger("flwr")
 
@@ -204,9 +203,8 @@ class TrainingRound:
         drawn = run.population.without(drawn, run.spending.withdrawn)
         self._warn_beyond_plan()
         run.check_training()
-        release_identity = derived_seed(run.seed or 0, "release", run.checkpoints.run_id, number)
-        identity = release_identity if run.repeats else None
         # The spend, then the noise, then the units: all are on disk before clients use any data.
+        identity = run.release_identity("release", number)
         run.spending.reserve(run.mechanism.release_in(number), server_round, identity)
         opening = Opening(
             clients=run.clients,

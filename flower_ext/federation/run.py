@@ -40,6 +40,7 @@ from flower_ext.privacy.accounting.participations import Participations
 from flower_ext.privacy.mechanisms.plan import RoundMechanism
 from flower_ext.privacy.mechanisms.run_summary import RunSummary
 from flower_ext.privacy.mechanisms.vector_query import VectorQuery
+from flower_ext.privacy.randomness import derived_seed
 from flower_ext.runs import RunWriter
 from flower_ext.training import matches
 
@@ -184,6 +185,12 @@ class Run:
         if self.seeded_noise and self.seed is not None:
             return SeededNoise(self.seed, *path)
         return SecureNoise()
+
+    def release_identity(self, kind: str, number: int) -> int | None:
+        """Return the identity of the ``number``-th release of a kind; None if it never repeats."""
+        if not self.repeats:
+            return None
+        return derived_seed(self.seed or 0, kind, self.checkpoints.run_id, number)
 
     def round_noise(self, number: int) -> NoiseSource:
         """Return the server's noise for a training round; call it before asking any client."""
