@@ -35,19 +35,12 @@ from flwr.app import ArrayRecord, Message
 
 from flower_ext.errors import FlowerExtError, IncompleteRound, InvalidValue, ProtocolError
 from flower_ext.federation import records
-from flower_ext.federation.arrays import Arrays, shaped
 from flower_ext.federation.exchange import Clients
 from flower_ext.federation.population import HiddenUsers
-from flower_ext.federation.records import Update
+from flower_ext.federation.records import Arrays, Update, bytes_record, shaped, single_message
 from flower_ext.federation.replies import RefusedReply, read_answer, read_metrics
 from flower_ext.federation.roster import FederationNotReady
-from flower_ext.federation.sums.summation import (
-    Opening,
-    OpenSum,
-    Summation,
-    bytes_record,
-    single_message,
-)
+from flower_ext.federation.sums.summation import Opening, OpenSum, Summation
 from flower_ext.privacy import AdversaryView, FullParticipation, SecureNoise
 from flower_ext.privacy.mechanisms.noised_sum import NoisedSum
 from flower_ext.privacy.mechanisms.plan import Aggregate, RoundDiscarded, RoundMechanism

@@ -22,9 +22,8 @@ from flower_ext.data import ClientData
 from flower_ext.data.examples import owned
 from flower_ext.errors import ProtocolError, knowing_no_data, tellable
 from flower_ext.federation import records
-from flower_ext.federation.arrays import Arrays, arrays_of, flattened
+from flower_ext.federation.records import Arrays, arrays_of, bytes_record, flattened, single_message
 from flower_ext.federation.state.memory import ClientVault
-from flower_ext.federation.sums.summation import bytes_record, single_message
 from flower_ext.federation.sums.weighted import LOST, SUM, WEIGHTS
 from flower_ext.privacy.mechanisms.bounds import clip_each_row
 from flower_ext.secure.weighting.agreement import BEGIN, COUNT, DRAW, KEYS
