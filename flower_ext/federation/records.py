@@ -8,6 +8,7 @@ from typing import TypeVar
 import numpy as np
 from flwr.app import ArrayRecord, ConfigRecord, MetricRecord, RecordDict
 
+from flower_ext.errors import InvalidValue, knowing_no_data
 from flower_ext.federation.arrays import Arrays as Arrays
 from flower_ext.federation.arrays import to_arrays as to_arrays
 from flower_ext.federation.arrays import to_params as to_params
@@ -73,3 +74,26 @@ def read_trainings(content: RecordDict) -> dict[str, LocalTraining]:
 def to_bytes_array(data: bytes) -> np.ndarray:
     """Return bytes as a uint8 array, which is sent and counted like any other array."""
     return np.frombuffer(data, dtype=np.uint8)
+
+
+def bytes_record(name: str, data: bytes) -> ArrayRecord:
+    """Return a record with one array of bytes."""
+    return to_record({name: to_bytes_array(data)})
+
+
+def single_message(arrays: Arrays, *names: str) -> tuple[str, bytes]:
+    """Undo `bytes_record`: return the name, one of ``names``, and the bytes of the one array.
+
+    Raises
+    ------
+    InvalidValue
+        ``arrays`` does not hold exactly one array, or that array has a different name or is not of
+        bytes.
+    """
+    with knowing_no_data():
+        if len(arrays) == 1:
+            ((name, array),) = arrays.items()
+            if name in names and array.dtype == np.uint8 and array.ndim == 1:
+                return name, array.tobytes()
+        types = {name: f"{array.dtype}{array.shape}" for name, array in arrays.items()}
+        raise InvalidValue(f"message with arrays {types}: expected bytes (uint8) of one of {names}")

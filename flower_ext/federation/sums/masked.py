@@ -40,13 +40,7 @@ from flower_ext.federation.failures import printable
 from flower_ext.federation.replies import LONGEST_REASON, RefusedReply, read_answer, read_metrics
 from flower_ext.federation.state.memory import ClientVault
 from flower_ext.federation.sums.sum_limits import SumLimits
-from flower_ext.federation.sums.summation import (
-    Opening,
-    OpenSum,
-    Summation,
-    bytes_record,
-    single_message,
-)
+from flower_ext.federation.sums.summation import Opening, OpenSum, Summation
 from flower_ext.privacy.mechanisms.noised_sum import NoisedSum
 from flower_ext.privacy.mechanisms.plan import Aggregate, RoundDiscarded
 from flower_ext.privacy.randomness import secure_generator
@@ -152,7 +146,7 @@ class OpenMaskedSum(OpenSum):
     def request(self, partition: int) -> Mapping[str, ArrayRecord]:
         """Return the record of the sum for one client's request."""
         delivery = self._deliveries[self._members[partition]]
-        return {records.SECURE_SUM: bytes_record(DELIVERY, delivery.to_bytes())}
+        return {records.SECURE_SUM: records.bytes_record(DELIVERY, delivery.to_bytes())}
 
     def read(self, reply: Message) -> records.Update:
         """Read a masked contribution and add it; sums of integers do not depend on the order."""
@@ -203,7 +197,9 @@ class OpenMaskedSum(OpenSum):
     ) -> None:
         """Send members the messages of a stage, and add each answer when it arrives."""
         contents = {
-            self._partitions[member]: {records.SECURE_SUM: bytes_record(stage, message.to_bytes())}
+            self._partitions[member]: {
+                records.SECURE_SUM: records.bytes_record(stage, message.to_bytes())
+            }
             for member, message in content.items()
         }
 
@@ -215,7 +211,7 @@ class OpenMaskedSum(OpenSum):
 
     def _message(self, reply: Message, arrays: Arrays, kind: type[T]) -> T:
         """Return the message of a member, which must be the client that sent it."""
-        _, data = single_message(arrays, SENT)
+        _, data = records.single_message(arrays, SENT)
         message = kind.from_bytes(data, self._context)
         partition = self._clients.partition_of(reply)
         if message.member != self._members[partition]:
@@ -257,7 +253,7 @@ def answer(message: Message, context: Context, method: str, limits: SumLimits) -
     """
     with knowing_no_data():
         content = records.to_arrays(message.content.array_records[records.SECURE_SUM])
-        stage, data = single_message(content, BEGIN, KEYS, QUESTION)
+        stage, data = records.single_message(content, BEGIN, KEYS, QUESTION)
         vault = _vault(context, method)
         member = _invited(vault, data) if stage == BEGIN else _stored(vault)
         reply: Advert | SealedShares | Revealed
@@ -271,7 +267,7 @@ def answer(message: Message, context: Context, method: str, limits: SumLimits) -
             reply = member.unmask(UnmaskRequest.from_bytes(data, member.context))
         vault.store(member.to_bytes())
     return Message(
-        RecordDict({records.ANSWER: bytes_record(SENT, reply.to_bytes())}), reply_to=message
+        RecordDict({records.ANSWER: records.bytes_record(SENT, reply.to_bytes())}), reply_to=message
     )
 
 
@@ -295,7 +291,7 @@ def seal(cells: Mapping[str, np.ndarray], message: Arrays, context: Context, met
         vault = _vault(context, method)
         member = _stored(vault)
         vector = flattened(cells)
-        _, data = single_message(message, DELIVERY)
+        _, data = records.single_message(message, DELIVERY)
         delivery = Delivery.from_bytes(data, member.context)
         upload = member.mask(delivery, vector.astype(member.context.dtype))
         vault.store(member.to_bytes())

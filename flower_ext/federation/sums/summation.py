@@ -6,14 +6,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-import numpy as np
 from flwr.app import ArrayRecord, Message
 
-from flower_ext.errors import InvalidValue, knowing_no_data
 from flower_ext.federation.arrays import Arrays
 from flower_ext.federation.exchange import Clients
 from flower_ext.federation.population import Cohort, Population
-from flower_ext.federation.records import Update, to_bytes_array, to_record
+from flower_ext.federation.records import Update
 from flower_ext.privacy import AdversaryView, NoiseSource
 from flower_ext.privacy.mechanisms.plan import Aggregate, RoundMechanism
 from flower_ext.privacy.mechanisms.run_summary import MethodTraits
@@ -156,26 +154,3 @@ class Summation(ABC):
 
     def restore(self, state: Mapping[str, Arrays]) -> None:  # noqa: B027 - most have no state
         """Restore a checkpoint's `state`; call it after `connect` if the run continues."""
-
-
-def bytes_record(name: str, data: bytes) -> ArrayRecord:
-    """Return a record with one array of bytes."""
-    return to_record({name: to_bytes_array(data)})
-
-
-def single_message(arrays: Arrays, *names: str) -> tuple[str, bytes]:
-    """Undo `bytes_record`: return the name, one of ``names``, and the bytes of the one array.
-
-    Raises
-    ------
-    InvalidValue
-        ``arrays`` does not hold exactly one array, or that array has a different name or is not of
-        bytes.
-    """
-    with knowing_no_data():
-        if len(arrays) == 1:
-            ((name, array),) = arrays.items()
-            if name in names and array.dtype == np.uint8 and array.ndim == 1:
-                return name, array.tobytes()
-        types = {name: f"{array.dtype}{array.shape}" for name, array in arrays.items()}
-        raise InvalidValue(f"message with arrays {types}: expected bytes (uint8) of one of {names}")
