@@ -7,7 +7,7 @@ check that reads no client's data may mark its error.
 
 from __future__ import annotations
 
-from typing import TypeVar
+from typing import Self, TypeVar
 
 E = TypeVar("E", bound=Exception)
 
@@ -16,6 +16,11 @@ _TELLABLE = "_flower_ext_tellable"
 
 class FlowerExtError(Exception):
     """Base class of the errors that commands print as one line."""
+
+    @classmethod
+    def tellable(cls, message: str) -> Self:
+        """Return an error whose message is safe to send to the server (see `tellable`)."""
+        return tellable(cls(message))
 
 
 class InvalidValue(FlowerExtError, ValueError):

@@ -33,7 +33,7 @@ from benchmarks.mutants.faults import Fault, faults_of
 
 ROOT = Path(__file__).parents[2]
 _OF_FAILURES = (
-    "federation/client/test_hidden_failures.py",
+    "federation/client/test_protecting_failures.py",
     "federation/client/test_failing_clients.py",
 )
 _OF_PROTECTION = (
@@ -57,7 +57,7 @@ _OF_ROUNDS = (
 )
 _OF_MASKS = (
     "auditing/test_secure_rounds.py",
-    "federation/client/test_vector_answers.py",
+    "federation/client/test_evaluating.py",
     "federation/sums/test_masked.py",
     "federation/test_evaluations.py",
 )
@@ -125,26 +125,24 @@ TESTS = {
     ),
     "secure/weighting/encoding.py": ("secure/weighting/test_encoding.py",),
     "federation/protection.py": _OF_PROTECTION,
-    "federation/client/protecting.py": _OF_PROTECTION,
-    "federation/client/vector_answers.py": _OF_MASKS,
-    "federation/client/data_loading.py": _OF_FAILURES,
-    "federation/client/hidden_failures.py": _OF_FAILURES,
+    "federation/client/protecting.py": (*_OF_PROTECTION, *_OF_FAILURES),
+    "federation/client/evaluating.py": _OF_MASKS,
+    "federation/client/preparing.py": (*_OF_PROTECTION, *_OF_FAILURES),
     "federation/population.py": ("federation/test_population.py", "auditing/test_cohorts.py"),
     "federation/connection.py": _OF_RUNS,
     "federation/replies.py": ("federation/test_records.py", "federation/test_hostile.py"),
-    "federation/round.py": ("federation/test_round.py", *_OF_ROUNDS),
+    "federation/round.py": ("federation/test_round.py", "federation/test_hostile.py", *_OF_RUNS),
     "federation/run.py": _OF_RUNS,
     "federation/query_round.py": ("federation/test_query_round.py", *_OF_MASKS),
     "federation/spending.py": ("federation/test_spending.py", "privacy/test_shared_ledger.py"),
     "federation/strategy.py": _OF_RUNS,
     "federation/sums/masked.py": _OF_MASKS,
-    "federation/sums/plain.py": ("federation/test_uploads.py", *_OF_ROUNDS),
-    "federation/training_round.py": (
-        "federation/test_training_round.py",
-        "federation/test_hostile.py",
-        *_OF_RUNS,
+    "federation/sums/plain.py": ("federation/test_records_uploads.py", *_OF_ROUNDS),
+    "federation/records.py": (
+        "federation/test_records.py",
+        "federation/test_records_uploads.py",
+        "auditing/test_paths.py",
     ),
-    "federation/uploads.py": ("federation/test_uploads.py", "auditing/test_paths.py"),
     "secure/pair_keys.py": ("secure/test_pair_keys.py",),
     "secure/aggregation/context.py": ("secure/aggregation",),
     "secure/aggregation/mask_streams.py": ("secure/aggregation",),

@@ -41,8 +41,8 @@ from flower_ext.federation import (
     records,
     require_usual_server,
 )
-from flower_ext.federation.arrays import flattened, shaped
 from flower_ext.federation.method import groups_under
+from flower_ext.federation.records import flattened, shaped
 from flower_ext.training import LocalTraining, Proximal
 
 log = getLogger("flwr")

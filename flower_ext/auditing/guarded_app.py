@@ -13,7 +13,7 @@ from flwr.serverapp.strategy import FedAvg
 
 from flower_ext.auditing.experiment import Experiment, World, projected
 from flower_ext.federation import records
-from flower_ext.federation.arrays import to_record
+from flower_ext.federation.records import to_record
 from flower_ext.guard import release
 from flower_ext.guard.policy import UPDATE, MessagePolicy
 from flower_ext.privacy import AdversaryView, SecureNoise, privacy_loss_of

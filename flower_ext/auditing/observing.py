@@ -15,7 +15,6 @@ from flower_ext.auditing.secure_rounds import SecureTranscript, is_secure
 from flower_ext.federation import FederationNotReady, InProcessGrid, records
 from flower_ext.federation.engines.in_process import modules_uncollected
 from flower_ext.federation.roster import asks_identity, partition_of
-from flower_ext.federation.uploads import UploadReply
 
 
 def observe(
@@ -142,7 +141,7 @@ def _upload(reply: Message, sent: Arrays) -> Arrays | None:
     if reply.has_error():
         return None
     # Reading ``content`` would turn the upload into records, which the server reads another way.
-    if isinstance(reply, UploadReply) and (update := reply.update) is not None:
+    if isinstance(reply, records.UploadReply) and (update := reply.update) is not None:
         return _wide(update.arrays)
     if records.UPDATE in reply.content:
         return _arrays(reply.content[records.UPDATE])

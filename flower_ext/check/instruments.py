@@ -18,10 +18,10 @@ from flower_ext.algorithms import Upcycled
 from flower_ext.check.observe import TRAIN, Watch
 from flower_ext.data import ClientData
 from flower_ext.federation import FederatedStrategy
-from flower_ext.federation.client import preparing, protecting, side
+from flower_ext.federation.client import preparing, protecting
 from flower_ext.federation.client.client_method import ClientWork
 from flower_ext.federation.client.cohort_app import CohortApp
-from flower_ext.federation.client.data_loading import NO_DATA
+from flower_ext.federation.client.preparing import NO_DATA
 from flower_ext.federation.client.requests import ClientRequest
 from flower_ext.federation.round import Round
 from flower_ext.privacy import NoiseSource
@@ -65,7 +65,7 @@ class Instruments:
 
     def _hold_work(self) -> None:
         """Let clients of this package learn from no data in a held run, which also saves time."""
-        load, train = vars(preparing)["checked_data"], vars(side)["result_hiding_failures"]
+        load, train = preparing.checked_data, protecting.result_hiding_failures
 
         def loaded(task: Task, request: ClientRequest, partition: int) -> ClientData:
             if self.watch is not None and self.watch.holds_data(request, partition):
@@ -73,11 +73,11 @@ class Instruments:
             data: ClientData = load(task, request, partition)
             return data
 
-        def held(local_update: Any, work: ClientWork) -> Any:
-            return train(local_update, work if self.watch is None else self.watch.work(work))
+        def held(work: ClientWork) -> Any:
+            return train(work if self.watch is None else self.watch.work(work))
 
-        vars(preparing)["checked_data"] = loaded
-        vars(side)["result_hiding_failures"] = held
+        preparing.checked_data = loaded
+        protecting.result_hiding_failures = held
 
     def _watch_means(self) -> None:
         """Note the mean that each round of this package's strategy releases."""

@@ -35,7 +35,7 @@ from flower_ext.federation import InProcessGrid, records
 from flower_ext.federation import _flower_private as private
 from flower_ext.federation.client.client_method import ClientWork
 from flower_ext.federation.client.cohort_app import CohortApp, answer_all
-from flower_ext.federation.client.data_loading import NO_DATA
+from flower_ext.federation.client.preparing import NO_DATA
 from flower_ext.federation.client.requests import ClientRequest
 from flower_ext.federation.failures import CLIENT_APP_RAISED
 from flower_ext.federation.roster import asks_identity, is_rehearsal

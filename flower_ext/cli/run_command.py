@@ -32,9 +32,8 @@ from flower_ext.cli.reaper import reaped
 from flower_ext.cli.screen import console
 from flower_ext.files import LAST_MOMENTS, InUse
 from flower_ext.privacy import LedgerCorrupt
-from flower_ext.runs.directory import NotARun
+from flower_ext.runs.directory import NotARun, RunWriter
 from flower_ext.runs.report import write_report
-from flower_ext.runs.writer import RunWriter
 
 
 def run(

@@ -12,7 +12,7 @@ from torch import Tensor
 from flower_ext.data import trees
 from flower_ext.data.trees import Tree
 from flower_ext.data.users import choose
-from flower_ext.errors import InvalidValue, tellable
+from flower_ext.errors import InvalidValue
 
 MOST_USERS = 2**24
 """Largest number of users for which a silo allocates memory, whatever number the server sends."""
@@ -197,13 +197,11 @@ def owned(data: ClientData, num_users: int) -> SiloData:
         The data have no owners, or an owner or ``num_users`` is out of range.
     """
     if not 1 <= num_users <= MOST_USERS:
-        raise tellable(InvalidValue(f"num_users={num_users}: expected 1 … {MOST_USERS}"))
+        raise InvalidValue.tellable(f"num_users={num_users}: expected 1 … {MOST_USERS}")
     if not isinstance(data, SiloData):
-        raise tellable(
-            InvalidValue(
-                "data of the Task: expected SiloData, whose owners name the user of each training "
-                "example"
-            )
+        raise InvalidValue.tellable(
+            "data of the Task: expected SiloData, whose owners name the user of each training "
+            "example"
         )
     if len(data.owners) and int(data.owners.max()) >= num_users:
         raise InvalidValue(

@@ -59,7 +59,6 @@ from flower_ext.federation.roster import (
     is_rehearsal,
 )
 from flower_ext.federation.sums import masked
-from flower_ext.federation.sums.sum_limits import SumLimits
 from flower_ext.privacy import NoiseSource
 from flower_ext.privacy.mechanisms.protections import ClipAndNoise, ProtectedByServer, Protection
 from flower_ext.privacy.mechanisms.updates import l2_norm
@@ -104,7 +103,7 @@ def client_level_dp_mod(*, allow_seeded_noise: bool = False) -> Mod:
             with knowing_no_data():
                 if _is_stage_of_sum(message):
                     check_addressee(message, context)
-                    return masked.answer(message, context, _NAME, SumLimits.of(context.node_config))
+                    return masked.answer(message, context, _NAME)
                 entries, protection, noise = _requested(message, context, allow_seeded_noise)
                 received = records.to_arrays(message.content.array_records[records.MODEL])
                 refuse_half_precision(received)

@@ -1,7 +1,7 @@
 """Send messages to the clients of a run by partition number, and check their answers.
 
 The round, type, node and message id of a reply must match its request; a stale upload therefore
-never counts. `arrays` reads only NumPy's format, so no reply can run code.
+never counts. `records` reads only NumPy's format, so no reply can run code.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from flower_ext.federation.failures import printable, public_reason, unlogged
 from flower_ext.federation.progress import Progress
 from flower_ext.federation.replies import LONGEST_REASON, RefusedReply
 from flower_ext.federation.roster import FOR_MODS, FederationNotReady, Roster, addressed
-from flower_ext.federation.uploads import UploadReply, sender_of
 
 log = getLogger("flwr")
 
@@ -156,7 +155,7 @@ class Clients:
 
     def partition_of(self, reply: Message) -> int:
         """Return the partition of the node that sent a reply; -1 for an unknown node."""
-        return self._partitions.get(sender_of(reply), -1)
+        return self._partitions.get(records.sender_of(reply), -1)
 
 
 @dataclass(frozen=True)
@@ -173,13 +172,9 @@ class Requests:
         """The messages to send."""
         return [*self.by_partition.values()]
 
-    def partition_of(self, reply: Message) -> int:
-        """Return the partition of the node that sent a reply; -1 for an unknown node."""
-        return self.clients.partition_of(reply)
-
     def sent(self, reply: Message) -> records.Arrays:
         """Return the model that the server sent to the client that replied."""
-        content = self.by_partition[self.partition_of(reply)].content
+        content = self.by_partition[self.clients.partition_of(reply)].content
         return records.to_arrays(records.of_kind(content, ArrayRecord)[records.MODEL])
 
     def accepted(
@@ -203,7 +198,7 @@ class Requests:
         waiting, missing = set(self.by_partition), set(self.by_partition)
         due, early, refused = deque(sorted(waiting)), dict[int, T](), set[int]()
         for reply in clients.progress.counted(self.kind, replies, refusals):
-            partition = self.partition_of(reply)
+            partition = clients.partition_of(reply)
             # Anything that a reply provokes refuses it, so a hostile client cannot end the run.
             try:
                 if partition not in waiting:
@@ -212,10 +207,13 @@ class Requests:
                             f"an error came in place of a reply: {public_reason(reply.error)}"
                         )
                     raise RefusedReply("not asked in this round, or answered already")
-                _check_origin(reply, self.by_partition[partition])
+                if fault := origin_fault(reply, self.by_partition[partition]):
+                    raise RefusedReply(fault)
                 early[partition] = read(reply)
             except Exception as error:
-                refusal = f"round {self.server_round}, node {sender_of(reply)}: {_reason(error)}"
+                refusal = (
+                    f"round {self.server_round}, node {records.sender_of(reply)}: {_reason(error)}"
+                )
                 refusals.append(refusal[:LONGEST_REASON])
                 clients.refusals.append(refusals[-1])
                 refused |= {partition} & waiting  # stop waiting for it, though it may answer again
@@ -233,17 +231,18 @@ class Requests:
             clients.progress.missing(self.kind, self.server_round, sorted(missing), refusals)
 
 
-def _check_origin(reply: Message, question: Message) -> None:
-    """Refuse a reply of a different round, or to a different message than ``question``."""
-    if isinstance(reply, UploadReply) and reply.question is question:
-        return  # made in this process, for this message
+def origin_fault(reply: Message, question: Message) -> str:
+    """Return why a reply does not answer ``question`` in its round; empty if it does."""
+    if isinstance(reply, records.UploadReply) and reply.question is question:
+        return ""  # made in this process, for this message
     received, expected = reply.metadata, question.metadata
     if received.group_id != expected.group_id:
-        raise RefusedReply(f"answers round {received.group_id}, expected {expected.group_id}")
+        return f"answers round {received.group_id}, expected {expected.group_id}"
     if received.message_type != expected.message_type:
-        raise RefusedReply(f"answers {received.message_type!r}, expected {expected.message_type!r}")
+        return f"answers {received.message_type!r}, expected {expected.message_type!r}"
     if expected.message_id and received.reply_to_message_id != expected.message_id:
-        raise RefusedReply("answers a different message of this round")
+        return "answers a different message of this round"
+    return ""
 
 
 def _reason(error: Exception) -> str:

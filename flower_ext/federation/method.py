@@ -35,12 +35,11 @@ from flwr.clientapp import ClientApp
 from flower_ext.checks import is_number
 from flower_ext.errors import InvalidValue
 from flower_ext.federation import records
-from flower_ext.federation.arrays import Arrays
 from flower_ext.federation.client.app import client_app
 from flower_ext.federation.client.client_method import ClientMethod
 from flower_ext.federation.exchange import Clients
 from flower_ext.federation.population import Cohort, Population
-from flower_ext.federation.records import Update
+from flower_ext.federation.records import Arrays, Update
 from flower_ext.federation.server_optimizers import MEAN, ModelAverage, ServerOptimizer
 from flower_ext.federation.sums.summation import Summation
 from flower_ext.privacy import Guarantee, PrivacyPlan

@@ -10,7 +10,7 @@ from time import monotonic
 import numpy as np
 from flwr.app import Message
 
-from flower_ext.federation.uploads import payload_bytes
+from flower_ext.federation.records import payload_bytes
 from flower_ext.metrics.spread import is_loss, reported_by_most, summarize
 from flower_ext.privacy import epsilon_text
 from flower_ext.privacy.guarantee import is_large

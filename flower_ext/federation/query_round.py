@@ -27,7 +27,6 @@ from flower_ext.federation.sums.masked import MaskedSum
 from flower_ext.federation.sums.summation import Opening
 from flower_ext.privacy import BudgetExhausted
 from flower_ext.privacy.mechanisms.vector_query import VectorQuery
-from flower_ext.privacy.randomness import derived_seed
 
 log = getLogger("flwr")
 
@@ -72,10 +71,7 @@ class QueryRound:
             participations_after = deepcopy(run.participations)
             run.mechanism.count_answer(query, participations_after)
             run.charge_release(server_round, participations_after, query=query)
-            release_identity = derived_seed(
-                run.seed or 0, query.name, run.checkpoints.run_id, number
-            )
-            identity = release_identity if run.repeats else None
+            identity = run.release_identity(query.name, number)
             run.spending.reserve(self._mechanism.release, server_round, identity)
         except BudgetExhausted as reason:
             log.warning("no %s after round %d: %s", query.name, server_round, reason)
@@ -99,7 +95,9 @@ class QueryRound:
             self.close([])
             return []
         shared = {**evaluation_content(run, model, config), **self._query_records()}
-        return opened.ask({p: {**shared, **opened.request(p)} for p in opened.cohort.partitions})
+        return opened.ask(
+            {p: {**shared, **opened.sum.request(p)} for p in opened.cohort.partitions}
+        )
 
     def close(self, replies: Iterable[Message]) -> Mapping[str, float]:
         """Unmask the sum; return what the query reads from it, or nothing if it is discarded."""

@@ -1,28 +1,46 @@
-"""Tensors and settings as Flower records, and the names of all records in messages."""
+"""The content of messages: Flower records of tensors and settings, with their names.
+
+Flower serialises an array at once, which is wasted time if clients run in the server's process. An
+`UnsentArray` is serialised only when it leaves the process. An `UploadReply` carries plain arrays,
+and builds Flower's records as soon as a caller reads its ``content``, because for a hundred small
+models this takes longer than training. The strategies of this package read the arrays.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from io import BytesIO
 from typing import TypeVar
 
 import numpy as np
-from flwr.app import ArrayRecord, ConfigRecord, MetricRecord, RecordDict
+import torch
+from flwr.app import (
+    Array,
+    ArrayRecord,
+    ConfigRecord,
+    Message,
+    Metadata,
+    MetricRecord,
+    RecordDict,
+)
+from torch import Tensor
 
 from flower_ext.errors import InvalidValue, knowing_no_data
-from flower_ext.federation.arrays import Arrays as Arrays
-from flower_ext.federation.arrays import to_arrays as to_arrays
-from flower_ext.federation.arrays import to_params as to_params
-from flower_ext.federation.arrays import to_record as to_record
-from flower_ext.federation.uploads import METRICS as METRICS
-from flower_ext.federation.uploads import UPDATE as UPDATE
-from flower_ext.federation.uploads import Update as Update
-from flower_ext.federation.uploads import metrics_record as metrics_record
-from flower_ext.training import LocalTraining
+from flower_ext.federation import _flower_private as private
+from flower_ext.training import LocalTraining, Params
 
+Arrays = dict[str, np.ndarray]
 K = TypeVar("K", ArrayRecord, ConfigRecord, MetricRecord)
 
 MODEL = "arrays"
 """Record of a whole model (or its shared part), as every Flower app names it."""
+UPDATE = "update"
+"""Record of a client's update, bounded and noised if the plan asks the client to do so."""
+METRICS = "metrics"
+"""Record of the numbers that a client reports."""
 ROUND = "round"
 """Record of a round: its number, its run, and the protection that it asks for."""
 SETTINGS = "settings"
@@ -49,6 +67,159 @@ RESERVED = frozenset({MODEL, ROUND, SETTINGS, CONFIG, SECURE_SUM, WEIGHTED_SUM, 
 """Names of records that a method's own groups must not have."""
 
 
+# Arrays and settings ------------------------------------------------------------------------
+
+
+class UnsentArray(Array):
+    """An array that is serialised only when it leaves this process.
+
+    Do not change ``values`` afterwards.
+    """
+
+    values: np.ndarray
+    stype = "numpy.ndarray"
+
+    def __init__(self, values: np.ndarray) -> None:
+        self.__dict__["values"] = values  # Flower's setter would look for chunks to drop
+
+    @property
+    def dtype(self) -> str:  # type: ignore[override]
+        """NumPy's name of the type."""
+        return _name(self.values.dtype)
+
+    @property
+    def shape(self) -> tuple[int, ...]:  # type: ignore[override]
+        """Shape of ``values``."""
+        return self.values.shape
+
+    @property
+    def data(self) -> bytes:  # type: ignore[override]
+        """The array's bytes as Flower serialises them."""
+        return bytes(Array(self.values).data)
+
+    def deflate(self) -> bytes:
+        """Return the bytes of Flower's own class, because the SuperLink accepts no other class."""
+        return bytes(Array(self.values).deflate())
+
+    def numpy(self) -> np.ndarray:
+        """Return a copy, as Flower's class does."""
+        return self.values.copy()
+
+
+@lru_cache(maxsize=64)
+def _name(dtype: np.dtype) -> str:
+    return str(dtype)
+
+
+def to_record(params: Mapping[str, Tensor] | Mapping[str, np.ndarray]) -> ArrayRecord:
+    """Return tensors or arrays as an ArrayRecord on the CPU, in the given order.
+
+    The record may share the memory of ``params``, so do not change ``params`` afterwards.
+    """
+    arrays = arrays_of(params)
+    return private.record_of(
+        ArrayRecord, {name: UnsentArray(array) for name, array in arrays.items()}
+    )
+
+
+def arrays_of(params: Mapping[str, Tensor] | Mapping[str, np.ndarray]) -> Arrays:
+    """Return tensors or arrays as arrays on the CPU, in the given order.
+
+    The result may share the memory of ``params``, so do not change ``params`` afterwards.
+    """
+    # NumPy may turn arrays without dimensions into numbers, but Flower takes only arrays.
+    return {
+        name: np.asarray(value.numpy(force=True) if isinstance(value, Tensor) else value)
+        for name, value in params.items()
+    }
+
+
+def flattened(arrays: Mapping[str, np.ndarray]) -> np.ndarray:
+    """Return all numbers of the arrays as one vector, in ascending order of the names."""
+    return np.concatenate([arrays[name].reshape(-1) for name in sorted(arrays)])
+
+
+def shaped(vector: np.ndarray, like: Arrays) -> Arrays:
+    """Undo `flattened` for arrays with the names and shapes of ``like``."""
+    names = sorted(like)
+    ends = np.cumsum([like[name].size for name in names])[:-1]
+    parts = zip(names, np.split(vector, ends), strict=True)
+    return {name: part.reshape(like[name].shape) for name, part in parts}
+
+
+def to_params(record: ArrayRecord) -> Params:
+    """Return an ArrayRecord as tensors, each with its own memory."""
+    return {name: torch.from_numpy(values.copy()) for name, values in to_arrays(record).items()}
+
+
+def to_arrays(record: ArrayRecord) -> Arrays:
+    """Return an ArrayRecord as NumPy arrays. Do not change them."""
+    return {name: read_array(array) for name, array in record.items()}
+
+
+def read_array(array: Array) -> np.ndarray:
+    """Return one array, in the byte order of this machine. Do not change it.
+
+    Raises
+    ------
+    ValueError
+        The bytes do not match their header, or hold Python objects.
+    """
+    values = array.values if isinstance(array, UnsentArray) else _read_npy(array)
+    # PyTorch reads only this machine's byte order, and NumPy counts the byte order as part of a
+    # dtype.
+    return values.astype(values.dtype.newbyteorder("="), copy=False)
+
+
+def _read_npy(array: Array) -> np.ndarray:
+    """Read one array in NumPy's format; refuse pickles, archives and surplus bytes.
+
+    The function first checks that the bytes hold as many numbers as the header claims. A header
+    that claims too many therefore allocates no memory, as it would in ``numpy.load``.
+    """
+    if array.stype != "numpy.ndarray":
+        raise InvalidValue(f"stype={array.stype!r} of an array: expected 'numpy.ndarray'")
+    file = BytesIO(array.data)
+    read_header = {
+        (1, 0): np.lib.format.read_array_header_1_0,
+        (2, 0): np.lib.format.read_array_header_2_0,
+    }[np.lib.format.read_magic(file)]
+    shape, fortran_order, dtype = read_header(file)
+    start = file.tell()
+    if dtype.hasobject:
+        raise InvalidValue("the array holds pickled objects: expected numbers")
+    if (tuple(array.shape), array.dtype) != (shape, str(dtype)):
+        raise InvalidValue(
+            f"the array holds {dtype}{shape}: expected {array.dtype}{tuple(array.shape)}"
+        )
+    if min(shape, default=0) < 0 or len(array.data) - start != math.prod(shape) * dtype.itemsize:
+        raise InvalidValue(
+            f"the array has {len(array.data) - start} bytes of numbers: expected as many as "
+            f"{dtype}{shape} takes"
+        )
+    values = np.frombuffer(array.data, dtype, count=math.prod(shape), offset=start)
+    return values.reshape(shape, order="F" if fortran_order else "C")
+
+
+def record_bytes(record: ArrayRecord) -> int:
+    """Return the number of bytes that a record's arrays take when serialised."""
+    return sum(
+        array_bytes(array.values.shape, array.values.dtype)
+        if isinstance(array, UnsentArray)
+        else len(array.data)
+        for array in record.values()
+    )
+
+
+@lru_cache(maxsize=1024)
+def array_bytes(shape: tuple[int, ...], dtype: np.dtype) -> int:
+    """Return the number of bytes of one array as Flower serialises it: a header and its numbers."""
+    file = BytesIO()
+    header = {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": shape}
+    np.lib.format.write_array_header_1_0(file, header)
+    return file.tell() + math.prod(shape) * dtype.itemsize
+
+
 def of_kind(content: RecordDict, kind: type[K]) -> dict[str, K]:
     """Return a copy of the records of one kind, without Flower's check of each."""
     return {name: record for name, record in content.items() if isinstance(record, kind)}
@@ -69,6 +240,9 @@ def read_trainings(content: RecordDict) -> dict[str, LocalTraining]:
         for name, record in of_kind(content, ConfigRecord).items()
         if name.startswith(TRAINING)
     }
+
+
+# Messages of protocols ----------------------------------------------------------------------
 
 
 def to_bytes_array(data: bytes) -> np.ndarray:
@@ -97,3 +271,99 @@ def single_message(arrays: Arrays, *names: str) -> tuple[str, bytes]:
                 return name, array.tobytes()
         types = {name: f"{array.dtype}{array.shape}" for name, array in arrays.items()}
         raise InvalidValue(f"message with arrays {types}: expected bytes (uint8) of one of {names}")
+
+
+# Uploads ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Update:
+    """One client's update, a difference to the global model, and its metrics."""
+
+    arrays: Mapping[str, np.ndarray]
+    metrics: Mapping[str, float]
+
+    @property
+    def payload(self) -> int:
+        """Number of bytes that the arrays take as Flower would serialise them."""
+        return sum(array_bytes(array.shape, array.dtype) for array in self.arrays.values())
+
+    def content(self) -> RecordDict:
+        """Return the update as Flower's records, with a record of metrics if there are any."""
+        content: dict[str, object] = {UPDATE: to_record(self.arrays)}
+        if self.metrics:
+            content[METRICS] = metrics_record(self.metrics)
+        return private.record_of(RecordDict, content)
+
+
+def metrics_record(values: Mapping[str, float]) -> MetricRecord:
+    """Return plain numbers as a MetricRecord, which takes no NumPy scalars."""
+    return private.record_of(MetricRecord, {name: float(value) for name, value in values.items()})
+
+
+class UploadReply(Message):
+    """A reply whose content is an `Update` until a caller reads or replaces it.
+
+    Parameters
+    ----------
+    question : Message
+        The answered message.
+    update : Update
+    """
+
+    def __init__(self, question: Message, update: Update) -> None:
+        vars(self).update(_content=update, _error=None, question=question)
+
+    @property
+    def question(self) -> Message | None:
+        """The answered message; None once a caller may have changed the metadata."""
+        question: Message | None = vars(self)["question"]
+        return question
+
+    @property
+    def metadata(self) -> Metadata:
+        """The metadata that Flower's engines would deliver."""
+        if self.question is not None:
+            # A caller may change the metadata that it gets, so do not rely on the question from
+            # here on.
+            vars(self).update(_metadata=private.answering(self.question), question=None)
+        metadata: Metadata = vars(self)["_metadata"]
+        return metadata
+
+    @property
+    def update(self) -> Update | None:
+        """The update; None once a caller may have changed the content."""
+        content = vars(self)["_content"]
+        return content if isinstance(content, Update) else None
+
+    @property
+    def content(self) -> RecordDict:
+        """The records that Flower's engines would deliver."""
+        if (update := self.update) is not None:
+            vars(self)["_content"] = update.content()
+        return super().content
+
+    @content.setter
+    def content(self, value: RecordDict) -> None:
+        vars(self)["_content"] = value
+
+
+def sender_of(reply: Message) -> int:
+    """Return the node that sent a reply, without building the metadata of an `UploadReply`."""
+    question = reply.question if isinstance(reply, UploadReply) else None
+    return reply.metadata.src_node_id if question is None else question.metadata.dst_node_id
+
+
+def payload_bytes(messages: Iterable[Message]) -> int:
+    """Return the number of bytes of all serialised arrays in messages; other content is small."""
+    total, sizes = 0, dict[int, int]()
+    for message in messages:
+        if isinstance(message, UploadReply) and (update := message.update) is not None:
+            total += update.payload
+        elif message.has_content():
+            content = message.content
+            if id(content) not in sizes:  # many messages may share a content
+                records = (part for part in content.values() if isinstance(part, ArrayRecord))
+                sizes[id(content)] = sum(map(record_bytes, records))
+            total += sizes[id(content)]
+    return total

@@ -14,10 +14,17 @@ import numpy as np
 from flwr.app import Array, ArrayRecord, Message, MetricRecord, RecordDict
 
 from flower_ext.errors import InvalidValue
-from flower_ext.federation.arrays import Arrays, read_array, to_arrays
 from flower_ext.federation.failures import public_reason
-from flower_ext.federation.records import ANSWER, MODEL
-from flower_ext.federation.uploads import UPDATE, Update, UploadReply
+from flower_ext.federation.records import (
+    ANSWER,
+    MODEL,
+    UPDATE,
+    Arrays,
+    Update,
+    UploadReply,
+    read_array,
+    to_arrays,
+)
 from flower_ext.privacy.mechanisms.updates import check_like
 
 LARGEST_VALUE = 1e15

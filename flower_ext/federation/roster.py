@@ -16,7 +16,8 @@ from typing import Any
 from flwr.app import ConfigRecord, Context, Message, RecordDict
 from flwr.serverapp import Grid
 
-from flower_ext.errors import FlowerExtError, InvalidValue, tellable
+from flower_ext.errors import FlowerExtError, InvalidValue
+from flower_ext.federation import records
 from flower_ext.federation._flower_private import message_like, record_of, replies, simulates
 from flower_ext.federation.failures import public_reason
 
@@ -34,7 +35,6 @@ _PARTITION_QUESTION = "identity"
 """Entry of a training message without a model, by which the server asks a mod for its partition."""
 REHEARSAL = "rehearsal"
 """Entry of a training message before the first round, whose update the server drops."""
-_CONFIG = "config"
 _NO_PARTITION = str(None)
 """Answer of a node without a partition in its node config."""
 _ADDRESS = "address"
@@ -155,7 +155,7 @@ class Roster:
             log.info("asking the nodes for client_level_dp_mod (a ClientApp without it fails here)")
             # Send the settings of every training message, because mods before ours may read these.
             settings = ConfigRecord({"server-round": 0, FOR_MODS + _PARTITION_QUESTION: True})
-            kind, question = "train", RecordDict({_CONFIG: settings})
+            kind, question = "train", RecordDict({records.CONFIG: settings})
             reported, error = _ask_identities(grid, nodes, kind, question, timeout=timeout)
             reported = {
                 node: partition for node, partition in reported.items() if partition is not None
@@ -250,7 +250,7 @@ def asks_identity(message: Message) -> bool:
 
 def entries_for_mods(message: Message) -> dict[str, Any]:
     """Return a message's entries for this package's mods, which run before a foreign ClientApp."""
-    config = message.content.get(_CONFIG)
+    config = message.content.get(records.CONFIG)
     settings = config if isinstance(config, ConfigRecord) else {}
     return {
         name.removeprefix(FOR_MODS): value
@@ -292,12 +292,10 @@ def check_addressee(message: Message, context: Context) -> None:
     if _ADDRESS not in content or not isinstance(address := content[_ADDRESS], ConfigRecord):
         return
     if address["partition"] != (partition := partition_of(context.node_config)):
-        raise tellable(
-            InvalidValue(
-                f"node config partition-id={partition}: this node held partition "
-                f"{address['partition']!r} when the run asked; start the node again with that "
-                "partition-id, or stop the run"
-            )
+        raise InvalidValue.tellable(
+            f"node config partition-id={partition}: this node held partition "
+            f"{address['partition']!r} when the run asked; start the node again with that "
+            "partition-id, or stop the run"
         )
 
 
@@ -311,10 +309,8 @@ def partition_of(node_config: Mapping[str, object]) -> int:
     """
     partition = node_config.get(PARTITION)
     if not isinstance(partition, int):
-        raise tellable(
-            InvalidValue(
-                f"node config partition-id={partition!r}: start the SuperNode with "
-                '--node-config "partition-id=0 num-partitions=N"'
-            )
+        raise InvalidValue.tellable(
+            f"node config partition-id={partition!r}: start the SuperNode with "
+            '--node-config "partition-id=0 num-partitions=N"'
         )
     return partition

@@ -1,24 +1,44 @@
 """One round that releases a mean: open the sum, ask clients, read and add up their answers.
 
-Training and evaluation under noise are both such rounds. They differ in the messages, in the
-mechanism and in the use of the mean.
+Training and evaluation under noise are both such rounds. A `TrainingRound` asks a cohort to train,
+and takes the server's step along the mean. `query_round` has the others.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from functools import cache
+from logging import getLogger
 from typing import Any, NoReturn
 
 import numpy as np
-from flwr.app import ArrayRecord, Message
+from flwr.app import ConfigRecord, Message
 
 from flower_ext.errors import InvalidValue
+from flower_ext.federation import records
+from flower_ext.federation.client.client_method import Memory
+from flower_ext.federation.connection import leave_out_withdrawn, rehearse
 from flower_ext.federation.exchange import Content, Requests
-from flower_ext.federation.records import Update
+from flower_ext.federation.method import Released, State
+from flower_ext.federation.population import Cohort
+from flower_ext.federation.protection import to_entries
+from flower_ext.federation.replies import RefusedReply, read_update
+from flower_ext.federation.run import Run
 from flower_ext.federation.spending import Spending
+from flower_ext.federation.state.checkpoint import BegunRound
+from flower_ext.federation.stragglers import shortened
 from flower_ext.federation.sums.summation import Opening, OpenSum, Summation
-from flower_ext.privacy.mechanisms.plan import Aggregate, RoundDiscarded
+from flower_ext.privacy import secure_generator
+from flower_ext.privacy.mechanisms.plan import Aggregate, RoundDiscarded, RoundMechanism
+from flower_ext.privacy.mechanisms.protections import Protection
+from flower_ext.privacy.mechanisms.updates import l2_norm, require_finite
+
+log = getLogger("flwr")
+
+_ROUNDING = 1.0001
+"""Tolerance for rounding to the precision of uploads, which is single precision or wider."""
 
 
 class Round:
@@ -41,42 +61,29 @@ class Round:
     ) -> None:
         self.kind, self.server_round = kind, opening.server_round
         self._clients, self._spending = opening.clients, spending
-        self._sum: OpenSum | None = None
         self.requests: Requests | None = None
         """The messages to the cohort; None before `ask`."""
         self.discard_reason = ""
-        """The reason why the round released nothing; empty if it released a mean."""
-        self.cohort = replace(opening.cohort, partitions=())
-        """The clients that contribute, or none if too few are left. The cohort's units stay,
-        because they were drawn and the round counts for them."""
+        """The reason why the round releases nothing; empty if it releases a mean."""
+        self.sum: OpenSum
         try:
-            self._sum = summation.open(opening)
-            self.cohort = self._sum.cohort
+            self.sum = summation.open(opening)
         except RoundDiscarded as reason:
-            self.discard_reason = str(reason)
+            self.sum, self.discard_reason = _Unopened(opening, reason), str(reason)
 
-    def request(self, partition: int) -> Mapping[str, ArrayRecord]:
-        """Return the records that the method and the sum add to one client's message."""
-        of_method = self.cohort.requests.get(partition, {})
-        return {**of_method, **self._sum.request(partition)} if self._sum else of_method
+    @property
+    def cohort(self) -> Cohort:
+        """The clients that contribute, and the units whose data they use."""
+        return self.sum.cohort
 
     def ask(self, contents: Mapping[int, Content]) -> list[Message]:
         """Return the messages to the cohort."""
         self.requests = self._clients.request(self.kind, contents, self.server_round)
         return self.requests.messages
 
-    def exposure(self, answered: int | None = None) -> tuple[int, int | None]:
-        """Return `OpenSum.exposure`; 0 shares if the sum was never opened."""
-        return (0, answered) if self._sum is None else self._sum.exposure(answered)
-
-    @property
-    def measures(self) -> Mapping[str, float]:
-        """Numbers of the sum, such as seconds, for the metrics of the round."""
-        return {} if self._sum is None else self._sum.measures
-
     def close(
         self, replies: Iterable[Message], *, kept: bool = False, **notes: Any
-    ) -> tuple[Aggregate | None, Mapping[int, Update]]:
+    ) -> tuple[Aggregate | None, Mapping[int, records.Update]]:
         """Read each reply and add its contribution when it arrives; release the mean of all.
 
         Parameters
@@ -92,21 +99,23 @@ class Round:
         Aggregate or None
             The released mean; None if the round is discarded. The privacy of a discarded round is
             spent.
-        Mapping[int, Update]
+        Mapping[int, records.Update]
             The accepted contributions by partition; without ``kept``, only their metrics.
         """
-        updates: dict[int, Update] = {}
+        updates: dict[int, records.Update] = {}
         # The reserved release closes with the block, discarded or not: it is spent either way.
         with self._spending.closing() as release:
             try:
-                if self._sum is None:
+                if self.discard_reason:
                     raise RoundDiscarded(self.discard_reason)
                 assert self.requests is not None
-                for partition, update in self.requests.accepted(replies, self._sum.read):
-                    self._sum.add(update)
+                for partition, update in self.requests.accepted(replies, self.sum.read):
+                    self.sum.add(update)
                     # Keep no arrays: a thousand models do not fit into memory at a time.
-                    updates[partition] = update if kept else Update(_NOT_KEPT, update.metrics)
-                aggregate = self._sum.close()
+                    updates[partition] = (
+                        update if kept else records.Update(_NOT_KEPT, update.metrics)
+                    )
+                aggregate = self.sum.close()
             except RoundDiscarded as reason:
                 self.discard_reason = str(reason)
                 release.discard(self.discard_reason)
@@ -117,6 +126,23 @@ class Round:
                 topped_up_stddev=aggregate.topped_up_stddev,
             )
         return aggregate, updates
+
+
+class _Unopened(OpenSum):
+    """In place of a sum for which too few clients are left: nobody contributes to it.
+
+    The cohort's units stay, because they were drawn and the round counts for them.
+    """
+
+    def __init__(self, opening: Opening, reason: RoundDiscarded) -> None:
+        self.cohort = replace(opening.cohort, partitions=())
+        self._reason = reason
+
+    def read(self, reply: Message) -> NoReturn:
+        raise self._reason
+
+    def close(self) -> NoReturn:
+        raise self._reason
 
 
 class _NotKept(dict[str, np.ndarray]):
@@ -132,3 +158,293 @@ class _NotKept(dict[str, np.ndarray]):
 
 
 _NOT_KEPT = _NotKept()
+
+
+class TrainingRound:
+    """One training round of a run, whose clients are connected.
+
+    Cohorts, stragglers, batches and learning rates depend on the number of the training round. A
+    strategy that trains in some rounds only, such as `Upcycled`, therefore trains as it would
+    without the other rounds.
+    """
+
+    _round: Round
+
+    def __init__(self, run: Run, server_round: int) -> None:
+        abandoned = run.checkpoints.open
+        if abandoned is not None and not run.repeats:  # a repetition counts once, when it ends
+            run.count_abandoned(abandoned)
+        self.run, self.number = run, run.participations.rounds + 1
+        self.server_round = server_round
+        self._protection: Protection | None = None
+
+    @property
+    def cohort(self) -> Cohort:
+        """The clients that train, and the units whose data they use."""
+        return self._round.cohort
+
+    def ask(self, config: ConfigRecord) -> Iterable[Message]:
+        """Draw the cohort, record the spend durably, and return the messages to the cohort.
+
+        Raises
+        ------
+        BudgetExhausted
+            This round would exceed the budget; nothing was sent.
+        """
+        run, number, server_round = self.run, self.number, self.server_round
+        if number == 1:
+            rehearse(run, config)
+        # Refuse a round before its sum is opened, because until then no client knows of the round.
+        drawn = self._draw()
+        run.check_budget(server_round, drawn)
+        # Charge first, then read withdrawals: each one before the charge counts in this round. A
+        # later one may count only in the next round.
+        leave_out_withdrawn(run)
+        drawn = run.population.without(drawn, run.spending.withdrawn)
+        self._warn_beyond_plan()
+        run.check_training()
+        # The spend, then the noise, then the units: all are on disk before clients use any data.
+        identity = run.release_identity("release", number)
+        run.spending.reserve(run.mechanism.release_in(number), server_round, identity)
+        opening = Opening(
+            clients=run.clients,
+            population=run.population,
+            cohort=run.method.begin_round(drawn, run.model, run.method_state),
+            number=number,
+            server_round=server_round,
+            noise=run.round_noise(number),
+            like=run.mechanism.upload_like(run.model),
+            read=self._read,
+        )
+        self._round = Round("train", run.summation, opening, run.spending)
+        cohort, contents = self.cohort, self._contents(config)
+        run.checkpoints.begin(BegunRound(number, [*cohort.units], *self._round.sum.exposure()))
+        run.progress.row["cohort"] = len(cohort.partitions)
+        run.progress.row |= {**run.population.columns(drawn), **run.mechanism.state}
+        return self._round.ask(contents)
+
+    def close(self, replies: Iterable[Message]) -> records.Arrays | None:
+        """Add up the replies and take the server's step; return its model, or None if discarded."""
+        run = self.run
+        mean, updates = self._round.close(replies, kept=run.method.needs_each_update)
+        self._record(updates)
+        if mean is None:
+            spent = "" if run.mechanism.delta is None else "; its privacy is spent nevertheless"
+            reason = self._round.discard_reason
+            log.warning("round %d discarded: %s%s", self.server_round, reason, spent)
+            run.progress.row["discarded"] = 1
+        mirrored = run.method.client.memory is Memory.MIRRORED
+        # Mirrored memory counts only if the server has stored its counterpart.
+        if run.method.client.keeps_memory and not (mirrored and mean is None):
+            run.remembered |= dict.fromkeys(updates, run.participations.rounds)
+        if mean is None:
+            return None
+        mean, run.summation.mechanism = run.mechanism.after(mean)
+        return self._step(mean, updates)
+
+    def _draw(self) -> Cohort:
+        run = self.run
+        # The ε of a noised sum assumes that nobody knows the cohort, so no seed may determine it.
+        secret = run.mechanism.release is not None and not run.repeats
+        rng = secure_generator() if secret else run.generator("cohort", self.number)
+        return run.population.draw(rng)
+
+    def _warn_beyond_plan(self) -> None:
+        run, done = self.run, self.number - 1
+        if done == run.plan.rounds and not run.spending.limited:
+            log.warning(
+                "training round %d is beyond the %d of the plan, for which its noise was chosen, "
+                "and no budget ends the run",
+                self.number,
+                done,
+            )
+
+    def _contents(self, config: ConfigRecord) -> Mapping[int, Content]:
+        """Return the content of the message to each client; equal requests share one object."""
+        run, method, number = self.run, self.run.method, self.number
+        protection, slow = self._protection_entries(), self._stragglers()
+        trainings = {phase: t.in_round(number) for phase, t in method.training.items()}
+        shared: Content = {
+            records.MODEL: records.to_record(run.model),
+            records.SETTINGS: ConfigRecord(dict(method.settings(run.plan))),
+            records.CONFIG: config,
+            **{name: records.to_record(group) for name, group in run.method_state.everyone.items()},
+        }
+
+        # Silos drop the records of users that withdrew: the server may not know which users are
+        # drawn.
+        withdrawn = sorted(run.spending.withdrawn)
+        left = {"withdrawn": withdrawn} if withdrawn and run.method.traits.num_silos else {}
+
+        @cache
+        def content(progress: float | None, remembered: int | None) -> Content:
+            # Messages with one content share one record, which engines then copy only once.
+            done = {phase: shortened(training, progress) for phase, training in trainings.items()}
+            entries = protection if remembered is None else {**protection, "remembered": remembered}
+            of_round = {records.ROUND: run.round_record(number, **left, **entries)}
+            return {**shared, **of_round, **records.training_records(done)}
+
+        # A client with mirrored memory goes back to its memory of the last round whose reply the
+        # server used.
+        mirrored = method.client.memory is Memory.MIRRORED
+        contents = {}
+        for partition in self.cohort.partitions:
+            last = run.remembered.get(partition, 0) if mirrored else None
+            common = content(slow.get(partition), last)
+            of_method = self.cohort.requests.get(partition, {})
+            special = {**of_method, **self._round.sum.request(partition)}
+            contents[partition] = {**common, **special} if special else common
+        return contents
+
+    def _protection_entries(self) -> dict[str, Any]:
+        """Return the entries by which the message asks clients to protect their uploads."""
+        run = self.run
+        self._protection = run.mechanism.protection(run.summary, len(self.cohort.partitions))
+        entries = to_entries(self._protection, seeded_noise=run.seeded_noise)
+        return {"report-size": True, **entries} if run.mechanism.tells_sizes else entries
+
+    def _stragglers(self) -> Mapping[int, float]:
+        """Return, for each straggler of the cohort, the fraction of its work that it completes."""
+        run = self.run
+        if run.stragglers is None:
+            return {}
+        protects = run.mechanism.delta is not None
+        run.stragglers.check(run.method.training.values(), protects=protects)
+        rng = run.generator("stragglers", self.number)
+        return run.stragglers.draw(self.cohort.partitions, run.population.num_nodes, rng)
+
+    def _read(self, reply: Message) -> records.Update:
+        run, requests = self.run, self._round.requests
+        assert requests is not None
+        base = run.mechanism.upload_like(run.model)
+        update = read_honest_update(
+            reply, run.mechanism, self._protection, self.cohort, base, requests
+        )
+        run.method.check_update(update)
+        return update
+
+    def _record(self, updates: Mapping[int, records.Update]) -> None:
+        """Count the participations, and note the metrics that came with the updates."""
+        run, answered = self.run, len(updates)
+        needed, honest = self._round.sum.exposure(answered)
+        assert honest is not None
+        # Write to disk before the step, because a killed server may have released this round's
+        # mean.
+        run.checkpoints.finish(honest)
+        run.population.count(self.cohort.units, honest, requests=needed)
+        run.progress.row |= {"answered": answered, **self._round.sum.measures}
+        run.ever_answered |= answered > 0
+        run.progress.row |= norm_columns(update.metrics for update in updates.values())
+        for partition, update in updates.items():
+            if "num-examples" in update.metrics:  # keep the smallest: no report makes ε smaller
+                size = int(update.metrics["num-examples"])
+                run.num_examples[partition] = min(size, run.num_examples.get(partition, size))
+
+    def _step(self, mean: Aggregate, updates: Mapping[int, records.Update]) -> records.Arrays:
+        """Return the next model, and store the method's next state."""
+        run = self.run
+        run.progress.row["topped_up_stddev"] = mean.topped_up_stddev
+        sampling, hidden = run.plan.sampling, run.mechanism.release is not None
+        population = sampling.population
+        released = Released(
+            mean=dict(mean.value),
+            updates={} if hidden else updates,  # the model must use only the released mean
+            round=self.number,
+            population=population,
+            fraction=sampling.sampling_rate if hidden else len(updates) / population,
+        )
+        result = run.method.step(run.model, released, run.method_state)
+        model, state = self._checked(result)
+        run.state = run.method.with_average(model, state)
+        return model
+
+    def _checked(self, result: tuple[records.Arrays, State]) -> tuple[records.Arrays, State]:
+        """Return the result of a method's step; refuse one that no later round could use.
+
+        Accepted updates are finite. If the next model is not finite, the step is therefore at
+        fault, not a client.
+        """
+        step = f"the server's step of {self.run.method.label}"
+        if not (isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], State)):
+            raise InvalidValue(f"{step}: expected it to return a model and a State")
+        model, state = dict(result[0]), result[1]
+        for name, sent in self.run.model.items():
+            if name not in model:
+                raise InvalidValue(f"{step}: expected a model with {name!r}")
+            stepped = np.asarray(model[name])
+            if stepped.shape != sent.shape or stepped.dtype.kind not in "fiub":
+                raise InvalidValue(
+                    f"{name!r} of shape {stepped.shape} and type {stepped.dtype} after {step}: "
+                    f"expected real numbers of shape {sent.shape}"
+                )
+            model[name] = stepped.astype(sent.dtype)
+        remedy = f"change the settings of {step}, or take a smaller learning rate"
+        groups = {"in the model": model}
+        for name, group in (*state.everyone.items(), *state.server.items()):
+            groups[f"in the server's state {name!r}"] = group
+        for where, arrays in groups.items():
+            after = f"{where} after {step} in round {self.server_round}"
+            require_finite(arrays, after, remedy)
+        return {name: model[name] for name in self.run.model}, state
+
+
+def read_honest_update(
+    reply: Message,
+    mechanism: RoundMechanism,
+    protection: Protection | None,
+    cohort: Cohort,
+    base: records.Arrays,
+    requests: Requests,
+) -> records.Update:
+    """Return a client's update. Refuse one that is larger than an honest client's can be.
+
+    Clipping an upload that a client has noised would change the noise, so the server refuses such
+    an upload if it is too large. `Protection.largest_upload` says what this check protects.
+
+    Parameters
+    ----------
+    protection : Protection, optional
+        Protection that the server asked for.
+    base : Arrays
+        Names, shapes and dtypes of an upload.
+    requests : Requests
+        The messages of the round. They tell which partition sent a reply, and which model this
+        partition received.
+
+    Raises
+    ------
+    RefusedReply
+        The update does not fit the model, or is too large.
+    """
+    update = read_update(reply, base=base, trust_models=not mechanism.client_protects)
+    num_examples = update.metrics.get("num-examples", 0 if mechanism.weighs_examples else 1)
+    if not num_examples >= 1:
+        raise RefusedReply(f"num-examples={num_examples!r}: expected at least 1")
+    if protection is None or not mechanism.client_protects:
+        return update
+    partition = requests.clients.partition_of(reply)
+    limit = protection.largest_upload(
+        sum(array.size for array in base.values()), norms=cohort.norms.get(partition, 1.0)
+    )
+    if math.isinf(limit):
+        return update
+    if protection.bounds_models:
+        received = requests.sent(reply)
+        norm = l2_norm({name: received[name] + step for name, step in update.arrays.items()})
+    else:
+        norm = l2_norm(update.arrays)
+    if norm > limit * _ROUNDING:
+        raise RefusedReply(
+            f"norm {norm:.4g}: expected at most {limit:.4g}, the largest norm of an honest upload "
+            "(largest_upload of the protection); the client changed the update after it was "
+            "protected, or runs another version of the method"
+        )
+    return update
+
+
+def norm_columns(every: Iterable[Mapping[str, float]]) -> dict[str, float]:
+    """Return mean and spread of the updates' norms before clipping; empty if none is reported."""
+    norms = [metrics["update-norm"] for metrics in every if "update-norm" in metrics]
+    if not norms:
+        return {}
+    return {"update_norm_mean": float(np.mean(norms)), "update_norm_std": float(np.std(norms))}

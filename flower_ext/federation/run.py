@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from copy import deepcopy
 from dataclasses import InitVar, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,6 @@ from flwr.app import ArrayRecord, ConfigRecord
 
 from flower_ext.errors import InvalidValue
 from flower_ext.federation import records
-from flower_ext.federation.arrays import read_array
 from flower_ext.federation.exchange import Clients
 from flower_ext.federation.method import Method, State, groups_under
 from flower_ext.federation.model_checks import shared_arrays
@@ -40,6 +40,7 @@ from flower_ext.privacy.accounting.participations import Participations
 from flower_ext.privacy.mechanisms.plan import RoundMechanism
 from flower_ext.privacy.mechanisms.run_summary import RunSummary
 from flower_ext.privacy.mechanisms.vector_query import VectorQuery
+from flower_ext.privacy.randomness import derived_seed
 from flower_ext.runs import RunWriter
 from flower_ext.training import matches
 
@@ -132,7 +133,7 @@ class Run:
             self._shared = {name: (array.shape, array.dtype) for name, array in first.items()}
         personal = self.method.personal
         model = {
-            name: read_array(array)
+            name: records.read_array(array)
             for name, array in arrays.items()
             if name in self._shared or not matches(name, personal)
         }
@@ -185,12 +186,15 @@ class Run:
             return SeededNoise(self.seed, *path)
         return SecureNoise()
 
+    def release_identity(self, kind: str, number: int) -> int | None:
+        """Return the identity of the ``number``-th release of a kind; None if it never repeats."""
+        if not self.repeats:
+            return None
+        return derived_seed(self.seed or 0, kind, self.checkpoints.run_id, number)
+
     def round_noise(self, number: int) -> NoiseSource:
         """Return the server's noise for a training round; call it before asking any client."""
-
-        def fresh(number: int) -> NoiseSource:
-            return self.noise("server-noise", number)
-
+        fresh = partial(self.noise, "server-noise")
         if self._stream is None:
             return fresh(number)
         like = self.mechanism.upload_like(self.model)

@@ -1,7 +1,7 @@
 """Run any method of this package as a Flower strategy.
 
 A `FederatedStrategy` has a method, a plan, a sum and a run. All code on which a guarantee depends
-is in `training_round`, `query_round` and `round`, and is the same for every method.
+is in `round` and `query_round`, and is the same for every method.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from flower_ext.federation.connection import connect
 from flower_ext.federation.method import Method
 from flower_ext.federation.population import Population
 from flower_ext.federation.query_round import QueryRound, ReportedScores, evaluation
+from flower_ext.federation.round import TrainingRound
 from flower_ext.federation.run import Run
 from flower_ext.federation.run_loop import RunLoop
 from flower_ext.federation.spending import Spending
@@ -28,7 +29,6 @@ from flower_ext.federation.stragglers import Stragglers
 from flower_ext.federation.sums.masked import MaskedSum
 from flower_ext.federation.sums.plain import PlainSum
 from flower_ext.federation.sums.summation import Summation
-from flower_ext.federation.training_round import TrainingRound
 from flower_ext.privacy import Budget, Guarantee, Ledger, PrivacyPlan
 from flower_ext.privacy.accounting.participations import Participations
 from flower_ext.privacy.mechanisms.plan import RoundMechanism

@@ -139,7 +139,7 @@ class SumPolicy:
 
     @property
     def node_config(self) -> dict[str, str | int]:
-        """These demands, written as a node config (see `flower_ext.federation.sums.sum_limits`)."""
+        """These demands, written as a node config (see `flower_ext.federation.sums.masked`)."""
         return {
             "sum-identity-key": self.identity_key,
             "sum-members": self.members,

@@ -20,7 +20,7 @@ from collections.abc import Mapping
 import numpy as np
 from flwr.app import ArrayRecord
 
-from flower_ext.federation.arrays import Arrays, to_arrays
+from flower_ext.federation.records import Arrays, to_arrays
 from flower_ext.guard.policy import MessagePolicy, Refused
 from flower_ext.privacy import NoiseSource, clip
 from flower_ext.privacy.mechanisms.updates import NonFiniteUpdate, check_like

@@ -22,7 +22,7 @@ from typing import IO, Any, NoReturn
 
 from flwr.app import ArrayRecord, Message, MetricRecord, RecordDict
 
-from flower_ext.federation.arrays import to_record
+from flower_ext.federation.records import to_record
 from flower_ext.files import write_whole
 from flower_ext.guard.app_process import answer_of
 from flower_ext.guard.flower_runtime import (

@@ -2,7 +2,9 @@
 
 The report begins with the results: the quality of the clients' models and the proved ε. Figures
 follow, then the basis of each guarantee; the papers' claims come after the provable guarantees.
-This module computes the values that the template ``templates/report.md.jinja`` shows.
+A part on the whole study covers all runs that share the run's account.
+
+This module computes the values that the templates ``report.md.jinja`` and ``study.md.jinja`` show.
 """
 
 from __future__ import annotations
@@ -10,20 +12,43 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
-from math import inf
+from math import inf, isinf
 from pathlib import Path
 from typing import Any
 
+from flower_ext.checks import require_delta
+from flower_ext.errors import InvalidValue
 from flower_ext.metrics.spread import is_loss, reported_by_few, summarize
-from flower_ext.privacy import AdversaryView, Guarantee, Release, epsilon_text, privacy_loss_of
+from flower_ext.privacy import (
+    AdversaryView,
+    Guarantee,
+    Ledger,
+    Release,
+    epsilon_text,
+    privacy_loss_of,
+)
+from flower_ext.privacy.study_composition import (
+    CHARGE,
+    RunSpend,
+    spent_by_run,
+    study_guarantees,
+    total_spent,
+)
 from flower_ext.privacy.theorems.claims import NOT_PROVIDED
 from flower_ext.runs.directory import Rounds, RunDirectory
 from flower_ext.runs.figures import draw_figures, in_words, qualities
 from flower_ext.runs.page import Markup, to_markdown, write_page
-from flower_ext.runs.study import account_values, study_values
 
 _MOST_SHOWN = 10
 """Largest number of scores that the report names, of those that few clients report."""
+_VIEWS = {
+    AdversaryView.RELEASED_MODELS: "released models",
+    AdversaryView.MODELS_AND_COHORTS: "and cohorts",
+    AdversaryView.SUM_ONLY: "sums",
+    AdversaryView.EACH_UPLOAD: "each upload",
+}
+_RUN_COLUMNS = ("run", "method", "rounds", "δ", *(f"ε: {words}" for words in _VIEWS.values()))
+"""Header of the table of runs: a row has ε of one run alone, with one column per adversary view."""
 
 
 def write_report(run: RunDirectory) -> Path:
@@ -45,7 +70,7 @@ def write_report(run: RunDirectory) -> Path:
         missing=[_missing(row) for row in run.missing()],
         **_score_values(rounds, run.client_metrics()),
         **_privacy_values(run, rounds),
-        **_study(study_values(run)),
+        study=_study_values(run),
     )
 
 
@@ -102,13 +127,8 @@ def _privacy_values(run: RunDirectory, rounds: Rounds) -> dict[str, Any]:
 
 
 def account_text(path: Path, epsilon: float | None = None, delta: float | None = None) -> str:
-    """Return the report on all runs of an account as Markdown (see `account_values`)."""
-    return to_markdown("study", only_if=_only_if, **_study(account_values(path, epsilon, delta)))
-
-
-def _study(values: Mapping[str, Any] | None) -> dict[str, Any]:
-    lines = [] if values is None else [_line(each) for each in values["guarantees"]]
-    return {"study": values, "study_lines": lines}
+    """Return the report on all runs of an account as Markdown (see `_account_values`)."""
+    return to_markdown("study", only_if=_only_if, study=_account_values(path, epsilon, delta))
 
 
 def _only_if(guarantee: Guarantee) -> str:
@@ -170,3 +190,74 @@ def _missing(row: dict[str, Any]) -> tuple[object, ...]:
     reasons = [refusal.strip().splitlines()[-1][:200] for refusal in row["refusals"]]
     partitions = ", ".join(map(str, row["partitions"]))
     return (row["round"], row["kind"], partitions, "; ".join(reasons))
+
+
+def _run_row(run: RunSpend) -> tuple[str, ...]:
+    """Return the row of a run under `_RUN_COLUMNS`."""
+    if run.epsilon is None or run.delta is None:
+        return run.label, run.method, "–", "–", "not covered", *["–"] * (len(_VIEWS) - 1)
+    epsilons = {**run.epsilons, AdversaryView.RELEASED_MODELS: run.epsilon}
+    shown = (epsilon_text(epsilons[view]) if view in epsilons else "–" for view in _VIEWS)
+    return run.label, run.method, str(run.rounds), f"{run.delta:.3g}", *shown
+
+
+def _study_values(run: RunDirectory) -> dict[str, Any] | None:
+    """Return what the report's template says about the study; None if the run is in no account.
+
+    The setting ``budget-ledger`` names the account. The function reads it as it is now, so the
+    report of the last run covers all runs.
+    """
+    path, config = Path(str(run.config.get("budget-ledger") or "")), run.config
+    if not path.is_file():
+        return None
+    return _account_values(path, config["population-epsilon"], config["population-delta"])
+
+
+def _account_values(
+    path: Path, epsilon: float | None = None, delta: float | None = None
+) -> dict[str, Any]:
+    """Return what the template ``study.md.jinja`` says about all runs of an account.
+
+    Parameters
+    ----------
+    path : Path
+    epsilon, delta : float, optional
+        The budget; by default that of the last charge.
+
+    Raises
+    ------
+    InvalidValue
+        The file is the ledger of one run, or the δ is not in (0, 1).
+    LedgerCorrupt
+        The hash chain is broken; the message names the file and the line.
+    """
+    entries = Ledger.read(path)
+    if any(entry["kind"] == "reserve" for entry in entries):
+        raise InvalidValue(
+            f"path={path}: expected an account that runs share; this is the ledger of one run, "
+            "which flower-ext report shows"
+        )
+    given = {"epsilon": epsilon, "delta": delta}
+    chosen = {name: value for name, value in given.items() if value is not None}
+    runs = spent_by_run(entries)
+    values: dict[str, Any] = {
+        "name": path.name,
+        "guarantees": [],
+        "lines": [],
+        "columns": _RUN_COLUMNS,
+        "runs": [_run_row(each) for each in runs],
+        "uncovered": [f"{each.what} ({each.label})" for each in runs if each.epsilon is None],
+    }
+    if charges := [entry for entry in entries if entry["kind"] == CHARGE]:
+        budget = {**charges[-1]["budget"], **chosen}
+        require_delta(budget["delta"])
+        spent = total_spent(entries, budget["delta"])
+        guarantees = study_guarantees(entries, budget["delta"], study=path.name)
+        values |= {
+            "budget": budget,
+            "left": max(0.0, budget["epsilon"] - spent),
+            "is_infinite": isinf(spent),
+            "guarantees": guarantees,
+            "lines": [_line(each) for each in guarantees],
+        }
+    return values

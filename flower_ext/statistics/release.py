@@ -39,7 +39,7 @@ from flower_ext.federation import (
     State,
     Summation,
 )
-from flower_ext.federation.client.data_loading import NO_DATA
+from flower_ext.federation.client.preparing import NO_DATA
 from flower_ext.privacy import FullParticipation, Guarantee, PrivacyPlan, ReleasePlan
 from flower_ext.privacy.mechanisms.plan import RoundMechanism
 from flower_ext.privacy.mechanisms.run_summary import RunSummary

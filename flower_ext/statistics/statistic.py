@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from flower_ext.data import Examples
-from flower_ext.errors import InvalidValue, tellable
+from flower_ext.errors import InvalidValue
 
 Columns = Mapping[str, NDArray[np.float64]]
 DRAWS = 1000
@@ -166,10 +166,8 @@ class JointStatistics:
         columns = columns_of(examples)
         for statistic in self.statistics:
             if missing := [name for name in statistic.columns if name not in columns]:
-                raise tellable(
-                    InvalidValue(
-                        f"statistic {statistic.title!r}: no column {', '.join(missing)} in the data"
-                    )
+                raise InvalidValue.tellable(
+                    f"statistic {statistic.title!r}: no column {', '.join(missing)} in the data"
                 )
 
     def part(self, examples: Examples) -> NDArray[np.float64]:

@@ -22,7 +22,7 @@ import torch
 
 from flower_ext.data import Examples, trees
 from flower_ext.data.trees import Tree
-from flower_ext.errors import InvalidValue, tellable
+from flower_ext.errors import InvalidValue
 from flower_ext.training.isolation import attempted
 from flower_ext.training.job import Job, LocalTraining
 from flower_ext.training.local import train
@@ -59,7 +59,7 @@ def refuse_state_between_trainings(task: Task, examples: Examples) -> None:
     on_cpu = kind if kind.device.type == "cpu" else replace(kind, device=torch.device("cpu"))
     for one in dict.fromkeys((kind, on_cpu)):
         if (place := _shared_place(one)) is not None:
-            raise tellable(InvalidValue(_KEEPS.format(place=place)))
+            raise InvalidValue.tellable(_KEEPS.format(place=place))
 
 
 @lru_cache(maxsize=64)

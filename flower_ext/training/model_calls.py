@@ -14,7 +14,7 @@ from torch.func import functional_call
 
 from flower_ext.data import trees
 from flower_ext.data.trees import Tree
-from flower_ext.errors import InvalidValue, tellable
+from flower_ext.errors import InvalidValue
 from flower_ext.training.isolation import attempted
 from flower_ext.training.model_factory import in_training
 from flower_ext.training.params import Params
@@ -116,8 +116,8 @@ def fewest_rows(task: Task, features: Tree, batch_size: int) -> int:
         return 1
     layer = refusing_layer(task.model, features)
     if layer is not None and batch_size == 1:
-        raise tellable(
-            InvalidValue(f"batch_size=1: expected at least 2, because {layer} refuses a single row")
+        raise InvalidValue.tellable(
+            f"batch_size=1: expected at least 2, because {layer} refuses a single row"
         )
     return 1 if layer is None else 2
 

@@ -9,7 +9,7 @@ from fnmatch import fnmatchcase
 import torch
 from torch import Tensor
 
-from flower_ext.errors import InvalidValue, tellable
+from flower_ext.errors import InvalidValue
 
 Params = dict[str, Tensor]
 """Tensors of parameters and buffers, by their names in the model."""
@@ -41,11 +41,9 @@ def difference(after: Mapping[str, Tensor], before: Mapping[str, Tensor]) -> Par
     """
     if not after.keys() <= before.keys():
         missing = sorted(after.keys() - before.keys())
-        raise tellable(
-            InvalidValue(
-                f"difference: the trained model has {missing}, which the received one lacks; give "
-                "only the received part: {name: after[name] for name in before}"
-            )
+        raise InvalidValue.tellable(
+            f"difference: the trained model has {missing}, which the received one lacks; give "
+            "only the received part: {name: after[name] for name in before}"
         )
     return {name: after[name] - before[name] for name in after}
 

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from flower_ext.errors import InvalidValue, tellable
+from flower_ext.errors import InvalidValue
 from flower_ext.training.batched.form import MEMORY_LIMIT
 from flower_ext.training.batched.many import attempt_groups, train_each
 from flower_ext.training.isolation import isolated
@@ -33,13 +33,11 @@ def check_whole(params: Mapping[str, torch.Tensor], task: Task) -> None:
     check_yielded(params)
     if not params.keys() >= task.shapes.keys():
         missing = sorted(task.shapes.keys() - params.keys())
-        raise tellable(
-            InvalidValue(
-                f"{missing} of the model are missing: with personal=... the server sends only the "
-                "shared part, and the method must add the client's own part from work.memory, "
-                "or at first from work.initial_params(); a method without personal parts takes no "
-                "personal="
-            )
+        raise InvalidValue.tellable(
+            f"{missing} of the model are missing: with personal=... the server sends only the "
+            "shared part, and the method must add the client's own part from work.memory, "
+            "or at first from work.initial_params(); a method without personal parts takes no "
+            "personal="
         )
 
 
@@ -52,8 +50,8 @@ def check_yielded(model: object) -> None:
         The ``yield`` before ``work.train(...)`` is missing.
     """
     if isinstance(model, Training):
-        raise tellable(
-            InvalidValue("a training instead of a model: write model = yield work.train(...)")
+        raise InvalidValue.tellable(
+            "a training instead of a model: write model = yield work.train(...)"
         )
 
 

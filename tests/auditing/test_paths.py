@@ -45,10 +45,10 @@ from flower_ext.federation import (
 )
 from flower_ext.federation.client import cohort_app, protecting
 from flower_ext.federation.engines import workers
+from flower_ext.federation.records import Update, UploadReply
 from flower_ext.federation.sums import masked, plain, weighted_silo
 from flower_ext.federation.sums.summation import Summation
 from flower_ext.federation.sums.weighted import WeightedSum
-from flower_ext.federation.uploads import Update, UploadReply
 from flower_ext.privacy import (
     ClippedSteps,
     FullParticipation,

@@ -133,7 +133,7 @@ def test_an_interrupt_leaves_the_parts_that_have_ended(monkeypatch, tmp_path):
 
 def test_the_referee_sees_a_reply_that_should_not_count(monkeypatch):
     def gullible(requests, replies, read):
-        values = {requests.partition_of(r): read(r) for r in replies if _reads(read, r)}
+        values = {requests.clients.partition_of(r): read(r) for r in replies if _reads(read, r)}
         yield from ((p, value) for p, value in values.items() if p in requests.by_partition)
 
     monkeypatch.setattr(exchange.Requests, "accepted", gullible)

@@ -17,7 +17,7 @@ from flower_ext.cli.main import app
 from flower_ext.federation import run_in_process
 from flower_ext.federation.engines.run_app import load_app
 from flower_ext.runs import RunDirectory
-from flower_ext.runs.writer import RunWriter
+from flower_ext.runs.directory import RunWriter
 from flower_ext.training import evaluate
 from tests.support.apps import DP2_FEDSAM, DP_DITTO, OWN
 

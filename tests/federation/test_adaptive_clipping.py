@@ -80,8 +80,8 @@ def quiet(**changes):
 @pytest.mark.parametrize(  # each pair of values once
     ("placement", "begin", "quantile"),
     [
-        ("client", 0.01, 0.5),
-        ("client", 100 * MEDIAN, 0.8),
+        pytest.param("client", 0.01, 0.5, marks=pytest.mark.full),
+        pytest.param("client", 100 * MEDIAN, 0.8, marks=pytest.mark.full),
         ("server", 0.01, 0.8),
         ("server", 100 * MEDIAN, 0.5),
     ],

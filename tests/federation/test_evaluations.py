@@ -11,7 +11,7 @@ from flwr.app import MetricRecord
 from flower_ext.algorithms import DP2FedSAM, DPFedAvg, Upcycled
 from flower_ext.data import Examples
 from flower_ext.federation import records
-from flower_ext.federation.client import vector_answers
+from flower_ext.federation.client import evaluating
 from flower_ext.privacy import Budget, Ledger, SecureScores, SecureSum, privacy_loss_of
 from flower_ext.runs import RunWriter
 from tests.support.losing import Losing
@@ -255,7 +255,7 @@ def test_an_evaluation_that_fails_on_a_clients_data_sends_an_empty_part(monkeypa
     def broken(works, models, **how):
         return [ZeroDivisionError("of a record")] * len(works)
 
-    monkeypatch.setattr(vector_answers, "scores_of", broken)
+    monkeypatch.setattr(evaluating, "scores_of", broken)
     strategy = scored()
     grid, result = run(strategy)
     assert strategy.refusals == []
@@ -267,9 +267,9 @@ def test_an_evaluation_that_fails_on_a_clients_data_sends_an_empty_part(monkeypa
 
 def test_no_client_changes_the_score_of_another_by_a_single_bit(monkeypatch):
     alone = []
-    real = vector_answers.scores_of
+    real = evaluating.scores_of
     monkeypatch.setattr(
-        vector_answers,
+        evaluating,
         "scores_of",
         lambda works, models, **how: alone.append(len(works)) or real(works, models, **how),
     )

@@ -154,8 +154,15 @@ def spoiled(how):
     return Task(model=Net, data=data, device="cpu")
 
 
-@pytest.mark.parametrize("steps", [None, STEPS], ids=["output", "steps"])
-@pytest.mark.parametrize("how", ["raises", "diverges"])
+@pytest.mark.parametrize(
+    ("how", "steps"),
+    [
+        pytest.param("raises", None, id="raises-output"),
+        pytest.param("raises", STEPS, id="raises-steps", marks=pytest.mark.full),
+        pytest.param("diverges", None, id="diverges-output", marks=pytest.mark.full),
+        pytest.param("diverges", STEPS, id="diverges-steps"),
+    ],
+)
 @every
 def test_no_record_keeps_a_client_from_uploading_a_model_under_noise(method, how, steps):
     if steps is not None and method not in (APFL, DPDitto):

@@ -5,10 +5,9 @@ from flwr.app import Array, ArrayRecord, Error, Message, MetricRecord, RecordDic
 
 from flower_ext.errors import InvalidValue
 from flower_ext.federation import RefusedReply, records
-from flower_ext.federation.arrays import UnsentArray
 from flower_ext.federation.model_checks import shared_arrays
+from flower_ext.federation.records import UnsentArray, bytes_record, payload_bytes, single_message
 from flower_ext.federation.replies import read_metrics, read_update
-from flower_ext.federation.uploads import payload_bytes
 from flower_ext.training import LocalTraining, UnshareableModel
 from tests.support.replies import reply, requests_of, training_message
 
@@ -167,17 +166,17 @@ def test_an_unsent_array_is_counted_and_serialised_as_flowers_own(shape, dtype):
 
 
 def test_bytes_travel_as_an_array_of_one_name_and_are_refused_in_any_other():
-    sent = records.to_arrays(records.bytes_record("key", b"\0\x01\xff"))
-    assert records.single_message(sent, "seed", "key") == ("key", b"\0\x01\xff")
+    sent = records.to_arrays(bytes_record("key", b"\0\x01\xff"))
+    assert single_message(sent, "seed", "key") == ("key", b"\0\x01\xff")
     for wrong in ({}, {"seed": sent["key"]}, {**sent, "seed": sent["key"]}):
         with pytest.raises(InvalidValue, match=r"expected bytes \(uint8\) of one of \('key',\)"):
-            records.single_message(wrong, "key")
+            single_message(wrong, "key")
     for wrong, named in (
         (np.zeros(3, np.int8), r"int8\(3,\)"),
         (sent["key"][None], r"uint8\(1, 3\)"),
     ):
         with pytest.raises(InvalidValue, match=f"{{'key': '{named}'}}"):
-            records.single_message({"key": wrong}, "key")
+            single_message({"key": wrong}, "key")
 
 
 @pytest.mark.parametrize(

@@ -214,7 +214,7 @@ def empty_round_discarded(patch, experiment: Experiment) -> Experiment:
 
     def discarding(self, replies, **options):
         if not self.cohort.partitions:
-            self._sum, self.discard_reason = None, "nobody was drawn"
+            self.discard_reason = "nobody was drawn"
         return close(self, replies, **options)
 
     patch.setattr(Round, "close", discarding)

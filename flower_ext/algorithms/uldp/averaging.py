@@ -47,7 +47,7 @@ from flower_ext.algorithms.uldp.weights import (
 )
 from flower_ext.data import Examples
 from flower_ext.data.examples import owned
-from flower_ext.errors import InvalidValue, tellable
+from flower_ext.errors import InvalidValue
 from flower_ext.federation import (
     Arrays,
     ClientMethod,
@@ -96,11 +96,9 @@ def users_of_round(work: ClientWork) -> tuple[dict[int, Examples], UsersTotal]:
     """
     num_users, protection = int(work.settings[USERS]), work.protection
     if not (isinstance(protection, ClipAndNoise) and protection.of_units):
-        raise tellable(
-            InvalidValue(
-                f"the server asks for {type(protection).__name__}: expected a protection of single "
-                "users, whose updates this method clips"
-            )
+        raise InvalidValue.tellable(
+            f"the server asks for {type(protection).__name__}: expected a protection of single "
+            "users, whose updates this method clips"
         )
     data = owned(work.data, num_users)
     total = work.weighted_part(num_users, protection.clipping_norm) or WeightedTotal(

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from flower_ext.data import ClientData, Examples
-from flower_ext.errors import InvalidValue, tellable
+from flower_ext.errors import InvalidValue
 from flower_ext.federation import records
 from flower_ext.federation.client.node import NodePolicy
 from flower_ext.federation.client.requests import ClientRequest
@@ -308,27 +308,21 @@ def personal_part(work: ClientWork) -> Params:
     """
     for name in work.received:
         if name.rpartition(".")[2] in RUNNING_STATISTICS:
-            raise tellable(
-                InvalidValue(
-                    f"the server shares {name!r}, a running statistic of clients' data: expected "
-                    "personal= to name its layer"
-                )
+            raise InvalidValue.tellable(
+                f"the server shares {name!r}, a running statistic of clients' data: expected "
+                "personal= to name its layer"
             )
     names = set(work.task.shapes) - set(work.received)
     if work.memory is None:
         if not names:
-            raise tellable(
-                InvalidValue(
-                    f"the server shares all of {sorted(work.received)}: expected personal= to name "
-                    "at least one of them"
-                )
+            raise InvalidValue.tellable(
+                f"the server shares all of {sorted(work.received)}: expected personal= to name "
+                "at least one of them"
             )
         return {n: p for n, p in work.initial_params().items() if n in names}
     if set(work.memory) != names:
-        raise tellable(
-            InvalidValue(
-                f"the server shares all parameters but {sorted(names)}: expected the personal "
-                f"parameters of earlier rounds, {sorted(work.memory)}"
-            )
+        raise InvalidValue.tellable(
+            f"the server shares all parameters but {sorted(names)}: expected the personal "
+            f"parameters of earlier rounds, {sorted(work.memory)}"
         )
     return work.memory

@@ -12,20 +12,31 @@ from copy import deepcopy
 from functools import partial
 from typing import Any
 
-from flwr.app import Context, Error, Message, RecordDict
+from flwr.app import (
+    ArrayRecord,
+    ConfigRecord,
+    Context,
+    Error,
+    Message,
+    MetricRecord,
+    RecordDict,
+)
 from flwr.clientapp import ClientApp
 
-from flower_ext.errors import InvalidValue, tellable
+from flower_ext.errors import InvalidValue
 from flower_ext.federation import _flower_private as private
 from flower_ext.federation.failures import CLIENT_APP_RAISED, REASON_WITHHELD, failed
-from flower_ext.federation.packing import PACKED, packed, unpacked
+from flower_ext.federation.records import Update, UploadReply
 from flower_ext.federation.roster import partition_of
-from flower_ext.federation.uploads import Update, UploadReply
 from flower_ext.training import MEMORY_LIMIT
 from flower_ext.training.isolation import isolated
 
 Answer = RecordDict | Update | Exception
 """One client's answer in a list of several clients' answers."""
+Record = ArrayRecord | ConfigRecord | MetricRecord
+
+PACKED = "packed"
+"""Last part of the type of a packed message, and name of the record that lists its contents."""
 
 
 class CohortApp(ClientApp):
@@ -47,11 +58,9 @@ class CohortApp(ClientApp):
     def _answer_alone(self, message: Message, context: Context) -> Message:
         kind = message.metadata.message_type
         if not private.answers(self, kind):
-            raise tellable(
-                InvalidValue(
-                    f"this ClientApp answers no {kind!r}: build it with the client_app of the "
-                    "server's method"
-                )
+            raise InvalidValue.tellable(
+                f"this ClientApp answers no {kind!r}: build it with the client_app of the "
+                "server's method"
             )
         return super().__call__(message, context)
 
@@ -188,3 +197,29 @@ def _check_slots(entries: Mapping[str, Any]) -> None:
         raise InvalidValue(
             "a packed message holds another packed message: expected one message for each client"
         )
+
+
+def packed(contents: Sequence[RecordDict], entries: Mapping[str, Any]) -> RecordDict:
+    """Return several contents and their entries as one content; send a shared record once."""
+    numbers: dict[int, int] = {}
+    every: dict[str, Record] = {}
+    names: list[str] = []
+    for content in contents:
+        for record in content.values():
+            if id(record) not in numbers:
+                numbers[id(record)] = len(numbers)
+                every[str(numbers[id(record)])] = record
+        names.append("\n".join(f"{numbers[id(record)]} {name}" for name, record in content.items()))
+    every[PACKED] = ConfigRecord({**entries, "records": names})
+    return RecordDict(every)
+
+
+def unpacked(content: RecordDict) -> tuple[list[RecordDict], Mapping[str, Any]]:
+    """Undo `packed`; contents with the same records become one object."""
+    envelope: Mapping[str, Any] = content.config_records[PACKED]
+    known: dict[str, RecordDict] = {}
+    for names in envelope["records"]:
+        if names not in known:
+            pairs = (line.partition(" ") for line in names.splitlines())
+            known[names] = RecordDict({name: content[number] for number, _, name in pairs})
+    return [known[names] for names in envelope["records"]], envelope

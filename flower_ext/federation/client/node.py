@@ -18,7 +18,6 @@ from flower_ext.errors import InvalidValue, tellable
 from flower_ext.federation.client.requests import ClientRequest
 from flower_ext.federation.protection import SEEDED
 from flower_ext.federation.roster import PARTITION, partition_of
-from flower_ext.federation.sums.sum_limits import SumLimits
 from flower_ext.privacy import NoiseSource, SecureNoise, SeededNoise
 from flower_ext.privacy.mechanisms.protections import Protection
 from flower_ext.training import Task
@@ -44,7 +43,7 @@ class NodePolicy:
     * ``keep-memory=true``: the client refuses if the server asks it to delete what it remembers.
     * ``least-sum-members``, ``least-sum-threshold-share``, ``sum-identity-key``, ``sum-members``,
       ``sum-colluders`` and ``least-honest-answers``: the secure sums in which the client takes part
-      (see `SumLimits`).
+      (see `sums.masked`).
 
     Parameters
     ----------
@@ -76,8 +75,9 @@ class NodePolicy:
         try:
             torch.device(name)
         except RuntimeError:
-            error = InvalidValue(f"node config device={name!r}: expected cpu, cuda or cuda:N")
-            raise tellable(error) from None
+            raise InvalidValue.tellable(
+                f"node config device={name!r}: expected cpu, cuda or cuda:N"
+            ) from None
         return name
 
     def task(self, task: Task | Callable[[Context], Task]) -> Task:
@@ -118,11 +118,6 @@ class NodePolicy:
                 f"the server asks for a noise multiplier of {multiplier:g} on this client's "
                 f"upload: the owner of this node requires least-noise-multiplier={least:g}"
             )
-
-    @property
-    def sums(self) -> SumLimits:
-        """Limits on secure sums."""
-        return SumLimits.of(self.context.node_config)
 
     def check_way_out(self, message: str, *, in_sum: bool) -> None:
         """Refuse to send ``message`` outside a secure sum, if the node's owner requires such sums.
@@ -189,9 +184,7 @@ def _built(task: Callable[[Context], Task], context: Context) -> Task:
     except KeyError as error:
         if error.args != (PARTITION,):
             raise
-        raise tellable(
-            InvalidValue(
-                f"the task reads the node's {PARTITION!r}, but all clients of a process share one "
-                "task: load a client's own data in Task.data, which gets the partition"
-            )
+        raise InvalidValue.tellable(
+            f"the task reads the node's {PARTITION!r}, but all clients of a process share one "
+            "task: load a client's own data in Task.data, which gets the partition"
         ) from None

@@ -4,17 +4,25 @@ from __future__ import annotations
 
 import torch
 
-from flower_ext.errors import InvalidValue, knowing_no_data, tellable
+from flower_ext.data import ClientData, Examples, SiloData
+from flower_ext.errors import InvalidValue, is_tellable, knowing_no_data, tellable
 from flower_ext.federation.client.client_method import ClientMethod, ClientWork, Memory
-from flower_ext.federation.client.data_loading import checked_data
 from flower_ext.federation.client.node import NodePolicy
 from flower_ext.federation.client.requests import ClientRequest
+from flower_ext.federation.failures import log_hidden, log_once
+from flower_ext.federation.protection import Unprotected
 from flower_ext.federation.state.memory import ClientMemory
 from flower_ext.privacy import NoiseSource
 from flower_ext.privacy.guarantee import PreconditionFailed
 from flower_ext.privacy.mechanisms.protections import ClipSteps, ObjectivePerturbation, Protection
 from flower_ext.privacy.randomness import derived_seed
 from flower_ext.training import Linear, Params, StepNoise, Task
+from flower_ext.training.between_trainings import refuse_state_between_trainings
+from flower_ext.training.isolation import isolated
+
+_NONE = Examples(features=torch.empty(0), targets=torch.empty(0))
+NO_DATA = SiloData(train=_NONE, test=_NONE, owners=torch.empty(0, dtype=torch.int64))
+"""Data of a client without examples, which every method accepts."""
 
 
 def work_of(
@@ -34,21 +42,15 @@ def work_of(
     PreconditionFailed
         The guarantee assumes a different number of examples than the client has.
     """
-    protection, phase = request.protection, method.upload_phase
+    protection = request.protection
     with knowing_no_data():
         partition, noise = policy.partition, policy.admit(request)
-        in_steps = _step_noise(protection, noise)
-        if in_steps is not None and phase is None:
-            raise InvalidValue(
-                f"{method.name} has no upload_phase: noise in local steps needs one phase "
-                "of training that makes the whole update; take a plan that noises uploads"
-            )
+        step_noise = _step_noise(method, protection, noise)
     # Batches differ between clients and rounds, and are the same in a repeated round.
     seed = derived_seed(request.seed, "client", request.kind, partition, request.round)
     data = checked_data(task, request, partition)
-    store = None
-    if method.keeps_memory:
-        store = ClientMemory(policy.context, method.name, request.run)
+    keeps = method.keeps_memory
+    store = ClientMemory(policy.context, method.name, request.run) if keeps else None
     return ClientWork(
         method=method,
         task=task,
@@ -60,11 +62,76 @@ def work_of(
         generator=torch.Generator().manual_seed(seed),
         terms=objective_terms(request.model, len(data.train), protection, noise),
         noise=policy.noise(request.entries, "training-noise"),
-        step_noise={} if in_steps is None or phase is None else {phase: in_steps},
+        step_noise=step_noise,
         # Libraries may round differently in a batch, but an upload must not depend on its batch, in
         # any bit.
         batch_invariant=not alone and protection.bounds_uploads,
     )
+
+
+def checked_data(task: Task, request: ClientRequest, partition: int) -> ClientData:
+    """Return a client's checked data, or no examples if an error in them must stay hidden.
+
+    Raises
+    ------
+    PreconditionFailed
+        The server's plan assumes another number of examples.
+    Exception
+        As `data_of`, and as `refuse_state_between_trainings`.
+    """
+    hide_errors = request.hides_missing_data
+    data = data_of(task, partition, hide_errors=hide_errors)
+    if isinstance(data, SiloData) and data is not NO_DATA:
+        data = data.without(request.entries.get("withdrawn", ()))
+    if data is NO_DATA or isinstance(request.protection, Unprotected):
+        return data
+    num_examples, agreed = len(data.train), request.protection.num_examples
+    if agreed is not None and num_examples != agreed:
+        raise PreconditionFailed.tellable(
+            f"this client does not train on the plan's num_examples={agreed}, which holds for all "
+            "clients: give every client that many, or change the plan"
+        )
+    if request.kind != "train" or num_examples == 0:
+        return data
+    try:  # the model may fail on examples of this kind
+        refuse_state_between_trainings(task, data.train)
+    except Exception as error:
+        if is_tellable(error) or not hide_errors:
+            raise
+        log_hidden(error)
+        return NO_DATA
+    return data
+
+
+def data_of(task: Task, partition: int, *, hide_errors: bool) -> ClientData:
+    """Return a client's data; no examples if they cannot be loaded and ``hide_errors`` is True.
+
+    Raises
+    ------
+    TypeError
+        The task returned something else than ClientData.
+    Exception
+        Any error of ``Task.data``. If ``hide_errors`` is True, only a `tellable` one is raised; all
+        others are written to the client's log.
+    """
+    try:
+        with isolated():
+            data = task.data(partition)
+        if isinstance(data, ClientData):
+            return data
+        error: Exception = TypeError("data(partition) of the Task: expected ClientData")
+        if not hide_errors:
+            raise tellable(error)
+    except Exception as raised:
+        if not hide_errors or is_tellable(raised):
+            raise
+        error = raised
+    log_once(
+        "the data of this client could not be loaded (%s), so it counts as a client without "
+        "examples: check Task.data",
+        error,
+    )
+    return NO_DATA
 
 
 def _load(store: ClientMemory, method: ClientMethod, request: ClientRequest) -> Params | None:
@@ -79,24 +146,30 @@ def _go_back(store: ClientMemory, used: int) -> None:
     """Forget memory of training rounds after ``used``, whose replies the server did not use."""
     store.forget(after=used)
     if (newest := store.newest()) < used:
-        raise tellable(
-            InvalidValue(
-                f"this client lost its memory of training round {used} (newest: "
-                f"{newest or 'none'}), which the server still counts on, so it cannot take part: "
-                "name a state-folder in the node config, so that memory outlives the SuperNode"
-            )
+        raise InvalidValue.tellable(
+            f"this client lost its memory of training round {used} (newest: "
+            f"{newest or 'none'}), which the server still counts on, so it cannot take part: "
+            "name a state-folder in the node config, so that memory outlives the SuperNode"
         )
 
 
-def _step_noise(protection: Protection, noise: NoiseSource) -> StepNoise | None:
-    """Return the clipping and noise of each local step, if the server asks for them."""
+def _step_noise(
+    method: ClientMethod, protection: Protection, noise: NoiseSource
+) -> dict[str, StepNoise]:
+    """Return the clipping and noise of each local step, by phase, if the server asks for them."""
     if not isinstance(protection, ClipSteps):
-        return None
-    return StepNoise(
+        return {}
+    if method.upload_phase is None:
+        raise InvalidValue(
+            f"{method.name} has no upload_phase: noise in local steps needs one phase of training "
+            "that makes the whole update; take a plan that noises uploads"
+        )
+    in_steps = StepNoise(
         clipping_norm=protection.gradient_clipping_norm,
         stddev=protection.noise_stddev,
         source=noise,
     )
+    return {method.upload_phase: in_steps}
 
 
 def objective_terms(
@@ -112,12 +185,10 @@ def objective_terms(
     if not isinstance(protection, ObjectivePerturbation):
         return ()
     if num_examples < protection.least_examples:
-        raise tellable(
-            PreconditionFailed(
-                "this client trains on too few examples: objective perturbation needs at least "
-                f"{protection.least_examples:.0f} = 2u₂/μ of them (Theorem 6.3); take a larger "
-                "proximal_weight"
-            )
+        raise PreconditionFailed.tellable(
+            "this client trains on too few examples: objective perturbation needs at least "
+            f"{protection.least_examples:.0f} = 2u₂/μ of them (Theorem 6.3); take a larger "
+            "proximal_weight"
         )
     arrays = {name: p.detach().cpu().numpy() for name, p in params.items()}
     direction = protection.direction(arrays, noise)

@@ -1,49 +1,65 @@
-"""Make a client's upload: bound, noise and seal the method's result, and store its memory.
+"""Make a client's upload: run its method, protect the result, seal it, and store its memory.
 
 There are two kinds of protection. Client- and user-level privacy bounds and noises a client's
 *update*. Record-level privacy protects the records behind the client's whole *model*, by noise on
 the model, in each local step, or in the objective. The mechanisms are in
 `privacy.mechanisms.protections`.
+
+Any error in code that reads a client's data may be due to the data: a training, the loss, the
+method, `Task.data`. An error may therefore reveal a record. If noise protects the whole upload, a
+client continues without the part that failed, and bounds, noises and sends the result like every
+upload. The reason stays in the client's own log.
+
+==========================  ==============================================================
+what fails                  the client continues with
+==========================  ==============================================================
+`Task.data`                 no examples (`NO_DATA`)
+one training                the parameters that this training began with
+the method                  the result of the method for no examples
+the method, once more       the received model, and its memory as it was
+==========================  ==============================================================
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
 
-from flower_ext.errors import InvalidValue, is_tellable, tellable
+from flower_ext.errors import InvalidValue, is_tellable
 from flower_ext.federation import records
-from flower_ext.federation.arrays import arrays_of
 from flower_ext.federation.client.client_method import (
     ClientWork,
     Contribution,
     LocalResult,
     Memory,
 )
-from flower_ext.federation.client.hidden_failures import check_finite
 from flower_ext.federation.client.node import OF_UPLOADS
+from flower_ext.federation.client.preparing import NO_DATA
 from flower_ext.federation.failures import log_hidden
 from flower_ext.federation.sums import masked
 from flower_ext.federation.sums.weighted_silo import HiddenSum
-from flower_ext.federation.uploads import Update
 from flower_ext.privacy import NoiseSource
 from flower_ext.privacy.mechanisms.bounds import BoundedSum
 from flower_ext.privacy.mechanisms.protections import ClipAndNoise, Protection
-from flower_ext.privacy.mechanisms.updates import l2_norm
+from flower_ext.privacy.mechanisms.updates import l2_norm, require_finite
 from flower_ext.training import Params, difference
+from flower_ext.training.isolation import isolated
+from flower_ext.training.side_by_side import Steps, Training, completed
 
 Protected = Mapping[str, torch.Tensor] | Mapping[str, np.ndarray]
 """A client's update as it leaves the client."""
 
 
-def upload_of(work: ClientWork, result: LocalResult) -> Update:
-    """Protect the client's update and store its memory, then return its reply."""
+def upload_of(work: ClientWork) -> Steps[records.Update]:
+    """Run the method, protect the update and store the memory, then return the client's reply."""
+    result = yield from result_hiding_failures(work)
     protection = work.protection
     contribution, update = _protected(work, result)
-    metrics, sent = _metrics(work, result, contribution), arrays_of(update)
+    metrics, sent = _metrics(work, result, contribution), records.arrays_of(update)
     if (cell := protection.cell) is not None:
         update = {name: value * cell for name, value in sent.items()}
         # The client's end of `MaskedSum`: from here the server sees the cohort's sum alone.
@@ -51,7 +67,76 @@ def upload_of(work: ClientWork, result: LocalResult) -> Update:
         sent = masked.seal(sent, of_sum, work.policy.context, work.method.name)
     # Store memory last, so that an error in masks or metrics keeps the previous round's memory.
     _store_memory(work, result, update)
-    return Update(sent, metrics)
+    return records.Update(sent, metrics)
+
+
+def result_hiding_failures(work: ClientWork) -> Steps[LocalResult]:
+    """Run the method, and hide what fails as far as the client's protection allows.
+
+    If the protection neither hides failures nor bounds models, every error is raised. Otherwise the
+    function hides errors, except in these cases:
+
+    * A `tellable` error is raised, because it depends on no data.
+    * If noise protects the local steps and not the whole upload, only trainings without noise may
+      fail unseen, such as the training of a personal model. Any other error is a fault of the
+      method and is raised, because no record can make a noised step fail.
+    * If the upload must be a sum over units, an error that also occurs without examples is raised,
+      because the received model cannot take the place of such a sum.
+    """
+    protection = work.protection
+    if not (protection.hides_failures or protection.bounds_models):
+        return (yield from completed(work.method.local_update(work)))
+    try:
+        return (yield from _finite_result(work))
+    except Exception as error:
+        if not protection.hides_failures or is_tellable(error):
+            raise
+        log_hidden(error)
+    try:
+        return (yield from _finite_result(replace(work, data=NO_DATA)))
+    except Exception as error:
+        if is_tellable(error) or protection.of_units:
+            raise
+        return LocalResult(model=work.received, memory=work.memory)
+
+
+def _finite_result(work: ClientWork) -> Steps[LocalResult]:
+    """Run the method, hide its failed trainings, and refuse a result that is not finite."""
+    model: Any = None
+    checked: Any = None
+    with isolated():
+        steps = completed(work.method.local_update(work))
+    while True:
+        try:
+            with isolated():
+                training = steps.send(model)
+        except StopIteration as end:
+            result: LocalResult = end.value
+            break
+        model = yield from _model_or_start(training)
+        checked = model if training.without_noise else None
+    for part in (result.model, result.update, result.memory):
+        if isinstance(part, Mapping) and part is not checked:
+            check_finite(part)
+    return result
+
+
+def _model_or_start(training: Training) -> Steps[Any]:
+    """Return the trained model, or the initial parameters if a training without noise fails.
+
+    After a training without noise, what is returned is finite.
+    """
+    try:
+        model = yield training
+        if training.without_noise:
+            check_finite(model)
+    except Exception as error:  # a record may have caused any error
+        if not training.without_noise:
+            raise
+        log_hidden(error)
+        model = dict(training.job.params)
+        check_finite(model)
+    return model
 
 
 def _protected(work: ClientWork, result: LocalResult) -> tuple[Contribution, Protected]:
@@ -82,15 +167,13 @@ def contribution_of(result: LocalResult, received: Params, *, whole: bool) -> Co
         result has none.
     """
     if (result.model is None) == (result.update is None):
-        raise tellable(InvalidValue("LocalResult: expected either a model or an update"))
+        raise InvalidValue.tellable("LocalResult: expected either a model or an update")
     if result.model is not None:
         return result.model if whole else difference(result.model, received)
     if whole or result.update is None:
-        raise tellable(
-            InvalidValue(
-                "the plan clips and noises whole models, but the method returns an update: "
-                "return LocalResult(model=...)"
-            )
+        raise InvalidValue.tellable(
+            "the plan clips and noises whole models, but the method returns an update: "
+            "return LocalResult(model=...)"
         )
     return result.update
 
@@ -136,11 +219,9 @@ def _noised_sum(
         or not update.bound <= protection.clipping_norm  # also if it is NaN
         or getattr(update, "cell", None) != protection.cell
     ):
-        raise tellable(
-            InvalidValue(
-                f"the method gives each unit's part of the update {_bound_of(update)}: the plan "
-                f"expects {_bound_of(protection)}"
-            )
+        raise InvalidValue.tellable(
+            f"the method gives each unit's part of the update {_bound_of(update)}: the plan "
+            f"expects {_bound_of(protection)}"
         )
     if isinstance(update, HiddenSum):  # `encrypt` adds the noise before it encrypts
         zeros = {n: torch.zeros_like(p, dtype=torch.float64) for n, p in received.items()}
@@ -176,7 +257,7 @@ def _metrics(work: ClientWork, result: LocalResult, contribution: Contribution) 
         metrics |= {"num-examples": size, **result.metrics}
     if entries.get("diagnostics"):
         if isinstance(contribution, HiddenSum):
-            raise tellable(InvalidValue("diagnostics=True with an encrypted sum: expected False"))
+            raise InvalidValue.tellable("diagnostics=True with an encrypted sum: expected False")
         moved: Mapping[str, Any]
         if isinstance(contribution, BoundedSum):
             total = contribution.in_numbers()
@@ -207,6 +288,17 @@ def _store_memory(work: ClientWork, result: LocalResult, update: Protected) -> N
         return
     if work.store is None:
         reason = f"{method.name} returns memory, but declares memory=Memory.NONE"
-        raise tellable(InvalidValue(f"{reason}: declare another Memory"))
+        raise InvalidValue.tellable(f"{reason}: declare another Memory")
     mirrored = method.memory is Memory.MIRRORED
     work.store.store(memory, work.round, and_before=mirrored)
+
+
+def check_finite(params: Params | None) -> None:
+    """Refuse parameters that are not finite; None stands for no parameters.
+
+    Raises
+    ------
+    NonFiniteUpdate
+        A parameter is NaN or infinite; the message names the first one.
+    """
+    require_finite(params or {}, "after training", "the client stores and sends nothing")

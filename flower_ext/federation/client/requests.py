@@ -8,9 +8,8 @@ from typing import Any, TypeVar
 
 from flwr.app import ArrayRecord, ConfigRecord, Context, Message
 
-from flower_ext.errors import InvalidValue, knowing_no_data, tellable
+from flower_ext.errors import InvalidValue, knowing_no_data
 from flower_ext.federation import records
-from flower_ext.federation.arrays import Arrays
 from flower_ext.federation.failures import attempt_each
 from flower_ext.federation.protection import Unprotected, check_entries
 from flower_ext.federation.roster import check_addressee
@@ -37,7 +36,7 @@ class ClientRequest:
     entries: Mapping[str, Any] = field(default_factory=lambda: {"number": 1, "seed": 0})
     """Entries of the round's record, including the entries of the protection."""
     state: Mapping[str, Params] = field(default_factory=dict)
-    sums: Mapping[str, Arrays] = field(default_factory=dict)
+    sums: Mapping[str, records.Arrays] = field(default_factory=dict)
     """The server's messages for the sum of the round, by the record's name."""
     settings: Mapping[str, float] = field(default_factory=dict)
     config: Mapping[str, object] = field(default_factory=dict)
@@ -156,4 +155,4 @@ class _Named(dict[str, T]):
     """A part of the server's message, by name; the error of a missing name may reach the server."""
 
     def __missing__(self, name: str) -> T:
-        raise tellable(InvalidValue(f"the server's message has no {name!r}"))
+        raise InvalidValue.tellable(f"the server's message has no {name!r}")

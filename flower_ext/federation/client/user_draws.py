@@ -12,7 +12,7 @@ import hashlib
 
 from flwr.app import Context
 
-from flower_ext.errors import InvalidValue, ProtocolError, tellable
+from flower_ext.errors import InvalidValue, ProtocolError
 from flower_ext.federation.state.memory import ClientVault
 from flower_ext.privacy import PoissonSampling
 from flower_ext.privacy.randomness import keyed_generator
@@ -46,12 +46,10 @@ def draw_users(
     """
     key = _key_of(task, vault)
     if number <= (newest := int.from_bytes(vault.load() or b"")):
-        raise tellable(
-            ProtocolError(
-                f"the server asks for users of round {number}, but this silo drew those of round "
-                f"{newest} before: expected each round once, because a repeated round draws the "
-                "same users"
-            )
+        raise ProtocolError.tellable(
+            f"the server asks for users of round {number}, but this silo drew those of round "
+            f"{newest} before: expected each round once, because a repeated round draws the "
+            "same users"
         )
     vault.store(number.to_bytes(8))  # before anything leaves
     return sampling.draw(keyed_generator(key, "users", *run, number))
@@ -76,17 +74,13 @@ def draws_vault(context: Context, method: str) -> ClientVault:
 
 def _key_of(task: Task, vault: ClientVault) -> bytes:
     if not vault.outlives_process:
-        raise tellable(
-            InvalidValue(
-                "this silo would forget at a restart which users it drew, and could draw them "
-                "again: name a state-folder in its node config"
-            )
+        raise InvalidValue.tellable(
+            "this silo would forget at a restart which users it drew, and could draw them "
+            "again: name a state-folder in its node config"
         )
     if task.draw_key is None:
-        raise tellable(
-            InvalidValue(
-                "this silo has no key to draw users by: give it Task(draw_key=...), from the file "
-                "of `flower-ext link key` that all silos share"
-            )
+        raise InvalidValue.tellable(
+            "this silo has no key to draw users by: give it Task(draw_key=...), from the file "
+            "of `flower-ext link key` that all silos share"
         )
     return task.draw_key

@@ -19,8 +19,9 @@ from flwr.serverapp import Grid
 
 from flower_ext.errors import InvalidValue
 from flower_ext.federation import _flower_private as private
-from flower_ext.federation.packing import PACKED, packed, unpacked
-from flower_ext.federation.uploads import payload_bytes
+from flower_ext.federation.client.cohort_app import PACKED, packed, unpacked
+from flower_ext.federation.exchange import origin_fault
+from flower_ext.federation.records import payload_bytes
 from flower_ext.training import MEMORY_LIMIT
 
 log = getLogger(__name__)
@@ -141,7 +142,7 @@ class VirtualGrid(Grid):
         for reply in private.replies(self._grid, list(parcels.values()), timeout=timeout):
             node = reply.metadata.src_node_id
             # Unpacked replies look like answers to our messages, so unpack only real answers.
-            if node in parcels and _answers(reply, parcels[node]):
+            if node in parcels and not origin_fault(reply, parcels[node]):
                 del parcels[node]
                 singles += self._unpack(reply, by_node[node])
             else:
@@ -187,13 +188,3 @@ class VirtualGrid(Grid):
         except Exception as error:  # a hostile node may send anything
             unreadable = Error(code=_UNREADABLE, reason=f"the node's reply cannot be read: {error}")
             return [Message(unreadable, reply_to=message) for message in requests]
-
-
-def _answers(reply: Message, question: Message) -> bool:
-    """Return True for a reply to ``question``, and False for one to another message or round."""
-    answer, request = reply.metadata, question.metadata
-    return (
-        answer.group_id == request.group_id
-        and answer.message_type == request.message_type
-        and request.message_id in ("", answer.reply_to_message_id)
-    )

@@ -31,7 +31,7 @@ from flwr.app import Context, Error, Message, RecordDict
 
 from flower_ext.errors import FlowerExtError, InvalidValue
 from flower_ext.federation import _flower_private as private
-from flower_ext.federation.uploads import Update, UploadReply
+from flower_ext.federation.records import Update, UploadReply
 
 
 class WorkerLost(FlowerExtError, RuntimeError):

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
-from flower_ext.federation.arrays import Arrays
+from flower_ext.federation.records import Arrays
 from flower_ext.federation.state.sealed import Damaged, Packed, pack, unpack
 from flower_ext.files import append_line, sync_to_disk, whole_lines, write_whole
 from flower_ext.runs import RunWriter

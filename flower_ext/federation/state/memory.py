@@ -18,7 +18,7 @@ from torch import Tensor
 
 from flower_ext.errors import ProtocolError
 from flower_ext.federation import _flower_private as private
-from flower_ext.federation.arrays import arrays_of, to_params, to_record
+from flower_ext.federation.records import arrays_of, to_params, to_record
 from flower_ext.federation.roster import partition_of
 from flower_ext.federation.state.folder import SECRETS, StateFolder, safe_name
 from flower_ext.federation.state.sealed import Damaged, pack, unpack

@@ -23,7 +23,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from flower_ext.errors import InvalidValue
-from flower_ext.federation.arrays import Arrays
+from flower_ext.federation.records import Arrays
 from flower_ext.federation.state.folder import SECRETS, StateFolder
 from flower_ext.federation.state.sealed import Packed, pack, unpack
 from flower_ext.privacy import NoiseSource

@@ -12,7 +12,7 @@ import numpy as np
 from safetensors.numpy import load, save
 
 from flower_ext.errors import InvalidValue
-from flower_ext.federation.arrays import Arrays
+from flower_ext.federation.records import Arrays
 
 _MAGIC = b"flower_ext 1\n"
 _START = len(_MAGIC) + hashlib.sha256().digest_size

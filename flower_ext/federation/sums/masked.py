@@ -28,25 +28,31 @@ import secrets
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from logging import getLogger
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 from flwr.app import ArrayRecord, Context, Message, RecordDict
 
-from flower_ext.errors import IncompleteRound, InvalidValue, ProtocolError, knowing_no_data
+from flower_ext.errors import (
+    IncompleteRound,
+    InvalidValue,
+    ProtocolError,
+    knowing_no_data,
+)
 from flower_ext.federation import records
-from flower_ext.federation.arrays import Arrays, flattened, shaped
 from flower_ext.federation.failures import printable
+from flower_ext.federation.records import Arrays, bytes_record, flattened, shaped, single_message
 from flower_ext.federation.replies import LONGEST_REASON, RefusedReply, read_answer, read_metrics
 from flower_ext.federation.state.memory import ClientVault
-from flower_ext.federation.sums.sum_limits import SumLimits
 from flower_ext.federation.sums.summation import Opening, OpenSum, Summation
 from flower_ext.privacy.mechanisms.noised_sum import NoisedSum
 from flower_ext.privacy.mechanisms.plan import Aggregate, RoundDiscarded
+from flower_ext.privacy.mechanisms.secure_sum import SumParameters
 from flower_ext.privacy.randomness import secure_generator
 from flower_ext.secure.aggregation import (
     Advert,
     Delivery,
+    Identities,
     Invitation,
     Keys,
     MaskedInput,
@@ -146,7 +152,7 @@ class OpenMaskedSum(OpenSum):
     def request(self, partition: int) -> Mapping[str, ArrayRecord]:
         """Return the record of the sum for one client's request."""
         delivery = self._deliveries[self._members[partition]]
-        return {records.SECURE_SUM: records.bytes_record(DELIVERY, delivery.to_bytes())}
+        return {records.SECURE_SUM: bytes_record(DELIVERY, delivery.to_bytes())}
 
     def read(self, reply: Message) -> records.Update:
         """Read a masked contribution and add it; sums of integers do not depend on the order."""
@@ -197,9 +203,7 @@ class OpenMaskedSum(OpenSum):
     ) -> None:
         """Send members the messages of a stage, and add each answer when it arrives."""
         contents = {
-            self._partitions[member]: {
-                records.SECURE_SUM: records.bytes_record(stage, message.to_bytes())
-            }
+            self._partitions[member]: {records.SECURE_SUM: bytes_record(stage, message.to_bytes())}
             for member, message in content.items()
         }
 
@@ -211,7 +215,7 @@ class OpenMaskedSum(OpenSum):
 
     def _message(self, reply: Message, arrays: Arrays, kind: type[T]) -> T:
         """Return the message of a member, which must be the client that sent it."""
-        _, data = records.single_message(arrays, SENT)
+        _, data = single_message(arrays, SENT)
         message = kind.from_bytes(data, self._context)
         partition = self._clients.partition_of(reply)
         if message.member != self._members[partition]:
@@ -241,7 +245,81 @@ class OpenMaskedSum(OpenSum):
 # The client's end ------------------------------------------------------------------------------
 
 
-def answer(message: Message, context: Context, method: str, limits: SumLimits) -> Message:
+def check_limits(context: RoundContext, node_config: Mapping[str, Any]) -> None:
+    """Refuse a sum that shows the server more than the owner of this node permits.
+
+    =============================  ===========================================================
+    node config                    meaning
+    =============================  ===========================================================
+    ``least-sum-members``          least number of members whose vectors are in a sum
+    ``least-sum-threshold-share``  least share of a member's neighbours that must help to
+                                   unmask it
+    ``sum-colluders``              number of other members that may collude with the server
+    ``least-honest-answers``       least number of vectors from members that do not collude,
+                                   this one included, in every sum that may become known
+                                   (`SumParameters.honest_answers`)
+    =============================  ===========================================================
+
+    Raises
+    ------
+    PermissionError
+        Fewer members than the owner permits, or a smaller share of a member's neighbours,
+        suffice to unmask; or a sum of fewer honest members may become known.
+    """
+    least_members = int(node_config.get("least-sum-members", 0))
+    least_share = float(node_config.get("least-sum-threshold-share", 0.0))
+    colluders = int(node_config.get("sum-colluders", 0))
+    least_honest = int(node_config.get("least-honest-answers", 0))
+    if context.least_answers < least_members:
+        raise PermissionError(
+            f"the server may unmask a sum of {context.least_answers} members: the owner of this "
+            f"node requires least-sum-members={least_members}"
+        )
+    if context.threshold < least_share * context.neighbours:
+        raise PermissionError(
+            f"{context.threshold} of {context.neighbours} neighbours may unmask this client: the "
+            f"owner of this node requires least-sum-threshold-share={least_share:g}"
+        )
+    if least_honest > (honest := _honest_answers(context, colluders)):
+        raise PermissionError(
+            f"a sum of {honest} honest members may become known: the owner of this node requires "
+            f"least-honest-answers={least_honest} with sum-colluders={colluders}"
+        )
+
+
+def identities_of(node_config: Mapping[str, Any]) -> Identities | None:
+    """Return the node's signing key and the members' public keys, from the node config.
+
+    With them, the node takes part in signed sums only; without them, in unsigned sums only.
+
+    Raises
+    ------
+    InvalidValue
+        Only one of ``sum-identity-key`` and ``sum-members`` is set, or a file is unreadable.
+    """
+    key, members = (node_config.get(name) for name in ("sum-identity-key", "sum-members"))
+    if (key is None) != (members is None):
+        raise InvalidValue.tellable(
+            "node config: expected both sum-identity-key and sum-members, or none"
+        )
+    return None if key is None else Identities.read(str(key), str(members))
+
+
+def _honest_answers(context: RoundContext, colluders: int) -> int:
+    """Return the least number of honest members in a sum; 0 if colluders can unmask a member."""
+    if 2 * context.threshold <= context.neighbours + colluders:
+        return 0
+    return SumParameters(
+        members=context.members,
+        neighbors=context.neighbours,
+        threshold=context.threshold,
+        least_answers=context.least_answers,
+        colluders=colluders,
+        signed=context.signed,
+    ).honest_answers
+
+
+def answer(message: Message, context: Context, method: str) -> Message:
     """Answer a stage other than the training: advertise keys, share secrets, or help to unmask.
 
     Raises
@@ -251,23 +329,25 @@ def answer(message: Message, context: Context, method: str, limits: SumLimits) -
     PermissionError
         The sum is smaller than the node's owner permits.
     """
+    # Outside the block below, because the server must not see an error of a file on this node.
+    identities = identities_of(context.node_config)
     with knowing_no_data():
         content = records.to_arrays(message.content.array_records[records.SECURE_SUM])
-        stage, data = records.single_message(content, BEGIN, KEYS, QUESTION)
+        stage, data = single_message(content, BEGIN, KEYS, QUESTION)
         vault = _vault(context, method)
         member = _invited(vault, data) if stage == BEGIN else _stored(vault)
         reply: Advert | SealedShares | Revealed
         if stage == BEGIN:
-            limits.check(member.context)
-            reply = member.advertise(identities=limits.identities)
+            check_limits(member.context, context.node_config)
+            reply = member.advertise(identities=identities)
         elif stage == KEYS:
             keys = Keys.from_bytes(data, member.context)
-            reply = member.share(keys, identities=limits.identities)
+            reply = member.share(keys, identities=identities)
         else:
             reply = member.unmask(UnmaskRequest.from_bytes(data, member.context))
         vault.store(member.to_bytes())
     return Message(
-        RecordDict({records.ANSWER: records.bytes_record(SENT, reply.to_bytes())}), reply_to=message
+        RecordDict({records.ANSWER: bytes_record(SENT, reply.to_bytes())}), reply_to=message
     )
 
 
@@ -291,7 +371,7 @@ def seal(cells: Mapping[str, np.ndarray], message: Arrays, context: Context, met
         vault = _vault(context, method)
         member = _stored(vault)
         vector = flattened(cells)
-        _, data = records.single_message(message, DELIVERY)
+        _, data = single_message(message, DELIVERY)
         delivery = Delivery.from_bytes(data, member.context)
         upload = member.mask(delivery, vector.astype(member.context.dtype))
         vault.store(member.to_bytes())

@@ -8,10 +8,9 @@ from dataclasses import dataclass
 
 from flwr.app import ArrayRecord, Message
 
-from flower_ext.federation.arrays import Arrays
 from flower_ext.federation.exchange import Clients
 from flower_ext.federation.population import Cohort, Population
-from flower_ext.federation.records import Update
+from flower_ext.federation.records import Arrays, Update
 from flower_ext.privacy import AdversaryView, NoiseSource
 from flower_ext.privacy.mechanisms.plan import Aggregate, RoundMechanism
 from flower_ext.privacy.mechanisms.run_summary import MethodTraits

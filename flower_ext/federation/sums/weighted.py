@@ -35,10 +35,9 @@ from flwr.app import ArrayRecord, Message
 
 from flower_ext.errors import FlowerExtError, IncompleteRound, InvalidValue, ProtocolError
 from flower_ext.federation import records
-from flower_ext.federation.arrays import Arrays, shaped
 from flower_ext.federation.exchange import Clients
 from flower_ext.federation.population import HiddenUsers
-from flower_ext.federation.records import Update
+from flower_ext.federation.records import Arrays, Update, bytes_record, shaped, single_message
 from flower_ext.federation.replies import RefusedReply, read_answer, read_metrics
 from flower_ext.federation.roster import FederationNotReady
 from flower_ext.federation.sums.summation import Opening, OpenSum, Summation
@@ -182,7 +181,7 @@ class WeightedSum(Summation):
             self.keys_lost = self.keys_lost or self.hidden_draw != ""
             raise RoundDiscarded(f"{stage} failed without a silo's answer: {missing}") from missing
         seconds = {"encryption_seconds": time.monotonic() - started}
-        return OpenWeightedSum(self, opening, records.bytes_record(WEIGHTS, weights), seconds)
+        return OpenWeightedSum(self, opening, bytes_record(WEIGHTS, weights), seconds)
 
     def state(self) -> Mapping[str, Arrays]:
         """Return the protocol's costs in privacy beyond the plan's noise."""
@@ -248,7 +247,7 @@ class OpenWeightedSum(OpenSum):
         Nothing is added up before all silos have answered.
         """
         arrays = read_answer(reply, records.UPDATE)
-        name, data = records.single_message(arrays, SUM, LOST)
+        name, data = single_message(arrays, SUM, LOST)
         if name == LOST and data != b"\0":
             raise RefusedReply(f"{LOST!r}: expected one byte, which is 0")
         silo = self._opening.clients.partition_of(reply)
@@ -340,9 +339,7 @@ def _converse(dialogue: Dialogue[T], clients: Clients) -> T:
 def _ask(step: ProtocolStep, clients: Clients) -> dict[int, bytes]:
     """Ask silos for one step of the protocol, and return the bytes in their answers."""
     contents = {
-        silo: {records.WEIGHTED_SUM: records.bytes_record(step.name, question)}
+        silo: {records.WEIGHTED_SUM: bytes_record(step.name, question)}
         for silo, question in step.questions.items()
     }
-    return clients.query(
-        contents, lambda reply: records.single_message(read_answer(reply), step.name)[1]
-    )
+    return clients.query(contents, lambda reply: single_message(read_answer(reply), step.name)[1])

@@ -22,7 +22,7 @@ from flower_ext.data import ClientData
 from flower_ext.data.examples import owned
 from flower_ext.errors import ProtocolError, knowing_no_data, tellable
 from flower_ext.federation import records
-from flower_ext.federation.arrays import Arrays, arrays_of, flattened
+from flower_ext.federation.records import Arrays, arrays_of, bytes_record, flattened, single_message
 from flower_ext.federation.state.memory import ClientVault
 from flower_ext.federation.sums.weighted import LOST, SUM, WEIGHTS
 from flower_ext.privacy.mechanisms.bounds import clip_each_row
@@ -79,7 +79,7 @@ def answer(
         The server's message is malformed, or the data have no owners.
     """
     with _protocol_errors():
-        step, content = records.single_message(message, BEGIN, KEYS, COUNT, DRAW)
+        step, content = single_message(message, BEGIN, KEYS, COUNT, DRAW)
         is_first = step == BEGIN
         silo = _begin(content, partition, vault, may_simulate) if is_first else stored_silo(vault)
         if silo is None:
@@ -90,7 +90,7 @@ def answer(
         settings, counts = silo.settings, list[int]()
         if step == COUNT:
             counts = counts_of(data, settings.users, settings.record_limit(silo.index))
-        return records.bytes_record(step, silo.answer(step, content, counts))
+        return bytes_record(step, silo.answer(step, content, counts))
 
 
 def _begin(content: bytes, partition: int, vault: ClientVault, may_simulate: bool) -> SiloParty:
@@ -170,7 +170,7 @@ def open_part(
     if (silo := stored_silo(vault)) is None:
         return LostPart(clipping_norm)
     with _protocol_errors():
-        _, weights = records.single_message(message, WEIGHTS)
+        _, weights = single_message(message, WEIGHTS)
         if users != silo.settings.users:
             raise ProtocolError(
                 f"a round with {users} users: expected {silo.settings.users}, as in the set-up"

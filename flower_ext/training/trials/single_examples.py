@@ -205,7 +205,7 @@ def refuse_without_gradients(
 
 
 def _refusal(text: str) -> InvalidValue:
-    return tellable(InvalidValue(text))
+    return InvalidValue.tellable(text)
 
 
 def _why_no_gradient(gradient: Params | Exception) -> str | None:

@@ -14,7 +14,7 @@ from scipy import stats
 from flower_ext.algorithms import DP2FedSAM, DPFedAvg, Upcycled
 from flower_ext.errors import ProtocolError
 from flower_ext.federation import records
-from flower_ext.federation.client import preparing, side
+from flower_ext.federation.client import app, preparing
 from flower_ext.federation.state.memory import ClientVault
 from flower_ext.federation.sums import masked
 from flower_ext.federation.sums.masked import BEGIN, KEYS, QUESTION
@@ -58,7 +58,7 @@ def raw_updates():
     def invariant_work(*args, **options):
         return replace(work_of(*args, **options), batch_invariant=True)
 
-    with patch.object(side, "work_of", invariant_work):
+    with patch.object(app, "work_of", invariant_work):
         grid, _ = run(strategy_of(plan=bare, seeded_noise=False))
     return {
         reply.metadata.src_node_id - 1_000: records.to_arrays(reply.content[records.UPDATE])
@@ -105,7 +105,7 @@ def test_the_model_is_that_of_the_plain_sum_of_the_same_updates_to_the_last_bit(
 
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("way", ["lost", "answers"])
-@pytest.mark.parametrize("who", [(0,), (1, 6)])
+@pytest.mark.parametrize("who", [pytest.param((0,), marks=pytest.mark.full), (1, 6)])
 def test_whoever_is_lost_in_a_stage_the_sum_is_that_of_the_others(stage, way, who):
     strategy = strategy_of()
     _, found = run(strategy, Losing, **{way: [(partition, stage) for partition in who]})
@@ -502,7 +502,7 @@ def test_the_noise_of_those_who_may_collude_is_not_counted():
     assert sums_only(colluding).epsilon > 0
 
 
-@pytest.mark.parametrize("lost", [(), (0, 5)])
+@pytest.mark.parametrize("lost", [pytest.param((), marks=pytest.mark.full), (0, 5)])
 def test_the_released_noise_is_the_same_however_many_answered(lost):
     """Models learn nothing over the rounds, so the released sum is noise only."""
     still = LocalTraining(epochs=1, batch_size=10, learning_rate=1e-30)

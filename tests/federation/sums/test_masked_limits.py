@@ -5,7 +5,7 @@ import pytest
 
 from flower_ext.errors import InvalidValue
 from flower_ext.federation import FederationNotReady, InProcessGrid, records
-from flower_ext.federation.sums.sum_limits import SumLimits
+from flower_ext.federation.sums.masked import check_limits, identities_of
 from flower_ext.privacy import AdversaryView, SecureScores, SecureSum
 from flower_ext.secure.aggregation import RoundContext
 from tests.support.identities import write_identities
@@ -77,14 +77,15 @@ def test_a_node_counts_the_honest_members_that_the_plan_counts(colluders, signed
         signed=signed,
     )
     honest = parameters.honest_answers
-    SumLimits(colluders=colluders, least_honest=honest).check(context)
+    limits = {"sum-colluders": colluders, "least-honest-answers": honest}
+    check_limits(context, limits)
     with pytest.raises(PermissionError, match=f"a sum of {honest} honest"):
-        SumLimits(colluders=colluders, least_honest=honest + 1).check(context)
+        check_limits(context, {**limits, "least-honest-answers": honest + 1})
 
 
 def test_one_missing_file_is_named_to_its_owner():
     with pytest.raises(InvalidValue, match="expected both sum-identity-key and sum-members"):
-        SumLimits.of({"sum-members": "members.pub"})
+        identities_of({"sum-members": "members.pub"})
 
 
 def test_a_node_that_signs_refuses_unsigned_sums_and_the_reverse(tmp_path):

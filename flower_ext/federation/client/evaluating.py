@@ -1,9 +1,9 @@
-"""Answer a query: bound, noise and mask a client's vector, its part of a secure sum."""
+"""Answer an evaluation: with scores in the clear, or with a vector for a noised secure sum."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from logging import getLogger
 
@@ -11,21 +11,75 @@ import numpy as np
 from flwr.app import RecordDict
 from numpy.typing import NDArray
 
-from flower_ext.data import ClientData
-from flower_ext.errors import InvalidValue, is_tellable, knowing_no_data, tellable
+from flower_ext.data import ClientData, Examples
+from flower_ext.errors import InvalidValue, is_tellable, knowing_no_data
 from flower_ext.federation import records
 from flower_ext.federation.client.client_method import ClientWork
 from flower_ext.federation.client.requests import ClientRequest
-from flower_ext.federation.client.scores import scores_of
+from flower_ext.federation.failures import attempt_each
+from flower_ext.federation.replies import LARGEST_VALUE
 from flower_ext.federation.sums import masked
 from flower_ext.privacy.mechanisms.vector_query import VectorQuery
-from flower_ext.training import Params
+from flower_ext.training import Params, evaluate_each
 from flower_ext.training.isolation import isolated
 
 log = getLogger("flwr")
 
 OF_QUERY = "query-noise"
 """Purpose of the noise that protects a vector."""
+
+
+def scores_of(
+    works: Sequence[ClientWork | Exception],
+    models: Sequence[Params | Exception],
+    *,
+    also_training: bool,
+) -> list[dict[str, float] | Exception]:
+    """Return each model's scores on its client's test examples, or the client's error.
+
+    A client without test examples has no scores. With ``also_training``, the scores include the
+    loss on the client's training examples.
+    """
+    tests = attempt_each(lambda work: work.data.test, works)
+    scores = _scores(works, models, tests)
+    if not also_training:
+        return scores
+    trained = _scores(works, models, attempt_each(lambda work: work.data.train, works))
+    return attempt_each(
+        lambda of, on: {**of, "training_loss": on["loss"]} if on else of, scores, trained
+    )
+
+
+def _scores(
+    works: Sequence[ClientWork | Exception],
+    models: Sequence[Params | Exception],
+    examples: Sequence[Examples | Exception],
+) -> list[dict[str, float] | Exception]:
+    rows = attempt_each(lambda *row: row, works, models, examples)
+    scores: list[dict[str, float] | Exception] = [
+        row if isinstance(row, Exception) else {} for row in rows
+    ]
+    scored = {
+        n: row for n, row in enumerate(rows) if not isinstance(row, Exception) and len(row[2])
+    }
+    if scored:
+        (work, *_), *_ = scored.values()  # all clients of a process share the task
+        _, chosen, data = zip(*scored.values(), strict=True)
+        evaluated = evaluate_each(work.task, chosen, data)
+        for index, result in zip(scored, evaluated, strict=True):
+            scores[index] = result
+    return scores
+
+
+def scores_record(work: ClientWork, scores: dict[str, float]) -> RecordDict:
+    """Return the reply with a client's finite scores and its number of test examples."""
+    # A score may be undefined for these examples. Because of it, the server would refuse the whole
+    # reply.
+    finite = {n: v for n, v in scores.items() if abs(v) <= LARGEST_VALUE}
+    if lacking := sorted(set(scores) - set(finite)):
+        log.warning("the scores %s of a client are not finite, so they are left out", lacking)
+    finite["num-examples"] = float(len(work.data.test))
+    return RecordDict({records.METRICS: records.metrics_record(finite)})
 
 
 @dataclass(frozen=True)
@@ -87,10 +141,8 @@ def masked_vector(query: VectorQuery, view: WorkView) -> RecordDict:
     with knowing_no_data():
         work.policy.check(protection)
         if protection.cell is None or records.SECURE_SUM not in request.sums:
-            raise tellable(
-                InvalidValue(
-                    "query: expected a message with a secure sum and the protection ClipToCells"
-                )
+            raise InvalidValue.tellable(
+                "query: expected a message with a secure sum and the protection ClipToCells"
             )
         number = request.entries["query"]
         noise = work.policy.noise({**request.entries, "number": number}, f"{OF_QUERY} {query.name}")

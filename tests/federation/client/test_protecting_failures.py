@@ -11,8 +11,8 @@ from flower_ext.data import ClientData
 from flower_ext.errors import tellable
 from flower_ext.federation import failures
 from flower_ext.federation.client.client_method import LocalResult
-from flower_ext.federation.client.data_loading import NO_DATA
-from flower_ext.federation.client.hidden_failures import check_finite, result_hiding_failures
+from flower_ext.federation.client.preparing import NO_DATA
+from flower_ext.federation.client.protecting import check_finite, result_hiding_failures
 from flower_ext.federation.failures import log_hidden
 from flower_ext.federation.protection import Unprotected
 from flower_ext.privacy import NonFiniteUpdate
@@ -36,6 +36,7 @@ STEPS = ClipSteps(clipping_norm=1.0, gradient_clipping_norm=1.0, noise_stddev=1.
 class Work:
     """The parts of `ClientWork` that a failure concerns."""
 
+    method: SimpleNamespace
     data: ClientData = field(default_factory=lambda: client_data(1))
     received: dict = field(default_factory=lambda: RECEIVED)
     memory: dict = field(default_factory=lambda: MEMORY)
@@ -51,7 +52,8 @@ def result_of(method, *trained, protection=UPDATES):
     results = []
 
     def whole():
-        results.append((yield from result_hiding_failures(method, Work(protection=protection))))
+        work = Work(SimpleNamespace(local_update=method), protection=protection)
+        results.append((yield from result_hiding_failures(work)))
         yield None
 
     steps = whole()

@@ -36,8 +36,7 @@ from flower_ext.algorithms import (
     Scaffold,
     Upcycled,
 )
-from flower_ext.algorithms.upcycled import Decaying
-from flower_ext.algorithms.upcycled.wrapper import extrapolated
+from flower_ext.algorithms.upcycled import Decaying, extrapolated
 from flower_ext.federation import (
     FederatedStrategy,
     InProcessGrid,

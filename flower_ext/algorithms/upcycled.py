@@ -1,8 +1,11 @@
-"""Upcycled-FL (Algorithm 1) around any Flower strategy.
+"""Upcycled-FL: in every even round the server reuses earlier models and contacts no client.
 
-In odd rounds the base strategy trains. In an even round the server extrapolates the last step. It
-sends nothing to any client and uses no data, so the round spends no privacy (Lemma 6.1:
-post-processing).
+Source: Yin, Tan, Zhang, Khalili, Liu, "Federated Learning with Reduced Information Leakage and
+Computation" (TMLR 2024), Algorithm 1.
+
+`Upcycled` wraps any Flower strategy. In odd rounds this base strategy trains. In an even round the
+server extrapolates the last step, sends nothing and uses no data, so the round spends no privacy
+(Lemma 6.1: post-processing).
 
 The m-th even round moves on by c_m times the last step: w̄²ᵐ = w̄²ᵐ⁻¹ + c_m (w̄²ᵐ⁻¹ − w̄²ᵐ⁻²). The
 paper writes one free coefficient in two ways, and its theory is about `proximal_ratio`. A number
@@ -36,7 +39,7 @@ from flwr.serverapp.strategy import FedAvgM, Result, Strategy
 from flower_ext.checks import Checked, NotNegative, require_not_negative, require_positive
 from flower_ext.errors import InvalidValue
 from flower_ext.federation import FederatedStrategy
-from flower_ext.federation.arrays import Arrays, to_arrays, to_record
+from flower_ext.federation.records import Arrays, to_arrays, to_record
 from flower_ext.privacy.mechanisms.updates import require_finite
 
 log = getLogger("flwr")

@@ -1,0 +1,457 @@
+"""Build the parts of a run from its settings, and start the run, in the ServerApp of any app.
+
+An app's class of settings inherits the shared ones (`flower_ext.runs.shared_settings`)::
+
+    @dataclass(frozen=True, kw_only=True)
+    class Settings(RunSettings, CohortSettings, ReleaseSettings, TrainingSettings):
+        ...
+
+    @app.main()
+    def main(grid: Grid, context: Context) -> None:
+        settings = configured.settings(Settings, context)
+        plan = configured.release_plan(settings, configured.sampling(settings))
+        method = DPFedAvg(local=configured.training(settings))
+        configured.start(grid, context, settings, task, method, plan)
+
+Each function raises `UnfitSetting` if settings contradict each other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any, TypeVar
+
+from flwr.app import ArrayRecord, Context
+from flwr.serverapp import Grid
+from flwr.serverapp.strategy import Strategy
+
+from flower_ext.errors import InvalidValue
+from flower_ext.federation.engines.virtual import clients_of
+from flower_ext.federation.method import Method
+from flower_ext.federation.recording import first_config, record, recorded_run
+from flower_ext.federation.server_optimizers import (
+    Adagrad,
+    Adam,
+    ExponentialAverage,
+    ModelAverage,
+    Sgd,
+    TailAverage,
+    Yogi,
+)
+from flower_ext.federation.strategy import FederatedStrategy
+from flower_ext.privacy import (
+    AdaptiveClipping,
+    Budget,
+    CorrelatedNoise,
+    FixedSizeSampling,
+    FullParticipation,
+    NonPrivatePlan,
+    PoissonSampling,
+    PrivacyPlan,
+    ReleasePlan,
+    Sampling,
+    SecureScores,
+    SecureSum,
+    SpacedSampling,
+    calibrate_noise_multiplier,
+    size_for_rate,
+)
+from flower_ext.privacy.accounting.calibration import default_relation
+from flower_ext.privacy.mechanisms.secure_scores import ACCURACY, Bounds
+from flower_ext.privacy.theorems.dp2_fedsam_theorem import dp2_fedsam_theorem2_noise_multiplier
+from flower_ext.runs.callbacks import Callback
+from flower_ext.runs.settings import Settings, UnfitSetting, absolute_path
+from flower_ext.runs.shared_settings import (
+    CohortSettings,
+    PrivacySettings,
+    ReleaseSettings,
+    RunSettings,
+    ServerSettings,
+    TrainingSettings,
+)
+from flower_ext.training import LocalTraining, Task, check_shareable
+from flower_ext.training.params import require_modules
+
+AppSettings = TypeVar("AppSettings", bound=RunSettings)
+
+_ADAPTIVE: Mapping[str, Any] = {"adagrad": Adagrad, "adam": Adam, "yogi": Yogi}
+
+
+def settings(kind: type[AppSettings], context: Context) -> AppSettings:
+    """Return the settings of a run; if it was resumed, with its first number of rounds.
+
+    Parameters
+    ----------
+    kind : type[AppSettings]
+        The app's class of settings.
+    context : Context
+        The argument of the ServerApp.
+    """
+    return kind.of(first_config(context.run_config))
+
+
+def sampling(settings: CohortSettings) -> Sampling:
+    """Return the sampling of cohorts, from ``clients``, ``sampling`` and ``sampling_rate``."""
+    clients, rate = settings.clients, settings.sampling_rate
+    match settings.sampling:
+        case "poisson":
+            return PoissonSampling(population=clients, rate=rate)
+        case "fixed-size":
+            return FixedSizeSampling(population=clients, size=size_for_rate(clients, rate))
+        case "everyone":
+            return FullParticipation(population=clients)
+
+
+def non_private_plan(settings: TrainingSettings, sampling: Sampling) -> NonPrivatePlan:
+    """Return the plan of a mean over sampled clients, without privacy.
+
+    Raises
+    ------
+    UnfitSetting
+        The settings ask for secure sums, which need clipped and noised updates.
+    """
+    for name in ("aggregation", "evaluation"):
+        if getattr(settings, name, "plain") != "plain":
+            raise UnfitSetting(
+                f"run-config {name}='secure'{_with_method(settings)}: expected 'plain', because "
+                "secure sums are of clipped and noised values, and this method noises nothing"
+            )
+    return NonPrivatePlan(sampling=sampling, weighting=settings.weighting)
+
+
+def release_plan(
+    settings: ReleaseSettings,
+    sampling: Sampling,
+    *,
+    of_users: bool = False,
+    scores: Bounds = ACCURACY,
+    **changes: Any,
+) -> ReleasePlan:
+    """Return the plan under which the server releases noised sums of sampled clients' updates.
+
+    Without a ``noise_multiplier`` above 0, the function chooses the least noise that keeps
+    ``epsilon``. The setting ``calibration`` says which bound on ε counts: the provable one or the
+    published one. A ``delta`` of 0 means 1 / ``clients``, except with ``of_users``, where it is
+    passed on as it is.
+
+    Parameters
+    ----------
+    settings : ReleaseSettings
+    sampling : Sampling
+    of_users : bool
+        True if the units are users with records in several silos.
+    scores : tuple of (str, float, float)
+        Metrics that a secure evaluation releases, with their bounds; ``evaluation_loss_bound`` adds
+        the loss.
+    **changes
+        Fields of `ReleasePlan` that override the settings; ``noise_multiplier`` cannot be among
+        them.
+    """
+    if (weighting := getattr(settings, "weighting", "clients")) != "clients":
+        raise UnfitSetting(
+            f"run-config weighting={weighting!r}{_with_method(settings)}: expected 'clients', "
+            "because a private mean weights all clients equally"
+        )
+    secure = SecureSum(
+        colluding=settings.colluding_share,
+        dropouts=settings.dropout_share,
+        signed=settings.signed_sums,
+    )
+    options: dict[str, Any] = {
+        "sampling": sampling,
+        "clipping_norm": _clipping_norm(settings),
+        "rounds": settings.rounds,
+        "delta": settings.delta if of_users else _delta(settings, sampling),
+        "noise_placement": settings.noise_placement if settings.aggregation == "plain" else secure,
+        **changes,
+    }
+    epsilon = settings.target
+    if settings.noise == "correlated":
+        options |= _correlated(settings, sampling, of_users=of_users)
+    with _naming_settings(settings):
+        if settings.evaluation == "secure":
+            options["queries"] = (_secure_scores(settings, options, scores),)
+        if epsilon is None:
+            return ReleasePlan(noise_multiplier=settings.noise_multiplier, **options)
+        if settings.calibration == "provable":
+            return ReleasePlan.for_target(epsilon=epsilon, **options)
+        for name, value in (("noise", "independent"), ("clipping", "fixed")):
+            if (chosen := getattr(settings, name)) != value:
+                raise UnfitSetting(
+                    f"run-config calibration='published' with {name}={chosen!r}: expected "
+                    f"'provable', because the published bound needs {name}={value!r}"
+                )
+        multiplier = dp2_fedsam_theorem2_noise_multiplier(
+            epsilon=epsilon,
+            delta=options["delta"],
+            rounds=options["rounds"],
+            sampling_rate=sampling.sampling_rate,
+        )
+        return ReleasePlan(noise_multiplier=multiplier, **options)
+
+
+def _correlated(settings: ReleaseSettings, sampling: Sampling, *, of_users: bool) -> dict[str, Any]:
+    """Return the fields of a plan whose noise is correlated over rounds."""
+    if of_users:
+        raise UnfitSetting(
+            f"run-config noise='correlated'{_with_method(settings)}: expected 'independent', "
+            "because no server counts a user's participations over silos"
+        )
+    if settings.aggregation != "plain":
+        raise UnfitSetting(
+            f"run-config aggregation={settings.aggregation!r} with noise='correlated': expected "
+            "'plain', because the noise of a client that drops out would be missing"
+        )
+    clients = sampling.population
+    size = size_for_rate(clients, sampling.sampling_rate)
+    apart = settings.rounds_apart or clients // size
+    most = settings.participations or -(-settings.rounds // apart)
+    with _naming_settings(settings):
+        return {
+            "sampling": SpacedSampling(
+                population=clients, size=size, rounds_apart=apart, participations=most
+            ),
+            "correlation": CorrelatedNoise(
+                buffers=settings.noise_buffers,
+                bands=settings.noise_bands,
+                momentum=getattr(settings, "server_momentum", 0.0),
+            ),
+        }
+
+
+def _clipping_norm(settings: ReleaseSettings) -> float | AdaptiveClipping:
+    if settings.clipping == "fixed":
+        return settings.clipping_norm
+    return AdaptiveClipping(
+        initial=settings.clipping_norm,
+        quantile=settings.clipping_quantile,
+        learning_rate=settings.clipping_learning_rate,
+    )
+
+
+def _delta(settings: PrivacySettings, sampling: Sampling) -> float:
+    if settings.delta:
+        return settings.delta
+    if sampling.population == 1:
+        raise UnfitSetting(
+            f"run-config clients=1 with delta={settings.delta!r}: expected a delta in (0, 1), or "
+            "more clients, because delta=0 stands for 1 / clients"
+        )
+    return 1 / sampling.population
+
+
+def _secure_scores(
+    settings: ReleaseSettings, options: Mapping[str, Any], scores: Bounds
+) -> SecureScores:
+    """Return the query by which evaluations release scores, from the settings ``evaluation_…``."""
+    every, multiplier = settings.evaluate_every, settings.evaluation_noise_multiplier
+    if not isinstance(options["noise_placement"], SecureSum):
+        raise UnfitSetting(
+            "run-config evaluation='secure' with aggregation='plain': expected "
+            "aggregation='secure', because clients send scores in the same kind of secure sum as "
+            "updates"
+        )
+    if every < 1:
+        raise UnfitSetting(
+            f"run-config evaluation='secure' with evaluate-every={every!r}: expected 1 or more"
+        )
+    evaluations = -(-settings.rounds // every)
+    if not multiplier:
+        if (epsilon := settings.target) is None:
+            raise UnfitSetting(
+                f"run-config evaluation-noise-multiplier={multiplier!r} without epsilon: expected "
+                "a number > 0, because 0 stands for the noise that evaluation-share of epsilon "
+                "asks for; or set epsilon"
+            )
+        multiplier = calibrate_noise_multiplier(
+            epsilon=settings.evaluation_share * epsilon,
+            delta=options["delta"],
+            sampling=FullParticipation(options["sampling"].population),
+            rounds=evaluations,
+            relation=default_relation(options["sampling"]),
+        )
+    bound = settings.evaluation_loss_bound
+    bounds = (*scores, ("loss", 0.0, bound)) if bound else scores
+    return SecureScores(noise_multiplier=multiplier, times=evaluations, bounds=bounds)
+
+
+def training(settings: TrainingSettings, **changes: Any) -> LocalTraining:
+    """Return the local training that the settings describe; ``changes`` override its fields."""
+    same = ("batch_size", "learning_rate", "learning_rate_decay", "momentum", "optimizer")
+    options = {name: getattr(settings, name) for name in (*same, "weight_decay")}
+    options["epochs"] = settings.local_epochs
+    with _naming_settings(settings):
+        return LocalTraining(**{**options, **changes})
+
+
+def server(settings: ServerSettings, *, learning_rate: float | None = None) -> dict[str, Any]:
+    """Return the options ``server`` and ``average`` of a method.
+
+    ``learning_rate`` overrides the setting ``server_learning_rate``.
+
+    Raises
+    ------
+    UnfitSetting
+        The settings name two averages.
+    """
+    rate = settings.server_learning_rate if learning_rate is None else learning_rate
+    momentum, tau = settings.server_momentum, settings.server_tau
+    if settings.average_decay and settings.average_last:
+        raise UnfitSetting(
+            f"run-config average-decay={settings.average_decay!r} with "
+            f"average-last={settings.average_last!r}: expected one of them to be 0"
+        )
+    average: ModelAverage | None = None
+    if settings.average_decay:
+        average = ExponentialAverage(decay=settings.average_decay)
+    elif settings.average_last:
+        average = TailAverage(last=settings.average_last)
+    if (kind := _ADAPTIVE.get(settings.server_optimizer)) is not None:
+        return {"server": kind(learning_rate=rate, beta1=momentum, tau=tau), "average": average}
+    return {"server": Sgd(learning_rate=rate, momentum=momentum), "average": average}
+
+
+def start(
+    grid: Grid,
+    context: Context,
+    settings: RunSettings,
+    task: Task,
+    method: Method,
+    plan: PrivacyPlan,
+    *,
+    wrapper: Callable[[FederatedStrategy], Strategy] | None = None,
+    planned_rounds: int | None = None,
+    notes: Mapping[str, Any] | None = None,
+    callbacks: Sequence[Callback] = (),
+    **options: Any,
+) -> None:
+    """Run a method under a plan for ``rounds`` rounds in a run directory, and write its report.
+
+    A run with privacy may end early: when its provable ε reaches ``budget`` (0: no budget) or the
+    ``epsilon`` for which its noise is provably calibrated, or when all runs that share the account
+    ``budget_ledger`` have spent the account's budget. If the plan is a `ReleasePlan`, the run's
+    ledger records its releases.
+
+    Parameters
+    ----------
+    grid, context
+        The arguments of the ServerApp.
+    settings : RunSettings
+        The run's settings.
+    task : Task
+    method : Method
+    plan : PrivacyPlan
+    wrapper : Callable[[FederatedStrategy], Strategy], optional
+        Wraps the strategy, as `Upcycled` does; the result has the strategy as its ``base``.
+    planned_rounds : int, optional
+        Number of rounds that a planner chose in place of ``rounds``; the run directory records it.
+    notes : Mapping, optional
+        Further entries to record in addition to the settings.
+    callbacks : Sequence[Callback]
+        Callbacks that follow the run.
+    **options
+        Options of `FederatedStrategy` that no setting names: ``sum``, ``stragglers``, ``exposed``.
+
+    Raises
+    ------
+    UnshareableModel
+        A layer that clients would share keeps statistics of their data.
+    InvalidValue
+        The method does not fit the plan, or names a ``personal`` part that the model lacks; or
+        `recorded_run` refuses the settings.
+    """
+    config = {**context.run_config, **(notes or {})}
+    # The settings are those that the noise was calibrated for; a resumed run may be longer.
+    number: Any = context.run_config["rounds"]
+    last = replace(settings, rounds=number).rounds  # checks the number of a resumed run, too
+    rounds = last
+    if planned_rounds is not None:
+        rounds += planned_rounds - settings.rounds
+        config["planned-rounds"] = planned_rounds
+    same = ("seeded_noise", "evaluate_every", "training_loss", "diagnostics")
+    base = FederatedStrategy(
+        method,
+        plan,
+        seed=settings.seed or None,
+        timeout=settings.connect_timeout,
+        budget=_budget(settings, plan),
+        # Nodes whose frozen part differs are refused before the first round.
+        frozen=task.fingerprint,
+        state_key_file=absolute_path(getattr(settings, "state_key_file", "")),
+        **{name: getattr(settings, name) for name in same},
+        **options,
+    )
+    name = [str(config[part]) for part in ("method", "dataset") if part in config]
+    with recorded_run(config, "-".join(name) or "run", callbacks) as run:
+        require_modules("personal", method.personal, task.shapes, task.factory.facts.tied)
+        check_shareable(task.model(), method.personal)
+        limit = _calibrated_budget(settings, plan)
+        # Do not check a wrapped strategy, because a wrapper need not train in every round.
+        if run.resumed and wrapper is None and limit is not None and last > settings.rounds:
+            raise UnfitSetting(
+                f"run-config rounds={last} of a resumed run: expected at most {settings.rounds}, "
+                f"because its noise stays as it is and spends epsilon={limit.epsilon:g} in these "
+                "rounds. To train longer under that epsilon, begin a new run: leave out --resume, "
+                f"and give --set rounds={last}"
+            )
+        base.run.attach(run, limit=limit)
+        record(
+            run,
+            base if wrapper is None else wrapper(base),
+            clients_of(grid, getattr(settings, "clients_per_node", 1)),
+            ArrayRecord(task.initial_params(settings.seed)),
+            num_rounds=rounds,
+            timeout=settings.round_timeout,
+        )
+
+
+def _budget(settings: RunSettings, plan: PrivacyPlan) -> Budget | None:
+    """Return the budget that the settings name: of all runs that share an account, or of this run.
+
+    Raises
+    ------
+    UnfitSetting
+        The settings name an account, but not its ε or not its δ.
+    """
+    if not isinstance(settings, PrivacySettings):
+        return None
+    if (path := absolute_path(settings.budget_ledger)) is None:
+        is_limited = settings.budget and plan.delta is not None
+        return Budget(epsilon=settings.budget, delta=settings.delta) if is_limited else None
+    for name in ("population_epsilon", "population_delta"):
+        if not getattr(settings, name):
+            raise UnfitSetting(
+                f"run-config {name.replace('_', '-')}={getattr(settings, name)!r} with a "
+                "budget-ledger: expected a number > 0"
+            )
+    return Budget(epsilon=settings.population_epsilon, delta=settings.population_delta, ledger=path)
+
+
+def _calibrated_budget(settings: RunSettings, plan: PrivacyPlan) -> Budget | None:
+    """Return the budget for which the noise is provably calibrated; None if there is none."""
+    if not isinstance(settings, PrivacySettings) or settings.calibration != "provable":
+        return None
+    if settings.target is None or plan.rounds is None:
+        return None
+    assert plan.delta is not None  # noise was chosen for it
+    return Budget(epsilon=settings.target, delta=plan.delta)
+
+
+@contextmanager
+def _naming_settings(settings: Settings) -> Iterator[None]:
+    """Replace an error about a field by an error about the setting of the same name."""
+    try:
+        yield
+    except InvalidValue as error:
+        field, separator, rest = str(error).partition("=")
+        if not separator or not hasattr(settings, field):
+            raise
+        raise UnfitSetting(f"run-config {field.replace('_', '-')}={rest}") from error
+
+
+def _with_method(settings: Settings) -> str:
+    """Name the method in a message, if the app has several."""
+    method = getattr(settings, "method", None)
+    return "" if method is None else f" with method={method!r}"
