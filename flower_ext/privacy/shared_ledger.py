@@ -9,7 +9,7 @@ checks the budget. `study_composition` composes the charges.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -139,13 +139,8 @@ def note_claims(path: Path, claims: Sequence[Guarantee], **identity: str) -> Non
     **identity
         ``run``, ``method``, ``name`` and ``start``, as in `Charge`.
     """
-    line = {
-        **identity,
-        "claims": [{**_spend_to_dict(claim), "guarantee": claim.to_dict()} for claim in claims],
-    }
-    with closing(LedgerFile(path, wait=True)) as account:
-        if not any(line.items() <= entry.items() for entry in account.entries):
-            account.append(CLAIMS, line)
+    spends = [{**_spend_to_dict(claim), "guarantee": claim.to_dict()} for claim in claims]
+    _note_once(path, CLAIMS, {**identity, "claims": spends})
 
 
 def note_uncovered(path: Path, *, run: str, method: str, name: str = "", what: str) -> None:
@@ -156,10 +151,13 @@ def note_uncovered(path: Path, *, run: str, method: str, name: str = "", what: s
     what : str
         Description in one line, such as "a pilot of 20 rounds without noise".
     """
-    line = {"run": run, "method": method, "name": name, "what": what}
+    _note_once(path, UNCOVERED, {"run": run, "method": method, "name": name, "what": what})
+
+
+def _note_once(path: Path, kind: str, line: Mapping[str, Any]) -> None:
     with closing(LedgerFile(path, wait=True)) as account:
         if not any(line.items() <= entry.items() for entry in account.entries):
-            account.append(UNCOVERED, line)
+            account.append(kind, line)
 
 
 def _charge_to_dict(new: Charge) -> dict[str, Any]:

@@ -27,7 +27,7 @@ from flower_ext.checks import is_integer
 from flower_ext.errors import InvalidValue
 from flower_ext.files import write_whole
 from flower_ext.privacy.accounting.accountant import joint_loss, privacy_loss_of
-from flower_ext.privacy.accounting.events import PrivacyLoss, Release
+from flower_ext.privacy.accounting.events import PrivacyLoss
 from flower_ext.privacy.accounting.group_privacy import DpSgd, group_loss
 from flower_ext.privacy.guarantee import epsilon_text
 from flower_ext.privacy.ledger import Ledger, LedgerFile
@@ -118,7 +118,7 @@ def statement(path: Path, unit: PrivacyUnit, numbers: Collection[int]) -> dict[s
     runs, size = runs_of(before), len(set(numbers))
     whole = unit is PrivacyUnit.USER or all(run.unit is unit for run in runs)
     bare = {label_of(entry): entry for entry in before if entry.get("what") == WITHOUT_NOISE}
-    lines = [_line(run, size) if whole else _nothing(run) for run in runs]
+    lines = [_line(run, size, is_protected=whole) for run in runs]
     lines += [
         {"run": entry["run"], "name": label, "method": entry["method"], "claim": _NOTHING}
         for label, entry in bare.items()
@@ -157,30 +157,23 @@ def _memory(unit: PrivacyUnit, numbers: Collection[int], entries: Sequence[Any])
     return "the node has not confirmed yet; the study's next run asks it to delete its memory"
 
 
-def _nothing(run: RunCharges) -> dict[str, Any]:
-    unit = f"its guarantee is for one {run.unit.value}"
-    return {**_identity(run), "claim": f"{_NOTHING}: {unit}"}
-
-
-def _line(run: RunCharges, size: int) -> dict[str, Any]:
+def _line(run: RunCharges, size: int, *, is_protected: bool) -> dict[str, Any]:
+    """Return what the statement says of a run, whose guarantee covers the unit if protected."""
+    last, rounds = run.charges[-1], len(run.charges)
+    of_run = {"run": last["run"], "name": run.label, "method": last["method"], "releases": rounds}
+    if not is_protected:
+        return {**of_run, "claim": f"{_NOTHING}: its guarantee is for one {run.unit.value}"}
     part = run.against(_MODELS)
-    delta = run.charges[-1]["delta"] + sum(spend.delta for spend in part.spends[1:])
+    delta = last["delta"] + sum(spend.delta for spend in part.spends[1:])
     loss = _loss_of_group([part], size, delta)
-    assumptions = run.texts(_MODELS, "assumptions")
     return {
-        **_identity(run),
+        **of_run,
         "claim": _claim(loss),
         **({} if loss is None else {"epsilon": loss.epsilon, "delta": loss.delta}),
         "relation": part.relation,
         "accountant": "none" if loss is None else loss.accountant,
-        "assumptions": assumptions,
+        "assumptions": run.texts(_MODELS, "assumptions"),
     }
-
-
-def _identity(run: RunCharges) -> dict[str, Any]:
-    last = run.charges[-1]
-    rounds = len(run.charges)
-    return {"run": last["run"], "name": run.label, "method": last["method"], "releases": rounds}
 
 
 def _claim(loss: PrivacyLoss | None) -> str:
@@ -208,19 +201,15 @@ def _loss_of_group(parts: Sequence[Any], size: int, delta: float) -> PrivacyLoss
             delta=delta,
         )
     elif len(releases) == 1 and (release := next(iter(releases))).poisson_rate < 1:
-        loss = _group_of(release, releases[release], size, delta)
+        rounds = DpSgd(
+            noise_multiplier=release.noise_multiplier,
+            sampling_rate=release.poisson_rate,
+            steps=releases[release],
+        )
+        loss = group_loss(rounds, group_size=size, delta=delta)
     else:
         return None
     return loss if math.isfinite(loss.epsilon) else None
-
-
-def _group_of(release: Release, count: int, size: int, delta: float) -> PrivacyLoss:
-    rounds = DpSgd(
-        noise_multiplier=release.noise_multiplier,
-        sampling_rate=release.poisson_rate,
-        steps=count,
-    )
-    return group_loss(rounds, group_size=size, delta=delta)
 
 
 # Signatures -------------------------------------------------------------------------------------

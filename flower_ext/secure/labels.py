@@ -29,8 +29,10 @@ def public_of(private: bytes) -> bytes:
     return X25519PrivateKey.from_private_bytes(private).public_key().public_bytes_raw()
 
 
-def agreed(private: bytes, public: bytes) -> bytes:
-    """Return the shared secret of two X25519 keys, 32 bytes. Use it only to derive keys.
+def agreed(private: bytes, public: bytes) -> tuple[bytes, bytes]:
+    """Return the shared secret of two X25519 keys, and `public_of` the private one, 32 bytes each.
+
+    Use the secret only to derive keys.
 
     Raises
     ------
@@ -38,17 +40,6 @@ def agreed(private: bytes, public: bytes) -> bytes:
         The public key does not have 32 bytes, is of low order, or is not written as a number below
         the field's prime. A key of low order gives the same secret with every private key, and a
         number above the prime would be a second encoding of another key.
-    """
-    return _exchanged(X25519PrivateKey.from_private_bytes(private), public)
-
-
-def agreed_and_public(private: bytes, public: bytes) -> tuple[bytes, bytes]:
-    """Return `agreed` of two keys and `public_of` the private one, which is parsed only once.
-
-    Raises
-    ------
-    InvalidValue
-        See `agreed`.
     """
     key = X25519PrivateKey.from_private_bytes(private)
     return _exchanged(key, public), key.public_key().public_bytes_raw()

@@ -93,7 +93,7 @@ class PairKeys:
             if other == index:
                 continue
             try:
-                shared = agreed(private, public)
+                shared, _ = agreed(private, public)
             except InvalidValue as error:
                 raise InvalidValue(
                     f"public_keys[{other}]: expected the 32 bytes of an X25519 key of full order"
@@ -108,10 +108,10 @@ class PairKeys:
     def __repr__(self) -> str:
         return f"PairKeys(index={self._index}, agreed_with={sorted(self._keys)})"
 
-    def additive_masks(
-        self, purpose: str, round_number: int, count: int, modulus: mpz
+    def masked(
+        self, purpose: str, round_number: int, numbers: Sequence[int], modulus: mpz
     ) -> list[mpz]:
-        """Return this silo's masks: ``count`` numbers modulo ``modulus``.
+        """Return ``numbers`` plus this silo's masks, modulo ``modulus``.
 
         At each position, the masks of all silos sum to zero.
 
@@ -121,9 +121,9 @@ class PairKeys:
             Masks for this purpose and round were drawn before. Two values under the same mask
             reveal the difference of the values.
         """
-        total = [mpz(0)] * count
+        total = [mpz(number) for number in numbers]
         for key, subtracts in self.mask_keys(purpose, round_number):
-            for at, x in enumerate(uniform_residues(key, count, modulus)):
+            for at, x in enumerate(uniform_residues(key, len(total), modulus)):
                 total[at] = (total[at] - x if subtracts else total[at] + x) % modulus
         return total
 
@@ -139,7 +139,7 @@ class PairKeys:
         Raises
         ------
         ProtocolError
-            As `additive_masks`.
+            As `masked`.
         """
         above, below = [mpz(1)] * count, [mpz(1)] * count
         for key, divides in self.mask_keys(purpose, round_number):
@@ -156,7 +156,7 @@ class PairKeys:
         Raises
         ------
         ProtocolError
-            As `additive_masks`.
+            As `masked`.
         """
         if (purpose, round_number) in self._used:
             raise ProtocolError(

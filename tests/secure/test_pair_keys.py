@@ -35,7 +35,7 @@ def agreed(silos: int = 4, context: bytes = b"run") -> list[PairKeys]:
 @pytest.mark.parametrize("silos", [2, 3, 7])
 def test_masks_of_all_silos_cancel_and_those_of_fewer_do_not(silos):
     pairs = agreed(silos)
-    added = [pair.additive_masks("a", 1, 10, MODULUS) for pair in pairs]
+    added = [pair.masked("a", 1, [0] * 10, MODULUS) for pair in pairs]
     multiplied = [pair.multiplicative_masks("m", 1, 10, MODULUS) for pair in pairs]
     for size in range(1, silos + 1):
         for some in itertools.combinations(range(silos), size):
@@ -53,7 +53,7 @@ def test_every_run_round_purpose_pair_and_place_has_its_own_masks():
         for pair in agreed(4, context):
             for purpose in ("a", "b"):
                 for round_number in (0, 1, 2):
-                    seen += pair.additive_masks(purpose, round_number, 3, MODULUS)
+                    seen += pair.masked(purpose, round_number, [0] * 3, MODULUS)
             seen += pair.multiplicative_masks("c", 1, 3, MODULUS)
     assert len(set(seen)) == len(seen)
 
@@ -65,10 +65,13 @@ def test_labels_cannot_be_read_as_one_another():
 
 def test_a_mask_is_drawn_once():
     pair = agreed()[0]
-    pair.additive_masks("a", 1, 2, MODULUS)
-    for draw in (pair.additive_masks, pair.multiplicative_masks):
+    pair.masked("a", 1, [0, 0], MODULUS)
+    for draw in (
+        lambda: pair.masked("a", 1, [0, 0], MODULUS),
+        lambda: pair.multiplicative_masks("a", 1, 2, MODULUS),
+    ):
         with pytest.raises(ProtocolError, match="'a' of round 1 were drawn before"):
-            draw("a", 1, 2, MODULUS)
+            draw()
 
 
 def test_residues_are_uniform_even_where_the_modulus_is_far_from_a_power_of_two():

@@ -32,7 +32,7 @@ from typing import get_args
 
 import numpy as np
 
-from flower_ext.algorithms.uldp.silo_training import WeightedTotal, users_training
+from flower_ext.algorithms.uldp.silo_training import UsersTotal, WeightedTotal, users_training
 from flower_ext.algorithms.uldp.weights import (
     DISCLOSURES,
     ONE_BY_ONE,
@@ -64,7 +64,6 @@ from flower_ext.federation import (
     Summation,
 )
 from flower_ext.federation.population import HiddenUsers, UsersInSilos
-from flower_ext.federation.sums.weighted_silo import LostPart, SiloPart
 from flower_ext.privacy import Guarantee, PrivacyPlan
 from flower_ext.privacy.mechanisms.noised_sum import NoisedSum
 from flower_ext.privacy.mechanisms.plan import RoundMechanism
@@ -87,9 +86,7 @@ GRADIENT = LocalTraining(steps=1, batch_size=2**31 - 1, learning_rate=1.0)
 """One step at rate 1 on all records, whose update is the negative gradient."""
 
 
-def users_of_round(
-    work: ClientWork,
-) -> tuple[dict[int, Examples], WeightedTotal | SiloPart | LostPart]:
+def users_of_round(work: ClientWork) -> tuple[dict[int, Examples], UsersTotal]:
     """Return this silo's users with a weight above 0, and the total that adds their updates.
 
     Raises

@@ -11,12 +11,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from logging import ERROR, WARNING, getLogger
-from typing import Protocol
 
 import torch
 
 from flower_ext.data import Examples
 from flower_ext.federation import ClientWork, Training
+from flower_ext.federation.sums.weighted_silo import LostPart, SiloPart
 from flower_ext.privacy.mechanisms.bounds import BoundedSum
 from flower_ext.privacy.mechanisms.protections import ClipAndNoise
 from flower_ext.training import Job, Params, Task, attempt_groups, train_groups
@@ -27,18 +27,6 @@ log = getLogger("flwr")
 
 _PREPARED = 2048
 """Number of users whose trainings are set up at a time."""
-
-
-class UsersTotal(Protocol):
-    """A total over a silo's users. Callers add unclipped updates, one row per user."""
-
-    def counts(self, user: int) -> bool:
-        """Return True if the user's update counts; other users need no training."""
-        ...
-
-    def add(self, users: Sequence[int], rows: Params) -> None:
-        """Add one row of ``rows`` for each of ``users``."""
-        ...
 
 
 class WeightedTotal:
@@ -61,7 +49,7 @@ class WeightedTotal:
         self._sums = dict(self._empty.value)
 
     def counts(self, user: int) -> bool:
-        """Return True if the user's weight is above zero."""
+        """Return True if the user's weight is above zero; other users need no training."""
         return self._weights[user] > 0
 
     def add(self, users: Sequence[int], rows: Params) -> None:
@@ -75,6 +63,10 @@ class WeightedTotal:
     def value(self) -> BoundedSum:
         """The sum."""
         return replace(self._empty, value=self._sums, count=self._count)
+
+
+UsersTotal = WeightedTotal | SiloPart | LostPart
+"""A total over a silo's users. Callers add unclipped updates, one row per user."""
 
 
 @dataclass(kw_only=True)

@@ -49,14 +49,14 @@ from __future__ import annotations
 
 import itertools
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
-from flower_ext.checks import require_below_one, require_count
+from flower_ext.checks import Checked, CountOrZero, FractionBelowOne
 from flower_ext.errors import InvalidValue
 from flower_ext.privacy.mechanisms.noise import NoiseSource
 from flower_ext.privacy.mechanisms.updates import NamedArrays
@@ -214,7 +214,7 @@ class StrategyMatrix:
 
 
 @dataclass(frozen=True, kw_only=True)
-class CorrelatedNoise:
+class CorrelatedNoise(Checked):
     """Noise that is correlated over rounds, for a `ReleasePlan` with a `SpacedSampling`.
 
     Parameters
@@ -229,14 +229,12 @@ class CorrelatedNoise:
         server with momentum takes back more of a round's noise. The guarantee is the same.
     """
 
-    buffers: int = 2
-    bands: int = 0
-    momentum: float = 0.0
+    buffers: CountOrZero = 2
+    bands: CountOrZero = 0
+    momentum: FractionBelowOne = 0.0
 
     def __post_init__(self) -> None:
-        require_count("buffers", self.buffers)
-        require_count("bands", self.bands)
-        require_below_one("momentum", self.momentum)
+        super().__post_init__()
         if not (self.bands or 1 <= self.buffers <= 5):
             raise InvalidValue(
                 f"buffers={self.buffers!r} with bands=0: expected buffers from 1 to 5, or bands "
@@ -358,17 +356,10 @@ class PreparedNoise(NoiseSource):
             noised |= super().add_gaussian({name: update[name]}, stddev, grid=grid)
         return noised
 
-    def _generator(self) -> np.random.Generator:
-        return cast(np.random.Generator, _Replay(self._next))
-
-
-@dataclass
-class _Replay:
-    """The part of a generator that noise needs, for numbers drawn in advance."""
-
-    numbers: Vector
-    used: int = field(default=0, init=False)
-
     def standard_normal(self, shape: tuple[int, ...]) -> Vector:
-        start, self.used = self.used, self.used + math.prod(shape)
-        return self.numbers[start : self.used].reshape(shape).copy()
+        """Return the next numbers of the present array, as a generator would."""
+        drawn, self._next = np.split(self._next, [math.prod(shape)])
+        return drawn.reshape(shape).copy()
+
+    def _generator(self) -> np.random.Generator:
+        return cast(np.random.Generator, self)  # noise needs only `standard_normal` of a generator

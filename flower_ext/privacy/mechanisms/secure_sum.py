@@ -40,7 +40,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
-from flower_ext.checks import is_number
+from flower_ext.checks import Checked, FractionBelowOne
 from flower_ext.errors import InvalidValue
 
 COMPLETE = 64
@@ -97,7 +97,7 @@ class SumParameters:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SecureSum:
+class SecureSum(Checked):
     """Settings of sums that show the server only the sum, its members, and when they answered.
 
     Parameters
@@ -124,16 +124,13 @@ class SecureSum:
         A share is outside [0, 1), or both together reach 1.
     """
 
-    colluding: float = 0.1
-    dropouts: float = 0.1
+    colluding: FractionBelowOne = 0.1
+    dropouts: FractionBelowOne = 0.1
     resist_equivocation: bool = True
     signed: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("colluding", "dropouts"):
-            share = getattr(self, name)
-            if not (is_number(share) and 0 <= share < 1):
-                raise InvalidValue(f"{name}={share!r}: expected a share in [0, 1)")
+        super().__post_init__()
         if self.signed and not self.resist_equivocation:
             raise InvalidValue(
                 "resist_equivocation=False with signed=True: expected resist_equivocation=True, "

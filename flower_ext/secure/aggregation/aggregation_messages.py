@@ -18,7 +18,7 @@ As bytes, every message begins with its kind and the digest of its round.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import ClassVar
 
 from flower_ext.errors import InvalidValue, ProtocolError
@@ -40,14 +40,12 @@ def key_pair(keys: bytes) -> tuple[bytes, bytes]:
     return keys[:KEY_BYTES], keys[KEY_BYTES : 2 * KEY_BYTES]
 
 
-def _keys_bytes(context: RoundContext) -> int:
-    """Return the length in bytes of a member's keys, with identity and signature if signed."""
-    return 2 * KEY_BYTES + (IDENTITY_BYTES + SIGNATURE_BYTES) * context.signed
-
-
 @dataclass(frozen=True, kw_only=True)
 class _RoundMessage(ProtocolMessage):
-    """A message of one round. ``sizes`` counts the bytes of a field, or of each entry."""
+    """A message of one round.
+
+    ``sizes`` counts the bytes of a field, or of each entry, if all rounds have the same number.
+    """
 
     sizes: ClassVar[Mapping[str, int]] = {}
 
@@ -55,7 +53,16 @@ class _RoundMessage(ProtocolMessage):
 
     @classmethod
     def _lengths(cls, context: RoundContext) -> Mapping[str, int]:
-        return {"digest": _DIGEST_BYTES, **cls.sizes}
+        # A member's keys are followed by its identity and signature in a signed round.
+        signature = (IDENTITY_BYTES + SIGNATURE_BYTES) * context.signed
+        lengths = {
+            "digest": _DIGEST_BYTES,
+            "keys": 2 * KEY_BYTES + signature,
+            "values": context.length * context.bits // 8,
+            **cls.sizes,
+        }
+        names = [field.name for field in fields(cls)]
+        return {name: lengths[name] for name in names if name in lengths}
 
     def check(self, context: RoundContext) -> None:
         """Refuse a message of another round, with unknown members, or with wrong lengths."""
@@ -79,10 +86,6 @@ class Advert(_RoundMessage):
     member: int
     keys: bytes
 
-    @classmethod
-    def _lengths(cls, context: RoundContext) -> Mapping[str, int]:
-        return {**super()._lengths(context), "keys": _keys_bytes(context)}
-
 
 @dataclass(frozen=True, kw_only=True)
 class Keys(_RoundMessage):
@@ -90,10 +93,6 @@ class Keys(_RoundMessage):
 
     kind = b"K"
     keys: Mapping[int, bytes]
-
-    @classmethod
-    def _lengths(cls, context: RoundContext) -> Mapping[str, int]:
-        return {**super()._lengths(context), "keys": _keys_bytes(context)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,10 +128,6 @@ class MaskedInput(_RoundMessage):
     kind = b"M"
     member: int
     values: bytes
-
-    @classmethod
-    def _lengths(cls, context: RoundContext) -> Mapping[str, int]:
-        return {**super()._lengths(context), "values": context.length * context.bits // 8}
 
 
 @dataclass(frozen=True, kw_only=True)

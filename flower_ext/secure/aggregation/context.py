@@ -15,6 +15,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
+from flower_ext.checks import Checked, Count, CountOrZero
 from flower_ext.errors import InvalidValue
 from flower_ext.json_record import JsonRecord
 
@@ -24,7 +25,7 @@ GRAPH_BYTES = 32
 
 
 @dataclass(frozen=True, kw_only=True)
-class RoundContext(JsonRecord):
+class RoundContext(Checked, JsonRecord):
     """Public values that the server announces before a round.
 
     Parameters
@@ -62,26 +63,23 @@ class RoundContext(JsonRecord):
     kind = "secure sum"
 
     run: bytes
-    round_number: int
+    round_number: CountOrZero
     members: int
     graph: bytes
     bits: int
-    length: int
+    length: Count
     neighbours: int
     threshold: int
     least_answers: int
     signed: bool = False
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         size = self.members
         if len(self.graph) != GRAPH_BYTES:
             raise InvalidValue(f"graph of {len(self.graph)} bytes: expected {GRAPH_BYTES}")
-        if self.round_number < 0:
-            raise InvalidValue(f"round_number={self.round_number}: expected 0 or more")
         if self.bits not in (32, 64):
             raise InvalidValue(f"bits={self.bits}: expected 32 or 64")
-        if self.length < 1:
-            raise InvalidValue(f"length={self.length}: expected at least 1")
         if degree(size, self.neighbours) != self.neighbours:
             raise InvalidValue(
                 f"neighbours={self.neighbours}: expected an even number below {size - 1}, or "

@@ -9,7 +9,7 @@ from cryptography.hazmat.primitives.ciphers import Cipher
 from cryptography.hazmat.primitives.ciphers.algorithms import ChaCha20
 from numpy.typing import NDArray
 
-from flower_ext.secure.labels import agreed_and_public, derive
+from flower_ext.secure.labels import agreed, derive
 
 Residues: TypeAlias = NDArray[np.unsignedinteger[Any]]
 
@@ -48,7 +48,7 @@ def pair_mask_key(
     digest: bytes, private: bytes, *, member: int, other: int, other_public: bytes
 ) -> bytes:
     """Return the key of the mask that ``member`` and ``other`` share; both compute the same."""
-    shared, public = agreed_and_public(private, other_public)
+    shared, public = agreed(private, other_public)
     keys = {member: public, other: other_public}
     low, high = sorted(keys)
     return derive(shared, "sum: pair mask", digest, low, high, keys[low], keys[high])
@@ -82,6 +82,6 @@ def channel_key(
     digest: bytes, private: bytes, other_public: bytes, *, sender: int, receiver: int
 ) -> bytes:
     """Return the key under which ``sender`` seals for ``receiver``; the reverse key differs."""
-    shared, public = agreed_and_public(private, other_public)
+    shared, public = agreed(private, other_public)
     low, high = sorted((public, other_public))
     return derive(shared, "sum: channel", digest, sender, receiver, low, high)

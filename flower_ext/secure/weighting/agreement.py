@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TypeAlias, TypeVar
 
-from flower_ext.checks import require_at_least_one
+from flower_ext.checks import Checked, Count
 from flower_ext.errors import InvalidValue
 from flower_ext.json_record import JsonRecord
 from flower_ext.secure.messages import ProtocolMessage
@@ -39,7 +39,7 @@ OFFER_BYTES = NUMBER_BYTES + 32  # a point of the oblivious transfer
 
 
 @dataclass(frozen=True, kw_only=True)
-class PartySettings(JsonRecord, ABC):
+class PartySettings(Checked, JsonRecord, ABC):
     """Public settings of one run. Each scheme adds its own. Checked at construction.
 
     The ``kind`` is the name of the protocol.
@@ -61,17 +61,16 @@ class PartySettings(JsonRecord, ABC):
     """
 
     run: str
-    users: int
+    users: Count
     silos: int
-    coordinates: int
+    coordinates: Count
     draw_choices: int | None = None
     winning_choices: int = 1
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if not self.run:
             raise InvalidValue("run='': expected a name that no other run has")
-        for name in ("users", "coordinates"):
-            require_at_least_one(name, getattr(self, name))
         if self.silos < 2:
             raise InvalidValue(f"silos={self.silos!r}: expected an integer >= 2")
         choices, drawn = self.draw_choices, self.winning_choices

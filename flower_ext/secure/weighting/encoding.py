@@ -15,7 +15,7 @@ import numpy as np
 from gmpy2 import mpz
 from numpy.typing import ArrayLike, NDArray
 
-from flower_ext.checks import Checked, Positive
+from flower_ext.checks import Checked, Count, Positive
 from flower_ext.errors import InvalidValue
 from flower_ext.secure.weighting.multiexp import LARGEST_EXPONENT
 
@@ -80,7 +80,7 @@ def from_residue(residue: mpz, modulus: mpz) -> mpz:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Packing:
+class Packing(Checked):
     """Layout of a plaintext that holds ``slots`` signed coordinates of ``slot_bits`` bits each.
 
     Packing is exact as long as every coordinate of the *sum* is at most ``bound`` in magnitude.
@@ -93,12 +93,8 @@ class Packing:
         Coordinates in one plaintext.
     """
 
-    bound: int
-    slots: int
-
-    def __post_init__(self) -> None:
-        if self.bound < 1 or self.slots < 1:
-            raise InvalidValue(f"bound={self.bound}, slots={self.slots}: expected both >= 1")
+    bound: Count
+    slots: Count
 
     @classmethod
     def fitting(cls, bound: int, modulus_floor: int) -> Packing:

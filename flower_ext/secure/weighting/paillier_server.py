@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from random import SystemRandom
 
 import gmpy2
@@ -127,9 +127,12 @@ class PaillierServer(ServerParty[PaillierSettings, PaillierSum]):
         name = f"round {self._open_round}: encryptions"
         return self._key.encrypt(messages, name=name)
 
-    def _take_counts(self, answers: Mapping[int, bytes]) -> None:
+    @property
+    def _count_modulus(self) -> int:
+        return int(self._key.public.n)
+
+    def _take_totals(self, totals: Sequence[int]) -> None:
         n = self._key.public.n
-        totals = self._totals(answers, int(n))
         if not any(totals):
             raise InvalidValue("counts: expected at least one user with a record")
         try:

@@ -9,7 +9,7 @@ from functools import cached_property
 
 from gmpy2 import mpz
 
-from flower_ext.checks import require_at_least_one, require_positive
+from flower_ext.checks import Count, Positive
 from flower_ext.errors import InvalidValue
 from flower_ext.secure.messages import ProtocolMessage, pack_numbers, unpack_numbers
 from flower_ext.secure.weighting.agreement import PartySettings, SumMessage
@@ -47,19 +47,17 @@ class PaillierSettings(PartySettings):
 
     kind = "paillier"
 
-    max_records_per_user: int = 2000
+    max_records_per_user: Count = 2000
     allowed_totals: tuple[int, ...] | None = None
     silo_record_limits: tuple[int, ...] | None = None
     update_bound: float
     noise_bound: float
-    precision: float = 1e-10
+    precision: Positive = 1e-10
     key_bits: int = SECURE_KEY_BITS
     allow_insecure_key_size: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require_at_least_one("max_records_per_user", self.max_records_per_user)
-        require_positive("precision", self.precision)
         check_key_bits(self.key_bits, allow_insecure_key_size=self.allow_insecure_key_size)
         self._check_totals()
         self._check_silo_limits()

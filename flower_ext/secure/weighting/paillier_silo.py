@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from flower_ext.errors import InvalidValue, ProtocolError
 from flower_ext.secure.labels import derive
-from flower_ext.secure.messages import check_later, check_length
+from flower_ext.secure.messages import check_later, check_length, pack_numbers
 from flower_ext.secure.pair_keys import uniform_residues
 from flower_ext.secure.threads import map_slices
 from flower_ext.secure.weighting.encoding import FixedPoint
@@ -29,7 +29,7 @@ from flower_ext.secure.weighting.paillier_settings import (
     pack_ciphertexts,
     unpack_ciphertexts,
 )
-from flower_ext.secure.weighting.silo_party import SetUpStage, SiloParty
+from flower_ext.secure.weighting.silo_party import COUNTS, SetUpStage, SiloParty
 
 _SUM = "sum"
 
@@ -128,11 +128,9 @@ class PaillierSilo(SiloParty):
         return _key_of(self.server_key)
 
     def _count_answer(self) -> bytes:
-        blinded = [int(self._blinds[user] * self.counts[user]) for user in self._order]
-        return self._masked(blinded, int(self.public.n))
-
-    def _check_draw(self, number: int) -> None:
-        check_later("round", number, self.last_round)
+        blinded = [self._blinds[user] * self.counts[user] for user in self._order]
+        masked = self._pairs.masked(COUNTS, 0, blinded, self.public.n)
+        return pack_numbers(masked, self.settings.count_bytes)
 
     def _check_server_key(self, server_key: bytes) -> None:
         check_length("server's key", server_key, self.settings.count_bytes)

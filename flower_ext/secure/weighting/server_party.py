@@ -79,7 +79,7 @@ class ServerParty(ABC, Generic[SettingsT, SumT]):
         seeds = [sealed[start : start + SEALED_SEED_BYTES] for start in starts]
         questions = {SEEDING_SILO: b"", **dict(zip(others, seeds, strict=True))}
         counts = yield ProtocolStep(name=COUNT, questions=questions)
-        self._take_counts(counts)
+        self._take_totals(self._totals(counts))
         self._is_set_up = True
 
     @abstractmethod
@@ -152,9 +152,14 @@ class ServerParty(ABC, Generic[SettingsT, SumT]):
         if senders != everyone:
             raise InvalidValue(f"sums of silos {senders}: expected one sum from each of {everyone}")
 
+    @property
     @abstractmethod
-    def _take_counts(self, answers: Mapping[int, bytes]) -> None:
-        """Keep what weights need from the silos' answers to step ``count``; refuse bad answers."""
+    def _count_modulus(self) -> int:
+        """Modulus of the masks on counts."""
+
+    @abstractmethod
+    def _take_totals(self, totals: Sequence[int]) -> None:
+        """Keep what weights need from the totals of counts; refuse totals that no silos have."""
 
     def _check_round_of(self, message: SumT) -> None:
         """Raise a ProtocolError unless a sum belongs to the open round."""
@@ -174,9 +179,9 @@ class ServerParty(ABC, Generic[SettingsT, SumT]):
                 "no round is open: call begin_round and send its message to the silos"
             )
 
-    def _totals(self, counts: Mapping[int, bytes], modulus: int) -> list[int]:
+    def _totals(self, counts: Mapping[int, bytes]) -> list[int]:
         """Add up the masked counts of all silos, by place in the secret order; the masks cancel."""
-        settings = self.settings
+        settings, modulus = self.settings, self._count_modulus
         totals = [0] * settings.users
         for silo, data in counts.items():
             check_length(f"counts of silo {silo}", data, settings.users * settings.count_bytes)

@@ -12,13 +12,12 @@ from functools import cached_property
 from logging import getLogger
 from typing import Any, ClassVar, Protocol
 
-from gmpy2 import mpz
 from numpy.typing import NDArray
 
 from flower_ext.errors import InvalidValue, ProtocolError
 from flower_ext.json_record import JsonRecord
 from flower_ext.secure.labels import derive, public_of
-from flower_ext.secure.messages import check_length, pack_numbers
+from flower_ext.secure.messages import check_later, check_length
 from flower_ext.secure.pair_keys import PairKeys
 from flower_ext.secure.weighting.agreement import (
     BEGIN,
@@ -37,7 +36,8 @@ from flower_ext.secure.weighting.oblivious import Receiver
 log = getLogger("flwr")
 
 _SEED = "seed"
-_COUNTS = "counts"
+COUNTS = "counts"
+"""Purpose of the masks on the users' numbers of records."""
 
 
 class SetUpStage(Enum):
@@ -227,9 +227,9 @@ class SiloParty(JsonRecord, ABC):
     def _count_answer(self) -> bytes:
         """Return the silo's counts, hidden from the server, by place in the secret order."""
 
-    @abstractmethod
     def _check_draw(self, number: int) -> None:
         """Raise a ProtocolError if a draw is for a round or epoch that was used."""
+        check_later("round", number, self.last_round)
 
     def _expect(self, stage: SetUpStage) -> None:
         if self.stage is not stage:
@@ -282,12 +282,6 @@ class SiloParty(JsonRecord, ABC):
         self.counts = held
         self.save(self.to_bytes())
         return self._count_answer()
-
-    def _masked(self, numbers: Sequence[int], modulus: int) -> bytes:
-        """Return numbers under masks that cancel in the sum over all silos."""
-        masks = self._pairs.additive_masks(_COUNTS, 0, len(numbers), mpz(modulus))
-        masked = [(n + int(mask)) % modulus for n, mask in zip(numbers, masks, strict=True)]
-        return pack_numbers(masked, self.settings.count_bytes)
 
     def _mix_seed(self, part: bytes) -> None:
         """Derive the silos' seed from the random bytes ``part`` of silo 0 and the server's key.

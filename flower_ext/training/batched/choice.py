@@ -36,7 +36,7 @@ from flower_ext.training.batched.constant_shape import (
     jobs_for_trial,
 )
 from flower_ext.training.batched.form import GROUP, MEMORY_LIMIT, Form, longest_first
-from flower_ext.training.batched.stacked import Stacked
+from flower_ext.training.batched.stack import Stacked
 from flower_ext.training.job import SGD, Job
 from flower_ext.training.local import train
 from flower_ext.training.model_calls import refusing_layer

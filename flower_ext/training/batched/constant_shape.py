@@ -32,8 +32,7 @@ from torch.nn.functional import cross_entropy
 
 from flower_ext.training.batched.form import Form, longest_first
 from flower_ext.training.batched.mapped import BY_CHANNEL
-from flower_ext.training.batched.stack import IGNORED, MiniBatches, Stack
-from flower_ext.training.batched.stacked import together
+from flower_ext.training.batched.stack import IGNORED, MiniBatches, Stack, together
 from flower_ext.training.job import Job, LocalTraining
 from flower_ext.training.params import Params, clone
 from flower_ext.training.rounding import deterministic_kernels, products_are_reproducible

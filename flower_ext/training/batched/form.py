@@ -1,6 +1,6 @@
 """Interface of forms, which are ways to train many jobs together.
 
-The forms of this package are `stacked` and `constant_shape`. A plug-in offers another
+The forms of this package are in `stack` and `constant_shape`. A plug-in offers another
 one, such as machine code, as the entry point of a `FormFactory`, in the group `GROUP`. Only
 `choice` decides which form trains which jobs.
 """

@@ -139,18 +139,23 @@ class LatticeServer(ServerParty[LatticeSettings, LatticeSum]):
     def _secret(self) -> SecretKey:
         return SecretKey(self._key_seed)
 
-    def _take_counts(self, answers: Mapping[int, bytes]) -> None:
-        """Keep N_u + ρ_u of every place, and compute the keys of its entries, which takes seconds.
+    @property
+    def _count_modulus(self) -> int:
+        return self.settings.table_size
+
+    def _totals(self, counts: Mapping[int, bytes]) -> list[int]:
+        """Return N_u + ρ_u of every place; compute the keys of its entries, which takes seconds.
 
         The silos' choices ρ_u of the oblivious transfer follow the counts of silo 0.
         """
-        users, size = self.settings.users, self.settings.table_size
+        users, answer = self.settings.users, counts[SEEDING_SILO]
         end = users * self.settings.count_bytes
-        counts = {
-            silo: data[:end] if silo == SEEDING_SILO else data for silo, data in answers.items()
-        }
-        self._shifted = self._totals(counts, size)
-        self._keys = self._sender.keys(answers[SEEDING_SILO][end:], users, size)
+        totals = super()._totals({**counts, SEEDING_SILO: answer[:end]})
+        self._keys = self._sender.keys(answer[end:], users, self.settings.table_size)
+        return totals
+
+    def _take_totals(self, totals: Sequence[int]) -> None:
+        self._shifted = [*totals]
 
     def _check_round_of(self, message: LatticeSum) -> None:
         super()._check_round_of(message)

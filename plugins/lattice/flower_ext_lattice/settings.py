@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from flower_ext.checks import require_at_least_one, require_positive
+from flower_ext.checks import Count, Positive
 from flower_ext.errors import InvalidValue
 from flower_ext.secure.weighting.agreement import PartySettings
 from flower_ext.secure.weighting.oblivious import KEY_BYTES
@@ -79,15 +79,12 @@ class LatticeSettings(PartySettings):
     kind = "lattice"
 
     silo_record_limits: tuple[int, ...]
-    clipping_norm: float
-    noise_stddev: float
-    rounds: int
+    clipping_norm: Positive
+    noise_stddev: Positive
+    rounds: Count
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require_at_least_one("rounds", self.rounds)
-        require_positive("clipping_norm", self.clipping_norm)
-        require_positive("noise_stddev", self.noise_stddev)
         self._check_limits()
         self._check_noise()
 

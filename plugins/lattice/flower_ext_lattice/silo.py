@@ -6,12 +6,14 @@ import hashlib
 from dataclasses import dataclass
 from functools import cached_property
 
+from gmpy2 import mpz
+
 from flower_ext.errors import ProtocolError
 from flower_ext.secure.labels import derive
-from flower_ext.secure.messages import check_later
+from flower_ext.secure.messages import check_later, pack_numbers
 from flower_ext.secure.weighting.agreement import SEEDING_SILO
 from flower_ext.secure.weighting.oblivious import Receiver
-from flower_ext.secure.weighting.silo_party import SetUpStage, SiloParty
+from flower_ext.secure.weighting.silo_party import COUNTS, SetUpStage, SiloParty
 from flower_ext_lattice import columns
 from flower_ext_lattice.encrypted_sum import EncryptedSum
 from flower_ext_lattice.keys import public_key
@@ -133,11 +135,12 @@ class LatticeSilo(SiloParty):
 
         All silos derive the same choices ρ_u from their seed, so silo 0 answers for all.
         """
-        counts, size = [self.counts[user] for user in self._order], self.settings.table_size
-        if self.index != SEEDING_SILO:
-            return self._masked(counts, size)
-        shifted = [count + shift for count, shift in zip(counts, self.shifts, strict=True)]
-        return self._masked(shifted, size) + self._transfer.answer
+        counts, transfer = [self.counts[user] for user in self._order], b""
+        if self.index == SEEDING_SILO:
+            counts = [count + shift for count, shift in zip(counts, self.shifts, strict=True)]
+            transfer = self._transfer.answer
+        masked = self._pairs.masked(COUNTS, 0, counts, mpz(self.settings.table_size))
+        return pack_numbers(masked, self.settings.count_bytes) + transfer
 
     def _check_draw(self, number: int) -> None:
         check_later("epoch", number, self.last_epoch)

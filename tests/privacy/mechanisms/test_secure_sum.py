@@ -309,7 +309,7 @@ def test_two_members_have_no_sum_that_hides_anything(members):
 
 def test_what_no_sum_withstands_is_refused_by_what_to_change():
     for wrong in ({"colluding": 1.0}, {"dropouts": -0.1}, {"colluding": math.nan}):
-        with pytest.raises(ValueError, match=r"expected a share in \[0, 1\)"):
+        with pytest.raises(ValueError, match=r"expected a number in \[0, 1\)"):
             SecureSum(**wrong)
     with pytest.raises(ValueError, match="expected less than 1 together"):
         SecureSum(colluding=0.5, dropouts=0.5)

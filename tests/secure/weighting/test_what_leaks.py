@@ -167,7 +167,7 @@ def test_the_same_guess_succeeds_where_users_share_a_blind(monkeypatch):
 def test_the_same_guess_succeeds_where_counts_are_not_masked(monkeypatch):
     n = key().public.n
     monkeypatch.setattr(
-        PairKeys, "additive_masks", lambda self, purpose, number, count, n: [mpz(0)] * count
+        PairKeys, "masked", lambda self, purpose, number, numbers, n: [mpz(x) % n for x in numbers]
     )
     counts, _ = blinded(world_of(COUNTS))
     assert ratio_is_small(counts[0][0] * invert(counts[1][0], n), n, 180)

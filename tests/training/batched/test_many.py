@@ -25,7 +25,7 @@ from flower_ext.training import (
 )
 from flower_ext.training.batched.many import attempt_groups, train_groups
 from flower_ext.training.batched.mapped import MappedModel
-from flower_ext.training.batched.stacked import together
+from flower_ext.training.batched.stack import together
 from tests.support.grids import grid
 from tests.support.jobs import (
     ALIKE,
