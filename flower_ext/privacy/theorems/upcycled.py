@@ -25,7 +25,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from flower_ext.checks import require_at_least_one, require_count, require_delta
+from flower_ext.checks import require_at_least_one, require_count, require_delta, require_positive
+from flower_ext.errors import InvalidValue
 from flower_ext.privacy.accounting.events import PrivacyLoss
 from flower_ext.privacy.accounting.gaussian import EXACT_GAUSSIAN, gaussian_loss
 from flower_ext.privacy.guarantee import Condition, Guarantee, PreconditionFailed
@@ -51,11 +52,37 @@ def upcycled_theorem_6_2(
 ) -> float:
     """Return ε of output perturbation as published: 2√(a ln(1/δ)) + a, a = Mτ²/(2σ²|D_i|²)."""
     require_delta(delta)
+    a = _moment_of_theorem_6_2(perturbation, num_examples, participations)
+    return 2 * math.sqrt(a * math.log(1 / delta)) + a
+
+
+def upcycled_theorem_6_2_delta(
+    perturbation: OutputPerturbation, *, num_examples: int, participations: int, epsilon: float
+) -> float:
+    """Return δ of output perturbation as published: exp(−a (ε/(2a) − 1/2)²) for ε ≥ a.
+
+    It inverts `upcycled_theorem_6_2`, with the same a, and rests on the same distance τ/|D_i|. For
+    a provable δ, search for the δ at which `epsilons` gives your ε.
+
+    Raises
+    ------
+    ValueError
+        ``epsilon`` is below a, where the theorem says nothing, or another argument is out of range.
+    """
+    require_positive("epsilon", epsilon)
+    a = _moment_of_theorem_6_2(perturbation, num_examples, participations)
+    if epsilon < a:
+        raise InvalidValue(f"epsilon={epsilon!r}: expected at least Mτ²/(2σ²|D_i|²) = {a:.4g}")
+    return math.exp(-((epsilon - a) ** 2) / (4 * a)) if a > 0 else 0.0
+
+
+def _moment_of_theorem_6_2(
+    perturbation: OutputPerturbation, num_examples: int, participations: int
+) -> float:
     require_at_least_one("num_examples", num_examples)
     require_count("participations", participations)
     ratio = perturbation.clipping_norm / (perturbation.noise_stddev * num_examples)
-    a = participations * ratio**2 / 2
-    return 2 * math.sqrt(a * math.log(1 / delta)) + a
+    return participations * ratio**2 / 2
 
 
 def upcycled_theorem_6_3(

@@ -34,6 +34,7 @@ from flower_ext.privacy.theorems import upcycled
 from flower_ext.privacy.theorems.upcycled import (
     sensitivity,
     upcycled_theorem_6_2,
+    upcycled_theorem_6_2_delta,
     upcycled_theorem_6_3,
 )
 from flower_ext.training.newton import newton
@@ -147,6 +148,23 @@ def test_epsilon_of_theorem_6_2_is_the_formula_of_the_paper(perturbation, size, 
     assert math.exp(moments.min()) == pytest.approx(delta, rel=1e-6)
 
 
+@pytest.mark.parametrize(("perturbation", "size", "rounds"), OUTPUTS)
+@pytest.mark.parametrize("factor", [1.001, 1.5, 4.0])
+def test_delta_of_theorem_6_2_is_the_formula_of_the_paper_and_undoes_epsilon(
+    perturbation, size, rounds, factor
+):
+    tau, sigma = perturbation.clipping_norm, perturbation.noise_stddev
+    a = rounds * tau**2 / (2 * sigma**2 * size**2)
+    epsilon, known = factor * a, {"num_examples": size, "participations": rounds}
+    delta = upcycled_theorem_6_2_delta(perturbation, epsilon=epsilon, **known)
+    printed = -a * (epsilon * sigma**2 * size**2 / (rounds * tau**2) - 1 / 2) ** 2
+    assert delta == pytest.approx(math.exp(printed), rel=1e-9)
+    if 0 < delta < 1:
+        assert upcycled_theorem_6_2(perturbation, delta=delta, **known) == pytest.approx(epsilon)
+    # Gaussians τ/|D| apart need no more.
+    assert delta_of_gaussians(tau / size, sigma, rounds, epsilon) <= delta * (1 + 1e-9)
+
+
 SIZES_OF_SYN_IID = (
     *(45, 49, 53, 53, 60, 68, 69, 72, 76, 78, 100, 117, 122, 133, 142),
     *(144, 155, 173, 189, 198, 221, 296, 367, 385, 399, 417, 446, 467, 467, 482),
@@ -166,6 +184,14 @@ def test_two_pairs_of_mean_epsilons_in_the_paper_are_those_of_two_clipping_norms
     assert (plain, upcycled) == pytest.approx([float(value) for value in printed], rel=7e-3)
     page = (Path(__file__).parents[3] / "docs/proved/upcycled.md").read_text()
     assert f"| {tau:g} | {plain:.3f} | {upcycled:.3f} | {', '.join(printed)} |" in page
+
+
+def test_delta_of_theorem_6_2_says_nothing_below_its_least_epsilon():
+    known = {"num_examples": 1, "participations": 2}  # a = 2 · 1.5² / (2 · 0.2²) = 56.25
+    with pytest.raises(ValueError, match=r"epsilon=50\.0: expected at least .* = 56\.25"):
+        upcycled_theorem_6_2_delta(OUTPUT, epsilon=50.0, **known)
+    nothing = {"num_examples": 1, "participations": 0, "epsilon": 0.1}
+    assert upcycled_theorem_6_2_delta(OUTPUT, **nothing) == 0.0
 
 
 def test_who_never_took_part_spends_nothing_by_theorem_6_2():
