@@ -20,8 +20,9 @@ import torch
 
 from flower_ext.check import stand_in
 from flower_ext.check.app_folder import AppFolder
+from flower_ext.check.held_run import TRAIN
 from flower_ext.check.instruments import Instruments
-from flower_ext.check.observe import TRAIN, Observed
+from flower_ext.check.observe import Observed
 from flower_ext.check.probes import REAL, Probes
 from flower_ext.check.repair import repaired
 from flower_ext.check.verdict import DELTA, verdict

@@ -13,9 +13,10 @@ from scipy.stats import binom
 
 from flower_ext.check import recognise
 from flower_ext.check.app_folder import AppFolder
-from flower_ext.check.measured import measured, release_gap, upload_gap
+from flower_ext.check.held_run import TRAIN
+from flower_ext.check.measured import Measured, release_gap, upload_gap
 from flower_ext.check.mechanisms import Noise
-from flower_ext.check.observe import TRAIN, Observed, Reply
+from flower_ext.check.observe import Observed, Reply
 from flower_ext.check.probes import AGAIN, LUCK, QUIET, REAL, Probes, exceeds, spread
 from flower_ext.check.recognise import APP, Facts
 from flower_ext.check.vectors import HELD
@@ -37,8 +38,11 @@ class Finding:
     """``path:line`` of the app's call that the remedy changes; empty if the app has none."""
 
 
-def findings(probes: Probes, app: AppFolder) -> list[Finding]:
-    """Return all findings of a check, those that refute first."""
+def findings(probes: Probes, app: AppFolder, second: Measured | None) -> list[Finding]:
+    """Return all findings of a check, those that refute first.
+
+    ``second`` is the ε that was computed from measurements.
+    """
     real = probes.runs[REAL]
     assert real is not None
     facts: Facts = real.facts
@@ -47,7 +51,7 @@ def findings(probes: Probes, app: AppFolder) -> list[Finding]:
         *_rounds(real, facts),
         *_noise(probes, facts),
         *_bounds(probes, facts),
-        *_second_opinion(probes, facts),
+        *_second_opinion(second),
         *_changed_clients(probes, facts),
         *_messages(real, facts, app),
     ]
@@ -292,8 +296,7 @@ def _bounds(probes: Probes, facts: Facts) -> Iterator[Finding]:
                     yield _unbounded(what, number, abs(value), bound, weighs=name == "heavy")
 
 
-def _second_opinion(probes: Probes, facts: Facts) -> Iterator[Finding]:
-    second = measured(probes, facts)
+def _second_opinion(second: Measured | None) -> Iterator[Finding]:
     if second is not None and not second.agrees:
         yield Finding(
             code="epsilon",

@@ -15,7 +15,8 @@ from flwr.clientapp import ClientApp
 from flwr.serverapp.strategy import Result, Strategy
 
 from flower_ext.algorithms import Upcycled
-from flower_ext.check.observe import TRAIN, Watch
+from flower_ext.check.held_run import TRAIN, HeldRun
+from flower_ext.check.observe import Watch
 from flower_ext.data import ClientData
 from flower_ext.federation import FederatedStrategy
 from flower_ext.federation.client import preparing, protecting, side
@@ -41,6 +42,11 @@ class Instruments:
     engines: list[tuple[int, float]] = field(default_factory=list)
     """For each private engine of Opacus, the client and the noise multiplier."""
     watch: Watch | None = None
+
+    @property
+    def held_run(self) -> HeldRun | None:
+        """The held run that is being watched, if one is."""
+        return None if self.watch is None else self.watch.held
 
     def install(self) -> None:
         """Make each ClientApp report its mods, and add a mod of the check after all of them."""
@@ -74,7 +80,8 @@ class Instruments:
             return data
 
         def held(local_update: Any, work: ClientWork) -> Any:
-            return train(local_update, work if self.watch is None else self.watch.work(work))
+            held_run = self.held_run
+            return train(local_update, work if held_run is None else held_run.work(work))
 
         vars(preparing)["checked_data"] = loaded
         vars(side)["result_hiding_failures"] = held
@@ -97,8 +104,9 @@ class Instruments:
         protect = protecting.protected
 
         def held(update: Any, received: Any, protection: Any, noise: Any) -> Any:
-            if self.watch is not None:
-                update = self.watch.contribution(update, received, protection)
+            if self.watch is not None and self.watch.held is not None:
+                client = self.watch.answering
+                update = self.watch.held.contribution(update, received, protection, client)
             return protect(update, received, protection, noise)
 
         protecting.protected = held
@@ -108,7 +116,7 @@ class Instruments:
         add = getattr(NoiseSource, name)
 
         def added(source: NoiseSource, value: Any, stddev: float, **options: Any) -> Any:
-            if self.watch is None or not self.watch.quiet:
+            if self.held_run is None or not self.held_run.quiet:
                 return add(source, value, stddev, **options)
             return add(source, value, 0.0) if name == "gaussian" else dict(value)
 
@@ -162,7 +170,7 @@ class Instruments:
             watch.observed.planned += math.ceil(planned / 2) if halves else planned
             watch.observed.starts += 1
             for part in chain:
-                if watch.template is not None and isinstance(part, FederatedStrategy):
+                if watch.held is not None and isinstance(part, FederatedStrategy):
                     part.run.evaluate_every = 0  # no comparison needs scores
             self.strategies.extend(chain)
             self.begun.extend(copy(part) for part in chain)

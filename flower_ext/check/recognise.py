@@ -19,9 +19,10 @@ from typing import Any
 from flwr.clientapp import ClientApp
 from flwr.clientapp.mod import LocalDpMod
 
+from flower_ext.check.held_run import TRAIN
 from flower_ext.check.instruments import Instruments
 from flower_ext.check.mechanisms import Noise, OurMechanism, gaussian_release, mechanism_of
-from flower_ext.check.observe import TRAIN, Observed
+from flower_ext.check.observe import Observed
 from flower_ext.federation import FederatedStrategy
 from flower_ext.federation.client.cohort_app import CohortApp
 from flower_ext.privacy import (

@@ -78,7 +78,8 @@ def verdict(probes: Probes, app: AppFolder) -> Verdict:
     assert real is not None
     facts: Facts = real.facts
     planned = facts.planned
-    every_finding = findings(probes, app)
+    second = measured(probes, facts)
+    every_finding = findings(probes, app, second)
     claims = [*facts.claims, *_configured(probes.config, planned), *_reported(real)]
     delta = max((claim.delta for claim in claims), default=0.0) or DELTA
     refuted = next((finding for finding in every_finding if finding.refutes), None)
@@ -98,8 +99,8 @@ def verdict(probes: Probes, app: AppFolder) -> Verdict:
         planned_rounds=planned,
         clients=probes.clients,
         provable=provable,
-        measured=measured(probes, facts),
-        unmeasured=unmeasured(probes, facts),
+        measured=second,
+        unmeasured="" if second is not None else unmeasured(probes, facts),
         conditional=conditional,
         claims=[
             {**asdict(claim), "provable": not refuted and _follows(claim, facts, planned)}

@@ -17,7 +17,7 @@ from flower_ext.auditing import Audit, Experiment
 from flower_ext.auditing.guarded_app import GUARD, guard_experiment
 from flower_ext.auditing.mechanisms import MECHANISMS
 from flower_ext.auditing.released_statistics import STATISTICS
-from flower_ext.cli.screen import console, titled_table
+from flower_ext.cli.screen import console, say, titled_table
 from flower_ext.errors import InvalidValue
 from flower_ext.files import write_whole
 from flower_ext.privacy import epsilon_text
@@ -72,7 +72,7 @@ def audit(
     output.mkdir(parents=True, exist_ok=True)
     file = output / "audit.json"
     write_whole(file, json.dumps(result.to_dict(), indent=2).encode(), private=False)
-    console.print(str(file), soft_wrap=True)
+    say(str(file))
     if result.broken:
         raise typer.Exit(_BROKEN)
 

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from flower_ext.cli.screen import console
+from flower_ext.cli.screen import say
 from flower_ext.runs.comparison import write_comparison
 from flower_ext.runs.directory import RunDirectory
 from flower_ext.runs.report import write_report
@@ -31,4 +31,4 @@ def report(
     else:
         output.mkdir(parents=True, exist_ok=True)
         path = write_comparison(opened, output, title="Comparison of runs")
-    console.print(str(path.absolute()), soft_wrap=True)
+    say(str(path.absolute()))
