@@ -80,9 +80,9 @@ def _place(code: str, facts: Facts, app: AppFolder) -> str:
         return app.call_of("clientapp", *names)
     if facts.local:
         return app.call_of("clientapp", recognise.LOCAL_MOD)
-    made = [part.name for part in facts.strategies]
+    classes = [part.name for part in facts.strategies]
     loops = ("send_and_receive", "push_messages") if code == "beside-the-strategy" else ()
-    return app.call_of("serverapp", *loops, *made, "start", "send_and_receive", "main")
+    return app.call_of("serverapp", *loops, *classes, "start", "send_and_receive", "main")
 
 
 def _structure(facts: Facts) -> Iterator[Finding]:
@@ -168,7 +168,7 @@ def _structure(facts: Facts) -> Iterator[Finding]:
             "protected upload",
             remedy=f"put {protection} first, and all other mods after it",
         )
-    if (engines := recognise.engines_per_client(facts)) > 1:
+    if (engines := facts.engines_per_client) > 1:
         yield Finding(
             code="engine-restarts",
             text=f"a client makes a new Opacus engine {engines} times: each counts its own round "
@@ -199,11 +199,11 @@ def _rounds(real: Observed, facts: Facts) -> Iterator[Finding]:
     ):
         return  # no message shows which users were drawn
     sampling = facts.ours.declared.release.sampling
-    asked, draws = sum(map(len, real.trainings.values())), real.rounds * sampling.population
-    if binom.sf(asked - 1, draws, sampling.sampling_rate) < LUCK:
+    requests, draws = sum(map(len, real.trainings.values())), real.rounds * sampling.population
+    if binom.sf(requests - 1, draws, sampling.sampling_rate) < LUCK:
         yield Finding(
             code="sampling",
-            text=f"{asked} requests in {real.rounds} rounds are more than {sampling.describe()}",
+            text=f"{requests} requests in {real.rounds} rounds are more than {sampling.describe()}",
             remedy="ask the cohort that the plan's sampling draws",
         )
 
@@ -221,7 +221,7 @@ def _noise(probes: Probes, facts: Facts) -> Iterator[Finding]:
     again, noise = probes.runs.get(AGAIN), facts.noise
     if again is None or noise is None:
         return
-    for number in facts.comparable(probes.rounds):
+    for number in facts.comparable(probes.request.rounds):
         of_uploads: list[Finding] = []
         if (gap := upload_gap(probes, facts, number)) is not None:
             size = _largest(again, number)
@@ -274,7 +274,7 @@ def _bounds(probes: Probes, facts: Facts) -> Iterator[Finding]:
     clients_clip = clients_clip or bool(facts.local) or any(noise.upload_stddev.values())
     noisy, past = not probes.is_exact, set()
     largest = noise.clipping_norm * (2 if noise.bounds_models else 1)
-    for number in facts.comparable(probes.rounds):
+    for number in facts.comparable(probes.request.rounds):
         size = probes.cohort(QUIET, number)
         for name in ("huge", "heavy"):
             grown = probes.upload_growth(name, number) if clients_clip else None

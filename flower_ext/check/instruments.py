@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
+from collections import Counter
 from collections.abc import Callable
 from copy import copy
 from dataclasses import dataclass, field
@@ -39,8 +40,8 @@ class Instruments:
     """The strategy that runs the rounds, and those inside it."""
     begun: list[Strategy] = field(default_factory=list)
     """Copies of them from before the first round."""
-    engines: list[tuple[int, float]] = field(default_factory=list)
-    """For each private engine of Opacus, the client and the noise multiplier."""
+    engines: Counter[int] = field(default_factory=Counter)
+    """Number of private engines of Opacus that each client made."""
     watch: Watch | None = None
 
     @property
@@ -191,8 +192,7 @@ class Instruments:
         @wraps(make)
         def counted(engine: Any, *arguments: Any, **options: Any) -> Any:
             if self.watch is not None:
-                multiplier = float(options.get("noise_multiplier", 0.0))
-                self.engines.append((self.watch.answering, multiplier))
+                self.engines[self.watch.answering] += 1
             return make(engine, *arguments, **options)
 
         PrivacyEngine.make_private = counted

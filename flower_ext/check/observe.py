@@ -58,8 +58,6 @@ class Reply:
 class Observed:
     """Everything that one run showed."""
 
-    asked: list[tuple[str, tuple[int, ...]]] = field(default_factory=list)
-    """Kind of each batch of messages, with the partitions that got one."""
     trainings: dict[str, tuple[int, ...]] = field(default_factory=dict)
     """For each training round, the partitions that its first batch went to."""
     beside: set[str] = field(default_factory=set)
@@ -123,7 +121,7 @@ class Observed:
 
 @dataclass(kw_only=True)
 class Watch:
-    """One run: its seed, the change of one client, and what was observed so far."""
+    """One run: its seed, whether it is held, and what was observed so far."""
 
     seed: int
     rounds: int
@@ -132,6 +130,8 @@ class Watch:
     place: Callable[[str, int], str] = lambda file, line: f"{file}:{line}"
     observed: Observed = field(default_factory=Observed)
     in_strategy: bool = False
+    kind: str = ""
+    """Kind of the messages that clients answer."""
     answering: int = -1
     _turns: dict[int, int] = field(default_factory=dict)
 
@@ -139,9 +139,10 @@ class Watch:
         """Note a batch of messages before clients answer."""
         if not messages:
             return
-        kind, trainings = _kind(messages[0]), self.observed.trainings
+        kind = self.kind = _kind(messages[0])
+        trainings = self.observed.trainings
         # A round of a secure sum has several batches, all of one group.
-        group = messages[0].metadata.group_id or f"batch {len(self.observed.asked)}"
+        group = messages[0].metadata.group_id or f"batch {len(trainings)}"
         is_new = kind == TRAIN and group not in trainings
         if is_new and len(trainings) >= self.rounds and not self.in_strategy:
             raise Enough
@@ -155,7 +156,6 @@ class Watch:
         if sent is not None and same and kind in (TRAIN, "evaluate"):
             self.release(sent)
         partitions = tuple(partition_of(message) for message in messages)
-        self.observed.asked.append((kind, partitions))
         if self.held is not None:
             self.held.begin(kind, target=partitions[0])
         if kind == TRAIN:
@@ -231,7 +231,6 @@ class Watch:
 
     def note(self, message: Message, reply: Message) -> None:
         """Note what leaves a client."""
-        kind, _ = self.observed.asked[-1]
         content = reply.content if reply.has_content() else RecordDict()
         metrics = {
             name: value
@@ -242,7 +241,7 @@ class Watch:
         arrays = _arrays(content)
         self.observed.replies.append(
             Reply(
-                kind=kind,
+                kind=self.kind,
                 round=self.observed.rounds,
                 partition=partition_of(message),
                 error=reply.has_error(),

@@ -21,6 +21,7 @@ from flower_ext.check.held_run import Change, HeldRun
 from flower_ext.check.instruments import Instruments
 from flower_ext.check.observe import Observed, Watch, observe
 from flower_ext.check.recognise import facts_of
+from flower_ext.check.stand_in import Column
 from flower_ext.check.vectors import HELD, Vector
 
 LUCK = 1e-6
@@ -50,6 +51,37 @@ def spread(differences: np.ndarray) -> Spread:
     )
 
 
+@dataclass(frozen=True, kw_only=True)
+class ProbeRequest:
+    """The options of a check.
+
+    Parameters
+    ----------
+    app : str
+        Folder of the app's copy.
+    log : str
+        File for everything that the app prints.
+    config : Mapping[str, Any]
+        The app's settings.
+    clients, rounds : int
+    seconds : float
+        Longest time of a run.
+    random_data : bool
+        True if random rows take the place of ``flwr_datasets``.
+    columns : Mapping[str, Column]
+        Columns of these rows, by name.
+    """
+
+    app: str
+    log: str
+    config: Mapping[str, Any]
+    clients: int
+    rounds: int
+    seconds: float
+    random_data: bool
+    columns: Mapping[str, Column]
+
+
 @dataclass(kw_only=True)
 class Probes:
     """The runs of one check, by name.
@@ -58,11 +90,8 @@ class Probes:
     ----------
     server, client
         The app.
-    config : Mapping
-    clients, rounds : int
+    request : ProbeRequest
     instruments : Instruments
-    seconds : float
-        Longest time of a run.
     log : Callable
         Returns and clears what the app printed.
     place : Callable
@@ -73,11 +102,8 @@ class Probes:
 
     server: ServerApp
     client: ClientApp
-    config: Mapping[str, Any]
-    clients: int
-    rounds: int
+    request: ProbeRequest
     instruments: Instruments
-    seconds: float
     log: Callable[[], str]
     place: Callable[[str, int], str]
     tell: Callable[[str], object] = lambda text: None
@@ -92,9 +118,9 @@ class Probes:
         """
         real = self.runs.get(REAL)
         held = None if real is None else HeldRun(template=real.template, change=change, quiet=quiet)
-        watch = Watch(seed=seed, rounds=self.rounds, held=held, place=self.place)
+        watch = Watch(seed=seed, rounds=self.request.rounds, held=held, place=self.place)
         start = time.monotonic()
-        self.runs[name] = in_fork(partial(self._observed, watch), seconds=self.seconds)
+        self.runs[name] = in_fork(partial(self._observed, watch), seconds=self.request.seconds)
         if name == REAL and (taken := time.monotonic() - start) > _LONG:
             self.tell(
                 f"The app's first run took {taken:.0f} s; up to 9 follow, most of them faster"
@@ -105,7 +131,9 @@ class Probes:
 
     def _observed(self, watch: Watch) -> Observed:
         self.instruments.watch = watch
-        observed = observe(self.server, self.client, self.config, self.clients, watch)
+        observed = observe(
+            self.server, self.client, self.request.config, self.request.clients, watch
+        )
         if REAL not in self.runs:
             observed.facts = facts_of(self.instruments, self.client, observed)
         return observed

@@ -80,7 +80,7 @@ def verdict(probes: Probes, app: AppFolder) -> Verdict:
     planned = facts.planned
     second = measured(probes, facts)
     every_finding = findings(probes, app, second)
-    claims = [*facts.claims, *_configured(probes.config, planned), *_reported(real)]
+    claims = [*facts.claims, *_configured(probes.request.config, planned), *_reported(real)]
     delta = max((claim.delta for claim in claims), default=0.0) or DELTA
     refuted = next((finding for finding in every_finding if finding.refutes), None)
     provable = list(_provable(facts, refuted, planned, delta))
@@ -97,7 +97,7 @@ def verdict(probes: Probes, app: AppFolder) -> Verdict:
         protection=promised(facts.noise),
         rounds=real.rounds,
         planned_rounds=planned,
-        clients=probes.clients,
+        clients=probes.request.clients,
         provable=provable,
         measured=second,
         unmeasured="" if second is not None else unmeasured(probes, facts),

@@ -14,6 +14,7 @@ from typing import Annotated
 
 import typer
 
+from flower_ext.checks import require_one_of
 from flower_ext.cli.screen import say
 from flower_ext.errors import InvalidValue
 from flower_ext.files import read_toml
@@ -49,8 +50,7 @@ def new(
             say(f"{name:20}{project['description']}")
     if app is None:
         return
-    if app not in known:
-        raise InvalidValue(f"app={app!r}: expected one of {', '.join(known)}")
+    require_one_of("app", app, list(known))
     folder = Path(app) if folder is None else folder
     copy(known[app], folder)
     say(f"{folder} is yours: cd {shlex.quote(str(folder))} && flower-ext run .")

@@ -40,9 +40,9 @@ from typing import Annotated, Any, Self
 import typer
 
 from flower_ext.cli import link
-from flower_ext.cli.population_account import ledger
 from flower_ext.cli.preparing import PreparedRun, RunOptions, RunsFolder, prepare
 from flower_ext.cli.processes import Interrupted, LaunchFailed, signals_as_interrupts
+from flower_ext.cli.reporting import ledger
 from flower_ext.cli.run_command import launch
 from flower_ext.cli.screen import console, say, titled_table
 from flower_ext.errors import InvalidValue
