@@ -36,7 +36,7 @@ TRAIN = "train"
 
 @dataclass(kw_only=True)
 class HeldRun:
-    """What clients answer in a held run.
+    """The clients' answers in a held run.
 
     Parameters
     ----------
