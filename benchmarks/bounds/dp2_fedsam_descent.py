@@ -16,8 +16,7 @@ q, σ, C               ``radius``, ``noise_multiplier``, ``clipping_norm``
 ====================  =====================================================
 
 The published derivation drops the bias of clipping. It also gives the error of SAM a factor η_φ,
-although that error is of the order q² for any η_φ. `docs/proved/dp2-fedsam.md` derives
-`dp2_fedsam_provable_bound`.
+although that error is of the order q² for any η_φ (`docs/proved/dp2-fedsam.md` lists the errors).
 """
 
 from __future__ import annotations
@@ -133,6 +132,26 @@ def dp2_fedsam_provable_bound(
     problem: PersonalDescent, *, rounds: int, clipped_length: float = 0.0
 ) -> float:
     """Return a provable bound. It bounds more than the published one: its left side has ᾱ_t = 1.
+
+    Let Δ_i = −η_φ Σ_s g_{i,s} be the update before clipping. Let Ȟ be the heads after training if
+    every client trained its own, and v = ∇_φ F(φ, Ȟ). Let G' = G + L_φ q bound a gradient at a
+    perturbed model.
+
+    1. Clipping shortens an update longer than C by ‖Δ_i‖ − C. Let κ² be the mean square of this
+       amount over clients. Clipping then contributes to ⟨v, φ⁺ − φ⟩ at most
+       (η_φ τ_φ/4)‖v‖² + κ²/(η_φ τ_φ).
+    2. After s steps a local model is at most e_s = η_φ (s G' + √s σ_φ) away from its start, in root
+       mean square. The mean gradient u of each step satisfies −⟨v, u⟩ ≤ −½‖v‖² + ½‖v − u‖² and
+       ‖v − u‖ ≤ L_φ (e_s + q).
+    3. E‖φ⁺ − φ‖² ≤ min(C, η_φ (τ_φ G' + √τ_φ σ_φ))² + d₁ σ²C²/(rN)².
+    4. For η_h τ_h L_h ≤ 1/8, τ_h gradient steps on the head lower F_i by at least
+       (η_h τ_h/4)‖∇_h F_i‖² − η_h² τ_h L_h σ_h² (½ + η_h τ_h L_h). They move the head by at most
+       4.2 η_h² τ_h² ‖∇_h F_i‖² + 2.1 η_h² τ_h σ_h², in mean square.
+    5. Only a share r of the clients train their heads, so the descent of step 4 enters the mean
+       over clients with the factor r/4. The proof also replaces Ȟ by Hᵗ in v, and Hᵗ⁺¹ by Ȟ in
+       Lemma 5. By step 4, this lowers r/4 by χ² η_h τ_h L_h (2.1 (1 − r) + 1.05 η_φ τ_φ L_φ). If
+       r/4 shrinks by at most r/8, a round lowers F by
+       (η_φ τ_φ/8)‖∇_φ F‖² + (r η_h τ_h/8) mean_i ‖∇_h F_i‖², less the error terms of steps 1 to 4.
 
     Parameters
     ----------

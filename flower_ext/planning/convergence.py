@@ -23,9 +23,18 @@ The noise is calibrated for T rounds, so more rounds mean more noise in each.
 
 Lemma 1 is the second recursion. Step (37c) of its published proof fails for 0 < λ < 1, and the
 proof lacks a necessary limit on η_L. Let m = (1 − λ/2) μ + λ and ℓ = (1 − λ/2) L + λ. If
-η_L ≤ 2/(m + ℓ), a gradient step contracts by 1 − η_L m and a better recursion holds:
-ε_L = 1 − η_L m, no residual, β = 2 η_L λ²/(μ m). This recursion converges for every λ and needs
-neither G₀ nor M. This module calls it ``provable``. `docs/proved/dp-ditto.md` has both derivations.
+η_L ≤ 2/(m + ℓ), a better recursion holds: ε_L = 1 − η_L m, no residual, β = 2 η_L λ²/(μ m). It
+converges for every λ and needs neither G₀ nor M. This module calls it ``provable``.
+
+Proof: the curvatures of client n's personal objective lie between m and ℓ, so a gradient step
+contracts distances to its minimiser v* by 1 − η_L m. An error Δ in the global model w adds η_L λ Δ.
+For a step from v to v⁺,
+
+    ‖v⁺ − v*‖ ≤ (1 − η_L m) ‖v − v*‖ + η_L λ ‖Δ‖
+
+By Young's inequality with weight η_L m/(1 − η_L m), and by strong convexity,
+
+    ‖v⁺ − v*‖² ≤ (1 − η_L m) ‖v − v*‖² + (η_L λ²/m) ‖Δ‖²,    ‖Δ‖² ≤ (2/μ) (F(w) − F*)
 """
 
 from __future__ import annotations

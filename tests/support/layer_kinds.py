@@ -442,11 +442,10 @@ measures them):
 
 * *equal*: the trained model equals that of a plain loop of PyTorch, up to rounding. For DP-SGD, the
   sum of clipped gradients equals the sum over single examples.
-* *one by one*: the package trains the clients of a batch, or the examples of DP-SGD, one after
-  another, which takes longer.
-* *in one pass* and *by vmap*: DP-SGD computes the gradients of all examples of a mini-batch
-  together, either by formulas for these layers or by `torch.func.vmap`.
-* *refused (1)*: the package refuses such a model. The list below the table has the error."""
+* *one by one*: clients or examples train one after another, which takes longer.
+* *in one pass*, *by vmap*: DP-SGD computes the gradients of all examples of a mini-batch together,
+  by formulas for these layers or by `torch.func.vmap`.
+* *refused (1)*: the package refuses such a model with the error below the table."""
 
 
 def main() -> None:

@@ -60,9 +60,12 @@ def together(task: Task, job: Job, memory_limit: int) -> int:
     """Return how many jobs like this one fit into ``memory_limit`` bytes; at least one."""
     features, rows = job.examples.features, min(len(job.examples), job.training.batch_size)
     numbers = sum(p.numel() for p in job.params.values())
-    activations = rows * _activations(task.model, features.shape[1:], features.dtype)
+    on_cpu = task.torch_device().type == "cpu"
+    activations = rows * _activations(
+        task.model, features.shape[1:], features.dtype, by_products=not on_cpu
+    )
     most = _TOGETHER_ELSEWHERE
-    if task.torch_device().type == "cpu":
+    if on_cpu:
         most = max(_LEAST_TOGETHER, _CACHE // (4 * (numbers + activations)))
     # This counts weights, their gradient, velocity, terms and SAM's second point. It also counts
     # what layers keep for the backward pass, and the pass itself.
@@ -71,14 +74,22 @@ def together(task: Task, job: Job, memory_limit: int) -> int:
 
 
 @lru_cache(maxsize=64)
-def _activations(build: Callable[[], nn.Module], shape: torch.Size, dtype: torch.dtype) -> int:
-    """Count the numbers in all layers' outputs for one example, and in the example itself."""
+def _activations(
+    build: Callable[[], nn.Module], shape: torch.Size, dtype: torch.dtype, *, by_products: bool
+) -> int:
+    """Count the numbers in all layers' outputs for one example, and in the example itself.
+
+    If convolutions are products of matrices, also count the patches that each kernel multiplies.
+    """
     count = 2 * math.prod(shape)
 
     def add(module: nn.Module, inputs: tuple[Any, ...], output: object) -> None:
         nonlocal count
         if isinstance(output, Tensor):
             count += output.numel()
+            if by_products and isinstance(module, nn.Conv2d):
+                patch = math.prod(module.kernel_size) * module.in_channels
+                count += output.numel() // module.out_channels * patch
 
     model = build()
     for module in model.modules():

@@ -9,6 +9,7 @@ from torch.func import functional_call
 from torch.nn.functional import cross_entropy
 
 from flower_ext.training import models
+from flower_ext.training.batched import stacked as stacked_form
 from flower_ext.training.batched.mapped import MappedModel, Target, stacked
 from tests.support.jobs import ALIKE, WAYS, jobs_of, one_by_one, problem, same, train_many
 
@@ -267,3 +268,12 @@ def test_no_gradient_is_sent_in_parts(model, message):
     targets = {name: Target(torch.zeros_like(p)) for name, p in many.items()}
     with pytest.raises(RuntimeError, match=message):
         MappedModel(built).gradient(many, torch.randn(2, 5, 4), torch.sum, targets)
+
+
+def test_convolutions_as_products_take_the_memory_of_their_patches():
+    build, shape = partial(nn.Conv2d, 2, 4, 3), torch.Size([2, 8, 8])
+    usual, by_products = (
+        stacked_form._activations(build, shape, torch.float32, by_products=way)
+        for way in (False, True)
+    )
+    assert by_products == usual + 6 * 6 * (2 * 3 * 3)
