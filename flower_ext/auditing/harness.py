@@ -112,7 +112,6 @@ def audit(
     *,
     trials: int,
     confidence: float = 0.95,
-    num_audits: int = 1,
     progress: Callable[[int, int], None] | None = None,
 ) -> Audit:
     """Run both worlds ``trials`` times each and bound ε from below, for each view.
@@ -120,10 +119,7 @@ def audit(
     Parameters
     ----------
     confidence : float
-        Probability that all bounds of this audit, and of ``num_audits`` − 1 audits like it, hold at
-        once.
-    num_audits : int
-        Number of audits that share the probability of a wrong bound.
+        Probability that all bounds of this audit hold at once.
     progress : Callable[[int, int], None], optional
         Called with the number of finished runs and the number of all runs.
 
@@ -165,7 +161,7 @@ def audit(
             f"{experiment.name}: none of the views has a finite ε to audit; add a view for which "
             "the strategy reports one, or noise to the plan"
         )
-    num_bounds = num_audits * sum(len(reported[view].methods) for view in views)
+    num_bounds = sum(len(reported[view].methods) for view in views)
 
     def audit_view(view: AdversaryView) -> ViewAudit:
         claim, (without, present) = reported[view], scores[view]

@@ -69,7 +69,7 @@ _OTHER_USERS = silo_data([1, 2], [0.0, 0.0])
 _record_plan = partial(RecordLevelPlan, sampling=FullParticipation(1), num_examples=2, delta=DELTA)
 
 
-def _release_plans(
+def release_plans(
     sampling: Sampling, *, noise_multiplier: float = 0.5, **options: Any
 ) -> Callable[[float, int], ReleasePlan]:
     """Return a function that makes the plan from a factor on the noise and a number of rounds."""
@@ -93,7 +93,7 @@ def _dp_fedavg(plan: ReleasePlan, evaluate_every: int = 0) -> FederatedStrategy:
 
 _CLIENT_NOISE = LinearMechanism(
     name="client-noise",
-    plan=_release_plans(FullParticipation(2)),
+    plan=release_plans(FullParticipation(2)),
     strategy=_dp_fedavg,
     without=[client_data(0.0), client_data(0.0)],
     present=[client_data(HUGE), client_data(0.0)],
@@ -103,7 +103,7 @@ _POISSON_CLIENT_NOISE = replace(
     _CLIENT_NOISE,
     name="client-noise-poisson",
     # Sampling amplifies ε against an adversary that sees released models.
-    plan=_release_plans(PoissonSampling(2, 0.5), noise_multiplier=3.0),
+    plan=release_plans(PoissonSampling(2, 0.5), noise_multiplier=3.0),
     # The server refuses uploads that are improbably large for their noise.
     present=[client_data(LARGE), client_data(0.0)],
     views=_MODELS,
@@ -116,7 +116,7 @@ _RATE = 1e-2
 
 def _adaptive_plans(sampling: Sampling, **options: Any) -> Callable[[float, int], ReleasePlan]:
     """Return plans that spend half of the privacy on the count of updates within the norm."""
-    fixed = _release_plans(sampling, **options)
+    fixed = release_plans(sampling, **options)
 
     def plan(noise: float, rounds: int) -> ReleasePlan:
         usual = fixed(noise, rounds)
@@ -145,22 +145,11 @@ _ADAPTIVE = replace(
 
 
 _TURNS = SpacedSampling(population=2, size=1, rounds_apart=2, participations=3)
-
-
-def _in_turns(noise: float, rounds: int) -> ReleasePlan:
-    return ReleasePlan(
-        sampling=_TURNS,
-        correlation=CorrelatedNoise(),
-        clipping_norm=1.0,
-        noise_multiplier=0.5 * noise,
-        rounds=rounds,
-        delta=DELTA,
-        noise_placement="server",
-    )
+_IN_TURNS = release_plans(_TURNS, correlation=CorrelatedNoise(), noise_placement="server")
 
 
 def _in_turns_matrix(rounds: int) -> StrategyMatrix:
-    matrix = _in_turns(1.0, rounds).mechanism().strategy_matrix
+    matrix = _IN_TURNS(1.0, rounds).mechanism().strategy_matrix
     assert matrix is not None
     return matrix
 
@@ -180,7 +169,7 @@ _IN_TURN_ROUNDS = 5
 _CORRELATED = replace(
     _CLIENT_NOISE,
     name="correlated-noise",
-    plan=_in_turns,
+    plan=_IN_TURNS,
     # The canary takes part in rounds 1, 3 and 5, and pulls in the same direction.
     score=of_correlated(
         _in_turns_matrix(_IN_TURN_ROUNDS).row_moves(
@@ -201,7 +190,7 @@ def _scored(*accuracies: float) -> ClientData:
 _SECURE_SUM = LinearMechanism(
     name="secure-sum",
     # The server sees all messages of the protocol, and computes the sum from them.
-    plan=_release_plans(FullParticipation(3), noise_placement=_HONEST_SUM),
+    plan=release_plans(FullParticipation(3), noise_placement=_HONEST_SUM),
     strategy=_dp_fedavg,
     without=[client_data(0.0), client_data(0.0), client_data(0.0)],
     present=[client_data(HUGE), client_data(0.0), client_data(0.0)],
@@ -214,7 +203,7 @@ _OF_CLIENTS = (
     replace(
         _CLIENT_NOISE,
         name="server-noise",
-        plan=_release_plans(FullParticipation(2), noise_placement="server"),
+        plan=release_plans(FullParticipation(2), noise_placement="server"),
     ),
     replace(_CLIENT_NOISE, name="client-noise-mod", app=plain_app),
     _CORRELATED,
@@ -236,9 +225,7 @@ _OF_CLIENTS = (
     replace(
         _POISSON_CLIENT_NOISE,
         name="server-noise-poisson",
-        plan=_release_plans(
-            PoissonSampling(2, 0.5), noise_multiplier=3.0, noise_placement="server"
-        ),
+        plan=release_plans(PoissonSampling(2, 0.5), noise_multiplier=3.0, noise_placement="server"),
     ),
     _SECURE_SUM,
     replace(_SECURE_SUM, name="secure-sum-mod", app=plain_app),
@@ -268,7 +255,7 @@ _OF_CLIENTS = (
 
 _ULDP_AVG = LinearMechanism(
     name="uldp-avg",
-    plan=_release_plans(FullParticipation(3)),
+    plan=release_plans(FullParticipation(3)),
     strategy=lambda plan: _run(UldpAvg(num_silos=2, local=ONE_STEP), plan),
     without=[_OTHER_USERS] * 2,
     present=[silo_data([0, 1, 2], [HUGE, 0.0, 0.0])] * 2,
@@ -297,7 +284,7 @@ _OF_USERS = (
     ),
     LinearMechanism(
         name="uldp-secure-sum",
-        plan=_release_plans(FullParticipation(3), noise_placement=_HONEST_SUM),
+        plan=release_plans(FullParticipation(3), noise_placement=_HONEST_SUM),
         strategy=lambda plan: _run(UldpAvg(num_silos=3, local=ONE_STEP), plan),
         without=[_OTHER_USERS] * 3,
         present=[silo_data([0, 1, 2], [BEYOND, 0.0, 0.0])] * 3,
@@ -317,7 +304,7 @@ _OF_USERS = (
     LinearMechanism(
         name="uldp-silos-draw",
         # The rate is so small that sampling determines ε, and silos tell nobody whom they draw.
-        plan=_release_plans(
+        plan=release_plans(
             PoissonSampling(3, 0.05), noise_multiplier=1.0, noise_placement=_HONEST_SUM
         ),
         strategy=lambda plan: _run(UldpAvg(num_silos=3, silos_draw=True, local=ONE_STEP), plan),
@@ -340,7 +327,7 @@ _OF_USERS = (
     ),
     LinearMechanism(
         name="uldp-naive",
-        plan=_release_plans(FullParticipation(2), noise_multiplier=1.0),
+        plan=release_plans(FullParticipation(2), noise_multiplier=1.0),
         strategy=lambda plan: _run(UldpNaive(num_silos=2, local=ONE_STEP), plan),
         # With the canary, both silos' updates point the other way.
         without=[silo_data([1], [-HUGE])] * 2,

@@ -15,9 +15,10 @@ from flwr.app import Array, ArrayRecord
 from numpy.typing import NDArray
 
 from flower_ext.auditing.experiment import Experiment, World, projected
+from flower_ext.auditing.mechanisms import release_plans
 from flower_ext.data import ClientData, Examples, SiloData
 from flower_ext.federation import FederatedStrategy, Method
-from flower_ext.privacy import AdversaryView, FullParticipation, ReleasePlan, SecureSum
+from flower_ext.privacy import AdversaryView, FullParticipation, SecureSum
 from flower_ext.privacy.mechanisms.noised_sum import NoisePlacement
 from flower_ext.statistics import ClientStatistics, UserStatistics, read_statistics, statistics_task
 from flower_ext.statistics.release import RELEASED
@@ -55,14 +56,7 @@ def _experiment(
     noise: float = 1.0,
 ) -> Experiment:
     """Return two worlds of a method under a noise multiplier of ``noise`` / 2."""
-    plan = ReleasePlan(
-        sampling=FullParticipation(_UNITS),
-        clipping_norm=1.0,
-        noise_multiplier=0.5 * noise,
-        rounds=1,
-        delta=1e-5,
-        noise_placement=placement,
-    )
+    plan = release_plans(FullParticipation(_UNITS), noise_placement=placement)(noise, 1)
 
     def world(data: Sequence[ClientData]) -> World:
         task = statistics_task(JOINT, data.__getitem__)

@@ -10,9 +10,8 @@ import json
 import os
 import sys
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,29 +19,15 @@ import torch
 
 from flower_ext.check import stand_in
 from flower_ext.check.app_folder import AppFolder
+from flower_ext.check.held_run import TRAIN
 from flower_ext.check.instruments import Instruments
-from flower_ext.check.observe import TRAIN, Observed
-from flower_ext.check.probes import REAL, Probes
+from flower_ext.check.observe import Observed
+from flower_ext.check.probes import REAL, ProbeRequest, Probes
 from flower_ext.check.repair import repaired
 from flower_ext.check.verdict import DELTA, verdict
 from flower_ext.federation.engines.run_app import load_app
 
 _DATA_WORDS = ("flwr_datasets", "datasets", "Connection", "Timeout", "HTTPError", "FileNotFound")
-
-
-@dataclass(frozen=True, kw_only=True)
-class ProbeRequest:
-    """The options of a check."""
-
-    app: str
-    """Folder of the app's copy."""
-    log: str
-    config: Mapping[str, Any]
-    clients: int
-    rounds: int
-    seconds: float
-    random_data: bool
-    columns: Mapping[str, stand_in.Column]
 
 
 class NotChecked(Exception):
@@ -101,11 +86,8 @@ def checked(
     probes = Probes(
         server=server,
         client=client,
-        config=request.config,
-        clients=request.clients,
-        rounds=request.rounds,
+        request=request,
         instruments=instruments,
-        seconds=request.seconds,
         log=new_log,
         place=app.place,
         tell=tell,

@@ -13,9 +13,10 @@ from scipy.stats import binom
 
 from flower_ext.check import recognise
 from flower_ext.check.app_folder import AppFolder
-from flower_ext.check.measured import measured, release_gap, upload_gap
+from flower_ext.check.held_run import TRAIN
+from flower_ext.check.measured import Measured, release_gap, upload_gap
 from flower_ext.check.mechanisms import Noise
-from flower_ext.check.observe import TRAIN, Observed, Reply
+from flower_ext.check.observe import Observed, Reply
 from flower_ext.check.probes import AGAIN, LUCK, QUIET, REAL, Probes, exceeds, spread
 from flower_ext.check.recognise import APP, Facts
 from flower_ext.check.vectors import HELD
@@ -37,8 +38,11 @@ class Finding:
     """``path:line`` of the app's call that the remedy changes; empty if the app has none."""
 
 
-def findings(probes: Probes, app: AppFolder) -> list[Finding]:
-    """Return all findings of a check, those that refute first."""
+def findings(probes: Probes, app: AppFolder, second: Measured | None) -> list[Finding]:
+    """Return all findings of a check, those that refute first.
+
+    ``second`` is the ε that was computed from measurements.
+    """
     real = probes.runs[REAL]
     assert real is not None
     facts: Facts = real.facts
@@ -47,7 +51,7 @@ def findings(probes: Probes, app: AppFolder) -> list[Finding]:
         *_rounds(real, facts),
         *_noise(probes, facts),
         *_bounds(probes, facts),
-        *_second_opinion(probes, facts),
+        *_second_opinion(second),
         *_changed_clients(probes, facts),
         *_messages(real, facts, app),
     ]
@@ -76,9 +80,9 @@ def _place(code: str, facts: Facts, app: AppFolder) -> str:
         return app.call_of("clientapp", *names)
     if facts.local:
         return app.call_of("clientapp", recognise.LOCAL_MOD)
-    made = [part.name for part in facts.strategies]
+    classes = [part.name for part in facts.strategies]
     loops = ("send_and_receive", "push_messages") if code == "beside-the-strategy" else ()
-    return app.call_of("serverapp", *loops, *made, "start", "send_and_receive", "main")
+    return app.call_of("serverapp", *loops, *classes, "start", "send_and_receive", "main")
 
 
 def _structure(facts: Facts) -> Iterator[Finding]:
@@ -164,7 +168,7 @@ def _structure(facts: Facts) -> Iterator[Finding]:
             "protected upload",
             remedy=f"put {protection} first, and all other mods after it",
         )
-    if (engines := recognise.engines_per_client(facts)) > 1:
+    if (engines := facts.engines_per_client) > 1:
         yield Finding(
             code="engine-restarts",
             text=f"a client makes a new Opacus engine {engines} times: each counts its own round "
@@ -195,11 +199,11 @@ def _rounds(real: Observed, facts: Facts) -> Iterator[Finding]:
     ):
         return  # no message shows which users were drawn
     sampling = facts.ours.declared.release.sampling
-    asked, draws = sum(map(len, real.trainings.values())), real.rounds * sampling.population
-    if binom.sf(asked - 1, draws, sampling.sampling_rate) < LUCK:
+    requests, draws = sum(map(len, real.trainings.values())), real.rounds * sampling.population
+    if binom.sf(requests - 1, draws, sampling.sampling_rate) < LUCK:
         yield Finding(
             code="sampling",
-            text=f"{asked} requests in {real.rounds} rounds are more than {sampling.describe()}",
+            text=f"{requests} requests in {real.rounds} rounds are more than {sampling.describe()}",
             remedy="ask the cohort that the plan's sampling draws",
         )
 
@@ -217,7 +221,7 @@ def _noise(probes: Probes, facts: Facts) -> Iterator[Finding]:
     again, noise = probes.runs.get(AGAIN), facts.noise
     if again is None or noise is None:
         return
-    for number in facts.comparable(probes.rounds):
+    for number in facts.comparable(probes.request.rounds):
         of_uploads: list[Finding] = []
         if (gap := upload_gap(probes, facts, number)) is not None:
             size = _largest(again, number)
@@ -270,7 +274,7 @@ def _bounds(probes: Probes, facts: Facts) -> Iterator[Finding]:
     clients_clip = clients_clip or bool(facts.local) or any(noise.upload_stddev.values())
     noisy, past = not probes.is_exact, set()
     largest = noise.clipping_norm * (2 if noise.bounds_models else 1)
-    for number in facts.comparable(probes.rounds):
+    for number in facts.comparable(probes.request.rounds):
         size = probes.cohort(QUIET, number)
         for name in ("huge", "heavy"):
             grown = probes.upload_growth(name, number) if clients_clip else None
@@ -292,8 +296,7 @@ def _bounds(probes: Probes, facts: Facts) -> Iterator[Finding]:
                     yield _unbounded(what, number, abs(value), bound, weighs=name == "heavy")
 
 
-def _second_opinion(probes: Probes, facts: Facts) -> Iterator[Finding]:
-    second = measured(probes, facts)
+def _second_opinion(second: Measured | None) -> Iterator[Finding]:
     if second is not None and not second.agrees:
         yield Finding(
             code="epsilon",

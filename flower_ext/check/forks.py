@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import os
 import pickle
-import select
-import signal
 import sys
-import time
-import traceback
 from collections.abc import Callable
 from contextlib import suppress
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
 from typing import TypeVar
 
 R = TypeVar("R")
+_FORKING = get_context("fork")
 
 
 def in_fork(run: Callable[[], R], *, seconds: float) -> R | None:
@@ -22,35 +20,25 @@ def in_fork(run: Callable[[], R], *, seconds: float) -> R | None:
     The fork keeps what the app changes in its modules out of the next run.
     """
     _flush()
-    reading, writing = os.pipe()
-    if not (process := os.fork()):
-        try:
-            with os.fdopen(writing, "wb") as pipe:
-                result = run()
-                _flush()  # the caller ends this process as soon as it has the result
-                pickle.dump(result, pipe)
-        except BaseException:  # the process must end here, whatever happens
-            traceback.print_exc()
-        _flush()
-        os._exit(0)
-    os.close(writing)
-    parts, deadline = [], time.monotonic() + seconds
+    receiver, sender = _FORKING.Pipe(duplex=False)
+    process = _FORKING.Process(target=_send_result, args=(run, sender))
+    process.start()
+    sender.close()  # with the fork, the last sender ends, and `recv` raises EOFError
     try:
-        while (left := deadline - time.monotonic()) > 0:
-            if not select.select([reading], [], [], left)[0]:
-                return None
-            if not (part := os.read(reading, 1 << 20)):
-                break
-            parts.append(part)
-        answer: R | None = pickle.loads(b"".join(parts)) if parts else None
-        return answer
+        result: R | None = receiver.recv() if receiver.poll(seconds) else None
+        return result
     except (EOFError, pickle.UnpicklingError):
         return None
     finally:
-        os.close(reading)
-        with suppress(ProcessLookupError):
-            os.kill(process, signal.SIGKILL)
-        os.waitpid(process, 0)
+        receiver.close()
+        process.kill()
+        process.join()
+
+
+def _send_result(run: Callable[[], R], sender: Connection) -> None:
+    result = run()
+    _flush()  # the caller ends this process as soon as it has the result
+    sender.send(result)
 
 
 def _flush() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
+from collections import Counter
 from collections.abc import Callable
 from copy import copy
 from dataclasses import dataclass, field
@@ -15,7 +16,8 @@ from flwr.clientapp import ClientApp
 from flwr.serverapp.strategy import Result, Strategy
 
 from flower_ext.algorithms import Upcycled
-from flower_ext.check.observe import TRAIN, Watch
+from flower_ext.check.held_run import TRAIN, HeldRun
+from flower_ext.check.observe import Watch
 from flower_ext.data import ClientData
 from flower_ext.federation import FederatedStrategy
 from flower_ext.federation.client import preparing, protecting
@@ -38,9 +40,14 @@ class Instruments:
     """The strategy that runs the rounds, and those inside it."""
     begun: list[Strategy] = field(default_factory=list)
     """Copies of them from before the first round."""
-    engines: list[tuple[int, float]] = field(default_factory=list)
-    """For each private engine of Opacus, the client and the noise multiplier."""
+    engines: Counter[int] = field(default_factory=Counter)
+    """Number of private engines of Opacus that each client made."""
     watch: Watch | None = None
+
+    @property
+    def held_run(self) -> HeldRun | None:
+        """The held run that is being watched, if one is."""
+        return None if self.watch is None else self.watch.held
 
     def install(self) -> None:
         """Make each ClientApp report its mods, and add a mod of the check after all of them."""
@@ -74,7 +81,8 @@ class Instruments:
             return data
 
         def held(work: ClientWork) -> Any:
-            return train(work if self.watch is None else self.watch.work(work))
+            held_run = self.held_run
+            return train(work if held_run is None else held_run.work(work))
 
         preparing.checked_data = loaded
         protecting.result_hiding_failures = held
@@ -97,8 +105,9 @@ class Instruments:
         protect = protecting.protected
 
         def held(update: Any, received: Any, protection: Any, noise: Any) -> Any:
-            if self.watch is not None:
-                update = self.watch.contribution(update, received, protection)
+            if self.watch is not None and self.watch.held is not None:
+                client = self.watch.answering
+                update = self.watch.held.contribution(update, received, protection, client)
             return protect(update, received, protection, noise)
 
         protecting.protected = held
@@ -108,7 +117,7 @@ class Instruments:
         add = getattr(NoiseSource, name)
 
         def added(source: NoiseSource, value: Any, stddev: float, **options: Any) -> Any:
-            if self.watch is None or not self.watch.quiet:
+            if self.held_run is None or not self.held_run.quiet:
                 return add(source, value, stddev, **options)
             return add(source, value, 0.0) if name == "gaussian" else dict(value)
 
@@ -162,7 +171,7 @@ class Instruments:
             watch.observed.planned += math.ceil(planned / 2) if halves else planned
             watch.observed.starts += 1
             for part in chain:
-                if watch.template is not None and isinstance(part, FederatedStrategy):
+                if watch.held is not None and isinstance(part, FederatedStrategy):
                     part.run.evaluate_every = 0  # no comparison needs scores
             self.strategies.extend(chain)
             self.begun.extend(copy(part) for part in chain)
@@ -183,8 +192,7 @@ class Instruments:
         @wraps(make)
         def counted(engine: Any, *arguments: Any, **options: Any) -> Any:
             if self.watch is not None:
-                multiplier = float(options.get("noise_multiplier", 0.0))
-                self.engines.append((self.watch.answering, multiplier))
+                self.engines[self.watch.answering] += 1
             return make(engine, *arguments, **options)
 
         PrivacyEngine.make_private = counted

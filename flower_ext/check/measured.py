@@ -51,10 +51,10 @@ def measured(probes: Probes, facts: Facts) -> Measured | None:
     if (gap := _pooled_gap(probes, facts)) is None:
         return None
     ratio, size = spread(gap), probes.cohort(AGAIN, 1)
-    in_upload, drawn = noise.of_upload(size), declared.release.sampling.describe()
+    in_upload, sampling = noise.of_upload(size), declared.release.sampling.describe()
     stddev = in_upload * size**0.5 or noise.release_stddev * noise.cohort
     if noise.bounds_models:  # the adversary sees each upload
-        stddev, drawn = in_upload / max(1, noise.steps) ** 0.5, "each upload alone"
+        stddev, sampling = in_upload / max(1, noise.steps) ** 0.5, "each upload alone"
     moves = declared.moves * max(1.0, _growth(probes, facts))
     multipliers = [stddev * value / moves for value in (ratio.value, ratio.high, ratio.low)]
     epsilon, low, high = (
@@ -68,14 +68,14 @@ def measured(probes: Probes, facts: Facts) -> Measured | None:
         stated=stated.epsilon,
         text=f"noise of {multipliers[0]:.4g} times what one {stated.unit.value} moves "
         f"({multipliers[2]:.4g} to {multipliers[1]:.4g}; that is {moves:.4g}), "
-        f"{drawn}, {facts.planned} rounds{f' and {besides} queries' if besides else ''}: "
+        f"{sampling}, {facts.planned} rounds{f' and {besides} queries' if besides else ''}: "
         f"ε = {epsilon_text(epsilon)} ({low:.3g} to {high:.3g}) at δ = {stated.delta:.3g}",
     )
 
 
 def unmeasured(probes: Probes, facts: Facts) -> str:
-    """Return why an app of this package has no second ε; empty if it has one, or states none."""
-    if facts.stated is None or measured(probes, facts) is not None:
+    """Return why `measured` has no ε for an app of this package; empty if the app states none."""
+    if facts.stated is None:
         return ""
     if facts.ours.unmeasured:
         return facts.ours.unmeasured
@@ -88,7 +88,7 @@ def unmeasured(probes: Probes, facts: Facts) -> str:
 def _pooled_gap(probes: Probes, facts: Facts) -> np.ndarray | None:
     """Return all differences that show noise, of uploads if they have it, and else of means."""
     for gap in (upload_gap, release_gap):
-        gaps = (gap(probes, facts, number) for number in facts.comparable(probes.rounds))
+        gaps = (gap(probes, facts, number) for number in facts.comparable(probes.request.rounds))
         if parts := [part for part in gaps if part is not None]:
             return np.concatenate(parts)
     return None

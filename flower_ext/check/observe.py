@@ -1,8 +1,7 @@
-"""Run an app for a few rounds, watch each message, and change what one client's code returns.
+"""Run an app for a few rounds, and watch each message.
 
 A mod at the innermost place of a ClientApp sees what the app's function returns, before all other
-mods. In a *held* run the function is not called: the mod answers with the received model moved by
-a small public step. What leaves then depends on mods and noise alone, and on nobody's data.
+mods. In a held run the function is not called: `HeldRun` answers in its place.
 """
 
 from __future__ import annotations
@@ -11,48 +10,26 @@ import random
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import deepcopy
-from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
-from flwr.app import (
-    Array,
-    ArrayRecord,
-    ConfigRecord,
-    Context,
-    Error,
-    Message,
-    MetricRecord,
-    RecordDict,
-)
+from flwr.app import ConfigRecord, Context, Error, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.serverapp import ServerApp
 
-from flower_ext.check.vectors import Vector, direction, held_step, vector
-from flower_ext.data import Examples, SiloData, trees
+from flower_ext.check.held_run import TRAIN, HeldRun, category_of, partition_of, received_like
+from flower_ext.check.vectors import Vector, vector
 from flower_ext.federation import InProcessGrid, records
 from flower_ext.federation import _flower_private as private
-from flower_ext.federation.client.client_method import ClientWork
 from flower_ext.federation.client.cohort_app import CohortApp, answer_all
-from flower_ext.federation.client.preparing import NO_DATA
 from flower_ext.federation.client.requests import ClientRequest
 from flower_ext.federation.failures import CLIENT_APP_RAISED
 from flower_ext.federation.roster import asks_identity, is_rehearsal
-from flower_ext.federation.sums.weighted_silo import HiddenSum
-from flower_ext.privacy.mechanisms.bounds import BoundedSum
-from flower_ext.privacy.mechanisms.protections import ClipSteps, Protection
 
-Change = Literal["", "huge", "huge and heavy", "nan", "zero", "raise"]
-"""Change of one client in each round: its update, its weight too, or its absence."""
-
-HUGE, HEAVY = 1e4, 1000
-"""Norm of a huge update, and factor of a heavy client's metrics."""
-_SLOW = 1e-6
-"""Factor of the learning rate under which noised steps show their noise alone."""
 _LEARNERS = 20
 """Clients of this package that learn from their data in the first run."""
-TRAIN = "train"
 
 
 class Enough(BaseException):
@@ -81,8 +58,6 @@ class Reply:
 class Observed:
     """Everything that one run showed."""
 
-    asked: list[tuple[str, tuple[int, ...]]] = field(default_factory=list)
-    """Kind of each batch of messages, with the partitions that got one."""
     trainings: dict[str, tuple[int, ...]] = field(default_factory=dict)
     """For each training round, the partitions that its first batch went to."""
     beside: set[str] = field(default_factory=set)
@@ -114,6 +89,11 @@ class Observed:
         """Return the partition that a change concerns in a round."""
         return next(iter(self.cohort(round)), None)
 
+    def target_upload(self, round: int) -> Vector | None:
+        """Return the upload of that partition."""
+        target = self.target(round)
+        return None if target is None else self.uploads(round).get(target)
+
     def cohort(self, round: int) -> tuple[int, ...]:
         """Return the partitions that were asked in a training round."""
         return [*self.trainings.values(), ()][min(round - 1, self.rounds)]
@@ -141,29 +121,28 @@ class Observed:
 
 @dataclass(kw_only=True)
 class Watch:
-    """One run: its seed, the change of one client, and what was observed so far."""
+    """One run: its seed, whether it is held, and what was observed so far."""
 
     seed: int
     rounds: int
-    change: Change = ""
-    quiet: bool = False
-    """True if the noise sources of this package add nothing, so that bounds show exactly."""
-    template: Mapping[str, RecordDict] | None = None
-    """By category, what the app's function returned in an earlier run; it makes this run held."""
+    held: HeldRun | None = None
+    """None if clients learn from their data."""
     place: Callable[[str, int], str] = lambda file, line: f"{file}:{line}"
     observed: Observed = field(default_factory=Observed)
     in_strategy: bool = False
+    kind: str = ""
+    """Kind of the messages that clients answer."""
     answering: int = -1
-    _unit: int | None = None
     _turns: dict[int, int] = field(default_factory=dict)
 
     def ask(self, messages: Sequence[Message]) -> None:
         """Note a batch of messages before clients answer."""
         if not messages:
             return
-        kind, trainings = _kind(messages[0]), self.observed.trainings
+        kind = self.kind = _kind(messages[0])
+        trainings = self.observed.trainings
         # A round of a secure sum has several batches, all of one group.
-        group = messages[0].metadata.group_id or f"batch {len(self.observed.asked)}"
+        group = messages[0].metadata.group_id or f"batch {len(trainings)}"
         is_new = kind == TRAIN and group not in trainings
         if is_new and len(trainings) >= self.rounds and not self.in_strategy:
             raise Enough
@@ -176,8 +155,9 @@ class Watch:
         )
         if sent is not None and same and kind in (TRAIN, "evaluate"):
             self.release(sent)
-        partitions = tuple(_partition(message) for message in messages)
-        self.observed.asked.append((kind, partitions))
+        partitions = tuple(partition_of(message) for message in messages)
+        if self.held is not None:
+            self.held.begin(kind, target=partitions[0])
         if kind == TRAIN:
             trainings.setdefault(group, partitions)
 
@@ -202,7 +182,7 @@ class Watch:
 
     def answer(self, app: ClientApp, message: Message, context: Context) -> Message:
         """Return one client's reply, under random numbers of its own."""
-        partition = self.answering = _partition(message)
+        partition = self.answering = partition_of(message)
         turn = self._turns[partition] = self._turns.get(partition, 0) + 1
         before = random.getstate(), np.random.get_state(), torch.get_rng_state()  # noqa: NPY002 - apps draw from it
         seed_all(self.seed, partition, turn)
@@ -223,132 +203,34 @@ class Watch:
             random.setstate(before[0])
             np.random.set_state(before[1])  # noqa: NPY002 - apps draw from it
             torch.set_rng_state(before[2])
-        if is_ours and self._is_changed(message) and self.change in ("nan", "raise"):
-            reply = self._changed_reply(message, reply)
+        if is_ours and self.held is not None:
+            reply = self.held.changed_reply(message, reply)
         self.note(message, reply)
         return reply
 
     def inner(self, message: Message, context: Context, call_next: Any) -> Message:
         """Answer in place of the app's function, or call it and note what it returns."""
-        category = message.metadata.message_type.partition(".")[0]
-        if self.template is None or category not in self.template:
-            reply: Message = call_next(message, context)
-            if reply.has_content():
-                self.observed.template.setdefault(category, deepcopy(reply.content))
-            return reply
-        content = deepcopy(self.template[category])
-        if category == TRAIN:
-            change: Change = self.change if self._is_changed(message) else ""
-            if change == "raise":
-                raise RuntimeError("the check lets this client fail")
-            for name, record in content.array_records.items():
-                if (received := _like(record, message.content)) is not None:
-                    content[name] = _moved(received, change)
-            if change == "huge and heavy":
-                for metrics in content.metric_records.values():
-                    for name, value in metrics.items():
-                        if isinstance(value, int | float):
-                            metrics[name] = value * HEAVY
-        return Message(content, reply_to=message)
-
-    def contribution(self, update: Any, received: Mapping[str, Any], protection: Protection) -> Any:
-        """Return, in a held run, a public update in the place of a client's own one.
-
-        Updates stay as they are if the noise is in the training. Sums over units stay, too: a held
-        client has the records of no unit, or of one.
-        """
-        if (
-            self.template is None
-            or not protection.hides_failures
-            or isinstance(update, BoundedSum | HiddenSum)
-        ):
-            return update
-        change: Change = self.change if self._is_target(self.answering) else ""
-        numbers = {name: np.asarray(part) for name, part in update.items()}
-        start = {name: np.zeros_like(part) for name, part in numbers.items()}
-        if protection.bounds_models:
-            start |= {name: np.asarray(received[name]) for name in numbers.keys() & received.keys()}
-        moved = moved_arrays(start, change)
-        return {
-            name: torch.as_tensor(moved[name]) if torch.is_tensor(part) else moved[name]
-            for name, part in update.items()
-        }
+        category = category_of(message)
+        if self.held is not None and category in self.held.template:
+            return self.held.answer(message)
+        reply: Message = call_next(message, context)
+        if reply.has_content():
+            self.observed.template.setdefault(category, deepcopy(reply.content))
+        return reply
 
     def holds_data(self, request: ClientRequest, partition: int) -> bool:
         """Return True if a client of this package trains without data: all in a held run.
 
         In the first run, whose updates no comparison uses, a few clients learn from their data.
         """
-        held = self.template is not None or partition >= _LEARNERS
-        held = held and not self._shows_unit(request.protection)
-        return held and request.kind == TRAIN and request.hides_missing_data
-
-    def work(self, work: ClientWork) -> ClientWork:
-        """Return, in a held run, work without the data that a client would learn from.
-
-        If the noise is in the local steps, they stay, and hardly move. In a quiet run one real step
-        is left, whose first record a changed client makes huge.
-        """
-        protection, phase = work.protection, work.method.upload_phase
-        if self.template is None or not (protection.hides_failures or phase):
-            return work
-        if self._shows_unit(protection):
-            return self._of_one_unit(work)
-        if protection.hides_failures:
-            return replace(work, data=NO_DATA)
-        if not isinstance(protection, ClipSteps) or phase is None:
-            return work
-        none = {name: replace(t, epochs=0, steps=None) for name, t in work.training.items()}
-        training, data = work.training[phase], work.data
-        if self.quiet:
-            size = min(training.batch_size, len(data.train))
-            training = replace(training, steps=1, batch_size=size)
-            examples = data.train.subset(range(size))
-            if self.change.startswith("huge") and self._is_target(work.policy.partition):
-                examples = _with_huge_record(examples)
-            data = replace(data, train=examples)
-        else:
-            training = replace(training, learning_rate=training.learning_rate * _SLOW)
-        request = replace(work.request, training={**none, phase: training})
-        return replace(work, request=request, data=data)
-
-    def _shows_unit(self, protection: Protection) -> bool:
-        """Return True if a huge change concerns a unit whose records lie with several clients."""
-        return protection.of_units and self.quiet and self.change.startswith("huge")
-
-    def _of_one_unit(self, work: ClientWork) -> ClientWork:
-        """Return work on one unit's records alone, the same for all clients, by a huge step."""
-        data = work.data
-        if not isinstance(data, SiloData) or not len(data.owners):
-            return work
-        if self._unit is None:
-            self._unit = int(data.owners[0])
-        rows = np.flatnonzero(data.owners.cpu().numpy() == self._unit)
-        data = replace(data, train=data.train.subset(rows), owners=data.owners[rows])
-        phases = {
-            name: replace(t, steps=1, learning_rate=t.learning_rate * HUGE, tolerance=0.0)
-            for name, t in work.training.items()
-        }
-        return replace(work, data=data, request=replace(work.request, training=phases))
-
-    def _is_target(self, partition: int) -> bool:
-        return bool(self.change) and self.observed.asked[-1][1][0] == partition
-
-    def _is_changed(self, message: Message) -> bool:
-        return self.observed.asked[-1][0] == TRAIN and self._is_target(_partition(message))
-
-    def _changed_reply(self, message: Message, reply: Message) -> Message:
-        """Return a changed reply of an app whose function the check cannot replace."""
-        if self.change == "raise" or not reply.has_content():
-            return Message(Error(code=CLIENT_APP_RAISED, reason=""), reply_to=message)
-        content = reply.content.copy()
-        for name, record in content.array_records.items():
-            content[name] = _moved(record, self.change)
-        return Message(content, reply_to=message)
+        if request.kind != TRAIN or not request.hides_missing_data:
+            return False
+        if self.held is None:
+            return partition >= _LEARNERS
+        return not self.held.shows_unit(request.protection)
 
     def note(self, message: Message, reply: Message) -> None:
         """Note what leaves a client."""
-        kind, _ = self.observed.asked[-1]
         content = reply.content if reply.has_content() else RecordDict()
         metrics = {
             name: value
@@ -359,9 +241,9 @@ class Watch:
         arrays = _arrays(content)
         self.observed.replies.append(
             Reply(
-                kind=kind,
+                kind=self.kind,
                 round=self.observed.rounds,
-                partition=_partition(message),
+                partition=partition_of(message),
                 error=reply.has_error(),
                 records=tuple((type(record).__name__, name) for name, record in content.items()),
                 metrics=metrics,
@@ -398,7 +280,7 @@ class WatchedGrid(InProcessGrid):
         return list(super().send_and_receive(messages, timeout=timeout))
 
     def _answer_here(self, messages: Sequence[Message]) -> list[Message]:
-        if self.watch.template is None and isinstance(self.app, CohortApp):
+        if self.watch.held is None and isinstance(self.app, CohortApp):
             replies = super()._answer_here(messages)  # in batches, as the app would run
             for message, reply in zip(messages, replies, strict=True):
                 self.watch.note(message, reply)
@@ -452,11 +334,7 @@ def _kind(message: Message) -> str:
         return "identity"
     if is_rehearsal(message):
         return "rehearsal"
-    return message.metadata.message_type.partition(".")[0]
-
-
-def _partition(message: Message) -> int:
-    return int(message.metadata.dst_node_id) - 1_000
+    return category_of(message)
 
 
 def _arrays(content: RecordDict) -> dict[tuple[str, str], np.ndarray]:
@@ -474,61 +352,16 @@ def _same(one: RecordDict, other: RecordDict) -> bool:
     )
 
 
-def _like(record: ArrayRecord, content: RecordDict) -> ArrayRecord | None:
-    """Return the received record with the same arrays; None if there is none."""
-    shapes = {key: tuple(array.shape) for key, array in record.items()}
-    for received in content.array_records.values():
-        if shapes == {key: tuple(array.shape) for key, array in received.items()}:
-            return received
-    return None
-
-
 def _upload(received: RecordDict, sent: RecordDict) -> Vector | None:
     differences: list[np.ndarray] = []
     for name, record in sent.array_records.items():
         arrays = {key: array.numpy() for key, array in record.items()}
         if name == records.UPDATE:  # of this package: already a difference
             differences.extend(arrays.values())
-        elif (model := _like(record, received)) is not None:
+        elif (model := received_like(record, received)) is not None:
             differences.extend(
                 np.asarray(array, np.float64) - model[key].numpy()
                 for key, array in arrays.items()
                 if array.dtype.kind == "f"
             )
     return vector(differences)
-
-
-def _moved(record: ArrayRecord, change: Change) -> ArrayRecord:
-    """Return a record, moved by a held update or by that of a changed client."""
-    moved = moved_arrays({key: array.numpy() for key, array in record.items()}, change)
-    return ArrayRecord({key: Array(np.asarray(array)) for key, array in moved.items()})
-
-
-def _with_huge_record(examples: Examples) -> Examples:
-    """Return examples whose first record has huge numbers, as far as its features are numbers."""
-
-    def enlarged(part: torch.Tensor) -> torch.Tensor:
-        part = part.clone()
-        if part.is_floating_point():
-            part[0] = HUGE * torch.where(part[0] == 0, 1, part[0])
-        return part
-
-    return replace(examples, features=trees.mapped(enlarged, examples.features))
-
-
-def moved_arrays(arrays: Mapping[str, np.ndarray], change: Change) -> dict[str, np.ndarray]:
-    """Return arrays, moved by a held update or by that of a changed client."""
-    size = sum(array.size for array in arrays.values() if array.dtype.kind == "f")
-    move = np.zeros(size) if change == "zero" or not size else held_step(size)
-    if change.startswith("huge"):
-        move = HUGE * direction(size)
-    elif change == "nan":
-        move = np.full(size, np.nan)
-    start, moved = 0, {}
-    for key, array in arrays.items():
-        if array.dtype.kind == "f":
-            part = move[start : start + array.size].reshape(array.shape)
-            start += array.size
-            array = np.asarray(array + part, array.dtype)
-        moved[key] = array
-    return moved

@@ -17,9 +17,11 @@ from flwr.serverapp import ServerApp
 from scipy.stats import chi2
 
 from flower_ext.check.forks import in_fork
+from flower_ext.check.held_run import Change, HeldRun
 from flower_ext.check.instruments import Instruments
-from flower_ext.check.observe import Change, Observed, Watch, observe
+from flower_ext.check.observe import Observed, Watch, observe
 from flower_ext.check.recognise import facts_of
+from flower_ext.check.stand_in import Column
 from flower_ext.check.vectors import HELD, Vector
 
 LUCK = 1e-6
@@ -49,6 +51,37 @@ def spread(differences: np.ndarray) -> Spread:
     )
 
 
+@dataclass(frozen=True, kw_only=True)
+class ProbeRequest:
+    """The options of a check.
+
+    Parameters
+    ----------
+    app : str
+        Folder of the app's copy.
+    log : str
+        File for everything that the app prints.
+    config : Mapping[str, Any]
+        The app's settings.
+    clients, rounds : int
+    seconds : float
+        Longest time of a run.
+    random_data : bool
+        True if random rows take the place of ``flwr_datasets``.
+    columns : Mapping[str, Column]
+        Columns of these rows, by name.
+    """
+
+    app: str
+    log: str
+    config: Mapping[str, Any]
+    clients: int
+    rounds: int
+    seconds: float
+    random_data: bool
+    columns: Mapping[str, Column]
+
+
 @dataclass(kw_only=True)
 class Probes:
     """The runs of one check, by name.
@@ -57,11 +90,8 @@ class Probes:
     ----------
     server, client
         The app.
-    config : Mapping
-    clients, rounds : int
+    request : ProbeRequest
     instruments : Instruments
-    seconds : float
-        Longest time of a run.
     log : Callable
         Returns and clears what the app printed.
     place : Callable
@@ -72,11 +102,8 @@ class Probes:
 
     server: ServerApp
     client: ClientApp
-    config: Mapping[str, Any]
-    clients: int
-    rounds: int
+    request: ProbeRequest
     instruments: Instruments
-    seconds: float
     log: Callable[[], str]
     place: Callable[[str, int], str]
     tell: Callable[[str], object] = lambda text: None
@@ -90,16 +117,10 @@ class Probes:
         All runs but the real one are held.
         """
         real = self.runs.get(REAL)
-        watch = Watch(
-            seed=seed,
-            rounds=self.rounds,
-            change=change,
-            quiet=quiet,
-            template=None if real is None else real.template,
-            place=self.place,
-        )
+        held = None if real is None else HeldRun(template=real.template, change=change, quiet=quiet)
+        watch = Watch(seed=seed, rounds=self.request.rounds, held=held, place=self.place)
         start = time.monotonic()
-        self.runs[name] = in_fork(partial(self._observed, watch), seconds=self.seconds)
+        self.runs[name] = in_fork(partial(self._observed, watch), seconds=self.request.seconds)
         if name == REAL and (taken := time.monotonic() - start) > _LONG:
             self.tell(
                 f"The app's first run took {taken:.0f} s; up to 9 follow, most of them faster"
@@ -110,7 +131,9 @@ class Probes:
 
     def _observed(self, watch: Watch) -> Observed:
         self.instruments.watch = watch
-        observed = observe(self.server, self.client, self.config, self.clients, watch)
+        observed = observe(
+            self.server, self.client, self.request.config, self.request.clients, watch
+        )
         if REAL not in self.runs:
             observed.facts = facts_of(self.instruments, self.client, observed)
         return observed
@@ -145,14 +168,16 @@ class Probes:
             )
         )
 
-    # Comparisons --------------------------------------------------------------------------------
+    def seen(self, name: str) -> Observed:
+        """Return a run; one that showed nothing if it was not made or did not end in time."""
+        return self.runs.get(name) or Observed()
 
     def upload_noise(self, one: str, other: str, round: int) -> dict[int, np.ndarray]:
         """Return differences between two runs' uploads of one round, by partition.
 
         All clients of held runs learn the same, so that any two compare if no client is in both.
         """
-        left, right = self._uploads(one, round), self._uploads(other, round)
+        left, right = self.seen(one).uploads(round), self.seen(other).uploads(round)
         if one != REAL and not left.keys() & right.keys():
             right = dict(zip(left, right.values(), strict=False))
         return {
@@ -163,46 +188,35 @@ class Probes:
 
     def target_noise(self, one: str, other: str, round: int) -> np.ndarray | None:
         """Return the difference between the uploads of the changed client."""
-        a, b = self.runs.get(one), self.runs.get(other)
-        if a is None or b is None:
+        left, right = (self.seen(name).target_upload(round) for name in (one, other))
+        if left is None or right is None or not (left.finite and right.finite):
             return None
-        left, right = a.target(round), b.target(round)
-        ups = self._uploads(one, round).get(left or 0), self._uploads(other, round).get(right or 0)
-        if left is None or ups[0] is None or ups[1] is None:
-            return None
-        return ups[0].sample - ups[1].sample if ups[0].finite and ups[1].finite else None
+        return np.asarray(left.sample - right.sample)
 
     def release_noise(self, one: str, other: str, round: int) -> np.ndarray | None:
         """Return the difference between two runs' steps of the model in one round."""
-        steps = self._step(one, round), self._step(other, round)
-        if steps[0] is None or steps[1] is None:
-            return None
-        return np.asarray(steps[0].sample - steps[1].sample)
+        left, right = (self.seen(name).step(round) for name in (one, other))
+        return None if left is None or right is None else np.asarray(left.sample - right.sample)
 
     def cohort(self, name: str, round: int) -> int:
         """Return the number of clients that a run asked in a round."""
-        run = self.runs.get(name)
-        return 0 if run is None else len(run.cohort(round))
+        return len(self.seen(name).cohort(round))
 
     def bound(self, round: int, cohort: float, *, by_client: bool) -> float | None:
         """Return the norm to which a huge update was clipped; None if no quiet run shows it.
 
         ``by_client`` says that clients clip their uploads, not the server.
         """
-        run = self.runs.get("huge")
-        if run is None or not self.is_exact:
+        if not self.is_exact:
             return None
-        if by_client and (upload := run.uploads(round).get(run.target(round) or 0)):
+        if by_client and (upload := self.seen("huge").target_upload(round)):
             return upload.norm
         moved = self.movement("huge", round)
         return abs(moved) * cohort + HELD if moved is not None and cohort else None
 
     def upload_growth(self, name: str, round: int) -> float | None:
         """Return how far a changed client's upload moves along the change."""
-        huge, held = self.runs.get(name), self.runs.get(QUIET)
-        if huge is None or held is None or (client := huge.target(round)) is None:
-            return None
-        left, right = huge.uploads(round).get(client), held.uploads(round)
+        left, right = self.seen(name).target_upload(round), self.seen(QUIET).uploads(round)
         if left is None or not left.finite or not right:
             return None
         return left.along - float(np.median([upload.along for upload in right.values()]))
@@ -212,9 +226,8 @@ class Probes:
 
         None if the other clients' uploads show that the runs differ in more than the change.
         """
-        left, right = self._uploads(name, round), self._uploads(other, round)
-        run = self.runs.get(name)
-        target = None if run is None else run.target(round)
+        left, right = self.seen(name).uploads(round), self.seen(other).uploads(round)
+        target = self.seen(name).target(round)
         if target is None or left.keys() != right.keys() or target not in left:
             return None
         distances = {client: left[client].minus(right[client]) for client in left}
@@ -225,7 +238,7 @@ class Probes:
 
     def movement(self, name: str, round: int) -> float | None:
         """Return how far one changed client moves the model in a round, along the change."""
-        changed, held = self._step(name, round), self._step(QUIET, round)
+        changed, held = self.seen(name).step(round), self.seen(QUIET).step(round)
         return None if changed is None or held is None else changed.along - held.along
 
     def unit_movement(self, round: int, cohort: float) -> float | None:
@@ -233,25 +246,18 @@ class Probes:
 
         The server may refuse a huge upload, so uploads come before the mean where they are seen.
         """
-        left, right = self._uploads("huge", round), self._uploads(QUIET, round)
+        huge, quiet = self.seen("huge"), self.seen(QUIET)
+        left, right = huge.uploads(round), quiet.uploads(round)
         if left and left.keys() == right.keys():
             parts, factor = [left[client].minus(right[client]) for client in left], 1.0
         else:
-            changed, held = self._step("huge", round), self._step(QUIET, round)
+            changed, held = huge.step(round), quiet.step(round)
             if changed is None or held is None:
                 return None
             parts, factor = [changed.minus(held)], cohort
         moved = np.linalg.norm(np.sum([part.sample for part in parts], axis=0))
         skipped = parts[0].size / parts[0].sample.size
         return float(moved * factor * skipped**0.5) if all(p.finite for p in parts) else None
-
-    def _step(self, name: str, round: int) -> Vector | None:
-        run = self.runs.get(name)
-        return None if run is None else run.step(round)
-
-    def _uploads(self, name: str, round: int) -> dict[int, Any]:
-        run = self.runs.get(name)
-        return {} if run is None else run.uploads(round)
 
 
 def exceeds(value: float, bound: float, stddev: float) -> bool:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import sys
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
@@ -19,9 +18,10 @@ from typing import Any
 from flwr.clientapp import ClientApp
 from flwr.clientapp.mod import LocalDpMod
 
+from flower_ext.check.held_run import TRAIN
 from flower_ext.check.instruments import Instruments
 from flower_ext.check.mechanisms import Noise, OurMechanism, gaussian_release, mechanism_of
-from flower_ext.check.observe import TRAIN, Observed
+from flower_ext.check.observe import Observed
 from flower_ext.federation import FederatedStrategy
 from flower_ext.federation.client.cohort_app import CohortApp
 from flower_ext.privacy import (
@@ -99,8 +99,8 @@ class Facts:
     """Arguments of a `LocalDpMod`."""
     weighted_by: str
     secure_noise: bool
-    engines: Sequence[int]
-    """The client of each private engine of Opacus."""
+    engines_per_client: int
+    """The largest number of private engines of Opacus that one client made."""
 
     def comparable(self, rounds: int) -> range:
         """Return the rounds whose noise has the standard deviation of `noise` in held runs."""
@@ -161,7 +161,7 @@ def facts_of(instruments: Instruments, client: ClientApp, observed: Observed) ->
         weighted_by=str(getattr(chain[-1], "weighted_by_key", "")) if chain else "",
         secure_noise=federated is not None
         and isinstance(federated.run.noise("check"), SecureNoise),
-        engines=[client for client, _ in instruments.engines],
+        engines_per_client=max(instruments.engines.values(), default=0),
     )
 
 
@@ -293,8 +293,3 @@ def _claims(
             )
         )
     return claims
-
-
-def engines_per_client(facts: Facts) -> int:
-    """Return the largest number of private engines that one client made."""
-    return max(Counter(facts.engines).values(), default=0)

@@ -61,15 +61,15 @@ def _server_edits(app: AppFolder, path: Path, plan: str) -> Iterator[Edit]:
         if not isinstance(call.func, ast.Attribute) or not isinstance(call.func.value, ast.Name):
             continue
         name = call.func.value.id
-        made = [node for node in ast.walk(tree) if _assigns(node, name)]
-        if not made:
+        assignments = [node for node in ast.walk(tree) if _assigns(node, name)]
+        if not assignments:
             continue
         rounds = next((k.value for k in call.keywords if k.arg == "num_rounds"), None)
         text = "3" if rounds is None else ast.get_source_segment(source, rounds) or "3"
-        last = max(made, key=lambda node: node.lineno)
+        last = max(assignments, key=lambda node: node.lineno)
         # Later assignments may wrap the first: all but the last go.
         yield _import_edit(tree, _SERVER_IMPORTS, source)
-        for node in made:
+        for node in assignments:
             indent = " " * node.col_offset
             kept = f"{name} = FederatedStrategy(DPFedAvg(), plan)"
             new = f"plan = {plan.format(rounds=text)}\n{indent}{kept}"
@@ -101,7 +101,7 @@ def _client_edits(app: AppFolder, path: Path) -> Iterator[Edit]:
 def _mods(call: ast.Call, source: str) -> list[str]:
     """Return the mods of a call that stay, as source."""
     lists = [k.value for k in call.keywords if k.arg == "mods" and isinstance(k.value, ast.List)]
-    mods = [mod for found in lists for mod in found.elts]
+    mods = [mod for listed in lists for mod in listed.elts]
     texts = [str(ast.get_source_segment(source, mod)) for mod in mods]
     return [text for text in texts if not any(name in text for name in _REPLACED)]
 

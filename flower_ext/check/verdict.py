@@ -78,8 +78,9 @@ def verdict(probes: Probes, app: AppFolder) -> Verdict:
     assert real is not None
     facts: Facts = real.facts
     planned = facts.planned
-    every_finding = findings(probes, app)
-    claims = [*facts.claims, *_configured(probes.config, planned), *_reported(real)]
+    second = measured(probes, facts)
+    every_finding = findings(probes, app, second)
+    claims = [*facts.claims, *_configured(probes.request.config, planned), *_reported(real)]
     delta = max((claim.delta for claim in claims), default=0.0) or DELTA
     refuted = next((finding for finding in every_finding if finding.refutes), None)
     provable = list(_provable(facts, refuted, planned, delta))
@@ -96,10 +97,10 @@ def verdict(probes: Probes, app: AppFolder) -> Verdict:
         protection=promised(facts.noise),
         rounds=real.rounds,
         planned_rounds=planned,
-        clients=probes.clients,
+        clients=probes.request.clients,
         provable=provable,
-        measured=measured(probes, facts),
-        unmeasured=unmeasured(probes, facts),
+        measured=second,
+        unmeasured="" if second is not None else unmeasured(probes, facts),
         conditional=conditional,
         claims=[
             {**asdict(claim), "provable": not refuted and _follows(claim, facts, planned)}

@@ -6,6 +6,7 @@ import importlib
 import json
 import sys
 import traceback
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated
 
@@ -17,10 +18,17 @@ from flower_ext.auditing import Audit, Experiment
 from flower_ext.auditing.guarded_app import GUARD, guard_experiment
 from flower_ext.auditing.mechanisms import MECHANISMS
 from flower_ext.auditing.released_statistics import STATISTICS
-from flower_ext.cli.screen import console, titled_table
+from flower_ext.cli.screen import console, say, titled_table
 from flower_ext.errors import InvalidValue
 from flower_ext.files import write_whole
 from flower_ext.privacy import epsilon_text
+
+EXPERIMENTS: Mapping[str, Callable[[], Experiment]] = {
+    **{name: mechanism.experiment for name, mechanism in MECHANISMS.items()},
+    **STATISTICS,
+    GUARD: guard_experiment,
+}
+"""Functions that make the experiments of this package, by their names."""
 
 _BROKEN, _NO_AUDIT, _INTERRUPTED = 1, 2, 130
 
@@ -72,7 +80,7 @@ def audit(
     output.mkdir(parents=True, exist_ok=True)
     file = output / "audit.json"
     write_whole(file, json.dumps(result.to_dict(), indent=2).encode(), private=False)
-    console.print(str(file), soft_wrap=True)
+    say(str(file))
     if result.broken:
         raise typer.Exit(_BROKEN)
 
@@ -85,17 +93,12 @@ def experiment_of(target: str) -> Experiment:
     InvalidValue
         There is no such mechanism or function, or the function returns something else.
     """
-    if target in MECHANISMS:
-        return MECHANISMS[target].experiment()
-    if target in STATISTICS:
-        return STATISTICS[target]()
-    if target == GUARD:
-        return guard_experiment()
+    if target in EXPERIMENTS:
+        return EXPERIMENTS[target]()
     module, separator, name = target.partition(":")
     if not separator:
         raise InvalidValue(
-            f"target={target!r}: expected module:function, or one of "
-            f"{', '.join([*MECHANISMS, *STATISTICS, GUARD])}"
+            f"target={target!r}: expected module:function, or one of {', '.join(EXPERIMENTS)}"
         )
     # A console script does not look for modules in the current folder, where the user's file is.
     if str(Path.cwd()) not in sys.path:

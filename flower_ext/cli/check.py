@@ -12,11 +12,12 @@ from tempfile import TemporaryDirectory
 from typing import Annotated, Any, Literal
 
 import typer
+from rich.markdown import Markdown
 
 from flower_ext.cli.preparing import checked_settings
-from flower_ext.cli.screen import console
+from flower_ext.cli.screen import console, say
 from flower_ext.errors import FlowerExtError
-from flower_ext.privacy.guarantee import epsilon_text
+from flower_ext.runs.page import to_markdown
 from flower_ext.runs.settings import clients_setting, num_nodes
 
 UNPROVEN = 3
@@ -87,7 +88,10 @@ def check(
     if as_json:
         print(json.dumps(result, indent=1, ensure_ascii=False))
     else:
-        _show(result)
+        console.print(Markdown(to_markdown("check", **result)))
+        if result["diff"]:
+            say("\nA change that makes ε provable (read it: it replaces strategy and mods)")
+            say(result["diff"])
     raise typer.Exit(UNPROVEN if result["unproven"] else 0)
 
 
@@ -113,63 +117,3 @@ def _result(request: dict[str, Any], scratch: Path) -> dict[str, Any]:
         raise AppFailed("the app ended the process in which the check ran it")
     result: dict[str, Any] = json.loads(done.stdout)
     return result
-
-
-def _show(result: dict[str, Any]) -> None:
-    _line(
-        f"Ran {result['rounds']} of {result['planned_rounds']} rounds, {result['clients']} clients"
-    )
-    _line(f"Strategy: {' > '.join(result['strategies']) or 'none'}")
-    _line(f"Mods: {', '.join(result['mods']) or 'none'}")
-    _line(f"Protection: {result['protection']}")
-    _line("\nWhat leaves the clients")
-    for message in result["messages"]:
-        _line(f"  {message}")
-    _line("\nProvable")
-    units: dict[str, list[str]] = {}
-    for entry in result["provable"]:
-        text = entry["text"]
-        if entry["epsilon"] is not None:
-            text = f"ε = {epsilon_text(entry['epsilon'])} at δ = {entry['delta']:.3g}, {text}"
-        units.setdefault(text, []).append(entry["unit"])
-    for text, names in units.items():
-        _line(f"  {', '.join(names)}: {text}")
-    if (second := result["measured"]) is not None:
-        agrees = "agrees with" if second["agrees"] else "CONTRADICTS"
-        _line(f"  Measured: {second['text']}; it {agrees} the app's {second['stated']:.3g}")
-    if result["unmeasured"]:
-        _line(f"  Not measured: {result['unmeasured']}")
-    if (conditional := result["conditional"]) and any(f["refutes"] for f in result["findings"]):
-        _line(
-            f"  With all findings below mended, this noise gives a client ε = "
-            f"{conditional['one release']:.3g} for one release and {conditional['all rounds']:.3g} "
-            f"for {result['planned_rounds']} rounds, at δ = {conditional['delta']:.3g}"
-        )
-    _line("\nClaimed")
-    for claim in result["claims"]:
-        state = "provable" if claim["provable"] else "NOT PROVABLE"
-        delta = f" at δ = {claim['delta']:.3g}" if claim["delta"] else ""
-        _line(f"  {claim['source']}: ε = {claim['epsilon']:.4g}{delta}: {state}")
-    if not result["claims"]:
-        _line("  no ε")
-    refuting = [finding for finding in result["findings"] if finding["refutes"]]
-    if refuting:
-        _line("\nFindings")
-    for finding in refuting:
-        _line(f"  [{finding['code']}] {finding['text']}")
-    if refuting:
-        _line("\nChange first")
-    for number, finding in enumerate(refuting[:3], 1):
-        place = f"{finding['place']}: " if finding["place"] else ""
-        _line(f"  {number}. {place}{finding['remedy']} [{finding['code']}]")
-    if result["diff"]:
-        _line("\nA change that makes ε provable (read it: it replaces strategy and mods)")
-        _line(result["diff"])
-    if others := [finding for finding in result["findings"] if not finding["refutes"]]:
-        _line("\nNot covered by any ε")
-        for finding in others:
-            _line(f"  [{finding['code']}] {finding['text']}")
-
-
-def _line(text: str) -> None:
-    console.print(text, soft_wrap=True, highlight=False, markup=False)

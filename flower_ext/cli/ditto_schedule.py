@@ -16,7 +16,7 @@ from flower_ext.cli.screen import console
 from flower_ext.errors import InvalidValue
 from flower_ext.files import read_toml
 from flower_ext.planning import DittoProblem, LinearFairness
-from flower_ext.planning.budget import PlannedSchedule, planned_schedules
+from flower_ext.planning.search import PlannedSchedule, planned_schedules
 from flower_ext.privacy import ClippedSteps, FullParticipation, RecordLevelPlan
 from flower_ext.privacy.guarantee import Basis, is_large
 from flower_ext.runs.page import to_markdown

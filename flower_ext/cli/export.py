@@ -19,7 +19,7 @@ from flwr.app import ConfigRecord, Context, RecordDict
 from safetensors.torch import load_file, save
 
 from flower_ext.cli.preparing import checked_settings
-from flower_ext.cli.screen import console
+from flower_ext.cli.screen import say
 from flower_ext.errors import InvalidValue
 from flower_ext.federation import ClientMemory, InProcessGrid, records
 from flower_ext.federation.client.app import ClientSide, MethodsApp
@@ -80,7 +80,7 @@ def export(
     write_whole(guarantee_file, json.dumps(guarantee, indent=2, ensure_ascii=False).encode())
     write_whole(file, save(params, tags), private=client is not None)
     for line in (f"Model: {file}", f"Guarantee: {guarantee_file}", *guarantee["statements"]):
-        console.print(line, soft_wrap=True, markup=False, highlight=False)
+        say(line)
 
 
 def _check_files(run: RunDirectory, *outputs: Path) -> None:

@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from flower_ext.cli.processes import signals_as_interrupts
-from flower_ext.cli.screen import console
+from flower_ext.cli.screen import say
 from flower_ext.errors import InvalidValue
 from flower_ext.files import lock
 from flower_ext.guard.app_process import check_hidden, check_isolation
@@ -54,9 +54,9 @@ def guard(
     with signals_as_interrupts(), lock(policy.path.with_suffix(".lock")):
         _check_secret_protects(runtime)
         for line in (*costs(policy), *uncovered(policy, superexec_auth_secret_file)):
-            _tell(line)
-        _tell(f"guarding {runtime_api_address} by {policy_file}")
-        Guard(policy, runtime, tell=_tell).serve()
+            say(line)
+        say(f"guarding {runtime_api_address} by {policy_file}")
+        Guard(policy, runtime, tell=say).serve()
 
 
 def costs(policy: GuardPolicy) -> list[str]:
@@ -110,7 +110,7 @@ def _check_secret_protects(runtime: Runtime) -> None:
         try:
             is_open = runtime.is_open()
         except Disconnected:
-            _tell("waiting for the SuperNode")
+            say("waiting for the SuperNode")
             time.sleep(1.0)
             continue
         if is_open:
@@ -119,7 +119,3 @@ def _check_secret_protects(runtime: Runtime) -> None:
                 "and --superexec-auth-secret-file, so that only the guard gets them"
             )
         return
-
-
-def _tell(line: str) -> None:
-    console.print(line, soft_wrap=True, highlight=False, markup=False)

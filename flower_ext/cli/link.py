@@ -13,7 +13,7 @@ from typing import Annotated, Any
 
 import typer
 
-from flower_ext.cli.screen import Command, console, titled_table
+from flower_ext.cli.screen import Command, console, say, titled_table
 from flower_ext.data.linkage import (
     IdentifierField,
     Pseudonyms,
@@ -68,7 +68,7 @@ def link() -> None:
 def key(path: Annotated[Path, typer.Argument(help="File to create.")]) -> None:
     """Make the secret key that all silos share. No server may have it."""
     write_key(path)
-    _say(
+    say(
         f"{path} holds a new key. Bring it to every silo over a channel that you trust, and to no "
         "server: with the key, anybody can test whether a person is among the pseudonyms."
     )
@@ -94,7 +94,7 @@ def pseudonyms(
     header = f"{_MAGIC} {form.fingerprint}"
     lines = [header, *sorted(pseudonym.hex() for pseudonym in persons)]
     write_whole(output, "\n".join(lines).encode() + b"\n")
-    _say(f"{output}: {len(persons):,} people, fingerprint {form.fingerprint}")
+    say(f"{output}: {len(persons):,} people, fingerprint {form.fingerprint}")
 
 
 @app.command(cls=Command)
@@ -126,11 +126,11 @@ def union(
         seen.add_row(" + ".join(files[silo].stem for silo in owners), f"{count:,}")
     console.print(seen)
     if len(silos) > 1 and max(map(len, people_by_silos)) == 1:
-        _say(
+        say(
             "No person is in two silos. If that surprises you, check that all silos named the same "
             "columns in the same order."
         )
-    _say(f"Give each silo its file in {output_folder}, and set the number of users to {total}.")
+    say(f"Give each silo its file in {output_folder}, and set the number of users to {total}.")
 
 
 @app.command(cls=Command)
@@ -165,11 +165,11 @@ def users(
         RecordFile(path=table, encoding=encoding), pseudonyms, number_of, output, skip_unusable
     )
     common = pseudonyms.fingerprint if buckets is None else f"{pseudonyms.fingerprint}-{buckets}"
-    _say(f"Fingerprint {common}: silos number people alike only if they print the same one.")
+    say(f"Fingerprint {common}: silos number people alike only if they print the same one.")
     if buckets is not None:
         everyone = people or persons
         of_whom = "all silos together" if people else "this file alone; --people for all silos"
-        _say(
+        say(
             f"{expected_shared_pairs(everyone, buckets):.3g} pairs of {everyone:,} people are "
             f"expected to share a bucket ({of_whom}). The two people of such a pair count as one "
             "user: both are protected, together under one bound."
@@ -237,10 +237,10 @@ def _rewrite(
             texts.update(position for position in kept if _is_text(row[position]))
             num_rows += 1
         _refuse(source.path, unusable, skip_unusable)
-    _say(f"{output}: {num_rows:,} rows of {len(persons):,} people")
-    _say(f"Columns kept: {', '.join(names[position] for position in kept)}")
+    say(f"{output}: {num_rows:,} rows of {len(persons):,} people")
+    say(f"Columns kept: {', '.join(names[position] for position in kept)}")
     for position, count in texts.items():
-        _say(
+        say(
             f"Column {names[position]!r}: {count:,} of {num_rows:,} values are not numbers (they "
             "may be words, or decimals with a comma); apps that expect numbers take them as missing"
         )
@@ -278,7 +278,7 @@ def _refuse(path: Path, unusable: Counter[str], skip_unusable: bool) -> None:
             "--skip-unusable"
         )
     if unusable:
-        _say(f"Left out: {reasons}")
+        say(f"Left out: {reasons}")
 
 
 def _read_lines(path: Path) -> tuple[str, list[list[str]]]:
@@ -290,7 +290,3 @@ def _read_lines(path: Path) -> tuple[str, list[list[str]]]:
     except (OSError, ValueError):
         pass
     raise InvalidValue(f"{path}: expected a file of `flower-ext link pseudonyms` or `link union`")
-
-
-def _say(text: str) -> None:
-    console.print(text, soft_wrap=True, highlight=False, markup=False)

@@ -30,7 +30,7 @@ COMMANDS = {
     "calibrate": "calibrate",
     "ditto-schedule": "ditto_schedule",
     "audit": "audit",
-    "ledger": "population_account",
+    "ledger": "reporting",
     "withdraw": "withdraw",
     "link": "link",
     "stats": "stats",

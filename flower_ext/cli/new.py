@@ -14,7 +14,8 @@ from typing import Annotated
 
 import typer
 
-from flower_ext.cli.screen import console
+from flower_ext.checks import require_one_of
+from flower_ext.cli.screen import say
 from flower_ext.errors import InvalidValue
 from flower_ext.files import read_toml
 
@@ -46,15 +47,13 @@ def new(
     if app is None or app not in known:
         for name, template in known.items():
             project = read_toml(template / "pyproject.toml")["project"]
-            console.print(f"{name:20}{project['description']}", highlight=False, soft_wrap=True)
+            say(f"{name:20}{project['description']}")
     if app is None:
         return
-    if app not in known:
-        raise InvalidValue(f"app={app!r}: expected one of {', '.join(known)}")
+    require_one_of("app", app, list(known))
     folder = Path(app) if folder is None else folder
     copy(known[app], folder)
-    message = f"{folder} is yours: cd {shlex.quote(str(folder))} && flower-ext run ."
-    console.print(message, highlight=False, markup=False, soft_wrap=True)
+    say(f"{folder} is yours: cd {shlex.quote(str(folder))} && flower-ext run .")
 
 
 def templates() -> dict[str, Path]:

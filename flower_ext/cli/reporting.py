@@ -1,4 +1,4 @@
-"""``flower-ext report``: write the report of one run, or a comparison of several."""
+"""``flower-ext report`` and ``ledger``: reports on runs, and on the account that runs share."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.markdown import Markdown
 
-from flower_ext.cli.screen import console
+from flower_ext.cli.screen import console, say
 from flower_ext.runs.comparison import write_comparison
 from flower_ext.runs.directory import RunDirectory
-from flower_ext.runs.report import write_report
+from flower_ext.runs.report import account_text, write_report
 
 
 def report(
@@ -31,4 +32,22 @@ def report(
     else:
         output.mkdir(parents=True, exist_ok=True)
         path = write_comparison(opened, output, title="Comparison of runs")
-    console.print(str(path.absolute()), soft_wrap=True)
+    say(str(path.absolute()))
+
+
+def ledger(
+    path: Annotated[
+        Path, typer.Argument(help="Shared account of several runs: Budget(ledger=...).")
+    ],
+    epsilon: Annotated[
+        float | None, typer.Option(min=0, help="Budget ε; by default that of the last run.")
+    ] = None,
+    delta: Annotated[
+        float | None, typer.Option(help="δ of the total ε; by default that of the last run.")
+    ] = None,
+) -> None:
+    """Show the ε that a population has spent in all its runs, the ε left, and what no ε covers.
+
+    Example: flower-ext ledger hospital.jsonl
+    """
+    console.print(Markdown(account_text(path, epsilon, delta)))

@@ -23,6 +23,11 @@ def titled_table(title: str, columns: Iterable[str]) -> Table:
     return Table(*headers, title=title, title_justify="left")
 
 
+def say(text: str) -> None:
+    """Print a text as it is; long lines are not cut, so that paths and commands can be copied."""
+    console.print(text, soft_wrap=True, highlight=False, markup=False)
+
+
 class Command(TyperCommand):
     """A command that prints an expected error as one message, without a traceback.
 

@@ -12,7 +12,7 @@ import typer
 from flower_ext.cli.preparing import Overrides, RunOptions, RunsFolder, prepare
 from flower_ext.cli.processes import signals_as_interrupts
 from flower_ext.cli.run_command import launch
-from flower_ext.cli.screen import console, titled_table
+from flower_ext.cli.screen import console, say, titled_table
 from flower_ext.runs.settings import UnfitSetting
 from flower_ext.statistics import read_statistics
 from flower_ext.statistics.results import HEADER, PAGE, STANDARDISE, TABLE
@@ -74,8 +74,6 @@ def stats(
         is_hidden = math.isnan(numbers[0])
         table.add_row(row[1], *(["noise"] if is_hidden else [f"{n:.4g}" for n in numbers]))
     console.print(table)
-    console.print(f"Page: {path / PAGE}", soft_wrap=True)
+    say(f"Page: {path / PAGE}")
     if (path / STANDARDISE).exists():
-        console.print(
-            f"To standardise: flower-ext run … --settings {path / STANDARDISE}", soft_wrap=True
-        )
+        say(f"To standardise: flower-ext run … --settings {path / STANDARDISE}")

@@ -40,11 +40,11 @@ from typing import Annotated, Any, Self
 import typer
 
 from flower_ext.cli import link
-from flower_ext.cli.population_account import ledger
 from flower_ext.cli.preparing import PreparedRun, RunOptions, RunsFolder, prepare
 from flower_ext.cli.processes import Interrupted, LaunchFailed, signals_as_interrupts
+from flower_ext.cli.reporting import ledger
 from flower_ext.cli.run_command import launch
-from flower_ext.cli.screen import console, titled_table
+from flower_ext.cli.screen import console, say, titled_table
 from flower_ext.errors import InvalidValue
 from flower_ext.files import from_table, read_toml
 from flower_ext.runs.directory import RunDirectory
@@ -161,7 +161,7 @@ def _link(plan: Study, entry: Mapping[str, Any]) -> None:
     console.rule(f"Link {entry['table']}")
     newest = max((path.stat().st_mtime for path in sources if path.exists()), default=0.0)
     if output.exists() and output.stat().st_mtime > newest:
-        console.print(f"{output}: kept", soft_wrap=True)
+        say(f"{output}: kept")
         return
     output.parent.mkdir(parents=True, exist_ok=True)
     link.users(**options)
@@ -222,7 +222,7 @@ def _run(run: PreparedRun, path: Path) -> None:
             return
         if directory.status == "completed":
             _check_released(directory)
-            console.print(f"{path}: complete, kept", soft_wrap=True)
+            say(f"{path}: complete, kept")
             return
         app, superlink = run.options.app, run.options.superlink
         again = RunOptions(

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from flower_ext.cli.screen import console, titled_table
+from flower_ext.cli.screen import console, say, titled_table
 from flower_ext.errors import InvalidValue
 from flower_ext.files import write_whole
 from flower_ext.privacy import PrivacyUnit, withdrawal
@@ -60,10 +60,9 @@ def withdraw(
     path = output or ledger.with_name(f"withdrawn-{unit.value}-{names}.json")
     write_whole(path, json.dumps(content, indent=2, ensure_ascii=False).encode() + b"\n")
     _show(content)
-    console.print(
+    say(
         f"Statement: {path}. Public key, to publish where people can find it: "
-        f"{content['public key']}",
-        soft_wrap=True,
+        f"{content['public key']}"
     )
 
 
@@ -77,7 +76,7 @@ def _show(content: Mapping[str, Any]) -> None:
         table.add_row(run["name"], run["method"], run["claim"])
     table.add_row("all together", "", content["all runs together"])
     console.print(table)
-    console.print(content["meaning"], soft_wrap=True)
-    console.print(f"Memory: {content['memory of clients']}.", soft_wrap=True)
+    say(content["meaning"])
+    say(f"Memory: {content['memory of clients']}.")
     for text in content["not claimed"]:
-        console.print(f"Not claimed: {text}.", soft_wrap=True)
+        say(f"Not claimed: {text}.")

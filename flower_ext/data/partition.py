@@ -12,7 +12,11 @@ from __future__ import annotations
 
 import numpy as np
 
+from flower_ext.checks import require_positive
 from flower_ext.errors import InvalidValue
+
+_ATTEMPTS = 100
+"""Number of Dirichlet draws that are tried."""
 
 
 def partition(
@@ -117,7 +121,6 @@ def dirichlet(
     alpha: float,
     rng: np.random.Generator,
     min_size: int = 10,
-    attempts: int = 100,
 ) -> list[np.ndarray]:
     """Spread each class over the clients by a Dirichlet(alpha) draw (Hsu et al. 2019).
 
@@ -126,13 +129,12 @@ def dirichlet(
     Raises
     ------
     ValueError
-        ``alpha`` is not above 0, none of ``attempts`` draws gave every client enough examples, or
+        ``alpha`` is not above 0, none of 100 draws gave every client enough examples, or
         the targets are not classes.
     """
     _check_classes(targets)
     _check_count(targets, num_partitions)
-    if not 0 < alpha < np.inf:
-        raise InvalidValue(f"alpha={alpha!r}: expected a finite number > 0")
+    require_positive("alpha", alpha)
     most = len(targets) // num_partitions
     if not 0 < min_size <= most:
         raise InvalidValue(
@@ -140,7 +142,7 @@ def dirichlet(
             f"for more in each of {num_partitions} partitions; apps call the setting "
             "dirichlet-min-size"
         )
-    for _ in range(attempts):
+    for _ in range(_ATTEMPTS):
         pieces: list[list[np.ndarray]] = [[] for _ in range(num_partitions)]
         for label in np.unique(targets):
             examples = rng.permutation(np.flatnonzero(targets == label))
@@ -152,7 +154,7 @@ def dirichlet(
         if min(map(len, divided)) >= min_size:
             return divided
     raise InvalidValue(
-        f"{attempts} draws with alpha={alpha:g} left a client with fewer than {min_size} "
+        f"{_ATTEMPTS} draws with alpha={alpha:g} left a client with fewer than {min_size} "
         f"examples; raise alpha, lower min_size (in apps dirichlet-min-size), or choose fewer "
         f"than {num_partitions} clients"
     )

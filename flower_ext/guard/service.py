@@ -195,21 +195,9 @@ class Guard:
     def _affordable_charge(self, request: RuntimeRequest, rule: MessagePolicy) -> Charge:
         """Return the charge of the next reply, or refuse the message if the budget is too small.
 
-        Call it before the app runs, because the time of a later refusal would tell how long the app
-        ran.
-        """
-        new = self._charge(request, rule)
-        try:
-            check_affordable(self.policy.ledger, new, self.policy.budget)
-        except BudgetExhausted as error:
-            self.tell(str(error))
-            raise Refused(_SPENT) from None
-        return new
-
-    def _charge(self, request: RuntimeRequest, rule: MessagePolicy) -> Charge:
-        """Return the charge of the next reply, under a number that no earlier reply has.
-
-        If a change of the policy changes the noise, later replies count as another run's.
+        The charge has a number that no earlier reply has. If a change of the policy changes the
+        noise, later replies count as another run's. Call the function before the app runs, because
+        the time of a later refusal would tell how long the app ran.
         """
         spend = rule.spend(self.policy.noised_by(rule))
         node = request.context.node_id
@@ -219,7 +207,7 @@ class Guard:
             for entry in entries_of(self.policy.ledger)
         )
         loss = privacy_loss_of({spend: number}, delta=self.policy.budget.delta)
-        return Charge(
+        new = Charge(
             run=run,
             method="flower-ext guard",
             training=number,
@@ -230,6 +218,12 @@ class Guard:
             delta=loss.delta,
             release=spend,
         )
+        try:
+            check_affordable(self.policy.ledger, new, self.policy.budget)
+        except BudgetExhausted as error:
+            self.tell(str(error))
+            raise Refused(_SPENT) from None
+        return new
 
     def _deliver(self) -> None:
         """Charge and send the reply that is ready, if there is one and the SuperNode waits."""

@@ -63,9 +63,9 @@ def reported_by_few(by_client: Iterable[Mapping[str, float]]) -> dict[str, int]:
     is not finite.
     """
     everyone = list(by_client)
-    usual = reported_by_most(everyone)
     reported = Counter(name for metrics in everyone for name in sorted(metrics))
-    return {name: count for name, count in reported.most_common() if name not in usual}
+    few = len(everyone) // 2
+    return {name: count for name, count in reported.most_common() if count <= few}
 
 
 def is_loss(metric: str) -> bool:

@@ -45,10 +45,20 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from flower_ext.checks import Checked, Count, NotNegative, Positive, is_number, require_at_least_one
+from flower_ext.checks import (
+    Checked,
+    Count,
+    NotNegative,
+    Positive,
+    is_number,
+    require_at_least_one,
+    require_not_negative,
+    require_one_of,
+)
 from flower_ext.errors import InvalidValue
 from flower_ext.privacy.guarantee import Basis, Condition
 
+BASES: tuple[Basis, ...] = ("published", "provable")
 LARGEST_WEIGHT = 2.0
 """λ at which a personal model equals the global one."""
 
@@ -182,8 +192,8 @@ def convergence_bound(
         A parameter is out of range, or the published bound lacks G₀ or M.
     """
     check_global_weight(global_weight)
-    if not 0 <= variance_per_round < math.inf:
-        raise InvalidValue(f"variance_per_round={variance_per_round!r}: expected a number >= 0")
+    require_not_negative("variance_per_round", variance_per_round)
+    require_one_of("basis", basis, BASES)
     mu, L, weight = problem.strong_convexity, problem.smoothness, global_weight
     eta_G, eta_L = problem.learning_rate, problem.personal_learning_rate
     curvature = (1 - weight / 2) * mu + weight
@@ -201,12 +211,10 @@ def convergence_bound(
             Condition(f"μ > (2 − 2λ)/(2 − λ) (μ = {mu:.4g}, bound {least:.4g})", mu > least),
             short_enough,
         )
-    elif basis == "provable":
+    else:
         rate, residual = 1 - eta_L * curvature, 0.0
         coupling = 2 * eta_L * weight**2 / (mu * curvature)
         conditions = (short_enough,)
-    else:
-        raise InvalidValue(f"basis={basis!r}: expected published or provable")
     return ConvergenceBound(
         personal_rate=rate,
         global_rate=max(0.0, 1 - 2 * mu * eta_G + mu * L * eta_G**2),  # rounding may go below 0

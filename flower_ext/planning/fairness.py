@@ -40,10 +40,11 @@ from flower_ext.checks import (
     NotNegative,
     Positive,
     require_not_negative,
+    require_one_of,
     require_positive,
 )
 from flower_ext.errors import InvalidValue
-from flower_ext.planning.convergence import LARGEST_WEIGHT, check_global_weight
+from flower_ext.planning.convergence import BASES, LARGEST_WEIGHT, check_global_weight
 from flower_ext.privacy.guarantee import Basis, Condition
 
 
@@ -159,17 +160,15 @@ class LinearFairness(Checked):
 
     def _quartic(self, upload_variance: float, basis: Basis) -> np.poly1d:
         """Return R as a polynomial in α₀."""
-        if not 0 <= upload_variance < math.inf:
-            raise InvalidValue(f"upload_variance={upload_variance!r}: expected a number >= 0")
+        require_not_negative("upload_variance", upload_variance)
+        require_one_of("basis", basis, BASES)
         N, d = self.num_clients, self.dimension
         posterior, shared = self.posterior_variance, self.shared_variance
         if basis == "published":
             constant, D, W = 2 * d * (posterior + shared), 2.0 * d, posterior + shared
-        elif basis == "provable":
+        else:
             left = (1 - 1 / N) * posterior
             constant, D, W = 2 * d * left * (posterior + 2 * shared), 4 * d * left, left + shared
-        else:
-            raise InvalidValue(f"basis={basis!r}: expected published or provable")
         noise = upload_variance / N
         mean_deviation, deviation_variance = self.moments
         # With a NumPy scalar on the left, the polynomials would become arrays.

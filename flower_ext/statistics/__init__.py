@@ -4,7 +4,7 @@ Begin with `JointStatistics`: several statistics that one noised sum releases to
 `ClientStatistics` or `UserStatistics` releases them.
 """
 
-from flower_ext.statistics.cells import Bins, ContingencyTable, Histogram, Quantiles, SurvivalCurve
+from flower_ext.statistics.cells import Bins, Histogram, Quantiles, SurvivalCurve
 from flower_ext.statistics.moments import Count, Mean, Variance
 from flower_ext.statistics.notation import read_statistics
 from flower_ext.statistics.release import (
@@ -19,7 +19,6 @@ from flower_ext.statistics.statistic import Estimate, JointStatistics, Statistic
 __all__ = [
     "Bins",
     "ClientStatistics",
-    "ContingencyTable",
     "Count",
     "Estimate",
     "Histogram",

@@ -6,7 +6,6 @@ a tree.
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -65,15 +64,24 @@ class Bins:
         return np.where(np.isnan(values), self.count + 2, bins)
 
 
-class _Cells(Statistic):
-    """Counts of people by cell: a bin of one column, or a tuple of bins of several columns."""
+@dataclass(frozen=True)
+class Histogram(Statistic):
+    """Numbers of people by cell: a bin of one column, or a tuple of bins of several columns.
 
+    Parameters
+    ----------
+    axes : tuple of Bins
+        The bins of each column.
+    """
+
+    axes: tuple[Bins, ...]
     norm = 1.0
 
     @property
-    @abstractmethod
-    def axes(self) -> Sequence[Bins]:
-        """The bins of each column."""
+    def title(self) -> str:
+        """The statistic in words."""
+        kind = "histogram" if len(self.axes) == 1 else "table"
+        return f"{kind} of {' by '.join(self.columns)}"
 
     @property
     def columns(self) -> Sequence[str]:
@@ -104,41 +112,6 @@ class _Cells(Statistic):
     def estimate(self, totals: NDArray[np.float64]) -> NDArray[np.float64]:
         """Return the totals, which are unbiased and therefore sometimes below 0."""
         return totals
-
-
-@dataclass(frozen=True)
-class Histogram(_Cells):
-    """Numbers of people by bins of one column."""
-
-    bins: Bins
-
-    @property
-    def title(self) -> str:
-        """The statistic in words."""
-        return f"histogram of {self.bins.column}"
-
-    @property
-    def axes(self) -> Sequence[Bins]:
-        """The bins of the one column."""
-        return (self.bins,)
-
-
-@dataclass(frozen=True)
-class ContingencyTable(_Cells):
-    """Numbers of people by bins of two columns."""
-
-    first: Bins
-    second: Bins
-
-    @property
-    def title(self) -> str:
-        """The statistic in words."""
-        return f"table of {self.first.column} by {self.second.column}"
-
-    @property
-    def axes(self) -> Sequence[Bins]:
-        """The bins of both columns."""
-        return self.first, self.second
 
 
 @dataclass(frozen=True)
@@ -268,8 +241,7 @@ class Quantiles(Statistic):
         """Return a one in each record's node on every level; zeros for a missing value."""
         values = columns[self.column]
         is_known = ~np.isnan(values)
-        bins = Bins(self.column, self.lower, self.upper, 2**self.depth)
-        leaves = bins.of(np.clip(values[is_known], self.lower, self.upper))
+        leaves = self._leaves.of(np.clip(values[is_known], self.lower, self.upper))
         nodes = np.zeros((len(values), self.size))
         for level in range(self.depth + 1):
             nodes[np.flatnonzero(is_known), 2**level - 1 + (leaves >> (self.depth - level))] = 1.0
@@ -299,6 +271,11 @@ class Quantiles(Statistic):
         highest, lowest = _rising(function + half)[0], _rising(function - half)[1]
         return self._inverted(highest, wanted), self._inverted(lowest, wanted)
 
+    @property
+    def _leaves(self) -> Bins:
+        """The bins of the finest level."""
+        return Bins(self.column, self.lower, self.upper, 2**self.depth)
+
     def _distributions(self, totals: NDArray[np.float64]) -> NDArray[np.float64]:
         """Return values of the distribution function at the edges, (draws, 2^depth + 1)."""
         sums = np.cumsum(totals @ _tree_inverse(self.depth).T, axis=1)
@@ -312,18 +289,13 @@ class Quantiles(Statistic):
     ) -> NDArray[np.float64]:
         if np.isnan(function).any():
             return np.full(len(probabilities), np.nan)
-        return np.interp(probabilities, function, _edges(self.lower, self.upper, self.depth))
+        return np.interp(probabilities, function, self._leaves.edges)
 
 
 def _rising(functions: NDArray[np.float64]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """Return the least rising function above each function (…, edges), and the largest below it."""
     below = np.minimum.accumulate(functions[..., ::-1], axis=-1)[..., ::-1]
     return np.maximum.accumulate(functions, axis=-1), below
-
-
-@cache
-def _edges(lower: float, upper: float, depth: int) -> NDArray[np.float64]:
-    return np.linspace(lower, upper, 2**depth + 1)
 
 
 @cache

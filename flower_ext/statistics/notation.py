@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from flower_ext.errors import InvalidValue
-from flower_ext.statistics.cells import Bins, ContingencyTable, Histogram, Quantiles, SurvivalCurve
+from flower_ext.statistics.cells import Bins, Histogram, Quantiles, SurvivalCurve
 from flower_ext.statistics.moments import Count, Mean, Variance
 from flower_ext.statistics.statistic import JointStatistics, Statistic
 
@@ -48,11 +48,11 @@ _FORMS: Mapping[str, tuple[str, Callable[..., Statistic]]] = {
     ),
     "histogram": (
         "histogram COLUMN LOWER:UPPER:BINS",
-        lambda column, text: Histogram(_bins(column, text)),
+        lambda column, text: Histogram((_bins(column, text),)),
     ),
     "table": (
         "table COLUMN LOWER:UPPER:BINS COLUMN LOWER:UPPER:BINS",
-        lambda one, bins, other, others: ContingencyTable(_bins(one, bins), _bins(other, others)),
+        lambda one, bins, other, others: Histogram((_bins(one, bins), _bins(other, others))),
     ),
     "quantiles": ("quantiles COLUMN LOWER:UPPER [PROBABILITY,…]", _quantiles),
     "survival": (

@@ -65,26 +65,27 @@ def write_statistics(run: RunDirectory, results: Mapping[Statistic, list[Estimat
     """Write the estimates of a run as a table, figures and a page; return the page's path."""
     rows = [
         (statistic.title, each.name, each.value, each.standard_error, each.lower, each.upper)
-        for statistic, own in results.items()
-        for each in own
+        for statistic, released in results.items()
+        for each in released
     ]
     write_rows(run.path / TABLE, HEADER, rows)
     if scales := _scales(results):
         content = f'title = "Centres and deviations"\n\n[settings]\nstandardise = "{scales}"\n'
         write_whole(run.path / STANDARDISE, content.encode())
     figures = {}
-    for number, (statistic, own) in enumerate(results.items(), 1):
-        if isinstance(statistic, Histogram | SurvivalCurve):
+    for number, (statistic, released) in enumerate(results.items(), 1):
+        is_bars = isinstance(statistic, Histogram) and len(statistic.axes) == 1
+        if is_bars or isinstance(statistic, SurvivalCurve):
             name = f"statistic-{number}"
-            _draw(run.path / "figures", name, statistic, own)
+            _draw(run.path / "figures", name, statistic, released)
             figures[f"{name}.svg"] = statistic.title
     return write_page(
         run.path,
         "statistics",
         title="Statistics",
         results={
-            statistic.title: [(each.name, *_shown(each)) for each in own]
-            for statistic, own in results.items()
+            statistic.title: [(each.name, *_shown(each)) for each in released]
+            for statistic, released in results.items()
         },
         figures=figures,
         guarantees=[each for each in run.guarantees() if each.basis == "provable"],
@@ -115,25 +116,25 @@ def _shown(estimate: Estimate) -> tuple[str, str, str]:
     return value, f"{error:,.{digits}f}", f"{low} to {high}"
 
 
-def _draw(folder: Path, name: str, statistic: Statistic, own: list[Estimate]) -> None:
+def _draw(folder: Path, name: str, statistic: Statistic, released: list[Estimate]) -> None:
     is_curve = isinstance(statistic, SurvivalCurve)
     axis = statistic.columns[0]
     figure, axes = canvas(statistic.title, axis, "share of people" if is_curve else "people")
     if isinstance(statistic, SurvivalCurve):
-        _draw_curve(axes, statistic, own)
+        _draw_curve(axes, statistic, released)
     else:
-        places = range(len(own))
-        axes.bar(places, [each.value for each in own], color=COLOURS[0])
-        half = [(each.upper - each.lower) / 2 for each in own]
-        axes.errorbar(places, [each.value for each in own], half, fmt="none", ecolor="black")
-        axes.set_xticks(list(places), [each.name for each in own], rotation=30, ha="right")
+        places = range(len(released))
+        axes.bar(places, [each.value for each in released], color=COLOURS[0])
+        half = [(each.upper - each.lower) / 2 for each in released]
+        axes.errorbar(places, [each.value for each in released], half, fmt="none", ecolor="black")
+        axes.set_xticks(list(places), [each.name for each in released], rotation=30, ha="right")
         axes.tick_params(axis="x", labelsize=7)
         figure.set_layout_engine("constrained")  # makes room for the names of bins
-    rows = [(each.name, each.value, each.lower, each.upper) for each in own]
+    rows = [(each.name, each.value, each.lower, each.upper) for each in released]
     save_figure(figure, folder, name, ("name", "estimate", "lower", "upper"), rows)
 
 
-def _draw_curve(axes: Axes, curve: SurvivalCurve, own: list[Estimate]) -> None:
+def _draw_curve(axes: Axes, curve: SurvivalCurve, released: list[Estimate]) -> None:
     """Draw the survival curve as steps, with its 95 % intervals."""
     times = [curve.times.lower, *curve.times.edges[1:].tolist()]
 
@@ -142,11 +143,11 @@ def _draw_curve(axes: Axes, curve: SurvivalCurve, own: list[Estimate]) -> None:
 
     axes.fill_between(
         times,
-        from_one([each.lower for each in own]),
-        from_one([each.upper for each in own]),
+        from_one([each.lower for each in released]),
+        from_one([each.upper for each in released]),
         step="post",
         alpha=0.25,
         color=COLOURS[0],
     )
-    axes.step(times, from_one([each.value for each in own]), where="post", color=COLOURS[0])
+    axes.step(times, from_one([each.value for each in released]), where="post", color=COLOURS[0])
     axes.set_ylim(0, 1.02)

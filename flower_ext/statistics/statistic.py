@@ -197,9 +197,9 @@ class JointStatistics:
         ends = np.cumsum([statistic.size for statistic in self.statistics])
         return {
             statistic: statistic.estimates(
-                own * self._unit(statistic), stddev * self._unit(statistic), rng
+                part * self._unit(statistic), stddev * self._unit(statistic), rng
             )
-            for statistic, own in zip(self.statistics, np.split(total, ends[:-1]), strict=True)
+            for statistic, part in zip(self.statistics, np.split(total, ends[:-1]), strict=True)
         }
 
     def _unit(self, statistic: Statistic) -> float:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from flower_ext.runs.page import to_markdown
 from tests.support.check_apps import CLEAN, FAULTS, PUBLIC, write_app, write_secaggplus_app
 from tests.support.checking import codes, result_of
 
@@ -38,6 +39,9 @@ def test_flips_settings_cost_two_hundred_million_an_upload(tmp_path):
     assert result["unproven"]
     # The message is all that a diff needs: it takes the place of the mod and the strategy.
     assert "-app = ClientApp(mods=[LocalDpMod(1.0, 1e-4, 10.0, 1e-5)])" in result["diff"]
+    report = to_markdown("check", **result)
+    assert "LocalDpMod: ε = 10 at δ = 1e-05: NOT PROVABLE" in report
+    assert all(f"{finding['code']}: " in report for finding in result["findings"])
 
 
 def test_a_sound_app_is_proved_and_its_claim_confirmed(tmp_path):

@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from flower_ext.check.app_folder import unpacked
-from flower_ext.check.child import NotChecked, ProbeRequest, checked, import_once
+from flower_ext.check.child import NotChecked, checked, import_once
 from flower_ext.check.forks import in_fork
+from flower_ext.check.probes import ProbeRequest
 from flower_ext.files import read_toml
 from tests.support.check_apps import CLIENTS
 

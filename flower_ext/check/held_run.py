@@ -1,0 +1,217 @@
+"""Held runs: runs in which no client learns from its data.
+
+The app's function is not called. In its place a client answers with the received model moved by a
+small public step, so what leaves depends on mods and noise alone, and on nobody's data. One client,
+the target, may answer with another update, which shows how far a single client moves the result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from copy import deepcopy
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from flwr.app import Array, ArrayRecord, Error, Message, RecordDict
+
+from flower_ext.check.vectors import direction, held_step
+from flower_ext.data import Examples, SiloData, trees
+from flower_ext.federation.client.client_method import ClientWork
+from flower_ext.federation.client.preparing import NO_DATA
+from flower_ext.federation.failures import CLIENT_APP_RAISED
+from flower_ext.federation.sums.weighted_silo import HiddenSum
+from flower_ext.privacy.mechanisms.bounds import BoundedSum
+from flower_ext.privacy.mechanisms.protections import ClipSteps, Protection
+
+Change = Literal["", "huge", "huge and heavy", "nan", "zero", "raise"]
+"""Change of the target in each round: of its update, of its weight too, or its absence."""
+HUGE, HEAVY = 1e4, 1000
+"""Norm of a huge update, and factor of a heavy client's metrics."""
+_SLOW = 1e-6
+"""Factor of the learning rate under which noised steps show their noise alone."""
+TRAIN = "train"
+
+
+@dataclass(kw_only=True)
+class HeldRun:
+    """The clients' answers in a held run.
+
+    Parameters
+    ----------
+    template : Mapping[str, RecordDict]
+        What the app's function returned in the first run, by category of messages.
+    change : Change
+    quiet : bool
+        True if the noise sources of this package add nothing, so that bounds show exactly.
+    """
+
+    template: Mapping[str, RecordDict]
+    change: Change = ""
+    quiet: bool = False
+    _kind: str = ""
+    _target: int = -1
+    _unit: int | None = None
+
+    def begin(self, kind: str, *, target: int) -> None:
+        """Begin a batch of messages of one kind; ``target`` is the partition to be changed."""
+        self._kind, self._target = kind, target
+
+    def answer(self, message: Message) -> Message:
+        """Answer in place of the app's function."""
+        category = category_of(message)
+        content = deepcopy(self.template[category])
+        if category == TRAIN:
+            is_changed = self._kind == TRAIN
+            change = self._change_of(partition_of(message)) if is_changed else ""
+            if change == "raise":
+                raise RuntimeError("the check lets this client fail")
+            for name, record in content.array_records.items():
+                if (received := received_like(record, message.content)) is not None:
+                    content[name] = _moved(received, change)
+            if change == "huge and heavy":
+                for metrics in content.metric_records.values():
+                    for name, value in metrics.items():
+                        if isinstance(value, int | float):
+                            metrics[name] = value * HEAVY
+        return Message(content, reply_to=message)
+
+    def changed_reply(self, message: Message, reply: Message) -> Message:
+        """Return the reply of an app of this package, whose function the check cannot replace.
+
+        A change that `contribution` cannot make, to NaN or to absence, is made here.
+        """
+        change = self._change_of(partition_of(message))
+        if self._kind != TRAIN or change not in ("nan", "raise"):
+            return reply
+        if change == "raise" or not reply.has_content():
+            return Message(Error(code=CLIENT_APP_RAISED, reason=""), reply_to=message)
+        content = reply.content.copy()
+        for name, record in content.array_records.items():
+            content[name] = _moved(record, change)
+        return Message(content, reply_to=message)
+
+    def contribution(
+        self, update: Any, received: Mapping[str, Any], protection: Protection, partition: int
+    ) -> Any:
+        """Return a public update in the place of a client's own one.
+
+        Updates stay as they are if the noise is in the training. Sums over units stay, too: a held
+        client has the records of no unit, or of one.
+        """
+        if not protection.hides_failures or isinstance(update, BoundedSum | HiddenSum):
+            return update
+        numbers = {name: np.asarray(part) for name, part in update.items()}
+        start = {name: np.zeros_like(part) for name, part in numbers.items()}
+        if protection.bounds_models:
+            start |= {name: np.asarray(received[name]) for name in numbers.keys() & received.keys()}
+        moved = moved_arrays(start, self._change_of(partition))
+        return {
+            name: torch.as_tensor(moved[name]) if torch.is_tensor(part) else moved[name]
+            for name, part in update.items()
+        }
+
+    def work(self, work: ClientWork) -> ClientWork:
+        """Return work without the data that a client would learn from.
+
+        If the noise is in the local steps, they stay, and hardly move. In a quiet run one real step
+        is left, whose first record a changed client makes huge.
+        """
+        protection, phase = work.protection, work.method.upload_phase
+        if self.shows_unit(protection):
+            return self._of_one_unit(work)
+        if protection.hides_failures:
+            return replace(work, data=NO_DATA)
+        if not isinstance(protection, ClipSteps) or phase is None:
+            return work
+        none = {name: replace(t, epochs=0, steps=None) for name, t in work.training.items()}
+        training, data = work.training[phase], work.data
+        if self.quiet:
+            size = min(training.batch_size, len(data.train))
+            training = replace(training, steps=1, batch_size=size)
+            examples = data.train.subset(range(size))
+            if self._change_of(work.policy.partition).startswith("huge"):
+                examples = _with_huge_record(examples)
+            data = replace(data, train=examples)
+        else:
+            training = replace(training, learning_rate=training.learning_rate * _SLOW)
+        request = replace(work.request, training={**none, phase: training})
+        return replace(work, request=request, data=data)
+
+    def shows_unit(self, protection: Protection) -> bool:
+        """Return True if a huge change concerns a unit whose records lie with several clients."""
+        return protection.of_units and self.quiet and self.change.startswith("huge")
+
+    def _of_one_unit(self, work: ClientWork) -> ClientWork:
+        """Return work on one unit's records alone, the same for all clients, by a huge step."""
+        data = work.data
+        if not isinstance(data, SiloData) or not len(data.owners):
+            return work
+        if self._unit is None:
+            self._unit = int(data.owners[0])
+        rows = np.flatnonzero(data.owners.cpu().numpy() == self._unit)
+        data = replace(data, train=data.train.subset(rows), owners=data.owners[rows])
+        phases = {
+            name: replace(t, steps=1, learning_rate=t.learning_rate * HUGE, tolerance=0.0)
+            for name, t in work.training.items()
+        }
+        return replace(work, data=data, request=replace(work.request, training=phases))
+
+    def _change_of(self, partition: int) -> Change:
+        return self.change if partition == self._target else ""
+
+
+def category_of(message: Message) -> str:
+    """Return the category of a message's type, such as "train"."""
+    return message.metadata.message_type.partition(".")[0]
+
+
+def partition_of(message: Message) -> int:
+    """Return the partition of the client that gets a message."""
+    return int(message.metadata.dst_node_id) - 1_000
+
+
+def received_like(record: ArrayRecord, content: RecordDict) -> ArrayRecord | None:
+    """Return the received record with the same arrays; None if there is none."""
+    shapes = {key: tuple(array.shape) for key, array in record.items()}
+    for received in content.array_records.values():
+        if shapes == {key: tuple(array.shape) for key, array in received.items()}:
+            return received
+    return None
+
+
+def _moved(record: ArrayRecord, change: Change) -> ArrayRecord:
+    """Return a record, moved by a held update or by that of a changed client."""
+    moved = moved_arrays({key: array.numpy() for key, array in record.items()}, change)
+    return ArrayRecord({key: Array(np.asarray(array)) for key, array in moved.items()})
+
+
+def _with_huge_record(examples: Examples) -> Examples:
+    """Return examples whose first record has huge numbers, as far as its features are numbers."""
+
+    def enlarged(part: torch.Tensor) -> torch.Tensor:
+        part = part.clone()
+        if part.is_floating_point():
+            part[0] = HUGE * torch.where(part[0] == 0, 1, part[0])
+        return part
+
+    return replace(examples, features=trees.mapped(enlarged, examples.features))
+
+
+def moved_arrays(arrays: Mapping[str, np.ndarray], change: Change) -> dict[str, np.ndarray]:
+    """Return arrays, moved by a held update or by that of a changed client."""
+    size = sum(array.size for array in arrays.values() if array.dtype.kind == "f")
+    move = np.zeros(size) if change == "zero" or not size else held_step(size)
+    if change.startswith("huge"):
+        move = HUGE * direction(size)
+    elif change == "nan":
+        move = np.full(size, np.nan)
+    start, moved = 0, {}
+    for key, array in arrays.items():
+        if array.dtype.kind == "f":
+            part = move[start : start + array.size].reshape(array.shape)
+            start += array.size
+            array = np.asarray(array + part, array.dtype)
+        moved[key] = array
+    return moved
