@@ -118,7 +118,7 @@ def mixed(local: Mapping[str, Tensor], shared: Mapping[str, Tensor], weights: Pa
 
 @one_by_one
 def train_weights(task: Task, job: Aggregation, trained: Callable[[str], bool]) -> Params:
-    """Train W of one job and return it; parameters without weights come from the shared model."""
+    """Train and return W of one job; parameters outside W are those of the shared model."""
     frozen = {name: p for name, p in job.shared.items() if not trained(name)}
     problem = local_problem(task, {**job.params, **frozen}, trained=trained)
     device = problem.device

@@ -392,8 +392,8 @@ def start(
         if run.resumed and wrapper is None and limit is not None and last > settings.rounds:
             raise UnfitSetting(
                 f"run-config rounds={last} of a resumed run: expected at most {settings.rounds}, "
-                f"because its noise stays as it is and spends epsilon={limit.epsilon:g} in these "
-                "rounds. To train longer under that epsilon, begin a new run: leave out --resume, "
+                f"because that many spend epsilon={limit.epsilon:g} with its noise, which stays as "
+                "it is. To train longer under that epsilon, begin a new run: leave out --resume, "
                 f"and give --set rounds={last}"
             )
         base.run.attach(run, limit=limit)

@@ -2,8 +2,8 @@
 
 Flower serialises an array at once, which is wasted time if clients run in the server's process. An
 `UnsentArray` is serialised only when it leaves the process. An `UploadReply` carries plain arrays,
-and builds Flower's records as soon as a caller reads its ``content``, because for a hundred small
-models this takes longer than training. The strategies of this package read the arrays.
+and builds Flower's records only when a caller reads its ``content``, because for a hundred small
+models building them takes longer than training. The strategies of this package read the arrays.
 """
 
 from __future__ import annotations

@@ -300,7 +300,7 @@ def _rising(functions: NDArray[np.float64]) -> tuple[NDArray[np.float64], NDArra
 
 @cache
 def _tree_inverse(depth: int) -> NDArray[np.float64]:
-    """Return the matrix (leaves, nodes) from a tree's counts to its leaves by least squares."""
+    """Return the matrix (leaves, nodes) that fits leaves to a tree's counts by least squares."""
     leaves = np.arange(2**depth)
     levels = [
         np.arange(2**level)[:, np.newaxis] == leaves >> (depth - level)

@@ -44,14 +44,14 @@ _GENERATORS = "the global generator of numpy.random or random (draw from torch.r
 
 
 def refuse_state_between_trainings(task: Task, examples: Examples) -> None:
-    """Refuse a model or a loss through which a training changes another one in the same process.
+    """Refuse a model or a loss through which a training changes later ones in the same process.
 
     Only the shapes and types of the examples matter. The process remembers the result.
 
     Raises
     ------
     InvalidValue
-        The message names what two models share. It depends on no data, so it may reach the server.
+        The message names what trainings share. It depends on no data, so it may reach the server.
     Exception
         Examples of this kind, such as quantised ones, cannot be made at random.
     """

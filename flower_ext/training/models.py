@@ -82,9 +82,7 @@ class BinaryLogistic(HeadedModel):
 
 def _binary(name: str, inputs: int, bias: bool, num_classes: int = 2) -> BinaryLogistic:
     if num_classes != 2:
-        raise InvalidValue(
-            f"num_classes={num_classes!r}: expected 2, all that {name} can distinguish"
-        )
+        raise InvalidValue(f"num_classes={num_classes!r}: expected 2, because {name} is binary")
     return BinaryLogistic(nn.Flatten(), nn.Linear(inputs, 1, bias=bias))
 
 

@@ -108,7 +108,7 @@ class ClipAndNoise(_Noised):
     Parameters
     ----------
     clipping_norm : float
-        Norm bound C; with a side (see ``side_weight``), the bound on update and side together.
+        Norm bound: C, or C' of `adaptive_clipping` if ``update_norm`` is given.
     noise_stddev : float
         Standard deviation of this client's share.
     cell : float, optional
@@ -119,9 +119,10 @@ class ClipAndNoise(_Noised):
         clips the whole.
     noise_grid : float, optional
         Step of the grid to which an upload without ``cell`` is rounded; it must be the same for all
-        clients and rounds. By default `noise_grid` of the share.
+        clients and rounds. By default `noise_grid` of ``noise_stddev``.
     update_norm, side_weight : float, optional
-        C and κ of `adaptive_clipping`. With both, the upload has the side of the update's norm.
+        C and κ of `adaptive_clipping`. With both, the upload includes κ·side, a number that
+        depends on whether the update is longer than C.
 
     Raises
     ------
@@ -147,7 +148,7 @@ class ClipAndNoise(_Noised):
 
     @property
     def noise_multiplier(self) -> float:
-        """Stddev of the client's noise, or of the Gaussian that it replaces, in clipping norms."""
+        """Stddev of the noise in clipping norms; if discrete, of the Gaussian that it replaces."""
         if self.cell is None:
             return super().noise_multiplier
         return worth(self.noise_stddev / self.cell) * self.cell / self.clipping_norm

@@ -30,7 +30,7 @@ class ReleaseMechanism(NoisedSum):
         return not self.noised_by_server
 
     def protection(self, run: RunSummary, cohort_size: int) -> Protection | None:
-        """Return the bound and one client's share of the noise in a cohort of that size."""
+        """Return the bound and one client's share of the noise in a cohort of ``cohort_size``."""
         if cohort_size == 0:  # nobody is asked; the server adds the whole noise
             return None
         if self.noised_by_server:

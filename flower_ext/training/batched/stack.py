@@ -353,7 +353,7 @@ class _Rows:
         return selected
 
     def _from_joined(self, orders: Sequence[Tensor], length: int) -> Tensor:
-        """Return the rows of each order, filled up to ``length`` with the order's first row."""
+        """Return each job's rows as ``orders`` number them, padded to ``length`` by the first."""
         assert self.joined is not None
         first, moved = 0, []
         for tensor, rows in zip(self.tensors, orders, strict=False):

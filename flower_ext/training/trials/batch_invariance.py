@@ -237,7 +237,7 @@ def _along(outputs: Any, directions: Mapping[str, Tensor]) -> Tensor:
 
 
 def _numbers(gradients: Mapping[str, ExampleGradients]) -> list[Tensor]:
-    """Return every tensor with one row per example."""
+    """Return all factors and squared norms, each with one row per example."""
     return [tensor for part in gradients.values() for tensor in (*part.factors, part.squares())]
 
 
