@@ -5,6 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from sklearn.datasets import load_digits
 
 from flower_ext.data import DataNotFound, describe, load, names
 from tests.support.real_data import REAL
@@ -34,6 +35,9 @@ def test_digits_are_always_there():
     assert digits.features.dtype == torch.float32
     assert (digits.features.min(), digits.features.max()) == (0, 1)
     assert digits.targets.unique().tolist() == list(range(10))
+    bunch = load_digits()
+    assert torch.equal(digits.features[:, 0], torch.from_numpy(bunch.images / 16).float())
+    assert torch.equal(digits.targets, torch.from_numpy(bunch.target))
 
 
 @pytest.mark.parametrize("where", ["", "mnist", "MNIST/raw"])
