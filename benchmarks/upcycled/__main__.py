@@ -4,9 +4,9 @@
 
 The default takes 20 minutes on two cores: Table 1 on the four synthetic sets with 30 training
 rounds and a small grid, Table 5, and Figures 3 and 4 for some methods. ``--full`` is the paper's
-setting: 80 training rounds, Table 3, letters, the whole grid, all methods. Without a data folder
-the synthetic devices are generated, with 10 classes. Finished runs in the output folder are kept,
-so an interrupted benchmark continues.
+setting: 80 training rounds, Table 3, the whole grid, all methods. ``--datasets letters`` has a data
+set of our own in place of FEMNIST. Without a data folder the synthetic devices are generated, with
+10 classes. Finished runs in the output folder are kept, so an interrupted benchmark continues.
 """
 
 from __future__ import annotations

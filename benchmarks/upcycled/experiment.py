@@ -108,7 +108,7 @@ DEFAULT = Scale(
     timed_rounds=10,
 )
 FULL = Scale(
-    datasets=(*SYNTHETIC, "letters"),
+    datasets=tuple(SYNTHETIC),
     straggler_ratios=(0.9, 0.3),
     training_rounds=80,
     search_rounds=80,
