@@ -190,7 +190,7 @@ def _without_entries(message: Message) -> Message:
 
 
 def _update(reply: Message, received: records.Arrays) -> records.Arrays:
-    """Return the change of each floating-point array that the ClientApp received."""
+    """Return by how much the ClientApp changed each floating-point array that it received."""
     if reply.has_error():
         raise InvalidValue(f"the ClientApp answered with an error: {reply.error.reason}")
     arrays = reply.content.array_records

@@ -95,7 +95,7 @@ def settings(kind: type[AppSettings], context: Context) -> AppSettings:
 
 
 def sampling(settings: CohortSettings) -> Sampling:
-    """Return the sampling of cohorts, from ``clients``, ``sampling`` and ``sampling_rate``."""
+    """Return the cohort sampling that the settings ``sampling…`` and ``clients`` describe."""
     clients, rate = settings.clients, settings.sampling_rate
     match settings.sampling:
         case "poisson":
@@ -107,7 +107,7 @@ def sampling(settings: CohortSettings) -> Sampling:
 
 
 def non_private_plan(settings: TrainingSettings, sampling: Sampling) -> NonPrivatePlan:
-    """Return the plan of a mean over sampled clients, without privacy.
+    """Return the plan under which the server averages sampled clients' updates without privacy.
 
     Raises
     ------
@@ -335,9 +335,9 @@ def start(
 ) -> None:
     """Run a method under a plan for ``rounds`` rounds in a run directory, and write its report.
 
-    A run with privacy ends early if its provable ε reaches ``budget`` (0 means no budget), or the
-    ``epsilon`` for which its noise is provably calibrated. It also ends early if all runs that
-    share the account ``budget_ledger`` have spent the account's budget. If the plan is a
+    A run with privacy may end early. It ends when its provable ε reaches ``budget`` (0 means no
+    budget), or the ``epsilon`` for which its noise is provably calibrated. It also ends when all
+    runs that share the account ``budget_ledger`` have spent the account's budget. If the plan is a
     `ReleasePlan`, the run's ledger records its releases.
 
     Parameters

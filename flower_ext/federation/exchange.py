@@ -199,7 +199,7 @@ class Requests:
         due, early, refused = deque(sorted(waiting)), dict[int, T](), set[int]()
         for reply in clients.progress.counted(self.kind, replies, refusals):
             partition = clients.partition_of(reply)
-            # Anything that a reply provokes refuses it, so a hostile client cannot end the run.
+            # Refuse a reply that provokes any error, so that a hostile client cannot end the run.
             try:
                 if partition not in waiting:
                     if reply.has_error():  # the SuperLink answers in place of a node

@@ -63,8 +63,8 @@ class PldAccountant:
     config : PrivacyConfig
         Its ``max_epsilon`` is the budget: Flower calls `would_exceed` before clients train.
     ledger : Ledger, optional
-        Records every release before it leaves the strategy. Releases that it already holds count,
-        so a run that is started again continues from its earlier spend.
+        Records every release before it leaves the strategy. Releases that the ledger already holds
+        count, too, so a run that is started again continues from what it has spent.
 
     Raises
     ------

@@ -27,12 +27,12 @@ class Cohort:
     units : Sequence[int]
         Privacy units whose data the round uses.
     norms : Mapping[int, float]
-        Largest norm that an upload may have before noise, in clipping norms, by partition. The
-        default is 1; a sum over several units may have a larger norm.
+        By partition, the largest norm that an upload may have before noise, as a multiple of the
+        clipping norm. The default is 1; a sum over several units may have a larger norm.
     population : int
         Number of units from which ``units`` were drawn.
     requests : Mapping[int, Mapping[str, ArrayRecord]]
-        By partition, the records that the method adds to the message to this client alone.
+        Records that the method adds to the message to one client alone, by that client's partition.
     """
 
     partitions: Sequence[int]
@@ -181,7 +181,7 @@ class HiddenUsers(UsersInSilos):
         return {} if self.oblivious else super().columns(drawn)
 
     def count(self, units: Sequence[int], uploads: int, *, requests: int) -> None:
-        """Count an upload of every silo, because the sum stays masked if one silo's is missing."""
+        """Count an upload of every silo, because the sum stays masked if one upload is missing."""
         self.participations.record(units, self.num_silos, asked=self.num_silos)
 
     def count_abandoned(self, units: Sequence[int], uploads: int, *, requests: int) -> None:

@@ -1,6 +1,7 @@
 """Write a protection into a training message, and read it back on the client.
 
-A message has the kind of the protection (`privacy.mechanisms.protections`) and its fields.
+A message holds the kind of the protection, which is a key of `_KINDS`, and the values of the fields
+that this kind leaves open (see `privacy.mechanisms.protections`).
 """
 
 from __future__ import annotations

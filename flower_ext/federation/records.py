@@ -140,7 +140,7 @@ def flattened(arrays: Mapping[str, np.ndarray]) -> np.ndarray:
 
 
 def shaped(vector: np.ndarray, like: Arrays) -> Arrays:
-    """Return the arrays that `flattened` made a vector, with the names and shapes of ``like``."""
+    """Split a vector of `flattened` into arrays with the names and shapes of ``like``."""
     names = sorted(like)
     ends = np.cumsum([like[name].size for name in names])[:-1]
     parts = zip(names, np.split(vector, ends), strict=True)
@@ -281,7 +281,7 @@ def single_message(arrays: Arrays, *names: str) -> tuple[str, bytes]:
 
 @dataclass(frozen=True, slots=True)
 class Update:
-    """One client's update, a difference to the global model, and its metrics."""
+    """One client's update (its difference to the global model) and its metrics."""
 
     arrays: Mapping[str, np.ndarray]
     metrics: Mapping[str, float]

@@ -196,7 +196,7 @@ def _newer_nodes(grid: Grid, population: int, nodes: Sequence[int], *, timeout: 
 def _ask_identities(
     grid: Grid, nodes: Sequence[int], kind: str, question: RecordDict, *, timeout: float
 ) -> tuple[dict[int, object], str]:
-    """Return the partition that each node reports, and the first error in place of an answer."""
+    """Return the partition that each node reports, and the first error that a node reports."""
     like = Message(RecordDict(), dst_node_id=nodes[0], message_type=kind)
     first_clients = nodes[:: getattr(grid, "clients_per_node", 1)]
     questions = [message_like(like, question, dst_node_id=node) for node in first_clients]

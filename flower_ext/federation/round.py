@@ -197,13 +197,14 @@ class TrainingRound:
         # Refuse a round before its sum is opened, because until then no client knows of the round.
         drawn = self._draw()
         run.check_budget(server_round, drawn)
-        # Charge first, then read withdrawals: each one before the charge counts in this round. A
-        # later one may count only in the next round.
+        # Charge first, and then read withdrawals: a withdrawal before the charge takes effect in
+        # this round. A later one may take effect only in the next round.
         leave_out_withdrawn(run)
         drawn = run.population.without(drawn, run.spending.withdrawn)
         self._warn_beyond_plan()
         run.check_training()
-        # The spend, then the noise, then the units: all are on disk before clients use any data.
+        # Write the privacy cost, then the noise, then the units to disk; only then may clients use
+        # any data.
         identity = run.release_identity("release", number)
         run.spending.reserve(run.mechanism.release_in(number), server_round, identity)
         opening = Opening(

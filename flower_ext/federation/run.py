@@ -155,7 +155,7 @@ class Run:
 
     @property
     def mechanism(self) -> RoundMechanism:
-        """The mechanism of the next round, as the plan made it and earlier releases changed it."""
+        """The next round's mechanism, which the plan made and earlier releases may have changed."""
         return self.summation.mechanism
 
     @property
@@ -205,7 +205,7 @@ class Run:
         return self._stream.at(number, like, fresh, repeats=self.repeats)
 
     def round_record(self, training_round: int, **more: Any) -> ConfigRecord:
-        """Return the record that names the run and the round to clients, with ``more`` entries."""
+        """Return the record that tells clients the run and the round, with the entries ``more``."""
         return ConfigRecord(
             {
                 "run": self.checkpoints.run_id,

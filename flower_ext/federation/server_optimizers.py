@@ -201,7 +201,7 @@ class Yogi(Adam):
 
 @dataclass(frozen=True, kw_only=True)
 class ExponentialAverage(Checked):
-    """Average of the models so far, with weights that fall by ``decay`` a round.
+    """Average of the models so far; each round multiplies their weights by ``decay``.
 
     The weights sum to 1 in every round. The first model therefore has no extra weight.
 
