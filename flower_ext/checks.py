@@ -39,7 +39,7 @@ def is_integer(value: object) -> bool:
 
 @dataclass(frozen=True)
 class Rule:
-    """A condition on a value: in words, and as a function."""
+    """A condition on a value: the words for its error, and the function that tests it."""
 
     expected: str
     accepts: Callable[[Any], bool]
@@ -105,7 +105,7 @@ class Checked:
 
 @cache
 def _rules(kind: type) -> list[tuple[str, Rule, bool]]:
-    """Return (name, rule, True if it may be None) of each field of a class that has a rule.
+    """Return (name, rule, True if None is accepted) for each field whose type has a rule.
 
     If a subclass gives a field a type without a rule, the rule of the base class holds.
     """

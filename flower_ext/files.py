@@ -1,4 +1,4 @@
-"""Write files whole and readable by their user only, lock them, and read TOML."""
+"""Write whole files that only their user can read, lock files, and read TOML."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ def write_whole(path: Path, content: bytes, *, sync: bool = True, private: bool 
     Parameters
     ----------
     sync : bool
-        Make the new content survive a power failure, not only a crash of this process.
+        If True, the new content survives a power failure, not only a crash of this process.
     private : bool
-        Mode 0600; otherwise the user's umask applies.
+        If True, only the user can read the file (mode 0600); otherwise the user's umask applies.
 
     Raises
     ------
@@ -101,7 +101,10 @@ def append_line(path: Path, line: bytes, *, sync: bool = True) -> None:
 
 
 def whole_lines(path: Path) -> list[bytes]:
-    """Return a file's complete lines, without an incomplete last line; empty without a file."""
+    """Return a file's complete lines; leave out an incomplete last line.
+
+    Return no lines if there is no file.
+    """
     content = path.read_bytes() if path.exists() else b""
     return content[: content.rfind(b"\n") + 1].splitlines()
 
@@ -221,7 +224,7 @@ def _opened(path: Path, how: int, sync: bool, *, private: bool) -> Iterator[IO[b
 
 
 def _remove_drafts_of_the_dead(path: Path) -> None:
-    """Remove a file's drafts, which may hold secrets, that killed local processes left behind."""
+    """Remove drafts of a file that killed local processes left behind; they may hold secrets."""
     for draft in path.parent.glob(f".{escape(path.name)}.*-*.draft"):
         writer = draft.name.rsplit(".", 2)[1].partition("-")[0]
         if writer.isdecimal() and not psutil.pid_exists(int(writer)):

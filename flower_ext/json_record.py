@@ -16,7 +16,7 @@ from flower_ext.errors import InvalidValue
 NOT_WRITTEN: Mapping[str, Any] = {"json": False}
 """Metadata of a field that `JsonRecord` does not write; a reader gets the field's default."""
 
-_EXPECTED = "expected the JSON of all its fields"
+_EXPECTED = "expected JSON with a value for each of its fields"
 
 
 class JsonRecord:
@@ -24,7 +24,7 @@ class JsonRecord:
 
     JSON holds bytes in hexadecimal, enumerations by value, and an infinite number as null. A field
     may hold another record. If a field may hold records of several classes, each of these classes
-    needs a ``kind``, which is written beside its fields.
+    needs a name ``kind``, which the JSON holds in addition to the fields.
 
     A record may hold a party's secrets in the clear: store its bytes where nobody else can read
     them.
@@ -44,7 +44,7 @@ class JsonRecord:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
-        """Undo `to_dict`.
+        """Return the record that `to_dict` turned into ``values``.
 
         Raises
         ------
@@ -57,7 +57,7 @@ class JsonRecord:
             names = {*types, "kind"} if cls.kind else {*types}
             if differing := sorted(names ^ values.keys()):
                 raise InvalidValue(
-                    f"{cls.__name__}: {_EXPECTED}; unknown or missing field {differing[0]!r}"
+                    f"{cls.__name__} has an unknown or missing field {differing[0]!r}: {_EXPECTED}"
                 )
             if cls.kind and values["kind"] != cls.kind:
                 raise InvalidValue(
@@ -71,12 +71,12 @@ class JsonRecord:
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Self:
-        """Undo `to_bytes`.
+        """Return the record that `to_bytes` turned into ``data``.
 
         Raises
         ------
         InvalidValue
-            As `from_dict`.
+            ``data`` is not JSON, or `from_dict` refuses its content.
         """
         try:
             values = json.loads(data)
@@ -109,7 +109,7 @@ def _plain(value: Any) -> Any:
 
 
 def _read(kind: Any, value: Any) -> Any:
-    """Undo `_plain`: return the object of type ``kind`` that was written as ``value``."""
+    """Return the object of type ``kind`` that `_plain` turned into ``value``."""
     origin, parts = get_origin(kind) or kind, get_args(kind)
     if origin in (Union, UnionType):
         return _read_one_of(parts, value)

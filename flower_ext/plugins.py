@@ -1,7 +1,7 @@
 """Load plug-ins: objects that other distributions offer to this package by entry points.
 
 A plug-in offers one object in a group of entry points, such as ``flower_ext.forms``. A plug-in that
-cannot be loaded is left out with a warning, and the package works as without it. To leave out all
+cannot be loaded is left out with a warning, and the package works without it. To leave out all
 plug-ins, set ``FLOWER_EXT_PLUGINS=none`` in the environment.
 """
 

@@ -13,8 +13,8 @@ the mod also masks the noised update, so that the server sees only the sum of a 
 the ClientApp returns           what leaves the client
 ==============================  ==================================================================
 floating-point arrays           the clipped update with noise
-integer and boolean arrays      the received values, because such arrays count batches or
-                                examples, and Gaussian noise does not cover a whole number
+integer and boolean arrays      the values that the client received: such arrays count batches or
+                                examples, and Gaussian noise does not protect whole numbers
                                 (`DPFedAvg` refuses such a model before the first round)
 arrays in half precision        an error, because noise does not add up in half precision
 arrays that were not received   nothing
@@ -28,9 +28,9 @@ caused the error. The server therefore cannot see that a ClientApp fails during 
 does not improve, read the nodes' logs.
 
 Before the first round the server rehearses: it asks up to three clients in turn, until one can
-train. In a rehearsal the mod reports only whether training succeeded (it sends an update of zeros)
-or failed. The guarantee does not cover this report. A node with ``require-secure-sum=true`` does
-not train in a rehearsal, and always reports success.
+train. In a rehearsal the mod sends an update of zeros if training succeeded, and an error if it
+failed. The guarantee does not cover this answer. A node with ``require-secure-sum=true`` does not
+train in a rehearsal, and always reports success.
 """
 
 from __future__ import annotations
@@ -137,17 +137,18 @@ def client_level_dp_mod(*, allow_seeded_noise: bool = False) -> Mod:
 def _requested(
     message: Message, context: Context, allow_seeded_noise: bool
 ) -> tuple[Mapping[str, Any], Protection, NoiseSource]:
-    """Return the entries, the protection and the noise that a training message asks for."""
+    """Return a training message's entries for this mod, and its protection and source of noise."""
     check_addressee(message, context)
     entries = entries_for_mods(message)
     protection = check_entries(entries) if entries else None
     if not isinstance(protection, ClipAndNoise | ProtectedByServer) or protection.of_units:
         kind = entries.get(KIND, "none")
         raise InvalidValue(
-            f"client_level_dp_mod: the server asks for the protection {kind!r}, expected one "
-            "which a ReleasePlan asks for; run FederatedStrategy(DPFedAvg(), ReleasePlan(...)) on "
-            "the server, or remove the mod. If the server does run that strategy, another mod "
-            "took the settings out: put client_level_dp_mod first in ClientApp(mods=...)"
+            f"client_level_dp_mod: the server asks for the protection {kind!r}: expected a "
+            "protection which a ReleasePlan asks for. Run FederatedStrategy(DPFedAvg(), "
+            "ReleasePlan(...)) on the server, or remove the mod. If the server does run that "
+            "strategy, another mod has removed the settings of the protection from the message: "
+            "put client_level_dp_mod first in ClientApp(mods=...)"
         )
     policy = NodePolicy(context, allow_seeded_noise)
     in_sum = protection.cell is not None and not entries.get("diagnostics")
@@ -165,14 +166,17 @@ def _refuse_outside_sums(context: Context) -> None:
 
 
 def _is_stage_of_sum(message: Message) -> bool:
-    """Return True for a message of a masked sum that asks for no training."""
+    """Return True if a message belongs to the protocol of a masked sum and asks for no training."""
     return records.SECURE_SUM in message.content and records.MODEL not in message.content
 
 
 def _of_sum(message: Message) -> records.Arrays:
-    """Return the record of the masked sum in a training message."""
+    """Return the arrays with which a training message asks for a masked update."""
     if records.SECURE_SUM not in message.content:
-        raise InvalidValue("ClipToCells without a secure sum in the server's message: expected one")
+        raise InvalidValue(
+            "the server's message asks for the protection ClipToCells without a secure sum: "
+            f"expected the record {records.SECURE_SUM!r}, too"
+        )
     return records.to_arrays(message.content.array_records[records.SECURE_SUM])
 
 
@@ -186,7 +190,7 @@ def _without_entries(message: Message) -> Message:
 
 
 def _update(reply: Message, received: records.Arrays) -> records.Arrays:
-    """Return the change of each floating-point array that the ClientApp received."""
+    """Return by how much the ClientApp changed each floating-point array that it received."""
     if reply.has_error():
         raise InvalidValue(f"the ClientApp answered with an error: {reply.error.reason}")
     arrays = reply.content.array_records

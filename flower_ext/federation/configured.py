@@ -80,7 +80,9 @@ _ADAPTIVE: Mapping[str, Any] = {"adagrad": Adagrad, "adam": Adam, "yogi": Yogi}
 
 
 def settings(kind: type[AppSettings], context: Context) -> AppSettings:
-    """Return the settings of a run; if it was resumed, with its first number of rounds.
+    """Return the settings of a run.
+
+    In a resumed run, ``rounds`` is the number with which the run began: its noise fits this number.
 
     Parameters
     ----------
@@ -93,7 +95,7 @@ def settings(kind: type[AppSettings], context: Context) -> AppSettings:
 
 
 def sampling(settings: CohortSettings) -> Sampling:
-    """Return the sampling of cohorts, from ``clients``, ``sampling`` and ``sampling_rate``."""
+    """Return the cohort sampling that the settings ``sampling…`` and ``clients`` describe."""
     clients, rate = settings.clients, settings.sampling_rate
     match settings.sampling:
         case "poisson":
@@ -105,7 +107,7 @@ def sampling(settings: CohortSettings) -> Sampling:
 
 
 def non_private_plan(settings: TrainingSettings, sampling: Sampling) -> NonPrivatePlan:
-    """Return the plan of a mean over sampled clients, without privacy.
+    """Return the plan under which the server averages sampled clients' updates without privacy.
 
     Raises
     ------
@@ -116,7 +118,7 @@ def non_private_plan(settings: TrainingSettings, sampling: Sampling) -> NonPriva
         if getattr(settings, name, "plain") != "plain":
             raise UnfitSetting(
                 f"run-config {name}='secure'{_with_method(settings)}: expected 'plain', because "
-                "secure sums are of clipped and noised values, and this method noises nothing"
+                "a secure sum adds up clipped and noised values, and this method adds no noise"
             )
     return NonPrivatePlan(sampling=sampling, weighting=settings.weighting)
 
@@ -133,8 +135,8 @@ def release_plan(
 
     Without a ``noise_multiplier`` above 0, the function chooses the least noise that keeps
     ``epsilon``. The setting ``calibration`` says which bound on ε counts: the provable one or the
-    published one. A ``delta`` of 0 means 1 / ``clients``, except with ``of_users``, where it is
-    passed on as it is.
+    published one. A ``delta`` of 0 means 1 / ``clients``; with ``of_users``, the plan gets
+    ``delta`` unchanged.
 
     Parameters
     ----------
@@ -143,8 +145,8 @@ def release_plan(
     of_users : bool
         True if the units are users with records in several silos.
     scores : tuple of (str, float, float)
-        Metrics that a secure evaluation releases, with their bounds; ``evaluation_loss_bound`` adds
-        the loss.
+        Metrics that a secure evaluation releases: the name, the least and the largest value of
+        each. If ``evaluation_loss_bound`` is above 0, the evaluation releases the loss, too.
     **changes
         Fields of `ReleasePlan` that override the settings; ``noise_multiplier`` cannot be among
         them.
@@ -197,7 +199,8 @@ def _correlated(settings: ReleaseSettings, sampling: Sampling, *, of_users: bool
     if of_users:
         raise UnfitSetting(
             f"run-config noise='correlated'{_with_method(settings)}: expected 'independent', "
-            "because no server counts a user's participations over silos"
+            "because correlated noise needs the number of a user's participations, which no server "
+            "counts over silos"
         )
     if settings.aggregation != "plain":
         raise UnfitSetting(
@@ -245,7 +248,10 @@ def _delta(settings: PrivacySettings, sampling: Sampling) -> float:
 def _secure_scores(
     settings: ReleaseSettings, options: Mapping[str, Any], scores: Bounds
 ) -> SecureScores:
-    """Return the query by which evaluations release scores, from the settings ``evaluation_…``."""
+    """Return the query by which evaluations release scores.
+
+    The settings whose names begin with ``evaluation_`` determine it.
+    """
     every, multiplier = settings.evaluate_every, settings.evaluation_noise_multiplier
     if not isinstance(options["noise_placement"], SecureSum):
         raise UnfitSetting(
@@ -262,8 +268,8 @@ def _secure_scores(
         if (epsilon := settings.target) is None:
             raise UnfitSetting(
                 f"run-config evaluation-noise-multiplier={multiplier!r} without epsilon: expected "
-                "a number > 0, because 0 stands for the noise that evaluation-share of epsilon "
-                "asks for; or set epsilon"
+                "a number > 0, or an epsilon, because 0 calibrates the noise to "
+                "evaluation-share * epsilon"
             )
         multiplier = calibrate_noise_multiplier(
             epsilon=settings.evaluation_share * epsilon,
@@ -287,14 +293,14 @@ def training(settings: TrainingSettings, **changes: Any) -> LocalTraining:
 
 
 def server(settings: ServerSettings, *, learning_rate: float | None = None) -> dict[str, Any]:
-    """Return the options ``server`` and ``average`` of a method.
+    """Return a method's options ``server`` (its optimiser) and ``average`` (of its models).
 
     ``learning_rate`` overrides the setting ``server_learning_rate``.
 
     Raises
     ------
     UnfitSetting
-        The settings name two averages.
+        Both ``average_decay`` and ``average_last`` are set, but a method has only one average.
     """
     rate = settings.server_learning_rate if learning_rate is None else learning_rate
     momentum, tau = settings.server_momentum, settings.server_tau
@@ -329,10 +335,10 @@ def start(
 ) -> None:
     """Run a method under a plan for ``rounds`` rounds in a run directory, and write its report.
 
-    A run with privacy may end early: when its provable ε reaches ``budget`` (0: no budget) or the
-    ``epsilon`` for which its noise is provably calibrated, or when all runs that share the account
-    ``budget_ledger`` have spent the account's budget. If the plan is a `ReleasePlan`, the run's
-    ledger records its releases.
+    A run with privacy may end early. It ends when its provable ε reaches ``budget`` (0 means no
+    budget), or the ``epsilon`` for which its noise is provably calibrated. It also ends when all
+    runs that share the account ``budget_ledger`` have spent the account's budget. If the plan is a
+    `ReleasePlan`, the run's ledger records its releases.
 
     Parameters
     ----------
@@ -350,7 +356,7 @@ def start(
     notes : Mapping, optional
         Further entries to record in addition to the settings.
     callbacks : Sequence[Callback]
-        Callbacks that follow the run.
+        User code that the run calls when it begins, after each round, and when it ends.
     **options
         Options of `FederatedStrategy` that no setting names: ``sum``, ``stragglers``, ``exposed``.
 
@@ -392,9 +398,9 @@ def start(
         if run.resumed and wrapper is None and limit is not None and last > settings.rounds:
             raise UnfitSetting(
                 f"run-config rounds={last} of a resumed run: expected at most {settings.rounds}, "
-                f"because that many spend epsilon={limit.epsilon:g} with its noise, which stays as "
-                "it is. To train longer under that epsilon, begin a new run: leave out --resume, "
-                f"and give --set rounds={last}"
+                f"because so many rounds spend epsilon={limit.epsilon:g} with the noise of this "
+                "run, which cannot change. To train longer under that epsilon, begin a new run: "
+                f"leave out --resume, and give --set rounds={last}"
             )
         base.run.attach(run, limit=limit)
         record(
@@ -408,12 +414,14 @@ def start(
 
 
 def _budget(settings: RunSettings, plan: PrivacyPlan) -> Budget | None:
-    """Return the budget that the settings name: of all runs that share an account, or of this run.
+    """Return the budget in the settings: that of a shared account, or of this run alone.
+
+    The budget is None if the settings limit neither.
 
     Raises
     ------
     UnfitSetting
-        The settings name an account, but not its ε or not its δ.
+        The settings name an account, but lack the account's ε or δ.
     """
     if not isinstance(settings, PrivacySettings):
         return None

@@ -25,17 +25,17 @@ _REHEARSALS = 3
 """Largest number of clients that the server asks in turn, before round 1, until one can train."""
 _BEFORE_OURS = (
     ". If another mod stands before client_level_dp_mod in ClientApp(mods=...), put "
-    "client_level_dp_mod first: a mod before it finds no metrics, and must not change an upload"
+    "client_level_dp_mod first: an earlier mod finds no metrics, and must not change an upload"
 )
 
 
 def connect(run: Run, grid: Grid, arrays: ArrayRecord) -> None:
-    """Take ``arrays`` as the model to send; the first time, connect to the clients.
+    """Store ``arrays`` as the model to send. At the first call, connect to the clients, too.
 
     Raises
     ------
     FederationNotReady
-        The connected nodes are not those that the plan counts on, or cannot take part.
+        The connected nodes are not those that the plan counts on, or a node cannot take part.
     InvalidValue
         The model does not fit the method, or the clients do not fit the plan.
     """
@@ -74,10 +74,10 @@ def connect(run: Run, grid: Grid, arrays: ArrayRecord) -> None:
 
 
 def leave_out_withdrawn(run: Run) -> None:
-    """Let the nodes of clients that withdrew delete these clients' memory; then ask them no more.
+    """Tell nodes of clients that withdrew to delete the clients' memory; ask them nothing else.
 
-    If a node does not confirm the deletion, the next run of the study asks it again. If users of
-    silos withdraw, the silos stay, and leave these users out of their answers to queries.
+    If a node does not confirm the deletion, the next run with the same account tells it again. A
+    silo stays when one of its users withdraws: it leaves the user out of its answers to queries.
     """
     account, clients = run.spending.account, run.clients
     if run.method.traits.num_silos:
@@ -99,13 +99,13 @@ def leave_out_withdrawn(run: Run) -> None:
 
 
 def _check_foreign(run: Run, *, mod: bool) -> None:
-    """Refuse a ClientApp from elsewhere if the method or the plan needs one of this package."""
+    """If the method or the plan needs a ClientApp of this package, refuse any other."""
     roster, mechanism = run.clients.roster, run.mechanism
     assert roster is not None
     if run.mechanism.queries:
         raise InvalidValue(
             f"queries={[query.name for query in run.mechanism.queries]}: expected none, because "
-            "the nodes' ClientApp is not of this package, so it answers no query under noise; "
+            "the nodes' ClientApp does not use this package and cannot answer a query with noise; "
             "build it with client_app(task)"
         )
     said = f" (the first error was: {roster.first_error})" if roster.first_error else ""
@@ -124,7 +124,7 @@ def _check_foreign(run: Run, *, mod: bool) -> None:
             "under this plan the clients add the noise, but the ClientApp does not know how: "
             f"{mods if mod else ''}{fix}, or take a ReleasePlan with noise_placement='server'{said}"
         )
-    log.info("the ClientApp is not of this package: it gets plain train and evaluate messages")
+    log.info("the ClientApp does not use this package: it gets plain train and evaluate messages")
 
 
 def _check_frozen(run: Run) -> None:
@@ -139,7 +139,7 @@ def _check_frozen(run: Run) -> None:
 
 
 def _ask_sizes(run: Run) -> None:
-    """Ask clients for their numbers of examples, which the next round's ε depends on.
+    """Ask clients for their numbers of examples, because the next round's ε depends on them.
 
     Their first uploads would reveal these numbers anyway.
     """
@@ -150,7 +150,7 @@ def _ask_sizes(run: Run) -> None:
 
 
 def rehearse(run: Run, config: ConfigRecord) -> None:
-    """Check before round 1 that a ClientApp of another project can train; drop the update.
+    """Check before round 1 that a ClientApp of another project can train; drop its update.
 
     Such a ClientApp may be unable to train. For example, it may read a record that no message has,
     or return arrays under other names. Without this check, each round would spend privacy although

@@ -37,10 +37,10 @@ partition."""
 
 
 class Clients:
-    """The clients of one run, and all messages to them.
+    """The clients of one run; every message to them passes through this class.
 
-    The messages of rounds pass through this class, and so do the questions of methods and sums. The
-    class counts traffic and refusals.
+    These are the messages of the rounds, and the questions that the method and its sums ask. The
+    class counts the traffic and the replies that it refuses.
 
     Parameters
     ----------
@@ -199,14 +199,16 @@ class Requests:
         due, early, refused = deque(sorted(waiting)), dict[int, T](), set[int]()
         for reply in clients.progress.counted(self.kind, replies, refusals):
             partition = clients.partition_of(reply)
-            # Anything that a reply provokes refuses it, so a hostile client cannot end the run.
+            # Refuse a reply that provokes any error, so that a hostile client cannot end the run.
             try:
                 if partition not in waiting:
                     if reply.has_error():  # the SuperLink answers in place of a node
                         raise RefusedReply(
                             f"an error came in place of a reply: {public_reason(reply.error)}"
                         )
-                    raise RefusedReply("not asked in this round, or answered already")
+                    raise RefusedReply(
+                        "the node was not asked in this round, or has answered already"
+                    )
                 if fault := origin_fault(reply, self.by_partition[partition]):
                     raise RefusedReply(fault)
                 early[partition] = read(reply)
@@ -257,8 +259,9 @@ def _reason(error: Exception) -> str:
 def _for_any_app(kind: str, content: Content) -> Content:
     """Return ``content`` as Flower's own strategies send it: a model, and one record of settings.
 
-    Some apps and mods refuse further records, so the settings also hold the entries for this
-    package's mods. Only the messages of a secure sum have a third record, which the mod takes out.
+    Some apps and mods refuse messages with more records. The settings therefore also hold the
+    round's entries, which only this package's mods read. A message of a secure sum has a third
+    record, which the mod takes out.
     """
     settings: dict[str, Any] = dict(content.get(records.CONFIG, {}))
     if kind == "train":

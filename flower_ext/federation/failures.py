@@ -1,8 +1,8 @@
-"""Report a client's error without revealing the client's data, and only for that client.
+"""Report a client's error without revealing the client's data or stopping other clients.
 
 The message of an exception, and even its type, may depend on a record. So the reply carries a fixed
-sentence, and the exception itself stays in the log of the client's own process. Errors of checks
-that use no data are marked as `errors.tellable`; the reply carries their messages.
+sentence, and the exception itself stays in the log of the client's own process. If a check uses no
+data, `errors.tellable` marks its error, and the reply carries the error's message.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class ClientFailed(RuntimeError):
 
 @contextmanager
 def hidden_errors(context: Context) -> Iterator[None]:
-    """Log an exception of the block in the client's process, and raise `ClientFailed` instead."""
+    """If the block raises an error, log it on the client, and raise `ClientFailed` instead."""
     try:
         yield
     except Exception:
@@ -89,7 +89,10 @@ def log_hidden(error: Exception) -> None:
 
 
 def log_once(text: str, error: Exception) -> None:
-    """Log ``text`` with the type of an error, and one traceback for each line that raises."""
+    """Log ``text`` with the type of an error.
+
+    Add the traceback only when a line of code raises for the first time.
+    """
     where = raised_at(error)
     log.warning(text, type(error).__name__, exc_info=None if where in _hidden else error)
     _hidden.add(where)
@@ -151,7 +154,7 @@ def attempt_each(step: Callable[..., R], *columns: Sequence[Any]) -> list[R | Ex
 
 
 def attempt_in_turn(step: Callable[..., R], *columns: Sequence[Any]) -> Iterator[R | Exception]:
-    """Yield the results of `attempt_each`, each before the next client's step begins."""
+    """Yield the results of `attempt_each` one by one, each before the next client's step begins."""
     for row in zip(*columns, strict=True):
         for value in row:
             if isinstance(value, Exception):

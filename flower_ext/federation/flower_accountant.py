@@ -54,30 +54,31 @@ _NOT_COVERED = (
 class PldAccountant:
     """An accountant for Flower's strategies: exact Gaussian composition, without amplification.
 
-    Flower's strategies ask a fixed number of clients, so an added client takes the place of
-    another. The relation that holds is therefore replace-special, whatever ``config`` claims.
+    Flower's strategies ask a fixed number of clients, so a new client can only take the place of
+    another. The neighbouring relation of every ε is therefore replace-special (see
+    `NeighboringRelation`), whatever ``config`` claims.
 
     Parameters
     ----------
     config : PrivacyConfig
         Its ``max_epsilon`` is the budget: Flower calls `would_exceed` before clients train.
     ledger : Ledger, optional
-        Records every release before it leaves the strategy. Releases that it already holds count,
-        so a run that is started again continues from its earlier spend.
+        Records every release before it leaves the strategy. Releases that the ledger already holds
+        count, too, so a run that is started again continues from what it has spent.
 
     Raises
     ------
     InvalidValue
-        The configuration asks for amplification, or the ledger has a budget of its own or holds
-        releases of a different kind.
+        The configuration asks for amplification; or the ledger has its own budget, or holds
+        releases of another configuration.
     """
 
     def __init__(self, config: PrivacyConfig, *, ledger: Ledger | None = None) -> None:
         if config.sampling_method is not SamplingMethod.NO_AMPLIFICATION:
             raise InvalidValue(
                 f"sampling_method={config.sampling_method.value!r}: expected 'no-amplification'. "
-                "Sampling protects a client only if cohorts are drawn in this way and kept secret, "
-                "which Flower's strategies do not do; a ReleasePlan of this package does"
+                "Sampling protects a client only if the server draws cohorts by this method and "
+                "keeps them secret. Flower's strategies do not; a ReleasePlan of this package does"
             )
         if ledger is not None and ledger.budget is not None:
             raise InvalidValue(
@@ -106,7 +107,8 @@ class PldAccountant:
         Raises
         ------
         InvalidValue
-            The event has another population size, or ``count`` is not an integer above 0.
+            The event's population size is not the configuration's, or ``count`` is not an integer
+            above 0.
         OSError
             The ledger cannot be written. The caller must release nothing.
         """
@@ -154,12 +156,14 @@ class PldAccountant:
         Raises
         ------
         InvalidValue
-            Neither the call nor the configuration has a budget; or a reason of `compose` applies.
+            Neither the call nor the configuration has a budget; or `compose` would refuse the
+            event or the count.
         """
         limit = self._config.max_epsilon if max_epsilon is None else max_epsilon
         if limit is None:
             raise InvalidValue(
-                "max_epsilon=None: expected a budget, here or in PrivacyConfig(max_epsilon=...)"
+                "max_epsilon=None: expected a budget, in this call or in "
+                "PrivacyConfig(max_epsilon=...)"
             )
         require_positive("max_epsilon", limit)
         after = self._releases + Counter({self._release(event, count): count})
@@ -196,7 +200,7 @@ class PldAccountant:
         Raises
         ------
         InvalidValue
-            The state is of another configuration, or cannot be read.
+            The state belongs to another configuration, or cannot be read.
         LedgerCorrupt
             The ledger holds fewer releases than the state.
         """
@@ -232,10 +236,10 @@ class PldAccountant:
         )
 
     def _checked(self, release: Release) -> Release:
-        """Return a stored release; refuse one that no event under this configuration could make."""
+        """Return a stored release; refuse it if no event of this configuration could make it."""
         if release != self._release_with(release.noise_multiplier):
             raise InvalidValue(
-                f"a release ({release.to_dict()!r}) that differs from this configuration's: "
-                "give each run a ledger and a state of its own"
+                f"the ledger or the state holds a release ({release.to_dict()!r}) of another "
+                "configuration: give each run its own ledger and state"
             )
         return release

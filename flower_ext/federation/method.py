@@ -81,16 +81,16 @@ class State:
         for name in self.everyone:
             if name in records.RESERVED or name.startswith(records.TRAINING) or name in self.server:
                 raise InvalidValue(
-                    f"State with a group {name!r} for everyone: expected another name, because "
-                    "messages or State.server use this one"
+                    f"State has the group {name!r} for everyone: expected another name, because "
+                    "a record of the messages or a group of State.server has this one"
                 )
         for name, group in self.groups().items():
             for key, array in group.items():
                 # Accept NumPy's scalars, because arithmetic of arrays without axes yields them.
                 if not isinstance(array, np.ndarray | np.generic) or array.dtype.kind not in "fiub":
                     raise InvalidValue(
-                        f"State with {key!r} in {name!r} of type {type(array).__name__}: expected "
-                        "a NumPy array of real numbers"
+                        f"State has {key!r} of type {type(array).__name__} in the group {name!r}: "
+                        "expected a NumPy array of real numbers"
                     )
 
     def groups(self) -> dict[str, Arrays]:
@@ -111,7 +111,7 @@ class State:
 
     @classmethod
     def of_groups(cls, groups: Mapping[str, Arrays]) -> State:
-        """Undo `groups`: return the state, without groups that belong to neither part."""
+        """Return the state whose `groups` are among ``groups``; ignore all other groups."""
         return cls(everyone=groups_under(_EVERYONE, groups), server=groups_under(_SERVER, groups))
 
 
@@ -134,7 +134,7 @@ class Connected:
     clients : Clients
         The clients. The method can ask them questions, which the client side's ``answer`` answers.
     summation : Summation
-        The run's sums.
+        Adds up the clients' contributions in every round.
     model : Mapping[str, ndarray]
         The shared model.
     generator : Callable[..., numpy.random.Generator]
@@ -155,7 +155,7 @@ class Released:
     Parameters
     ----------
     mean : Mapping[str, ndarray]
-        Mean of the updates, with the bound and the noise of the plan.
+        Mean of the updates, bounded and noised as the plan says.
     updates : Mapping[int, Update]
         Single updates by partition; empty under a `ReleasePlan`, which releases only the mean. The
         updates' arrays are kept only for a method with ``needs_each_update``.
@@ -164,8 +164,8 @@ class Released:
     population : int
         Number of clients (or of users) from which cohorts are drawn.
     fraction : float
-        Fraction of the population in the mean; the sampling rate under a plan that hides who
-        answered.
+        Fraction of the population that contributed to the mean. If the plan hides who answered,
+        it is the sampling rate.
     """
 
     mean: Arrays
@@ -177,7 +177,9 @@ class Released:
 
 @dataclass(frozen=True, kw_only=True)
 class Method:
-    """Base of methods: subclass it as a frozen dataclass, with a client side and local trainings.
+    """Base class of federated methods; a subclass is a frozen dataclass.
+
+    A subclass names its client side in ``client``, and has fields with its local trainings.
 
     Parameters
     ----------
@@ -185,8 +187,8 @@ class Method:
         Names of modules that never leave the client; the server drops them from the initial
         arrays. ``*`` matches any part of a name, as in ``"*.classifier"``.
     server : ServerOptimizer
-        How the server moves the shared model along the mean update. By default it adds the whole
-        mean update to the model.
+        Moves the shared model by the mean update. By default it adds the whole mean update to the
+        model.
     average : ModelAverage, optional
         Average of the models so far, which clients evaluate and the run returns in place of the
         newest model. Training continues from the newest model.
@@ -252,7 +254,7 @@ class Method:
 
     @property
     def added_proximal_weight(self) -> float:
-        """μ of a proximal term around the received model, in addition to that of `training`."""
+        """Weight μ of a proximal term around the received model, added to that of `training`."""
         return 0.0
 
     def settings(self, plan: PrivacyPlan) -> Mapping[str, float]:
@@ -274,13 +276,13 @@ class Method:
         Raises
         ------
         ValueError
-            The message gives the reason.
+            The plan does not fit; the message gives the reason.
         """
 
     def mechanism(self, plan: PrivacyPlan) -> RoundMechanism:
         """Return the privacy mechanism that the plan makes for this method's rounds.
 
-        A method overrides this member if its sums differ from those that its traits describe.
+        A method overrides this member if its rounds release other sums than `traits` describe.
         """
         return plan.mechanism(self.traits)
 
@@ -290,7 +292,7 @@ class Method:
 
     @property
     def traits(self) -> MethodTraits:
-        """The method's declarations, by which a plan decides if it can protect the method."""
+        """Declarations of the method, by which a plan decides if it can protect the method."""
         return MethodTraits(
             name=self.name,
             bounds_units=self.bounds_units,
@@ -305,12 +307,12 @@ class Method:
 
     @property
     def name(self) -> str:
-        """Name for logs, errors and accounts."""
+        """The method's name in logs, errors and accounts of privacy."""
         return type(self).__name__
 
     @property
     def label(self) -> str:
-        """Name for the log and for errors of the step; `Hosted` names its Flower strategy."""
+        """Name in the log and in errors of `step`. `Hosted` returns its Flower strategy's name."""
         return self.name
 
     def check_model(self, model: Arrays) -> None:
@@ -324,7 +326,7 @@ class Method:
         model : Mapping[str, ndarray]
             The initial shared model.
         population : int
-            As in `Released`.
+            Number of clients (or of users) from which cohorts are drawn.
         """
         return State(server=_prefixed(_OPTIMIZER, self.server.init(model)))
 
@@ -337,9 +339,10 @@ class Method:
         return state
 
     def begin_round(self, cohort: Cohort, model: Arrays, state: State) -> Cohort:
-        """Return the cohort of a training round, with the method's records for single clients.
+        """Return the cohort of a training round, with records that the method adds to messages.
 
-        A record ``records.MODEL`` for one client replaces the shared model that it would receive.
+        If the method adds a record ``records.MODEL`` for a client, this client receives that model
+        in place of the shared one.
         """
         return cohort
 
@@ -370,7 +373,7 @@ class Method:
         return state.updated(server=_prefixed(_AVERAGE, kept))
 
     def evaluated(self, model: Arrays, state: State) -> Arrays:
-        """Return the model to evaluate and to hand out: the average, or the newest ``model``."""
+        """Return the model that the run evaluates and returns: the average, or ``model``."""
         kept = groups_under(_AVERAGE, state.server)
         return model if self.average is None or not kept else self.average.average(kept)
 
@@ -408,7 +411,7 @@ class Method:
 
 
 def require_usual_server(method: Method, because: str) -> None:
-    """Refuse a ``server`` other than `MEAN`, because the step of ``method`` does not use it.
+    """Refuse an optimiser ``server`` other than `MEAN`, because the method's step ignores it.
 
     Raises
     ------

@@ -29,7 +29,7 @@ taken for copies.
 
 
 def shared_arrays(record: ArrayRecord, personal: Sequence[str] = ()) -> Arrays:
-    """Return the arrays of a whole initial model that clients share.
+    """Return those arrays of a whole initial model that clients share.
 
     Parameters
     ----------
@@ -93,8 +93,8 @@ def _check_personal(personal: Sequence[str], names: Sequence[str]) -> None:
         if alike:
             raise InvalidValue(
                 f"personal={prefix!r}: expected the name of a part of the model; did you mean "
-                f"{alike[0]!r}? A part that personal does not name is shared. Call a tied "
-                "parameter by the first of its names"
+                f"{alike[0]!r}? Clients share every part that personal does not name. If a "
+                "parameter is tied, give the first of its names"
             )
         log.warning("personal=%r matches no parameter of the model: %s", prefix, names)
 
@@ -127,9 +127,9 @@ def refuse_tied(record: ArrayRecord) -> None:
             "different numbers"
         )
         if re.sub(r"\d+", "", name) == re.sub(r"\d+", "", other):
-            log.warning("%s. If they are tied, noise drives them apart: %s", tie, fix)
+            log.warning("%s. If they are tied, noise makes them differ: %s", tie, fix)
             continue
-        raise UnshareableModel(f"{tie}; noise would drive the two apart: {fix}")
+        raise UnshareableModel(f"{tie}; noise would make the two differ: {fix}")
 
 
 def refuse_half_precision(arrays: Mapping[str, np.ndarray]) -> None:

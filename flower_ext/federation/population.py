@@ -27,12 +27,12 @@ class Cohort:
     units : Sequence[int]
         Privacy units whose data the round uses.
     norms : Mapping[int, float]
-        Largest norm that an upload may have before noise, in clipping norms, by partition. The
-        default is 1; a sum over several units may have a larger norm.
+        By partition, the largest norm that an upload may have before noise, as a multiple of the
+        clipping norm. The default is 1; a sum over several units may have a larger norm.
     population : int
         Number of units from which ``units`` were drawn.
     requests : Mapping[int, Mapping[str, ArrayRecord]]
-        Records of the method for one client only, by partition.
+        Records that the method adds to the message to one client alone, by that client's partition.
     """
 
     partitions: Sequence[int]
@@ -72,14 +72,14 @@ class Population:
         return Cohort(partitions=drawn, units=drawn, population=self.sampling.population)
 
     def leaving(self, withdrawn: Collection[int]) -> frozenset[int]:
-        """Return the partitions to ask no more, because the units ``withdrawn`` have left."""
+        """Return the partitions that the server stops asking once units ``withdrawn`` have left."""
         return frozenset(withdrawn)
 
     def without(self, cohort: Cohort, withdrawn: Collection[int]) -> Cohort:
         """Return a drawn cohort without units that withdrew.
 
         Units are left out after the draw, so that a withdrawal does not change the draw of other
-        units. The turns of units that withdrew still count.
+        units. A drawn unit that withdrew still counts as drawn.
         """
         kept = [partition for partition in cohort.partitions if partition not in withdrawn]
         return replace(cohort, partitions=kept)
@@ -128,7 +128,7 @@ class UsersInSilos(Population):
         return self.num_silos
 
     def draw(self, rng: np.random.Generator) -> Cohort:
-        """Draw users; the server asks each silo for its part of their sum."""
+        """Draw users; the server asks every silo for what it adds to the sum over these users."""
         return self._cohort(self.sampling.draw(rng, self.participations))
 
     def leaving(self, withdrawn: Collection[int]) -> frozenset[int]:
@@ -149,14 +149,15 @@ class UsersInSilos(Population):
 
 
 class HiddenUsers(UsersInSilos):
-    """Users in silos that mask their parts, which hides from the server which users are drawn.
+    """Users whose records lie in silos that hide from the server which users are drawn.
 
     Parameters
     ----------
     sampling, num_silos
         See `UsersInSilos`.
     oblivious : bool
-        True if the server does not know which users are drawn, so any user may have been drawn.
+        True if the server learns nothing about the draw, so any user may have been drawn. False if
+        it draws indices in a secret order of the users, which only the silos know.
     """
 
     repeats = False  # new secret keys change the draw
@@ -166,13 +167,13 @@ class HiddenUsers(UsersInSilos):
         self.oblivious = oblivious
 
     def draw(self, rng: np.random.Generator) -> Cohort:
-        """Draw indices in the silos' secret order of users, or name all users if oblivious."""
+        """Draw indices in the silos' secret order of the users; draw all users if ``oblivious``."""
         if not self.oblivious:
             return super().draw(rng)
         return self._cohort(range(self.sampling.population))
 
     def without(self, cohort: Cohort, withdrawn: Collection[int]) -> Cohort:
-        """Return the whole cohort; silos, which know the order, leave out users that withdrew."""
+        """Return the whole cohort: the silos, which know the order, leave out users that left."""
         return cohort
 
     def columns(self, drawn: Cohort) -> Mapping[str, int]:
@@ -180,26 +181,26 @@ class HiddenUsers(UsersInSilos):
         return {} if self.oblivious else super().columns(drawn)
 
     def count(self, units: Sequence[int], uploads: int, *, requests: int) -> None:
-        """Count a round as complete, because a sum that lacks a silo's part stays masked."""
+        """Count an upload of every silo, because the sum stays masked if one upload is missing."""
         self.participations.record(units, self.num_silos, asked=self.num_silos)
 
     def count_abandoned(self, units: Sequence[int], uploads: int, *, requests: int) -> None:
-        """Count the round for all users alike, because the order that it drew from is lost."""
-        # Without the order, nobody knows to which user a count belongs, so level the counts before
-        # and after.
+        """Count the round for all users alike, because nobody knows any longer whom it drew."""
+        # The silos' order of the users is lost. Nobody knows to which user a count belongs, so give
+        # all users the same count, before and after.
         self.forget_order()
         self.count(units, uploads, requests=requests)
         self.forget_order()
 
     def resume(self) -> None:
-        """Forget the order, because the silos' new set-up has a different one."""
+        """Forget the silos' order of the users, because their new set-up has another order."""
         self.forget_order()
 
     def forget_order(self) -> None:
         """Give every user the count of the user that took part most, unless rounds use all users.
 
-        The server draws indices in the silos' secret order. Call this when the silos have a new
-        order: then any user may have had any of the earlier indices.
+        The server draws indices in the silos' secret order of the users. Call this when the silos
+        have a new order: any user may then have had any of the earlier indices.
         """
         if not isinstance(self.sampling, FullParticipation):
             self.equalise_counts()

@@ -74,7 +74,7 @@ class Progress:
     def missing(
         self, kind: str, server_round: int, partitions: Sequence[int], refusals: Sequence[str]
     ) -> None:
-        """Record which clients gave no usable answer, and the refusals of that phase."""
+        """Record which clients gave no usable answer in a phase of a round, and why."""
         log.warning("round %d, %s: no usable answer from %s", server_round, kind, partitions)
         if self.directory is not None:
             self.directory.log_missing(server_round, kind, partitions, refusals)
@@ -121,7 +121,10 @@ class Progress:
             self.directory.log(server_round, **self.row)
 
     def evaluated(self, server_round: int) -> bool:
-        """Return True if the server asked for scores after ``server_round``, the newest round."""
+        """Return True if the server asked for scores after ``server_round``.
+
+        ``server_round`` must be the newest round.
+        """
         if self.directory is not None and self.directory.resumed:
             rounds, _ = self.directory.series(_EVALUATED)
             return server_round in rounds
@@ -141,7 +144,7 @@ def _prefix(kind: str) -> str:
 
 
 def _in_words(row: Mapping[str, float]) -> list[str]:
-    """Return phrases on what a round achieved and cost, from its metrics."""
+    """Return phrases that say what a round achieved and cost, from its metrics."""
     phrases = []
     if "accuracy_mean" in row:
         beside = f"worst tenth {row.get('accuracy_worst_decile', 0):.3f}"

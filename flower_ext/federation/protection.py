@@ -1,6 +1,7 @@
 """Write a protection into a training message, and read it back on the client.
 
-A message has the kind of the protection (`privacy.mechanisms.protections`) and its fields.
+A message holds the kind of the protection, which is a key of `_KINDS`, and the values of the fields
+that this kind leaves open (see `privacy.mechanisms.protections`).
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from flower_ext.privacy.mechanisms.protections import (
 
 
 class Unprotected(Protection):
-    """No protection: the update leaves the client as it is, and so do errors."""
+    """No protection: the client sends its update unchanged, or an error if it fails."""
 
     bounds_uploads = False
     hides_failures = False
@@ -64,19 +65,21 @@ _OF_ROUNDS = frozenset(
 
 
 def to_entries(protection: Protection | None, *, seeded_noise: bool) -> dict[str, Any]:
-    """Return a protection as entries of a round's record.
+    """Return the entries of a round's record that ask clients for a protection.
 
     Raises
     ------
     TypeError
-        Clients do not know this protection, so they would apply another one, or none.
+        No entries describe this protection, so clients would apply another one, or none.
     """
     if protection is None:
         return {}
     name = _kind_of(protection)
     if name is None:
         name = type(protection).__name__
-        raise TypeError(f"{name}: no message may ask for it; add it to _KINDS in {__name__}")
+        raise TypeError(
+            f"{name}: no message can ask for this protection; add it to _KINDS in {__name__}"
+        )
     # If the server adds the noise, the client need not know how it is drawn.
     by_client = not isinstance(protection, ProtectedByServer)
     entries: dict[str, Any] = {KIND: name, SEEDED: seeded_noise and by_client}
@@ -87,9 +90,9 @@ def to_entries(protection: Protection | None, *, seeded_noise: bool) -> dict[str
 
 
 def from_entries(entries: Mapping[str, Any]) -> Protection | None:
-    """Return the protection in the entries of a message; the inverse of `to_entries`.
+    """Return the protection that a message's entries ask for, as `to_entries` wrote them.
 
-    The function ignores the other entries of a round.
+    The function ignores entries of the round that belong to no protection.
 
     Raises
     ------
@@ -104,8 +107,8 @@ def from_entries(entries: Mapping[str, Any]) -> Protection | None:
     known = set() if kind is None else {KIND, SEEDED, *parts}
     if unknown := set(entries) - _OF_ROUNDS - known:
         raise InvalidValue(
-            f"the server's message has {sorted(unknown)} and {KIND}={entries.get(KIND)!r}: "
-            "expected a known protection"
+            f"the server's message has {sorted(unknown)}, which {KIND}={entries.get(KIND)!r} "
+            "does not use: expected a known protection with only its own entries"
         )
     if kind is None:
         return None
@@ -121,7 +124,9 @@ def from_entries(entries: Mapping[str, Any]) -> Protection | None:
                 )
     protection = kind(**numbers, **fixed)
     if _kind_of(protection) != name:  # "ClipToCells" without a cell would be "ClipUpdate"
-        raise InvalidValue(f"{KIND}={name!r} without cell in the server's message: expected a cell")
+        raise InvalidValue(
+            f"{KIND}={name!r} without cell in the server's message: expected cell > 0"
+        )
     return protection
 
 
@@ -142,12 +147,12 @@ def check_entries(entries: Mapping[str, Any]) -> Protection | None:
     if type(entries.get("run", "")) is not str:
         raise TypeError(f"run={entries['run']!r} in the server's message: expected a string")
     if any(type(user) is not int for user in entries.get("withdrawn", ())):
-        raise TypeError("withdrawn in the server's message: expected numbers of users")
+        raise TypeError("withdrawn in the server's message: expected integers, the users' numbers")
     return from_entries(entries)
 
 
 def _kind_of(protection: Protection) -> str | None:
-    """Return the kind of a protection in messages; None if no message may ask for it."""
+    """Return the name of a protection in messages; None if no message can ask for it."""
     for name, (kind, fixed) in _KINDS.items():
         if type(protection) is kind and all(getattr(protection, n) == v for n, v in fixed.items()):
             return name

@@ -35,7 +35,7 @@ VECTOR = "vector"
 
 
 def evaluation_content(run: Run, model: records.Arrays, config: ConfigRecord) -> Content:
-    """Return the content from which a client builds the model that it would use."""
+    """Return a message's content from which a client builds its own model, to evaluate it."""
     return {
         records.MODEL: records.to_record(model),
         records.CONFIG: config,
@@ -44,7 +44,7 @@ def evaluation_content(run: Run, model: records.Arrays, config: ConfigRecord) ->
 
 
 def use_records(run: Run) -> dict[str, ConfigRecord]:
-    """Return the records with which a client builds its model from the shared one."""
+    """Return the records by which a client builds its own model from the shared model."""
     last, trainings = max(1, run.participations.rounds), run.method.evaluation_training
     return {
         records.ROUND: run.round_record(last, **{"training-loss": run.training_loss}),
@@ -64,7 +64,7 @@ class QueryRound:
         self._round: Round | None = None
 
     def ask(self, model: records.Arrays, config: ConfigRecord) -> Iterable[Message]:
-        """Store the spend durably, let all clients agree on masks, and ask for their vectors."""
+        """Record the privacy cost on disk, let clients agree on masks, and ask for vectors."""
         run, query, number = self._run, self._query, self._number
         server_round = self._server_round
         try:
@@ -100,7 +100,7 @@ class QueryRound:
         )
 
     def close(self, replies: Iterable[Message]) -> Mapping[str, float]:
-        """Unmask the sum; return what the query reads from it, or nothing if it is discarded."""
+        """Unmask the sum and return the query's answer; empty if the round is discarded."""
         if self._round is None:  # the budget permitted no answer
             return {}
         size, name = self._mechanism.cohort_size, self._query.name
@@ -145,7 +145,7 @@ class ReportedScores:
         return self.requests.messages
 
     def close(self, replies: Iterable[Message]) -> dict[str, float]:
-        """Return mean, worst tenth, spread and Jain's index over clients of equal weight."""
+        """Return mean, worst tenth, spread and Jain's index over clients, equally weighted."""
         run = self._run
         assert self.requests is not None
         replied = sorted(self.requests.accepted(replies, read_scores))
@@ -178,4 +178,4 @@ def evaluation(run: Run, server_round: int) -> ReportedScores | QueryRound:
 
 
 def _read_nothing(reply: Message) -> records.Update:
-    raise RefusedReply("a vector in the clear: expected a masked vector")
+    raise RefusedReply("the client sent its vector without a mask: expected a masked vector")

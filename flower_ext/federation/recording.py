@@ -37,10 +37,10 @@ CHANGEABLE = INCIDENTAL | {"rounds"}
 
 
 def first_config(config: UserConfig) -> UserConfig:
-    """Return ``config`` with the number of rounds for which the run's noise was calibrated.
+    """Return ``config``. In a resumed run, ``rounds`` is the number with which the run began.
 
-    A resumed run may have more rounds than it began with, but its noise is calibrated for the
-    first number of rounds. `recorded_run` checks that nothing else differs.
+    A resumed run may have more rounds than that, but its noise is calibrated for that number.
+    `recorded_run` checks that nothing else differs.
     """
     if (path := _path_to_resume(config)) is None:
         return config
@@ -65,7 +65,7 @@ def recorded_run(
         Part of the directory's name if ``run-directory`` is empty. The directory is then in the
         folder ``FLOWER_EXT_RUNS``, or in ``./runs``.
     callbacks : Sequence[Callback]
-        Callbacks that follow the run.
+        User code to call when the run begins, after each round, and when it ends.
 
     Raises
     ------
@@ -226,8 +226,8 @@ def record(
 def settings_of(kind: type[AppSettings], context: Context) -> AppSettings:
     """Return the run's settings, with the paths that the node's owner sets for this node.
 
-    A ``data-folder`` in the node config (``--node-config "data-folder='/path'"``) overrides that of
-    the run, and so does a ``draw-key`` if the app has this setting.
+    The node config (``--node-config "data-folder='/path'"``) overrides the run's ``data-folder``,
+    and its ``draw-key`` if the app has this setting.
     """
     node, config = context.node_config, dict(context.run_config)
     if "data-folder" in node:
@@ -267,7 +267,7 @@ class recorded:
         that of the SuperLink: look for the line ``Run directory:`` in the log. If the name is
         empty, the method and the time name the directory.
     callbacks : Sequence[Callback]
-        Callbacks that follow the run.
+        User code to call when the run begins, after each round, and when it ends.
 
     Attributes
     ----------
@@ -399,7 +399,7 @@ def _names(value: Any) -> list[str]:
 
 
 def _plain(value: Any) -> str | int | float | bool:
-    """Return a value as a plain setting, which is the same in every process."""
+    """Return a value as a number or a text that is the same in every process."""
     if isinstance(value, Enum):
         return _plain(value.value)
     if isinstance(value, str | int | float | bool):

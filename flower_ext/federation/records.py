@@ -1,9 +1,9 @@
 """The content of messages: Flower records of tensors and settings, with their names.
 
-Flower serialises an array at once, which is wasted time if clients run in the server's process. An
-`UnsentArray` is serialised only when it leaves the process. An `UploadReply` carries plain arrays,
-and builds Flower's records only when a caller reads its ``content``, because for a hundred small
-models building them takes longer than training. The strategies of this package read the arrays.
+Flower serialises an array as soon as it is made. That is wasted time if clients run in the server's
+process, so an `UnsentArray` is serialised only when it leaves the process. An `UploadReply` carries
+plain arrays, which this package's strategies read. It builds Flower's records only when a caller
+reads its ``content``: for a hundred small models, building them takes longer than training.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ class UnsentArray(Array):
         return bytes(Array(self.values).data)
 
     def deflate(self) -> bytes:
-        """Return the bytes of Flower's own class, because the SuperLink accepts no other class."""
+        """Return the bytes of Flower's own ``Array``, the only class that a SuperLink accepts."""
         return bytes(Array(self.values).deflate())
 
     def numpy(self) -> np.ndarray:
@@ -140,7 +140,7 @@ def flattened(arrays: Mapping[str, np.ndarray]) -> np.ndarray:
 
 
 def shaped(vector: np.ndarray, like: Arrays) -> Arrays:
-    """Undo `flattened` for arrays with the names and shapes of ``like``."""
+    """Split a vector of `flattened` into arrays with the names and shapes of ``like``."""
     names = sorted(like)
     ends = np.cumsum([like[name].size for name in names])[:-1]
     parts = zip(names, np.split(vector, ends), strict=True)
@@ -174,8 +174,8 @@ def read_array(array: Array) -> np.ndarray:
 def _read_npy(array: Array) -> np.ndarray:
     """Read one array in NumPy's format; refuse pickles, archives and surplus bytes.
 
-    The function first checks that the bytes hold as many numbers as the header claims. A header
-    that claims too many therefore allocates no memory, as it would in ``numpy.load``.
+    The function first checks that the bytes hold as many numbers as the header claims. A false
+    header therefore cannot make it allocate memory; in ``numpy.load`` it could.
     """
     if array.stype != "numpy.ndarray":
         raise InvalidValue(f"stype={array.stype!r} of an array: expected 'numpy.ndarray'")
@@ -194,8 +194,8 @@ def _read_npy(array: Array) -> np.ndarray:
         )
     if min(shape, default=0) < 0 or len(array.data) - start != math.prod(shape) * dtype.itemsize:
         raise InvalidValue(
-            f"the array has {len(array.data) - start} bytes of numbers: expected as many as "
-            f"{dtype}{shape} takes"
+            f"the array has {len(array.data) - start} bytes of numbers: expected the number of "
+            f"bytes that {dtype}{shape} takes"
         )
     values = np.frombuffer(array.data, dtype, count=math.prod(shape), offset=start)
     return values.reshape(shape, order="F" if fortran_order else "C")
@@ -221,7 +221,7 @@ def array_bytes(shape: tuple[int, ...], dtype: np.dtype) -> int:
 
 
 def of_kind(content: RecordDict, kind: type[K]) -> dict[str, K]:
-    """Return a copy of the records of one kind, without Flower's check of each."""
+    """Return the records of one kind by name; skip Flower's own check of each record."""
     return {name: record for name, record in content.items() if isinstance(record, kind)}
 
 
@@ -256,13 +256,13 @@ def bytes_record(name: str, data: bytes) -> ArrayRecord:
 
 
 def single_message(arrays: Arrays, *names: str) -> tuple[str, bytes]:
-    """Undo `bytes_record`: return the name, one of ``names``, and the bytes of the one array.
+    """Return the name and the bytes of the single array of a record that `bytes_record` made.
 
     Raises
     ------
     InvalidValue
-        ``arrays`` does not hold exactly one array, or that array has a different name or is not of
-        bytes.
+        ``arrays`` does not hold exactly one array, or the array's name is not among ``names``, or
+        it does not hold bytes.
     """
     with knowing_no_data():
         if len(arrays) == 1:
@@ -270,7 +270,10 @@ def single_message(arrays: Arrays, *names: str) -> tuple[str, bytes]:
             if name in names and array.dtype == np.uint8 and array.ndim == 1:
                 return name, array.tobytes()
         types = {name: f"{array.dtype}{array.shape}" for name, array in arrays.items()}
-        raise InvalidValue(f"message with arrays {types}: expected bytes (uint8) of one of {names}")
+        raise InvalidValue(
+            f"the message has arrays {types}: expected one array of bytes (uint8) with a name in "
+            f"{names}"
+        )
 
 
 # Uploads ------------------------------------------------------------------------------------
@@ -278,7 +281,7 @@ def single_message(arrays: Arrays, *names: str) -> tuple[str, bytes]:
 
 @dataclass(frozen=True, slots=True)
 class Update:
-    """One client's update, a difference to the global model, and its metrics."""
+    """One client's update (its difference to the global model) and its metrics."""
 
     arrays: Mapping[str, np.ndarray]
     metrics: Mapping[str, float]
@@ -316,7 +319,7 @@ class UploadReply(Message):
 
     @property
     def question(self) -> Message | None:
-        """The answered message; None once a caller may have changed the metadata."""
+        """The answered message; None once a caller has read the metadata and may change it."""
         question: Message | None = vars(self)["question"]
         return question
 
@@ -332,7 +335,7 @@ class UploadReply(Message):
 
     @property
     def update(self) -> Update | None:
-        """The update; None once a caller may have changed the content."""
+        """The update; None once a caller has read the content and may change it."""
         content = vars(self)["_content"]
         return content if isinstance(content, Update) else None
 

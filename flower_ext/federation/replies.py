@@ -59,7 +59,7 @@ def read_update(reply: Message, *, base: Mapping[str, np.ndarray], trust_models:
         The global model that was sent. The update must have its names, shapes and dtypes.
     trust_models : bool
         True to accept a whole model (record ``arrays``) in place of an update, so that any
-        ClientApp can take part. Use it only if the server bounds and noises.
+        ClientApp can take part. Use it only if the server bounds the updates and adds the noise.
 
     Raises
     ------
@@ -99,7 +99,7 @@ def moved_by(model: ArrayRecord, base: Mapping[str, np.ndarray]) -> Arrays:
 
 
 def _names_in(arrays: Iterable[str]) -> str:
-    """Return the first names of a model's arrays, for a message."""
+    """List the names of a model's first few arrays, for an error message."""
     names = sorted(arrays)
     shown = [repr(name[:LONGEST_NAME]) for name in names[:_NAMES_SHOWN]]
     return ", ".join(shown + ["…"] * (len(names) > _NAMES_SHOWN)) or "no arrays"
@@ -153,7 +153,7 @@ def read_scores(reply: Message) -> dict[str, float]:
     Raises
     ------
     RefusedReply
-        As `read_metrics`, or the reply has no metric.
+        `read_metrics` refuses the reply, or the reply has no metric.
     """
     scores = read_metrics(reply)
     if not scores:

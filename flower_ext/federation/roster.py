@@ -57,8 +57,8 @@ def wait_for_nodes(
     Raises
     ------
     FederationNotReady
-        Fewer than ``least`` nodes are connected after ``timeout`` seconds, or more than
-        ``expected`` are: the sampling rate would not be the accounted one.
+        Fewer than ``least`` nodes are connected after ``timeout`` seconds; or more than
+        ``expected`` are connected, so the sampling rate would not be the accounted one.
     """
     started, advice = time.monotonic(), _advice(grid, expected)
     advise_at = started + _ADVISE_AFTER
@@ -142,8 +142,8 @@ class Roster:
         Raises
         ------
         FederationNotReady
-            As `wait_for_nodes`; or two nodes claim one partition, a partition is out of range, or
-            only some nodes answer. Only a node's first answer counts.
+            `wait_for_nodes` raises it; or two nodes claim one partition, a partition is out of
+            range, or only some nodes answer. Only a node's first answer counts.
         """
         least = population - len(absent)
         nodes = wait_for_nodes(grid, population, timeout=timeout, least=least)
@@ -184,7 +184,7 @@ class Roster:
 
 
 def _newer_nodes(grid: Grid, population: int, nodes: Sequence[int], *, timeout: float) -> list[int]:
-    """Wait for nodes beside ``nodes``, and return their ids; empty if none connect in time."""
+    """Wait for nodes that are not in ``nodes``; return their ids, or none after ``timeout``."""
     try:
         connected = wait_for_nodes(grid, population, timeout=timeout, least=len(nodes) + 1)
     except FederationNotReady as reason:
@@ -196,7 +196,7 @@ def _newer_nodes(grid: Grid, population: int, nodes: Sequence[int], *, timeout: 
 def _ask_identities(
     grid: Grid, nodes: Sequence[int], kind: str, question: RecordDict, *, timeout: float
 ) -> tuple[dict[int, object], str]:
-    """Return the partition that each node reports, and the first error in place of an answer."""
+    """Return the partition that each node reports, and the first error that a node reports."""
     like = Message(RecordDict(), dst_node_id=nodes[0], message_type=kind)
     first_clients = nodes[:: getattr(grid, "clients_per_node", 1)]
     questions = [message_like(like, question, dst_node_id=node) for node in first_clients]
@@ -272,7 +272,7 @@ def identity(node_config: Mapping[str, object]) -> RecordDict:
 
 
 def addressed(content: RecordDict, partition: int) -> RecordDict:
-    """Return a message's content with the partition it is for (see `check_addressee`)."""
+    """Add to a message's content the partition that it is for (see `check_addressee`)."""
     address = ConfigRecord({"partition": partition})
     return record_of(RecordDict, {**content, _ADDRESS: address})
 

@@ -1,7 +1,7 @@
 """One round that releases a mean: open the sum, ask clients, read and add up their answers.
 
 Training and evaluation under noise are both such rounds. A `TrainingRound` asks a cohort to train,
-and takes the server's step along the mean. `query_round` has the others.
+and the server's step moves the model by the mean. Rounds of other kinds are in `query_round`.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ _ROUNDING = 1.0001
 
 
 class Round:
-    """One round, whose sum is open: call `ask`, and then `close`.
+    """One round that releases a mean: call `ask`, and then `close`.
 
-    Reserve the spend before you create the round (`Spending.reserve`): a client that was asked may
-    have uploaded, even if the server then fails.
+    The constructor opens the round's sum. Before you create the round, reserve its privacy cost
+    (`Spending.reserve`): a client that was asked may have uploaded, even if the server then fails.
 
     Parameters
     ----------
@@ -92,7 +92,7 @@ class Round:
         kept : bool
             True to keep the arrays of each contribution.
         **notes
-            Facts to keep with the release in the ledger.
+            Further entries of the ledger about this release.
 
         Returns
         -------
@@ -129,7 +129,7 @@ class Round:
 
 
 class _Unopened(OpenSum):
-    """In place of a sum for which too few clients are left: nobody contributes to it.
+    """Takes the place of a sum for which too few clients are left: the server asks nobody.
 
     The cohort's units stay, because they were drawn and the round counts for them.
     """
@@ -146,7 +146,7 @@ class _Unopened(OpenSum):
 
 
 class _NotKept(dict[str, np.ndarray]):
-    """In place of the arrays of an update, which the server has added up and dropped."""
+    """Takes the place of an update's arrays once the server has added them to the sum."""
 
     def _refuse(self, *arguments: object) -> NoReturn:
         raise InvalidValue(
@@ -184,7 +184,7 @@ class TrainingRound:
         return self._round.cohort
 
     def ask(self, config: ConfigRecord) -> Iterable[Message]:
-        """Draw the cohort, record the spend durably, and return the messages to the cohort.
+        """Draw the cohort, record the privacy cost on disk, and return the messages to the cohort.
 
         Raises
         ------
@@ -197,13 +197,14 @@ class TrainingRound:
         # Refuse a round before its sum is opened, because until then no client knows of the round.
         drawn = self._draw()
         run.check_budget(server_round, drawn)
-        # Charge first, then read withdrawals: each one before the charge counts in this round. A
-        # later one may count only in the next round.
+        # Charge first, and then read withdrawals: a withdrawal before the charge takes effect in
+        # this round. A later one may take effect only in the next round.
         leave_out_withdrawn(run)
         drawn = run.population.without(drawn, run.spending.withdrawn)
         self._warn_beyond_plan()
         run.check_training()
-        # The spend, then the noise, then the units: all are on disk before clients use any data.
+        # Write the privacy cost, then the noise, then the units to disk; only then may clients use
+        # any data.
         identity = run.release_identity("release", number)
         run.spending.reserve(run.mechanism.release_in(number), server_round, identity)
         opening = Opening(
@@ -224,7 +225,10 @@ class TrainingRound:
         return self._round.ask(contents)
 
     def close(self, replies: Iterable[Message]) -> records.Arrays | None:
-        """Add up the replies and take the server's step; return its model, or None if discarded."""
+        """Add up the replies, take the server's step, and return the next model.
+
+        Return None if the round is discarded.
+        """
         run = self.run
         mean, updates = self._round.close(replies, kept=run.method.needs_each_update)
         self._record(updates)
@@ -253,7 +257,7 @@ class TrainingRound:
         run, done = self.run, self.number - 1
         if done == run.plan.rounds and not run.spending.limited:
             log.warning(
-                "training round %d is beyond the %d of the plan, for which its noise was chosen, "
+                "training round %d is beyond the %d rounds for which the plan's noise was chosen, "
                 "and no budget ends the run",
                 self.number,
                 done,

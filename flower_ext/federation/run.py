@@ -61,7 +61,8 @@ class Run:
     plan : PrivacyPlan
         The plan that the user gave.
     summation : Summation
-        Adds up the clients' contributions by its mechanism, which the plan made for the method.
+        Adds up the clients' contributions. Its ``mechanism`` is the privacy mechanism that the
+        plan made for the method.
     population : Population
         The clients to ask and the units to count.
     spending : Spending
@@ -141,7 +142,7 @@ class Run:
         return model
 
     def evaluated(self, arrays: ArrayRecord) -> records.Arrays:
-        """Return the model to evaluate and to hand out after a round that ended with ``arrays``."""
+        """Return the model that the run evaluates and returns if its last round gave ``arrays``."""
         return self.method.evaluated(self.shared_part(arrays), self.state or State())
 
     def check_model(self, model: records.Arrays) -> None:
@@ -154,12 +155,12 @@ class Run:
 
     @property
     def mechanism(self) -> RoundMechanism:
-        """The mechanism of the next round, as the plan made it and earlier releases changed it."""
+        """The next round's mechanism, which the plan made and earlier releases may have changed."""
         return self.summation.mechanism
 
     @property
     def participations(self) -> Participations:
-        """Counts of the units whose data the rounds so far used."""
+        """Participations of each unit in the rounds so far."""
         return self.population.participations
 
     @property
@@ -187,7 +188,10 @@ class Run:
         return SecureNoise()
 
     def release_identity(self, kind: str, number: int) -> int | None:
-        """Return the identity of the ``number``-th release of a kind; None if it never repeats."""
+        """Return a number that identifies the ``number``-th release of a kind.
+
+        Return None if a repeated round would release other numbers than the first attempt.
+        """
         if not self.repeats:
             return None
         return derived_seed(self.seed or 0, kind, self.checkpoints.run_id, number)
@@ -201,7 +205,7 @@ class Run:
         return self._stream.at(number, like, fresh, repeats=self.repeats)
 
     def round_record(self, training_round: int, **more: Any) -> ConfigRecord:
-        """Return the record that names the run and the round to clients, with ``more`` entries."""
+        """Return the record that tells clients the run and the round, with the entries ``more``."""
         return ConfigRecord(
             {
                 "run": self.checkpoints.run_id,
@@ -299,7 +303,7 @@ class Run:
         self.mechanism.check_training(self.summary)
 
     def check_budget(self, server_round: int, cohort: Cohort) -> None:
-        """Refuse a round with which the provable ε would exceed the budget.
+        """Charge a round; refuse it if the provable ε would then exceed the budget.
 
         Raises
         ------
@@ -315,7 +319,13 @@ class Run:
     def charge_release(
         self, server_round: int, participations: Participations, *, query: VectorQuery | None = None
     ) -> None:
-        """Charge a release that leads to these participations, or refuse it (`check_budget`)."""
+        """Charge a release after which units have these ``participations``.
+
+        Raises
+        ------
+        BudgetExhausted
+            The provable ε would exceed the budget; the message says by how much.
+        """
         run_after = replace(self.summary, participations=participations)
         self.spending.charge_round(
             self.mechanism, server_round, run_after, self.claims, query=query
@@ -326,11 +336,11 @@ class Run:
         self.population.count_abandoned(begun.units, begun.most_uploads, requests=begun.requests)
 
     def count_unnoted(self) -> None:
-        """Count a round whose noise is stored, if ``begun.jsonl`` does not record the round.
+        """Count a round whose noise is on disk but which ``begun.jsonl`` does not record.
 
-        Either the process ended before it asked a client, or somebody put an older copy of the
-        checkpoints in place, which lacks the record. `SpacedSampling` is deterministic: drawing
-        again gives the cohort to count.
+        Either the process ended before it asked a client, or somebody restored an older copy of the
+        checkpoints, which lacks the record. `SpacedSampling` is deterministic: drawing again gives
+        the cohort to count.
         """
         if self._stream is not None and self._stream.has_unnoted(self.participations.rounds):
             drawn = self.population.draw(secure_generator())
@@ -340,14 +350,14 @@ class Run:
     # Files --------------------------------------------------------------------------------------
 
     def attach(self, directory: RunWriter, *, limit: Budget | None = None) -> None:
-        """Make a run that has not begun write to a directory, with a ledger for its releases.
+        """Let a run that has not begun write its files and its ledger to ``directory``.
 
         Parameters
         ----------
         directory : RunWriter
         limit : Budget, optional
-            Budget of the new ledger. A plan without releases has no ledger: ``limit`` then becomes
-            the budget of the run, unless the run has one already.
+            Budget of the new ledger. A plan that makes no releases has no ledger: ``limit`` then
+            becomes the budget of the run, unless the run has one already.
 
         Raises
         ------
@@ -356,8 +366,8 @@ class Run:
         """
         if (other := self.checkpoints.directory) is not None:
             raise InvalidValue(
-                f"run={str(other.path)!r}: the strategy writes to this directory already; leave "
-                "out its option run="
+                f"run={str(other.path)!r}: the strategy already writes to this directory; create "
+                "the strategy without the option run="
             )
         if self.participations.rounds:
             raise InvalidValue(
@@ -416,7 +426,7 @@ class Run:
 
     @property
     def _terms(self) -> list[Any]:
-        """The plan in words and its release, which stay the same for a whole run."""
+        """The plan's description and its `Release`; a resumed run must have the same ones."""
         release = self.mechanism.release
         return [self.plan.describe(), None if release is None else release.to_dict()]
 
@@ -445,9 +455,10 @@ class Run:
         self.companions = groups_under(_WRAPPER, kept.arrays)
 
     def save_guarantees(self, *, in_account: bool = True) -> None:
-        """Write the guarantees after the rounds so far to ``guarantee.json``, and to the account.
+        """Write the guarantees after the rounds so far to ``guarantee.json``.
 
-        The account gets a charge in each round, so it needs the guarantees only when the run ends.
+        If ``in_account`` is True, write them to the population's account, too. Each round charges
+        the account anyway, so it needs the guarantees only when the run ends.
         """
         guarantees = self.guarantees()
         if in_account:

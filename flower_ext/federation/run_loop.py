@@ -127,8 +127,8 @@ class RunLoop:
     def _check_answers(self, done: int, *, least: float) -> None:
         """End the run if the server refused ``least`` or more replies, and never accepted one.
 
-        Later rounds would cost privacy in vain. ``least`` prevents a few clients from ending a run
-        early.
+        Later rounds would then cost privacy in vain. Because of ``least``, a few clients alone
+        cannot end a run early.
         """
         refusals = self.run.clients.refusals
         if len(refusals) >= least and not (done or self.run.ever_answered):
@@ -137,7 +137,7 @@ class RunLoop:
             )
 
     def _evaluate(self, server_round: int) -> bool:
-        """Ask for scores if this round evaluates; return True if there are any."""
+        """Ask for scores if this round evaluates; return True if clients sent any."""
         messages = self.player.configure_evaluate(
             server_round, self.result.arrays, self.evaluate_config, self.grid
         )
@@ -171,7 +171,7 @@ class RunLoop:
 
     @contextmanager
     def _guarding(self) -> Iterator[None]:
-        """If the block fails, write guarantees that cover all requests until then."""
+        """If the block fails, write guarantees that count every request that was sent before."""
         try:
             yield
         except BaseException as error:
@@ -276,5 +276,7 @@ class RunLoop:
 def _read_version(reply: Message) -> int:
     version = read_answer(reply).get("version")
     if version is None or version.shape or version.dtype.kind not in "iu" or version < 0:
-        raise RefusedReply("'version': expected the number of a training round")
+        raise RefusedReply(
+            "the array 'version' of the answer: expected the number of a training round"
+        )
     return int(version)

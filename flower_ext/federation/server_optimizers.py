@@ -8,7 +8,8 @@ Distribution for Federated Visual Classification" (2019), for momentum; Polyak a
 ====================  =====================================================
 paper                 here
 ====================  =====================================================
-Δ_t, m_t, v_t         the mean update, ``moments["mean"]``, ``moments["square"]``
+x, Δ_t                the shared model, the mean update
+m_t, v_t              ``moments["mean"]``, ``moments["square"]``
 η                     ``learning_rate``
 β₁, β₂, τ             ``beta1``, ``beta2``, ``tau``
 ====================  =====================================================
@@ -39,7 +40,7 @@ class ServerOptimizer(Checked, ABC):
     Parameters
     ----------
     learning_rate : float
-        η > 0.
+        Factor η > 0 of the step.
 
     Raises
     ------
@@ -50,7 +51,10 @@ class ServerOptimizer(Checked, ABC):
     learning_rate: Positive = 1.0
 
     def advice(self, noise: float) -> str:
-        """Return a warning if the fields do not suit noise of this stddev per coordinate, or ''."""
+        """Return a warning if the fields do not suit the noise; empty if they do.
+
+        ``noise`` is the stddev of the noise in each coordinate of the mean update.
+        """
         return ""
 
     @abstractmethod
@@ -72,14 +76,16 @@ class ServerOptimizer(Checked, ABC):
 
 @dataclass(frozen=True, kw_only=True)
 class Sgd(ServerOptimizer):
-    """Gradient descent: x + η Δ, or with momentum b_t = μ b_{t−1} + Δ_t, x + η b_t.
+    """Gradient descent: the next model is x + η Δ_t; with momentum it is x + η b_t.
+
+    The momentum is b_t = μ b_{t−1} + Δ_t, as in FedAvgM.
 
     Parameters
     ----------
     momentum : float
-        μ in [0, 1), as in FedAvgM.
+        Factor μ in [0, 1).
     nesterov : bool
-        If True, move along Δ_t + μ b_t.
+        If True, the next model is x + η (Δ_t + μ b_t).
     """
 
     momentum: FractionBelowOne = 0.0
@@ -91,11 +97,11 @@ class Sgd(ServerOptimizer):
             raise InvalidValue("nesterov=True: expected a momentum > 0 as well")
 
     def init(self, model: Arrays) -> Moments:
-        """Return b = 0, or nothing without momentum."""
+        """Return the momentum b = 0; return nothing if μ is 0."""
         return {"momentum": _zeros(model)} if self.momentum else {}
 
     def step(self, model: Arrays, mean: Arrays, moments: Moments) -> tuple[Arrays, Moments]:
-        """Return x + η Δ, or with momentum x + η b or x + η (Δ + μ b); and the next b."""
+        """Return the next model and the next b, by the formulas of the class."""
         if not self.momentum:
             return _moved(model, mean, self.learning_rate), {}
         buffer = {n: self.momentum * b + mean[n] for n, b in moments["momentum"].items()}
@@ -111,7 +117,9 @@ MEAN = Sgd()
 
 @dataclass(frozen=True, kw_only=True)
 class _Adaptive(ServerOptimizer):
-    """x + η m_t / (√v_t + τ), with m_t = β₁ m_{t−1} + (1 − β₁) Δ_t, and v_t of the subclass.
+    """Adaptive step: the next model is x + η m_t / (√v_t + τ), and a subclass defines v_t.
+
+    The first moment is m_t = β₁ m_{t−1} + (1 − β₁) Δ_t.
 
     Parameters
     ----------
@@ -121,7 +129,7 @@ class _Adaptive(ServerOptimizer):
         τ > 0, the degree of adaptivity: a coordinate with √v far below τ moves in proportion to m.
         A coordinate with √v far above τ moves by about η, whatever its scale. Under privacy, √v is
         at least about the stddev of the noise in a coordinate of the mean. If τ is smaller, noise
-        is divided by its own size, and every coordinate moves about as far as the others.
+        is divided by its own size, and all coordinates move about equally far.
     """
 
     learning_rate: Positive = 0.1
@@ -129,7 +137,7 @@ class _Adaptive(ServerOptimizer):
     tau: Positive = 1e-3
 
     def advice(self, noise: float) -> str:
-        """Return why τ is too small for the noise; empty if it is not."""
+        """Return a warning if τ is too small for the noise; empty if it is not."""
         if self.tau >= noise:
             return ""
         return (
@@ -193,10 +201,9 @@ class Yogi(Adam):
 
 @dataclass(frozen=True, kw_only=True)
 class ExponentialAverage(Checked):
-    """Average of the models so far, with weights that fall by ``decay`` a round.
+    """Average of the models so far; each round multiplies their weights by ``decay``.
 
-    The weights sum to 1 from the first round on, so the first model has no more weight than its
-    age gives it.
+    The weights sum to 1 in every round. The first model therefore has no extra weight.
 
     Parameters
     ----------
@@ -212,7 +219,7 @@ class ExponentialAverage(Checked):
     decay: ProperFraction = 0.9
 
     def add(self, model: Arrays, kept: Moments) -> Moments:
-        """Return what to keep after one more model; ``kept`` is empty before the first."""
+        """Return ``kept`` with ``model`` added; ``kept`` is empty before the first model."""
         weight = {"total": np.array(0.0)} if not kept else kept["weight"]
         before = kept.get("sum") or _zeros(model)
         total = self.decay * weight["total"] + 1
@@ -245,7 +252,7 @@ class TailAverage(Checked):
     last: Count = 5
 
     def add(self, model: Arrays, kept: Moments) -> Moments:
-        """Return what to keep after one more model; ``kept`` is empty before the first."""
+        """Return ``kept`` with ``model`` added; ``kept`` is empty before the first model."""
         models = [*kept.values(), model][-self.last :]
         return {str(number): dict(one) for number, one in enumerate(models)}
 

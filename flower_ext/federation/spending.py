@@ -1,4 +1,8 @@
-"""The privacy that a run may spend and has spent: budget, ledger and a population's account."""
+"""The privacy that a run may spend and has spent: its budget and its ledger.
+
+Runs on the same population may share a budget. The population's account then records what they have
+spent together.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +27,7 @@ from flower_ext.privacy.withdrawal import withdrawn
 
 @dataclass(kw_only=True)
 class Spending:
-    """The spending of one run.
+    """The privacy that one run may spend and has spent.
 
     Parameters
     ----------
@@ -72,14 +76,16 @@ class Spending:
         Raises
         ------
         InvalidValue
-            The plan has no releases for the ledger, or its δ does not fit the budget's.
+            The plan makes no releases that a ledger could record, or its δ does not fit the δ of
+            the budget.
         """
         if self.budget is not None:
             _check_budget_fits(self.budget, mechanism.delta)
         if self.ledger is not None and mechanism.release is None:
             raise InvalidValue(
-                f"ledger with a {type(mechanism).__name__}: expected a ReleasePlan, whose releases "
-                "a ledger records; to stop a run under any private plan, give budget= instead"
+                f"ledger= with a {type(mechanism).__name__}: expected a ReleasePlan, whose "
+                "releases a ledger records; to limit a run under another private plan, give "
+                "budget= in place of ledger="
             )
 
     def charge_round(
@@ -93,8 +99,8 @@ class Spending:
     ) -> None:
         """Charge a round, or an evaluation; refuse one that brings the provable ε above the budget.
 
-        If several runs share an account, the charge is written there. A budget of this run alone is
-        only checked.
+        If several runs share an account, the function writes the charge to the account. If the
+        budget is for this run alone, it only checks the budget.
 
         Parameters
         ----------
@@ -106,8 +112,8 @@ class Spending:
         claims : Callable[[RunSummary], list[Guarantee]]
             Returns the guarantees of a run with such a summary.
         query : VectorQuery, optional
-            The query whose answer is released; None for a training round. The account lists the
-            answers to a query as a separate run.
+            The query whose answer the round releases; None for a training round. The account
+            lists the answers to a query as a separate run.
 
         Raises
         ------
@@ -166,13 +172,14 @@ class Spending:
         Parameters
         ----------
         release : Release, optional
-            The release; None if the round releases no noised sum, which writes nothing.
+            The release. If it is None, the round releases no noised sum, and the function writes
+            nothing.
         server_round : int
             Number of the round.
         identity : int, optional
-            Identifies everything that determines the release, if a repeated round would release
-            the same numbers bit for bit; the ledger then counts the repetition once (see
-            `Ledger.reserve`). None if a repetition has new noise.
+            None if a repeated round has new noise. Otherwise a repeated round releases the same
+            numbers bit for bit, and ``identity`` stands for everything that determines them: the
+            ledger then counts the repetition once (see `Ledger.reserve`).
         """
         if release is not None and self.ledger is not None:
             entry = self.ledger.reserve(release, round=server_round, identity=identity)
@@ -180,13 +187,16 @@ class Spending:
 
     @contextmanager
     def closing(self) -> Iterator[Reservation]:
-        """Close the reserved release after the block; an error in the block discards it."""
+        """Close the reserved release after the block; if the block fails, discard the release."""
         with self._release:
             yield self._reservation
 
 
 def _check_budget_fits(budget: Budget, delta: float | None) -> None:
-    """Refuse a budget whose δ does not fit the plan, or one for a plan without privacy."""
+    """Refuse a budget whose δ does not fit the plan's δ.
+
+    Refuse also a budget of one run whose plan promises no privacy.
+    """
     if budget.ledger is None and delta is None:
         raise InvalidValue(
             f"budget of epsilon={budget.epsilon!r}: expected budget=None, because the plan "

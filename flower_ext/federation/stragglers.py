@@ -19,8 +19,8 @@ class Stragglers:
     A straggler runs a number of epochs drawn uniformly from 1 … E−1. By default each device
     straggles with probability ``ratio`` in every round, independently of the others. In the papers
     a fixed share of each cohort straggles (``exact``). Whether a client straggles then depends on
-    the others in the cohort. One client can therefore change the uploads of others, which no bound
-    on its own upload covers. Plans that protect anyone refuse ``exact``.
+    the others in the cohort. One client can therefore change the uploads of others, and a bound on
+    its own upload does not limit this change. `check` refuses ``exact`` under a private plan.
 
     Parameters
     ----------
@@ -45,7 +45,7 @@ class Stragglers:
     def draw(
         self, cohort: Sequence[int], population: int, rng: np.random.Generator
     ) -> dict[int, float]:
-        """Return, for each straggler of a cohort, a number in [0, 1): its progress.
+        """Return, by client, the progress of each straggler in a cohort: a number in [0, 1).
 
         Parameters
         ----------
@@ -64,24 +64,24 @@ class Stragglers:
         return {i: float(drawn[i, 1]) for i in slow}
 
     def check(self, trainings: Iterable[LocalTraining], *, protects: bool) -> None:
-        """Refuse trainings that no straggler could stop early, and exact shares under privacy.
+        """Refuse training that no straggler could stop early, and ``exact`` under a private plan.
 
         Parameters
         ----------
         trainings : Iterable[LocalTraining]
             The phases of a method's training.
         protects : bool
-            True if the plan protects anyone.
+            True if the plan promises privacy.
 
         Raises
         ------
         InvalidValue
-            No training is counted in epochs, or ``exact`` is True under a plan that protects.
+            No training is counted in epochs, or both ``exact`` and ``protects`` are True.
         """
         if self.exact and protects:
             raise InvalidValue(
-                "stragglers.exact=True: expected False under a plan that protects, because one "
-                "client would change which others straggle, and so what they upload"
+                "stragglers.exact=True: expected False under a plan with privacy, because the "
+                "presence of one client would change which others straggle, and what they upload"
             )
         if not any(t.steps is None and not t.tolerance for t in trainings):
             raise InvalidValue(

@@ -48,17 +48,19 @@ class FederatedStrategy(Strategy):
     plan : PrivacyPlan
         Sampling, clipping, noise and accounting of the run.
     sum : Callable[[RoundMechanism], Summation], optional
-        Makes the run's sums, as `weighted_sum` does. By default the server adds up uploads, or
-        masked uploads if the plan's noise is placed in a `SecureSum`.
+        Returns the object that adds up the contributions of a round, as `weighted_sum` does. By
+        default the server adds up uploads; they are masked if the plan's ``noise_placement`` is a
+        `SecureSum`.
     run : RunWriter, optional
         Directory for metrics and checkpoints. If it was resumed, ``start`` continues from its last
         checkpoint.
     ledger : Ledger, optional
-        Durable record of every release of a `ReleasePlan`; the run stops at its budget.
+        Durable record of every release of a `ReleasePlan`. The run stops when the ledger's budget
+        is spent.
     budget : Budget, optional
         The run stops before a round that would bring its provable ε above this budget, under any
-        plan. With ``Budget(ledger=...)``, the budget is for all runs on the same population; the
-        account of a run with a `NonPrivatePlan` then says that no ε covers it.
+        plan. With ``Budget(ledger=...)``, all runs on the same population share the budget. Their
+        account then also lists each run with a `NonPrivatePlan`, as one that no ε covers.
     seed : int, optional
         Determines initial personal parts, batches, stragglers and cohorts. Without a seed, personal
         parts and batches are those of seed 0, and the operating system's generator draws stragglers
@@ -156,7 +158,7 @@ class FederatedStrategy(Strategy):
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
-        """Draw the cohort, record the spend durably, and return the messages to the cohort.
+        """Draw the cohort, record the privacy cost on disk, and return the messages to the cohort.
 
         Raises
         ------
@@ -172,7 +174,7 @@ class FederatedStrategy(Strategy):
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
-        """Refuse malformed replies, sum the others as they arrive, and take the server's step."""
+        """Add up the replies as they arrive, refuse malformed ones, and take the server's step."""
         if self.training_round is None:
             raise InvalidValue("aggregate_train: expected configure_train first, in every round")
         model = self.training_round.close(replies)
@@ -195,10 +197,10 @@ class FederatedStrategy(Strategy):
     def aggregate_evaluate(
         self, server_round: int, replies: Iterable[Message]
     ) -> MetricRecord | None:
-        """Return mean, worst tenth, spread and Jain's index over clients of equal weight.
+        """Return mean, worst tenth, spread and Jain's index of each score over clients.
 
-        If scores are summed under noise, return their means only, each with the standard error due
-        to noise.
+        All clients have the same weight. If the plan adds noise to the sums of scores, return only
+        the means, each with its standard error due to noise.
         """
         if (
             self._evaluation is None
@@ -291,7 +293,7 @@ class FederatedStrategy(Strategy):
 
     @property
     def participations(self) -> Participations:
-        """Counts of the units whose data the rounds so far used."""
+        """Participations of each unit in the rounds so far."""
         return self.run.participations
 
     @property

@@ -258,7 +258,7 @@ def test_queries_under_noise_are_refused_before_any_client_trains():
 
     queries = (SecureScores(noise_multiplier=5.0, times=1),)
     strategy = FederatedStrategy(DPFedAvg(), plan(noise_placement=SUMS, queries=queries))
-    with pytest.raises(ValueError, match="answers no query under noise"):
+    with pytest.raises(ValueError, match="cannot answer a query with noise"):
         run(foreign_app(train), strategy)
     assert trained == []
 
@@ -394,7 +394,7 @@ def test_seeded_noise_is_refused_unless_the_app_was_built_for_simulation():
 
 
 def test_the_mod_fails_closed_before_a_server_that_asks_for_no_protection():
-    with pytest.raises(FederationNotReady, match="which a ReleasePlan asks for"):
+    with pytest.raises(FederationNotReady, match="protection which a ReleasePlan asks for"):
         run(
             foreign_app(),
             FederatedStrategy(DPFedAvg(), NonPrivatePlan(sampling=FullParticipation(CLIENTS))),

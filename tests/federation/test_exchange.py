@@ -171,8 +171,8 @@ def test_replies_of_others_of_other_rounds_or_sent_twice_are_refused():
     reasons = [refusal.partition(": ")[2] for refusal in clients.refusals]
     assert reasons == [
         "answers round 1, expected 2",
-        "not asked in this round, or answered already",
-        "not asked in this round, or answered already",
+        "the node was not asked in this round, or has answered already",
+        "the node was not asked in this round, or has answered already",
     ]
 
 

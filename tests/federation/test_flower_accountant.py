@@ -242,7 +242,7 @@ def changed(**facts):
         ({"releases": [{"release": {}, "count": 1}]}, "state of the accountant"),
         (RdpAccountant(config()).state_dict(), "releases"),
         (changed(count=0), "count=0"),
-        (changed(release=OTHER.to_dict()), "differs from this"),
+        (changed(release=OTHER.to_dict()), "of another configuration"),
     ],
 )
 def test_a_state_of_something_else_is_refused_and_changes_nothing(state, said):
@@ -274,7 +274,7 @@ def test_a_ledger_that_misses_releases_or_holds_others_is_refused(tmp_path):
     other = Ledger(tmp_path / "other")
     with other.reserve(OTHER, round=1):
         pass
-    with pytest.raises(ValueError, match="differs from this"):
+    with pytest.raises(ValueError, match="of another configuration"):
         PldAccountant(config(), ledger=other)
 
 

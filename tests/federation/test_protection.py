@@ -521,7 +521,7 @@ def test_a_protection_that_no_message_names_ends_the_run_before_anybody_is_asked
 
     grid = Recorder(DPFedAvg.client_app(task()), num_clients=CLIENTS)
     strategy = FederatedStrategy(DPFedAvg(local=EXACT), Plan(**vars(release_plan())))
-    with pytest.raises(TypeError, match="Unknown: no message may ask for it"):
+    with pytest.raises(TypeError, match="Unknown: no message can ask for this protection"):
         strategy.start(grid, initial(), num_rounds=1)
     assert not of_training(grid.sent)
 

@@ -245,7 +245,7 @@ def test_a_strategy_is_recorded_once(tmp_path):
     own = RunWriter.create(tmp_path / "own", config={})
     grid = InProcessGrid(DPFedAvg.client_app(task()), num_clients=CLIENTS)
     initial = ArrayRecord(task().initial_params(0))
-    with pytest.raises(InvalidValue, match="writes to this directory already"):
+    with pytest.raises(InvalidValue, match="already writes to this directory"):
         recorded(FederatedStrategy(DPFedAvg(), plan(), run=own), tmp_path / "run").start(
             grid, initial
         )

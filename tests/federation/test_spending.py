@@ -200,7 +200,7 @@ def test_a_ledger_or_a_budget_that_does_not_fit_the_plan_is_refused(tmp_path):
 
     check(bare)
     check(sums, ledger=ledger, budget=Budget(epsilon=1.0, delta=DELTA))
-    with pytest.raises(ValueError, match="ledger with a NonPrivatePlan"):
+    with pytest.raises(ValueError, match="ledger= with a NonPrivatePlan"):
         check(bare, ledger=ledger)
     with pytest.raises(ValueError, match="expected the δ of the plan"):
         check(sums, budget=Budget(epsilon=1.0, delta=2 * DELTA))

@@ -850,7 +850,7 @@ def test_training_beyond_the_rounds_of_the_plan_is_said_once(caplog):
     )
     said = [line for line in caplog.messages if "beyond" in line]
     assert len(said) == 1
-    assert "training round 3 is beyond the 2 of the plan" in said[0]
+    assert "training round 3 is beyond the 2 rounds for which" in said[0]
 
 
 @pytest.mark.parametrize(

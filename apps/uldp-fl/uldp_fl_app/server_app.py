@@ -28,7 +28,7 @@ SHARED = {
 WHY_PLAIN = {
     **dict.fromkeys(PRIVATE, "its weighted sum is a secure sum already"),
     "uldp-group": "its noise is in every step of a silo's DP-SGD, and a sum of uploads adds none",
-    "default": "secure sums are of clipped and noised updates",
+    "default": "a secure sum adds up clipped and noised updates",
 }
 """By method, the reason why a secure sum cannot add its uploads."""
 

@@ -443,8 +443,11 @@ def stale(replies, grid):
     [
         (lambda replies, grid: replies[:1] + replies[2:], None),
         (with_sum(lambda told: {**told, "sum": told["sum"][:-1]}), "PaillierSum of"),
-        (with_sum(lambda told: {**told, "sum": told["sum"].astype(np.int16)}), "expected bytes"),
-        (with_sum(lambda told: {**told, "more": told["sum"]}), "expected bytes (uint8) of one of"),
+        (
+            with_sum(lambda told: {**told, "sum": told["sum"].astype(np.int16)}),
+            "expected one array of bytes",
+        ),
+        (with_sum(lambda told: {**told, "more": told["sum"]}), "expected one array of bytes"),
         (numbered(1, 3), "sum of round 3: expected round 2"),
         (numbered(2, 0), "PaillierSum of silo 0: expected silo 1, its sender"),
         (with_first(0), "unit modulo"),

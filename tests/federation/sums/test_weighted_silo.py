@@ -65,10 +65,13 @@ def test_only_methods_that_open_their_part_take_part_in_the_set_up(method, first
 @pytest.mark.parametrize(
     ("arrays", "said"),
     [
-        ({}, "message with arrays {}: expected bytes (uint8) of one of"),
-        ({"begin": np.zeros(3, np.uint8), "keys": np.zeros(3, np.uint8)}, "expected bytes (uint8)"),
-        ({"begin": np.zeros(3)}, "{'begin': 'float64(3,)'}: expected bytes (uint8) of one of"),
-        ({"end": np.zeros(3, np.uint8)}, "{'end': 'uint8(3,)'}: expected bytes (uint8) of one of"),
+        ({}, "the message has arrays {}: expected one array of bytes (uint8)"),
+        (
+            {"begin": np.zeros(3, np.uint8), "keys": np.zeros(3, np.uint8)},
+            "one array of bytes (uint8)",
+        ),
+        ({"begin": np.zeros(3)}, "{'begin': 'float64(3,)'}: expected one array of bytes (uint8)"),
+        ({"end": np.zeros(3, np.uint8)}, "{'end': 'uint8(3,)'}: expected one array of bytes"),
         ({"keys": np.zeros(3, np.uint8)}, "silo 1 has no keys of this run"),
     ],
 )

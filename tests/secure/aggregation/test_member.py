@@ -142,7 +142,7 @@ def test_a_message_of_another_round_is_refused():
 
 @pytest.mark.parametrize("data", [b"", b"{}", b"[]", b"\xff", b"[" * 10_000])
 def test_bytes_that_are_no_state_are_refused(data):
-    with pytest.raises(InvalidValue, match="Member: expected the JSON"):
+    with pytest.raises(InvalidValue, match="Member.*: expected JSON"):
         Member.from_bytes(data)
 
 
