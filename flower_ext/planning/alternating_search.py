@@ -25,8 +25,9 @@ class Outcome:
 class EmpiricalSchedule:
     """(T*, λ*) found by short training runs.
 
-    ``settled`` is true if both searches came to rest. If they cycle, the result is the point of the
-    cycle with the smallest loss. ``outcomes`` has every run that was made.
+    ``settled`` is true if the search ended at one pair (T*, λ*). If it went round a cycle of pairs,
+    the result is the pair of the cycle with the smallest loss. ``outcomes`` holds the outcome of
+    every run.
     """
 
     rounds: int
@@ -47,10 +48,11 @@ def alternating_search(
     Parameters
     ----------
     run : Callable[[int, float], Outcome]
-        Trains for T rounds at λ under the noise that T rounds need. Called once for each pair. It
-        may return NaN or infinity for a run that diverged, which then loses every comparison.
+        Trains for T rounds at λ under the noise that T rounds need. The search calls it at most
+        once for each pair (T, λ). For a run that diverged it may return NaN or infinity, which
+        count as worse than every number.
     rounds, global_weights : Sequence
-        Candidates. Of equally good candidates, the first wins.
+        Candidates for T and for λ. Of equally good candidates, the search takes the first.
     start : float, optional
         The first λ; by default the first of ``global_weights``.
 

@@ -81,7 +81,7 @@ class DittoProblem(Checked):
     dimension : int
         d, the number of weights.
     learning_rate, personal_learning_rate : float
-        η_G below 2/L, and η_L.
+        η_G, which must be below 2/L, and η_L.
     gradient_bound, model_spread : float
         G₀ ≥ ‖∇F_n‖ along the run and M ≥ ‖u_n* − w*‖; only the published bound needs them.
     """
@@ -117,7 +117,7 @@ class DittoProblem(Checked):
 
 @dataclass(frozen=True, kw_only=True)
 class ConvergenceBound:
-    """Theorem 1 at one λ: both recursions, unrolled.
+    """The bound h(T, λ) of Theorem 1 for one λ, as coefficients of the two recursions.
 
     ``conditions`` are the conditions of Lemma 1; each says whether it holds.
     """
@@ -159,9 +159,9 @@ class ConvergenceBound:
         return np.where(np.isnan(h) | ((a < 0) & (T > 0)), math.inf, h)
 
     def best_rounds(self, max_rounds: int) -> int:
-        """Return T*, the number of rounds up to ``max_rounds`` with the smallest h.
+        """Return T*, the number of rounds up to ``max_rounds`` at which the bound h is smallest.
 
-        0 means that no number of rounds improves on the start.
+        0 means that no number of rounds makes the bound smaller than at the start.
         """
         require_at_least_one("max_rounds", max_rounds)
         return int(np.argmin(self.after(np.arange(max_rounds + 1))))
@@ -174,7 +174,7 @@ def convergence_bound(
     variance_per_round: float,
     basis: Basis = "provable",
 ) -> ConvergenceBound:
-    """Return the bound h(·, λ) of a problem; h(T, λ) has the noise that T rounds need.
+    """Return the bound h(·, λ) for a problem, where h(T, λ) assumes the noise that T rounds need.
 
     Parameters
     ----------
@@ -184,7 +184,7 @@ def convergence_bound(
         σ_u²/T: the variance of the noise on each weight of an upload, divided by the planned
         rounds. It is the same for all T, under the published and the provable calibration.
     basis : {"provable", "published"}
-        Lemma 1 as published, or as this module proves it.
+        Whether to use Lemma 1 as published, or the recursion that this module proves.
 
     Raises
     ------

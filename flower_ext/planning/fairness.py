@@ -10,7 +10,7 @@ paper                 here
 N, b, d               ``num_clients``, ``num_examples``, ``dimension``
 ρ                     ``feature_energy``
 σ², ζ²                ``label_variance``, ``model_variance``
-σ_u²                  ``upload_variance``, of z_n; the paper's σ_z² is N σ_u²
+σ_u²                  ``upload_variance``: variance of z_n; the paper's σ_z² is N σ_u²
 G₁, G₂ − G₁²          ``moments``
 R                     ``unfairness``: variance over clients of ‖u_n* − v_n‖²
 ====================  =====================================================
@@ -59,10 +59,12 @@ class LinearFairness(Checked):
     feature_energy : float
         ρ, the diagonal of XᵀX. Features of unit variance give about b.
     label_variance, model_variance : float
-        σ² of the noise in labels, and ζ² between the clients' true models.
+        σ², the variance of the noise in labels, and ζ², the variance between the clients' true
+        models.
     given_moments : tuple[float, float], optional
-        G₁ and G₂ − G₁²: N² times the mean of ‖û_n − ū‖², and N⁴ times its variance over clients. By
-        default the means of both over the random û_n, which follow from the fields above.
+        G₁ and G₂ − G₁²: N² times the mean of ‖û_n − ū‖² over clients, and N⁴ times its variance
+        over clients. By default, the means of both over the random û_n, which the other fields
+        determine.
     """
 
     num_clients: Count
@@ -80,7 +82,7 @@ class LinearFairness(Checked):
 
     @property
     def moments(self) -> tuple[float, float]:
-        """G₁ and G₂ − G₁², as given, or their means over û_n."""
+        """G₁ and G₂ − G₁²: the ``given_moments``, or by default their means over the random û_n."""
         if self.given_moments is not None:
             return self.given_moments
         N, d = self.num_clients, self.dimension
@@ -132,7 +134,7 @@ class LinearFairness(Checked):
         return np.concatenate([np.zeros(4 - len(derivative)), derivative])
 
     def best_global_weight(self, *, upload_variance: float, basis: Basis = "provable") -> float:
-        """Return λ* of Theorem 3: the fairest of the cubic's real roots and of 0 and 2."""
+        """Return λ* of Theorem 3: the fairest λ among 0, 2, and those at real roots of `cubic`."""
         roots = np.roots(self.cubic(upload_variance=upload_variance, basis=basis))
         # Rounding gives real roots a small imaginary part.
         real = roots[np.abs(roots.imag) < 1e-7].real
@@ -141,10 +143,10 @@ class LinearFairness(Checked):
         return self.global_weight(float(shares[np.argmin(values)]))
 
     def uniqueness(self, *, clipping_norm: float, basis: Basis = "provable") -> Condition:
-        """Return Theorem 3's condition, under which R has one minimum whatever the noise.
+        """Return the condition of Theorem 3 under which R has one minimum, whatever the noise.
 
-        R is convex in α₀ if D > 2 G₁ S₁², and models of norm at most C have G₁ ≤ N² C². The
-        published condition uses G₁ ≤ 4 N² C²: C < √d / (2 N S₁).
+        R is convex in α₀ if D > 2 G₁ S₁². Models of norm at most C, the ``clipping_norm``, have
+        G₁ ≤ N² C². The published condition, C < √d / (2 N S₁), uses G₁ ≤ 4 N² C² instead.
         """
         require_positive("clipping_norm", clipping_norm)
         N, d = self.num_clients, self.dimension

@@ -30,7 +30,10 @@ from flower_ext.privacy.theorems.dp_ditto_theorem import dp_ditto_guarantees
 
 @dataclass(frozen=True, kw_only=True)
 class Schedule:
-    """(T*, λ*) and the bound h(·, λ*); T* is 0 if no number of rounds improves on the start."""
+    """The best number of rounds T*, the best weight λ*, and the bound h(·, λ*).
+
+    T* is 0 if no number of rounds makes the bound smaller than at the start.
+    """
 
     rounds: int
     global_weight: float
@@ -58,7 +61,7 @@ def best_schedule(
         With a number, λ is fixed and only T* is searched. With a fairness problem, each T gets its
         fairest λ*(T), and T* is searched among these pairs (Eqn 33 of the paper).
     variance_per_round, basis
-        As for `convergence_bound`.
+        See `convergence_bound`.
     max_rounds : int
         Largest T that is tried.
 
@@ -82,7 +85,10 @@ def best_schedule(
     for name in ("num_clients", "dimension"):
         expected, value = getattr(problem, name), getattr(fairness, name)
         if value != expected:
-            raise InvalidValue(f"{name}={value!r} of the fairness problem: expected {expected!r}")
+            raise InvalidValue(
+                f"{name}={value!r} of the fairness problem: expected {expected!r}, as in the "
+                "DittoProblem"
+            )
     require_at_least_one("max_rounds", max_rounds)
 
     def fairest(rounds: int) -> Schedule:
@@ -122,14 +128,15 @@ class PlannedSchedule:
 
     @property
     def noise_stddev(self) -> float:
-        """σ_u of the noise on each weight of an upload; 0 if T* is 0."""
+        """σ_u, the standard deviation of the noise on each weight of an upload; 0 if T* is 0."""
         return 0.0 if self.plan is None else self.plan.upload_stddev
 
     @property
     def epsilons(self) -> dict[str, float]:
-        """ε of the plan: as published, at worst, and with clipped gradients if ``steps`` clip them.
+        """ε of the plan, by the way in which it is computed.
 
-        The worst case is Algorithm 1, which clips models but no gradients.
+        "as published" follows the paper. "worst case" holds for Algorithm 1, which clips models
+        but no gradients. "gradients clipped" is there only if the plan's ``steps`` clip gradients.
         """
         plan = self.plan
         if plan is None:
@@ -189,6 +196,7 @@ def _one_full_step(steps: ClippedSteps | None) -> Condition:
     batch = steps.batch_size or steps.num_examples
     return Condition(
         f"one full-gradient step a round (K = {steps.local_steps}, B = {batch} of "
-        f"{steps.num_examples} records): the bound h assumes one such step, the noise covers all",
+        f"{steps.num_examples} records): the bound h assumes one such step, and the noise covers "
+        "all steps",
         steps.local_steps == 1 and batch == steps.num_examples,
     )

@@ -30,9 +30,9 @@ def public_of(private: bytes) -> bytes:
 
 
 def agreed(private: bytes, public: bytes) -> tuple[bytes, bytes]:
-    """Return the shared secret of two X25519 keys, and `public_of` the private one, 32 bytes each.
+    """Return the shared secret of two X25519 keys, and the public key that belongs to ``private``.
 
-    Use the secret only to derive keys.
+    Both have 32 bytes. Use the secret only to derive keys.
 
     Raises
     ------
@@ -58,7 +58,7 @@ def _exchanged(private: X25519PrivateKey, public: bytes) -> bytes:
 def check_public(public: bytes) -> None:
     """Refuse a public key with which no key exchange works; raise `InvalidValue` as `agreed` does.
 
-    Every private key is a multiple of 8, the order of the curve's small subgroup, so one exchange
-    finds all keys of low order.
+    Every private key is a multiple of 8, the order of the curve's small subgroup. An exchange with
+    any private key therefore fails for every public key of low order.
     """
     _exchanged(_ANY_PRIVATE, public)

@@ -1,4 +1,4 @@
-"""Messages between parties as values and as bytes, and checks that all protocols share."""
+"""Messages between parties, their encoding as bytes, and checks that all protocols share."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ _MEMBER_BYTES = 4
 class ProtocolMessage:
     """A message: a frozen dataclass of integers, bytes, and mappings from members to bytes.
 
-    As bytes, a message begins with its kind, and its fields follow in order: integers of eight
-    bytes (big-endian), and bytes whose lengths the public settings determine. Entries by member
-    come last and fill the rest.
+    The encoding begins with the message's kind, and the fields follow in order. An integer takes
+    eight bytes (big-endian). The public settings determine the length of a field of bytes. A
+    mapping comes last and fills the rest with its entries, each a member's number and bytes.
     """
 
     kind: ClassVar[bytes]
 
     @classmethod
     def _lengths(cls, settings: Any) -> Mapping[str, int]:
-        """Return the length in bytes of each field, or of each entry of a field by member."""
+        """Return the length in bytes of each field of bytes, and of one entry of each mapping."""
         raise NotImplementedError
 
     @classmethod
     def size(cls, settings: Any) -> int:
-        """Return the length in bytes of a message without entries by member."""
+        """Return the length in bytes of a message that has no mapping among its fields."""
         lengths = cls._lengths(settings)
         names = [field.name for field in fields(cls)]  # type: ignore[arg-type]
         return len(cls.kind) + sum(lengths.get(name, _INTEGER_BYTES) for name in names)
@@ -94,11 +94,11 @@ def _entries(data: bytes, size: int, name: str) -> dict[int, bytes]:
     """Read ``data`` as entries, each a member's number and ``size`` bytes."""
     step = _MEMBER_BYTES + size
     if len(data) % step:
-        raise InvalidValue(f"{name} of {len(data)} bytes: expected entries of {step} bytes each")
+        raise InvalidValue(f"{name} of {len(data)} bytes: expected whole entries of {step} bytes")
     starts = range(0, len(data), step)
     members = [int.from_bytes(data[start : start + _MEMBER_BYTES], "big") for start in starts]
     if any(later <= member for member, later in pairwise(members)):
-        raise InvalidValue(f"{name}: expected each member once, ascending")
+        raise InvalidValue(f"{name}: expected members in ascending order, each member once")
     return {
         member: data[start + _MEMBER_BYTES : start + step]
         for member, start in zip(members, starts, strict=True)
@@ -116,7 +116,7 @@ def unpack_numbers(data: bytes, size: int) -> list[int]:
 
 
 def check_length(name: str, data: bytes, size: int) -> None:
-    """Raise an InvalidValue unless ``data`` has ``size`` bytes; ``name`` names it in the error."""
+    """Raise an InvalidValue unless ``data`` has ``size`` bytes; the error calls it ``name``."""
     if len(data) != size:
         raise InvalidValue(f"{name} of {len(data)} bytes: expected {size}")
 

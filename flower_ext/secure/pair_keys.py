@@ -132,9 +132,9 @@ class PairKeys:
     ) -> list[mpz]:
         """Return this silo's masks: ``count`` units modulo ``modulus``.
 
-        At each position, the product of all silos' masks is one. A draw fails to be a unit with a
-        probability of about one over the smallest prime factor of ``modulus``, which is negligible
-        for a product of two large primes.
+        At each position, the product of all silos' masks is one. A random number is not a unit
+        with a probability of about one over the smallest prime factor of ``modulus``. For a
+        product of two large primes, this probability is negligible.
 
         Raises
         ------
@@ -149,9 +149,9 @@ class PairKeys:
         return [x * gmpy2.invert(y, modulus) % modulus for x, y in zip(above, below, strict=True)]
 
     def mask_keys(self, purpose: str, round_number: int) -> list[tuple[bytes, bool]]:
-        """Return a key for each other silo, with True where this silo subtracts the key's stream.
+        """Return for each other silo a key, and True if this silo subtracts the key's stream.
 
-        Both silos of a pair hold the key. One adds the stream and the other subtracts it.
+        Both silos hold the same key. One of them adds the stream, and the other subtracts it.
 
         Raises
         ------

@@ -1,4 +1,4 @@
-"""Statistics of people in several silos, with a guarantee: counts, means, histograms, survival.
+"""Statistics of people in several silos under differential privacy, such as means and histograms.
 
 Begin with `JointStatistics`: several statistics that one noised sum releases together. The method
 `ClientStatistics` or `UserStatistics` releases them.

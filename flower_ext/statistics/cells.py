@@ -1,7 +1,7 @@
 """Statistics that count people by cells: histograms, tables of two columns, quantiles, survival.
 
-A record is in one cell, so its vector has norm 1. `Quantiles` count a record once on each level of
-a tree.
+A record's vector has a one in the record's cell and zeros elsewhere, so its norm is 1. `Quantiles`
+count a record once on each level of a tree.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Bins:
 
     @property
     def edges(self) -> NDArray[np.float64]:
-        """Edges of the bins, (count + 1,)."""
+        """Edges of the bins, of shape (count + 1,)."""
         edges: NDArray[np.float64] = np.linspace(self.lower, self.upper, self.count + 1)
         return edges
 
@@ -66,7 +66,7 @@ class Bins:
 
 @dataclass(frozen=True)
 class Histogram(Statistic):
-    """Numbers of people by cell: a bin of one column, or a tuple of bins of several columns.
+    """Numbers of people in cells. A cell is one bin, or a combination of several columns' bins.
 
     Parameters
     ----------
@@ -90,7 +90,7 @@ class Histogram(Statistic):
 
     @property
     def names(self) -> Sequence[str]:
-        """Names of the cells. Those of several columns contain the columns' names."""
+        """Names of the cells, which contain the columns' names if there are several columns."""
         if len(self.axes) == 1:
             return self.axes[0].names
         labels = [[f"{bins.column} {name}" for name in bins.names] for bins in self.axes]
@@ -102,7 +102,7 @@ class Histogram(Statistic):
         return len(self.names)
 
     def vectors(self, columns: Columns) -> NDArray[np.float64]:
-        """Return a one in each record's cell."""
+        """Return a row for each record: a one in the record's cell, and zeros elsewhere."""
         positions = tuple(bins.of(columns[bins.column]) for bins in self.axes)
         cells = np.ravel_multi_index(positions, [len(bins.names) for bins in self.axes])
         ones = np.zeros((len(cells), self.size))
@@ -118,9 +118,9 @@ class Histogram(Statistic):
 class SurvivalCurve(Statistic):
     """Kaplan–Meier's curve: shares of people without an event at the end of each interval.
 
-    The released counts are people by interval, and by event or censoring. The people at risk in an
-    interval are all people of this and later intervals, so they need no count of their own. Within
-    an interval, events count before censorings.
+    The released counts are the numbers of events and of censorings in each interval, and of people
+    after the last one. The people at risk in an interval are all people counted in it and after it,
+    so they need no separate count. Within an interval, events are taken to precede censorings.
 
     Parameters
     ----------
@@ -156,7 +156,10 @@ class SurvivalCurve(Statistic):
         return [f"survival beyond {end:g}" for end in self.times.edges[1:]]
 
     def vectors(self, columns: Columns) -> NDArray[np.float64]:
-        """Return a one in each record's cell; zeros if the time or the event is not known."""
+        """Return a row for each record: a one in the record's cell, and zeros elsewhere.
+
+        A record whose time or event is not known has zeros only.
+        """
         times, events = columns[self.times.column], columns[self.event]
         intervals = self.times.of(times)
         cells = np.where(events == 1, intervals, intervals + self.times.count)
@@ -168,7 +171,7 @@ class SurvivalCurve(Statistic):
         return ones
 
     def estimate(self, totals: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Return the product of 1 − events / people at risk, up to each interval."""
+        """Return for each interval the product of 1 − events / people at risk up to its end."""
         count = self.times.count
         events, leaving = totals[:, :count], totals[:, :count] + totals[:, count:-1]
         at_risk = np.cumsum(np.column_stack([leaving, totals[:, -1]])[:, ::-1], axis=1)[:, :0:-1]
@@ -181,9 +184,9 @@ class SurvivalCurve(Statistic):
 class Quantiles(Statistic):
     """Quantiles of a column, from counts on every level of a binary tree of bins.
 
-    Any range of bins is a sum of few counts of the tree, so its noise grows with the logarithm of
-    the number of bins. Each count should equal the sum of two counts of the next level; least
-    squares finds the counts that fit best (Hay et al. 2010).
+    The number of people in any range of bins is a sum of few counts of the tree, so its noise grows
+    only with the logarithm of the number of bins. Without noise, each count equals the sum of two
+    counts of the next level; least squares finds the counts that fit best (Hay et al. 2010).
 
     Parameters
     ----------
@@ -238,7 +241,10 @@ class Quantiles(Statistic):
         return [f"{p:g} quantile of {self.column}" for p in self.probabilities]
 
     def vectors(self, columns: Columns) -> NDArray[np.float64]:
-        """Return a one in each record's node on every level; zeros for a missing value."""
+        """Return a row for each record: ones in its node on every level, and zeros elsewhere.
+
+        A record whose value is missing has zeros only.
+        """
         values = columns[self.column]
         is_known = ~np.isnan(values)
         leaves = self._leaves.of(np.clip(values[is_known], self.lower, self.upper))
@@ -261,9 +267,9 @@ class Quantiles(Statistic):
         values: NDArray[np.float64],
         errors: NDArray[np.float64],
     ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        """Return the least and largest value at which each probability may be reached.
+        """Return for each probability the least and the largest value that its quantile may have.
 
-        The error of the distribution function at the edges bounds both.
+        Both follow from the error of the distribution function at the edges of the bins.
         """
         (function,) = self._distributions(total[np.newaxis])
         half = NORMAL_QUANTILE * np.std(self._distributions(moved_totals), axis=0)
@@ -277,7 +283,7 @@ class Quantiles(Statistic):
         return Bins(self.column, self.lower, self.upper, 2**self.depth)
 
     def _distributions(self, totals: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Return values of the distribution function at the edges, (draws, 2^depth + 1)."""
+        """Return the distribution function's values at the edges, of shape (draws, 2^depth + 1)."""
         sums = np.cumsum(totals @ _tree_inverse(self.depth).T, axis=1)
         with np.errstate(divide="ignore", invalid="ignore"):
             shares = np.where(sums[:, -1:] > 0, sums / sums[:, -1:], np.nan)
@@ -293,7 +299,10 @@ class Quantiles(Statistic):
 
 
 def _rising(functions: NDArray[np.float64]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Return the least rising function above each function (…, edges), and the largest below it."""
+    """Return two rising functions for each function: the least one above it, the largest below it.
+
+    All have the shape (…, edges).
+    """
     below = np.minimum.accumulate(functions[..., ::-1], axis=-1)[..., ::-1]
     return np.maximum.accumulate(functions, axis=-1), below
 

@@ -63,7 +63,7 @@ class Mean(Statistic):
 
     @property
     def size(self) -> int:
-        """Number of powers of a value, which begin with the power 0."""
+        """Number of powers of a value, from the power 0 to ``highest_power``."""
         return self.highest_power + 1
 
     @property

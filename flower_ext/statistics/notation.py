@@ -70,7 +70,7 @@ def read_statistics(text: str) -> JointStatistics:
     Raises
     ------
     InvalidValue
-        The text does not have one of the forms; the message shows the form.
+        A statistic does not have one of the forms above; the message shows the expected form.
     """
     return JointStatistics(tuple(_read(part) for part in text.split(";") if part.strip()))
 

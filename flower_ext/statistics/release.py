@@ -2,14 +2,15 @@
 
 A unit's update is the mean of its records' vectors, instead of a trained model's change.
 
-The "model" of such a run has one parameter: the mean of all units' updates, zero before the round.
-Sums, noise, masks, weights, ledger, guarantees and resume work as in every other method.
+The "model" of such a run has one parameter: the mean of all units' updates, which is zero before
+the round. Sums, noise, masks, weights, the ledger, guarantees and resumption work as in every other
+method.
 
-* `ClientStatistics`: the unit is a client, under any `ReleasePlan` that asks all clients.
-* `UserStatistics`: the unit is a person with records in several silos, under a plan of users.
-  With weights by records a person counts as one. With equal weights a person counts as the share of
-  silos that have records of this person. To protect records instead of people, give every record a
-  user number of its own.
+* `ClientStatistics`: the unit is a client. All clients take part in the plan, a `ReleasePlan`.
+* `UserStatistics`: the unit is a person with records in several silos. The plan protects users.
+  With weights by records, each person counts as one. With equal weights, a person with records in
+  one of four silos counts as a quarter. To protect records instead of people, give every record a
+  different user number.
 """
 
 from __future__ import annotations
@@ -91,7 +92,7 @@ def answer_with_columns(question: Question) -> Params:
 
 
 def client_part(work: ClientWork) -> LocalResult:
-    """Return the client's vector, the mean over its examples; zeros if it has none."""
+    """Return the mean of the vectors of the client's examples; zeros if it has no example."""
     joint, examples = _check_columns(work.task, work.data), work.data.train
     part = joint.part(examples) if len(examples) else np.zeros(joint.size)
     return LocalResult(update={RELEASED: torch.from_numpy(part).float()})
@@ -120,8 +121,8 @@ def _check_plan(plan: PrivacyPlan) -> None:
         )
     if plan.clipping_norm != 1.0:
         raise InvalidValue(
-            f"clipping_norm={plan.clipping_norm!r} of the plan: expected 1, the norm of a unit's "
-            "part"
+            f"clipping_norm={plan.clipping_norm!r} of the plan: expected 1, the largest norm of a "
+            "unit's vector"
         )
     if plan.rounds != 1:
         raise InvalidValue(

@@ -93,7 +93,10 @@ def write_statistics(run: RunDirectory, results: Mapping[Statistic, list[Estimat
 
 
 def _scales(results: Mapping[Statistic, list[Estimate]]) -> str:
-    """Return the setting ``standardise``: mean and deviation of each column with a variance > 0."""
+    """Return the setting ``standardise``: the means and standard deviations of columns.
+
+    It covers the columns whose estimated variance is above 0.
+    """
     scales = [
         f"{statistic.column} {mean.value:.6g} {math.sqrt(variance.value):.6g}"
         for statistic, released in results.items()
@@ -105,7 +108,10 @@ def _scales(results: Mapping[Statistic, list[Estimate]]) -> str:
 
 
 def _shown(estimate: Estimate) -> tuple[str, str, str]:
-    """Return value, standard error and interval as text, with the digits that the noise permits."""
+    """Return the estimate, its standard error and its interval as text.
+
+    The numbers have as many digits as the noise permits.
+    """
     if math.isnan(estimate.value):
         return "too much noise", "–", "–"
     error = estimate.standard_error

@@ -81,9 +81,9 @@ class Statistic(ABC):
 
     @abstractmethod
     def vectors(self, columns: Columns) -> NDArray[np.float64]:
-        """Return the records' vectors, (records, size).
+        """Return the records' vectors, of shape (records, size).
 
-        A value may be anything, NaN included, and changes the row of its own record only.
+        A value may be anything, NaN included, and changes the row of its record only.
         """
 
     @property
@@ -93,7 +93,10 @@ class Statistic(ABC):
 
     @abstractmethod
     def estimate(self, totals: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Return the estimates (draws, names) from totals over all units (draws, size)."""
+        """Return the estimates from totals over all units.
+
+        The estimates have the shape (draws, names), and the totals the shape (draws, size).
+        """
 
     def estimates(
         self, total: NDArray[np.float64], stddev: float, rng: np.random.Generator
@@ -103,7 +106,7 @@ class Statistic(ABC):
         Parameters
         ----------
         total : ndarray
-            The noised sum over all units, (size,).
+            The noised sum over all units, of shape (size,).
         stddev : float
             Standard deviation of the noise in each element.
         rng : numpy.random.Generator
@@ -130,7 +133,10 @@ class Statistic(ABC):
         values: NDArray[np.float64],
         errors: NDArray[np.float64],
     ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        """Return both ends of the 95 % intervals, by default for normally distributed errors."""
+        """Return the lower and the upper ends of the estimates' 95 % intervals.
+
+        By default, they assume that errors are normally distributed.
+        """
         half = NORMAL_QUANTILE * errors
         return values - half, values + half
 
@@ -139,8 +145,8 @@ class Statistic(ABC):
 class JointStatistics:
     """Several statistics that one sum releases together.
 
-    Each gets an equal share of the privacy: for m statistics, the vectors of each are scaled to
-    norm 1/√m, so that all vectors of a record together have norm 1 at most.
+    Each statistic gets an equal share of the privacy budget. If there are m statistics, the vectors
+    of each are scaled to norm 1/√m, so that all vectors of a record together have norm 1 at most.
     """
 
     statistics: tuple[Statistic, ...]
@@ -161,7 +167,7 @@ class JointStatistics:
         ------
         InvalidValue
             The message names the missing columns. The server may see it, because it depends on
-            the form of the table alone.
+            which columns the table has, and on no record.
         """
         columns = columns_of(examples)
         for statistic in self.statistics:
@@ -171,11 +177,14 @@ class JointStatistics:
                 )
 
     def part(self, examples: Examples) -> NDArray[np.float64]:
-        """Return one unit's part (size,), of L2 norm at most 1: the mean over its records."""
+        """Return the mean of one unit's record vectors, of shape (size,) and L2 norm at most 1."""
         return self.parts([examples]).ravel()
 
     def parts(self, units: Sequence[Examples]) -> NDArray[np.float64]:
-        """Return the parts (units, size) of several units, each with at least one record."""
+        """Return `part` for several units, as the rows of an array of shape (units, size).
+
+        Each unit must have at least one record.
+        """
         tables = [columns_of(examples) for examples in units]
         joined = {name: np.concatenate([table[name] for table in tables]) for name in tables[0]}
         counts = np.array([len(examples) for examples in units])
@@ -190,9 +199,9 @@ class JointStatistics:
     def estimates(
         self, total: NDArray[np.float64], stddev: float, rng: np.random.Generator
     ) -> dict[Statistic, list[Estimate]]:
-        """Return every statistic's estimates from the noised sum of all units' parts.
+        """Return every statistic's estimates from the noised sum over all units.
 
-        Parameters are those of `Statistic.estimates`.
+        The parameters are those of `Statistic.estimates`.
         """
         ends = np.cumsum([statistic.size for statistic in self.statistics])
         return {

@@ -11,7 +11,7 @@ Source: Bonawitz et al. 2017, on the graph of Bell et al. 2020, against a semi-h
    the masks.
 
 The server learns the sum and which members took part. ``docs/proved/secure-sums.md`` describes the
-adversaries. This package needs NumPy and ``cryptography``, but no extra.
+adversaries. This package needs NumPy and ``cryptography``, and no optional dependency.
 """
 
 from flower_ext.secure.aggregation.aggregation_messages import (

@@ -44,7 +44,8 @@ def key_pair(keys: bytes) -> tuple[bytes, bytes]:
 class _RoundMessage(ProtocolMessage):
     """A message of one round.
 
-    ``sizes`` counts the bytes of a field, or of each entry, if all rounds have the same number.
+    ``sizes`` gives the length in bytes of each field, or of each entry of a mapping, whose length
+    is the same in every round.
     """
 
     sizes: ClassVar[Mapping[str, int]] = {}
@@ -89,7 +90,7 @@ class Advert(_RoundMessage):
 
 @dataclass(frozen=True, kw_only=True)
 class Keys(_RoundMessage):
-    """The public keys of a member and of its neighbours that advertised."""
+    """The public keys of a member, and of those of its neighbours that sent keys."""
 
     kind = b"K"
     keys: Mapping[int, bytes]
@@ -97,9 +98,10 @@ class Keys(_RoundMessage):
 
 @dataclass(frozen=True, kw_only=True)
 class SealedShares(_RoundMessage):
-    """A hash of the member's seed, and shares of seed and mask key that neighbours can open.
+    """A hash of the member's seed, and shares of its seed and mask key that neighbours can open.
 
-    The hashes of both shares follow each sealed pair. The server recognises a wrong share by them.
+    The hashes of a neighbour's two shares follow its sealed shares. By these hashes, the server
+    recognises a wrong share.
     """
 
     kind = b"S"

@@ -41,11 +41,12 @@ M = TypeVar("M", Advert, SealedShares, MaskedInput, Revealed)
 
 
 class ShareFault(Enum):
-    """Fault in a member's shares; the value is a sentence about the member."""
+    """Fault in a member's shares. Its value is a sentence in which "it" is the member."""
 
     UNOPENED = "its sealed shares could not be opened by {neighbours}"
     WRONG = (
-        "it revealed wrong shares of the secrets of {neighbours}, unless these dealt them wrongly"
+        "it revealed wrong shares of the secrets of {neighbours}, unless these members sealed "
+        "wrong shares"
     )
     UNFIT = "no secret fits both its shares and what it published, so the round is discarded"
 
@@ -69,7 +70,8 @@ class SumServer:
     Attributes
     ----------
     faults : dict[tuple[int, ShareFault], set[int]]
-        For each member and fault of its shares, the neighbours that the fault concerns.
+        The key is a member and a fault of its shares. The value holds the neighbours that the
+        fault's sentence names.
     """
 
     def __init__(self, context: RoundContext, graph: Graph) -> None:
@@ -108,7 +110,8 @@ class SumServer:
         ProtocolError
             The message is late, early, repeated, from another round, or from a member that left.
         InvalidValue
-            The message is malformed, or holds a key of another member or of low order.
+            The message is malformed, or one of its keys is of low order, repeated, or sent by
+            another member.
         """
         self._check(0, message)
         pair = set(key_pair(message.keys))
@@ -206,7 +209,8 @@ class SumServer:
         kinds = self._kinds(message.member)
         if not {o: share[:1] for o, share in message.shares.items()}.items() <= kinds.items():
             raise InvalidValue(
-                f"shares of member {message.member}: expected the kinds that the server requested"
+                f"shares of member {message.member}: expected the kinds of share that the server "
+                "requested"
             )
         for other, kind in kinds.items():
             if other not in message.shares:
@@ -261,7 +265,7 @@ class SumServer:
                 f"{self._context.threshold}; the round is discarded"
             )
         # Hashes check each share. The member may still have shared a different secret than it used.
-        with suppress(InvalidValue):  # shares of no secret
+        with suppress(InvalidValue):  # raised if the shares rebuild no secret of 32 bytes
             secret = combine(shares, self._context.threshold)
             if self._fits(member, kind, secret):
                 return secret
@@ -320,7 +324,9 @@ class SumServer:
 
     def _require(self, stage: int) -> None:
         if self._stage != stage:
-            raise ProtocolError(f"{_STAGES[stage]}: the server expects {_STAGES[self._stage]} now")
+            raise ProtocolError(
+                f"{_STAGES[stage]} are out of order: the server now expects {_STAGES[self._stage]}"
+            )
 
     def _check(self, stage: int, message: M) -> None:
         message.check(self._context)

@@ -83,8 +83,8 @@ class RoundContext(Checked, JsonRecord):
         if degree(size, self.neighbours) != self.neighbours:
             raise InvalidValue(
                 f"neighbours={self.neighbours}: expected an even number below {size - 1}, or "
-                f"{size - 1} (all others); secure.aggregation.context.degree("
-                f"{size}, {self.neighbours}) returns one"
+                f"{size - 1} (all others); flower_ext.secure.aggregation.degree("
+                f"{size}, {self.neighbours}) returns a valid number"
             )
         if not 1 <= self.threshold <= self.neighbours:
             raise InvalidValue(
@@ -97,7 +97,8 @@ class RoundContext(Checked, JsonRecord):
             )
         if self.signed and self.neighbours < size - 1:
             raise InvalidValue(
-                f"neighbours={self.neighbours} of a signed round: expected {size - 1}, all others"
+                f"neighbours={self.neighbours} of a signed round: expected {size - 1}, because all "
+                "other members must be neighbours"
             )
 
     @property
@@ -113,7 +114,7 @@ class RoundContext(Checked, JsonRecord):
 
 @dataclass(frozen=True, kw_only=True)
 class Invitation(JsonRecord):
-    """The first message of a round to one member: the context, its number and its neighbours.
+    """The first message to a member in a round: the context, the member's number and neighbours.
 
     Parameters
     ----------
@@ -121,7 +122,7 @@ class Invitation(JsonRecord):
     index : int
         Number of the member, from 0.
     neighbours : tuple of int
-        Numbers of its neighbours.
+        Numbers of the member's neighbours.
 
     Raises
     ------
@@ -152,11 +153,11 @@ class Invitation(JsonRecord):
 
 
 def degree(members: int, neighbours: int) -> int:
-    """Return the smallest possible number of neighbours that is at least ``neighbours``.
+    """Round ``neighbours`` up to a number of neighbours that every member can have.
 
-    The number is even, because half of the neighbours are on each side of a circle, or it is
-    ``members - 1``, which makes every member a neighbour of all others. If ``neighbours`` is above
-    ``members - 1``, the result is ``members - 1``.
+    The number is even, because half of a member's neighbours are on each side of it on a circle.
+    The exception is ``members - 1``, with which every member is a neighbour of all others. If
+    ``neighbours`` is above ``members - 1``, the result is ``members - 1``.
 
     Raises
     ------
@@ -171,10 +172,11 @@ def degree(members: int, neighbours: int) -> int:
 
 
 def graph_of(order: Sequence[int], neighbours: int) -> Graph:
-    """Return each member's neighbours on the circle of ``order``, ascending.
+    """Return each member's neighbours, in ascending order, if ``order`` places members on a circle.
 
-    The relation is symmetric. ``neighbours`` must come from `degree`. Draw ``order`` uniformly with
-    randomness of the operating system: an adversary that predicts it can place colluders.
+    If a member is another member's neighbour, the reverse holds too. ``neighbours`` must come from
+    `degree`. Draw ``order`` uniformly with randomness of the operating system. An adversary that
+    predicts it can surround a member with neighbours that collude.
     """
     size = len(order)
     if neighbours >= size - 1:

@@ -38,13 +38,13 @@ class Identities:
 
     @classmethod
     def read(cls, key_file: str | Path, members_file: str | Path) -> Identities:
-        """Read the files that ``ssh-keygen -t ed25519`` writes: a private key, and public ones.
+        """Read a private key and a list of public keys, as ``ssh-keygen -t ed25519`` writes them.
 
         Raises
         ------
         InvalidValue
-            A file cannot be read, contains a key twice, or contains anything but Ed25519 keys
-            without a password.
+            A file cannot be read, contains a key twice, or contains a key that is not an Ed25519
+            key or needs a password.
         """
         try:
             private = load_ssh_private_key(Path(key_file).read_bytes(), password=None)
@@ -71,11 +71,11 @@ class Identities:
         return self.private.public_key().public_bytes_raw()
 
     def sign(self, context: RoundContext, member: int, keys: bytes) -> bytes:
-        """Return identity and signature, which follow the ``keys`` of this member in messages."""
+        """Return this member's identity and signature. In messages, they follow its ``keys``."""
         return self.public + self.private.sign(_statement(context, member, keys))
 
     def check(self, context: RoundContext, entries: Mapping[int, bytes]) -> None:
-        """Refuse keys of other members unless each is signed by another trusted identity.
+        """Refuse other members' keys unless a different trusted identity signed each member's keys.
 
         Parameters
         ----------
@@ -86,7 +86,7 @@ class Identities:
         Raises
         ------
         ProtocolError
-            A signature is wrong, an identity is not trusted, or one identity has two members.
+            A signature is wrong, an identity is not trusted, or two members have the same identity.
         """
         known = {self.public}
         for member, entry in entries.items():

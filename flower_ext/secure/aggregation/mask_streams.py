@@ -70,10 +70,11 @@ def commitment(digest: bytes, seed: bytes, member: int) -> bytes:
 def share_hash(digest: bytes, share: bytes, *, owner: int, holder: int, kind: bytes) -> bytes:
     """Return a hash by which the server recognises the share of a secret that ``holder`` reveals.
 
-    An adversary with t - 1 shares knows how every other share, and the secret, depends linearly on
-    one unknown number of 256 bits. Each share is the key of its own hash, so these keys are
-    related. The hashes reveal nothing if HKDF-SHA256 is a random oracle. A pseudorandom function
-    would not be enough, because its outputs may be related for related keys.
+    An adversary that lacks one share of a secret knows how every other share, and the secret,
+    depends linearly on one unknown number of 256 bits. A share serves as the key of its hash, so
+    the adversary sees hashes under related keys. These hashes reveal nothing if HKDF-SHA256 is a
+    random oracle. A pseudorandom function would not be enough, because its outputs under related
+    keys may be related.
     """
     return derive(share, "sum: share", digest, owner, holder, kind)
 
@@ -81,7 +82,10 @@ def share_hash(digest: bytes, share: bytes, *, owner: int, holder: int, kind: by
 def channel_key(
     digest: bytes, private: bytes, other_public: bytes, *, sender: int, receiver: int
 ) -> bytes:
-    """Return the key under which ``sender`` seals for ``receiver``; the reverse key differs."""
+    """Return the key under which ``sender`` seals shares for ``receiver``.
+
+    The shares that ``receiver`` seals for ``sender`` have a different key.
+    """
     shared, public = agreed(private, other_public)
     low, high = sorted((public, other_public))
     return derive(shared, "sum: channel", digest, sender, receiver, low, high)

@@ -58,18 +58,18 @@ class MemberStage(Enum):
 class Member(JsonRecord):
     """One member of one round. Call `advertise`, `share`, `mask` and `unmask` in order, each once.
 
-    Store `to_bytes` after each call and before its reply leaves, because a member restored from an
-    older state could answer twice. These bytes hold secrets in the clear: store them on this node
-    only. A call that raises changes nothing.
+    Store `to_bytes` after each call and before you send its reply, because a member restored from
+    an older state could answer twice. These bytes hold secrets without encryption: store them on
+    this node only. A call that raises an error changes nothing.
 
     Parameters
     ----------
     invitation : Invitation
         The server's first message.
     **state
-        Secrets of the steps so far, and nothing else. ``keys`` holds the neighbours' public keys.
-        ``held`` holds the shares of each neighbour's seed and key that this member received; empty
-        bytes stand for shares that it could not open.
+        What later steps need from the steps so far; `from_bytes` restores it. ``keys`` holds the
+        neighbours' public keys. ``held`` holds the shares of each neighbour's seed and mask key
+        that this member received; empty bytes stand for shares that it could not open.
     """
 
     kind = "member"
@@ -108,8 +108,8 @@ class Member(JsonRecord):
         Raises
         ------
         ProtocolError
-            The call is out of order; or ``identities`` are missing in a signed round, or given in
-            another round.
+            The call is out of order, a signed round lacks ``identities``, or a round without
+            signatures has them.
         """
         self._expect(MemberStage.NEW)
         self._check_signed(identities)
@@ -262,8 +262,8 @@ class Member(JsonRecord):
             )
         if set(request.kinds) != set(self.held):
             raise ProtocolError(
-                f"neighbours {sorted(request.kinds)}: expected all that shared secrets, "
-                f"{sorted(self.held)}"
+                f"neighbours {sorted(request.kinds)}: expected all neighbours that shared secrets "
+                f"with this member, {sorted(self.held)}"
             )
         shares = {}
         for other, both in self.held.items():
@@ -288,7 +288,7 @@ class Member(JsonRecord):
     def _expect(self, stage: MemberStage) -> None:
         if self.stage is not stage:
             raise ProtocolError(
-                f"member {self.index} is {self.stage.name}: expected {stage.name}; "
+                f"member {self.index} is in stage {self.stage.name}: expected stage {stage.name}; "
                 "take each step once, and send the stored reply if it is needed again"
             )
 
@@ -310,7 +310,8 @@ class Member(JsonRecord):
             )
         if len(members) < self.context.threshold:
             raise ProtocolError(
-                f"{len(members)} neighbours: expected at least threshold={self.context.threshold}"
+                f"{len(members)} neighbours take part: expected at least "
+                f"threshold={self.context.threshold}"
             )
 
     def _cipher(self, public: bytes, *, sender: int, receiver: int) -> ChaCha20Poly1305:

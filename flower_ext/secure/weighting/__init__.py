@@ -10,7 +10,7 @@ n_su, N_u, N_max      ``counts``, their sum over silos, ``max_records_per_user``
 C_LCM                 `PaillierSettings.common_multiple`
 R, r_u                the silos' seed; `user_blinds`
 Δ̃^{s,u}, z_s          ``updates``, ``noise``
-P                     `PaillierSettings.precision`, of the whole sum
+P                     `PaillierSettings.precision`, for the whole sum over all silos
 ====================  =====================================================================
 
 This package departs from the paper in six points:
@@ -20,7 +20,7 @@ This package departs from the paper in six points:
   alone cannot choose it.
 * A silo masks its sum by units modulo n² whose product over the silos is one. The paper adds
   numbers modulo n that sum to zero. A unit hides the message *and* the randomness of a ciphertext,
-  so a single upload is uniform.
+  so a single silo's upload is uniform.
 * One silo re-randomises each ciphertext; the silos take turns. Without this step the server, which
   made the encryptions, could predict the randomness of the product of all uploads for any guess of
   the updates.
@@ -29,10 +29,10 @@ This package departs from the paper in six points:
   updates alone, and the greatest common divisor of sum and C_LCM would reveal factors of the N_u.
   With the dither, the decrypted sum modulo C_LCM is uniform.
 * Users may be drawn so that no party knows who takes part. For each user the server makes
-  ``draw_choices`` encryptions: ``winning_choices`` of the weight, and the others of zero. The silos
-  open one of them by oblivious transfer. All silos open the same one, because they derive the
-  choice from their seed. In the paper each silo would choose for itself, and a user's weights would
-  no longer add up.
+  ``draw_choices`` encryptions: ``winning_choices`` of them encrypt the weight, and the others
+  encrypt zero. The silos open one of them by oblivious transfer. All silos open the same one,
+  because they derive the choice from their seed. In the paper each silo would choose for itself,
+  and a user's weights would no longer add up.
 
 The server learns the noisy sum. It also learns the number of users without any record, because
 their blinded total is zero, but not who they are. If the server draws users itself, it also knows

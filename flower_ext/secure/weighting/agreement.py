@@ -1,15 +1,18 @@
-"""Settings, steps and sums of a run that are the same under every encryption scheme.
+"""Settings, steps and messages of a run, without the parts that depend on an encryption scheme.
 
 The server and the silos take these steps before a sum:
 
-=========  ==================================  =====================================================
-step       message of the server               answer of a silo
-=========  ==================================  =====================================================
-``begin``  the settings                        its public key
-``keys``   all silos' keys and the server's    of silo 0: the seed, sealed for each other silo
-``count``  the seed sealed for the silo        masked counts
-``draw``   a number and an offer, to silo 0    the silos' choices for one round or epoch
-=========  ==================================  =====================================================
+=========  ==========================================  =============================================
+step       message of the server                       answer of a silo
+=========  ==========================================  =============================================
+``begin``  the settings                                its public key
+``keys``   public keys of all silos and of the server  silo 0: the seed, sealed for each other silo
+``count``  the seed, sealed for the silo               its masked counts
+``draw``   to silo 0: a round's number and an offer    silo 0: the hidden choices of all silos
+=========  ==========================================  =============================================
+
+The offer begins an oblivious transfer. A protocol that draws users for a whole epoch sends the
+epoch's number.
 """
 
 from __future__ import annotations
@@ -40,7 +43,7 @@ OFFER_BYTES = NUMBER_BYTES + 32  # a point of the oblivious transfer
 
 @dataclass(frozen=True, kw_only=True)
 class PartySettings(Checked, JsonRecord, ABC):
-    """Public settings of one run. Each scheme adds its own. Checked at construction.
+    """Public settings of one run, checked at construction. Each scheme adds further settings.
 
     The ``kind`` is the name of the protocol.
 
@@ -49,7 +52,7 @@ class PartySettings(Checked, JsonRecord, ABC):
     run : str
         Name of the run. Choose one that was never used, because masks derive from it.
     users, silos, coordinates : int
-        |U|, |S| (at least two), and the length of an update.
+        Number of users |U|, number of silos |S| (at least two), and length of an update.
     draw_choices, winning_choices : int
         If ``draw_choices`` is given, each user takes part in a round with probability
         ``winning_choices`` / ``draw_choices``, and no party learns which users take part.
@@ -97,11 +100,17 @@ class PartySettings(Checked, JsonRecord, ABC):
     @property
     @abstractmethod
     def sensitivity(self) -> float:
-        """Largest change of a decoded sum due to one user, in clipping norms: 1 plus rounding."""
+        """Largest change that one user makes to a decoded sum, in units of the clipping norm.
+
+        It is 1 plus what rounding adds.
+        """
 
     @property
     def approximation_error(self) -> float:
-        """Largest distance between a sum and the exact one, in clipping norms; see `NoisedSum`."""
+        """Largest distance of a decoded sum from the exact sum, in units of the clipping norm.
+
+        See `NoisedSum`.
+        """
         return 0.0
 
     @property

@@ -100,8 +100,8 @@ class Packing(Checked):
     def fitting(cls, bound: int, modulus_floor: int) -> Packing:
         """Return a packing of as many slots as fit.
 
-        With two or more slots, 64 bits of a plaintext stay empty. A sum out of bounds fills them,
-        except with probability 2⁻⁶⁴, and `unpack` then refuses it.
+        With two or more slots, the highest 64 bits of a plaintext stay empty. A sum that is out of
+        bounds sets some of these bits, except with probability 2⁻⁶⁴, and `unpack` then refuses it.
 
         Parameters
         ----------
@@ -118,9 +118,9 @@ class Packing(Checked):
             most += 1
         if most == 0:
             raise InvalidValue(
-                f"a sum of up to {bound.bit_length()} bits does not fit a plaintext of "
-                f"{modulus_floor.bit_length() - 1} bits and a sign: expected fewer records per "
-                "user, smaller bounds, a coarser precision, or a larger key"
+                f"a sum of up to {bound.bit_length()} bits and a sign does not fit a plaintext of "
+                f"{modulus_floor.bit_length() - 1} bits: expected fewer records per user, smaller "
+                "bounds, a coarser precision, or a larger key"
             )
         return cls(bound=bound, slots=most)
 
@@ -154,7 +154,7 @@ class Packing(Checked):
         Raises
         ------
         OverflowError
-            A coordinate's magnitude exceeds ``bound``, so some summand broke the agreed limits.
+            A coordinate's magnitude exceeds ``bound``, so some list exceeded the agreed limits.
         """
         half, mask = mpz(1) << (self.slot_bits - 1), (mpz(1) << self.slot_bits) - 1
         digits: list[mpz] = []
@@ -166,7 +166,7 @@ class Packing(Checked):
                 digits.append(digit)
                 rest = (rest - digit) >> self.slot_bits
             if rest:
-                raise OverflowError("a packed sum is longer than its slots")
+                raise OverflowError("a packed sum does not fit its slots: a summand was too large")
         if any(abs(value) > self.bound for value in digits):
-            raise OverflowError("a coordinate of the sum is above its bound")
+            raise OverflowError("a coordinate exceeds its bound: a summand was too large")
         return digits[:coordinates]

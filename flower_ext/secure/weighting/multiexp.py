@@ -4,7 +4,7 @@ This module computes Π_u b_u^{x_uj} for every column j of a matrix of short sig
 columns have the same bases, so each base gets a table of its small powers. An exponent is then a
 few digits, each of which costs one look-up and one multiplication, and all bases of a column share
 squarings. With U bases and exponents of k digits a column takes about k · (U + 7) multiplications.
-Computing one power for each base takes 50 · U.
+If it computed each power separately, it would take about 50 · U.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def column_products(
     mask, num_digits = (1 << _DIGIT_BITS) - 1, math.ceil((2 * largest).bit_length() / _DIGIT_BITS)
 
     def powers(some: Sequence[mpz]) -> list[list[mpz]]:
-        """Return each base's powers, one for every value of a digit."""
+        """Return for each base a table of its powers, one for every value of a digit."""
         tables = []
         for base in some:
             table = [mpz(1)]
@@ -73,8 +73,8 @@ def column_products(
         return tables
 
     tables = map_slices(powers, bases)
-    # The digits are of x + largest, which is never negative. This factor cancels the added
-    # ``largest`` in all products, so that no column needs an inversion.
+    # `multiply` takes the digits of x + largest, which is never negative. The factor ``surplus``
+    # cancels the added ``largest`` in all products, so that no column needs an inversion.
     product = mpz(1)
     for base in bases:
         product = product * base % modulus

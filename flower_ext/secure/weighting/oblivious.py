@@ -84,7 +84,7 @@ class Sender:
         """A, for the receiver."""
 
     def seal(self, answer: bytes, texts: Sequence[Sequence[bytes]]) -> bytes:
-        """Return the texts of all transfers, each sealed under its own key, joined.
+        """Seal each text of each transfer under a separate key; return all sealed texts, joined.
 
         Parameters
         ----------
@@ -106,7 +106,7 @@ class Sender:
         )
 
     def keys(self, answer: bytes, transfers: int, num_texts: int) -> list[bytes]:
-        """Return the P keys of each transfer, joined. The receiver can compute one of each P.
+        """Return for each transfer its P keys, joined. The receiver can compute only one of them.
 
         Parameters
         ----------
@@ -172,7 +172,7 @@ class Receiver:
 
     @property
     def answer(self) -> bytes:
-        """Return B of every transfer, for the sender."""
+        """Return the points B of all transfers, joined, for the sender."""
         return b"".join(self._answers)
 
     @cached_property
@@ -242,5 +242,5 @@ def _points(data: bytes, count: int, *, name: str) -> list[bytes]:
         )
     points = [data[at : at + POINT_BYTES] for at in range(0, len(data), POINT_BYTES)]
     if not all(crypto_core_ed25519_is_valid_point(point) for point in points):
-        raise InvalidValue(f"{name}: expected points of Ed25519 of prime order")
+        raise InvalidValue(f"{name}: expected points of the prime-order subgroup of Ed25519")
     return points

@@ -28,7 +28,9 @@ _LARGEST_KEY_BITS = 2**14
 
 
 def check_key_bits(key_bits: int, *, allow_insecure_key_size: bool) -> None:
-    """Refuse a key so long that a run would take days, and outside tests a key below 3072 bits.
+    """Refuse a key of more than 2^14 bits, with which a run would take days, and an insecure key.
+
+    A key below 3072 bits is insecure, and only tests may use it.
 
     Raises
     ------
@@ -69,8 +71,8 @@ class PublicKey:
         Parameters
         ----------
         coprime_to : int
-            Largest number that is blinded. A random factor blinds a number only if the number is a
-            unit modulo n.
+            Largest number that a random factor blinds. The factor hides a number only if the
+            number is a unit modulo n, that is, shares no factor with n.
 
         Raises
         ------
@@ -138,11 +140,12 @@ class PrivateKey:
         return PublicKey(self.p * self.q)
 
     def encrypt(self, messages: Sequence[mpz], *, name: str = "") -> list[mpz]:
-        """Return fresh ciphertexts, distributed as with `PublicKey.zeros`, about 3.5 times as fast.
+        """Return fresh encryptions of the messages.
 
-        `PublicKey.zeros` draws r and computes r^n. Modulo p², r^n equals s^p, where s = r^q modulo
-        p. If r is uniform, so is s, because taking the q-th power permutes the units modulo p. This
-        method therefore draws s.
+        Their randomness has the same distribution as in `PublicKey.zeros`, but this method is about
+        3.5 times as fast. `PublicKey.zeros` draws r and computes r^n. Modulo p², r^n equals s^p,
+        where s = r^q modulo p. If r is uniform, so is s, because taking the q-th power permutes the
+        units modulo p. This method therefore draws s.
         """
         n, n_squared = self.public.n, self.public.n_squared
         p_squared, q_squared = self.p * self.p, self.q * self.q

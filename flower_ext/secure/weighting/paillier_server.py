@@ -74,8 +74,8 @@ class PaillierServer(ServerParty[PaillierSettings, PaillierSum]):
 
         If a user has more than ``max_records_per_user`` records, or a total that is not allowed,
         the sum is about uniform modulo n. The server fails to notice this with probability
-        2 · ``sum_bound`` / n, or 2⁻⁶⁴ with packing. A server may find that user's total by trying
-        all totals on the sum; set ``silo_record_limits`` to rule this out.
+        2 · ``sum_bound`` / n, or 2⁻⁶⁴ with packing. From such a sum, a server may find that user's
+        total, by testing every possible total; set ``silo_record_limits`` to rule this out.
         """
         self._check_sums(messages)
         settings, public = self.settings, self._key.public
@@ -92,11 +92,10 @@ class PaillierServer(ServerParty[PaillierSettings, PaillierSum]):
         try:
             coordinates = settings.packing.unpack(plaintexts, settings.coordinates)
         except OverflowError as error:
-            allowed = f", and one of {settings.allowed_totals}" if settings.allowed_totals else ""
+            allowed = f" and one of {settings.allowed_totals}" if settings.allowed_totals else ""
             raise OverflowError(
-                "the sum is out of bounds: expected at most "
-                f"max_records_per_user={settings.max_records_per_user} records for every user"
-                f"{allowed}"
+                "the sum is out of bounds: expected every user's number of records to be at most "
+                f"max_records_per_user={settings.max_records_per_user}{allowed}"
             ) from error
         return settings.encoding.decode(coordinates, scale=settings.common_multiple)
 
@@ -107,11 +106,11 @@ class PaillierServer(ServerParty[PaillierSettings, PaillierSum]):
         return message
 
     def _sealed_weights(self, number: int, sender: Sender, choices: bytes) -> PaillierWeights:
-        """Return ``draw_choices`` sealed encryptions per user, some of them of zero.
+        """Return ``draw_choices`` sealed encryptions for each user.
 
-        The other ``winning_choices`` encrypt the user's inverse total. Only the server knows the
-        order of the encryptions, and only the silos know which one they open. No party therefore
-        learns whether the silos open an encryption of zero.
+        ``winning_choices`` of them encrypt the user's inverse total, and the others encrypt zero.
+        Only the server knows the order of the encryptions, and only the silos know which one they
+        open. No party therefore learns whether the silos open an encryption of zero.
         """
         settings, size = self.settings, self.settings.draw_choices or 1
         messages = [mpz(0)] * (settings.users * size)

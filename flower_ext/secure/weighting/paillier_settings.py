@@ -23,17 +23,19 @@ _MOST_RECORDS = 2**24
 
 @dataclass(frozen=True, kw_only=True)
 class PaillierSettings(PartySettings):
-    """Public settings of one run of the protocol. Checked at construction, before any encryption.
+    """Public settings of one run of the protocol, checked before any encryption.
 
     Parameters
     ----------
     run, users, silos, coordinates, draw_choices, winning_choices
-        As for `PartySettings`.
-    max_records_per_user, allowed_totals, silo_record_limits, precision, key_bits
-        As for `PrivateWeighting`, which also has ``allow_insecure_key_size``. A short list of
-        totals has a small least common multiple, so that many coordinates fit one plaintext.
-        Without ``silo_record_limits``, only the decrypted sum shows the server that a user has too
-        many records over all silos (see `PaillierServer.close_round`).
+        See `PartySettings`.
+    max_records_per_user, allowed_totals, silo_record_limits
+        See `PrivateWeighting`. If few totals are allowed, their least common multiple is small, so
+        that many coordinates fit one plaintext. Without ``silo_record_limits``, only the decrypted
+        sum shows the server that a user has too many records over all silos (see
+        `PaillierServer.close_round`).
+    precision, key_bits, allow_insecure_key_size
+        See `PrivateWeighting`.
     update_bound : float
         Largest magnitude of an update's coordinate. The clipping norm is such a bound.
     noise_bound : float
@@ -99,12 +101,12 @@ class PaillierSettings(PartySettings):
 
     @cached_property
     def noise_encoding(self) -> FixedPoint:
-        """Encoding of noise, with the same step and its own bound."""
+        """Encoding of noise, with the step of updates and the bound ``noise_bound``."""
         return FixedPoint(step=self.step, bound=self.noise_bound)
 
     @property
     def sensitivity(self) -> float:
-        """Largest change of a decoded sum due to one user, in clipping norms.
+        """Largest change that one user makes to a decoded sum, in units of the clipping norm.
 
         Encoding moves each coordinate of an update by half a step at most. Adding the dither is
         equivalent to rounding the sum to whole steps at random, which moves a coordinate by less
@@ -114,7 +116,7 @@ class PaillierSettings(PartySettings):
 
     @property
     def insecurity(self) -> str:
-        """Reason why the keys protect nobody; empty if short keys are not allowed."""
+        """Reason why the keys may protect nobody; empty if short keys are not allowed."""
         if not self.allow_insecure_key_size:
             return ""
         return f"keys of {self.key_bits} bits that may be insecure"
@@ -160,7 +162,7 @@ class PaillierSettings(PartySettings):
         if self.max_records_per_user > _MOST_RECORDS:
             raise InvalidValue(
                 f"max_records_per_user={self.max_records_per_user}: expected fewer records per "
-                f"user, {_MOST_RECORDS} at most"
+                f"user, at most {_MOST_RECORDS}"
             )
         if totals is not None and not (
             totals and all(1 <= total <= self.max_records_per_user for total in totals)

@@ -35,7 +35,7 @@ _SUM = "sum"
 
 
 def user_blinds(seed: bytes, users: int, modulus: mpz) -> list[mpz]:
-    """Return units modulo ``modulus``, one per user, uniform to a party without ``seed``."""
+    """Return a unit modulo ``modulus`` for each user, uniform to a party without the seed."""
 
     def blind(user: int) -> mpz:
         for attempt in count():
@@ -68,7 +68,7 @@ class PaillierSilo(SiloParty):
     def weights(self, message: PaillierWeights) -> list[mpz]:
         """Return Enc(n_su / N_u · C_LCM) of each user with records in this silo.
 
-        This costs one full exponentiation per user, instead of one per coordinate.
+        This takes one long exponentiation for each user, instead of one for each coordinate.
 
         Raises
         ------
@@ -113,9 +113,9 @@ class PaillierSilo(SiloParty):
     def rerandomise(self, ciphertexts: list[mpz], number: int) -> None:
         """Re-randomise, in place, the ciphertexts for which this silo is responsible.
 
-        One silo is responsible for each ciphertext, and another one in the next round. The server
-        made the encryptions. Without this step, it could predict the randomness of the product of
-        all uploads for any guess of the updates.
+        For each ciphertext one silo is responsible, and the silos take turns from round to round.
+        The server made the encryptions. Without this step, it could predict the randomness of the
+        product of all uploads for any guess of the updates.
         """
         silos = self.settings.silos
         turns = range((self.index - number) % silos, len(ciphertexts), silos)

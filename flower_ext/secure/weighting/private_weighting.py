@@ -35,18 +35,19 @@ class PrivateWeighting(WeightingProtocol):
         Numbers of records that a user may have over all silos, besides zero. A short list saves
         work.
     silo_record_limits : tuple of int, optional
-        The most records of one user in each silo, with a sum of at most N_max, so that no user can
-        exceed N_max. Without them, a user with more records spoils every sum, and the run ends
-        after three spoiled sums.
+        The most records of one user in each silo. These limits sum to at most N_max, so that no
+        user can exceed N_max. Without them, a user with more than N_max records makes every sum
+        useless, and the run ends after three such sums.
     precision : float
         P: largest rounding error of a coordinate of the sum over silos. It must be small compared
         to each silo's noise.
     draw_choices : int, optional
-        As for `WeightingProtocol`.
+        See `WeightingProtocol`.
     key_bits : int
         Length of the Paillier modulus.
     allow_insecure_key_size : bool
-        Accept short keys in tests and simulations. Silos that refuse seeded noise refuse them.
+        Accept short keys in tests and simulations. Silos that refuse seeded noise also refuse
+        short keys.
 
     Raises
     ------
@@ -82,8 +83,8 @@ class PrivateWeighting(WeightingProtocol):
     def assumed_totals(self) -> str:
         """Assumption on users' totals that no silo can check by itself; empty if there is none.
 
-        A user's total that breaks the assumption puts the sum out of bounds. A server may then find
-        this total by trying all totals on the sum.
+        A user's total that breaks the assumption puts the sum out of bounds. From such a sum, a
+        server may find the user's total, by testing every possible total.
         """
         if self.allowed_totals is not None:
             totals = " or ".join(str(total) for total in self.allowed_totals)
@@ -130,8 +131,9 @@ class PrivateWeighting(WeightingProtocol):
         )
         if settings.step > (largest := _LARGEST_STEP * stddev):
             raise InvalidValue(
-                f"precision={settings.precision!r}: it rounds to steps of {settings.step:.3g}, too "
-                f"coarse for a silo's noise of standard deviation {stddev:.3g}; expected at most "
-                f"about {settings.precision * largest / settings.step:.3g}"
+                f"precision={settings.precision!r}: expected at most about "
+                f"{settings.precision * largest / settings.step:.3g}, because rounding to steps of "
+                f"{settings.step:.3g} is too coarse for a silo's noise of standard deviation "
+                f"{stddev:.3g}"
             )
         return settings

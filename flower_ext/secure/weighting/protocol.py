@@ -1,9 +1,9 @@
 """Interface of a protocol for private weighting: its options, and the parties of a run.
 
 `federation.sums.weighted` runs the parties over Flower. To add a protocol, a distribution declares
-an entry point in the group ``flower_ext.weighting``, which has the name of the protocol and loads a
-subclass of `WeightingProtocol`. Loading a protocol needs the extra ``weighting``; importing this
-module does not.
+an entry point in the group ``flower_ext.weighting``. The entry point has the name of the protocol
+and refers to a subclass of `WeightingProtocol`. Loading a protocol needs the extra ``weighting``;
+importing this module does not.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ class WeightingProtocol(ABC):
         """
 
     def winning_choices(self, mechanism: NoisedSum) -> int:
-        """Return how many of the ``draw_choices`` choices draw a user; 1 if the server draws.
+        """Return in how many of ``draw_choices`` cases a user takes part; 1 if the server draws.
 
         Raises
         ------

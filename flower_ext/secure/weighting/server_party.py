@@ -159,7 +159,7 @@ class ServerParty(ABC, Generic[SettingsT, SumT]):
 
     @abstractmethod
     def _take_totals(self, totals: Sequence[int]) -> None:
-        """Keep what weights need from the totals of counts; refuse totals that no silos have."""
+        """Keep what weights need from the users' totals; refuse totals that cannot be right."""
 
     def _check_round_of(self, message: SumT) -> None:
         """Raise a ProtocolError unless a sum belongs to the open round."""
@@ -180,7 +180,10 @@ class ServerParty(ABC, Generic[SettingsT, SumT]):
             )
 
     def _totals(self, counts: Mapping[int, bytes]) -> list[int]:
-        """Add up the masked counts of all silos, by place in the secret order; the masks cancel."""
+        """Return each user's total, in the secret order: the sum of the silos' masked counts.
+
+        The masks cancel in the sum.
+        """
         settings, modulus = self.settings, self._count_modulus
         totals = [0] * settings.users
         for silo, data in counts.items():
@@ -197,7 +200,7 @@ class ServerParty(ABC, Generic[SettingsT, SumT]):
         """Return the places of the users that take part; by default all places."""
         if self.settings.draw_choices is not None:
             raise ProtocolError(
-                "the settings have draw_choices, so the server does not draw: name no places"
+                "places: expected None, because with draw_choices the silos draw the users"
             )
         everyone = range(self.settings.users)
         drawn = set(everyone if places is None else places)

@@ -190,7 +190,7 @@ class SiloParty(JsonRecord, ABC):
         Parameters
         ----------
         weights : bytes
-            The server's message of the round, of `ServerParty.begin_round`.
+            The server's message of the round, from `ServerParty.begin_round`.
 
         Raises
         ------
@@ -205,7 +205,7 @@ class SiloParty(JsonRecord, ABC):
         return self._agreed(self.silo_keys, self.server_key)
 
     def _agreed(self, silo_keys: Sequence[bytes], server_key: bytes) -> PairKeys:
-        """Return the keys with all other silos; raise a ValueError for malformed public keys."""
+        """Return this silo's keys with all others; raise a ValueError for a bad public key."""
         return PairKeys(
             context=self.settings.context,
             index=self.index,
@@ -234,7 +234,7 @@ class SiloParty(JsonRecord, ABC):
     def _expect(self, stage: SetUpStage) -> None:
         if self.stage is not stage:
             raise ProtocolError(
-                f"silo {self.index} is {self.stage.name.lower()}: expected it to be "
+                f"silo {self.index} is in stage {self.stage.name.lower()}: expected stage "
                 f"{stage.name.lower()}; take the steps of the set-up in order, each once"
             )
 
@@ -256,15 +256,15 @@ class SiloParty(JsonRecord, ABC):
         self.save(self.to_bytes())
         # Log a warning, because usual settings of the log hide lower levels.
         log.warning(
-            "silo %d: the fingerprint of all silos' keys is %s; the silos' owners see another one "
-            "if somebody swapped a key on the way",
+            "silo %d: the fingerprint of all silos' keys is %s; compare it with the other silos' "
+            "fingerprints, which differ if somebody swapped a key on the way",
             self.index,
             self.fingerprint,
         )
         return answer
 
     def _take_seed(self, question: bytes, counts: Sequence[int]) -> bytes:
-        """Take the seed that silo 0 sealed, and hide the users' numbers of records."""
+        """Open the seed that silo 0 sealed, store the counts, and return the masked counts."""
         self._expect(SetUpStage.KEYED)
         limit = self.settings.record_limit(self.index)
         if self.index != SEEDING_SILO:
@@ -312,7 +312,7 @@ class SiloParty(JsonRecord, ABC):
 
 
 def user_order(seed: bytes, users: int) -> list[int]:
-    """Return the users in an order that is uniform to a party without ``seed``.
+    """Return the users in an order that is uniform to a party that does not know ``seed``.
 
     The server numbers users by their place in this order. It therefore cannot tell which user has
     no records, or which user it drew.

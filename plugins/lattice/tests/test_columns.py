@@ -259,7 +259,7 @@ def test_a_restored_silo_opens_the_same_columns(world):
 
 def test_settings_with_and_without_a_secret_draw_do_not_mix(rng, world):
     known = LatticeWorld(lattice_settings(), draw_counts(rng, lattice_settings()))
-    with pytest.raises(ProtocolError, match="the settings have draw_choices"):
+    with pytest.raises(ProtocolError, match="places: expected None"):
         world.server.open_epoch()
     offer = (1).to_bytes(8, "big") + Sender(b"run").public
     with pytest.raises(ProtocolError, match="the settings have no draw_choices"):

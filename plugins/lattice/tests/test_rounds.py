@@ -280,7 +280,7 @@ def test_steps_out_of_order_are_refused():
     server, silos = LatticeServer(facts), [LatticeSilo(facts, i) for i in range(2)]
     with pytest.raises(ProtocolError, match="the set-up is not complete"):
         server.open_epoch()
-    with pytest.raises(ProtocolError, match="expected it to be counted"):
+    with pytest.raises(ProtocolError, match="expected stage counted"):
         silos[0].begin(None)
     question = keys_of(server.public_key, silos)
     sealed, nothing = (silo.answer("keys", question) for silo in silos)
@@ -291,7 +291,7 @@ def test_steps_out_of_order_are_refused():
         silos[1].answer("count", bytes(60), [1])
     assert len(silos[1].answer("count", sealed, [1])) == 4
     assert len(silos[0].answer("count", b"", [1])) == 4 + 32  # the choices of all silos, too
-    with pytest.raises(ProtocolError, match="expected it to be keyed"):
+    with pytest.raises(ProtocolError, match="expected stage keyed"):
         silos[1].answer("count", sealed, [1])
 
 
@@ -300,7 +300,7 @@ def test_steps_out_of_order_are_refused():
     [
         ("keys", bytes(59), "sealed seeds of 59 bytes: expected 60"),
         ("count", b"\xff" * (4 + 32), "expected integers below the modulus"),
-        ("count", bytes(4 + 32), "answer: expected points of Ed25519"),
+        ("count", bytes(4 + 32), "answer: expected points of the prime-order"),
         ("count", bytes(4 + 31), "answer of 31 bytes: expected 1 points"),
         ("count", bytes(3), "counts of silo 0 of 3 bytes: expected 4"),
     ],

@@ -22,7 +22,7 @@ def test_repeated_and_late_messages_are_refused_and_the_sum_stays_right():
     for index in range(1, 5):
         one.server.add_masked(one.members[index].mask(deliveries[index], one.vectors[index]))
     unmask_requests = one.server.unmask_requests()
-    with pytest.raises(ProtocolError, match="revealed shares now"):
+    with pytest.raises(ProtocolError, match="now expects revealed shares"):
         one.server.add_masked(late)
     assert (one.unmask(unmask_requests) == one.plain_sum()).all()
     assert 5 not in one.server.answered

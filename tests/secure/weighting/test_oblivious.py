@@ -234,9 +234,9 @@ def test_the_malformed_points_are_what_their_names_say():
 @pytest.mark.parametrize("name", MALFORMED)
 def test_what_is_not_a_point_of_prime_order_is_refused(name):
     sender, data = Sender(RUN), MALFORMED[name]
-    with pytest.raises(ValueError, match="offer: expected points of Ed25519 of prime order"):
+    with pytest.raises(ValueError, match="offer: expected points of the prime-order"):
         Receiver(data, KEY, run=RUN, transfers=1, num_texts=2)
-    with pytest.raises(ValueError, match="answer: expected points of Ed25519 of prime order"):
+    with pytest.raises(ValueError, match="answer: expected points of the prime-order"):
         sender.seal(data, texts(1, 2))
     with pytest.raises(ValueError, match="expected 1 points of 32 bytes"):
         sender.seal(data[1:], texts(1, 2))

@@ -273,17 +273,17 @@ def test_a_silo_refuses_steps_out_of_order():
     for step, question in (("count", bytes(60)), ("draw", offer), ("open", b"")):
         with pytest.raises(ProtocolError):
             silos[1].answer(step, question, ONES)
-    with pytest.raises(ProtocolError, match="is new: expected it to be counted"):
+    with pytest.raises(ProtocolError, match="in stage new: expected stage counted"):
         weigh(silos[0], weights, {}, [])
     assert len({silo.answer("begin", b"") for silo in silos}) == 3
     seeds = keyed(silos)
     assert len({silo.fingerprint for silo in silos}) == 1
     for step in ("begin", "keys", "draw"):
-        with pytest.raises(ProtocolError, match="is keyed: expected it to be"):
+        with pytest.raises(ProtocolError, match="in stage keyed: expected stage"):
             silos[1].answer(step, offer)
     silos[1].answer("count", seeds[0], ONES)
     for step in ("begin", "keys", "count"):
-        with pytest.raises(ProtocolError, match="is counted: expected it to be"):
+        with pytest.raises(ProtocolError, match="in stage counted: expected stage"):
             silos[1].answer(step, seeds[0], ONES)
 
 

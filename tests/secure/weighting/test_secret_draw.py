@@ -170,7 +170,7 @@ def test_settings_with_and_without_a_hidden_draw_do_not_mix(rng):
         World(facts(), np.ones((3, 5), int)),
         World(weighting_settings(users=5), np.ones((3, 5), int)),
     )
-    with pytest.raises(ProtocolError, match="the settings have draw_choices"):
+    with pytest.raises(ProtocolError, match="places: expected None"):
         hidden.begin(1, places=[0])
     with pytest.raises(ProtocolError, match="the settings have no draw_choices"):
         known.silos[0].answer("draw", (1).to_bytes(8, "big") + bytes(32))
