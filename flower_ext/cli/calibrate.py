@@ -59,7 +59,7 @@ _SIGNS = {
 
 @dataclass(frozen=True)
 class NoiseChoice:
-    """One way to account for the same run, and the words that describe it in a table."""
+    """One way to account for a run: ε from noise, noise from ε, and the words for a table."""
 
     words: dict[str, str]
     epsilon_at: Callable[[float], float]
@@ -67,7 +67,7 @@ class NoiseChoice:
 
 
 def calibrate(
-    population: Annotated[int, typer.Option(min=1, help="N: clients, or users, in all.")],
+    population: Annotated[int, typer.Option(min=1, help="N: number of all clients, or all users.")],
     rounds: Annotated[
         int | None,
         typer.Option(min=1, help="T: planned rounds; with --unit user, steps of DP-SGD."),
@@ -160,7 +160,7 @@ def _check_unit(unit: PrivacyUnit, group_size: int | None, cohort_size: int | No
 def _answers(
     name: str, population: int, group_size: int | None, **known: Any
 ) -> list[dict[str, Any]]:
-    """Return the value of the quantity ``name`` under each way to account for a run."""
+    """Return a table row for each way to account for a run, with the value of ``name``."""
     if group_size is not None:
         if name not in ("epsilon", "noise_multiplier"):
             raise typer.BadParameter(
@@ -249,10 +249,11 @@ def _ways(
 
 
 def _in_turn(fixed: FixedSizeSampling, rounds: int) -> dict[str, float]:
-    """Return sens(C)² of clients that take turns, for each kind of the server's noise.
+    """Return sens(C)² for each kind of noise that the server may add when clients take turns.
 
-    The noise multiplier is that of a round's fresh noise. ε is then that of sens(C)² releases with
-    a client's data, for the most exposed client.
+    sens(C) is the sensitivity of the noise's `StrategyMatrix` C, for the most exposed client. If
+    each round's fresh noise has the noise multiplier σ, ε is that of sens(C)² releases with the
+    client's data, each with noise multiplier σ.
     """
     apart = fixed.population // fixed.size
     limits = {"rounds_apart": apart, "participations": math.ceil(rounds / apart)}
@@ -272,7 +273,7 @@ def _in_turn(fixed: FixedSizeSampling, rounds: int) -> dict[str, float]:
 def _group_ways(
     group_size: int, *, delta: float, rounds: int, sampling_rate: float
 ) -> list[NoiseChoice]:
-    """Return the ways to account for all records of a user: two lemmas, and the tight one."""
+    """Return three ways to account for all records of a user: two lemmas, and a tight bound."""
 
     def way(name: str, loss_of: Callable[..., PrivacyLoss]) -> NoiseChoice:
         def epsilon_at(noise_multiplier: float) -> float:

@@ -179,7 +179,7 @@ def users(
 def _pseudonyms(
     key: Path, by: list[str] | None, by_date: list[str] | None, date_format: str
 ) -> Pseudonyms:
-    """Return the form of pseudonyms: text columns first, then dates, each in the order given."""
+    """Return how to make pseudonyms: from text columns, then dates, each in the given order."""
     texts = [IdentifierField(column=column) for column in by or []]
     dates = [
         IdentifierField(column=column, kind="date", date_format=date_format)
@@ -191,7 +191,7 @@ def _pseudonyms(
 
 
 def _given_numbers(path: Path, pseudonyms: Pseudonyms) -> Callable[[bytes], int]:
-    """Return the function from a pseudonym to its number in a file of `link union`."""
+    """Return a function that looks a pseudonym's number up in a file of `link union`."""
     fingerprint, lines = _read_lines(path)
     if fingerprint != pseudonyms.fingerprint:
         raise InvalidValue(
@@ -203,8 +203,8 @@ def _given_numbers(path: Path, pseudonyms: Pseudonyms) -> Callable[[bytes], int]
     def number(pseudonym: bytes) -> int:
         if pseudonym not in given:
             raise InvalidValue(
-                f"numbers={path}: a person of the table is missing; repeat `link pseudonyms` with "
-                "this table, and `link union`"
+                f"numbers={path}: a person of the table has no number in this file; repeat "
+                "`link pseudonyms` with this table, and `link union`"
             )
         return given[pseudonym]
 
@@ -221,7 +221,9 @@ def _rewrite(
     """Write the table with numbers in place of the identifier; return the number of people."""
     names = source.column_names()
     if USER in names:
-        raise InvalidValue(f"{source.path}: has a column {USER!r} already; rename it")
+        raise InvalidValue(
+            f"{source.path}: the table has a column {USER!r} already; rename that column"
+        )
     identifier = set(source.positions([part.column for part in pseudonyms.fields]))
     kept = [position for position in range(len(names)) if position not in identifier]
     persons: set[bytes] = set()
@@ -274,7 +276,7 @@ def _refuse(path: Path, unusable: Counter[str], skip_unusable: bool) -> None:
     )
     if unusable and not skip_unusable:
         raise InvalidValue(
-            f"{path}: {reasons}. Mend them, set --date-format, or leave these rows out with "
+            f"{path}: {reasons}. Mend these rows, set --date-format, or leave the rows out with "
             "--skip-unusable"
         )
     if unusable:
@@ -282,7 +284,7 @@ def _refuse(path: Path, unusable: Counter[str], skip_unusable: bool) -> None:
 
 
 def _read_lines(path: Path) -> tuple[str, list[list[str]]]:
-    """Return the fingerprint of a file of pseudonyms, and the words of its other lines."""
+    """Return the fingerprint in a file's first line, and the words of each other line."""
     try:
         header, *lines = path.read_text(encoding="ascii").splitlines()
         if header.startswith(_MAGIC):

@@ -96,9 +96,9 @@ class PreparedRun:
     changes : Mapping[str, Any]
         The settings that override the app's defaults.
     path : Path, optional
-        The run directory, if the command chooses it.
+        The run directory; None if no setting names it.
     nodes : int, optional
-        Number of nodes to simulate.
+        Number of nodes to simulate; None if neither options nor settings give it.
     """
 
     options: RunOptions
@@ -150,8 +150,8 @@ def _settings_file(options: RunOptions) -> SettingsFile | None:
 def _changed(changes: Mapping[str, Any], before: Mapping[str, Any]) -> list[str]:
     """Return the names of settings whose value differs from ``before``.
 
-    Three settings do not count as changes: ``method`` and ``upcycled``, which choose a row of a
-    paper's table, and ``clients-per-node``, on which no result depends.
+    Three settings do not count as changes. ``method`` and ``upcycled`` choose one of the methods
+    that a paper compares, and no result depends on ``clients-per-node``.
     """
     rows = ("method", "upcycled", "clients-per-node")
     return [name for name in changes if name not in rows and changes[name] != before[name]]
@@ -246,7 +246,7 @@ def _choose_clients(options: RunOptions, config: ChainMap[str, Any]) -> None:
 
 
 def _choose_paths(options: RunOptions, config: ChainMap[str, Any]) -> Path | None:
-    """Set the paths of a run's files; return the run's directory, or None if it has none."""
+    """Set the paths of a run's files; return the run directory, or None if no setting names it."""
     is_local = options.superlink is None
     if (is_local or options.runs is not None) and not config.get("run-directory", True):
         name, folder = str(config.get("method", options.app.name)), options.runs or Path("runs")

@@ -1,4 +1,4 @@
-"""Start, follow and end the processes of commands, with their logs, ports and signals."""
+"""Start the processes of a command, show their logs, wait for their ports, and end them."""
 
 from __future__ import annotations
 
