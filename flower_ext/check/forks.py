@@ -1,4 +1,4 @@
-"""Run a function in a forked process, within a time."""
+"""Run a function in a forked process, with a time limit."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _FORKING = get_context("fork")
 def in_fork(run: Callable[[], R], *, seconds: float) -> R | None:
     """Return the result of a function in a forked process; None if it takes too long or dies.
 
-    The fork keeps what the app changes in its modules out of the next run.
+    What the app changes in its modules ends with the fork, so the next run does not see it.
     """
     _flush()
     receiver, sender = _FORKING.Pipe(duplex=False)
