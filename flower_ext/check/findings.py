@@ -179,7 +179,7 @@ def _structure(facts: Facts) -> Iterator[Finding]:
 
 
 def _rounds(real: Observed, facts: Facts) -> Iterator[Finding]:
-    """Find messages that the strategy did not send, more than one start, and too large cohorts."""
+    """Find messages sent outside the strategy, several started runs, and too large cohorts."""
     if facts.strategies and real.beside:
         yield Finding(
             code="beside-the-strategy",
@@ -269,7 +269,7 @@ def _compared(gap: np.ndarray, size: float, what: str) -> Iterator[Finding]:
 
 
 def _bounds(probes: Probes, facts: Facts) -> Iterator[Finding]:
-    """Compare how far one changed client moves upload and model with the bound of clipping."""
+    """Find where one client moves its upload or the model farther than clipping permits."""
     if (noise := facts.noise) is None or not facts.holds:
         return
     clients_clip = facts.has(recognise.CLIENT_SIDE) or facts.has(recognise.CLIENT_ADAPTIVE)
@@ -347,7 +347,7 @@ def _changed_clients(probes: Probes, facts: Facts) -> Iterator[Finding]:
         elif run is not None and run.ended:
             yield _ends(name, f"{what} ends the run ({run.ended})")
         elif name == "absence" and facts.has_task and facts.ours.holds:
-            continue  # only the network keeps such a client's reply away: its failures are hidden
+            continue  # such a client hides its failures: only the network can lose its reply
         elif run is not None and len(run.releases) < len(again.releases):
             yield _ends(name, f"{what} keeps the model of a round from being released")
     if zero is not None and any(reply.error for reply in zero.replies if reply.kind == TRAIN):

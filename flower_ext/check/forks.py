@@ -23,7 +23,7 @@ def in_fork(run: Callable[[], R], *, seconds: float) -> R | None:
     receiver, sender = _FORKING.Pipe(duplex=False)
     process = _FORKING.Process(target=_send_result, args=(run, sender))
     process.start()
-    sender.close()  # with the fork, the last sender ends, and `recv` raises EOFError
+    sender.close()  # when the fork ends, no sender is left, and `recv` raises EOFError
     try:
         result: R | None = receiver.recv() if receiver.poll(seconds) else None
         return result

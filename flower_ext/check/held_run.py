@@ -81,10 +81,9 @@ class HeldRun:
         return Message(content, reply_to=message)
 
     def changed_reply(self, message: Message, reply: Message) -> Message:
-        """Change the reply of a client of this package whose update becomes NaN or which fails.
+        """Return a reply of a client of this package, changed if the client must fail or send NaN.
 
-        The check cannot replace the function of such a client, and `contribution` makes all other
-        changes.
+        The check cannot replace such a client's function. `contribution` makes all other changes.
         """
         change = self._change_of(partition_of(message))
         if self._kind != TRAIN or change not in ("nan", "raise"):
@@ -150,7 +149,7 @@ class HeldRun:
         return protection.of_units and self.quiet and self.change.startswith("huge")
 
     def _of_one_unit(self, work: ClientWork) -> ClientWork:
-        """Return work that trains on one unit, the same for all clients, by one huge step."""
+        """Return work that trains on one unit's records by one huge step; all clients take it."""
         data = work.data
         if not isinstance(data, SiloData) or not len(data.owners):
             return work

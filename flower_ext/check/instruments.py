@@ -141,7 +141,7 @@ class Instruments:
         return self.watch.inner(message, context, call_next)
 
     def limit_rounds(self, rounds: int) -> None:
-        """Make every strategy stop after ``rounds`` rounds and report how many it was to run."""
+        """Make every strategy stop after ``rounds`` rounds, and report its planned number."""
         kinds = [Strategy]
         for kind in kinds:
             kinds.extend(kind.__subclasses__())

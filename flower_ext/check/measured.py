@@ -40,7 +40,7 @@ class Measured:
 
     @property
     def agrees(self) -> bool:
-        """True if the stated ε holds at least under the most noise that the measurement permits."""
+        """True if the stated ε holds for the largest noise that the measurement permits."""
         return self.low <= self.stated * _SLACK
 
 

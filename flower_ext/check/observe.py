@@ -34,7 +34,7 @@ _LEARNERS = 20
 
 
 class Enough(BaseException):
-    """The app has run for as many rounds as the check observes; this error ends it."""
+    """The app has run for as many rounds as the check observes; this error ends the run."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -220,7 +220,7 @@ class Watch:
         return reply
 
     def holds_data(self, request: ClientRequest, partition: int) -> bool:
-        """Return True if this client, an app's of this package, must train without data.
+        """Return True if this client of an app of this package must train without its data.
 
         In a held run this holds for all clients, except where a run tests one unit's records. In
         the first run, whose updates no comparison uses, the first clients train with their data.

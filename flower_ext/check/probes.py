@@ -1,7 +1,6 @@
 """Run an app several times, with new random numbers or one changed client, and compare the runs.
 
-The statistical decisions of a check are all right at once, except with a probability of at most
-`LUCK`.
+With a probability of at least 1 − `LUCK`, all statistical decisions of a check are right.
 """
 
 from __future__ import annotations
@@ -157,7 +156,7 @@ class Probes:
 
     @property
     def is_exact(self) -> bool:
-        """True if quiet runs have no noise, or all runs the same, so that differences show none."""
+        """True if differences between runs show no noise: it is off or equal in quiet runs."""
         one, other = self.runs.get(AGAIN), self.runs.get(QUIET)
         if one is None or other is None or len(one.releases) != len(other.releases):
             return False
@@ -220,7 +219,7 @@ class Probes:
         return abs(moved) * cohort + HELD if moved is not None and cohort else None
 
     def upload_growth(self, name: str, round: int) -> float | None:
-        """Return how much farther than others a changed client's upload goes along `direction`."""
+        """Return the projection onto `direction` of a changed client's upload, minus a usual one's."""
         left, right = self.seen(name).target_upload(round), self.seen(QUIET).uploads(round)
         if left is None or not left.finite or not right:
             return None

@@ -1,7 +1,8 @@
 """Write a change of an app's source that gives the app a provable ε.
 
-The change replaces the app's strategy by one of this package with a plan, and the app's privacy
-mods by this package's mod. It suits apps that call ``strategy.start`` and send one ArrayRecord.
+The change replaces the app's strategy by this package's strategy with a privacy plan, and the
+app's privacy mods by this package's mod. It suits apps that call ``strategy.start`` and whose
+clients send one ArrayRecord.
 """
 
 from __future__ import annotations

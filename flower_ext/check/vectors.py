@@ -54,7 +54,7 @@ def held_step(size: int) -> np.ndarray:
 
 
 def _signs(size: int, seed: int) -> np.ndarray:
-    """Return ``size`` random signs, 1.0 or -1.0, which the seed makes public."""
+    """Return ``size`` pseudorandom signs, 1.0 or -1.0; they are public because the seed is."""
     bits = np.random.Generator(np.random.PCG64(seed)).integers(0, 2, size)
     return np.where(bits == 0, -1.0, 1.0)
 

@@ -46,7 +46,7 @@ _ADD_OR_REMOVE, _REPLACE = NeighboringRelation.ADD_OR_REMOVE_ONE, NeighboringRel
 _MODELS = "released models"
 _COHORTS = "released models and who took part"
 _LONGEST = 2_000
-"""Most rounds for which the command computes a strategy matrix, which takes up to a second."""
+"""Largest number of rounds for which the command computes a strategy matrix, within a second."""
 _WORDS = ("calibrated by", "basis", "relation", "adversary sees")
 _SIGNS = {
     "epsilon": "ε",
@@ -146,7 +146,7 @@ def calibrate(
 
 
 def _check_unit(unit: PrivacyUnit, group_size: int | None, cohort_size: int | None) -> None:
-    """Refuse options that do not belong to the unit."""
+    """Refuse options that do not fit the privacy unit."""
     if unit is PrivacyUnit.RECORD:
         raise typer.BadParameter("--unit record: expected client or user")
     if (unit is PrivacyUnit.USER) != (group_size is not None):

@@ -1,4 +1,4 @@
-"""``flower-ext ditto-schedule``: choose DP-Ditto's rounds T and global weight λ by its bounds."""
+"""``flower-ext ditto-schedule``: choose DP-Ditto's number of rounds T and global weight λ."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ class ScheduleSettings(Settings):
         several = self.batch_size is not None or self.local_steps > 1
         if several and self.gradient_clipping_norm is None:
             raise InvalidValue(
-                "batch-size and local-steps need gradient-clipping-norm: give it, or leave both out"
+                "batch-size and local-steps need gradient-clipping-norm: set it, or leave both out"
             )
 
     def plan_of(self, rounds: int, basis: Basis) -> RecordLevelPlan:

@@ -195,8 +195,8 @@ def _given_numbers(path: Path, pseudonyms: Pseudonyms) -> Callable[[bytes], int]
     fingerprint, lines = _read_lines(path)
     if fingerprint != pseudonyms.fingerprint:
         raise InvalidValue(
-            f"numbers={path}: made with a different key, or with other kinds of columns; give "
-            "the key and columns that you gave to `link pseudonyms`"
+            f"numbers={path}: this file was made with a different key, or with other kinds of "
+            "columns; give the key and columns that you gave to `link pseudonyms`"
         )
     given = {bytes.fromhex(pseudonym): int(number) for pseudonym, number in lines}
 

@@ -1,4 +1,4 @@
-"""Settings of a run before it starts: the app's defaults, their overrides, and its paths.
+"""Settings of a run before it starts: the app's defaults, their overrides, and the run's paths.
 
 An app of this package names its class of settings in its ``pyproject.toml``, in
 ``[tool.flower-ext.app]``. The settings of any other Flower app have the types of their defaults.
@@ -123,7 +123,7 @@ def prepare(options: RunOptions) -> PreparedRun:
     defaults, changes = checked_settings(options.app, options.settings, file)
     if options.resume is not None:
         changes = {**begun_with(options.resume, options.app, defaults), **changes}
-    config = ChainMap(changes, defaults)  # what is set in this map is written to changes
+    config = ChainMap(changes, defaults)  # stores in `changes` what is set
     _choose_clients(options, config)
     if file is not None and "preset" in defaults:
         before = {**defaults, **file.settings(changes, defaults)}
@@ -160,9 +160,10 @@ def _changed(changes: Mapping[str, Any], before: Mapping[str, Any]) -> list[str]
 def checked_settings(
     app: Path, settings: Sequence[str], file: SettingsFile | None = None
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return an app's default settings, and what overrides them: a file, then ``name=value``.
+    """Return an app's default settings, and the settings that override them.
 
-    Each override is checked against its declaration, even if the chosen method ignores it.
+    A setting ``name=value`` also overrides the file. Each override is checked against its
+    declaration, even if the chosen method ignores it.
 
     Raises
     ------

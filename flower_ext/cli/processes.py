@@ -99,7 +99,7 @@ class RunLog:
 
 
 class Followed:
-    """A program whose output a log shows line by line; no signal of the terminal reaches it."""
+    """A program whose output a log shows line by line; Ctrl-C in the terminal does not reach it."""
 
     def __init__(
         self, command: Sequence[str], log: RunLog, env: Mapping[str, str] | None = None

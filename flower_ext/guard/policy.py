@@ -1,4 +1,4 @@
-"""A site's policy: the TOML file in which its operator says what may leave, outside every app."""
+"""A site's policy: a TOML file in which the site's operator says what may leave the site."""
 
 from __future__ import annotations
 
@@ -230,7 +230,7 @@ class GuardPolicy:
             raise Refused(f"this site does not permit the app {digest}")
 
     def of(self, message_type: str) -> MessagePolicy:
-        """Return what may leave in replies to a message.
+        """Return the rules for the replies to messages of a type.
 
         Raises
         ------

@@ -271,7 +271,7 @@ class _AppAnswer:
 
 
 def _claims(new: Charge, sites: int) -> list[Guarantee]:
-    """Return a run's guarantees: against who sees each reply, and against who sees only sums."""
+    """Return a run's guarantees against an adversary who sees each reply, or only sums of them."""
     assert new.release is not None
     alone = new.release
     if sites:
