@@ -219,7 +219,7 @@ class Probes:
         return abs(moved) * cohort + HELD if moved is not None and cohort else None
 
     def upload_growth(self, name: str, round: int) -> float | None:
-        """Return the projection onto `direction` of a changed client's upload, minus a usual one's."""
+        """Return how far a changed client's upload exceeds the usual one along `direction`."""
         left, right = self.seen(name).target_upload(round), self.seen(QUIET).uploads(round)
         if left is None or not left.finite or not right:
             return None
