@@ -159,7 +159,7 @@ def _answers(
 
 
 def _of_each(ways: Sequence[NoiseChoice], name: str, target: float) -> list[dict[str, Any]]:
-    """Return a row for each way: its ε at the noise ``target``, or its noise for the ε ``target``."""
+    """Return a row for each way, with ε at the noise ``target`` or noise for the ε ``target``."""
     return [
         {
             **_words(way.name, way.relation, way.view, way.basis),

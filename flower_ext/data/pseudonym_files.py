@@ -74,7 +74,7 @@ def read_numbers(path: Path, pseudonyms: Pseudonyms) -> Callable[[bytes], int]:
 
 
 def _read(path: Path) -> tuple[str, list[tuple[bytes, list[str]]]]:
-    """Return a file's fingerprint, and from each other line the pseudonym and the words after it."""
+    """Return a file's fingerprint, and each other line's pseudonym with the words after it."""
     try:
         header, *lines = path.read_text(encoding="ascii").splitlines()
         if header.startswith(_MAGIC):
