@@ -30,7 +30,7 @@ class Observation:
         also holds the logarithm of the next round's norm, under the name `NEXT_NORM`.
     sent, uploads : Sequence[Mapping[int, Arrays]]
         For each round, by partition: the model that the client received, and its reply minus that
-        model. In a secure round, the masked bytes.
+        model. In a round with a secure sum, ``uploads`` holds the masked bytes.
     scores : Sequence[Mapping[str, float]]
         Means that evaluations released, by round; empty for a round without evaluation.
     sums : Sequence[Arrays | None]
@@ -67,8 +67,8 @@ def projected(
     Parameters
     ----------
     direction : Arrays
-        Direction of the canary's contribution, by names of arrays of models and uploads. Arrays
-        that are missing here, or in a view, count as zero.
+        Direction of the canary's contribution, by names of arrays of models and uploads. An array
+        counts as zero if it is missing here or among the arrays that the adversary sees.
     signs : Sequence[float]
         Sign of the canary's pull by round. The last sign of a shorter list holds for later rounds.
     partitions : Sequence[int], optional
@@ -111,11 +111,11 @@ def projected(
 
 
 def of_scores(name: str) -> Score:
-    """Return a score for audits of evaluations in which the canary reports by far the most.
+    """Return a score for audits of evaluations in which the canary reports by far the best metric.
 
     The score rebuilds two noised sums, the number of clients and the sum of their centred scores,
-    from the released count and mean. It projects both on the canary's part, which is at most (1,
-    ½). All other clients report ½, the middle of the bounds 0 and 1.
+    from the released count and mean. It projects both on what the canary adds to them, which is at
+    most (1, ½). All other clients report ½, the middle of the bounds 0 and 1.
     """
 
     def score(seen: Observation, view: AdversaryView) -> float:
@@ -148,8 +148,8 @@ class World:
 class Experiment:
     """Two worlds that differ in one unit, and an adversary's score of a run.
 
-    Choose the canary for the tight case: a unit whose part in an upload has a known direction and a
-    norm far above the bound, while all other units contribute nothing.
+    The audit is tight if the canary contributes to an upload in a known direction, with a norm far
+    above the bound, and all other units contribute nothing.
 
     Parameters
     ----------

@@ -159,7 +159,7 @@ def audit(
     if not views:
         raise InvalidValue(
             f"{experiment.name}: none of the views has a finite ε to audit; add a view for which "
-            "the strategy reports one, or noise to the plan"
+            "the strategy reports a finite ε, or add noise to the plan"
         )
     num_bounds = sum(len(reported[view].methods) for view in views)
 

@@ -58,7 +58,7 @@ def pulls(*forces: float, size: int = SIZE) -> Examples:
 
 
 def axes(size: int) -> dict[str, np.ndarray]:
-    """Return the direction in which a record pulls; a model of size 1 has no bias."""
+    """Return the direction in which a record pulls the model, which has a bias if ``size`` > 1."""
     bias = {"bias": np.ones(1)} if size > 1 else {}
     return {"weight": np.eye(1, size), **bias}
 
@@ -78,9 +78,10 @@ class LinearMechanism:
     without, present : Sequence[ClientData]
         Each partition's data, without the canary and with it.
     views, gaussian, score
-        As in `Experiment`; by default the score is `projected` on the canary's axis.
+        The fields of `Experiment` of these names. The default score is `projected` on the
+        direction in which the canary pulls.
     partitions, whole
-        As in `projected`.
+        The arguments of `projected` of these names.
     size : int
         Number of weights of the model; a model with a single weight has no bias.
     app : Callable[[Task], ClientApp], optional
@@ -88,7 +89,7 @@ class LinearMechanism:
     metrics : Mapping
         Metrics of the evaluations.
     rounds : int
-        Least number of rounds of an experiment.
+        Number of rounds that an experiment needs at least.
     """
 
     name: str
@@ -107,7 +108,7 @@ class LinearMechanism:
     rounds: int = 1
 
     def experiment(self, *, noise: float = 1.0, rounds: int = 1) -> Experiment:
-        """Return two worlds of the strategy, with ``noise`` times the usual noise."""
+        """Return the experiment that audits this mechanism with ``noise`` times its usual noise."""
         rounds = max(rounds, self.rounds)
         plan, turns = self.plan(noise, rounds), Turns()
         strategy = partial(self.strategy, plan)

@@ -72,7 +72,7 @@ _record_plan = partial(RecordLevelPlan, sampling=FullParticipation(1), num_examp
 def release_plans(
     sampling: Sampling, *, noise_multiplier: float = 0.5, **options: Any
 ) -> Callable[[float, int], ReleasePlan]:
-    """Return a function that makes the plan from a factor on the noise and a number of rounds."""
+    """Return a function of a factor on the noise and a number of rounds, which makes the plan."""
     return lambda noise, rounds: ReleasePlan(
         sampling=sampling,
         clipping_norm=1.0,
@@ -115,7 +115,10 @@ _RATE = 1e-2
 
 
 def _adaptive_plans(sampling: Sampling, **options: Any) -> Callable[[float, int], ReleasePlan]:
-    """Return plans that spend half of the privacy on the count of updates within the norm."""
+    """Return a function like that of `release_plans`, for plans that adapt the clipping norm.
+
+    These plans spend half of the privacy on counting the updates that the norm does not clip.
+    """
     fixed = release_plans(sampling, **options)
 
     def plan(noise: float, rounds: int) -> ReleasePlan:
@@ -128,9 +131,9 @@ def _adaptive_plans(sampling: Sampling, **options: Any) -> Callable[[float, int]
 
 
 def _sided_score(*, silos: int = 1, partitions: Sequence[int] | None = None) -> Score:
-    """Return a score that projects on the canary's update, its `SIDE`, and the next norm."""
-    # The canary's entry at `SIDE` is as long as its update, and `axes` has length √2. The next norm
-    # reveals the side.
+    """Return a score for adaptive clipping, from the update, its entry `SIDE` and the next norm."""
+    # `SIDE` says whether the norm clips the update. The canary's entry at `SIDE` is as long as its
+    # update, and `axes` has length √2. The next norm reveals this entry.
     norm = 2 * math.sqrt(2) / _RATE / silos
     direction = {**axes(SIZE), SIDE: np.array([-math.sqrt(2)]), NEXT_NORM: np.array([norm])}
     return projected(direction, signs=(1.0, -1.0), partitions=partitions)
@@ -157,8 +160,9 @@ def _in_turns_matrix(rounds: int) -> StrategyMatrix:
 def of_correlated(moves: Vector) -> Score:
     """Return the score that best separates both worlds under correlated noise.
 
-    Let C be the `StrategyMatrix`. C times the releases has independent noise, and the canary moves
-    its rows by ``moves``. The score projects C times the releases on ``moves``.
+    Let C be the `StrategyMatrix` of the noise. The product of C and the releases has independent
+    noise, and the canary moves the product's rows by ``moves``. The score projects the product on
+    ``moves``.
     """
     column = _in_turns_matrix(len(moves)).coefficients(len(moves))
     weights = [float(column[: len(moves) - n] @ moves[n:]) for n in range(len(moves))]

@@ -1,7 +1,7 @@
 """Released statistics as experiments: one person, or one client, moves a sum as far as possible.
 
-The canary's age is far above the public bound, so its part has norm 1 and lies in cells that no
-other person fills. All other people have no known age.
+The canary's age is far above the public bound. The vector that it adds to the sum therefore has
+norm 1, and is zero outside cells that no other person fills. All other people have no known age.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def _silo(owners: Sequence[int], *ages: float) -> SiloData:
 
 
 def canary_part() -> NDArray[np.float64]:
-    """Return the canary's part (size,), of norm 1."""
+    """Return the vector (size,) that the canary adds to the sum; its norm is 1."""
     return JOINT.part(_aged(_CANARY))
 
 
@@ -55,7 +55,7 @@ def _experiment(
     *,
     noise: float = 1.0,
 ) -> Experiment:
-    """Return two worlds of a method under a noise multiplier of ``noise`` / 2."""
+    """Return the experiment that audits a method with the noise multiplier ``noise`` / 2."""
     plan = release_plans(FullParticipation(_UNITS), noise_placement=placement)(noise, 1)
 
     def world(data: Sequence[ClientData]) -> World:

@@ -1,4 +1,4 @@
-"""An app as files: unpack it, read its settings and its source."""
+"""The files of an app: unpack them, and read the app's settings and source."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _SKIPPED = shutil.ignore_patterns(".git", ".venv", "__pycache__", "runs", "*.pt"
 
 @dataclass(frozen=True)
 class AppFolder:
-    """A copy of an app, which its code may change."""
+    """A folder with a copy of an app; the app's code may change the copy."""
 
     path: Path
 
@@ -42,7 +42,7 @@ class AppFolder:
 
     @cached_property
     def literals(self) -> frozenset[str]:
-        """All strings that the source spells out. Any other name may be made from data."""
+        """All string literals of the source. A name that is not among them may come from data."""
         nodes = (node for tree in self.modules.values() for node in ast.walk(tree))
         return frozenset(
             node.value
@@ -51,7 +51,7 @@ class AppFolder:
         )
 
     def shown(self, name: str) -> str:
-        """Return a name if the source spells it out, and otherwise a text without data."""
+        """Return a name if it is a literal of the source; else a text that stands for it."""
         return name if name in self.literals | _KNOWN else "(a computed name)"
 
     def component(self, side: str) -> Path | None:
@@ -61,9 +61,10 @@ class AppFolder:
         return path if path in self.modules else None
 
     def call_of(self, side: str, *names: str) -> str:
-        """Return ``path:line`` of a call, by the first of these names that the source calls.
+        """Return ``path:line`` of a call in the source; "" if the source calls none of ``names``.
 
-        A component's own file comes before the others. The place is empty if nothing calls them.
+        The first of ``names`` that the source calls decides. The file that defines the component
+        ``side`` is searched before all others.
         """
         trees = dict(self.modules)
         if (first := self.component(side)) is not None:
@@ -75,7 +76,7 @@ class AppFolder:
         return ""
 
     def place(self, file: str, line: int) -> str:
-        """Return the place in a file, relative to the app if it is the app's."""
+        """Return ``path:line``, with a path relative to the app's folder for a file of the app."""
         path = Path(file)
         inside = path.is_relative_to(self.path)
         return f"{path.relative_to(self.path) if inside else path.name}:{line}"
@@ -87,7 +88,7 @@ _KNOWN = frozenset(
 
 
 def calls(tree: ast.AST, name: str) -> Iterator[ast.Call]:
-    """Yield the calls of a function or method, the least nested first."""
+    """Yield the calls of the function or method ``name``, the least nested call first."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Call) and name in (
             getattr(node.func, "attr", None),
@@ -97,7 +98,7 @@ def calls(tree: ast.AST, name: str) -> Iterator[ast.Call]:
 
 
 def unpacked(app: Path, scratch: Path) -> AppFolder:
-    """Copy an app, a folder or a FAB, into a new folder.
+    """Copy an app, which is a folder or a FAB, into a new folder.
 
     Raises
     ------

@@ -31,7 +31,7 @@ _DATA_WORDS = ("flwr_datasets", "datasets", "Connection", "Timeout", "HTTPError"
 
 
 class NotChecked(Exception):
-    """The app could not be run; the message has no data."""
+    """The app could not be checked; the message says why and holds no data of the app."""
 
 
 def main() -> None:
@@ -117,9 +117,10 @@ def checked(
 
 
 def import_once() -> None:
-    """Import what apps import to account, and with an optimizer of torch.
+    """Import two slow modules that apps import: one for accounting, one for optimizers of torch.
 
-    Each run is a fork of this process. It would import them anew, which takes longer than the run.
+    Each run is a fork of this process. Without this function each fork would import the modules
+    anew, which takes longer than the run itself.
     """
     import dp_accounting  # noqa: F401
     import torch._dynamo  # noqa: F401

@@ -1,6 +1,7 @@
-"""Turn what was recognised and measured into findings, each with its remedy.
+"""Turn what the check recognised and measured in an app into findings, each with its remedy.
 
-A finding that *refutes* leaves no ε provable. All others name what the guarantee does not cover.
+If a finding *refutes*, no ε of the app is provable. Any other finding names something that the
+guarantee does not cover.
 """
 
 from __future__ import annotations
@@ -39,9 +40,9 @@ class Finding:
 
 
 def findings(probes: Probes, app: AppFolder, second: Measured | None) -> list[Finding]:
-    """Return all findings of a check, those that refute first.
+    """Return all findings of a check; those that refute come first.
 
-    ``second`` is the ε that was computed from measurements.
+    ``second`` holds the ε that the check computed from its measurements.
     """
     real = probes.runs[REAL]
     assert real is not None
@@ -71,11 +72,11 @@ _CLIENT_CALLS = {
     "failures-seen": ("train", "ClientApp"),
     "engine-restarts": ("make_private",),
 }
-"""By finding, the calls of the client's source that its remedy changes."""
+"""For each code of a finding, the calls in the client's source that the remedy changes."""
 
 
 def _place(code: str, facts: Facts, app: AppFolder) -> str:
-    """Return where the app makes the mod, the strategy or the reply that a remedy changes."""
+    """Return the place in the app's source that the remedy of a finding changes."""
     if names := _CLIENT_CALLS.get(code):
         return app.call_of("clientapp", *names)
     if facts.local:
@@ -108,7 +109,7 @@ def _structure(facts: Facts) -> Iterator[Finding]:
     if facts.noise is None and not facts.guarantees:
         yield Finding(
             code="no-mechanism",
-            text="no mechanism that this check knows bounds and noises what leaves",
+            text="no mechanism that this check knows bounds what clients send and adds noise to it",
             remedy="protect uploads by FederatedStrategy with a ReleasePlan",
         )
     if any(facts.has(name) for name in recognise.SECURE_SUM_MODS):
@@ -178,7 +179,7 @@ def _structure(facts: Facts) -> Iterator[Finding]:
 
 
 def _rounds(real: Observed, facts: Facts) -> Iterator[Finding]:
-    """See who is asked, and by whom."""
+    """Find messages sent outside the strategy, several started runs, and too large cohorts."""
     if facts.strategies and real.beside:
         yield Finding(
             code="beside-the-strategy",
@@ -197,13 +198,14 @@ def _rounds(real: Observed, facts: Facts) -> Iterator[Finding]:
         or facts.stated is None
         or facts.stated.unit is not PrivacyUnit.CLIENT
     ):
-        return  # no message shows which users were drawn
+        return  # no message shows which users or records the plan drew
     sampling = facts.ours.declared.release.sampling
     requests, draws = sum(map(len, real.trainings.values())), real.rounds * sampling.population
     if binom.sf(requests - 1, draws, sampling.sampling_rate) < LUCK:
         yield Finding(
             code="sampling",
-            text=f"{requests} requests in {real.rounds} rounds are more than {sampling.describe()}",
+            text=f"{requests} requests in {real.rounds} rounds are more than the plan's sampling "
+            f"({sampling.describe()}) draws",
             remedy="ask the cohort that the plan's sampling draws",
         )
 
@@ -217,7 +219,7 @@ def _missing(mod: str) -> Finding:
 
 
 def _noise(probes: Probes, facts: Facts) -> Iterator[Finding]:
-    """Compare the noise with the one that the parameters promise."""
+    """Compare the measured noise with the noise that the app's parameters promise."""
     again, noise = probes.runs.get(AGAIN), facts.noise
     if again is None or noise is None:
         return
@@ -267,7 +269,7 @@ def _compared(gap: np.ndarray, size: float, what: str) -> Iterator[Finding]:
 
 
 def _bounds(probes: Probes, facts: Facts) -> Iterator[Finding]:
-    """Compare what one changed client moves with what clipping permits."""
+    """Find where one client moves its upload or the model farther than clipping permits."""
     if (noise := facts.noise) is None or not facts.holds:
         return
     clients_clip = facts.has(recognise.CLIENT_SIDE) or facts.has(recognise.CLIENT_ADAPTIVE)
@@ -321,7 +323,7 @@ def _unbounded(what: str, number: int, value: float, bound: float, *, weighs: bo
 
 
 def _changed_clients(probes: Probes, facts: Facts) -> Iterator[Finding]:
-    """Find what a client does to others, and to the run, by its NaN, its zero or its absence."""
+    """Find what one client's NaN, zero update or failure does to other clients and to the run."""
     again = probes.runs.get(AGAIN)
     if again is None or again.ended:
         return
@@ -345,7 +347,7 @@ def _changed_clients(probes: Probes, facts: Facts) -> Iterator[Finding]:
         elif run is not None and run.ended:
             yield _ends(name, f"{what} ends the run ({run.ended})")
         elif name == "absence" and facts.has_task and facts.ours.holds:
-            continue  # only the network keeps such a client's reply away: its failures are hidden
+            continue  # such a client hides its failures: only the network can lose its reply
         elif run is not None and len(run.releases) < len(again.releases):
             yield _ends(name, f"{what} keeps the model of a round from being released")
     if zero is not None and any(reply.error for reply in zero.replies if reply.kind == TRAIN):
@@ -393,7 +395,7 @@ def _ends(code: str, text: str) -> Finding:
 
 
 def _messages(real: Observed, facts: Facts, app: AppFolder) -> Iterator[Finding]:
-    """Find what leaves clients beside the update."""
+    """Find what clients send besides the update, such as metrics and integer arrays."""
     if facts.has_task:
         return
     replies = [reply for reply in real.replies if reply.kind == TRAIN and not reply.error]
@@ -458,7 +460,7 @@ def _listed(names: list[str], app: AppFolder) -> str:
 
 
 def promised(noise: Noise | None) -> str:
-    """Describe clipping and noise as the parameters say."""
+    """Describe the clipping and the noise that the app's parameters promise."""
     if noise is None:
         return "none that this check knows"
     uploads = [value for value in noise.upload_stddev.values() if value]

@@ -1,4 +1,4 @@
-"""Run a function in a forked process, within a time."""
+"""Run a function in a forked process, with a time limit."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ _FORKING = get_context("fork")
 def in_fork(run: Callable[[], R], *, seconds: float) -> R | None:
     """Return the result of a function in a forked process; None if it takes too long or dies.
 
-    The fork keeps what the app changes in its modules out of the next run.
+    What the app changes in its modules ends with the fork, so the next run does not see it.
     """
     _flush()
     receiver, sender = _FORKING.Pipe(duplex=False)
     process = _FORKING.Process(target=_send_result, args=(run, sender))
     process.start()
-    sender.close()  # with the fork, the last sender ends, and `recv` raises EOFError
+    sender.close()  # when the fork ends, no sender is left, and `recv` raises EOFError
     try:
         result: R | None = receiver.recv() if receiver.poll(seconds) else None
         return result

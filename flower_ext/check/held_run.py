@@ -1,8 +1,9 @@
-"""Held runs: runs in which no client learns from its data.
+"""Held runs, which show what mods and noise do: runs in which no client learns from its data.
 
-The app's function is not called. In its place a client answers with the received model moved by a
-small public step, so what leaves depends on mods and noise alone, and on nobody's data. One client,
-the target, may answer with another update, which shows how far a single client moves the result.
+The check does not call the app's function. In its place a client answers with the received model
+moved by a small public step. What leaves the client then depends on mods and noise alone, and on
+nobody's data. One client, the target, may answer with another update, for example a huge one: this
+shows how far a single client moves the result.
 """
 
 from __future__ import annotations
@@ -26,11 +27,12 @@ from flower_ext.privacy.mechanisms.bounds import BoundedSum
 from flower_ext.privacy.mechanisms.protections import ClipSteps, Protection
 
 Change = Literal["", "huge", "huge and heavy", "nan", "zero", "raise"]
-"""Change of the target in each round: of its update, of its weight too, or its absence."""
+"""Misbehaviour of the target in each round: it sends a huge update, a huge update with a huge
+weight, or an update of NaN or of zeros, or it raises an error. "" stands for none of these."""
 HUGE, HEAVY = 1e4, 1000
 """Norm of a huge update, and factor of a heavy client's metrics."""
 _SLOW = 1e-6
-"""Factor of the learning rate under which noised steps show their noise alone."""
+"""Factor on the learning rate: the local steps become so small that only their noise shows."""
 TRAIN = "train"
 
 
@@ -44,7 +46,8 @@ class HeldRun:
         What the app's function returned in the first run, by category of messages.
     change : Change
     quiet : bool
-        True if the noise sources of this package add nothing, so that bounds show exactly.
+        True if the noise sources of this package add no noise, so that the run shows exactly to
+        what norm an update is clipped.
     """
 
     template: Mapping[str, RecordDict]
@@ -55,7 +58,7 @@ class HeldRun:
     _unit: int | None = None
 
     def begin(self, kind: str, *, target: int) -> None:
-        """Begin a batch of messages of one kind; ``target`` is the partition to be changed."""
+        """Begin a batch of messages of one kind; ``target`` is the changed client's partition."""
         self._kind, self._target = kind, target
 
     def answer(self, message: Message) -> Message:
@@ -78,9 +81,9 @@ class HeldRun:
         return Message(content, reply_to=message)
 
     def changed_reply(self, message: Message, reply: Message) -> Message:
-        """Return the reply of an app of this package, whose function the check cannot replace.
+        """Return a reply of a client of this package, changed if the client must fail or send NaN.
 
-        A change that `contribution` cannot make, to NaN or to absence, is made here.
+        The check cannot replace such a client's function. `contribution` makes all other changes.
         """
         change = self._change_of(partition_of(message))
         if self._kind != TRAIN or change not in ("nan", "raise"):
@@ -95,10 +98,11 @@ class HeldRun:
     def contribution(
         self, update: Any, received: Mapping[str, Any], protection: Protection, partition: int
     ) -> Any:
-        """Return a public update in the place of a client's own one.
+        """Return the public update that replaces a client's own update.
 
-        Updates stay as they are if the noise is in the training. Sums over units stay, too: a held
-        client has the records of no unit, or of one.
+        The function returns the client's own update in two cases: if the noise is added within
+        the training, and if the update is a sum over units. In the second case `work` has already
+        left the client the records of no unit, or of one.
         """
         if not protection.hides_failures or isinstance(update, BoundedSum | HiddenSum):
             return update
@@ -113,10 +117,11 @@ class HeldRun:
         }
 
     def work(self, work: ClientWork) -> ClientWork:
-        """Return work without the data that a client would learn from.
+        """Return a client's work without the data from which the client would learn.
 
-        If the noise is in the local steps, they stay, and hardly move. In a quiet run one real step
-        is left, whose first record a changed client makes huge.
+        If the noise is added in local steps, these steps stay, with a tiny learning rate. In a run
+        without noise, one step with the usual learning rate stays; the changed client makes the
+        first record of this step huge.
         """
         protection, phase = work.protection, work.method.upload_phase
         if self.shows_unit(protection):
@@ -140,11 +145,11 @@ class HeldRun:
         return replace(work, request=request, data=data)
 
     def shows_unit(self, protection: Protection) -> bool:
-        """Return True if a huge change concerns a unit whose records lie with several clients."""
+        """Return True if the huge update is that of a unit whose records several clients hold."""
         return protection.of_units and self.quiet and self.change.startswith("huge")
 
     def _of_one_unit(self, work: ClientWork) -> ClientWork:
-        """Return work on one unit's records alone, the same for all clients, by a huge step."""
+        """Return work that trains on one unit's records by one huge step; all clients take it."""
         data = work.data
         if not isinstance(data, SiloData) or not len(data.owners):
             return work
@@ -173,7 +178,7 @@ def partition_of(message: Message) -> int:
 
 
 def received_like(record: ArrayRecord, content: RecordDict) -> ArrayRecord | None:
-    """Return the received record with the same arrays; None if there is none."""
+    """Return the received record whose arrays have the same names and shapes; None without one."""
     shapes = {key: tuple(array.shape) for key, array in record.items()}
     for received in content.array_records.values():
         if shapes == {key: tuple(array.shape) for key, array in received.items()}:
@@ -182,13 +187,13 @@ def received_like(record: ArrayRecord, content: RecordDict) -> ArrayRecord | Non
 
 
 def _moved(record: ArrayRecord, change: Change) -> ArrayRecord:
-    """Return a record, moved by a held update or by that of a changed client."""
+    """Return a record plus the public update of a held run, or plus the changed client's update."""
     moved = moved_arrays({key: array.numpy() for key, array in record.items()}, change)
     return ArrayRecord({key: Array(np.asarray(array)) for key, array in moved.items()})
 
 
 def _with_huge_record(examples: Examples) -> Examples:
-    """Return examples whose first record has huge numbers, as far as its features are numbers."""
+    """Return examples whose first record has huge numbers in its floating-point features."""
 
     def enlarged(part: torch.Tensor) -> torch.Tensor:
         part = part.clone()
@@ -200,7 +205,7 @@ def _with_huge_record(examples: Examples) -> Examples:
 
 
 def moved_arrays(arrays: Mapping[str, np.ndarray], change: Change) -> dict[str, np.ndarray]:
-    """Return arrays, moved by a held update or by that of a changed client."""
+    """Return arrays plus the public update of a held run, or plus the changed client's update."""
     size = sum(array.size for array in arrays.values() if array.dtype.kind == "f")
     move = np.zeros(size) if change == "zero" or not size else held_step(size)
     if change.startswith("huge"):

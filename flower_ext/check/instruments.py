@@ -1,4 +1,4 @@
-"""Make Flower's classes report what an app builds of them: mods, strategies and private engines."""
+"""Make Flower's and Opacus's classes report the mods, strategies and engines that an app makes."""
 
 from __future__ import annotations
 
@@ -32,21 +32,21 @@ from flower_ext.training import Task
 
 @dataclass(kw_only=True)
 class Instruments:
-    """Changes of Flower's classes, made before an app is loaded."""
+    """Changes to classes of Flower and of this package, made before the check loads an app."""
 
     mods: dict[str, list[Any]] = field(default_factory=dict)
     """Mods of each category of messages, the outermost first."""
     strategies: list[Strategy] = field(default_factory=list)
-    """The strategy that runs the rounds, and those inside it."""
+    """The strategy that runs the rounds, and the strategies that it wraps."""
     begun: list[Strategy] = field(default_factory=list)
-    """Copies of them from before the first round."""
+    """Copies of ``strategies``, made before the first round."""
     engines: Counter[int] = field(default_factory=Counter)
-    """Number of private engines of Opacus that each client made."""
+    """Number of privacy engines of Opacus that each client made."""
     watch: Watch | None = None
 
     @property
     def held_run(self) -> HeldRun | None:
-        """The held run that is being watched, if one is."""
+        """The held run that is being watched; None in the first run, in which clients learn."""
         return None if self.watch is None else self.watch.held
 
     def install(self) -> None:
@@ -71,7 +71,7 @@ class Instruments:
             self._quieten(name)
 
     def _hold_work(self) -> None:
-        """Let clients of this package learn from no data in a held run, which also saves time."""
+        """Make clients of this package train without data in a held run, which also saves time."""
         load, train = preparing.checked_data, protecting.result_hiding_failures
 
         def loaded(task: Task, request: ClientRequest, partition: int) -> ClientData:
@@ -88,7 +88,7 @@ class Instruments:
         protecting.result_hiding_failures = held
 
     def _watch_means(self) -> None:
-        """Note the mean that each round of this package's strategy releases."""
+        """Record the mean that each round of a strategy of this package releases."""
         close = Round.close
 
         @wraps(close)
@@ -101,7 +101,7 @@ class Instruments:
         Round.close = closed  # type: ignore[method-assign, assignment]
 
     def _hold_contributions(self) -> None:
-        """Let a held run put a public update before the bound and noise of our client side."""
+        """In a held run, replace each update by a public one before the client protects it."""
         protect = protecting.protected
 
         def held(update: Any, received: Any, protection: Any, noise: Any) -> Any:
@@ -113,7 +113,7 @@ class Instruments:
         protecting.protected = held
 
     def _quieten(self, name: str) -> None:
-        """Make a noise source add nothing in a quiet run."""
+        """Make the method ``name`` of noise sources add no noise in a held run that is quiet."""
         add = getattr(NoiseSource, name)
 
         def added(source: NoiseSource, value: Any, stddev: float, **options: Any) -> Any:
@@ -141,7 +141,7 @@ class Instruments:
         return self.watch.inner(message, context, call_next)
 
     def limit_rounds(self, rounds: int) -> None:
-        """Make every strategy stop after some rounds, and report itself and its planned rounds."""
+        """Make every strategy stop after ``rounds`` rounds, and report its planned number."""
         kinds = [Strategy]
         for kind in kinds:
             kinds.extend(kind.__subclasses__())
@@ -159,7 +159,7 @@ class Instruments:
                 return start(strategy, *arguments, **options)
             call = signature.bind(strategy, *arguments, **options)
             call.apply_defaults()
-            # A wrapper may take all options of the strategy inside as keywords.
+            # A strategy that wraps another may take the options of the inner one as keywords.
             named = next(
                 (v for v in call.arguments.values() if isinstance(v, dict) and "num_rounds" in v),
                 call.arguments,
@@ -184,7 +184,7 @@ class Instruments:
         return limited
 
     def count_engines(self) -> None:
-        """Count the private engines of Opacus, each of which has an accountant of its own."""
+        """Count the privacy engines that each client makes; each has an accountant of its own."""
         from opacus import PrivacyEngine
 
         make = PrivacyEngine.make_private
@@ -199,7 +199,7 @@ class Instruments:
 
 
 def chain_of(strategy: Strategy) -> list[Strategy]:
-    """Return a strategy and those that it wraps, the outermost first."""
+    """Return a strategy and the strategies that it wraps, the outermost first."""
     chain: list[Strategy] = []
     inner: Any = strategy
     while isinstance(inner, Strategy) and inner not in chain:

@@ -1,7 +1,7 @@
 """Compute ε a second time: from measured noise, measured bounds and observed cohorts.
 
-No guarantee of the app enters, and no accountant of this package: dp-accounting and a closed form
-compose what was measured.
+This ε uses neither the app's guarantees nor the accountants of this package: dp-accounting and a
+closed form compose the measured releases.
 """
 
 from __future__ import annotations
@@ -23,28 +23,29 @@ from flower_ext.privacy import FixedSizeSampling, NeighboringRelation, PoissonSa
 from flower_ext.privacy.guarantee import epsilon_text
 
 _SLACK = 1.01
-"""Room for the grids of two accountants."""
+"""Factor by which two accountants may differ, because each rounds on its own grid."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """An ε that does not rest on the app's own, beside that one."""
+    """An ε computed from measurements, and the ε that the app states, for comparison."""
 
     epsilon: float
     low: float
     """ε with the most noise that the measurement permits."""
     high: float
+    """ε with the least noise that the measurement permits."""
     stated: float
     text: str
 
     @property
     def agrees(self) -> bool:
-        """False if even the most noise that the measurement permits gives more than stated."""
+        """True if the stated ε holds for the largest noise that the measurement permits."""
         return self.low <= self.stated * _SLACK
 
 
 def measured(probes: Probes, facts: Facts) -> Measured | None:
-    """Return ε by what was measured; None if it does not follow from that."""
+    """Return ε as computed from the measurements; None if they do not determine ε."""
     declared, noise, stated = facts.ours.declared, facts.noise, facts.stated
     if declared is None or noise is None or stated is None:
         return None
@@ -74,7 +75,7 @@ def measured(probes: Probes, facts: Facts) -> Measured | None:
 
 
 def unmeasured(probes: Probes, facts: Facts) -> str:
-    """Return why `measured` has no ε for an app of this package; empty if the app states none."""
+    """Return why `measured` has no ε for an app of this package; "" if the app states no ε."""
     if facts.stated is None:
         return ""
     if facts.ours.unmeasured:
@@ -86,7 +87,7 @@ def unmeasured(probes: Probes, facts: Facts) -> str:
 
 
 def _pooled_gap(probes: Probes, facts: Facts) -> np.ndarray | None:
-    """Return all differences that show noise, of uploads if they have it, and else of means."""
+    """Return all differences that show noise: those of noised uploads, or else of means."""
     for gap in (upload_gap, release_gap):
         gaps = (gap(probes, facts, number) for number in facts.comparable(probes.request.rounds))
         if parts := [part for part in gaps if part is not None]:
@@ -95,7 +96,10 @@ def _pooled_gap(probes: Probes, facts: Facts) -> np.ndarray | None:
 
 
 def _growth(probes: Probes, facts: Facts) -> float:
-    """Return how far one unit moves what is noised, in the distances that the app declares."""
+    """Return how far one unit was measured to move the noised value, divided by the app's bound.
+
+    The result is 0 if no run shows the movement.
+    """
     noise, declared = facts.noise, facts.ours.declared
     assert noise is not None
     assert declared is not None
@@ -113,7 +117,10 @@ def _growth(probes: Probes, facts: Facts) -> float:
 
 
 def upload_gap(probes: Probes, facts: Facts, number: int) -> np.ndarray | None:
-    """Return differences of uploads in promised standard deviations; None without any."""
+    """Return the differences of two runs' uploads, divided by the promised standard deviation.
+
+    None if the uploads carry no noise, or no two uploads can be compared.
+    """
     if (noise := facts.noise) is None or not any(noise.upload_stddev.values()):
         return None
     pair = (AGAIN, OTHER) if facts.holds else (REAL, AGAIN)
@@ -124,7 +131,10 @@ def upload_gap(probes: Probes, facts: Facts, number: int) -> np.ndarray | None:
 
 
 def release_gap(probes: Probes, facts: Facts, number: int) -> np.ndarray | None:
-    """Return a difference of two released steps in promised standard deviations."""
+    """Return the difference of two runs' releases, divided by the promised standard deviation.
+
+    None if no noise is promised in the release, or the releases cannot be compared.
+    """
     if (noise := facts.noise) is None or not noise.release_stddev or not facts.holds:
         return None
     step = probes.release_noise(AGAIN, OTHER, number)
@@ -132,7 +142,10 @@ def release_gap(probes: Probes, facts: Facts, number: int) -> np.ndarray | None:
 
 
 def second_epsilon(declared: Declared, noise_multiplier: float, delta: float) -> float:
-    """Return ε of the declared releases with another noise, by dp-accounting or a closed form."""
+    """Return ε of the declared releases if their noise multiplier were ``noise_multiplier``.
+
+    dp-accounting or a closed form computes it.
+    """
     if noise_multiplier <= 0:
         return math.inf
     release, count = declared.release, declared.count
@@ -169,7 +182,7 @@ def second_epsilon(declared: Declared, noise_multiplier: float, delta: float) ->
 
 
 def gaussian_epsilon(distance: float, delta: float) -> float:
-    """Return ε of two unit Gaussians at a distance: δ = Φ(d/2 − ε/d) − e^ε Φ(−d/2 − ε/d)."""
+    """Return ε for two Gaussians N(0, 1) and N(d, 1): δ = Φ(d/2 − ε/d) − e^ε Φ(−d/2 − ε/d)."""
 
     def excess(epsilon: float) -> float:
         first = log_ndtr(distance / 2 - epsilon / distance)

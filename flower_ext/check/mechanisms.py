@@ -1,4 +1,4 @@
-"""Bound, noise and accounting of a mechanism, as the parameters of live objects say."""
+"""Clipping bound, noise and releases of a mechanism, read from the parameters of live objects."""
 
 from __future__ import annotations
 
@@ -26,20 +26,21 @@ _LARGEST_COHORT = 1000
 
 @dataclass(frozen=True, kw_only=True)
 class Noise:
-    """Clipping and Gaussian noise, with the parameters of the live object.
+    """Clipping and Gaussian noise, as the parameters of the app's live object promise them.
 
     Parameters
     ----------
     clipping_norm : float
     release_stddev : float
-        Standard deviation in a coordinate of the released mean; 0 if that is not known.
+        Standard deviation in a coordinate of the released mean; 0 if it is not known.
     upload_stddev : Mapping[int, float]
-        Standard deviation in a coordinate of an upload, by the size of the cohort; size 0 stands
-        for all others.
+        Standard deviation in a coordinate of an upload, by the size of the cohort; the key 0
+        stands for all sizes that are not keys.
     cohort : float
-        Number by which the sum is divided; 0 if that is not known.
+        Number by which the sum of updates is divided; 0 if it is not known.
     bounds_models : bool
-        True if clients clip their whole models, which are at most twice the norm apart.
+        True if clients clip their whole models instead of their updates. Two clipped models are
+        at most twice ``clipping_norm`` apart.
     steps : int
         Number of noised local steps in an upload; 0 if the noise is added to the whole upload.
     """
@@ -52,13 +53,13 @@ class Noise:
     steps: int = 0
 
     def of_upload(self, cohort: int) -> float:
-        """Return the standard deviation in an upload of a cohort."""
+        """Return the standard deviation in an upload of a round with ``cohort`` clients."""
         return self.upload_stddev.get(cohort, self.upload_stddev.get(0, 0.0))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Declared:
-    """Equal, independent releases whose ε an app of this package states.
+    """The equal, independent releases from which an app of this package computes its stated ε.
 
     Parameters
     ----------
@@ -66,9 +67,10 @@ class Declared:
     count : int
         Number of such releases in the whole run.
     moves : float
-        Distance by which one unit moves the value that is noised: a sum, an upload, or a step.
+        Largest distance by which one unit moves the value that is noised: a sum of updates, an
+        upload, or a local step.
     besides : Mapping[Release, int]
-        Further releases of the run, which no measurement covers, and their numbers.
+        Further releases of the run, which the check does not measure, and the number of each.
     """
 
     release: Release
@@ -84,17 +86,17 @@ class OurMechanism:
     Parameters
     ----------
     noise : Noise, optional
-        None if nothing that is watched shows the noise.
+        None if nothing that the check watches shows the noise.
     declared : Declared, optional
         None if the stated ε does not follow from equal releases of Gaussian noise.
     unmeasured : str
-        The reason why a part is None; empty otherwise.
+        The reason why ``noise`` or ``declared`` is None; otherwise empty.
     holds : bool
-        True if held runs replace what clients learned, before bound and noise.
+        True if held runs replace what clients learned before it is clipped and noised.
     of_units : bool
-        True if an upload is a sum over units, each of which is bounded by itself.
+        True if an upload is a sum over privacy units, each of which is clipped by itself.
     rounds_alike : bool
-        True if bound and noise are the same in every round, whatever was released before.
+        True if every round has the same bound and noise, whatever earlier rounds released.
     """
 
     noise: Noise | None = None
@@ -106,7 +108,7 @@ class OurMechanism:
 
 
 def mechanism_of(strategy: FederatedStrategy, rounds: int) -> OurMechanism:
-    """Return the mechanism of a strategy for so many rounds."""
+    """Return the mechanism of a strategy that runs for ``rounds`` rounds."""
     run, mechanism = strategy.run, strategy.run.mechanism
     if isinstance(mechanism, ReleaseMechanism):
         return _of_sums(run, mechanism, rounds)
@@ -125,13 +127,13 @@ def mechanism_of(strategy: FederatedStrategy, rounds: int) -> OurMechanism:
 
 
 def _of_sums(run: Run, mechanism: ReleaseMechanism, rounds: int) -> OurMechanism:
-    """Return the mechanism of noised sums of uploads."""
+    """Return the mechanism of a plan that releases noised sums of uploads."""
     if isinstance(mechanism, AdaptiveRelease):
         mechanism = replace(mechanism, update_norm=mechanism.clipping.initial)
     cohort, in_sum, count = mechanism.sampling.expected_cohort_size, mechanism.noise_stddev, rounds
     moves = mechanism.clipping_norm * mechanism.sensitivity
     if isinstance(mechanism, SpacedRelease):
-        # All rounds are one release. Only the first round's noise depends on no earlier one.
+        # All rounds are one release. Only the first round's noise is independent of earlier rounds.
         first, count = float(mechanism.strategy.inverse(1)[0]), 1
         moves *= in_sum * first / (mechanism.noise_multiplier * mechanism.clipping_norm)
         in_sum *= first
@@ -154,7 +156,7 @@ def _of_sums(run: Run, mechanism: ReleaseMechanism, rounds: int) -> OurMechanism
 
 
 def _of_local_models(plan: RecordLevelPlan, rounds: int) -> OurMechanism:
-    """Return the mechanism of local models with noise in each step, or on the whole model."""
+    """Return the mechanism of a plan whose clients noise each local step, or the whole model."""
     steps, moves, releases, number = plan.steps, 2 * plan.clipping_norm, rounds, 0
     if steps is not None:
         moves, number = steps.sensitivity, steps.local_steps
@@ -171,7 +173,7 @@ def _of_local_models(plan: RecordLevelPlan, rounds: int) -> OurMechanism:
 
 
 def _of_perturbation(run: Run, plan: PerturbationPlan, rounds: int) -> OurMechanism:
-    """Return the mechanism of perturbed local models."""
+    """Return the mechanism of a plan whose clients perturb their local models."""
     perturbation = plan.perturbation
     if not isinstance(perturbation, OutputPerturbation):
         return OurMechanism(
@@ -197,7 +199,7 @@ def _declared(stddev: float, moves: float, count: int) -> Declared | None:
 
 
 def gaussian_release(noise_multiplier: float) -> Release | None:
-    """Return one Gaussian release for everybody; None without a finite noise."""
+    """Return a Gaussian release to which each unit contributes; None if noise is 0 or infinite."""
     if not 0 < noise_multiplier < math.inf:
         return None
     return Release(

@@ -1,7 +1,8 @@
 """Run an app for a few rounds, and watch each message.
 
-A mod at the innermost place of a ClientApp sees what the app's function returns, before all other
-mods. In a held run the function is not called: `HeldRun` answers in its place.
+The check adds a mod to the ClientApp at the innermost place. This mod sees what the app's function
+returns before any other mod changes it. In a held run the mod does not call the function: `HeldRun`
+answers in its place.
 """
 
 from __future__ import annotations
@@ -29,11 +30,11 @@ from flower_ext.federation.failures import CLIENT_APP_RAISED
 from flower_ext.federation.roster import asks_identity, is_rehearsal
 
 _LEARNERS = 20
-"""Clients of this package that learn from their data in the first run."""
+"""Number of clients of this package that learn from their data in the first run."""
 
 
 class Enough(BaseException):
-    """The app has run for as many rounds as are observed."""
+    """The app has run for as many rounds as the check observes; this error ends the run."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,10 +49,10 @@ class Reply:
     """Kind and name of each record."""
     metrics: Mapping[str, Any]
     upload: Vector | None
-    """Difference to the received model; None without an array record that fits it."""
+    """Sent model minus received model; None if no array record fits the received model."""
     integers: bool
     scalars: bool
-    """True if an array of integers, or a floating-point array without axes, left."""
+    """``integers``, ``scalars``: the client sent arrays of integers, or floats without axes."""
 
 
 @dataclass(kw_only=True)
@@ -59,15 +60,15 @@ class Observed:
     """Everything that one run showed."""
 
     trainings: dict[str, tuple[int, ...]] = field(default_factory=dict)
-    """For each training round, the partitions that its first batch went to."""
+    """For each training round, the partitions to which its first batch of messages went."""
     beside: set[str] = field(default_factory=set)
-    """Kinds of messages that a strategy of Flower did not send, although one ran the rounds."""
+    """Kinds of messages that the app sent while no strategy ran the rounds."""
     starts: int = 0
     replies: list[Reply] = field(default_factory=list)
     releases: list[Vector] = field(default_factory=list)
     """The initial model, and each model that followed it."""
     means: dict[int, Vector] = field(default_factory=dict)
-    """By training round, the mean from which a strategy of this package makes the next model."""
+    """For each training round, the mean from which a strategy of this package makes the model."""
     planned: int = 0
     """Number of training rounds for which strategies were started."""
     ended: str = ""
@@ -86,16 +87,16 @@ class Observed:
         }
 
     def target(self, round: int) -> int | None:
-        """Return the partition that a change concerns in a round."""
+        """Return the partition of the client that a held run may change in this round."""
         return next(iter(self.cohort(round)), None)
 
     def target_upload(self, round: int) -> Vector | None:
-        """Return the upload of that partition."""
+        """Return the upload of the client that a held run may change in this round."""
         target = self.target(round)
         return None if target is None else self.uploads(round).get(target)
 
     def cohort(self, round: int) -> tuple[int, ...]:
-        """Return the partitions that were asked in a training round."""
+        """Return the partitions that got a message in a training round."""
         return [*self.trainings.values(), ()][min(round - 1, self.rounds)]
 
     def step(self, round: int) -> Vector | None:
@@ -121,7 +122,7 @@ class Observed:
 
 @dataclass(kw_only=True)
 class Watch:
-    """One run: its seed, whether it is held, and what was observed so far."""
+    """The observer of one run: the run's seed, its `HeldRun` if any, and what was seen so far."""
 
     seed: int
     rounds: int
@@ -136,7 +137,7 @@ class Watch:
     _turns: dict[int, int] = field(default_factory=dict)
 
     def ask(self, messages: Sequence[Message]) -> None:
-        """Note a batch of messages before clients answer."""
+        """Record a batch of messages before the clients answer them."""
         if not messages:
             return
         kind = self.kind = _kind(messages[0])
@@ -162,7 +163,7 @@ class Watch:
             trainings.setdefault(group, partitions)
 
     def release(self, sent: Vector) -> None:
-        """Note a model if it differs from the one before."""
+        """Record a model that the server sent, unless it equals the last recorded model."""
         known = self.observed.releases
         if known and known[-1].size != sent.size:
             return
@@ -170,18 +171,18 @@ class Watch:
             known.append(sent)
 
     def mean(self, arrays: Mapping[str, Any]) -> None:
-        """Note the mean that a round of this package's strategy released."""
+        """Record the mean that a round of a strategy of this package released."""
         if (mean := vector(np.asarray(array) for array in arrays.values())) is not None:
             self.observed.means[self.observed.rounds] = mean
 
     def finish(self, result: Any) -> None:
-        """Note the last model."""
+        """Record the model that the run returned at its end."""
         arrays = getattr(result, "arrays", None)
         if arrays and (last := vector(a.numpy() for a in arrays.values())) is not None:
             self.release(last)
 
     def answer(self, app: ClientApp, message: Message, context: Context) -> Message:
-        """Return one client's reply, under random numbers of its own."""
+        """Return one client's reply; seed the global generators for this client alone."""
         partition = self.answering = partition_of(message)
         turn = self._turns[partition] = self._turns.get(partition, 0) + 1
         before = random.getstate(), np.random.get_state(), torch.get_rng_state()  # noqa: NPY002 - apps draw from it
@@ -209,7 +210,7 @@ class Watch:
         return reply
 
     def inner(self, message: Message, context: Context, call_next: Any) -> Message:
-        """Answer in place of the app's function, or call it and note what it returns."""
+        """Answer in place of the app's function; in the first run, call it and keep its result."""
         category = category_of(message)
         if self.held is not None and category in self.held.template:
             return self.held.answer(message)
@@ -219,9 +220,10 @@ class Watch:
         return reply
 
     def holds_data(self, request: ClientRequest, partition: int) -> bool:
-        """Return True if a client of this package trains without data: all in a held run.
+        """Return True if this client of an app of this package must train without its data.
 
-        In the first run, whose updates no comparison uses, a few clients learn from their data.
+        In a held run this holds for all clients, except where a run tests one unit's records. In
+        the first run, whose updates no comparison uses, the first clients train with their data.
         """
         if request.kind != TRAIN or not request.hides_missing_data:
             return False
@@ -230,7 +232,7 @@ class Watch:
         return not self.held.shows_unit(request.protection)
 
     def note(self, message: Message, reply: Message) -> None:
-        """Note what leaves a client."""
+        """Record what a client sent."""
         content = reply.content if reply.has_content() else RecordDict()
         metrics = {
             name: value
@@ -254,7 +256,7 @@ class Watch:
         )
 
     def described(self, error: BaseException) -> str:
-        """Return type and place of an error, but not its text, which may hold data."""
+        """Return the type and place of an error without its text, which may hold data."""
         frames = traceback.extract_tb(error.__traceback__)
         places = [self.place(frame.filename, frame.lineno or 0) for frame in frames]
         last = next((p for p in reversed(places) if "/" in p), places[-1] if places else "")
@@ -298,7 +300,7 @@ def observe(
     clients: int,
     watch: Watch,
 ) -> Observed:
-    """Run an app once, and return what was observed, also if the app raises."""
+    """Run an app once, and return what was observed, even if the app raises an error."""
     grid = WatchedGrid(client, clients, config)
     grid.watch, grid.app = watch, client
     context = Context(
@@ -329,7 +331,7 @@ def seed_all(*path: int) -> None:
 
 
 def _kind(message: Message) -> str:
-    """Return the category of a message; for two kinds that look like training, another name."""
+    """Return a message's category; "identity" or "rehearsal" if it only looks like training."""
     if asks_identity(message):
         return "identity"
     if is_rehearsal(message):

@@ -1,6 +1,6 @@
-"""Run an app several times, with other random numbers or one changed client, and compare.
+"""Run an app several times, with new random numbers or one changed client, and compare the runs.
 
-Every decision by chance is wrong with probability `LUCK` at most, over all decisions of a check.
+With a probability of at least 1 − `LUCK`, all statistical decisions of a check are right.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ _DECISIONS = 100
 _DEVIATIONS = 6.5
 """Standard deviations that a Gaussian exceeds with probability `LUCK` / `_DECISIONS`."""
 _LONG = 5
-"""Seconds of a run after which the user learns how long the check may take."""
+"""If the first run takes more seconds than this, the user learns how long the check may take."""
 REAL, AGAIN, OTHER, QUIET = "real", "again", "other", "quiet"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Spread:
-    """A measured standard deviation, with bounds that hold but for bad luck."""
+    """A measured standard deviation, with bounds that hold almost surely (see `spread`)."""
 
     value: float
     low: float
@@ -43,7 +43,10 @@ class Spread:
 
 
 def spread(differences: np.ndarray) -> Spread:
-    """Return the standard deviation of Gaussian noise around zero, with its bounds."""
+    """Return the standard deviation of Gaussian noise of mean zero, with bounds.
+
+    The bounds fail with probability `LUCK` / `_DECISIONS`.
+    """
     count, total = differences.size, float(np.sum(differences**2))
     low, high = chi2.ppf([LUCK / _DECISIONS / 2, 1 - LUCK / _DECISIONS / 2], count)
     return Spread(
@@ -93,11 +96,11 @@ class Probes:
     request : ProbeRequest
     instruments : Instruments
     log : Callable
-        Returns and clears what the app printed.
+        Returns what the app printed since the last call.
     place : Callable
-        Names a place in the app's source.
+        Returns the name of a file and line for messages, such as ``client_app.py:12``.
     tell : Callable
-        Tells the user how long the check takes.
+        Shows the user a text on how long the check takes.
     """
 
     server: ServerApp
@@ -114,7 +117,7 @@ class Probes:
     ) -> Observed | None:
         """Run the app once in a process of its own; None if the run does not end in time.
 
-        All runs but the real one are held.
+        The first run, named `REAL`, lets clients learn. All other runs are held (see `HeldRun`).
         """
         real = self.runs.get(REAL)
         held = None if real is None else HeldRun(template=real.template, change=change, quiet=quiet)
@@ -139,7 +142,7 @@ class Probes:
         return observed
 
     def run_all(self, *, has_task: bool) -> None:
-        """Make all runs that follow the real one."""
+        """Make all held runs, which follow the first run."""
         self.run(AGAIN, 1)
         self.run(OTHER, 2)
         for change in ("nan", "raise"):
@@ -153,7 +156,7 @@ class Probes:
 
     @property
     def is_exact(self) -> bool:
-        """True if no noise is in the difference of two quiet runs: it is off, or it repeats."""
+        """True if differences between runs show no noise: it is off or equal in quiet runs."""
         one, other = self.runs.get(AGAIN), self.runs.get(QUIET)
         if one is None or other is None or len(one.releases) != len(other.releases):
             return False
@@ -169,13 +172,14 @@ class Probes:
         )
 
     def seen(self, name: str) -> Observed:
-        """Return a run; one that showed nothing if it was not made or did not end in time."""
+        """Return the run ``name``; an empty one if the run was not made or did not end in time."""
         return self.runs.get(name) or Observed()
 
     def upload_noise(self, one: str, other: str, round: int) -> dict[int, np.ndarray]:
-        """Return differences between two runs' uploads of one round, by partition.
+        """Return the differences between two runs' uploads in one round, by partition.
 
-        All clients of held runs learn the same, so that any two compare if no client is in both.
+        If no client takes part in both runs, the function compares different clients, because all
+        clients send the same public update in held runs.
         """
         left, right = self.seen(one).uploads(round), self.seen(other).uploads(round)
         if one != REAL and not left.keys() & right.keys():
@@ -187,14 +191,14 @@ class Probes:
         }
 
     def target_noise(self, one: str, other: str, round: int) -> np.ndarray | None:
-        """Return the difference between the uploads of the changed client."""
+        """Return the difference between the changed client's uploads in two runs."""
         left, right = (self.seen(name).target_upload(round) for name in (one, other))
         if left is None or right is None or not (left.finite and right.finite):
             return None
         return np.asarray(left.sample - right.sample)
 
     def release_noise(self, one: str, other: str, round: int) -> np.ndarray | None:
-        """Return the difference between two runs' steps of the model in one round."""
+        """Return the difference between what two runs released in one round."""
         left, right = (self.seen(name).step(round) for name in (one, other))
         return None if left is None or right is None else np.asarray(left.sample - right.sample)
 
@@ -205,7 +209,7 @@ class Probes:
     def bound(self, round: int, cohort: float, *, by_client: bool) -> float | None:
         """Return the norm to which a huge update was clipped; None if no quiet run shows it.
 
-        ``by_client`` says that clients clip their uploads, not the server.
+        ``by_client`` is True if the clients clip their uploads, and False if the server does.
         """
         if not self.is_exact:
             return None
@@ -215,16 +219,16 @@ class Probes:
         return abs(moved) * cohort + HELD if moved is not None and cohort else None
 
     def upload_growth(self, name: str, round: int) -> float | None:
-        """Return how far a changed client's upload moves along the change."""
+        """Return how far a changed client's upload exceeds the usual one along `direction`."""
         left, right = self.seen(name).target_upload(round), self.seen(QUIET).uploads(round)
         if left is None or not left.finite or not right:
             return None
         return left.along - float(np.median([upload.along for upload in right.values()]))
 
     def upload_change(self, name: str, other: str, round: int) -> float | None:
-        """Return how far a changed client's upload is from its upload in another run.
+        """Return the distance of a changed client's upload from its upload in another run.
 
-        None if the other clients' uploads show that the runs differ in more than the change.
+        None if an upload of any other client differs, because more than the change then differs.
         """
         left, right = self.seen(name).uploads(round), self.seen(other).uploads(round)
         target = self.seen(name).target(round)
@@ -237,14 +241,15 @@ class Probes:
         return float(changed.norm * (changed.size / changed.sample.size) ** 0.5)
 
     def movement(self, name: str, round: int) -> float | None:
-        """Return how far one changed client moves the model in a round, along the change."""
+        """Return how far one changed client moves the model in a round along `direction`."""
         changed, held = self.seen(name).step(round), self.seen(QUIET).step(round)
         return None if changed is None or held is None else changed.along - held.along
 
     def unit_movement(self, round: int, cohort: float) -> float | None:
-        """Return how far a unit, whose records lie with several clients, moves the sum of a round.
+        """Return how far a unit with records at several clients moves the sum of a round.
 
-        The server may refuse a huge upload, so uploads come before the mean where they are seen.
+        The uploads show it, where the check sees them; otherwise the released mean does. Uploads
+        come first because the server may refuse a huge upload.
         """
         huge, quiet = self.seen("huge"), self.seen(QUIET)
         left, right = huge.uploads(round), quiet.uploads(round)

@@ -1,7 +1,7 @@
-"""Read strategy, mods and their parameters from the live objects of an app.
+"""Read the strategy, the mods and their parameters from the live objects of an app.
 
-Only classes and functions of Flower and of this package are known. A subclass that the app defines
-is not: its methods may do anything.
+The check knows only the classes and functions of Flower and of this package. It does not know a
+subclass that the app defines: its methods may do anything.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ FIXED_MOD, ADAPTIVE_MOD, OUR_MOD = (
 LOCAL_MOD = LocalDpMod.__name__
 SECURE_SUM_MODS = frozenset({"secagg_mod", "secaggplus_mod"})
 _SIZE_MODS = frozenset({"arrays_size_mod", "message_size_mod"})
-"""Mods that change nothing."""
+"""Mods that change no message."""
 _AVERAGES = frozenset({"FedAvg", "FedAvgM", "FedAdam", "FedYogi", "FedAdagrad", "FedProx"})
 APP = "app"
 _KNOWN_PACKAGES = frozenset(
@@ -55,7 +55,7 @@ _KNOWN_PACKAGES = frozenset(
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """A strategy or a mod: its name, and the package that it comes from (flwr, ours, or app)."""
+    """A strategy or a mod: its name, and its origin: "flwr", "flower_ext", or "app"."""
 
     name: str
     origin: str
@@ -63,7 +63,7 @@ class Part:
 
 @dataclass(frozen=True, kw_only=True)
 class Claim:
-    """An ε that the app states, for so many rounds; δ is 0 if the app states none."""
+    """An ε that the app states for ``rounds`` rounds; ``delta`` is 0 if the app states no δ."""
 
     source: str
     epsilon: float
@@ -73,7 +73,7 @@ class Claim:
 
 @dataclass(frozen=True, kw_only=True)
 class Facts:
-    """Everything that was recognised in an app."""
+    """Everything that the check recognised in an app."""
 
     strategies: Sequence[Part]
     mods: Sequence[Part]
@@ -81,17 +81,17 @@ class Facts:
     """True if a `Task` of this package made the ClientApp."""
     noise: Noise | None
     release: Release | None
-    """One round of Flower's mechanism, as its parameters say."""
+    """The release in one round of Flower's mechanism, from the mechanism's parameters."""
     ours: OurMechanism
-    """The mechanism of a strategy of this package; one without noise if there is no such one."""
+    """The mechanism of this package's strategy; without such a strategy, one without noise."""
     holds: bool
-    """True if held runs replace what clients learned, before bound and noise."""
+    """True if held runs replace what clients learned before it is clipped and noised."""
     foreign: Sequence[str]
     """Parts of a strategy of this package that the app has replaced."""
     guarantees: Sequence[Guarantee]
     """Guarantees of this package after the planned rounds."""
     guarantees_now: Sequence[Guarantee]
-    """The same, after the observed rounds."""
+    """Guarantees of this package after the observed rounds."""
     planned: int
     """Number of training rounds of the whole run."""
     claims: Sequence[Claim]
@@ -100,17 +100,17 @@ class Facts:
     weighted_by: str
     secure_noise: bool
     engines_per_client: int
-    """The largest number of private engines of Opacus that one client made."""
+    """The largest number of privacy engines of Opacus that one client made."""
 
     def comparable(self, rounds: int) -> range:
-        """Return the rounds whose noise has the standard deviation of `noise` in held runs."""
+        """Return the rounds whose noise, in held runs, has the standard deviation of `noise`."""
         adaptive = self.has(SERVER_ADAPTIVE) or self.has(CLIENT_ADAPTIVE)
         ours = self.has(FederatedStrategy.__name__)
         return range(1, 2 if adaptive or (ours and not self.ours.rounds_alike) else rounds + 1)
 
     @property
     def stated(self) -> Guarantee | None:
-        """The app's guarantee that the releases of `ours` have."""
+        """The provable guarantee with which the app states ε for its releases; None without one."""
         views = [AdversaryView.RELEASED_MODELS, AdversaryView.EACH_UPLOAD]
         provable = [claim for claim in self.guarantees if claim.basis == "provable"]
         fitting = [claim for view in views for claim in provable if claim.view is view]
@@ -122,20 +122,20 @@ class Facts:
 
     @property
     def is_ours(self) -> bool:
-        """True if a strategy of this package makes the releases, and the app overrides nothing."""
+        """True if a strategy of this package makes the releases, and none is the app's own."""
         return self.has(FederatedStrategy.__name__) and not any(
             part.origin == APP for part in self.strategies
         )
 
     def epsilon(self, rounds: int, delta: float) -> float | None:
-        """Return ε of Flower's mechanism if every condition held; None if it has no noise."""
+        """Return ε of Flower's mechanism if all its conditions hold; None if it has no noise."""
         if self.release is None:
             return None
         return privacy_loss_of({self.release: rounds}, delta=delta).epsilon
 
 
 def facts_of(instruments: Instruments, client: ClientApp, observed: Observed) -> Facts:
-    """Return what the live objects say after a run."""
+    """Return what the app's live objects show after a run."""
     chain: list[Any] = instruments.strategies
     mods = instruments.mods.get(TRAIN, [])
     planned = observed.planned_trainings
@@ -171,7 +171,7 @@ def is_silent(part: Part) -> bool:
 
 
 def is_average(part: Part) -> bool:
-    """Return True for a strategy of Flower that releases a function of the mean of replies."""
+    """Return True for a strategy of Flower that computes its model from the mean of the replies."""
     return part.name in _AVERAGES and part.origin == "flwr"
 
 
@@ -213,14 +213,14 @@ def _flower_noise(
 
 
 def _foreign(strategy: FederatedStrategy | None, client: ClientApp) -> list[str]:
-    """Name the parts of our strategy and client side that the app has replaced."""
+    """Return the names of the app's own parts in this package's strategy and ClientApp."""
     parts: list[Any] = []
     if isinstance(client, CohortApp):
         parts += [client, *client.cohort_answers.values()]
     if strategy is not None:
         run = strategy.run
         parts += [strategy, run, run.plan, run.mechanism, run.summation, run.population]
-        method = type(run.method)  # may be the app's, except for what states the guarantee
+        method = type(run.method)  # may be the app's, except for the parts that state the guarantee
         parts += [getattr(method, name) for name in ("claims", "mechanism", "complete_summary")]
         parts += [getattr(method, name) for name in ("population", "disclosures")]
     names = [
@@ -240,7 +240,7 @@ def _foreign(strategy: FederatedStrategy | None, client: ClientApp) -> list[str]
 
 
 def _origin(thing: Any) -> str:
-    """Return the package that defines a class, an object or a function."""
+    """Return the package that defines a class, a function or an object; `APP` if unknown."""
     while isinstance(thing, partial):
         thing = thing.func
     kind = thing if isroutine(thing) or isinstance(thing, type) else type(thing)
@@ -249,7 +249,7 @@ def _origin(thing: Any) -> str:
 
 
 def _guarantees(strategy: FederatedStrategy, rounds: int) -> list[Guarantee]:
-    """Return the guarantees after more rounds, whose cohorts are drawn as in the run."""
+    """Return the guarantees after ``rounds`` rounds; draw cohorts for the rounds to come."""
     run = strategy.run
     ahead, generator = deepcopy(run.population), secure_generator()
     while ahead.participations.rounds < rounds:

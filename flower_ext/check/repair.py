@@ -1,7 +1,8 @@
-"""Write the change of an app's source that gives it a provable ε: a plan, and a mod.
+"""Write a change of an app's source that gives the app a provable ε.
 
-The change takes the place of the app's strategy and of its privacy mods. It needs an app whose
-rounds ``strategy.start`` runs, with one record of arrays.
+The change replaces the app's strategy by this package's strategy with a privacy plan, and the
+app's privacy mods by this package's mod. It suits apps that call ``strategy.start`` and whose
+clients send one ArrayRecord.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ _SERVER_IMPORTS = (
 
 @dataclass(frozen=True)
 class Edit:
-    """New text for a range of the source, whose lines count from 1 and whose columns from 0."""
+    """A new text for a range of the source: lines count from 1, columns of UTF-8 bytes from 0."""
 
     start: tuple[int, int]
     end: tuple[int, int]
@@ -37,7 +38,7 @@ class Edit:
 def repaired(
     app: AppFolder, *, epsilon: float, delta: float, clipping_norm: float, clients: int
 ) -> str:
-    """Return a unified diff; it is empty if the app has no known place to change."""
+    """Return a unified diff; it is empty if the function finds no place to change in the app."""
     server, client = app.component("serverapp"), app.component("clientapp")
     if server is None or client is None:
         return ""
@@ -67,7 +68,7 @@ def _server_edits(app: AppFolder, path: Path, plan: str) -> Iterator[Edit]:
         rounds = next((k.value for k in call.keywords if k.arg == "num_rounds"), None)
         text = "3" if rounds is None else ast.get_source_segment(source, rounds) or "3"
         last = max(assignments, key=lambda node: node.lineno)
-        # Later assignments may wrap the first: all but the last go.
+        # Later assignments may wrap the first strategy, so only the last assignment stays.
         yield _import_edit(tree, _SERVER_IMPORTS, source)
         for node in assignments:
             indent = " " * node.col_offset
@@ -99,7 +100,7 @@ def _client_edits(app: AppFolder, path: Path) -> Iterator[Edit]:
 
 
 def _mods(call: ast.Call, source: str) -> list[str]:
-    """Return the mods of a call that stay, as source."""
+    """Return the source of those mods in a call that the change keeps."""
     lists = [k.value for k in call.keywords if k.arg == "mods" and isinstance(k.value, ast.List)]
     mods = [mod for listed in lists for mod in listed.elts]
     texts = [str(ast.get_source_segment(source, mod)) for mod in mods]

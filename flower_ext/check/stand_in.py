@@ -36,7 +36,7 @@ def parsed_column(text: str) -> tuple[str, Column]:
     Raises
     ------
     InvalidValue
-        The text has another form.
+        The text has none of these four forms.
     """
     name, _, kind = text.partition("=")
     kind, _, size = kind.partition(":")
@@ -166,7 +166,7 @@ class RandomRows:
         return {"train": self.select(order[count:]), "test": self.select(order[:count])}
 
     def with_transform(self, transform: Callable[..., Any], **options: Any) -> RandomRows:
-        """Return the rows with a function that is applied to each batch."""
+        """Return rows that apply ``transform`` to each batch that is read."""
         return replace(self, transform=transform)
 
     def with_format(self, kind: str | None = None, **options: Any) -> RandomRows:
@@ -176,7 +176,7 @@ class RandomRows:
         return replace(self, transform=_as_tensors if kind == "torch" else _as_arrays)
 
     def map(self, function: Callable[..., Any], batched: bool = False, **options: Any) -> Any:
-        """Apply a function to all rows and keep its columns."""
+        """Apply a function to all rows, and add the columns that it returns."""
         if batched:
             return replace(self, columns={**self.columns, **function(dict(self.columns))})
         rows = [{**row, **function(row)} for row in self]
@@ -194,7 +194,7 @@ class RandomRows:
 
 
 def _as_arrays(rows: Mapping[str, Sequence[Any]]) -> dict[str, Any]:
-    """Stack numbers; texts stay a list, as in ``datasets``."""
+    """Return each column as an array; a column of texts stays a list, as in ``datasets``."""
     return {
         name: list(values)
         if isinstance(values[0], str)

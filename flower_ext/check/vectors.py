@@ -1,4 +1,4 @@
-"""Uploads and models as vectors, of which enough is kept to compare them."""
+"""Short forms of uploads and models, as vectors that can still be compared."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from functools import cache
 import numpy as np
 
 HELD = 1e-3
-"""Norm of a held update."""
+"""L2 norm of the public update that clients send in a held run."""
 _SAMPLE = 100_000
-"""Coordinates of each vector that are kept."""
+"""Number of coordinates that each vector keeps, at most."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Vector:
-    """All floating-point coordinates of some arrays, in short."""
+    """A summary of the floating-point coordinates of arrays: sample, projection and norm."""
 
     size: int
     sample: np.ndarray
@@ -24,11 +24,11 @@ class Vector:
     along: float
     """Projection onto `direction`."""
     norm: float
-    """Norm of all coordinates; of a difference, of the sample."""
+    """L2 norm of all coordinates; for the result of `minus`, of the sample alone."""
     finite: bool
 
     def minus(self, other: Vector) -> Vector:
-        """Return the difference to a vector of the same size."""
+        """Return this vector minus another of the same size."""
         difference = self.sample - other.sample
         return Vector(
             size=self.size,
@@ -41,7 +41,7 @@ class Vector:
 
 @cache
 def direction(size: int) -> np.ndarray:
-    """Return a public unit vector, in which a changed client moves the model."""
+    """Return a public unit vector, along which a changed client moves the model."""
     unit: np.ndarray = _signs(size, 7) / size**0.5
     return unit
 
@@ -54,7 +54,7 @@ def held_step(size: int) -> np.ndarray:
 
 
 def _signs(size: int, seed: int) -> np.ndarray:
-    """Return public numbers of 1 and -1."""
+    """Return ``size`` pseudorandom signs, 1.0 or -1.0; they are public because the seed is."""
     bits = np.random.Generator(np.random.PCG64(seed)).integers(0, 2, size)
     return np.where(bits == 0, -1.0, 1.0)
 

@@ -1,4 +1,4 @@
-"""Say what is provable, what the app claims, and whether the claims follow."""
+"""Say which ε is provable, which ε the app claims, and whether each claim is provable."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from flower_ext.privacy import Guarantee, PrivacyUnit, privacy_loss_of
 DELTA = 1e-5
 """δ for an app that states none."""
 _SLACK = 1.001
-"""A claim may be rounded."""
+"""Factor that a claimed ε or δ may be off by, because apps round."""
 _EPSILON_KEY = re.compile(r"((target|dp|privacy|local|ldp|max|total)[-_])?(eps|epsilon)")
 _DELTA_KEY = re.compile(r"((target|dp|privacy|local|ldp)[-_])?delta")
 _NUMBER = r"[^\w\n.]{1,8}([0-9]+(?:\.[0-9]+)?(?:e[+-]?[0-9]+)?)"
@@ -29,7 +29,7 @@ _PRINTED_DELTA = re.compile(r"(?:\bdelta|δ)" + _NUMBER, re.IGNORECASE)
 
 @dataclass(frozen=True, kw_only=True)
 class Provable:
-    """An ε for one unit; None, with the reason, if nothing is provable."""
+    """The provable ε for one privacy unit; if ``epsilon`` is None, ``text`` says why."""
 
     unit: str
     epsilon: float | None
@@ -50,9 +50,9 @@ class Verdict:
     provable: Sequence[Provable]
     measured: Measured | None
     unmeasured: str
-    """The reason why an app of this package that states an ε has no measured one."""
+    """The reason why ``measured`` is None for an app of this package that states an ε."""
     conditional: Mapping[str, float]
-    """ε of Flower's mechanism if all its conditions held, for one release and for all rounds."""
+    """ε of Flower's mechanism for one release and for all rounds, provided its conditions hold."""
     claims: Sequence[Mapping[str, Any]]
     findings: Sequence[Finding]
     messages: Sequence[str]
@@ -186,7 +186,7 @@ def _configured(config: Mapping[str, Any], planned: int) -> Iterator[Claim]:
 
 
 def _reported(real: Observed) -> Iterator[Claim]:
-    """Return the largest ε in metrics, and the largest that the app printed."""
+    """Yield the largest ε in the replies' metrics, and the largest ε that the app printed."""
     metrics = [
         float(value)
         for reply in real.replies

@@ -116,7 +116,7 @@ def experiment_of(target: str) -> Experiment:
 
 
 def print_audit(result: Audit) -> None:
-    """Print a table with one line for each view, and a sentence on how to read it."""
+    """Print a table with one row for each adversary's view, and how to read the table."""
     columns = ("view", "reported ε", "δ", "lower bound", "ratio", "by")
     table = titled_table(f"Audit of {result.name}", columns)
     for view in result.views:

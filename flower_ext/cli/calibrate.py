@@ -38,7 +38,7 @@ _SIGNS = {
 
 
 def calibrate(
-    population: Annotated[int, typer.Option(min=1, help="N: clients, or users, in all.")],
+    population: Annotated[int, typer.Option(min=1, help="N: number of all clients, or all users.")],
     rounds: Annotated[
         int | None,
         typer.Option(min=1, help="T: planned rounds; with --unit user, steps of DP-SGD."),
@@ -117,7 +117,7 @@ def calibrate(
 
 
 def _check_unit(unit: PrivacyUnit, group_size: int | None, cohort_size: int | None) -> None:
-    """Refuse options that do not belong to the unit."""
+    """Refuse options that do not fit the privacy unit."""
     if unit is PrivacyUnit.RECORD:
         raise typer.BadParameter("--unit record: expected client or user")
     if (unit is PrivacyUnit.USER) != (group_size is not None):
@@ -131,7 +131,7 @@ def _check_unit(unit: PrivacyUnit, group_size: int | None, cohort_size: int | No
 def _answers(
     name: str, population: int, group_size: int | None, **known: Any
 ) -> list[dict[str, Any]]:
-    """Return the value of the quantity ``name`` under each way to account for a run."""
+    """Return a table row for each way to account for a run, with the value of ``name``."""
     if group_size is not None:
         if name not in ("epsilon", "noise_multiplier"):
             raise typer.BadParameter(
@@ -159,7 +159,7 @@ def _answers(
 
 
 def _of_each(ways: Sequence[NoiseChoice], name: str, target: float) -> list[dict[str, Any]]:
-    """Return ε at the noise ``target`` of each way, or its noise for the ε ``target``."""
+    """Return a row for each way, with ε at the noise ``target`` or noise for the ε ``target``."""
     return [
         {
             **_words(way.name, way.relation, way.view, way.basis),
@@ -175,7 +175,7 @@ def _words(
     view: str = "released models",
     basis: str = "provable",
 ) -> dict[str, str]:
-    """Return the words that describe one way to account for a run, by their column."""
+    """Return the words of a table row that describe one way to account for a run."""
     return dict(zip(_WORDS, (name, basis, relation.value, view), strict=True))
 
 

@@ -1,4 +1,4 @@
-"""``flower-ext ditto-schedule``: choose DP-Ditto's rounds T and global weight λ by its bounds."""
+"""``flower-ext ditto-schedule``: choose DP-Ditto's number of rounds T and global weight λ."""
 
 from __future__ import annotations
 
@@ -81,11 +81,14 @@ class ScheduleSettings(Settings):
         several = self.batch_size is not None or self.local_steps > 1
         if several and self.gradient_clipping_norm is None:
             raise InvalidValue(
-                "batch-size and local-steps need gradient-clipping-norm: give it, or leave both out"
+                "batch-size and local-steps need gradient-clipping-norm: set it, or leave both out"
             )
 
     def plan_of(self, rounds: int, basis: Basis) -> RecordLevelPlan:
-        """Return the plan that keeps the budget over ``rounds`` rounds, by the bound ``basis``."""
+        """Return the plan that spends at most the budget in ``rounds`` rounds.
+
+        ``basis`` chooses the formulas for ε: the published or the provable ones.
+        """
         return RecordLevelPlan.for_target(
             epsilon=self.epsilon,
             delta=self.delta or 1 / self.num_examples,
@@ -114,7 +117,7 @@ class ScheduleSettings(Settings):
         return self._part(LinearFairness) if self.global_weight is None else self.global_weight
 
     def _part(self, kind: type[Part], **values: Any) -> Part:
-        """Return a ``kind`` whose fields are ``values``, or else settings of the same names."""
+        """Return a ``kind`` with fields from ``values``, or else from settings of their names."""
         names = {each.name for each in fields(kind)}
         present = {name: value for name, value in vars(self).items() if value is not None}
         return kind(**{**{name: present[name] for name in names & present.keys()}, **values})

@@ -101,7 +101,7 @@ def _check_files(run: RunDirectory, *outputs: Path) -> None:
 def _client_model(
     run: RunDirectory, shared: Params, client: int, app: Path | None
 ) -> tuple[Params, bool]:
-    """Return the model that a client builds from the shared one, and True if it has memory."""
+    """Return the model that a client builds from the shared one; True if clients keep memory."""
     use = run.use()
     if not use:
         raise InvalidValue(
@@ -136,7 +136,7 @@ def _client_model(
 def _client_side(
     run: RunDirectory, use: Mapping[str, Any], app: Path | None
 ) -> tuple[ClientSide, InProcessGrid]:
-    """Return the client side of the run's method, and a grid with the run's clients."""
+    """Return the app's `ClientSide` for the run's method, and a grid that has the run's clients."""
     folder = app or run.metadata.get("app")
     if folder is None:
         raise InvalidValue("app=None: the run did not record its app; name its folder by --app")
@@ -152,7 +152,7 @@ def _client_side(
 
 
 def _check_memory(side: ClientSide, context: Context, use: Mapping[str, Any], run_id: str) -> None:
-    """Refuse a folder that lacks memory which the client wrote.
+    """Refuse a state folder that lacks the memory which the client wrote last.
 
     Without this check, the client would look as if it had never taken part.
     """

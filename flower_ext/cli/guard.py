@@ -1,4 +1,4 @@
-"""``flower-ext guard``: run apps for a SuperNode, and bound the data in their replies."""
+"""``flower-ext guard``: run apps for a SuperNode, and limit what their replies reveal."""
 
 from __future__ import annotations
 

@@ -180,7 +180,7 @@ def users(
 def _pseudonyms(
     key: Path, by: list[str] | None, by_date: list[str] | None, date_format: str
 ) -> Pseudonyms:
-    """Return the form of pseudonyms: text columns first, then dates, each in the order given."""
+    """Return how to make pseudonyms: from text columns, then dates, each in the given order."""
     texts = [IdentifierField(column=column) for column in by or []]
     dates = [
         IdentifierField(column=column, kind="date", date_format=date_format)
@@ -201,7 +201,9 @@ def _rewrite(
     """Write the table with numbers in place of the identifier; return the number of people."""
     names = source.column_names()
     if USER in names:
-        raise InvalidValue(f"{source.path}: has a column {USER!r} already; rename it")
+        raise InvalidValue(
+            f"{source.path}: the table has a column {USER!r} already; rename that column"
+        )
     identifier = set(source.positions([part.column for part in pseudonyms.fields]))
     kept = [position for position in range(len(names)) if position not in identifier]
     persons: set[bytes] = set()
@@ -254,7 +256,7 @@ def _refuse(path: Path, unusable: Counter[str], skip_unusable: bool) -> None:
     )
     if unusable and not skip_unusable:
         raise InvalidValue(
-            f"{path}: {reasons}. Mend them, set --date-format, or leave these rows out with "
+            f"{path}: {reasons}. Mend these rows, set --date-format, or leave the rows out with "
             "--skip-unusable"
         )
     if unusable:

@@ -1,4 +1,4 @@
-"""Settings of a run before it starts: the app's defaults, their overrides, and its paths.
+"""Settings of a run before it starts: the app's defaults, their overrides, and the run's paths.
 
 An app of this package names its class of settings in its ``pyproject.toml``, in
 ``[tool.flower-ext.app]``. The settings of any other Flower app have the types of their defaults.
@@ -96,9 +96,9 @@ class PreparedRun:
     changes : Mapping[str, Any]
         The settings that override the app's defaults.
     path : Path, optional
-        The run directory, if the command chooses it.
+        The run directory; None if no setting names it.
     nodes : int, optional
-        Number of nodes to simulate.
+        Number of nodes to simulate; None if neither options nor settings give it.
     """
 
     options: RunOptions
@@ -123,7 +123,7 @@ def prepare(options: RunOptions) -> PreparedRun:
     defaults, changes = checked_settings(options.app, options.settings, file)
     if options.resume is not None:
         changes = {**begun_with(options.resume, options.app, defaults), **changes}
-    config = ChainMap(changes, defaults)  # what is set in this map is written to changes
+    config = ChainMap(changes, defaults)  # stores in `changes` what is set
     _choose_clients(options, config)
     if file is not None and "preset" in defaults:
         before = {**defaults, **file.settings(changes, defaults)}
@@ -150,8 +150,8 @@ def _settings_file(options: RunOptions) -> SettingsFile | None:
 def _changed(changes: Mapping[str, Any], before: Mapping[str, Any]) -> list[str]:
     """Return the names of settings whose value differs from ``before``.
 
-    Three settings do not count as changes: ``method`` and ``upcycled``, which choose a row of a
-    paper's table, and ``clients-per-node``, on which no result depends.
+    Three settings do not count as changes. ``method`` and ``upcycled`` choose one of the methods
+    that a paper compares, and no result depends on ``clients-per-node``.
     """
     rows = ("method", "upcycled", "clients-per-node")
     return [name for name in changes if name not in rows and changes[name] != before[name]]
@@ -160,9 +160,10 @@ def _changed(changes: Mapping[str, Any], before: Mapping[str, Any]) -> list[str]
 def checked_settings(
     app: Path, settings: Sequence[str], file: SettingsFile | None = None
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return an app's default settings, and what overrides them: a file, then ``name=value``.
+    """Return an app's default settings, and the settings that override them.
 
-    Each override is checked against its declaration, even if the chosen method ignores it.
+    A setting ``name=value`` also overrides the file. Each override is checked against its
+    declaration, even if the chosen method ignores it.
 
     Raises
     ------
@@ -246,7 +247,7 @@ def _choose_clients(options: RunOptions, config: ChainMap[str, Any]) -> None:
 
 
 def _choose_paths(options: RunOptions, config: ChainMap[str, Any]) -> Path | None:
-    """Set the paths of a run's files; return the run's directory, or None if it has none."""
+    """Set the paths of a run's files; return the run directory, or None if no setting names it."""
     is_local = options.superlink is None
     if (is_local or options.runs is not None) and not config.get("run-directory", True):
         name, folder = str(config.get("method", options.app.name)), options.runs or Path("runs")

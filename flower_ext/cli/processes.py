@@ -1,4 +1,4 @@
-"""Start, follow and end the processes of commands, with their logs, ports and signals."""
+"""Start the processes of a command, show their logs, wait for their ports, and end them."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ class RunLog:
 
 
 class Followed:
-    """A program whose output a log shows line by line; no signal of the terminal reaches it."""
+    """A program whose output a log shows line by line; Ctrl-C in the terminal does not reach it."""
 
     def __init__(
         self, command: Sequence[str], log: RunLog, env: Mapping[str, str] | None = None

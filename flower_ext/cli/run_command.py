@@ -159,7 +159,7 @@ def _run(run: PreparedRun, env: Mapping[str, str], log: RunLog) -> None:
 
 
 def _in_one_process(run: PreparedRun, log: RunLog) -> None:
-    """Run an app in one process; its further workers, if any, are processes that this one starts.
+    """Run an app in one new process, which starts further workers if the options ask for them.
 
     The function passes an interruption on as SIGTERM. The run then has `GRACE` seconds to write
     its last files, unless Ctrl-C comes again.

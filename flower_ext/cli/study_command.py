@@ -154,7 +154,10 @@ def study(
 
 
 def _link(plan: Study, entry: Mapping[str, Any]) -> None:
-    """Write a silo's linked table, unless one exists that is newer than table, key and study."""
+    """Write a silo's linked table.
+
+    A table that exists stays if it is newer than the study's file, the silo's table and the key.
+    """
     options = {name.replace("-", "_"): value for name, value in entry.items()}
     options |= {name: plan.placed(options[name]) for name in _LINK_PATHS if name in options}
     output, sources = options["output"], [plan.path, options["table"], options["key"]]
@@ -168,7 +171,7 @@ def _link(plan: Study, entry: Mapping[str, Any]) -> None:
 
 
 def _prepared(plan: Study, stage: Stage, place: Path, superlink: str | None) -> PreparedRun:
-    """Return a stage's run, which continues the run in its folder if there is one."""
+    """Return the run of a stage, ready to start."""
     settings = {"run-directory": str(place / stage.name), **plan.settings}
     if "population-epsilon" in settings:
         settings.setdefault("budget-ledger", str(place / ACCOUNT))
@@ -177,7 +180,7 @@ def _prepared(plan: Study, stage: Stage, place: Path, superlink: str | None) -> 
             settings[name] = str(plan.placed(settings[name]))
     for name in stage.uses:
         if not (path := place / name).exists():
-            raise InvalidValue(f"uses {path}, which no earlier stage has written")
+            raise InvalidValue(f"`uses` names {path}, but no earlier stage has written this file")
         settings |= SettingsFile.read(path).settings(settings)
     settings |= stage.settings
     options = RunOptions(
@@ -213,8 +216,8 @@ def _run(run: PreparedRun, path: Path) -> None:
         ]
         if changed and _has_begun(directory):
             raise InvalidValue(
-                f"it began in {path} with different settings ({'; '.join(changed)}): undo these, "
-                "or give the stage another name"
+                f"the stage began in {path} with different settings ({'; '.join(changed)}): undo "
+                "these, or give the stage another name"
             )
         if changed:
             path.rename(path.with_name(f"{path.name}-{directory.id[:8]}"))
@@ -246,7 +249,9 @@ def _launched(run: PreparedRun, path: Path) -> None:
         )
     directory = RunDirectory.open(path)
     if directory.status != "completed":
-        raise LaunchFailed(f"its run ended as {directory.status}; {path / 'report.html'} says why")
+        raise LaunchFailed(
+            f"the stage's run ended as {directory.status}; {path / 'report.html'} says why"
+        )
     _check_released(directory)
 
 

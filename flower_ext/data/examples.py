@@ -88,7 +88,8 @@ class Examples:
         rows = np.asarray(indices)
         if rows.size and rows.dtype.kind not in "iu":
             raise TypeError(
-                f"indices of type {rows.dtype}: expected integers (np.flatnonzero(mask))"
+                f"indices of type {rows.dtype}: expected integers; turn a mask of booleans into "
+                "integers by np.flatnonzero(mask)"
             )
         chosen = torch.from_numpy(rows.astype(np.int64))
         return Examples(*trees.rows((self.features, self.targets), chosen))
@@ -151,9 +152,9 @@ class SiloData(ClientData):
         return replace(self, train=train, owners=self.owners[kept])
 
     def by_user(self) -> dict[int, Examples]:
-        """Return each user's training examples, in their order, by ascending user.
+        """Return the training examples of each user; the users ascend.
 
-        The examples are views of one sorted copy.
+        A user's examples keep their order. They are views of one sorted copy.
         """
         # A stable sort keeps the order of each user's examples.
         order = torch.argsort(self.owners, stable=True)
@@ -205,8 +206,8 @@ def owned(data: ClientData, num_users: int) -> SiloData:
         )
     if len(data.owners) and int(data.owners.max()) >= num_users:
         raise InvalidValue(
-            f"owners: one is {int(data.owners.max())}, expected users 0 … {num_users - 1}, because "
-            f"the plan's population is {num_users}; renumber the users or enlarge the population"
+            f"owners: found user {int(data.owners.max())}, expected users 0 … {num_users - 1}, "
+            f"because the plan's population is {num_users}; renumber the users or enlarge it"
         )
     return data
 

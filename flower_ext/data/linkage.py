@@ -68,7 +68,7 @@ class IdentifierField:
         if self.date_format != "iso" and not _tells_all_days_apart(self.date_format):
             raise InvalidValue(
                 f"date_format={self.date_format!r}: expected iso, or a form of day, month and year "
-                "with its century, such as %d.%m.%Y; two digits may be of two centuries"
+                "with its century, such as %d.%m.%Y; a year of two digits hides its century"
             )
 
     def normalised(self, value: object) -> str:
@@ -77,7 +77,7 @@ class IdentifierField:
         Raises
         ------
         UnusableValue
-            The value is empty, no date of the expected form, or a number with decimals.
+            The value is empty, is not a date of the expected format, or is a number with decimals.
         """
         text = "" if value is None else str(value)
         if self.kind == "date":
@@ -111,7 +111,7 @@ def _folded(text: str) -> str:
 
 @lru_cache(maxsize=2**16)
 def _iso_date(text: str, form: str) -> str | None:
-    """Return a date as YYYY-MM-DD; None if it does not have the form."""
+    """Return a date as YYYY-MM-DD; None if the text is not a date of this format."""
     try:
         if form == "iso":
             return datetime.fromisoformat(text.strip()).date().isoformat()

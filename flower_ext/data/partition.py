@@ -138,8 +138,8 @@ def dirichlet(
     most = len(targets) // num_partitions
     if not 0 < min_size <= most:
         raise InvalidValue(
-            f"min_size={min_size!r}: expected 1 … {most}, because there are not enough examples "
-            f"for more in each of {num_partitions} partitions; apps call the setting "
+            f"min_size={min_size!r}: expected 1 … {most}, because {len(targets)} examples "
+            f"cannot give more to each of {num_partitions} partitions; apps call the setting "
             "dirichlet-min-size"
         )
     for _ in range(_ATTEMPTS):

@@ -33,7 +33,7 @@ def _write(path: Path, header: str, lines: Iterable[str]) -> None:
 
 
 def read_pseudonyms(path: Path) -> tuple[str, set[bytes]]:
-    """Return the fingerprint and the pseudonyms of a file of either kind.
+    """Return the fingerprint and the pseudonyms in a file of pseudonyms or of numbers.
 
     Raises
     ------
@@ -45,7 +45,7 @@ def read_pseudonyms(path: Path) -> tuple[str, set[bytes]]:
 
 
 def read_numbers(path: Path, pseudonyms: Pseudonyms) -> Callable[[bytes], int]:
-    """Return the function from a pseudonym to its number in a file of numbers.
+    """Return a function that looks up a pseudonym's number in a file of numbers.
 
     The function raises `InvalidValue` for a person who is not in the file.
 
@@ -57,16 +57,16 @@ def read_numbers(path: Path, pseudonyms: Pseudonyms) -> Callable[[bytes], int]:
     fingerprint, lines = _read(path)
     if fingerprint != pseudonyms.fingerprint:
         raise InvalidValue(
-            f"numbers={path}: made with a different key, or with other kinds of columns; give "
-            "the key and columns that you gave to `link pseudonyms`"
+            f"numbers={path}: this file was made with a different key, or with other kinds of "
+            "columns; give the key and columns that you gave to `link pseudonyms`"
         )
     numbers = {person: int(words[0]) for person, words in lines if words}
 
     def number(pseudonym: bytes) -> int:
         if pseudonym not in numbers:
             raise InvalidValue(
-                f"numbers={path}: a person of the table is missing; repeat `link pseudonyms` with "
-                "this table, and `link union`"
+                f"numbers={path}: a person of the table has no number in this file; repeat "
+                "`link pseudonyms` with this table, and `link union`"
             )
         return numbers[pseudonym]
 
@@ -74,7 +74,7 @@ def read_numbers(path: Path, pseudonyms: Pseudonyms) -> Callable[[bytes], int]:
 
 
 def _read(path: Path) -> tuple[str, list[tuple[bytes, list[str]]]]:
-    """Return the fingerprint of a file, and each other line's pseudonym and further words."""
+    """Return a file's fingerprint, and each other line's pseudonym with the words after it."""
     try:
         header, *lines = path.read_text(encoding="ascii").splitlines()
         if header.startswith(_MAGIC):

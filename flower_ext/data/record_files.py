@@ -66,8 +66,8 @@ class RecordFile:
         names = self.column_names()
         if missing := [column for column in columns if column not in names]:
             raise InvalidValue(
-                f"{self.path}: no column {', '.join(map(repr, missing))} among {len(names)} in its "
-                "first line; names must agree in case and spaces"
+                f"{self.path}: no column {', '.join(map(repr, missing))} among the {len(names)} of "
+                "its first line; names must agree in case and spaces"
             )
         return [names.index(column) for column in columns]
 
@@ -109,7 +109,9 @@ class RecordFile:
             elif mark == b"\xef\xbb\xbf":
                 encoding = "utf-8-sig"
             elif codecs.lookup(encoding).name not in ("utf-8", "ascii") and _is_utf8(self.path):
-                raise InvalidValue(f"{self.path}: is UTF-8, not {encoding}; leave the encoding out")
+                raise InvalidValue(
+                    f"{self.path}: the file is UTF-8, not {encoding}; leave the encoding out"
+                )
             if codecs.lookup(encoding).name == "iso8859-1":
                 # Files that are called latin-1 are usually cp1252, and browsers read them so too.
                 # cp1252 has letters, such as Š, where latin-1 has control characters.
@@ -118,8 +120,8 @@ class RecordFile:
                 yield text
         except UnicodeError:
             raise InvalidValue(
-                f"{self.path}: not every byte is {encoding}; give the file's encoding, often "
-                "cp1252 or utf-16-le"
+                f"{self.path}: some bytes are invalid in the encoding {encoding}; give the file's "
+                "encoding, often cp1252 or utf-16-le"
             ) from None
         except LookupError:
             raise InvalidValue(

@@ -71,7 +71,10 @@ def row_type(tree: Tree) -> tuple[Hashable, ...]:
 
 
 def mapped(function: Callable[..., Any], tree: Tree, *more: Tree) -> Tree:
-    """Apply ``function(leaf, …)`` to the leaves at each place of all trees; return their tree."""
+    """Apply a function to the leaves of trees of one structure; return the tree of its results.
+
+    The function gets one leaf of each tree, all from the same place.
+    """
     if isinstance(tree, Tensor) or (children := _children(tree)) is None:
         return function(tree, *more)
     others = [_children(other) for other in more]

@@ -93,7 +93,7 @@ def check_isolation(policy: GuardPolicy) -> None:
         The message says why the kernel does not isolate the process, and what to do.
     """
     if missing := [path for path in policy.readable if not Path(path).exists()]:
-        raise InvalidValue(f"readable names {missing[0]!r}: expected an existing file or folder")
+        raise InvalidValue(f"readable lists {missing[0]!r}: expected an existing file or folder")
     check_hidden(policy, "policy", policy.path)
     check_hidden(policy, "ledger", policy.ledger)
     if policy.sum is not None:
@@ -149,7 +149,7 @@ def _environment(policy: GuardPolicy, home: str) -> dict[str, str]:
 
 
 def _visible(policy: GuardPolicy) -> list[str]:
-    """Return the paths that apps may read, without those that a container has of its own."""
+    """Return the paths that apps may read, apart from the files of a container's own image."""
     if policy.isolation == NAMESPACES:
         return [*_SYSTEM, *_python_paths(), *policy.readable]
     return policy.readable
@@ -166,9 +166,10 @@ def _python_paths() -> list[str]:
 
 
 def _packages_in(folder: Path) -> list[Path]:
-    """Return the folder; but only the packages in a checkout, to which an editable install points.
+    """Return a folder of packages; for a checkout, return only the packages and modules in it.
 
-    A checkout also has files that are nobody else's business, such as ``.git/config``.
+    An editable install points to a checkout, which also has private files, such as
+    ``.git/config``.
     """
     if not any((folder / name).exists() for name in ("pyproject.toml", "setup.py", ".git")):
         return [folder]

@@ -134,7 +134,7 @@ class Runtime:
         return self._client.AcquireTask(AcquireTaskRequest(supported_task_types=types)).token
 
     def task(self, token: str) -> RuntimeTask:
-        """Return the task of a token."""
+        """Return the task to which a token belongs."""
         return RuntimeTask(self._connect(RuntimeTokenHttpInterceptor(token)))
 
     def _connect(self, *interceptors: ProtobufClientInterceptor) -> RuntimeHttpClient:
@@ -204,7 +204,7 @@ class RuntimeTask:
         )
 
     def push(self, message: bytes, context: bytes) -> None:
-        """Hand a reply and the context after it to the SuperNode, and finish the task."""
+        """Hand the SuperNode a reply and the context that the app left, and finish the task."""
         reply = message_from_proto(ProtoMessage.FromString(message))
         node, run_id = Node(node_id=reply.metadata.src_node_id), reply.metadata.run_id
         with no_object_id_recompute():
@@ -242,7 +242,7 @@ def refusal_bytes(request: RuntimeRequest, reason: str) -> bytes:
 
 
 def context_bytes(context: Context, state: RecordDict | None) -> bytes:
-    """Return a context as bytes; a given ``state`` takes the place of the context's."""
+    """Return a context as bytes; ``state``, unless None, replaces the context's own state."""
     proto = context_to_proto(context)
     if state is not None:
         proto.state.CopyFrom(recorddict_to_proto(state))
@@ -250,12 +250,12 @@ def context_bytes(context: Context, state: RecordDict | None) -> bytes:
 
 
 def read_answer(answer: bytes) -> tuple[RecordDict, RecordDict]:
-    """Return content and state from the bytes that an app's process wrote.
+    """Return the content and the state that an app's process wrote as bytes.
 
     Raises
     ------
     Exception
-        The bytes are of another form. Their writer may be hostile, so any error may occur.
+        The bytes have another format. Their writer may be hostile, so any error may occur.
     """
     content, state = (ProtoRecordDict.FromString(part) for part in parts_of(answer))
     return recorddict_from_proto(content), recorddict_from_proto(state)
@@ -314,5 +314,5 @@ def _with_id(message: Message) -> bytes:
 
 
 def _become(task_id: int, run_id: int, node_id: int) -> None:
-    """Let this process create replies, which Flower permits only for a task."""
+    """Let this process create replies: Flower permits this only to a process that runs a task."""
     TaskIdentity.task_id, TaskIdentity.run_id, TaskIdentity.node_id = task_id, run_id, node_id

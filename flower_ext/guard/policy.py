@@ -1,4 +1,4 @@
-"""A site's policy: the TOML file in which its operator says what may leave, outside every app."""
+"""A site's policy: a TOML file in which the site's operator says what may leave the site."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class MessagePolicy:
         a contribution to a sum.
     noise_multiplier : float
         Standard deviation of the guard's noise, divided by the clipping norm. For a contribution,
-        it is the least that the server may ask for.
+        it is the smallest multiplier that the server may ask for.
     arrays : {"all"} or list of str
         Arrays of the request that the app may update. The guard sends all other arrays, and those
         that are not floating-point, as it received them.
@@ -78,12 +78,12 @@ class MessagePolicy:
             require_positive("noise-multiplier", self.noise_multiplier)
             if self.clipping_norm or self.constants or self.arrays != "all":
                 raise InvalidValue(
-                    f'release="{CONTRIBUTION}": the server sets the norm, and nothing else leaves; '
-                    "leave out clipping-norm, constants and arrays"
+                    f'release="{CONTRIBUTION}": the server sets the clipping norm, and only the '
+                    "contribution leaves; remove clipping-norm, constants and arrays"
                 )
         elif self.clipping_norm or self.noise_multiplier or self.arrays != "all":
             raise InvalidValue(
-                f'release="{CONSTANTS}": sends no arrays; remove clipping-norm, '
+                f'release="{CONSTANTS}": the reply holds no arrays; remove clipping-norm, '
                 "noise-multiplier and arrays"
             )
 
@@ -92,12 +92,12 @@ class MessagePolicy:
         return self.arrays == "all" or name in self.arrays
 
     def spend(self, sites: int = 0) -> Release:
-        """Return the release of one reply, for accounting: the unit is the site's contribution.
+        """Return the `Release` by which one reply is accounted; the unit is the whole site.
 
         Parameters
         ----------
         sites : int
-            `GuardPolicy.noised_by`.
+            Number of sites whose noise is in each sum, from `GuardPolicy.noised_by`.
         """
         return Release(
             sampling=FullParticipation(1),
@@ -118,7 +118,7 @@ class SumPolicy:
     colluders : int
         Number of other sites that may collude with the server.
     honest_answers : int
-        Least number of sites in every sum that becomes known that do not collude, this site
+        Every sum that becomes known holds at least this many sites that do not collude, this site
         included. All of these must demand this policy's noise.
 
     Raises
@@ -139,7 +139,7 @@ class SumPolicy:
 
     @property
     def node_config(self) -> dict[str, str | int]:
-        """These demands, written as a node config (see `flower_ext.federation.sums.masked`)."""
+        """The policy's demands as a node config (see `flower_ext.federation.sums.masked`)."""
         return {
             "sum-identity-key": self.identity_key,
             "sum-members": self.members,
@@ -214,8 +214,8 @@ class GuardPolicy:
         for name, rule in self.messages.items():
             if rule.release == CONTRIBUTION and (name != TRAIN or self.sum is None):
                 raise InvalidValue(
-                    f'[messages.{name}] with release="{CONTRIBUTION}": expected it in '
-                    f"[messages.{TRAIN}] only, and a section [sum] in the policy"
+                    f'[messages.{name}] has release="{CONTRIBUTION}": expected this only in '
+                    f"[messages.{TRAIN}], in a policy with a section [sum]"
                 )
 
     def check_app(self, digest: str) -> None:
@@ -230,7 +230,7 @@ class GuardPolicy:
             raise Refused(f"this site does not permit the app {digest}")
 
     def of(self, message_type: str) -> MessagePolicy:
-        """Return what may leave in replies to a message.
+        """Return the rules for the replies to messages of a type.
 
         Raises
         ------

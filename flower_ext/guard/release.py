@@ -85,7 +85,7 @@ def _updatable(request: Arrays, policy: MessagePolicy) -> Arrays:
 
 
 def _read(answer: ArrayRecord | None, request: Arrays) -> Arrays:
-    """Return an answer's arrays if names, shapes and types are those of the request, else none."""
+    """Return an answer's arrays; none if a name, shape or type differs from the request's."""
     if answer is None:
         return {}
     try:

@@ -172,7 +172,7 @@ class Guard:
     def _content(
         self, request: RuntimeRequest, rule: MessagePolicy, answer: _AppAnswer
     ) -> tuple[RecordDict, Charge | None]:
-        """Return what leaves in the reply, and its charge: None if the reply depends on no data."""
+        """Return a reply's content, and its charge, which is None if the content uses no data."""
         content, new = RecordDict(), None
         if rule.release == CONTRIBUTION:
             # Its imports take seconds, and most guards need none of them.
@@ -195,9 +195,9 @@ class Guard:
     def _affordable_charge(self, request: RuntimeRequest, rule: MessagePolicy) -> Charge:
         """Return the charge of the next reply, or refuse the message if the budget is too small.
 
-        The charge has a number that no earlier reply has. If a change of the policy changes the
-        noise, later replies count as another run's. Call the function before the app runs, because
-        the time of a later refusal would tell how long the app ran.
+        The charge has a number that no earlier reply has. If the operator changes the noise
+        in the policy, later replies count as replies of another run. Call the function before the
+        app runs, because the time of a later refusal would tell how long the app ran.
         """
         spend = rule.spend(self.policy.noised_by(rule))
         node = request.context.node_id
@@ -256,7 +256,7 @@ class _AppAnswer:
         self.has_run = False
 
     def to(self, request: RuntimeRequest, message: Message) -> ArrayRecord | None:
-        """Run the app on ``message`` in place of the request's; return None if the app fails."""
+        """Run the app on ``message`` instead of the request's message; return None if it fails."""
         self.has_run = True
         with _new_private_file(self._log) as log:
             answer = answer_of(replace(request, message=message).to_bytes(), self._policy, log)
@@ -271,7 +271,7 @@ class _AppAnswer:
 
 
 def _claims(new: Charge, sites: int) -> list[Guarantee]:
-    """Return a run's guarantees, for adversaries who see each reply, or only sums of replies."""
+    """Return a run's guarantees against an adversary who sees each reply, or only sums of them."""
     assert new.release is not None
     alone = new.release
     if sites:

@@ -49,8 +49,8 @@ def answer_in_sum(
     Raises
     ------
     Refused
-        The policy does not permit the sum or this site's share of its noise, or the message is of
-        another kind. The text depends on no data.
+        The policy does not permit the sum or this site's share of the sum's noise, or the guard
+        cannot read the message. The text depends on no data.
     """
 
     def train(message: Message, context: Context) -> Message:

@@ -1,7 +1,8 @@
-"""The ways to account for one run: each gives ε at some noise, and the noise that keeps an ε.
+"""The ways to account for a run: each computes ε from the noise, and the noise from ε.
 
-They differ in the sampling, the neighbouring relation and the adversary's view, and in whether a
-paper claims the bound or it is provable. ``flower-ext calibrate`` compares them in a table.
+The ways differ in the sampling, the neighbouring relation and the adversary's view. The bound of
+one way is claimed by a paper, and the bounds of all others are provable. ``flower-ext calibrate``
+compares the ways in a table.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ _ADD_OR_REMOVE, _REPLACE = NeighboringRelation.ADD_OR_REMOVE_ONE, NeighboringRel
 _MODELS = "released models"
 _COHORTS = "released models and who took part"
 _LONGEST = 2_000
-"""Most rounds for which a strategy matrix is computed, which takes up to a second."""
+"""Largest number of rounds for which a strategy matrix is computed, within a second."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,7 @@ class NoiseChoice:
     epsilon_at : Callable[[float], float]
         Function from the noise multiplier to ε.
     noise_for : Callable[[float], float]
-        Function from ε to the least noise multiplier that keeps it.
+        Function from ε to the least noise multiplier whose ε is not larger.
     """
 
     name: str
@@ -69,7 +70,7 @@ class NoiseChoice:
 def ways_of_clients(
     poisson: PoissonSampling, fixed: FixedSizeSampling, rounds: int, delta: float
 ) -> list[NoiseChoice]:
-    """Return the ways to account for rounds whose unit is one client."""
+    """Return the ways to account for a run whose privacy unit is one client."""
     theorem: dict[str, Any] = {"sampling_rate": poisson.rate, "rounds": rounds, "delta": delta}
     claim = NoiseChoice(
         "Theorem 2 (DP²-FedSAM)",
@@ -121,10 +122,11 @@ def ways_of_clients(
 
 
 def _in_turn(fixed: FixedSizeSampling, rounds: int) -> dict[str, float]:
-    """Return sens(C)² of clients that take turns, for each kind of the server's noise.
+    """Return sens(C)² for each kind of noise that the server may add when clients take turns.
 
-    The noise multiplier is that of a round's fresh noise. ε is then that of sens(C)² releases with
-    a client's data, for the most exposed client.
+    sens(C) is the sensitivity of the noise's `StrategyMatrix` C, for the most exposed client. If
+    each round's fresh noise has the noise multiplier σ, ε is that of sens(C)² releases with the
+    client's data, each with noise multiplier σ.
     """
     apart = fixed.population // fixed.size
     limits = {"rounds_apart": apart, "participations": math.ceil(rounds / apart)}
@@ -144,7 +146,7 @@ def _in_turn(fixed: FixedSizeSampling, rounds: int) -> dict[str, float]:
 def ways_of_groups(
     group_size: int, *, delta: float, rounds: int, sampling_rate: float
 ) -> list[NoiseChoice]:
-    """Return the ways to account for all records of a user: two lemmas, and the tight one."""
+    """Return three ways to account for all records of a user: two lemmas, and a tight bound."""
 
     def way(name: str, loss_of: Callable[..., PrivacyLoss]) -> NoiseChoice:
         def epsilon_at(noise_multiplier: float) -> float:

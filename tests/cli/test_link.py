@@ -72,7 +72,7 @@ def test_the_union_numbers_everybody_and_names_nobody(link, tmp_path):
         ("users b.csv --by nachname --key study.key --buckets 9 -o l.csv", "encoding"),
         (
             "users b.csv --by-date geboren --encoding latin-1 --key study.key --buckets 9 -o l.csv",
-            "2 rows: column 'geboren' has no date of the form iso. Mend them, set --date-format",
+            "2 rows: column 'geboren' has no date of the form iso. Mend these rows, set",
         ),
         (f"users a.csv {OF_A} --key a.csv --buckets 9 -o l.csv", "chmod 600"),
         (f"users a.csv {OF_A} --key study.key --numbers a.csv -o l.csv", "link union"),
@@ -118,6 +118,6 @@ def test_a_person_whom_the_union_lacks_is_refused(link, tmp_path):
     link("union a.txt -o numbers")
     (tmp_path / "a.csv").write_text(A + "Lee,Kim,1990-01-01,III\n", encoding="utf-8")
     words = f"users a.csv {OF_A} --key study.key --numbers numbers/a.txt -o l.csv"
-    assert "a person of the table is missing" in " ".join(
+    assert "a person of the table has no number in this file" in " ".join(
         link(words, fails=True).replace("│", " ").split()
     )

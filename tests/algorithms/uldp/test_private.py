@@ -640,7 +640,7 @@ def test_what_is_wrong_with_the_data_of_a_silo_stays_with_the_silo(protocol, dat
     assert failed
     for text in (str(error.value), *failed):
         assert "expected 0 to" not in text
-        assert "owners: one is" not in text
+        assert "owners: found user" not in text
 
 
 # State -------------------------------------------------------------------------------------------

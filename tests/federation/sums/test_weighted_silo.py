@@ -26,7 +26,7 @@ def test_counts_are_those_of_the_owners_up_to_the_limit():
     held = histogram(silos(), USERS)[1]
     assert counts_of(silos()[1], USERS, most=1000) == held.tolist()
     assert counts_of(silos()[1], USERS, most=2) == np.minimum(held, 2).tolist()
-    with pytest.raises(InvalidValue, match="owners: one is 10, expected users 0 … 2"):
+    with pytest.raises(InvalidValue, match="owners: found user 10, expected users 0 … 2"):
         counts_of(silos()[1], 3, most=2)
 
 
