@@ -95,7 +95,7 @@ def qualities(rounds: Rounds, clients: Iterable[Mapping[str, float]]) -> list[st
 def _unused(name: str, files: Collection[str]) -> str:
     """Return a file name without suffix that resembles ``name`` and is not among ``files``.
 
-    It has only characters that every file system and HTML page accepts.
+    It consists of ASCII letters, digits, ``_`` and ``-``.
     """
     safe = re.sub(r"[^\w-]", "_", name, flags=re.ASCII)[:100]
     used = {file.lower() for file in files}

@@ -2,7 +2,7 @@
 
 The report begins with the results: the quality of the clients' models and the proved ε. Figures
 follow, then the details of each guarantee: first the provable guarantees, then the papers' claims.
-If the run charges an account that several runs share, the last part covers all of these runs.
+If the run charges an account that several runs share, one part of the report covers all these runs.
 
 This module computes the values that the templates ``report.md.jinja`` and ``study.md.jinja`` show.
 """
@@ -160,7 +160,7 @@ def _lacking(run: RunDirectory, rounds: Rounds, entries: list[dict[str, Any]]) -
 
 
 def _spent_beyond(entries: list[dict[str, Any]], guarantees: list[Guarantee]) -> float | None:
-    """Return ε of all releases in the ledger; None if the run's guarantee states no smaller ε."""
+    """Return ε of all releases in the ledger if the guarantee states a smaller ε, else None."""
     releases = Counter(
         Release.from_dict(entry["release"]) for entry in entries if entry["kind"] == "reserve"
     )

@@ -1,4 +1,4 @@
-"""Settings that apps share; `flower_ext.federation.configured` builds the objects of a run by them.
+"""Settings that apps share; `flower_ext.federation.configured` builds a run's objects from them.
 
 ==================== ==============================================================
 class                settings

@@ -188,9 +188,9 @@ class LocalResult:
     model : Params, optional
         The trained model; the client sends its difference to the received model.
     update : Params, BoundedSum or HiddenSum, optional
-        The update, for a method that returns no model. If the plan's units are users and not
-        clients, the update is a sum over units, to which each unit contributes a bounded update. A
-        `HiddenSum` encrypts the sum together with its noise.
+        The update, for a method that returns no model. If the plan's units are not the clients, the
+        update is a sum over units, to which each unit contributes a bounded update. A `HiddenSum`
+        encrypts the sum together with its noise.
     memory : Params or Callable, optional
         The client's new memory, which never leaves the client. If the server computes a counterpart
         of the memory from the update that it receives, give a function: the client calls it with

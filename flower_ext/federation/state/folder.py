@@ -12,8 +12,8 @@ from an older state could use a mask twice, and two messages under one mask reve
 
 A SuperNode reads these values from its own node config only, because a server must not name paths
 on other people's machines. In a simulation, where one person owns everything, clients read
-``state-folder`` from the run config. These files outlive the process, but a power failure may lose
-the newest.
+``state-folder`` from the run config. These files outlive the process, but a loss of power may
+destroy the newest of them.
 """
 
 from __future__ import annotations

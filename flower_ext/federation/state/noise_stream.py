@@ -57,7 +57,7 @@ class NoiseStream:
             self._restore(unpack(content))
 
     def has_unnoted(self, rounds: int) -> bool:
-        """Return True if the noise of one more round is stored than ``begun.jsonl`` records.
+        """Return True if noise is stored for one round more than ``begun.jsonl`` records.
 
         As a rule, the process then ended before it recorded the round and asked a client. But
         somebody may also have restored an older ``begun.jsonl``, after a model with that noise left

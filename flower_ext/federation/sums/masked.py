@@ -142,7 +142,7 @@ class OpenMaskedSum(OpenSum):
         self.cohort = replace(opening.cohort, partitions=ready)
 
     def exposure(self, answered: int | None = None) -> tuple[int, int | None]:
-        """Return the least number of answers that a sum needs, and how many of them are honest.
+        """Return the least number of answers in a sum, and the least number of honest answers.
 
         The second number is 0 if answers have arrived and unmasking has not begun, because nobody
         can then see a sum.

@@ -89,10 +89,10 @@ class OpenSum(ABC):
         """
 
     def exposure(self, answered: int | None = None) -> tuple[int, int | None]:
-        """Return the number of noise shares that a sum needs, and how many of them it may contain.
+        """Return how many noise shares the sum needs, and how many honest clients' shares it has.
 
-        The second number counts only shares that honest clients add; it is None if unknown.
-        ``answered`` is the number of contributions that arrived, or None before the server asks.
+        The second number is None as long as it is unknown. ``answered`` is the number of
+        contributions that arrived, or None before the server asks the clients.
         """
         return len(self.cohort.partitions), answered
 

@@ -121,7 +121,7 @@ class WeightedSum(Summation):
         self._num_silos = 0
         self._server: ServerParty[Any, Any] | None = None
         self.keys_lost = False
-        """True if all silos must set up keys again before the next round: one may have lost its."""
+        """True if all silos must set up new keys before the next round, as keys may be lost."""
         self.spoiled: int | None = 0
         """Number of sums so far if all were spoiled; None after a sum that was not spoiled."""
 

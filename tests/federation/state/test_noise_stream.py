@@ -68,7 +68,7 @@ def test_noise_that_was_stored_for_a_round_is_never_used_for_another_attempt(tmp
     again = NoiseStream(MATRIX, folder(tmp_path))
     assert again.has_unnoted(0)
     assert not again.has_unnoted(1)
-    with pytest.raises(InvalidValue, match="at round 1, expected 0"):
+    with pytest.raises(InvalidValue, match="of round 1: expected round 0"):
         numbers(again, 1)
     assert not np.isin(numbers(again, 2), first).any()
 
