@@ -13,20 +13,20 @@ log = getLogger("flwr")
 class Callback:
     """Follow a run on the server: override any of the three methods, which do nothing here.
 
-    A callback sees what the run directory already holds, and nothing else. No update, no single
-    upload and no un-noised sum ever reaches it, so it cannot change what is released.
+    A callback sees only data that the run directory already holds. It never gets an update, a
+    single upload or a sum without noise, and it cannot change what is released.
 
     Beware: only the server's operator should read the directory. Scores that clients report at
-    evaluation are not noised, and no guarantee covers them. Amplification by sampling assumes that
-    nobody knows the size of a cohort. A callback that sends rows elsewhere reveals scores and
-    cohort sizes to its readers.
+    evaluation have no noise, and no guarantee covers them. Amplification by sampling assumes that
+    nobody knows the size of a cohort. A callback that sends rows of metrics to other people reveals
+    scores and cohort sizes to them.
 
-    The first exception of a callback is logged; no exception ends the run. The run waits for each
-    call to return.
+    The server logs the first exception of a callback, and no exception ends the run. The run waits
+    for each call to return.
     """
 
     def begin(self, run: RunDirectory) -> None:
-        """Take note that a run begins, or is resumed (``run.resumed``), before its first round.
+        """Handle the begin of a run, or of a resumed run (``run.resumed``), before any round.
 
         Parameters
         ----------
@@ -35,14 +35,15 @@ class Callback:
         """
 
     def round(self, run: RunDirectory, server_round: int, row: Mapping[str, float]) -> None:
-        """Take note of one round's metrics, which are in ``metrics.jsonl``.
+        """Handle a row of one round's metrics, which is already in ``metrics.jsonl``.
 
-        A round may be reported twice. Within one start, the second row adds to the first. After an
-        interruption it replaces the first, because the round was repeated.
+        A run may report two rows for a round. The second row adds metrics to the first, unless the
+        run was resumed between them: then the round was repeated, and the second row replaces the
+        first.
         """
 
     def end(self, run: RunDirectory) -> None:
-        """Take note that a run has ended, for whatever reason, after its report was written.
+        """Handle the end of a run, whatever the reason, after its report was written.
 
         Read ``run.status``, ``run.guarantees()``, and the files in ``run.path``.
         """
@@ -63,8 +64,8 @@ class Callbacks:
             except Exception as error:
                 if number not in self._failed:
                     log.warning(
-                        "callback %s failed; the run continues, and its later errors are not "
-                        "logged: %s: %s",
+                        "callback %s failed; the run continues, and later errors of this callback "
+                        "are not logged: %s: %s",
                         type(callback).__name__,
                         type(error).__name__,
                         error,

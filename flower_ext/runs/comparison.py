@@ -1,4 +1,4 @@
-"""Comparison of several runs: one line per method, with its mean over seeds."""
+"""Comparison of several runs: one row per method, with its mean over seeds."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from flower_ext.runs.settings import INCIDENTAL
 def write_comparison(runs: Sequence[RunDirectory], folder: Path, *, title: str) -> Path:
     """Write ``comparison.md`` and ``.html``: a table, and figures against rounds and messages.
 
-    Runs with the same settings except for the seed are repetitions and share one line. A run that
-    is named twice counts once.
+    Runs with the same settings except for the seed are repetitions and share one row. A run that
+    is named twice counts once. The function returns the path of the HTML page.
 
     Raises
     ------
     NotARun
-        A run has no final evaluation to compare.
+        A run has no accuracy to compare, or has not ended.
     """
     # A run that counted twice would make the deviation over runs too small.
     runs = list({run.path.resolve(): run for run in runs}.values())
@@ -38,7 +38,7 @@ def write_comparison(runs: Sequence[RunDirectory], folder: Path, *, title: str) 
             )
         if run.status not in ("completed", "budget-exhausted"):
             raise NotARun(
-                f"{run.path} is {run.status}: expected a run that has ended; leave it out, or "
+                f"run {run.path} is {run.status}: expected a run that has ended; leave it out, or "
                 f"resume it"
             )
     groups = grouped(runs)
@@ -62,11 +62,12 @@ def write_comparison(runs: Sequence[RunDirectory], folder: Path, *, title: str) 
 
 
 NOT_COMPARED = INCIDENTAL | {"seed", "planned-rounds", "clients-per-node"}
-"""Settings in which repetitions may differ: the seed, what follows from it, paths and timeouts."""
+"""Settings in which repetitions may differ: the seed, planned rounds, clients per node, paths and
+waiting times."""
 
 
 def grouped(runs: Sequence[RunDirectory]) -> dict[str, list[RunDirectory]]:
-    """Group repetitions by method, and by all settings that differ between runs of a method."""
+    """Group runs by method, and by all settings in which runs of one method differ."""
     settings = {run: _settings(run) for run in runs}
     groups: dict[str, list[RunDirectory]] = {}
     for run in runs:
@@ -84,9 +85,10 @@ def grouped(runs: Sequence[RunDirectory]) -> dict[str, list[RunDirectory]]:
 
 
 def _settings(run: RunDirectory) -> dict[str, Any]:
-    """Return the run's settings, with the number of rounds that it made.
+    """Return the run's settings, with the number of rounds that it really made.
 
-    A budget or a resumed run may change that number.
+    A run may make fewer rounds than planned, because its budget ended it, or more, if it was
+    resumed.
     """
     return (
         {**run.config, "rounds": int(run.metrics().last)} if "rounds" in run.config else run.config
@@ -136,11 +138,14 @@ def _row(name: str, runs: Sequence[RunDirectory]) -> dict[str, object]:
 
 
 def _figures(groups: Mapping[str, Sequence[RunDirectory]], folder: Path) -> dict[str, Path]:
-    """Draw what was measured: accuracy, loss and costs by rounds, and accuracy by messages."""
+    """Draw accuracy, loss and costs against rounds, and accuracy against messages.
+
+    Return the paths of the figures by title. A figure without measurements is left out.
+    """
     rounds = {group: [run.metrics() for run in runs] for group, runs in groups.items()}
 
     def lines(name: str) -> dict[str, list[Line]]:
-        """Return a metric of each group's runs; leave out a group if one of its runs lacks it."""
+        """Return one metric of each group's runs; skip a group if one of its runs lacks it."""
         measured: dict[str, list[Line]] = {}
         for group, members in rounds.items():
             series: list[Line] = [metrics.series(name) for metrics in members]
@@ -183,9 +188,10 @@ def mean_and_std(values: Sequence[float], *, digits: int = 3) -> str:
 
 
 def _epsilon(runs: Sequence[RunDirectory], basis: str) -> str:
-    """Return a group's largest ε with unit, view and δ; "none" if a run of the group has no ε.
+    """Return the largest ε of several runs with its unit, adversary view and δ, as text.
 
-    Among provable guarantees, those against released models are preferred.
+    The text is "none" if one of the runs has no guarantee with this ``basis``. From a run with
+    guarantees against released models, the function takes ε from these guarantees only.
     """
     largest: list[Guarantee] = []
     for run in runs:

@@ -16,8 +16,8 @@ file                   content
 ``report.md, .html``   the report
 =====================  ====================================================================
 
-Only the server's operator may read the files (mode 0600), except the model. They reveal which
-clients were drawn, how many, and the un-noised values that clients reported.
+Only the server's operator may read the files (mode 0600), except the model. The files reveal which
+clients were drawn and how many, and the values that clients reported without noise.
 """
 
 from __future__ import annotations
@@ -137,12 +137,12 @@ class RunDirectory:
         return cls(Path(path))
 
     def check_free(self, *, seconds: float = LAST_MOMENTS) -> None:
-        """Wait until no process writes the run.
+        """Wait until no process writes to the run directory.
 
         Raises
         ------
         InUse
-            A process still writes it after ``seconds``; the message names the process.
+            A process still writes to it after ``seconds``; the message names the process.
         """
         lock(self.path / LOCK, seconds=seconds).close()
 
@@ -157,7 +157,7 @@ class RunDirectory:
 
     @property
     def status(self) -> Status:
-        """State of the run: running, completed, ended by its budget, or failed."""
+        """State of the run: "running", "completed", "budget-exhausted" or "failed"."""
         status: Status = self.metadata["status"]
         return status
 
@@ -183,7 +183,10 @@ class RunDirectory:
         return self.path / "ledger.jsonl"
 
     def ledger(self) -> list[dict[str, Any]]:
-        """Return verified ledger entries; empty for a run without privacy."""
+        """Return the entries of the ledger, after a check of its hash chain.
+
+        The list is empty for a run without privacy.
+        """
         return Ledger.read(self.ledger_path) if self.ledger_path.exists() else []
 
     @property
@@ -194,7 +197,7 @@ class RunDirectory:
     def metrics(self) -> Rounds:
         """Return all rounds' metrics in order, with all rows of one round merged into one.
 
-        A last line that a crash tore is left out.
+        The function ignores a last line that a crash left incomplete.
         """
         rounds: dict[float, dict[str, float]] = {}
         for row in self._lines(self.metrics_path.name):
@@ -202,7 +205,7 @@ class RunDirectory:
         return Rounds(rounds.values())
 
     def missing(self) -> list[dict[str, Any]]:
-        """Return the lines of ``missing.jsonl``: round, kind, partitions and refusals of each."""
+        """Return the lines of ``missing.jsonl``, each with round, kind, partitions and refusals."""
         return self._lines("missing.jsonl")
 
     def series(self, name: str) -> tuple[list[float], list[float]]:
@@ -227,14 +230,17 @@ class RunDirectory:
 
     @contextmanager
     def _reading(self, name: str) -> Iterator[str]:
-        """Yield a file's text, empty if it is missing; explain an error in the block."""
+        """Yield a file's text, or an empty text if the file does not exist.
+
+        If the block cannot parse the text, raise `NotARun`, which names the file.
+        """
         path = self.path / name
         try:
             yield path.read_text(encoding="utf-8") if path.exists() else ""
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             renewed = ", or resume the run, which writes it again" if name in _RENEWED else ""
             raise NotARun(
-                f"{path} is damaged ({error}): restore it from a copy{renewed}"
+                f"file {path} is damaged ({error}): restore it from a copy{renewed}"
             ) from error
 
     def _lines(self, name: str) -> list[dict[str, Any]]:
@@ -247,9 +253,10 @@ class RunDirectory:
 
 
 class RunWriter(RunDirectory):
-    """The files of a run in progress: make them with `create`, or continue them with `resume`.
+    """The files of a run in progress. `create` makes the files, and `resume` continues them.
 
-    ``accounted`` is true if ``guarantee.json`` covers all requests to clients so far.
+    ``accounted`` is True if the guarantees in ``guarantee.json`` cover all requests to clients so
+    far.
     """
 
     def __init__(self, path: Path) -> None:
@@ -262,7 +269,7 @@ class RunWriter(RunDirectory):
 
     @classmethod
     def create(cls, path: Path, config: Mapping[str, Any]) -> RunWriter:
-        """Make a new run directory, which no other run may write to before it is closed.
+        """Make a new run directory, and lock it against other runs until `close`.
 
         Raises
         ------
@@ -307,7 +314,7 @@ class RunWriter(RunDirectory):
         NotARun
             There is no ``run.json``.
         InUse
-            A process still writes the run.
+            A process still writes to the run directory.
         """
         run = cls.open(path)
         run._open.enter_context(lock(run.path / LOCK))
@@ -322,7 +329,10 @@ class RunWriter(RunDirectory):
         return run
 
     def withdraw(self) -> bool:
-        """Undo this start in ``run.json`` if it finished no round; return True in that case."""
+        """Undo the changes of `resume` to ``run.json`` if no round was finished since.
+
+        Return True if the changes were undone.
+        """
         idle: bool = self.metadata["starts"][-1]["after_round"] == len(self.metrics())
         if idle:
             self._write_json(RUN_FILE, self._before)
@@ -357,7 +367,7 @@ class RunWriter(RunDirectory):
             self.on_round(round, metrics)
 
     def forget_rounds(self, after: int) -> None:
-        """Drop the rows of rounds above ``after``, which will be repeated."""
+        """Delete the rows of rounds above ``after``, because the run will repeat these rounds."""
         for file in (self.metrics_path, self.path / "missing.jsonl"):
             if file.exists():
                 kept = [row for row in self._lines(file.name) if row["round"] <= after]
@@ -366,21 +376,25 @@ class RunWriter(RunDirectory):
     def log_missing(
         self, round: int, kind: str, partitions: Sequence[int], refusals: Sequence[str]
     ) -> None:
-        """Add a line to ``missing.jsonl``: the partitions that gave no usable answer in a phase.
+        """Add a line to ``missing.jsonl``: the partitions without a usable answer to a request.
 
-        ``refusals`` are the reasons why the server refused replies in that phase.
+        ``kind`` is the kind of the request, and ``refusals`` are the reasons why the server refused
+        replies to it.
         """
         line = {"round": round, "kind": kind, "partitions": list(partitions)}
         content = json.dumps({**line, "refusals": list(refusals)}).encode()
         append_line(self.path / "missing.jsonl", content, sync=False)
 
     def save_guarantees(self, guarantees: Sequence[Guarantee]) -> None:
-        """Write ``guarantee.json``. The guarantees must cover all requests to clients so far."""
+        """Write ``guarantee.json``; the guarantees must cover all requests to clients so far."""
         self._write_json("guarantee.json", [guarantee.to_dict() for guarantee in guarantees])
         self.accounted = True
 
     def save_client_metrics(self, rows: Sequence[Mapping[str, float]]) -> None:
-        """Write ``clients.csv``: the last evaluation, one row per client, empty where undefined."""
+        """Write ``clients.csv``: the last evaluation, one row per client.
+
+        The cell of a score that a client did not report is empty.
+        """
         if not rows:
             return
         names = list(dict.fromkeys(name for row in rows for name in row))
@@ -390,7 +404,7 @@ class RunWriter(RunDirectory):
 
     def save_model(self, params: Mapping[str, torch.Tensor | np.ndarray]) -> None:
         """Write the global model as ``model.safetensors``, whole or not at all."""
-        import torch  # takes seconds, which commands that only read a run do without
+        import torch  # takes seconds; commands that only read a run do not need it
         from safetensors.torch import save
 
         tensors = {
@@ -400,19 +414,19 @@ class RunWriter(RunDirectory):
         write_whole(self.path / "model.safetensors", save(tensors), private=False)
 
     def save_use(self, use: Mapping[str, Any]) -> None:
-        """Write ``use.json``, from which ``flower-ext export`` builds a client's own model.
+        """Write ``use.json``, which ``flower-ext export`` needs to build a client's own model.
 
-        It names the method, the number of clients, the records of an evaluation request, the round
-        of each client's newest memory, and the fingerprint of the frozen parts.
+        The file has the method's name, the number of clients, the records of an evaluation request,
+        the round of each client's newest memory, and the fingerprint of the frozen parameters.
         """
         self._write_json("use.json", dict(use))
 
     def note(self, **entries: str) -> None:
-        """Add entries to ``run.json`` that only the caller knows, such as the app's folder."""
+        """Add entries of the caller to ``run.json``, such as the app's folder."""
         self._write_json(RUN_FILE, {**self.metadata, **entries})
 
     def finish(self, status: Status, reason: str | None = None, **summary: float) -> None:
-        """Record how the run ended, and whether its guarantees cover all of it."""
+        """Write to ``run.json`` how the run ended, and whether its guarantees cover all of it."""
         outcome = {
             "status": status,
             "reason": reason,
@@ -428,7 +442,7 @@ class RunWriter(RunDirectory):
 
 
 def new_run_path(root: Path, name: str, started: datetime) -> Path:
-    """Return a path below ``root`` that does not exist yet, named by what ran and when."""
+    """Return the path of a new folder in ``root``, named by the time ``started`` and ``name``."""
     stem = f"{started:%Y%m%d-%H%M%S}-{name}"
     candidates = (root / (stem if n == 0 else f"{stem}-{n}") for n in range(1000))
     return next(path for path in candidates if not path.exists())

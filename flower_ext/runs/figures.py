@@ -53,7 +53,7 @@ def draw_figures(run: RunDirectory, folder: Path) -> dict[str, str]:
 def _measurements(
     rounds: Rounds, names: Iterable[str]
 ) -> Iterator[tuple[str, str, str, Mapping[str, Line]]]:
-    """Yield name, title, vertical axis and lines of each figure against rounds."""
+    """Yield (name, title, label of the vertical axis, lines) of each figure against rounds."""
     for name in names:
         noised = ", with noise" if rounds.series(f"{name}_mean_error")[0] else ""
         quality = {
@@ -85,7 +85,7 @@ def _measurements(
 
 
 def qualities(rounds: Rounds, clients: Iterable[Mapping[str, float]]) -> list[str]:
-    """Return the names of scores of clients' models: no losses, but always accuracy."""
+    """Return the names of the scores to draw: the accuracy, and others that are no losses."""
     tail = "_worst_decile"
     names = {name for row in rounds for name in row if name.endswith(tail)}
     names = {"accuracy", *(name.removesuffix(tail) for name in names)}
@@ -94,7 +94,10 @@ def qualities(rounds: Rounds, clients: Iterable[Mapping[str, float]]) -> list[st
 
 
 def _unused(name: str, files: Collection[str]) -> str:
-    """Return a file name without suffix: like ``name``, safe everywhere, not among ``files``."""
+    """Return a file name without suffix that resembles ``name`` and is not among ``files``.
+
+    It consists of ASCII letters, digits, ``_`` and ``-``.
+    """
     safe = re.sub(r"[^\w-]", "_", name, flags=re.ASCII)[:100]
     used = {file.lower() for file in files}
     stems = chain([safe], (f"{safe}-{number}" for number in count(2)))
@@ -107,7 +110,10 @@ def in_words(metric: str) -> str:
 
 
 def epsilon_lines(rounds: Rounds) -> dict[str, Line]:
-    """Return ε against rounds; for record-level ε the largest over clients and the mean."""
+    """Return the lines of ε against rounds, by label.
+
+    For record-level ε, the lines are the largest ε of a client and the mean over clients.
+    """
     lines: dict[str, Line] = {}
     for basis in ("published", "provable"):
         largest, mean = (rounds.series(f"epsilon_{basis}{end}") for end in ("", "_mean"))
@@ -120,7 +126,7 @@ def epsilon_lines(rounds: Rounds) -> dict[str, Line]:
 
 
 def cumulative(line: Line, *, scale: float = 1.0) -> Line:
-    """Return the sums up to each round."""
+    """Return the line of cumulative sums, times ``scale``."""
     return line[0], (np.cumsum(line[1]) * scale).tolist()
 
 
@@ -137,18 +143,20 @@ def draw_lines(
     log: bool = False,
     from_zero: bool = False,
 ) -> Path:
-    """Draw the mean of each label's runs, in a band of one sample standard deviation.
+    """Draw one line per label: the mean over runs, in a band of one sample standard deviation.
 
-    Only rounds that all runs of a label measured are drawn. The function returns the SVG's path.
+    A line has only the rounds that all runs of its label measured. The function returns the path
+    of the SVG.
 
     Parameters
     ----------
     lines : Mapping[str, Sequence[Line]]
         The runs of each label, as (rounds, values).
     against : Mapping[str, Sequence[Line]], optional
-        The same for the horizontal axis if that is not the round; the mean over runs is drawn.
+        Values for the horizontal axis, as (rounds, values) of the same runs: the axis shows their
+        mean over runs. By default, the axis shows the round.
     labels : Sequence[str], optional
-        Labels of all figures of a page, so that a label has one colour in all of them.
+        Labels of all figures of a page, so that a label has the same colour in all of them.
     log : bool
         Use a logarithmic vertical axis.
     from_zero : bool
@@ -207,7 +215,7 @@ def _histogram(
     """Draw a histogram of the clients' scores, given each client's (partition, score)."""
     figure, axes = canvas(title, xlabel, "clients")
     values = [score for _, score in scores]
-    # The same bins for every run, so that histograms can be compared, unless a score needs more.
+    # Every run has the same bins, so that histograms can be compared, unless a score is outside.
     bins = np.linspace(min(0.0, *values), max(1.0, *values), 21)
     axes.hist(values, bins=bins.tolist(), color=COLOURS[0], edgecolor="white")
     mean = float(np.mean(values))
@@ -244,7 +252,7 @@ def save_figure(
 ) -> Path:
     """Write a figure as ``name.svg``, and its numbers as ``name.csv``; return the SVG's path."""
     folder.mkdir(parents=True, exist_ok=True)
-    if figure.legends:  # a legend beside the axes: measuring its size takes long
+    if figure.legends:  # a legend beside the axes needs this slow layout, which measures its size
         figure.set_layout_engine("constrained")
     elif figure.get_layout_engine() is None:
         figure.subplots_adjust(left=0.13, right=0.97, bottom=0.16, top=0.87)

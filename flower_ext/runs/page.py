@@ -1,7 +1,7 @@
 """Pages: Markdown with tables and figures, and a self-contained HTML file with the same content.
 
-In HTML, a part under a heading of the fourth level is folded, consecutive figures form a grid, and
-wide tables scroll inside the page. The page follows the reader's dark or light system setting.
+In HTML, the text under a heading of the fourth level is folded, consecutive figures form a grid,
+and wide tables scroll inside the page. The page is dark or light, as the reader's system is set.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Markup(str):
 def write_page(folder: Path, name: str, **values: object) -> Path:
     """Write a page from the template ``name`` as Markdown and HTML; return the path of the HTML.
 
-    ``values`` are the values that the template uses, among them ``title``.
+    ``values`` are the values that the template uses; one of them is ``title``.
     """
     text = to_markdown(name, **values)
     write_whole(folder / f"{name}.md", text.encode(), sync=False)
@@ -104,7 +104,7 @@ def escaped(text: str) -> str:
 
 
 def table(header: Sequence[object], rows: Iterable[Sequence[Any]]) -> Markup:
-    """Return a Markdown table; all cells but `Markup` are shown literally."""
+    """Return a Markdown table, which shows all cells literally, except cells of type `Markup`."""
     lines = [header, ["---"] * len(header), *rows]
     return Markup("\n".join("| " + " | ".join(map(_cell, line)) + " |" for line in lines))
 

@@ -1,7 +1,7 @@
-"""Files of settings, and the presets of an app: the settings of its paper's tables and figures.
+"""Files of settings, and an app's presets: files with the settings of its paper's experiments.
 
-The preset NAME of an app is the file ``papers/NAME.toml`` in its folder. Files of users have the
-same form::
+The preset NAME of an app is the file ``papers/NAME.toml`` in the app's folder. A user's own file of
+settings has the same format::
 
     title = "DP²-FedSAM, Table II, (N, S) = (1000, 2)"
 
@@ -41,10 +41,10 @@ class SettingsFile:
     title : str
         What the settings are for; may be empty.
     shared : Mapping[str, Any]
-        Values by name of a setting, as TOML gives them.
+        Values of the table ``[settings]``, by the name of the setting.
     special : Mapping[str, Mapping[str, Mapping[str, Any]]]
-        Values that hold only if another setting has a given value: by the name of that setting, and
-        by its value as text.
+        Values of the tables ``[where.SETTING.VALUE]``, which hold only if SETTING has the VALUE: by
+        SETTING, by VALUE as text, and by the name of the setting.
     """
 
     name: str
@@ -59,7 +59,7 @@ class SettingsFile:
         Raises
         ------
         InvalidValue
-            There is no such file, it is not TOML, or it lacks the form shown at the top of this
+            There is no such file, it is not TOML, or it does not have the format at the top of this
             module.
         """
         content = read_toml(path)
@@ -75,10 +75,11 @@ class SettingsFile:
     def settings(
         self, chosen: Mapping[str, Any], defaults: Mapping[str, Any] = MappingProxyType({})
     ) -> dict[str, Any]:
-        """Return the file's values for a run whose settings ``chosen`` are set already.
+        """Return the file's values for a run whose user has set the settings ``chosen``.
 
-        The result does not include ``chosen``, which select among the special values. A setting
-        that is neither chosen nor in the file has the app's value, in ``defaults``.
+        A table ``[where.SETTING.VALUE]`` adds its values if VALUE is the value of SETTING in
+        ``chosen``, else in ``[settings]``, else in ``defaults``. The result does not include
+        ``chosen``.
         """
         values = dict(self.shared)
         for name, cases in self.special.items():
@@ -87,7 +88,10 @@ class SettingsFile:
         return values
 
     def text(self, changed: Collection[str]) -> str:
-        """Return the text by which a run records this file and the settings ``changed``."""
+        """Return a text for a run's records: this file's name and title, and ``changed`` settings.
+
+        ``changed`` are the names of the settings that the user set to other values.
+        """
         names = ", ".join(name for name in changed if name not in INCIDENTAL)
         title = f" ({self.title})" if self.title else ""
         return f"{self.name}{title}" + (f", changed: {names}" if names else "")

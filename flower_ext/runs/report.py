@@ -1,8 +1,8 @@
 """The report of a run: ``report.md``, and ``report.html`` with the figures inside.
 
 The report begins with the results: the quality of the clients' models and the proved ε. Figures
-follow, then the basis of each guarantee; the papers' claims come after the provable guarantees.
-A part on the whole study covers all runs that share the run's account.
+follow, then the details of each guarantee: first the provable guarantees, then the papers' claims.
+If the run charges an account that several runs share, one part of the report covers all these runs.
 
 This module computes the values that the templates ``report.md.jinja`` and ``study.md.jinja`` show.
 """
@@ -152,7 +152,7 @@ def _line(guarantee: Guarantee) -> tuple[str, ...]:
 
 
 def _lacking(run: RunDirectory, rounds: Rounds, entries: list[dict[str, Any]]) -> int:
-    """Return the number of rounds that asked clients to train but are not in the ledger."""
+    """Return the number of training rounds that are missing in the ledger."""
     if not run.ledger_path.exists():
         return 0
     trained = [row for row in rounds if row.get("messages", 0) > 0]
@@ -160,7 +160,7 @@ def _lacking(run: RunDirectory, rounds: Rounds, entries: list[dict[str, Any]]) -
 
 
 def _spent_beyond(entries: list[dict[str, Any]], guarantees: list[Guarantee]) -> float | None:
-    """Return ε of all releases in the ledger if it exceeds the stated guarantee, else None."""
+    """Return ε of all releases in the ledger if the guarantee states a smaller ε, else None."""
     releases = Counter(
         Release.from_dict(entry["release"]) for entry in entries if entry["kind"] == "reserve"
     )
@@ -174,7 +174,11 @@ def _spent_beyond(entries: list[dict[str, Any]], guarantees: list[Guarantee]) ->
 
 
 def _ledger_counts(entries: list[dict[str, Any]]) -> tuple[int, ...]:
-    """Return the numbers of releases reserved, committed, discarded, left open and topped up."""
+    """Return the numbers of releases: reserved, committed, discarded, left open and topped up.
+
+    A release is left open if its round neither ended nor was discarded. It is topped up if the
+    server added the noise that lost clients did not add.
+    """
     kinds = [entry["kind"] for entry in entries]
     left_open = sum(
         kind in ("reserve", "repeat") and following in ("reserve", "nothing")
@@ -186,14 +190,14 @@ def _ledger_counts(entries: list[dict[str, Any]]) -> tuple[int, ...]:
 
 
 def _missing(row: dict[str, Any]) -> tuple[object, ...]:
-    """Return a table row on partitions that did not answer, with the last line of each refusal."""
+    """Return a table row for one line of ``missing.jsonl``, with the last line of each refusal."""
     reasons = [refusal.strip().splitlines()[-1][:200] for refusal in row["refusals"]]
     partitions = ", ".join(map(str, row["partitions"]))
     return (row["round"], row["kind"], partitions, "; ".join(reasons))
 
 
 def _run_row(run: RunSpend) -> tuple[str, ...]:
-    """Return the row of a run under `_RUN_COLUMNS`."""
+    """Return one run's row in the table of runs, whose header is `_RUN_COLUMNS`."""
     if run.epsilon is None or run.delta is None:
         return run.label, run.method, "–", "–", "not covered", *["–"] * (len(_VIEWS) - 1)
     epsilons = {**run.epsilons, AdversaryView.RELEASED_MODELS: run.epsilon}
@@ -202,10 +206,10 @@ def _run_row(run: RunSpend) -> tuple[str, ...]:
 
 
 def _study_values(run: RunDirectory) -> dict[str, Any] | None:
-    """Return what the report's template says about the study; None if the run is in no account.
+    """Return the values of the report's part on the study; None if the run charges no account.
 
-    The setting ``budget-ledger`` names the account. The function reads it as it is now, so the
-    report of the last run covers all runs.
+    The setting ``budget-ledger`` names the account. The function reads the account's present state,
+    so the report of the last run covers all runs.
     """
     path, config = Path(str(run.config.get("budget-ledger") or "")), run.config
     if not path.is_file():
@@ -216,13 +220,13 @@ def _study_values(run: RunDirectory) -> dict[str, Any] | None:
 def _account_values(
     path: Path, epsilon: float | None = None, delta: float | None = None
 ) -> dict[str, Any]:
-    """Return what the template ``study.md.jinja`` says about all runs of an account.
+    """Return the values that the template ``study.md.jinja`` shows about all runs of an account.
 
     Parameters
     ----------
     path : Path
     epsilon, delta : float, optional
-        The budget; by default that of the last charge.
+        The budget; by default the budget in the last charge to the account.
 
     Raises
     ------
@@ -234,8 +238,8 @@ def _account_values(
     entries = Ledger.read(path)
     if any(entry["kind"] == "reserve" for entry in entries):
         raise InvalidValue(
-            f"path={path}: expected an account that runs share; this is the ledger of one run, "
-            "which flower-ext report shows"
+            f"path={path} is the ledger of one run: expected an account that runs share; to see "
+            "one run, use flower-ext report"
         )
     given = {"epsilon": epsilon, "delta": delta}
     chosen = {name: value for name, value in given.items() if value is not None}

@@ -7,8 +7,9 @@ apps share from `flower_ext.runs.shared_settings`::
     class Settings(RunSettings, CohortSettings, ReleaseSettings, TrainingSettings):
         head_epochs: Count = setting("passes of each client's own head")
 
-The field ``head_epochs`` is the setting ``head-epochs`` of ``[tool.flwr.app.config]``, which holds
-its default. A field with a default of its own may be absent there.
+The field ``head_epochs`` is the setting ``head-epochs`` of ``[tool.flwr.app.config]`` in the app's
+``pyproject.toml``, which gives its default. This table may lack a setting if ``setting(...)`` gives
+a default.
 """
 
 from __future__ import annotations
@@ -33,12 +34,12 @@ from flower_ext.checks import is_integer, is_number
 from flower_ext.errors import InvalidValue
 
 OF_NODES = ("data-folder", "draw-key")
-"""Settings that name places on a client's machine, where its node config overrides them."""
+"""Settings that name files or folders on a client's machine; its node config overrides them."""
 PATHS = ("run-directory", "state-folder", "state-key-file", *OF_NODES)
-"""Settings that name places."""
+"""Settings that name files or folders."""
 
 INCIDENTAL = frozenset({*PATHS, "resume", "connect-timeout", "round-timeout"})
-"""Settings of places and waiting times, on which no result depends."""
+"""Settings on which no result depends, such as paths and waiting times."""
 
 RECORDED = ("planned-rounds", "data-source")
 """Names of entries that apps record in a run's configuration in addition to their settings."""
@@ -116,12 +117,12 @@ class Declaration:
             raise UnfitSetting(f"{origin} {self.name}={value!r}: expected {self.rule.expected}")
 
     def parse(self, text: str) -> Any:
-        """Return the value that a text on a command line stands for; refuse one that does not fit.
+        """Return the value that a text on the command line gives to this setting.
 
         Raises
         ------
         UnfitSetting
-            The text is no value of the setting's type, or `check` refuses the value.
+            The text is not a value of the setting's type, or `check` refuses the value.
         """
         try:
             value = _TRUTH[text] if self.kind is bool else self.kind(text)
@@ -188,7 +189,7 @@ class Settings:
 
 @cache  # a simulated client reads its settings for every message
 def declarations(kind: Any) -> Mapping[str, Declaration]:
-    """Return the declarations of a class of settings, by the names of its fields."""
+    """Return the declarations of the settings in a class ``kind``, by the names of its fields."""
     hints = get_type_hints(kind, include_extras=True)
     return {
         each.name: Declaration.of_type(
@@ -214,10 +215,11 @@ def absolute_path(text: str) -> Path | None:
 
 
 def num_nodes(config: Mapping[str, Any]) -> int | None:
-    """Return the number of nodes that an app's settings ask for; None if they do not say.
+    """Return the number of nodes that an app's settings ask for.
 
-    ``clients-per-node=0`` leaves the choice to ``flower-ext run``; each node then counts as one
-    client.
+    The number is None if the app has no setting for the number of clients. With
+    ``clients-per-node=0``, ``flower-ext run`` chooses the number of nodes, and the function returns
+    the number of clients.
 
     Raises
     ------
@@ -232,7 +234,7 @@ def num_nodes(config: Mapping[str, Any]) -> int | None:
     if not counts or clients < 1 or per_node < 0 or clients % (per_node or 1):
         raise UnfitSetting(
             f"run-config {name}={clients!r} with clients-per-node={per_node!r}: expected "
-            f"{name} >= 1 that is a multiple of clients-per-node"
+            f"{name} to be at least 1 and a multiple of clients-per-node"
         )
     return int(clients // (per_node or 1))
 

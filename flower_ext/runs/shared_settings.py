@@ -1,4 +1,4 @@
-"""Settings that apps share; `flower_ext.federation.configured` builds the parts of a run from them.
+"""Settings that apps share; `flower_ext.federation.configured` builds a run's objects from them.
 
 ==================== ==============================================================
 class                settings
@@ -242,7 +242,7 @@ class TrainingSettings(Settings):
 
 @dataclass(frozen=True, kw_only=True)
 class ServerSettings(Settings):
-    """The server's step along the mean update, and the average of its models."""
+    """The optimizer by which the server applies the mean update, and the average of its models."""
 
     server_learning_rate: Positive = setting("factor of the mean update", default=1.0)
     server_optimizer: Literal["sgd", "adagrad", "adam", "yogi"] = setting(

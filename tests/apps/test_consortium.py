@@ -372,7 +372,7 @@ def test_a_silo_that_was_killed_after_its_draw_never_draws_that_round_again(tabl
         assert watched.error is None, deployment.logs()
     reasons = json.loads((asked / "again.json").read_text())
     assert len(reasons) == SILOS
-    assert all("silo drew those of round 1 before" in reason for reason in reasons), reasons
+    assert all("has drawn users up to round 1:" in reason for reason in reasons), reasons
     assert run.status == "completed"
     assert [row.get("discarded", 0) for row in run.metrics()] == [1, 0]
     assert [newest_draw(tmp_path / f"state-{silo}") for silo in range(SILOS)] == [2] * SILOS

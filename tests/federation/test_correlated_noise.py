@@ -157,7 +157,7 @@ def test_a_secure_run_counts_what_was_begun_and_goes_on_after_it(tmp_path):
     assert strategy.participations.rounds == 6
     assert strategy.run._stream._number == 6
     state.unlink()
-    with pytest.raises(InvalidValue, match="at round 0, expected 6"):
+    with pytest.raises(InvalidValue, match="of round 0: expected round 6"):
         play(tmp_path, rounds=6, **options)
 
 
@@ -252,7 +252,7 @@ def test_checkpoints_from_a_backup_make_no_client_take_part_too_early(tmp_path, 
     shutil.rmtree(run / "checkpoints")
     shutil.copytree(backup, run / "checkpoints")
     if lost > 1:
-        with pytest.raises(InvalidValue, match="at round 5, expected 3"):
+        with pytest.raises(InvalidValue, match="of round 5: expected round 3"):
             play(tmp_path, rounds=8, engine=engine, **secure_options())
     else:
         play(tmp_path, rounds=8, engine=engine, **secure_options())

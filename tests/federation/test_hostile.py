@@ -447,8 +447,7 @@ def test_a_server_that_begins_to_share_the_head_does_not_get_it():
     assert "head.weight" in asked[0].content.array_records[records.MODEL]
     replies = list(grid.send_and_receive(asked))
     assert all(
-        "expected the personal parameters of earlier rounds" in reply.error.reason
-        for reply in replies
+        "lack the personal parameters of earlier rounds" in reply.error.reason for reply in replies
     )
 
 

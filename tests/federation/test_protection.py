@@ -301,7 +301,7 @@ def test_a_client_with_too_few_examples_for_its_noise_refuses_and_sends_nothing(
     if refused:
         (said,) = strategy.refusals
         assert "trains on too few examples" in said
-        assert "at least 5 = 2u₂/μ of them (Theorem 6.3); take a larger proximal_weight" in said
+        assert "at least 5, which is 2u₂/μ (Theorem 6.3); give it more examples" in said
         (failed,) = [reply for reply in of_training(grid.received) if reply.has_error()]
         assert not failed.has_content()
     assert strategy.run.progress.row["answered"] == CLIENTS - refused
@@ -644,7 +644,7 @@ WHOLE = ClipAndNoise(clipping_norm=2.0, noise_stddev=1.0)
 @pytest.mark.parametrize(
     ("update", "protection", "said"),
     [
-        ({"weight": torch.ones(2)}, UNITS, "update no bound"),
+        ({"weight": torch.ones(2)}, UNITS, "sets no bound for"),
         (BoundedSum(value={"weight": torch.ones(2)}, bound=2.0, count=3), None, "a bound of 2"),
         (
             BoundedSum(value={"weight": torch.ones(2)}, bound=2.0, count=3),
@@ -654,7 +654,7 @@ WHOLE = ClipAndNoise(clipping_norm=2.0, noise_stddev=1.0)
         (
             BoundedSum(value={"weight": torch.ones(2)}, bound=2.0, count=3),
             replace(UNITS, clipping_norm=1.9),
-            "a bound of 2: the plan expects a bound of 1.9",
+            "a bound of 2 for .* the plan expects a bound of 1.9",
         ),
         (
             BoundedSum(value={"weight": torch.ones(2)}, bound=math.nan, count=3),

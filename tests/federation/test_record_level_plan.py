@@ -271,7 +271,7 @@ def test_clients_of_another_size_than_the_plans_refuse_to_train():
     with pytest.raises(FederationNotReady, match="num_examples=29"):
         strategy.start(grid, ArrayRecord(task().initial_params(0)), num_rounds=1)
     assert len(strategy.refusals) == CLIENTS
-    assert "does not train on the plan's num_examples=29" in strategy.refusals[0]
+    assert "training examples than the plan's num_examples=29" in strategy.refusals[0]
     assert "30" not in strategy.refusals[0]
     assert all(not context.state.array_records for context in grid.contexts.values())
 

@@ -56,8 +56,8 @@ def test_a_callback_that_raises_is_logged_once_and_changes_nothing(tmp_path, cap
         each.getMessage() for each in caplog.records if each.getMessage().startswith("callback")
     ]
     assert lines == [
-        "callback Broken failed; the run continues, and its later errors are not logged: "
-        "RuntimeError: no network"
+        "callback Broken failed; the run continues, and later errors of this callback are not "
+        "logged: RuntimeError: no network"
     ]
     assert len(notes.said) == 5
     model = "model.safetensors"

@@ -1,13 +1,13 @@
 """A ClientApp for one or several methods: it trains, evaluates, and answers questions.
 
 A method supplies two functions (`ClientMethod`), written for one client. `work_of` prepares their
-input from a message, and `upload_of` runs them, and bounds and noises their results before anything
-leaves, so no method can forget one of these steps. The memory that a method returns cannot reach a
-reply.
+input from a message. `upload_of` runs them, bounds their results and adds noise before anything
+leaves the client, so no method can forget one of these steps. The memory that a method returns
+cannot reach a reply.
 
 If many clients live in one process, their functions run `side_by_side`: whenever all of them wait
-for a local training, these trainings form one batch (`training.train_each`). Under a plan that
-protects, no bit that one client sends depends on the other clients: not on their data, their errors
+for a local training, these trainings form one batch (`training.train_each`). If the plan bounds
+uploads, no bit that one client sends depends on the other clients: not on their data, their errors
 or their presence.
 """
 
@@ -86,7 +86,7 @@ class ClientSide:
     def _works(
         self, messages: Sequence[Message], contexts: Sequence[Context], *, alone: bool
     ) -> list[ClientWork | Exception]:
-        """Return each client's work, or its error; all share one task."""
+        """Return the input of each client's functions, or its error; all clients share one task."""
         policies = attempt_each(self.policy, contexts)
         known = [policy for policy in policies if isinstance(policy, NodePolicy)]
         if not known:
@@ -104,8 +104,9 @@ class ClientSide:
     ) -> list[RecordDict | Exception]:
         """Return each client's scores of the model that it would use, or its error.
 
-        If the messages carry a query, which a noised sum answers, each client is evaluated by
-        itself. No bit of its part of the sum then depends on the other clients.
+        If the messages carry a query, the server asks for a noised sum of the scores. Each client
+        is then evaluated by itself, so that no bit that it adds to the sum depends on the other
+        clients.
         """
         works = self._works(messages, contexts, alone=True)
         if any(isinstance(work, ClientWork) and work.request.query for work in works):
@@ -158,7 +159,7 @@ class ClientSide:
 
 
 class MethodsApp(CohortApp):
-    """A ClientApp for several methods; ``sides`` has the client side of each, by name."""
+    """A ClientApp for several methods; ``sides`` maps a method's name to its client side."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -231,7 +232,7 @@ def _reply(message: Message, answers: Sequence[Answer]) -> Message:
 
 
 def _answer_question(side: ClientSide, message: Message, context: Context) -> Message:
-    """Return the reply to a question; a record in the message says which question it is."""
+    """Return the reply to a question; the message has a record that names the kind of question."""
     check_addressee(message, context)
     if records.SECURE_SUM in message.content:
         return masked.answer(message, context, side.method.name)
@@ -261,10 +262,10 @@ def _of_method(side: ClientSide, message: Message, context: Context) -> ArrayRec
 
 
 def _of_weighted_sum(side: ClientSide, message: Message, context: Context) -> ArrayRecord:
-    """Answer one step in the set-up of a weighted sum, or in a secret draw of users."""
+    """Answer one step of a protocol: the set-up of a weighted sum, or a secret draw of users."""
     if not side.method.takes_weighted_sums:
         raise InvalidValue.tellable(
-            f"{side.method.name} takes no weighted sum: run UldpAvg or UldpSgd"
+            f"{side.method.name} takes no part in weighted sums: run UldpAvg or UldpSgd"
         )
     policy = side.policy(context)
     policy.check_way_out("a weighted sum", in_sum=False)
@@ -278,7 +279,7 @@ def _of_weighted_sum(side: ClientSide, message: Message, context: Context) -> Ar
 
 
 def _data(task: Task, message: Message, partition: int) -> ClientData:
-    """Return a client's data without the users whom the message names as withdrawn."""
+    """Return a client's data without the users who, as the message says, have withdrawn."""
     data = data_of(task, partition, hide_errors=True)
     named = message.content.config_records.get(records.WITHDRAWN)
     if named is None or data is NO_DATA or not isinstance(data, SiloData):
@@ -286,7 +287,7 @@ def _data(task: Task, message: Message, partition: int) -> ClientData:
     with knowing_no_data():
         users: list[Any] = list(named["users"])  # type: ignore[arg-type]
         if any(type(user) is not int for user in users):
-            raise TypeError("withdrawn users in the server's message: expected numbers")
+            raise TypeError("withdrawn users in the server's message: expected integers")
     return data.without(users)
 
 

@@ -1,6 +1,6 @@
 """A method on the client: two functions, and the types of their arguments and results.
 
-The client side bounds and noises the result of these functions before it sends anything, so no
+The client side bounds the result of these functions and adds noise before it sends anything, so no
 method can forget one of these steps. The memory that a method returns cannot reach a reply.
 """
 
@@ -45,9 +45,9 @@ class ClientWork:
     policy : NodePolicy
         The client's node, and limits that its owner sets.
     request : ClientRequest
-        The server's request, of which a method needs only what the properties below return.
+        The server's request. The properties below return the parts of it that a method needs.
     generator
-        A generator for this client and round.
+        Random generator for this client and round.
     memory : Params or None
         What the method stored on this client; None before it stored anything.
     store : ClientMemory or None
@@ -55,11 +55,11 @@ class ClientWork:
     terms : Sequence[Term]
         Terms that the plan adds to every local objective (objective perturbation).
     noise : NoiseSource
-        Source for methods that add noise while they train.
+        Source of noise for methods that add noise while they train.
     step_noise : Mapping[str, StepNoise]
-        By phase, the plan's clipping and noise in every local step.
+        Clipping and noise that the plan requires in every local step, by the phase of training.
     batch_invariant : bool
-        True if no bit of the result may depend on the trainings that share its batch (see
+        True if no bit of this client's result may depend on the other trainings in its batch (see
         `train_groups`).
     """
 
@@ -115,19 +115,25 @@ class ClientWork:
     def protection(self) -> Protection:
         """The plan's protection of the upload.
 
-        A method that bounds units adds them up by `Protection.sum_units`; the client side applies
-        everything else.
+        A method that bounds each unit's update adds up these updates by `ClipAndNoise.sum_units`.
+        The client side applies everything else.
         """
         return self.request.protection
 
     def weighted_part(self, num_users: int, clipping_norm: float) -> SiloPart | LostPart | None:
-        """Open this silo's part of a `weighted_sum`; return None if the run has no such sum."""
+        """Begin this silo's contribution to a `weighted_sum`; return None if there is no such sum.
+
+        ``num_users`` counts the users of all silos. ``clipping_norm`` bounds each user's update.
+        """
         vault = ClientVault(self.policy.context, self.method.name)
         message = self.request.sums.get(records.WEIGHTED_SUM)
         return open_part(message, vault, self.round, num_users, clipping_norm)
 
     def draw_users(self, sampling: PoissonSampling) -> list[int]:
-        """Return the users that all silos draw for a round, only once (see `user_draws`)."""
+        """Return the users that all silos draw for this round; a second call raises an error.
+
+        See `user_draws`.
+        """
         context = self.policy.context
         vault, run = draws_vault(context, self.method.name), (self.request.run, context.run_id)
         return draw_users(self.task, vault, run, self.round, sampling)
@@ -153,8 +159,8 @@ class ClientWork:
         client without examples gets ``params`` back, so that its upload does not reveal that there
         are no examples.
 
-        ``terms`` are added to the loss. ``examples`` are the part of the client's training examples
-        to train on, by default all of them.
+        The training adds ``terms`` to the loss. It uses ``examples``, by default all training
+        examples of the client.
         """
         job = Job(
             params=params,
@@ -182,15 +188,16 @@ class LocalResult:
     model : Params, optional
         The trained model; the client sends its difference to the received model.
     update : Params, BoundedSum or HiddenSum, optional
-        An upload in place of a model. If the plan's units are not the clients, the update is a sum
-        over units with a bound on each unit's part; a `HiddenSum` is encrypted together with its
-        noise.
+        The update, for a method that returns no model. If the plan's units are not the clients, the
+        update is a sum over units, to which each unit contributes a bounded update. A `HiddenSum`
+        encrypts the sum together with its noise.
     memory : Params or Callable, optional
-        The client's new memory, which never leaves the client. Give a function of the released
-        update if the server computes a counterpart of the memory from that update.
+        The client's new memory, which never leaves the client. If the server computes a counterpart
+        of the memory from the update that it receives, give a function: the client calls it with
+        that update and stores the memory that it returns.
     metrics : Mapping[str, float]
-        Numbers that leave the client without noise; under a `ReleasePlan` they are not sent. They
-        must reveal nothing about the data beyond its size.
+        Numbers that leave the client without noise. They must reveal nothing about the data beyond
+        its size. Under a `ReleasePlan` the client does not send them.
 
     Raises
     ------
@@ -225,7 +232,7 @@ class Question:
 
 
 class Memory(Enum):
-    """Kinds of memory that a client may keep between rounds, by what depends on the memory."""
+    """Kinds of memory that a client may keep between rounds, by the values that depend on it."""
 
     NONE = "none"
     BESIDE_UPDATES = "beside updates"
@@ -246,7 +253,7 @@ def shared_model(work: ClientWork) -> Params:
 
 @dataclass(frozen=True, kw_only=True)
 class ClientMethod:
-    """The client side of a method: two functions of one client's work.
+    """The client side of a method: two functions, each of which takes one client's `ClientWork`.
 
     Each function may yield `ClientWork.train` any number of times. It must depend on its argument
     only, because the functions of other clients run side by side with it.
@@ -258,19 +265,19 @@ class ClientMethod:
     local_update : Callable[[ClientWork], LocalResult | Steps[LocalResult]]
         Trains on the client, and returns the upload and the memory.
     local_model : Callable[[ClientWork], Params | Steps[Params]]
-        Returns the model that this client would use, which it evaluates on its test examples and
-        then discards; by default the shared model.
+        Returns the model that this client would use. The client evaluates this model on its test
+        examples and then discards it. By default, it is the shared model.
     memory : Memory
         The memory that the client keeps between rounds.
     answer : Callable[[Question], Mapping[str, array]], optional
         Answers, without noise, a question that the server asks in a message ``query.<name>``.
     upload_phase : str, optional
-        The phase of training whose result is the whole update. No other phase may change the
-        uploaded model, and no term of this phase may depend on a record. Noise in the steps of this
-        phase then protects the update. None if there is no such phase.
+        Name of the phase of training whose result is the whole update. No other phase may change
+        the uploaded model, and no term in the loss of this phase may depend on a record. Noise in
+        the steps of this phase then protects the update. None if there is no such phase.
     takes_weighted_sums : bool
-        True if ``local_update`` opens a `ClientWork.weighted_part`. Clients of other methods refuse
-        the set-up of a weighted sum, which counts the records of their users.
+        True if ``local_update`` calls `ClientWork.weighted_part`. Clients of other methods refuse
+        to set up a weighted sum, because the set-up counts the records of each user.
     """
 
     name: str
@@ -283,12 +290,12 @@ class ClientMethod:
 
     @property
     def keeps_memory(self) -> bool:
-        """True if clients store memory, without which a run cannot resume."""
+        """True if clients store memory; a run can resume only if the memory still exists."""
         return self.memory is not Memory.NONE
 
     @property
     def memoryless(self) -> bool:
-        """True if updates depend on no client memory, as record-level guarantees require."""
+        """True if no update depends on a client's memory; record-level guarantees require this."""
         return self.memory in (Memory.NONE, Memory.BESIDE_UPDATES)
 
 
@@ -298,31 +305,33 @@ def personal_model(work: ClientWork) -> Params:
 
 
 def personal_part(work: ClientWork) -> Params:
-    """Return the parameters that the server does not share: those in memory, or initial ones.
+    """Return the client's own parameters, which the server does not share.
+
+    They come from the client's memory. A client without memory returns their initial values.
 
     Raises
     ------
     InvalidValue
-        The server shares every parameter, running statistics, or parameters that it did not share
-        in earlier rounds. The client refuses, so that its personal part stays on the client.
+        The server sent every parameter, a running statistic, or a parameter that it did not send
+        in earlier rounds. The client refuses, so that its own parameters stay on the client.
     """
     for name in work.received:
         if name.rpartition(".")[2] in RUNNING_STATISTICS:
             raise InvalidValue.tellable(
-                f"the server shares {name!r}, a running statistic of clients' data: expected "
-                "personal= to name its layer"
+                f"the server's model has {name!r}, a running statistic of clients' data: expected "
+                "the method's personal= to name its layer"
             )
     names = set(work.task.shapes) - set(work.received)
     if work.memory is None:
         if not names:
             raise InvalidValue.tellable(
-                f"the server shares all of {sorted(work.received)}: expected personal= to name "
-                "at least one of them"
+                f"the server's model has all parameters, {sorted(work.received)}: expected the "
+                "method's personal= to name at least one of them"
             )
         return {n: p for n, p in work.initial_params().items() if n in names}
     if set(work.memory) != names:
         raise InvalidValue.tellable(
-            f"the server shares all parameters but {sorted(names)}: expected the personal "
+            f"the server's model lacks {sorted(names)}: expected it to lack the personal "
             f"parameters of earlier rounds, {sorted(work.memory)}"
         )
     return work.memory

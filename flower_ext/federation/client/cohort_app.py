@@ -1,8 +1,8 @@
 """A ClientApp that answers for many clients of its process at a time, and trains them in batches.
 
-In the server's process it answers for a cohort (see `engines.in_process`). On a node it answers for
-the clients whose messages a `VirtualGrid` packed into one. Each client has its own partition,
-state, noise and errors, as if it were alone on its node.
+In the server's process, the ClientApp answers for a cohort (see `engines.in_process`). On a node,
+it answers for all clients whose messages a `VirtualGrid` packed into one message. Each client has
+its own partition, state, noise and errors, as if it were alone on its node.
 """
 
 from __future__ import annotations
@@ -47,9 +47,10 @@ class CohortApp(ClientApp):
         self.cohort_answers: dict[str, Callable[..., Sequence[Answer]]] = {}
 
     def __call__(self, message: Message, context: Context) -> Message:
-        """Answer a message, for one client or for all that a `VirtualGrid` packed into it.
+        """Answer a message for one client, or a packed message of a `VirtualGrid` for several.
 
-        An error becomes a reply, which reveals no more than `failed` permits.
+        If a client raises an error, the reply is an error reply of `failed`, which does not reveal
+        the client's data.
         """
         if message.metadata.message_type.endswith(f".{PACKED}"):
             return _answered(self, message, context, partial(_answer_packed, self))
@@ -59,8 +60,8 @@ class CohortApp(ClientApp):
         kind = message.metadata.message_type
         if not private.answers(self, kind):
             raise InvalidValue.tellable(
-                f"this ClientApp answers no {kind!r}: build it with the client_app of the "
-                "server's method"
+                f"this ClientApp does not answer messages of type {kind!r}: build it by "
+                "client_app with the method that the server runs"
             )
         return super().__call__(message, context)
 
@@ -74,7 +75,7 @@ class CohortApp(ClientApp):
         try:
             with isolated():
                 contents = answer(messages, contexts, memory_limit=memory_limit)
-        except Exception as error:  # in a part that clients share, such as the task
+        except Exception as error:  # an error in an object that clients share, such as the task
             contents = [error] * len(messages)
         replies = []
         for message, context, state, content in zip(
@@ -99,8 +100,8 @@ def answer_all(
 ) -> list[Message]:
     """Return replies in the order of ``messages``; answer for a cohort at once if the app can.
 
-    If a client raises, its reply is an error and its changes to its state are undone. The other
-    clients' answers do not depend on it.
+    If a client raises an error, its reply is an error and its changes to its state are undone. The
+    other clients' answers do not depend on the error.
     """
     kinds = {message.metadata.message_type for message in messages}
     if (
@@ -145,7 +146,7 @@ def _answered(
 
 
 def _answer_packed(app: CohortApp, message: Message, context: Context) -> Message:
-    """Return one reply for all clients of a message; each has its own part of the state."""
+    """Return one reply to a packed message; each client reads and writes only its own state."""
     contents, entries = unpacked(message.content)
     _check_slots(entries)
     per_node, slots = int(entries["clients-per-node"]), list(entries["slot"])
@@ -192,7 +193,10 @@ def _check_slots(entries: Mapping[str, Any]) -> None:
     per_node, slots, kinds = entries["clients-per-node"], entries["slot"], entries["type"]
     numbers = all(type(slot) is int and 0 <= slot < per_node for slot in slots)
     if not numbers or len(set(slots)) < len(slots):
-        raise InvalidValue(f"slots {slots}: expected distinct integers in [0, {per_node})")
+        raise InvalidValue(
+            f"a packed message for the clients {slots} of this node: expected distinct integers "
+            f"in [0, {per_node})"
+        )
     if any(kind.endswith(f".{PACKED}") for kind in kinds):
         raise InvalidValue(
             "a packed message holds another packed message: expected one message for each client"
@@ -200,7 +204,10 @@ def _check_slots(entries: Mapping[str, Any]) -> None:
 
 
 def packed(contents: Sequence[RecordDict], entries: Mapping[str, Any]) -> RecordDict:
-    """Return several contents and their entries as one content; send a shared record once."""
+    """Return one content that holds several contents, and ``entries`` that describe them.
+
+    A record that several contents share is in the result only once.
+    """
     numbers: dict[int, int] = {}
     every: dict[str, Record] = {}
     names: list[str] = []
@@ -215,7 +222,10 @@ def packed(contents: Sequence[RecordDict], entries: Mapping[str, Any]) -> Record
 
 
 def unpacked(content: RecordDict) -> tuple[list[RecordDict], Mapping[str, Any]]:
-    """Undo `packed`; contents with the same records become one object."""
+    """Return the contents and the entries from which `packed` made ``content``.
+
+    Contents with the same records become one object.
+    """
     envelope: Mapping[str, Any] = content.config_records[PACKED]
     known: dict[str, RecordDict] = {}
     for names in envelope["records"]:

@@ -1,4 +1,4 @@
-"""Answer an evaluation: with scores in the clear, or with a vector for a noised secure sum."""
+"""Answer an evaluation: with scores in the clear, or with a masked vector for a noised sum."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def scores_of(
     *,
     also_training: bool,
 ) -> list[dict[str, float] | Exception]:
-    """Return each model's scores on its client's test examples, or the client's error.
+    """Return the scores of each client's model on the client's test examples, or its error.
 
     A client without test examples has no scores. With ``also_training``, the scores include the
     loss on the client's training examples.
@@ -73,8 +73,7 @@ def _scores(
 
 def scores_record(work: ClientWork, scores: dict[str, float]) -> RecordDict:
     """Return the reply with a client's finite scores and its number of test examples."""
-    # A score may be undefined for these examples. Because of it, the server would refuse the whole
-    # reply.
+    # A score may be undefined for these examples. The server would refuse a reply that contains it.
     finite = {n: v for n, v in scores.items() if abs(v) <= LARGEST_VALUE}
     if lacking := sorted(set(scores) - set(finite)):
         log.warning("the scores %s of a client are not finite, so they are left out", lacking)
@@ -95,7 +94,7 @@ class WorkView:
         return self.work.data
 
     def scores(self, *, training: bool) -> Mapping[str, float]:
-        """Return the model's scores; none for a client without test examples."""
+        """Return the model's scores by name; empty for a client without test examples."""
         if not len(self.data.test):
             return {}
         (scores,) = scores_of([self.work], [self.model()], also_training=training)
@@ -116,8 +115,8 @@ def query_of(request: ClientRequest, kinds: Mapping[str, type[VectorQuery]]) -> 
     with knowing_no_data():
         if name not in kinds:
             raise InvalidValue(
-                f"query {name!r}: this ClientApp answers {sorted(kinds)}; give its class to "
-                "client_app(queries=…)"
+                f"the server asks the query {name!r}, but this ClientApp answers only "
+                f"{sorted(kinds)}: give the query's class to client_app(queries=…)"
             )
         try:
             return kinds[name](**json.loads(str(request.query["fields"])))
@@ -126,14 +125,15 @@ def query_of(request: ClientRequest, kinds: Mapping[str, type[VectorQuery]]) -> 
 
 
 def masked_vector(query: VectorQuery, view: WorkView) -> RecordDict:
-    """Return a client's bounded, noised and masked vector.
+    """Return a client's answer to a query: its vector, bounded, noised and masked.
 
     Raises
     ------
     PermissionError
-        The node's owner demands more noise.
+        The node's owner requires more noise.
     InvalidValue, ProtocolError
-        The server's message is malformed or out of order, or its protection fits no query.
+        The server's message is malformed or out of order, or its protection is not the one that
+        queries use.
     """
     vector = _vector(query, view)
     work = view.work
@@ -142,7 +142,8 @@ def masked_vector(query: VectorQuery, view: WorkView) -> RecordDict:
         work.policy.check(protection)
         if protection.cell is None or records.SECURE_SUM not in request.sums:
             raise InvalidValue.tellable(
-                "query: expected a message with a secure sum and the protection ClipToCells"
+                "a query in the server's message: expected a message with a secure sum and the "
+                "protection ClipToCells"
             )
         number = request.entries["query"]
         noise = work.policy.noise({**request.entries, "number": number}, f"{OF_QUERY} {query.name}")

@@ -36,14 +36,15 @@ class NodePolicy:
 
     * ``require-secure-noise=true``: the client refuses settings that protect nobody, such as seeded
       noise.
-    * ``least-noise-multiplier=0.1``: the smallest noise that the client itself adds, in clipping
-      norms. The client then refuses training whose upload it does not noise itself. It also
-      refuses objective perturbation, which has no noise multiplier.
-    * ``require-secure-sum=true``: the client sends what depends on its data only in secure sums.
+    * ``least-noise-multiplier=0.1``: the smallest standard deviation of the noise that the client
+      itself adds to its upload, in clipping norms. The client then refuses every plan under which
+      it adds no noise. It also refuses objective perturbation, which has no noise multiplier.
+    * ``require-secure-sum=true``: the client sends values that depend on its data only in secure
+      sums.
     * ``keep-memory=true``: the client refuses if the server asks it to delete what it remembers.
     * ``least-sum-members``, ``least-sum-threshold-share``, ``sum-identity-key``, ``sum-members``,
-      ``sum-colluders`` and ``least-honest-answers``: the secure sums in which the client takes part
-      (see `sums.masked`).
+      ``sum-colluders`` and ``least-honest-answers``: limits on the secure sums in which the client
+      takes part (see `sums.masked`).
 
     Parameters
     ----------
@@ -87,7 +88,7 @@ class NodePolicy:
 
     @property
     def may_simulate(self) -> bool:
-        """True if this client accepts settings that protect nobody: seeded noise and small keys."""
+        """True if this client accepts seeded noise and small keys, which protect nobody."""
         return self.allow_seeded_noise and not self.context.node_config.get("require-secure-noise")
 
     def admit(self, request: ClientRequest) -> NoiseSource:
@@ -112,7 +113,7 @@ class NodePolicy:
             The node's owner requires more noise.
         """
         least = float(self.context.node_config.get("least-noise-multiplier", 0.0))
-        # Rounding may make a share of exactly the least noise a little smaller.
+        # Rounding may make a share of the noise a little smaller than the least, if both are equal.
         if not (multiplier := protection.noise_multiplier) >= least * (1 - _ROUNDING):
             raise PermissionError(
                 f"the server asks for a noise multiplier of {multiplier:g} on this client's "
@@ -175,7 +176,7 @@ class NodePolicy:
 
 
 def _built(task: Callable[[Context], Task], context: Context) -> Task:
-    """Build the task, without the partition, because all clients of a process share the task."""
+    """Build the task from a context without the partition: all clients of a process share it."""
     node_settings = {
         name: value for name, value in context.node_config.items() if name != PARTITION
     }

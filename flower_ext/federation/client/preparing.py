@@ -37,8 +37,8 @@ def work_of(
     PermissionError
         The node's owner requires more noise, secure noise, or secure sums.
     InvalidValue
-        The server asks for noise in local steps, but no phase of the method makes the whole update;
-        or a needed memory is lost.
+        The server asks for noise in local steps, but no phase of the method makes the whole update.
+        Or the client has lost the memory that the method needs.
     PreconditionFailed
         The guarantee assumes a different number of examples than the client has.
     """
@@ -46,7 +46,7 @@ def work_of(
     with knowing_no_data():
         partition, noise = policy.partition, policy.admit(request)
         step_noise = _step_noise(method, protection, noise)
-    # Batches differ between clients and rounds, and are the same in a repeated round.
+    # Batches of examples differ between clients and rounds, and are equal in a repeated round.
     seed = derived_seed(request.seed, "client", request.kind, partition, request.round)
     data = checked_data(task, request, partition)
     keeps = method.keeps_memory
@@ -63,21 +63,21 @@ def work_of(
         terms=objective_terms(request.model, len(data.train), protection, noise),
         noise=policy.noise(request.entries, "training-noise"),
         step_noise=step_noise,
-        # Libraries may round differently in a batch, but an upload must not depend on its batch, in
-        # any bit.
+        # Libraries may round differently if clients train in one batch, but no bit of an upload may
+        # depend on the other clients.
         batch_invariant=not alone and protection.bounds_uploads,
     )
 
 
 def checked_data(task: Task, request: ClientRequest, partition: int) -> ClientData:
-    """Return a client's checked data, or no examples if an error in them must stay hidden.
+    """Return a client's checked data, or `NO_DATA` if the server must not learn of an error in it.
 
     Raises
     ------
     PreconditionFailed
         The server's plan assumes another number of examples.
     Exception
-        As `data_of`, and as `refuse_state_between_trainings`.
+        Any error that `data_of` or `refuse_state_between_trainings` raises.
     """
     hide_errors = request.hides_missing_data
     data = data_of(task, partition, hide_errors=hide_errors)
@@ -88,8 +88,8 @@ def checked_data(task: Task, request: ClientRequest, partition: int) -> ClientDa
     num_examples, agreed = len(data.train), request.protection.num_examples
     if agreed is not None and num_examples != agreed:
         raise PreconditionFailed.tellable(
-            f"this client does not train on the plan's num_examples={agreed}, which holds for all "
-            "clients: give every client that many, or change the plan"
+            f"this client has a different number of training examples than the plan's "
+            f"num_examples={agreed}: give every client that many examples, or change the plan"
         )
     if request.kind != "train" or num_examples == 0:
         return data
@@ -104,12 +104,12 @@ def checked_data(task: Task, request: ClientRequest, partition: int) -> ClientDa
 
 
 def data_of(task: Task, partition: int, *, hide_errors: bool) -> ClientData:
-    """Return a client's data; no examples if they cannot be loaded and ``hide_errors`` is True.
+    """Return a client's data, or `NO_DATA` if loading fails and ``hide_errors`` is True.
 
     Raises
     ------
     TypeError
-        The task returned something else than ClientData.
+        The task returned an object that is not a ClientData.
     Exception
         Any error of ``Task.data``. If ``hide_errors`` is True, only a `tellable` one is raised; all
         others are written to the client's log.
@@ -135,7 +135,7 @@ def data_of(task: Task, partition: int, *, hide_errors: bool) -> ClientData:
 
 
 def _load(store: ClientMemory, method: ClientMethod, request: ClientRequest) -> Params | None:
-    """Load the newest memory from before this round; for an evaluation, also from this round."""
+    """Load the newest memory: of earlier rounds for a training, up to this round to evaluate."""
     used = request.entries.get("remembered")
     if method.memory is Memory.MIRRORED and request.kind == "train" and used is not None:
         _go_back(store, used)
@@ -143,26 +143,26 @@ def _load(store: ClientMemory, method: ClientMethod, request: ClientRequest) -> 
 
 
 def _go_back(store: ClientMemory, used: int) -> None:
-    """Forget memory of training rounds after ``used``, whose replies the server did not use."""
+    """Forget memory of the training rounds after ``used``; the server used no reply of theirs."""
     store.forget(after=used)
     if (newest := store.newest()) < used:
         raise InvalidValue.tellable(
-            f"this client lost its memory of training round {used} (newest: "
-            f"{newest or 'none'}), which the server still counts on, so it cannot take part: "
-            "name a state-folder in the node config, so that memory outlives the SuperNode"
+            f"this client cannot take part, because it lost its memory of training round {used}, "
+            f"which the server's state includes (newest memory: {newest or 'none'}): name a "
+            "state-folder in the node config, so that memory outlives the SuperNode"
         )
 
 
 def _step_noise(
     method: ClientMethod, protection: Protection, noise: NoiseSource
 ) -> dict[str, StepNoise]:
-    """Return the clipping and noise of each local step, by phase, if the server asks for them."""
+    """Return the clipping and noise of local steps by phase; empty if the server asks for none."""
     if not isinstance(protection, ClipSteps):
         return {}
     if method.upload_phase is None:
         raise InvalidValue(
             f"{method.name} has no upload_phase: noise in local steps needs one phase of training "
-            "that makes the whole update; take a plan that noises uploads"
+            "that makes the whole update; take a plan that adds noise to uploads"
         )
     in_steps = StepNoise(
         clipping_norm=protection.gradient_clipping_norm,
@@ -175,7 +175,9 @@ def _step_noise(
 def objective_terms(
     params: Params, num_examples: int, protection: Protection, noise: NoiseSource
 ) -> tuple[Linear, ...]:
-    """Return ⟨n, w⟩ with fresh noise n if the server asks for objective perturbation.
+    """Return the linear term ⟨n, w⟩ of the loss if the server asks for objective perturbation.
+
+    w are the trained parameters, and n is fresh noise.
 
     Raises
     ------
@@ -187,8 +189,8 @@ def objective_terms(
     if num_examples < protection.least_examples:
         raise PreconditionFailed.tellable(
             "this client trains on too few examples: objective perturbation needs at least "
-            f"{protection.least_examples:.0f} = 2u₂/μ of them (Theorem 6.3); take a larger "
-            "proximal_weight"
+            f"{protection.least_examples:.0f}, which is 2u₂/μ (Theorem 6.3); give it more "
+            "examples, or take a larger proximal_weight μ"
         )
     arrays = {name: p.detach().cpu().numpy() for name, p in params.items()}
     direction = protection.direction(arrays, noise)

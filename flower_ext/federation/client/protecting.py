@@ -1,23 +1,23 @@
 """Make a client's upload: run its method, protect the result, seal it, and store its memory.
 
-There are two kinds of protection. Client- and user-level privacy bounds and noises a client's
-*update*. Record-level privacy protects the records behind the client's whole *model*, by noise on
-the model, in each local step, or in the objective. The mechanisms are in
-`privacy.mechanisms.protections`.
+There are two kinds of protection. For client- and user-level privacy, the client bounds its
+*update* and adds noise to it. For record-level privacy, the client protects the records from which
+it trained its whole *model*, by noise on the model, in each local step, or in the objective. The
+mechanisms are in `privacy.mechanisms.protections`.
 
-Any error in code that reads a client's data may be due to the data: a training, the loss, the
-method, `Task.data`. An error may therefore reveal a record. If noise protects the whole upload, a
-client continues without the part that failed, and bounds, noises and sends the result like every
-upload. The reason stays in the client's own log.
+Code that reads a client's data may fail because of the data: a training, the loss, the method,
+`Task.data`. An error may therefore reveal a record. If noise protects the whole upload, a client
+continues without the part that failed. It bounds the result, adds noise and sends it like every
+other upload. The reason stays in the client's own log.
 
-==========================  ==============================================================
-what fails                  the client continues with
-==========================  ==============================================================
-`Task.data`                 no examples (`NO_DATA`)
-one training                the parameters that this training began with
-the method                  the result of the method for no examples
-the method, once more       the received model, and its memory as it was
-==========================  ==============================================================
+==============================  ==========================================================
+what fails                      the client continues with
+==============================  ==========================================================
+`Task.data`                     no examples (`NO_DATA`)
+one training                    the parameters with which this training began
+the method                      the result of the method for no examples
+the method, for no examples     the received model, and its memory as it was
+==============================  ==========================================================
 """
 
 from __future__ import annotations
@@ -71,17 +71,17 @@ def upload_of(work: ClientWork) -> Steps[records.Update]:
 
 
 def result_hiding_failures(work: ClientWork) -> Steps[LocalResult]:
-    """Run the method, and hide what fails as far as the client's protection allows.
+    """Run the method, and hide its errors as far as the client's protection allows.
 
     If the protection neither hides failures nor bounds models, every error is raised. Otherwise the
     function hides errors, except in these cases:
 
     * A `tellable` error is raised, because it depends on no data.
-    * If noise protects the local steps and not the whole upload, only trainings without noise may
-      fail unseen, such as the training of a personal model. Any other error is a fault of the
-      method and is raised, because no record can make a noised step fail.
+    * If noise protects the local steps and not the whole upload, the function hides only errors in
+      trainings without noise, such as the training of a personal model. Any other error is a fault
+      of the method and is raised, because no record can make a step with noise fail.
     * If the upload must be a sum over units, an error that also occurs without examples is raised,
-      because the received model cannot take the place of such a sum.
+      because the received model cannot replace such a sum.
     """
     protection = work.protection
     if not (protection.hides_failures or protection.bounds_models):
@@ -124,7 +124,7 @@ def _finite_result(work: ClientWork) -> Steps[LocalResult]:
 def _model_or_start(training: Training) -> Steps[Any]:
     """Return the trained model, or the initial parameters if a training without noise fails.
 
-    After a training without noise, what is returned is finite.
+    After a training without noise, the returned parameters are finite.
     """
     try:
         model = yield training
@@ -140,7 +140,7 @@ def _model_or_start(training: Training) -> Steps[Any]:
 
 
 def _protected(work: ClientWork, result: LocalResult) -> tuple[Contribution, Protected]:
-    """Return the client's update before and after its protection."""
+    """Return the client's update before its protection, and the protected update."""
     received, protection = work.received, work.protection
 
     def protect(result: LocalResult) -> tuple[Contribution, Protected]:
@@ -158,13 +158,13 @@ def _protected(work: ClientWork, result: LocalResult) -> tuple[Contribution, Pro
 
 
 def contribution_of(result: LocalResult, received: Params, *, whole: bool) -> Contribution:
-    """Return the part of a result that the plan bounds: the update, or the ``whole`` model.
+    """Return the update in a result, or the model if the plan bounds the ``whole`` model.
 
     Raises
     ------
     InvalidValue
-        The result has both a model and an update, or neither; or the plan needs a model, and the
-        result has none.
+        The result has both a model and an update, or neither. Or the plan bounds the model, and the
+        result has only an update.
     """
     if (result.model is None) == (result.update is None):
         raise InvalidValue.tellable("LocalResult: expected either a model or an update")
@@ -172,8 +172,8 @@ def contribution_of(result: LocalResult, received: Params, *, whole: bool) -> Co
         return result.model if whole else difference(result.model, received)
     if whole or result.update is None:
         raise InvalidValue.tellable(
-            "the plan clips and noises whole models, but the method returns an update: "
-            "return LocalResult(model=...)"
+            "the plan clips whole models and adds noise to them, but the method returns an "
+            "update: return LocalResult(model=...)"
         )
     return result.update
 
@@ -186,18 +186,19 @@ def protected(
 ) -> Protected:
     """Return the update as it leaves the client.
 
-    If the protection `bounds_models`, ``update`` is the whole trained model. Rebuilding that model
-    from the received one and a difference would add rounding that the sensitivity bound does not
-    cover.
+    If the protection `bounds_models`, ``update`` is the whole trained model. A model that is
+    rebuilt from the received model and a difference would have rounding errors, which the
+    sensitivity bound does not cover.
 
     Raises
     ------
     InvalidValue
-        The method bounds each unit's part of the update and the plan does not expect that, or the
-        reverse; or the method's bound is larger than the plan's.
+        The method bounds what each unit adds to the update, but the plan does not expect that; or
+        the plan expects it, but the method does not. Or the method's bound is larger than the
+        plan's.
     """
-    # A sum over units states how far one unit moves it. Clipping the whole sum would not bound
-    # that.
+    # A sum over units states how far one unit moves it. Clipping the whole sum would not bound this
+    # distance.
     if isinstance(update, BoundedSum | HiddenSum) or protection.of_units:
         return _noised_sum(update, received, protection, noise)
     released = protection.released(update, noise)
@@ -212,7 +213,7 @@ def _noised_sum(
     protection: Protection,
     noise: NoiseSource,
 ) -> Protected:
-    """Return a sum over units, each bounded by the method, with this client's share of noise."""
+    """Add this client's share of the noise to a sum to which the method bounds each unit's part."""
     if (
         not isinstance(update, BoundedSum | HiddenSum)
         or not (isinstance(protection, ClipAndNoise) and protection.of_units)
@@ -220,7 +221,7 @@ def _noised_sum(
         or getattr(update, "cell", None) != protection.cell
     ):
         raise InvalidValue.tellable(
-            f"the method gives each unit's part of the update {_bound_of(update)}: the plan "
+            f"the method sets {_bound_of(update)} for each unit's part of the update: the plan "
             f"expects {_bound_of(protection)}"
         )
     if isinstance(update, HiddenSum):  # `encrypt` adds the noise before it encrypts
@@ -235,7 +236,10 @@ def _noised_sum(
 
 
 def _bound_of(value: object) -> str:
-    """Return, for an error, the bound that a sum or a protection sets for each unit's part."""
+    """Return the words in which an error states the bound on each unit's part of a sum.
+
+    ``value`` is the sum, or the protection that the plan requires.
+    """
     if isinstance(value, BoundedSum | HiddenSum):
         bound = f"a bound of {value.bound:g}"
     elif isinstance(value, ClipAndNoise) and value.of_units:
@@ -257,7 +261,9 @@ def _metrics(work: ClientWork, result: LocalResult, contribution: Contribution) 
         metrics |= {"num-examples": size, **result.metrics}
     if entries.get("diagnostics"):
         if isinstance(contribution, HiddenSum):
-            raise InvalidValue.tellable("diagnostics=True with an encrypted sum: expected False")
+            raise InvalidValue.tellable(
+                "diagnostics=True: expected False, because the client encrypts its sum"
+            )
         moved: Mapping[str, Any]
         if isinstance(contribution, BoundedSum):
             total = contribution.in_numbers()

@@ -22,12 +22,15 @@ T = TypeVar("T")
 _OF_SUMS = (records.SECURE_SUM, records.WEIGHTED_SUM)
 """Array records that hold a protocol's bytes. The arrays of all other records become tensors."""
 _IN_THE_CLEAR = ("report-size", "diagnostics", "training-loss")
-"""Entries that ask for un-noised numbers about the client's data, in addition to the update."""
+"""Entries that ask for numbers about the client's data without noise, in addition to the update."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ClientRequest:
-    """A request of the server: its round, the model, other arrays, and phases of training."""
+    """A request of the server, as read from its message.
+
+    It holds the model, other arrays, the phases of training, and the entries of the round.
+    """
 
     model: Params
     training: Mapping[str, LocalTraining]
@@ -45,7 +48,7 @@ class ClientRequest:
 
     @property
     def is_summed(self) -> bool:
-        """True if the whole answer is masked, so that no number leaves the client in the clear."""
+        """True if masks hide the client's whole answer, and no number leaves it in the clear."""
         if any(self.entries.get(name) for name in _IN_THE_CLEAR):
             return False
         is_masked = records.SECURE_SUM in self.sums and self.protection.cell is not None
@@ -77,7 +80,7 @@ class ClientRequest:
 def read_each(
     task: Task, messages: Sequence[Message], contexts: Sequence[Context]
 ) -> list[ClientRequest | Exception]:
-    """Return each client's request, or its error; a record in several messages is read only once.
+    """Return each client's request, or its error; read a record of several messages only once.
 
     The error of a client may be one of these:
 
@@ -113,7 +116,7 @@ def read_each(
             raise InvalidValue(
                 f"the server's model has {extra}: expected only parameters of this task's model, "
                 "as in ArrayRecord(task.initial_params(0))"
-                + (f"; {', '.join(known)}, and is sent under that name" if known else "")
+                + (f"; {', '.join(known)}: send it under that name only" if known else "")
             )
         round_entries = dict(configs[records.ROUND])
         protection = check_entries(round_entries) or Unprotected()
@@ -152,7 +155,7 @@ def _check_received(params: Params, task: Task) -> None:
 
 
 class _Named(dict[str, T]):
-    """A part of the server's message, by name; the error of a missing name may reach the server."""
+    """Values in the server's message, by name. The server may see the error of a missing name."""
 
     def __missing__(self, name: str) -> T:
         raise InvalidValue.tellable(f"the server's message has no {name!r}")

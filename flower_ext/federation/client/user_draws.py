@@ -1,9 +1,10 @@
 """Draw the same users in all silos, without a message and without the server's knowledge.
 
-Each silo draws the users of a round by a generator whose key is HMAC-SHA-256 of the run and the
-round under a secret that the silos share (`Task.draw_key`). The draws are independent only if no
-round comes twice: the server could otherwise ask for the same users under several models. Each silo
-therefore stores the newest round that it drew, and refuses to draw without a ``state-folder``.
+To draw the users of a round, each silo computes HMAC-SHA-256 of the run and the round, under a
+secret that the silos share (`Task.draw_key`). The result is the key of a random generator. Draws
+are independent only if no round comes twice: in a repeated round, the server could ask for the same
+users under another model. Each silo therefore stores the number of the newest round that it drew,
+and refuses to draw without a ``state-folder``.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ def draw_users(
     ----------
     task : Task
     vault : ClientVault
-        Memory of the newest round that this silo drew (`draws_vault`).
+        Memory of the newest round for which this silo drew users (`draws_vault`).
     run : tuple of str and int
         The run's name, and Flower's run id, which is new in a resumed run.
     number : int
@@ -47,9 +48,8 @@ def draw_users(
     key = _key_of(task, vault)
     if number <= (newest := int.from_bytes(vault.load() or b"")):
         raise ProtocolError.tellable(
-            f"the server asks for users of round {number}, but this silo drew those of round "
-            f"{newest} before: expected each round once, because a repeated round draws the "
-            "same users"
+            f"the server asks for the users of round {number}, but this silo has drawn users up to "
+            f"round {newest}: expected a new round, because a repeated round draws the same users"
         )
     vault.store(number.to_bytes(8))  # before anything leaves
     return sampling.draw(keyed_generator(key, "users", *run, number))
@@ -68,7 +68,7 @@ def draw_fingerprint(task: Task, vault: ClientVault) -> bytes:
 
 
 def draws_vault(context: Context, method: str) -> ClientVault:
-    """Return a silo's memory of the rounds that it drew."""
+    """Return a silo's memory of the newest round for which it drew users."""
     return ClientVault(context, f"{method}-draws", is_permanent=True)
 
 
@@ -80,7 +80,7 @@ def _key_of(task: Task, vault: ClientVault) -> bytes:
         )
     if task.draw_key is None:
         raise InvalidValue.tellable(
-            "this silo has no key to draw users by: give it Task(draw_key=...), from the file "
-            "of `flower-ext link key` that all silos share"
+            "this silo has no key with which to draw users: set Task(draw_key=...) to the key that "
+            "all silos share, from the file that `flower-ext link key` writes"
         )
     return task.draw_key

@@ -1,1 +1,1 @@
-"""Engines: clients in this process, in several processes, and many on one node."""
+"""Engines that run clients: in this process, in several processes, or many clients on one node."""

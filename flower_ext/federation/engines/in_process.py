@@ -1,8 +1,9 @@
 """A Grid that runs ClientApps in this process, unchanged and without Ray.
 
 Use it for tests and for research on one machine. Each client keeps its own Context. If a client
-raises, its reply is an error and its changes to its state are undone, as in Flower's simulation. A
-ClientApp of this package answers for a whole cohort at once, and trains its clients in batches.
+raises an error, its reply is an error and its changes to its state are undone, as in Flower's
+simulation. A ClientApp of this package answers for a whole cohort at once, and trains its clients
+in batches.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ _YOUNG = 10_000
 
 
 class InProcessGrid(Grid):
-    """Virtual clients 0 … ``num_clients``−1 around one ClientApp.
+    """A grid of virtual clients 0 … ``num_clients``−1, which all run one ClientApp.
 
     Parameters
     ----------
@@ -39,8 +40,8 @@ class InProcessGrid(Grid):
     run_config : Mapping, optional
         The clients' ``context.run_config``.
     memory_limit : int
-        Bytes that local trainings may take at a time (see `training.train_each`). Replies that wait
-        to be used may take a quarter of it.
+        Bytes that local trainings may take at a time (see `training.train_each`). Replies that the
+        caller has not yet taken may use a quarter of it.
     workers : int
         Number of processes that share the clients; see `workers`.
     """
@@ -108,7 +109,7 @@ class InProcessGrid(Grid):
         return list(self.contexts)
 
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
-        """Run the clients, and return message ids; replies wait for `pull_messages`."""
+        """Run the clients, and return the message ids; `pull_messages` returns the replies."""
         messages = list(messages)
         replies = self._replies_to(messages)
         ids = [message.metadata.message_id for message in messages]
@@ -121,7 +122,7 @@ class InProcessGrid(Grid):
         *,
         message_ids: Iterable[str] | None = None,
     ) -> Iterable[Message]:
-        """Return the replies to these messages, or to all messages, each reply only once."""
+        """Return the replies to these messages; without ids, all replies not returned before."""
         wanted = message_ids if reply_to_message_ids is None else reply_to_message_ids
         wanted = [*self._replies] if wanted is None else wanted
         return [self._replies.pop(name) for name in wanted if name in self._replies]
@@ -129,10 +130,10 @@ class InProcessGrid(Grid):
     def send_and_receive(
         self, messages: Iterable[Message], *, timeout: float | None = None
     ) -> Iterable[Message]:
-        """Run each message's client, in parts whose replies fit into memory; return the replies.
+        """Run the clients in parts whose replies fit into memory, and return the replies.
 
-        The first part runs at once. Each further part runs when the caller has taken all replies of
-        the part before. ``timeout`` has no effect.
+        The first part of the messages is answered at once. Each further part is answered when the
+        caller has taken all replies of the previous part. ``timeout`` has no effect.
         """
         messages = list(messages)
         limit = self._memory_limit * self.workers.count
@@ -186,12 +187,10 @@ def modules_uncollected() -> Iterator[None]:
 
     A round makes thousands of small objects. They start the collector, which takes a fifth of a
     second each time if it walks through everything. Most small objects are gone after the round, so
-    this function also raises the threshold from which the collector starts. If the caller has
-    already set a threshold as high, or has frozen objects (`gc.freeze`), this function changes
-    nothing.
+    this function also raises the number of objects at which the collector starts. It changes
+    nothing if the caller has already set a number as high, or has frozen objects (`gc.freeze`).
     """
-    # Compare the threshold first, because Python counts frozen objects one by one, a million in 50
-    # ms.
+    # Compare the threshold first, because Python takes 50 ms to count a million frozen objects.
     if gc.get_threshold()[0] >= _YOUNG or gc.get_freeze_count():
         yield
         return

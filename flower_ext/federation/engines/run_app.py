@@ -47,7 +47,7 @@ def run_app(folder: Path, config: UserConfig, *, clients: int, workers: int = 1)
 
 
 def main() -> None:
-    """Run the app that the command line names. Print one line for an error that users can fix.
+    """Run the app that the command line names; for an error that users can fix, print one line.
 
     SIGTERM ends the run cleanly, with the exit status 143.
     """

@@ -1,9 +1,9 @@
 """Many clients on one node, with fewer and larger messages and training in batches.
 
-Flower takes 7 to 25 ms for a message, without any training. A `VirtualGrid` shows a strategy
-``clients_per_node`` clients for every node, packs the messages to clients of one node into one, and
-unpacks the reply. A `CohortApp` on the node answers for all of them. Neither the strategy nor a
-client notices.
+Flower takes 7 to 25 ms for a message, without any training. A `VirtualGrid` therefore presents each
+node to the strategy as ``clients_per_node`` clients. It packs the messages to the clients of one
+node into one message, and unpacks the reply. A `CohortApp` on the node answers for all its clients.
+The strategy and the clients work as if each client had its own node.
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ _SHARE_OF_REPLIES = 4
 
 
 def replies_in_memory(message: Message, memory_limit: int) -> int:
-    """Return the number of replies that fit into memory if each is as large as the message."""
+    """Return the number of replies, each as large as ``message``, that fit into memory."""
     return max(1, memory_limit // _SHARE_OF_REPLIES // max(1, payload_bytes([message])))
 
 
 def clients_of(grid: Grid, clients_per_node: int) -> Grid:
-    """Return a grid of an app's clients: ``clients_per_node`` (0 means 1) on each of its nodes."""
+    """Return a grid with ``clients_per_node`` clients (0 means 1) on each node of ``grid``."""
     return grid if clients_per_node in (0, 1) else VirtualGrid(grid, clients_per_node)
 
 
 class VirtualGrid(Grid):
-    """A grid that shows every node as ``clients_per_node`` clients.
+    """A grid that presents every node as ``clients_per_node`` clients.
 
     Parameters
     ----------
@@ -94,7 +94,7 @@ class VirtualGrid(Grid):
         ]
 
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
-        """Refuse to send without waiting; call `send_and_receive`."""
+        """Refuse to send messages without waiting for replies; call `send_and_receive`."""
         raise NotImplementedError("VirtualGrid: call send_and_receive")
 
     def pull_messages(self, *arguments: Any, **options: Any) -> Iterable[Message]:
@@ -104,10 +104,10 @@ class VirtualGrid(Grid):
     def send_and_receive(
         self, messages: Iterable[Message], *, timeout: float | None = None
     ) -> Iterable[Message]:
-        """Ask all clients, and yield their replies. A silent node's clients are all silent.
+        """Ask all clients, and yield their replies. If a node is silent, so are all its clients.
 
-        With large models, only some clients of a node are asked at a time: the first at once, and
-        the others when the caller has taken the replies before them.
+        If the replies of all clients of a node do not fit into memory, the grid asks some of these
+        clients at once, and others when the caller has taken the replies of the first.
         """
         messages = list(messages)
         most = replies_in_memory(messages[0], MEMORY_LIMIT) if messages else 1
@@ -118,17 +118,18 @@ class VirtualGrid(Grid):
         return chain(iter(next(answers, [])), chain.from_iterable(answers))
 
     def _parcels(self, messages: Sequence[Message], most: int) -> list[tuple[int, int]]:
-        """Return for each message the number of the exchange in which it is sent, and its node.
+        """Return a pair for each message: the number of the exchange that sends it, and its node.
 
-        No exchange asks a client twice. About ``most`` messages go to a node in one exchange.
+        An exchange sends one packed message to each node and waits for the replies. No exchange
+        asks a client twice. About ``most`` messages go to a node in one exchange.
         """
         turns: Counter[int] = Counter()
         sent: Counter[int] = Counter()
         parcels = []
         for message in messages:
             client, node = message.metadata.dst_node_id, self._slot(message)[0]
-            # A client's second message waits for the next exchange, because the client's state is
-            # stored after this one.
+            # A client's second message waits for the next exchange, because the node stores the
+            # client's state only at the end of an exchange.
             parcels.append((turns[client] + sent[node] // most, node))
             turns[client] += 1
             sent[node] += 1
@@ -146,7 +147,11 @@ class VirtualGrid(Grid):
                 del parcels[node]
                 singles += self._unpack(reply, by_node[node])
             else:
-                log.warning("node %d: the server ignores a reply to no open message", node)
+                log.warning(
+                    "node %d: the server ignores a reply, because it answers no message that waits "
+                    "for a reply",
+                    node,
+                )
         return singles
 
     def _slot(self, message: Message) -> tuple[int, int]:
@@ -174,7 +179,7 @@ class VirtualGrid(Grid):
         )
 
     def _unpack(self, reply: Message, requests: Sequence[Message]) -> list[Message]:
-        """Return each asked client's reply; an error of the node is an error of each client."""
+        """Return a reply to each request; an error of the node becomes the reply to each."""
         if reply.has_error():
             return [Message(reply.error, reply_to=message) for message in requests]
         try:

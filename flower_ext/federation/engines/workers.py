@@ -1,8 +1,9 @@
 """Worker processes that each answer for a part of the clients, so that one run uses many cores.
 
-The server's process forks them, so they share what it has loaded. A client with a state stays in
-its process for the whole run; a client without one goes to the process with the least work. Each
-process has one thread, because many small trainings gain more from processes than from threads.
+The server's process forks the worker processes, so they share the objects that it has loaded. A
+client with a state stays in its process for the whole run. A client without a state goes to a
+process with less work than others. Each process has one thread, because many small trainings gain
+more from processes than from threads.
 
 Worker processes only train. The server alone checks, bounds and adds each update, in the order of
 partitions, and then discards the update. Memory therefore stays bounded, and no bit of the sum
@@ -35,7 +36,7 @@ from flower_ext.federation.records import Update, UploadReply
 
 
 class WorkerLost(FlowerExtError, RuntimeError):
-    """A worker process, which the message names, has ended; its clients' state is lost."""
+    """A worker process has ended, and its clients' state is lost; the message names the process."""
 
 
 class Workers:
@@ -72,10 +73,10 @@ class Workers:
         self._threads = torch.get_num_threads()  # to restore when the workers have ended
 
     def ask(self, messages: Sequence[Message]) -> Iterator[Message]:
-        """Return replies in the order of ``messages``; replies of other processes arrive later.
+        """Return an iterator over the replies, in the order of ``messages``.
 
-        This process answers its share before the function returns, while the others work. The
-        iterator waits for another process when the caller takes the first of its replies.
+        This process answers its share before the function returns, while the other processes work.
+        When the caller takes the first reply of another process, the iterator waits for it.
 
         Raises
         ------
@@ -87,7 +88,7 @@ class Workers:
         if not self._others:
             self._fork()
         for worker in self._others:
-            self._replies_of(worker)  # to earlier messages: nobody waited for them
+            self._replies_of(worker)  # discard replies to earlier messages that nobody took
         first, *shares = self._divided(messages)
         for worker, share in zip(self._others, shares, strict=True):
             worker.ask(share)
@@ -105,7 +106,7 @@ class Workers:
             yield replies.pop(id(message))
 
     def _replies_of(self, worker: _Worker) -> dict[int, Message]:
-        """Return another process's replies to its last messages, by ``id`` of the message."""
+        """Wait for a worker's replies to its last messages; return them by ``id(message)``."""
         messages, worker.unanswered = worker.unanswered, ()
         if not messages:
             return {}
@@ -135,7 +136,7 @@ class Workers:
         return shares
 
     def _with_state(self, messages: Sequence[Message]) -> list[int]:
-        """Return the nodes that ``messages`` are for and that have a state in this process."""
+        """Return the receivers of ``messages`` that have a state in this process, by node id."""
         nodes = [message.metadata.dst_node_id for message in messages]
         return [node for node in nodes if self._contexts[node].state]
 
@@ -150,7 +151,7 @@ class Workers:
         self.abandon()
 
     def abandon(self) -> None:
-        """End the other processes that still run, at once."""
+        """End the other processes that still run, without waiting for their replies."""
         for worker in self._others:
             worker.process.terminate()
             worker.process.join()
@@ -214,7 +215,7 @@ class Workers:
 
 @dataclass
 class _Worker:
-    """A worker process as the server's process sees it, and its messages without a reply."""
+    """A worker process, for use in the server's process, and the messages that it has to answer."""
 
     number: int
     process: BaseProcess
@@ -235,7 +236,7 @@ class _Worker:
             raise self._lost() from error
 
     def receive(self) -> Any:
-        """Return the next object that the process shares; raise `WorkerLost` if it has ended."""
+        """Return the next object that the process sends; raise `WorkerLost` if it has ended."""
         try:
             return self.channel.shared()
         except (EOFError, OSError) as error:
@@ -277,14 +278,14 @@ def _reply(message: Message, answer: Error | RecordDict | Update) -> Message:
 class _Channel:
     """A connection to a process, and an unnamed file for the large arrays in its answers.
 
-    The file is in memory if the system supports it. Each answer reuses the file's pages.
+    The file is in memory if the system supports it. Each answer overwrites the previous one.
     """
 
     def __init__(self, connection: Connection, memory: int) -> None:
         self.connection, self._memory = connection, memory
 
     def share(self, content: object) -> None:
-        """Send an object that holds large arrays."""
+        """Send an object whose large arrays go through the file."""
         buffers: list[pickle.PickleBuffer] = []
         outline = pickle.dumps(content, protocol=5, buffer_callback=buffers.append)
         parts, end = [buffer.raw() for buffer in buffers], 0
@@ -307,7 +308,7 @@ class _Channel:
         return pickle.loads(outline, buffers=parts)
 
     def close(self) -> None:
-        """Close this end of the channel; neither side can use it afterwards."""
+        """Close this end of the channel; neither process can use the channel afterwards."""
         self.connection.close()
         os.close(self._memory)
 

@@ -5,10 +5,10 @@ checkpoint is the whole state between two rounds. ``begun.jsonl`` records the co
 before the server asks it. Random draws follow from the seed and the number of the round, so no
 generator needs to be stored.
 
-A resumed run repeats a round that was not finished. If the repetition equals the first attempt, bit
-for bit (``repeats``), the round counts once. Under secure noise the repetition is another release:
-the abandoned attempt counts for all units whose data it used, and the numbers of training rounds
-continue after it.
+A resumed run repeats a round that was not finished. If the second attempt equals the first, bit for
+bit (``repeats``), the round counts once. Under secure noise, the second attempt is another release:
+each unit whose data the first attempt used has taken part in one more round, and the second attempt
+gets the next round number.
 """
 
 from __future__ import annotations
@@ -36,9 +36,10 @@ QUERY = "query"
 
 @dataclass
 class BegunRound:
-    """A training round that the server began: its units, and its numbers of requests and uploads.
+    """A training round that the server began: its number, units, requests and uploads.
 
-    ``uploads`` is the number of usable uploads, or None as long as the server used none of them.
+    ``requests`` and ``uploads`` are the numbers that `OpenSum.exposure` returns. ``uploads`` is
+    None as long as it is unknown.
     """
 
     training: int
@@ -59,8 +60,8 @@ class Checkpoints:
     ----------
     directory : RunWriter, optional
     repeats : bool
-        True if a repeated round equals the first attempt, bit for bit. Nothing then has to be on
-        disk before the server asks a client.
+        True if a repeated round equals the first attempt, bit for bit. The server then asks clients
+        without first recording the round on disk.
     """
 
     def __init__(self, directory: RunWriter | None, *, repeats: bool) -> None:
@@ -71,7 +72,7 @@ class Checkpoints:
         """The round that the server began, until its uploads are counted."""
 
     def begin(self, begun: BegunRound) -> None:
-        """Record durably which units' data the server is about to ask for.
+        """Write to disk which units' data the server is about to use.
 
         Raises
         ------
@@ -84,7 +85,7 @@ class Checkpoints:
             self.directory.accounted = False
 
     def begin_query(self, query: str, number: int) -> None:
-        """Record durably that the server is about to ask a query for the ``number``-th time.
+        """Write to disk that the server is about to ask a query for the ``number``-th time.
 
         Raises
         ------
@@ -94,7 +95,7 @@ class Checkpoints:
         self._note(**{QUERY: query, "number": number})
 
     def finish(self, uploads: int) -> None:
-        """Record durably the number of usable uploads, before the server uses them.
+        """Write to disk the number of usable uploads, before the server uses them.
 
         Raises
         ------
@@ -107,7 +108,7 @@ class Checkpoints:
             self.open = None  # from here on the strategy counts the round
 
     def save(self, round: int, values: Mapping[str, Any], groups: Mapping[str, Arrays]) -> None:
-        """Write the state after a round, and keep the checkpoint before it.
+        """Write a checkpoint of the state after a round, and keep the previous checkpoint.
 
         Raises
         ------
@@ -138,21 +139,21 @@ class Checkpoints:
                 return unpack(file.read_bytes())
             except Damaged as error:
                 damage.append(f"{file}: {error}")
-                log.warning("%s; the run continues from the checkpoint before it", damage[-1])
+                log.warning("%s; the run continues from an earlier checkpoint", damage[-1])
         if damage:
             raise Damaged(f"no checkpoint is intact ({'; '.join(damage)}): begin a new run")
         return None
 
     def abandoned(self, *, after: int) -> list[BegunRound]:
-        """Return unfinished training rounds with numbers above ``after``; they still count.
+        """Return the unfinished training rounds above ``after``, whose privacy loss still counts.
 
-        The list is empty if rounds repeat, because a repeated round then counts once.
+        The list is empty if rounds repeat bit for bit, because a repeated round then counts once.
         """
         if self.repeats:
             return []
         file = self._folder() / BEGUN
         lines = whole_lines(file)
-        if file.exists():  # a torn last line was never durable, so the server asked nobody
+        if file.exists():  # drop a torn last line: it was not yet on disk, so nobody was asked
             write_whole(file, b"".join(line + b"\n" for line in lines))
         abandoned: dict[int, BegunRound] = {}
         for entry in map(json.loads, lines):

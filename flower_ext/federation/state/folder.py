@@ -1,18 +1,19 @@
-"""A folder for secrets and memory that outlive the process, of a client or of a run's server.
+"""A folder for the secrets and memory of a client or server, which outlive its process.
 
 ====================  =====================================================
 node config           meaning
 ====================  =====================================================
-``state-folder``      the folder; without it, memory and keys live in Flower's ``context.state``
-``state-key-file``    a file of 32 random bytes, which encrypt the folder's files
+``state-folder``      the folder; without it, memory and keys are in Flower's ``context.state``
+``state-key-file``    a file with a key of 32 random bytes, which encrypts the folder's files
 ====================  =====================================================
 
 Keys are in the subfolder `SECRETS`. Leave that subfolder out of backups: a client that continues
 from an older state could use a mask twice, and two messages under one mask reveal their difference.
 
 A SuperNode reads these values from its own node config only, because a server must not name paths
-on other people's machines. A simulation, where one person owns everything, reads the run's
-``state-folder``. Its files outlive the process, but are not synced against a loss of power.
+on other people's machines. In a simulation, where one person owns everything, clients read
+``state-folder`` from the run config. These files outlive the process, but a loss of power may
+destroy the newest of them.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ class StateFolder:
 
     @classmethod
     def of(cls, context: Context) -> StateFolder | None:
-        """Return the folder of this client, or None if nobody named one.
+        """Return the folder of this client, or None if the config has no ``state-folder``.
 
         Raises
         ------
@@ -96,14 +97,14 @@ class StateFolder:
         if self.key is None:
             if sealed:
                 raise Damaged(
-                    f"{file} is encrypted: name the file with its key as state-key-file; a node "
-                    "names it in its node config"
+                    f"{file} is encrypted: set state-key-file to the file with its key, on a node "
+                    "in the node config"
                 )
             return content
         if not sealed:
             raise Damaged(
-                f"{file} is not encrypted: expected an encrypted file, because a state-key-file is "
-                "named"
+                f"{file} is not encrypted: expected an encrypted file, because state-key-file is "
+                "set"
             )
         start = len(_SEALED) + _NONCE_BYTES
         try:
@@ -112,13 +113,13 @@ class StateFolder:
             )
         except InvalidTag:
             raise Damaged(
-                f"{file} was altered, moved, or encrypted with a different key than that of the "
-                "state-key-file"
+                f"{file} was altered, moved, or encrypted with a key other than the one in the "
+                "state-key-file: expected the file as it was written, and its own key"
             ) from None
 
     @contextmanager
     def one_at_a_time(self, folder: str) -> Iterator[Path]:
-        """Let one process at a time enter the block; yield the path of the subfolder ``folder``."""
+        """Keep other processes out of the block, and yield the path of the subfolder ``folder``."""
         self._make(Path(folder))
         with held(self.path / folder / ".lock"):
             yield self.path / folder
@@ -142,7 +143,7 @@ class StateFolder:
 
 
 def read_key(file: Path) -> bytes:
-    """Return the key in a file.
+    """Return the encryption key that a state-key-file holds.
 
     Raises
     ------

@@ -1,8 +1,8 @@
 """A client's memory between messages: personal head, personal model, control variate, keys.
 
-The memory is in Flower's ``context.state``, or in a folder of the client's owner (`folder`).
-Flower's state lasts as long as a simulated run, or the process of a SuperNode; the folder outlives
-both. No reply ever contains memory.
+The memory is in Flower's ``context.state``, or in a folder that the client's owner names
+(`folder`). Flower's state lasts as long as a simulated run, or as the process of a SuperNode. The
+folder outlives both. No reply ever contains memory.
 """
 
 from __future__ import annotations
@@ -39,8 +39,9 @@ be those of a run in progress: it stores them anew in each round that the client
 class ClientMemory:
     """One client's memory of one method in one run.
 
-    There may be several versions of it, numbered by the training round that stored them. A repeated
-    round begins like the first attempt: with the newest version before it.
+    There may be several versions of the memory, each with the number of the training round that
+    stored it. A repeated round begins with the same version as the first attempt: the newest one
+    of an earlier round.
 
     Parameters
     ----------
@@ -48,8 +49,8 @@ class ClientMemory:
     method : str
         Name of the method.
     run : str
-        Identity of the run, which a resumed run keeps, unlike Flower's run id. Without it, the
-        memory is in the context's state only.
+        The run's id, which a resumed run keeps, unlike Flower's run id. Without ``run``, the memory
+        is in the context's state only.
     """
 
     def __init__(self, context: Context, method: str, run: str = "") -> None:
@@ -64,7 +65,7 @@ class ClientMemory:
     def load(self, before: int | None = None) -> Params | None:
         """Return the newest memory that a training round below ``before`` stored, or None.
 
-        In a context's state, ``before`` has no effect.
+        If the memory is in a context's state, ``before`` has no effect.
 
         Raises
         ------
@@ -79,8 +80,8 @@ class ClientMemory:
     ) -> None:
         """Store ``params`` as what this client remembers after training round ``version``.
 
-        A folder also keeps the two versions before it. The context's state keeps only the last
-        version before it if ``and_before`` is set, and none otherwise.
+        A folder also keeps the two previous versions. A context's state keeps only one previous
+        version if ``and_before`` is set, and none otherwise.
 
         Raises
         ------
@@ -90,7 +91,7 @@ class ClientMemory:
         # Clone, because a view would keep a whole batch in memory.
         self._versions.write(version, {name: value.clone() for name, value in params.items()})
         kept = _EARLIER if isinstance(self._versions, _InFolder) else int(and_before)
-        # Versions above this one are of rounds that a resumed run repeats.
+        # Versions with larger numbers are of rounds that a resumed run repeats.
         versions = self._versions.numbers()
         earlier = sorted((other for other in versions if other < version), reverse=True)
         for other in versions:
@@ -98,7 +99,7 @@ class ClientMemory:
                 self._versions.remove(other)
 
     def forget(self, after: int) -> None:
-        """Drop the memory of training rounds above ``after``."""
+        """Delete the memory that training rounds above ``after`` stored."""
         for version in self._versions.numbers():
             if version > after:
                 self._versions.remove(version)
@@ -114,7 +115,7 @@ class ClientMemory:
 
 @dataclass(frozen=True)
 class _InState:
-    """Versions in a context's state, which lasts as long as a run or a SuperNode's process."""
+    """Memory in a context's state, which lasts as long as a run or a SuperNode's process."""
 
     state: RecordDict
     key: str
@@ -135,7 +136,7 @@ class _InState:
 
 @dataclass(frozen=True)
 class _InFolder:
-    """Versions in a folder of the client's owner, each a file with a checksum."""
+    """Memory in a folder of the client's owner; each version is a file with a checksum."""
 
     folder: StateFolder
     inside: str
@@ -170,8 +171,9 @@ class ClientVault:
     when it stops. If the owner names a folder (``--node-config "state-folder='/path'"``), every
     change is on disk before `store` returns, in a file that only the owner can read.
 
-    Load the bytes, take one step, store the outcome, and only then send it. If two processes do so
-    at the same time, the folder accepts one outcome, and the other process sends nothing.
+    Load the bytes, take one step of the protocol, store the new bytes, and only then send a
+    message. If two processes do so at the same time, the folder accepts the bytes of one, and the
+    other sends nothing.
 
     Parameters
     ----------
@@ -179,9 +181,9 @@ class ClientVault:
     method : str
         Name of the method, or of its part that keeps the bytes.
     is_permanent : bool
-        True for a record of what this client must never do again in the run. Neither age nor the
-        server removes it. It belongs to the partition, because the server may give a node another
-        number. False for keys, without which the client answers nothing: they may be removed.
+        True for a record of a step that this client must never repeat in the run. The record is
+        never removed. It belongs to the partition, because the server may give a node another id.
+        False for keys: old keys may be removed, because a client without keys answers nothing.
     """
 
     def __init__(self, context: Context, method: str, *, is_permanent: bool = False) -> None:
@@ -194,7 +196,10 @@ class ClientVault:
 
     @property
     def outlives_process(self) -> bool:
-        """True if a restart loses nothing; a simulation that starts again is a new run."""
+        """True if the bytes survive a restart, or if this is a simulation.
+
+        A simulation that starts again is a new run, which needs no bytes of the earlier run.
+        """
         return StateFolder.of(self._context) is not None or private.in_simulation()
 
     def load(self) -> bytes | None:
@@ -215,7 +220,8 @@ class ClientVault:
         Raises
         ------
         ProtocolError
-            Another process stored something after this one loaded, so nothing may leave this one.
+            Another process stored bytes after this process loaded them, so this process must not
+            send anything.
         """
         if (folder := StateFolder.of(self._context)) is not None:
             with folder.one_at_a_time(SECRETS) as secrets:
@@ -234,11 +240,11 @@ class ClientVault:
 
 
 def forget_client(context: Context, runs: Sequence[str]) -> None:
-    """Delete everything that a client keeps of ``runs``: memory of all methods, and its keys.
+    """Delete everything that a client keeps of ``runs``: the memory of all methods, and its keys.
 
-    Permanent records stay, because they tell what the client did and nothing about its data. A
-    context's state holds the memory of the context's run only. Memory of other runs that is not in
-    a folder vanishes with the SuperNode's process.
+    Permanent records stay, because they tell what the client did and nothing about its data. If
+    there is no folder, the function deletes only the memory of the context's run; memory of other
+    runs vanishes when the SuperNode's process ends.
     """
     for name in [*context.state]:
         if name.startswith("flower_ext.") and not name.endswith(f".{_PERMANENT}"):
@@ -254,7 +260,7 @@ def forget_client(context: Context, runs: Sequence[str]) -> None:
 
 
 def _remove_old(secrets: Path) -> None:
-    """Remove secrets of earlier runs: Flower tells no client that a run ended."""
+    """Remove old secrets, because Flower does not tell a client that their run has ended."""
     for file in secrets.glob("*.secret"):
         if time.time() - file.stat().st_mtime > _SECRETS_SECONDS:
             file.unlink()

@@ -1,21 +1,21 @@
 """Secret state from which the server continues the correlated noise of its rounds.
 
-The state of training round t holds the noise of that round and what the next one needs. It is on
-disk before the server asks any client of round t. A resumed run therefore remembers the noise of
-every model that has left the server, and never draws that noise again:
+The state of training round t holds the noise of that round, and the earlier noise that the next
+round needs. It is on disk before the server asks any client of round t. A resumed run therefore
+knows the noise of every model that has left the server, and never draws that noise again:
 
 ======================================  =======================================================
 the process ends                        the resumed run
 ======================================  =======================================================
-before the state of round t is stored   draws its noise anew: the earlier numbers reached nobody
-after that                              counts round t, also if no client was asked, and continues
+before the state of round t is stored   draws new noise for round t, because nobody saw the first
+after the state of round t is stored    counts round t, even if no client was asked, and continues
                                         with round t + 1
 ======================================  =======================================================
 
-Noise serves one attempt of one round at most, so a discarded round has used its noise, too. If the
-state is of an earlier round than the checkpoint, or of more than one round later, the run does not
-continue: the state or the checkpoints are an older copy, and the run would use noise twice. Under a
-seed (``repeats``) nothing is stored, because the seed gives all numbers again.
+Noise serves at most one attempt of one round, so a discarded round has used up its noise. The run
+does not continue if its state is older than its checkpoint, or more than one round newer: one of
+them is then an older copy, and the run would use noise twice. Under a seed (``repeats``) no state
+is stored, because the seed gives all numbers again.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class NoiseStream:
     matrix : StrategyMatrix
         Matrix of a new run; a resumed run keeps the matrix with which it began.
     folder : StateFolder, optional
-        Folder of the state; None to keep it in memory, or if a seed gives it again.
+        Folder of the state file; None to keep the state in memory only.
 
     Raises
     ------
@@ -57,37 +57,37 @@ class NoiseStream:
             self._restore(unpack(content))
 
     def has_unnoted(self, rounds: int) -> bool:
-        """Return True if a process ended between storing a round's noise and noting the round.
+        """Return True if noise is stored for one round more than ``begun.jsonl`` records.
 
-        As a rule, no client was asked for that round then. But the note may also have been lost,
-        with an older copy of the checkpoints, and a model with that noise may have left the server.
-        The round therefore counts, with its cohort, and its noise stays unused.
+        As a rule, the process then ended before it recorded the round and asked a client. But
+        somebody may also have restored an older ``begun.jsonl``, after a model with that noise left
+        the server. The round therefore counts for its cohort, and no other round uses its noise.
 
         Parameters
         ----------
         rounds : int
-            Number of training rounds that the run has noted.
+            Number of training rounds that the run has recorded.
         """
         return self._folder is not None and self._number == rounds + 1
 
     def at(
         self, number: int, like: Arrays, source: Callable[[int], NoiseSource], *, repeats: bool
     ) -> NoiseSource:
-        """Return the noise of training round ``number``, after its state is stored durably.
+        """Write the state of training round ``number`` to disk, then return the round's noise.
 
         Parameters
         ----------
         like : Mapping[str, ndarray]
             Names and shapes of the noise's arrays.
         source : Callable[[int], NoiseSource]
-            Returns the source of a round's fresh numbers.
+            Returns the source of a round's fresh noise, given the number of the round.
         repeats : bool
             True if ``source`` gives the same numbers again when it is called again.
 
         Raises
         ------
         InvalidValue
-            The state is of another round.
+            The state is not that of the previous round.
         OSError
             The state cannot be stored, so the server must not ask.
         """
@@ -97,10 +97,10 @@ class NoiseStream:
             self._advance(like, source)
         if self._number != number - 1:
             raise InvalidValue(
-                f"the noise of the run is at round {self._number}, expected {number - 1}: "
-                f"{FILE} in the run directory is missing, or one of {FILE} and the checkpoints is "
-                "an older copy; begin a new run, because a round released again with different "
-                "noise would reveal its updates"
+                f"the stored noise is that of round {self._number}: expected round {number - 1}; "
+                f"{FILE} in the run directory is missing, or {FILE} or the checkpoints are an "
+                "older copy; begin a new run, because a second release of a round, with different "
+                "noise, would reveal its updates"
             )
         self._advance(like, source)
         assert self._past is not None

@@ -1,1 +1,1 @@
-"""Sums of the clients' contributions: in the clear, or masked so that nobody sees a single one."""
+"""Sums of the clients' contributions: plain, or masked so that nobody sees a contribution."""

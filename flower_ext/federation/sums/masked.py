@@ -1,25 +1,26 @@
 """Masked sums: the server sees the sum of the clients' contributions, but no single one.
 
-This module has both ends of a sum, and the names of all that passes between them. The protocol's
-arithmetic is in `flower_ext.secure.aggregation` (Bonawitz et al. 2017; Bell et al. 2020).
+This module has the server's and the client's end of a sum, and the names in their messages. The
+protocol's arithmetic is in `flower_ext.secure.aggregation` (Bonawitz et al. 2017; Bell et al.
+2020).
 
-=========  =======================================  ===============================================
-stage      message of the server                    answer of a client
-=========  =======================================  ===============================================
-``begin``  invitation                               public keys
-``keys``   the neighbours' keys                     secret shares, sealed for each neighbour
-delivery   sealed shares, with the round's query    contribution and masks (`seal`)
-question   who was lost                             secret shares that unmask the sum
-=========  =======================================  ===============================================
+============  ========================================  ===========================================
+stage         message of the server                     answer of a client
+============  ========================================  ===========================================
+``begin``     an invitation                             public keys
+``keys``      the neighbours' keys                      secret shares, encrypted for each neighbour
+``delivery``  encrypted shares, with the round's query  its masked contribution (`seal`)
+``question``  the list of lost members                  secret shares that unmask the sum
+============  ========================================  ===========================================
 
 A client that fails or is silent in one of these stages drops out of the round.
 
 A client stores its secrets in its `ClientVault` before a reply leaves, and the vault refuses to
-store if another process did so meanwhile. A client therefore never answers twice, whether its
-process is killed and started again or runs a second time beside the first.
+store if another process did so meanwhile. A client therefore never answers a message twice, even if
+its process is restarted or a second process runs at the same time.
 
-The first message of a round is an `Invitation`. Every later one begins with the digest of the
-round's context.
+The first message of a round is an `Invitation`. Every later message begins with the digest of the
+round's `RoundContext`.
 """
 
 from __future__ import annotations
@@ -85,7 +86,7 @@ class MaskedSum(Summation):
     Parameters
     ----------
     mechanism : NoisedSum
-        A mechanism whose noise is placed in a `SecureSum`.
+        Mechanism of a plan with ``noise_placement=SecureSum(…)``.
     """
 
     mechanism: NoisedSum
@@ -141,16 +142,16 @@ class OpenMaskedSum(OpenSum):
         self.cohort = replace(opening.cohort, partitions=ready)
 
     def exposure(self, answered: int | None = None) -> tuple[int, int | None]:
-        """Return the least number of answers, and the least number of honest ones among them.
+        """Return the least number of answers in a sum, and the least number of honest answers.
 
-        Once answers have arrived, and until unmasking begins, the second number is 0, because
-        nobody can see a sum.
+        The second number is 0 if answers have arrived and unmasking has not begun, because nobody
+        can then see a sum.
         """
         least, honest = self.parameters.least_answers, self.parameters.honest_answers
         return least, honest if answered is None or self._unmasking else 0
 
     def request(self, partition: int) -> Mapping[str, ArrayRecord]:
-        """Return the record of the sum for one client's request."""
+        """Return the record that one client's training request carries for the sum."""
         delivery = self._deliveries[self._members[partition]]
         return {records.SECURE_SUM: bytes_record(DELIVERY, delivery.to_bytes())}
 
@@ -166,8 +167,8 @@ class OpenMaskedSum(OpenSum):
         Raises
         ------
         RoundDiscarded
-            Too few clients answered in one of the stages, so nobody learns any part of a sum; or
-            the sum is larger than honest clients' can be (`NoisedSum.aggregate_sum`).
+            Too few clients answered in one of the stages, so nobody learns any part of a sum. Or
+            the sum is larger than a sum of honest clients can be (`NoisedSum.aggregate_sum`).
         """
         try:
             requests = self._server.unmask_requests()
@@ -188,7 +189,7 @@ class OpenMaskedSum(OpenSum):
         )
 
     def _agree(self) -> Mapping[int, Delivery]:
-        """Let the members agree on masks; return the deliveries of those that can contribute."""
+        """Let the members agree on masks; return messages for the members that can contribute."""
         server = self._server
         self._ask(BEGIN, server.invitations(), Advert, server.add_advert)
         self._ask(KEYS, server.keys(), SealedShares, server.add_shares)
@@ -214,7 +215,7 @@ class OpenMaskedSum(OpenSum):
             pass  # an answer that breaks the protocol is refused like any other reply
 
     def _message(self, reply: Message, arrays: Arrays, kind: type[T]) -> T:
-        """Return the message of a member, which must be the client that sent it."""
+        """Return the message in a reply; refuse it if it names another member than the sender."""
         _, data = single_message(arrays, SENT)
         message = kind.from_bytes(data, self._context)
         partition = self._clients.partition_of(reply)
@@ -253,18 +254,18 @@ def check_limits(context: RoundContext, node_config: Mapping[str, Any]) -> None:
     =============================  ===========================================================
     ``least-sum-members``          least number of members whose vectors are in a sum
     ``least-sum-threshold-share``  least share of a member's neighbours that must help to
-                                   unmask it
+                                   unmask this member's vector
     ``sum-colluders``              number of other members that may collude with the server
-    ``least-honest-answers``       least number of vectors from members that do not collude,
-                                   this one included, in every sum that may become known
+    ``least-honest-answers``       least number of members that do not collude, this one
+                                   included, in every sum that the server may unmask
                                    (`SumParameters.honest_answers`)
     =============================  ===========================================================
 
     Raises
     ------
     PermissionError
-        Fewer members than the owner permits, or a smaller share of a member's neighbours,
-        suffice to unmask; or a sum of fewer honest members may become known.
+        The server could unmask a sum with fewer members or fewer honest members than the owner
+        requires, or with the help of a smaller share of a member's neighbours.
     """
     least_members = int(node_config.get("least-sum-members", 0))
     least_share = float(node_config.get("least-sum-threshold-share", 0.0))
@@ -277,20 +278,21 @@ def check_limits(context: RoundContext, node_config: Mapping[str, Any]) -> None:
         )
     if context.threshold < least_share * context.neighbours:
         raise PermissionError(
-            f"{context.threshold} of {context.neighbours} neighbours may unmask this client: the "
-            f"owner of this node requires least-sum-threshold-share={least_share:g}"
+            f"{context.threshold} of {context.neighbours} neighbours may together unmask this "
+            "client's vector: the owner of this node requires "
+            f"least-sum-threshold-share={least_share:g}"
         )
     if least_honest > (honest := _honest_answers(context, colluders)):
         raise PermissionError(
-            f"a sum of {honest} honest members may become known: the owner of this node requires "
-            f"least-honest-answers={least_honest} with sum-colluders={colluders}"
+            f"the server may unmask a sum of {honest} honest members: the owner of this node "
+            f"requires least-honest-answers={least_honest} with sum-colluders={colluders}"
         )
 
 
 def identities_of(node_config: Mapping[str, Any]) -> Identities | None:
-    """Return the node's signing key and the members' public keys, from the node config.
+    """Return the node's signing key and the members' public keys; None if it names none.
 
-    With them, the node takes part in signed sums only; without them, in unsigned sums only.
+    With these keys, the node takes part in signed sums only; without them, in unsigned sums only.
 
     Raises
     ------
@@ -306,7 +308,7 @@ def identities_of(node_config: Mapping[str, Any]) -> Identities | None:
 
 
 def _honest_answers(context: RoundContext, colluders: int) -> int:
-    """Return the least number of honest members in a sum; 0 if colluders can unmask a member."""
+    """Return the least number of honest members in a sum; 0 if colluders can unmask one member."""
     if 2 * context.threshold <= context.neighbours + colluders:
         return 0
     return SumParameters(
@@ -325,11 +327,12 @@ def answer(message: Message, context: Context, method: str) -> Message:
     Raises
     ------
     ProtocolError, InvalidValue
-        The server's message is malformed or out of order, or a key is not signed as it should be.
+        The server's message is malformed or out of order, or the signature of a key is missing or
+        wrong.
     PermissionError
         The sum is smaller than the node's owner permits.
     """
-    # Outside the block below, because the server must not see an error of a file on this node.
+    # Read files outside the block below, because the server must not see an error in reading them.
     identities = identities_of(context.node_config)
     with knowing_no_data():
         content = records.to_arrays(message.content.array_records[records.SECURE_SUM])
@@ -357,15 +360,16 @@ def seal(cells: Mapping[str, np.ndarray], message: Arrays, context: Context, met
     Parameters
     ----------
     cells : Mapping[str, ndarray]
-        The noised update as int64, in whole numbers of the plan's cells. It is sent modulo a power
-        of two, in the order of its names.
+        The noised update, as int64 multiples of the plan's grid step (`Protection.cell`). The
+        client sends these integers modulo a power of two, in the order of their names.
     message : Mapping[str, ndarray]
         The record of the secure sum in the server's training message.
 
     Raises
     ------
     ProtocolError, InvalidValue
-        The server's message is malformed or out of order, or this contribution was masked before.
+        The server's message is malformed or out of order, or the client has already masked its
+        contribution to this round.
     """
     with knowing_no_data():
         vault = _vault(context, method)
@@ -387,7 +391,8 @@ def _invited(vault: ClientVault, data: bytes) -> Member:
     begun = invitation.context
     if (stored := vault.load()) is not None and _is_of(stored, begun):
         raise ProtocolError(
-            f"round {begun.round_number}: this client has begun it before; expected a new round"
+            f"the server begins round {begun.round_number}, which this client has already begun: "
+            "expected a new round"
         )
     return Member(invitation=invitation)
 
@@ -402,7 +407,7 @@ def _is_of(stored: bytes, begun: RoundContext) -> bool:
 def _stored(vault: ClientVault) -> Member:
     if (stored := vault.load()) is None:
         raise ProtocolError(
-            "this client has begun no round; if the SuperNode was restarted, name a state-folder "
-            "in its node config"
+            "this client has no keys of the round, because no invitation came first; if the "
+            "SuperNode was restarted, name a state-folder in its node config"
         )
     return Member.from_bytes(stored)

@@ -1,6 +1,7 @@
-"""Sums of contributions that arrive in the clear, bounded and noised as the plan says.
+"""Sums of contributions that the server sees one by one.
 
-The server adds each contribution when it arrives, and drops it.
+Clients or the server bound the contributions and add noise, as the plan says. The server adds each
+contribution to the sum and then discards it.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from flower_ext.privacy.mechanisms.updates import as_float64, in_float64
 
 
 class PlainSum(Summation):
-    """Sums that the server computes from the clients' single contributions."""
+    """Sums whose single contributions the server sees."""
 
     def open(self, opening: Opening) -> OpenSum:
         """Begin the sum of one round, without a message to the clients."""

@@ -1,4 +1,4 @@
-"""The interface of all sums: many contributions become one, which the mechanism releases."""
+"""The interface of all sums of clients' contributions, whose mean the mechanism releases."""
 
 from __future__ import annotations
 
@@ -24,13 +24,16 @@ class Opening:
     ----------
     clients : Clients
     population : Population
-        Counts the units. A sum informs it when the silos have a new secret order of users.
+        Counts the rounds of each unit. If the silos order their users anew in secret, the sum calls
+        `HiddenUsers.forget_order`.
     cohort : Cohort
         The clients to ask.
-    number, server_round : int
-        Number of the training round (or of the evaluation), and round number of its messages.
+    number : int
+        Number of the training round, or of the evaluation.
+    server_round : int
+        Round number in the messages.
     noise : NoiseSource
-        The server's source.
+        Source of the server's noise.
     like : Mapping[str, ndarray]
         Names, shapes and types of a contribution, and of the result.
     read : Callable[[Message], Update]
@@ -48,12 +51,12 @@ class Opening:
 
 
 class OpenSum(ABC):
-    """The sum of one round. Call `read` for each reply, `add` for what it returns, then `close`.
+    """The sum of one round. Call `read` for each reply, `add` for its result, and at last `close`.
 
     Attributes
     ----------
     cohort : Cohort
-        The clients that contribute: those of the opening, without any that dropped out since.
+        The clients that contribute: those of the `Opening` that have not dropped out.
     measures : Mapping[str, float]
         Numbers for the metrics of the round, such as seconds.
     """
@@ -69,11 +72,11 @@ class OpenSum(ABC):
     def read(self, reply: Message) -> Update:
         """Read a client's contribution when it arrives; raise an error to refuse it.
 
-        A sum that does not depend on the order of its contributions adds them here.
+        If the order of additions does not matter, the class adds contributions here, not in `add`.
         """
 
     def add(self, update: Update) -> None:  # noqa: B027 - most sums add in `read`
-        """Add a contribution, as `read` returned it, in the order of partitions."""
+        """Add a contribution that `read` returned. Call it in the order of partitions."""
 
     @abstractmethod
     def close(self) -> Aggregate:
@@ -86,9 +89,10 @@ class OpenSum(ABC):
         """
 
     def exposure(self, answered: int | None = None) -> tuple[int, int | None]:
-        """Return how many noise shares a sum needs, and how many of them honest clients add.
+        """Return how many noise shares the sum needs, and how many honest clients' shares it has.
 
-        ``answered`` is the number of contributions that arrived; None before the server asks.
+        The second number is None as long as it is unknown. ``answered`` is the number of
+        contributions that arrived, or None before the server asks the clients.
         """
         return len(self.cohort.partitions), answered
 
@@ -109,7 +113,7 @@ class Summation(ABC):
     repeats: bool = True
     """False if a repeated round differs from the first attempt, whatever the seed."""
     brings_weights: bool = False
-    """True if the sum itself weights contributions, by numbers that the method does not know."""
+    """True if the sum itself weights the contributions, with weights unknown to the method."""
     disclosures: Sequence[str] = ()
     """Facts about clients' data that the sums reveal without a guarantee, a line each."""
 
@@ -130,7 +134,10 @@ class Summation(ABC):
         return ""
 
     def connect(self, clients: Clients, model: Arrays) -> Mapping[str, float]:
-        """Set up keys between the clients, once per process; return seconds and sizes to record."""
+        """Set up keys between the clients, once per process of the server.
+
+        Return numbers to record, such as the seconds that it took.
+        """
         return {}
 
     @abstractmethod
@@ -144,7 +151,7 @@ class Summation(ABC):
         """
 
     def assumptions(self, view: AdversaryView) -> Sequence[str]:
-        """Return what this sum adds to the assumptions of the provable guarantee against a view."""
+        """Return assumptions on which the provable guarantee against ``view`` depends as well."""
         return ()
 
     def state(self) -> Mapping[str, Arrays]:

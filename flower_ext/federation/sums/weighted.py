@@ -2,10 +2,10 @@
 
 n_su is the number of records of user u in silo s, and N_u is the sum of n_su over all silos.
 
-This module has the server's end of a sum, and the names of all that passes between the ends; the
-silos' end is `weighted_silo`. A `WeightingProtocol` of
-`flower_ext.secure.weighting` has the arithmetic and all messages, as bytes: Protocol 1 of Kato et
-al., "Uldp-FL" (PVLDB 2024), over Paillier, or one of a plug-in.
+This module has the server's end of a sum, and the names in the messages; `weighted_silo` has the
+silo's end. A `WeightingProtocol` of `flower_ext.secure.weighting` computes the contents of all
+messages as bytes. It is Protocol 1 of Kato et al., "Uldp-FL" (PVLDB 2024), over Paillier, or the
+protocol of a plug-in.
 
 =========  =======================================  ===============================================
 stage      message of the server                    answer of a silo
@@ -15,10 +15,10 @@ set-up     a query for each `ProtocolStep`          the answer to that step
 training   encrypted weights, with the query        its masked sum, or a notice of lost keys
 =========  =======================================  ===============================================
 
-The server draws users by their places in an order that only the silos know, unless the protocol
-itself draws them. Silos do not learn which users were drawn: they train all their users, and users
-that were not drawn have weight zero under encryption. If a silo does not answer, nothing is
-decrypted.
+Only some protocols have the stage (draw), in which the protocol itself draws the users of a round.
+Otherwise the server draws places in an order of the users that only the silos know. Silos do not
+learn which users were drawn: they train all their users, and users that were not drawn have weight
+zero under encryption. If a silo does not answer, nothing is decrypted.
 """
 
 from __future__ import annotations
@@ -68,13 +68,13 @@ def weighted_sum(
 ) -> Callable[[RoundMechanism], WeightedSum]:
     """Return the ``sum=`` of a `FederatedStrategy` whose method is `UldpAvg` or `UldpSgd`.
 
-    Each coordinate of a sum over silos equals that of ``UldpAvg(weighting="by-records")`` within
-    the precision of ``protocol``. A round without all silos is discarded.
+    Each coordinate of a sum equals that of a plain sum with ``UldpAvg(weighting="by-records")``,
+    within the precision of ``protocol``. If a silo does not answer, the round is discarded.
 
     Parameters
     ----------
     protocol : str or WeightingProtocol
-        Settings of a protocol, or its name for default settings: ``"paillier"``
+        Settings of a protocol, or the name of a protocol with default settings: ``"paillier"``
         (`PrivateWeighting`), or the name of an installed plug-in.
     """
     settings = load_protocol(protocol)() if isinstance(protocol, str) else protocol
@@ -88,13 +88,13 @@ class WeightedSum(Summation):
     ----------
     protocol : WeightingProtocol
     mechanism : NoisedSum
-        The plan's mechanism. Once the protocol is set up, it also counts the privacy that the
-        protocol itself costs.
+        The plan's mechanism. After the set-up, it also counts the privacy loss that the protocol
+        itself adds.
 
     Raises
     ------
     InvalidValue
-        The plan does not fit.
+        The plan has no releases of users, a `SecureSum`, or adaptive clipping.
     """
 
     repeats = False  # secret keys, blinds and dither are new
@@ -112,7 +112,7 @@ class WeightedSum(Summation):
         if mechanism.state:
             raise InvalidValue(
                 "clipping_norm=AdaptiveClipping(…) with sum=weighted_sum(…): expected a number, "
-                "because the silos' keys are set up for updates of one norm"
+                "because the silos set up their keys for one clipping norm"
             )
         super().__init__(mechanism)
         self.protocol = protocol
@@ -121,12 +121,12 @@ class WeightedSum(Summation):
         self._num_silos = 0
         self._server: ServerParty[Any, Any] | None = None
         self.keys_lost = False
-        """True if all silos must set up anew before the next round: one may have lost its keys."""
+        """True if all silos must set up new keys before the next round, as keys may be lost."""
         self.spoiled: int | None = 0
-        """Number of sums so far, all of them spoiled; None once a sum was sound."""
+        """Number of sums so far if all were spoiled; None after a sum that was not spoiled."""
 
     def check(self, method: MethodTraits, *, diagnostics: bool) -> None:
-        """Refuse a method without silos or without weights by records, and refuse diagnostics."""
+        """Refuse diagnostics, and a method that does not weight users in silos by their records."""
         if method.num_silos is None or method.weighting != "by-records":
             raise InvalidValue(
                 f"sum=weighted_sum(…) with weighting={method.weighting!r}: expected "
@@ -158,12 +158,13 @@ class WeightedSum(Summation):
     def open(self, opening: Opening) -> OpenSum:
         """Encrypt the weights of the round's users.
 
-        If a silo has lost its keys, the silos set up anew first, in a new secret order of users.
+        If a silo has lost its keys, all silos first set up new keys, and a new secret order of
+        users.
 
         Raises
         ------
         RoundDiscarded
-            A silo did not answer for the new set-up, or for a secret draw.
+            A silo did not answer in the new set-up, or in a secret draw of users.
         """
         population = opening.population
         assert isinstance(population, HiddenUsers)
@@ -179,28 +180,30 @@ class WeightedSum(Summation):
             weights = _converse(dialogue, opening.clients)
         except FederationNotReady as missing:
             self.keys_lost = self.keys_lost or self.hidden_draw != ""
-            raise RoundDiscarded(f"{stage} failed without a silo's answer: {missing}") from missing
+            raise RoundDiscarded(
+                f"{stage} failed, because a silo gave no valid answer: {missing}"
+            ) from missing
         seconds = {"encryption_seconds": time.monotonic() - started}
         return OpenWeightedSum(self, opening, bytes_record(WEIGHTS, weights), seconds)
 
     def state(self) -> Mapping[str, Arrays]:
-        """Return the protocol's costs in privacy beyond the plan's noise."""
+        """Return the numbers by which the protocol itself costs privacy, for a checkpoint."""
         costs = {name: np.asarray(getattr(self.mechanism, name)) for name in _COSTS}
         return {_STATE: costs}
 
     def restore(self, state: Mapping[str, Arrays]) -> None:
-        """Raise the costs to those in ``state`` if these are larger."""
+        """Raise the protocol's privacy costs to those in ``state``, if those are larger."""
         self._raise_costs(*(float(state[_STATE][name]) for name in _COSTS))
 
     @property
     def server(self) -> ServerParty[Any, Any]:
-        """The party with the secret key, after `connect`."""
+        """The server's end of the protocol, which `connect` sets up."""
         if self._server is None:
-            raise ProtocolError("a round before the set-up: call connect first")
+            raise ProtocolError("the weighted sum has no keys: call connect before the first round")
         return self._server
 
     def _set_up(self, clients: Clients, model: Arrays) -> None:
-        """Set up fresh keys, seeds and counts; raise the run's privacy costs if these cost more."""
+        """Set up fresh keys, seeds and counts; raise the privacy costs if these cost more."""
         coordinates = sum(array.size for array in model.values())
         settings = self.protocol.settings_of(
             self.mechanism, silos=self._num_silos, coordinates=coordinates
@@ -223,7 +226,7 @@ class WeightedSum(Summation):
 
 
 class OpenWeightedSum(OpenSum):
-    """The weighted sum of one round, whose weights are encrypted."""
+    """The weighted sum of one round; the server has encrypted its weights."""
 
     def __init__(
         self,
@@ -238,18 +241,15 @@ class OpenWeightedSum(OpenSum):
         self._messages: dict[int, Any] = {}
 
     def request(self, partition: int) -> Mapping[str, ArrayRecord]:
-        """Return the encrypted weights, the same for all silos."""
+        """Return the encrypted weights, which are the same for all silos."""
         return {records.WEIGHTED_SUM: self._weights}
 
     def read(self, reply: Message) -> Update:
-        """Keep a silo's masked sum of this round, or its notice that it has lost its keys.
-
-        Nothing is added up before all silos have answered.
-        """
+        """Keep a silo's masked sum, or its notice that it has lost its keys, until `close`."""
         arrays = read_answer(reply, records.UPDATE)
         name, data = single_message(arrays, SUM, LOST)
         if name == LOST and data != b"\0":
-            raise RefusedReply(f"{LOST!r}: expected one byte, which is 0")
+            raise RefusedReply(f"the notice of lost keys, {LOST!r}: expected one zero byte")
         silo = self._opening.clients.partition_of(reply)
         if name == LOST:
             self._messages[silo] = None
@@ -265,20 +265,21 @@ class OpenWeightedSum(OpenSum):
         Raises
         ------
         RoundDiscarded
-            A silo's sum is missing, a silo has lost its keys, or the sum is too large to be real.
+            A silo's sum is missing, a silo has lost its keys, or the sum is spoiled, that is, too
+            large for a sum of honest silos.
         FederationNotReady
-            The first sums of the run were all spoiled.
+            All sums of the run so far were spoiled.
         """
         if lost := sorted(silo for silo, message in self._messages.items() if message is None):
             self._summation.keys_lost = True
             raise RoundDiscarded(
-                f"silos {lost} have lost their keys, so nothing was decrypted; all silos set up "
-                "anew before the next round: name a state-folder in the node config, so that keys "
-                "outlive the SuperNode"
+                f"silos {lost} have lost their keys, so nothing was decrypted; all silos will set "
+                "up new keys before the next round: name a state-folder in the node config, so "
+                "that keys outlive the SuperNode"
             )
         started, summation = time.monotonic(), self._summation
         like, mechanism = self._opening.like, summation.mechanism
-        # the clipping norm of every user, plus the error of the encoding
+        # Every user adds at most the clipping norm, plus the error of the encoding.
         norms = mechanism.sampling.population * (
             mechanism.sensitivity + mechanism.approximation_error
         )
@@ -302,12 +303,15 @@ class OpenWeightedSum(OpenSum):
         return replace(released, answered=len(self._messages))
 
     def _discarding(self, reason: str) -> RoundDiscarded | FederationNotReady:
-        """Return the error that discards a spoiled sum, or ends a run with spoiled sums only."""
+        """Return the error for a spoiled sum, which discards the round.
+
+        If the first `_SPOILED_AT_FIRST` sums were all spoiled, the error ends the run.
+        """
         if self._summation.spoiled is not None:
             self._summation.spoiled += 1
             if self._summation.spoiled >= _SPOILED_AT_FIRST:
                 return FederationNotReady(
-                    f"the first {self._summation.spoiled} sums were all spoiled, so later ones "
+                    f"the first {self._summation.spoiled} sums were all spoiled, so later sums "
                     f"will be as well, and each costs privacy: {reason}"
                 )
         return RoundDiscarded(reason)

@@ -1,8 +1,8 @@
-"""A silo's end of a weighted sum: the steps of the set-up, and its part of each round.
+"""A silo's end of a weighted sum: its steps in the set-up, and what it adds to the sum of a round.
 
-The server's end is `weighted`, with a table of all messages. A silo's state is in the client's
-vault. Each message may reach a new process: this process starts from the stored state, and stores
-its outcome before anything leaves.
+`weighted` has the server's end and a table of all messages. A silo's state is in the client's
+vault. Each message may reach a new process, which loads the state, takes one step and stores the
+new state before it sends anything.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ class HiddenSum:
     Parameters
     ----------
     bound : float
-        Largest distance by which one unit can move the sum, as in `BoundedSum`.
+        Largest L2 distance by which one unit can move the sum, as in `BoundedSum`.
     encrypt : Callable[[Params], Mapping[str, np.ndarray]]
         Function that takes this client's share of the noise, in float64, and returns the encrypted
-        upload: values plus noise, in whole numbers of public steps. The function itself rounds the
-        noise to these steps. If noise were rounded to coarser multiples before, the steps between
-        the multiples would carry no noise.
+        upload: the sum plus noise, in integer multiples of a public step. Do not round the noise
+        before: the function itself rounds it to multiples of the step, and the noise on a coarser
+        grid would not hide the multiples between.
     """
 
     bound: float
@@ -76,7 +76,7 @@ def answer(
     ProtocolError
         The step is out of order or repeated.
     InvalidValue
-        The server's message is malformed, or the data have no owners.
+        The server's message is malformed, or the data do not name the owner of each record.
     """
     with _protocol_errors():
         step, content = single_message(message, BEGIN, KEYS, COUNT, DRAW)
@@ -94,13 +94,16 @@ def answer(
 
 
 def _begin(content: bytes, partition: int, vault: ClientVault, may_simulate: bool) -> SiloParty:
-    """Return a silo with fresh keys, of the protocol whose settings the server sent."""
+    """Return a silo with fresh keys, for the protocol and the settings that the server sent."""
     before = stored_silo(vault)
     with knowing_no_data():
         kind = protocol_of(content).silo_type
         settings = kind.settings_type.from_bytes(content)
         if before is not None and before.settings.run == settings.run:
-            raise ProtocolError("the set-up of this run began before: expected a new run")
+            raise ProtocolError(
+                "the server begins the set-up of a run for which this silo has keys: expected a "
+                "new run"
+            )
         if settings.insecurity and not may_simulate:
             raise PermissionError(
                 f"the server asks for {settings.insecurity}: this client takes part only in "
@@ -112,21 +115,21 @@ def _begin(content: bytes, partition: int, vault: ClientVault, may_simulate: boo
 
 
 def counts_of(data: ClientData, users: int, most: int) -> list[int]:
-    """Return each user's number of records in this silo, but ``most`` for a user with more.
+    """Return each user's number of records in this silo, or ``most`` if the user has more.
 
-    Refusing a user with more records would tell everybody that this silo has such a user. The
-    weights of a user still sum to one.
+    A refusal would tell everybody that this silo has a user with more records. The weights of each
+    user still sum to one.
 
     Raises
     ------
     ValueError
-        The data have no owners, or an owner is out of range.
+        The data do not name the owner of each record, or an owner is out of range.
     """
     counts = torch.bincount(owned(data, users).owners.cpu().long(), minlength=users)
     if above := int((counts > most).sum()):
         log.warning(
-            "%d users have more records in this silo than the %d that the settings allow, and "
-            "weigh as if they had %d: agree with the other silos on larger limits",
+            "%d users have more records in this silo than the %d that the settings allow, and get "
+            "the weight of a user with %d records: agree with the other silos on larger limits",
             above,
             most,
             most,
@@ -135,7 +138,7 @@ def counts_of(data: ClientData, users: int, most: int) -> list[int]:
 
 
 def stored_silo(vault: ClientVault) -> SiloParty | None:
-    """Return the silo as it was stored last, under any protocol; None if none was stored."""
+    """Return the silo that was stored last, whatever its protocol; None if none was stored."""
     if (stored := vault.load()) is None:
         return None
     silo = protocol_of(stored).silo_type.from_bytes(stored)
@@ -145,7 +148,7 @@ def stored_silo(vault: ClientVault) -> SiloParty | None:
 
 @contextmanager
 def _protocol_errors() -> Iterator[None]:
-    """Let the server see errors of the protocol, which depend only on steps, rounds and silos."""
+    """Let the server see a `ProtocolError`, which depends only on steps, rounds and silos."""
     try:
         yield
     except ProtocolError as error:
@@ -155,15 +158,15 @@ def _protocol_errors() -> Iterator[None]:
 def open_part(
     message: Arrays | None, vault: ClientVault, number: int, users: int, clipping_norm: float
 ) -> SiloPart | LostPart | None:
-    """Begin this silo's part of round ``number`` among ``users``.
+    """Begin this silo's contribution to the weighted sum of round ``number``.
 
-    ``message`` is the record of the weighted sum in the server's request. Without it, the method
-    weighs the users itself, and the result is None.
+    ``message`` is the record of the weighted sum in the server's request. If it is None, the method
+    weights the users itself, and the function returns None. ``users`` is the number of users.
 
     Raises
     ------
     ProtocolError
-        The round was used before, or its users differ from those of the set-up.
+        The silo has contributed to the round before, or ``users`` differs from the set-up.
     """
     if message is None:
         return None
@@ -173,20 +176,21 @@ def open_part(
         _, weights = single_message(message, WEIGHTS)
         if users != silo.settings.users:
             raise ProtocolError(
-                f"a round with {users} users: expected {silo.settings.users}, as in the set-up"
+                f"the server asks for a round with {users} users: expected {silo.settings.users}, "
+                "as in the set-up"
             )
         return SiloPart(silo, number, weights, clipping_norm)
 
 
 class LostPart:
-    """The part of a silo that has lost its keys: it adds no user, and notifies the server."""
+    """The contribution of a silo that has lost its keys: a notice to the server, and no sum."""
 
     def __init__(self, clipping_norm: float) -> None:
         lost = {LOST: np.zeros(1, dtype=np.uint8)}
         self.value = HiddenSum(bound=clipping_norm, encrypt=lambda noise: lost)
 
     def counts(self, user: int) -> bool:
-        """Return False, because a silo without keys adds no user."""
+        """Return False, because a silo without keys adds no user's update."""
         return False
 
     def add(self, users: Sequence[int], rows: Params) -> None:
@@ -194,11 +198,11 @@ class LostPart:
 
 
 class SiloPart:
-    """A silo's part of a round: one clipped update of each user whom the set-up counted.
+    """A silo's contribution to a round: one clipped update of each user whom the set-up counted.
 
-    Silos that lost their data, or whose users came or left since the set-up, still send a sum, in
-    which users without an update count as zero. A silo that cannot encrypt an update, because a
-    record is unusual, sends a sum of zeros: a missing sum would reveal the record.
+    A silo that lost its data, or whose users came or left after the set-up, still sends a sum. In
+    it, the update of a user without records is zero. A silo that cannot encrypt an update, because
+    a record is unusual, sends a sum of zeros: a missing sum would reveal the record.
 
     Parameters
     ----------
@@ -218,7 +222,7 @@ class SiloPart:
 
     @property
     def value(self) -> HiddenSum:
-        """The sum, which `seal` noises and masks before it leaves the silo."""
+        """The sum, to which `seal` adds noise and masks before it leaves the silo."""
         return HiddenSum(bound=self._norm, encrypt=self.seal)
 
     def counts(self, user: int) -> bool:
@@ -226,9 +230,10 @@ class SiloPart:
         return user in self._counted
 
     def add(self, users: Sequence[int], rows: Params) -> None:
-        """Clip and add one row of ``rows`` for each of ``users``; `seal` deals with errors.
+        """Clip one row of ``rows`` for each of ``users``, and add the rows to the sum.
 
-        Several silos may train in one batch, and an error of one must not end the others.
+        The function keeps an error for `seal`, because several silos may train in one batch, and an
+        error of one silo must not end the work of the others.
         """
         clipped = clip_each_row(rows, self._norm)
         vectors = torch.cat([flat_rows(clipped[name]) for name in sorted(clipped)], dim=1)
@@ -239,14 +244,14 @@ class SiloPart:
             self._error = error
 
     def seal(self, noise: Params) -> Arrays:
-        """Return the masked sum with this silo's noise; zeros replace updates that fail to encrypt.
+        """Return the masked sum with this silo's noise, or a sum of zeros if encryption fails.
 
         Raises
         ------
         ProtocolError
-            The round was used before.
+            The silo has contributed to the round before.
         Exception
-            Even zeros cannot be encrypted, so the updates are not the cause.
+            A sum of zeros cannot be encrypted either, so the updates are not the cause.
         """
         vector = flattened(arrays_of(noise))
         with _protocol_errors():
@@ -258,8 +263,8 @@ class SiloPart:
                 raise
             except Exception as error:
                 log.warning(
-                    "the updates of this silo cannot be encrypted (%s), so they all count as "
-                    "zero: check this silo's data and memory",
+                    "the updates of this silo cannot be encrypted (%s), so this silo adds zeros to "
+                    "the sum: check this silo's data and memory",
                     type(error).__name__,
                     exc_info=error,
                 )

@@ -228,7 +228,7 @@ def test_where_silo_0_does_not_answer_for_a_draw_the_round_is_discarded(protocol
     entries = Ledger.read(tmp_path / "ledger.jsonl")
     kinds = [entry["kind"] for entry in entries]
     assert kinds == ["reserve", "commit", "reserve", "discard", "reserve", "commit"]
-    assert "without a silo's answer: partitions [0] cannot take part" in entries[3]["reason"]
+    assert "a silo gave no valid answer: partitions [0] cannot take part" in entries[3]["reason"]
     assert strategy.participations.rounds == ROUNDS
 
 

@@ -32,7 +32,7 @@ def test_a_query_is_what_the_server_asked():
 @pytest.mark.parametrize(
     ("name", "fields", "said"),
     [
-        ("totals", ONE_SCORE, r"'totals': this ClientApp answers \['scores'\]; give its class"),
+        ("totals", ONE_SCORE, r"'totals', but this ClientApp answers only \['scores'\]: give"),
         ("scores", "{", "'scores' in the server's message"),
         ("scores", [1.0], "'scores' in the server's message"),
         ("scores", {**ONE_SCORE, "other": 1}, "'scores' in the server's message.*other"),

@@ -154,10 +154,10 @@ def test_encrypted_memory_shows_nothing_and_needs_its_key(tmp_path):
     for file in (tmp_path / "state").rglob("*.*"):
         content = file.read_bytes()
         assert not any(clear in content for clear in (b"weight", b"secret", bytes(16)))
-    with pytest.raises(Damaged, match="is encrypted: name the file with its key"):
+    with pytest.raises(Damaged, match="is encrypted: set state-key-file to the file"):
         ClientMemory(context(state_folder=folder), "one", "run").load()
     key_file(tmp_path, b"j" * 32)
-    with pytest.raises(Damaged, match="encrypted with a different key"):
+    with pytest.raises(Damaged, match="encrypted with a key other than"):
         ClientMemory(sealed, "one", "run").load()
 
 

@@ -68,7 +68,7 @@ def test_noise_that_was_stored_for_a_round_is_never_used_for_another_attempt(tmp
     again = NoiseStream(MATRIX, folder(tmp_path))
     assert again.has_unnoted(0)
     assert not again.has_unnoted(1)
-    with pytest.raises(InvalidValue, match="at round 1, expected 0"):
+    with pytest.raises(InvalidValue, match="of round 1: expected round 0"):
         numbers(again, 1)
     assert not np.isin(numbers(again, 2), first).any()
 
@@ -93,10 +93,10 @@ def test_no_round_gets_noise_of_a_state_that_is_missing_older_or_newer(tmp_path)
         shutil.copy(tmp_path / FILE, tmp_path / f"{place}")
     for number, copy in ((4, 1), (4, 2), (2, 3), (1, 3), (9, 3)):
         shutil.copy(tmp_path / f"{copy}", tmp_path / FILE)
-        with pytest.raises(InvalidValue, match=f"at round {copy}, expected {number - 1}"):
+        with pytest.raises(InvalidValue, match=f"of round {copy}: expected round {number - 1}"):
             NoiseStream(MATRIX, folder(tmp_path)).at(number, LIKE, secure, repeats=False)
     (tmp_path / FILE).unlink()
-    with pytest.raises(InvalidValue, match="at round 0, expected 3"):
+    with pytest.raises(InvalidValue, match="of round 0: expected round 3"):
         NoiseStream(MATRIX, folder(tmp_path)).at(4, LIKE, secure, repeats=False)
 
 

@@ -58,7 +58,7 @@ def test_only_methods_that_open_their_part_take_part_in_the_set_up(method, first
     assert not reply.has_error()
     assert stored is not None
     reply, stored = reply_of(method, first_step)
-    assert "takes no weighted sum" in reply.error.reason
+    assert "takes no part in weighted sums" in reply.error.reason
     assert stored is None
 
 
