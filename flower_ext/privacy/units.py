@@ -57,7 +57,7 @@ class AdversaryView(StrEnum):
 
     @property
     def at_least(self) -> tuple[AdversaryView, ...]:
-        """This view, then the views of adversaries that see ever more.
+        """The view itself, followed by the views of adversaries that see ever more.
 
         A guarantee against any of these views also holds against this view.
         """

@@ -311,7 +311,7 @@ def test_what_no_sum_withstands_is_refused_by_what_to_change():
     for wrong in ({"colluding": 1.0}, {"dropouts": -0.1}, {"colluding": math.nan}):
         with pytest.raises(ValueError, match=r"expected a number in \[0, 1\)"):
             SecureSum(**wrong)
-    with pytest.raises(ValueError, match="expected less than 1 together"):
+    with pytest.raises(ValueError, match="expected a sum below 1"):
         SecureSum(colluding=0.5, dropouts=0.5)
     with pytest.raises(ValueError, match="lower dropouts or colluding, or take larger cohorts"):
         SecureSum(colluding=0.6, dropouts=0.39).for_cohort(20)
