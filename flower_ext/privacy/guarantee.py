@@ -137,8 +137,8 @@ class Guarantee(JsonRecord):
 def claim_against(view: AdversaryView, claims: Sequence[Guarantee]) -> Guarantee | None:
     """Return the provable guarantee against an adversary with this view; None if there is none.
 
-    If no claim is about this view, the function returns the claim about an adversary that sees
-    more, and as little more as possible.
+    Without a claim about this view, the function returns a claim about an adversary that sees more.
+    Of several such claims, it takes the one whose adversary sees least.
     """
     provable = [claim for claim in claims if claim.basis == "provable"]
     for other in view.at_least:

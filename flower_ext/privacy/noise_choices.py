@@ -1,7 +1,7 @@
-"""The ways to account for one run: each gives ε at some noise, and the noise that keeps an ε.
+"""Several ways to account for one run. Each computes ε from the noise, and the noise from ε.
 
-They differ in the sampling, the neighbouring relation and the adversary's view, and in whether a
-paper claims the bound or it is provable. ``flower-ext calibrate`` compares them in a table.
+The ways differ in the sampling, the neighbouring relation and the adversary's view. Some bounds are
+provable, and some are only claimed by a paper. ``flower-ext calibrate`` compares all in a table.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _ADD_OR_REMOVE, _REPLACE = NeighboringRelation.ADD_OR_REMOVE_ONE, NeighboringRel
 _MODELS = "released models"
 _COHORTS = "released models and who took part"
 _LONGEST = 2_000
-"""Most rounds for which a strategy matrix is computed, which takes up to a second."""
+"""Largest number of rounds for which a strategy matrix is computed, which takes a second."""
 
 
 @dataclass(frozen=True)
@@ -51,11 +51,11 @@ class NoiseChoice:
     basis : {"published", "provable"}
     relation : NeighboringRelation
     view : str
-        What the adversary sees.
+        Description of what the adversary sees.
     epsilon_at : Callable[[float], float]
-        Function from the noise multiplier to ε.
+        Takes a noise multiplier, and returns ε.
     noise_for : Callable[[float], float]
-        Function from ε to the least noise multiplier that keeps it.
+        Takes ε, and returns the smallest noise multiplier with at most this ε.
     """
 
     name: str
@@ -69,7 +69,7 @@ class NoiseChoice:
 def ways_of_clients(
     poisson: PoissonSampling, fixed: FixedSizeSampling, rounds: int, delta: float
 ) -> list[NoiseChoice]:
-    """Return the ways to account for rounds whose unit is one client."""
+    """Return the ways to account for rounds if the privacy unit is a client."""
     theorem: dict[str, Any] = {"sampling_rate": poisson.rate, "rounds": rounds, "delta": delta}
     claim = NoiseChoice(
         "Theorem 2 (DP²-FedSAM)",
@@ -88,8 +88,8 @@ def ways_of_clients(
         *,
         releases: float | None = None,
     ) -> NoiseChoice:
-        # An adversary who knows the cohorts sees a known number of releases with each client's
-        # data. Together they are one Gaussian mechanism, with less noise.
+        # To an adversary who knows the cohorts, all releases with one client's data are together
+        # one Gaussian mechanism with less noise.
         scale, repeats = (1.0, rounds) if releases is None else (math.sqrt(releases), 1)
         options: dict[str, Any] = {"sampling": sampling, "relation": relation}
 
@@ -121,10 +121,10 @@ def ways_of_clients(
 
 
 def _in_turn(fixed: FixedSizeSampling, rounds: int) -> dict[str, float]:
-    """Return sens(C)² of clients that take turns, for each kind of the server's noise.
+    """Return sens(C)² for clients that take turns, by name of the server's kind of noise.
 
-    The noise multiplier is that of a round's fresh noise. ε is then that of sens(C)² releases with
-    a client's data, for the most exposed client.
+    sens(C) is `StrategyMatrix.sensitivity`. If the noise multiplier describes a round's fresh
+    noise, the most exposed client has the ε of sens(C)² releases.
     """
     apart = fixed.population // fixed.size
     limits = {"rounds_apart": apart, "participations": math.ceil(rounds / apart)}
@@ -144,7 +144,7 @@ def _in_turn(fixed: FixedSizeSampling, rounds: int) -> dict[str, float]:
 def ways_of_groups(
     group_size: int, *, delta: float, rounds: int, sampling_rate: float
 ) -> list[NoiseChoice]:
-    """Return the ways to account for all records of a user: two lemmas, and the tight one."""
+    """Return the ways to account for all records of a user: two lemmas, and a tight bound."""
 
     def way(name: str, loss_of: Callable[..., PrivacyLoss]) -> NoiseChoice:
         def epsilon_at(noise_multiplier: float) -> float:

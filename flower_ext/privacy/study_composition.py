@@ -172,8 +172,8 @@ class RunCharges:
     by_query : dict
         The charges for each query, by its name; training rounds have the empty name.
     stretches : list of dict
-        For each stretch of rounds, the newest (ε, δ) by view, which covers all rounds of the
-        stretch. A new stretch begins when a round number occurs again: the run was then resumed
+        For each stretch of rounds, the newest (ε, δ) against each view, which covers all rounds of
+        the stretch. A new stretch begins when a round number occurs again: the run was then resumed
         from an earlier round, and repeated the round with new noise.
     """
 

@@ -158,7 +158,7 @@ def _loss(
 
 
 def _chance_drawn(counts: Iterable[tuple[Release, int]]) -> float:
-    """Return the probability that one unit is drawn at least once, rounded up.
+    """Return the probability that one unit is drawn at least once in a run, rounded up.
 
     It is 1 if the draws are not secret.
     """

@@ -100,7 +100,7 @@ def least_noise_multiplier(
     fits : Callable[[float], bool]
         Returns True for a noise multiplier that meets the target, and for every larger one.
     target : str
-        Name of the target, for an error.
+        Description of the target, for the error message.
 
     Raises
     ------

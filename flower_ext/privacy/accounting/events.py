@@ -77,9 +77,9 @@ class Release(Checked, JsonRecord):
         contribution. It does not depend on the relation.
     relation : NeighboringRelation
     approximation_error : float
-        Bound on each of two L2 distances, in standard deviations of the noise: from the sum to the
-        exact sum, and by which a unit that was not drawn moves the sum. See
-        `with_approximation_error`.
+        Bound on each of two errors, in standard deviations of the noise: the L2 distance of the sum
+        from the exact sum, and the L2 distance by which a unit that was not drawn moves the sum.
+        See `with_approximation_error`.
     """
 
     sampling: Sampling

@@ -54,7 +54,7 @@ class DpSgd(Checked):
 
 @lru_cache(maxsize=256)
 def group_loss(silo: DpSgd, *, group_size: int, delta: float) -> PrivacyLoss:
-    """Return (ε, δ) of a group of at most ``group_size`` records, however silos share them.
+    """Return (ε, δ) of a group of at most ``group_size`` records, whichever silos hold them.
 
     The sums that all silos compute in one step form one vector, with noise in every coordinate.
     Each sampled record of the group moves this vector by at most one clipping norm. The number of

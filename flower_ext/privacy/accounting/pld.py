@@ -54,9 +54,10 @@ def optimal_loss(
     *,
     rough: float,
 ) -> PrivacyLoss:
-    """Return the bound on ε of releases and, for each of ``spends``, the worst mechanism.
+    """Return the bound on ε of releases together with other mechanisms.
 
-    The worst mechanism has the largest privacy losses of all mechanisms with the same (ε, δ).
+    Each of ``spends`` is the (ε, δ) of one other mechanism. The bound replaces it by the worst
+    mechanism with this (ε, δ).
     """
     from dp_accounting.pld.common import DifferentialPrivacyParameters
 
@@ -149,7 +150,7 @@ def _grid_of(event: Any, count: int, interval: float) -> tuple[Any, int]:
 
 @lru_cache(maxsize=32)  # after each round, ε is mostly computed from this same grid
 def _sampled_grid(noise_multiplier: float, sampling_rate: float, interval: float) -> Any:
-    """Return the grid of one sub-sampled Gaussian's privacy losses, cached because it is slow."""
+    """Return the grid of one sub-sampled Gaussian's privacy losses, which takes long to compute."""
     from dp_accounting.pld import privacy_loss_distribution as grids
 
     return grids.from_gaussian_mechanism(

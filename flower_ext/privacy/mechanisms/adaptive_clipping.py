@@ -122,7 +122,7 @@ class AdaptiveClipping(Checked):
             raise InvalidValue(
                 f"bit_noise={self.bit_noise!r} with noise_multiplier={noise_multiplier:.4g}: "
                 f"expected more than {noise_multiplier / 2:.4g}, half of noise_multiplier, because "
-                "counts with less noise would use up ε alone; None chooses a valid value"
+                "counts with less noise would alone use up ε; None chooses a valid value"
             )
         return self.bit_noise
 

@@ -268,7 +268,7 @@ class CorrelatedNoise(Checked):
 
 
 def _model_weights(rounds: int, momentum: float) -> Vector:
-    """Return the weights in a model of the newest round's noise, the second newest, and so on.
+    """Return the weights that the noise of the newest round, the second newest, … has in a model.
 
     Without momentum, every weight is 1.
     """
@@ -279,7 +279,7 @@ def _model_weights(rounds: int, momentum: float) -> Vector:
 def _best_bands(
     bands: int, rounds: int, rounds_apart: int, participations: int, momentum: float
 ) -> StrategyMatrix:
-    """Return the best matrix with ``bands`` bands, by exact gradients, which suit hundreds."""
+    """Return the best matrix with ``bands`` bands; exact gradients permit hundreds of bands."""
     from scipy.optimize import minimize
     from scipy.signal import lfilter
 
@@ -317,7 +317,7 @@ def _best_bands(
 def _best_buffers(
     buffers: int, rounds: int, rounds_apart: int, participations: int, momentum: float
 ) -> StrategyMatrix:
-    """Return the best matrix with ``buffers`` buffers, by numerical gradients, which suit few."""
+    """Return the best matrix with ``buffers`` buffers; numerical gradients suffice for so few."""
     from scipy.optimize import minimize
 
     def matrix(variables: Vector) -> StrategyMatrix:

@@ -113,9 +113,9 @@ class NoisedSum(ReleaseTerms, RoundMechanism):
         Largest L2 distance by which one unit moves a sum, in clipping norms. It is at least 1, and
         more if a unit contributes to several uploads.
     approximation_error : float
-        Bound on each of two L2 distances, in clipping norms: from a sum to the exact sum, and by
-        which a unit that was not drawn moves a sum. Above 0 if a protocol computes sums under
-        encryption.
+        Bound on each of two errors, in clipping norms: the L2 distance of a sum from the exact sum,
+        and the L2 distance by which a unit that was not drawn moves a sum. Above 0 if a protocol
+        computes sums under encryption.
     """
 
     clipping_norm: float
@@ -243,7 +243,7 @@ class NoisedSum(ReleaseTerms, RoundMechanism):
 
     @property
     def cells_protection(self) -> ClipAndNoise:
-        """Protection of an upload to a secure sum."""
+        """Protection that a client applies to its upload to a secure sum."""
         least = self.sum_parameters.least_answers
         share = share_stddev(self.noise_stddev / self.cell, least)
         return ClipAndNoise(
@@ -335,11 +335,11 @@ class NoisedSum(ReleaseTerms, RoundMechanism):
             )
 
     def begin_sum(self, like: NamedArrays) -> RunningSum:
-        """Return an empty sum. If the server adds the noise, it also clips each added upload."""
+        """Return an empty sum. If the server adds the noise, the sum clips each added upload."""
         if self.secure_sum is not None:
             raise InvalidValue(
-                "begin_sum: expected a plan without noise_placement=SecureSum(…), because there "
-                "the protocol adds up the uploads; pass its result to aggregate_sum"
+                "begin_sum: expected a plan without noise_placement=SecureSum(…), because the "
+                "protocol of a secure sum adds up the uploads; pass its result to aggregate_sum"
             )
         return ClippedSum(like, self.clipping_norm) if self.noised_by_server else RunningSum(like)
 

@@ -74,7 +74,7 @@ class RoundMechanism(ABC):
         return None
 
     def release_in(self, number: int) -> Release | None:
-        """Return the release of training round ``number``; by default, all rounds have the same."""
+        """Return the release of training round ``number``; by default, it is always `release`."""
         return self.release
 
     @property
@@ -83,7 +83,7 @@ class RoundMechanism(ABC):
         return None
 
     def with_strategy(self, matrix: StrategyMatrix) -> RoundMechanism:
-        """Return the mechanism with another matrix; a resumed run passes the one it began with."""
+        """Return the mechanism with ``matrix``; a resumed run passes the matrix it began with."""
         raise NotImplementedError(f"{type(self).__name__} has no strategy matrix")
 
     @property
@@ -126,7 +126,10 @@ class RoundMechanism(ABC):
         return None
 
     def upload_like(self, model: dict[str, Any]) -> dict[str, Any]:
-        """Return arrays with the names, shapes and types of an upload, from the shared model's."""
+        """Return arrays with the names, shapes and types of an upload.
+
+        By default, these are the arrays of the shared ``model``.
+        """
         return model
 
     def begin_sum(self, like: NamedArrays) -> RunningSum:

@@ -67,7 +67,7 @@ class RunSummary:
         True if the noise, or the draw of cohorts, uses the operating system's randomness and no
         seed.
     not_covered : Sequence[str]
-        Values that leave the clients without being covered by the guarantee.
+        Values that leave the clients and that the guarantee does not cover.
     group_size : int, optional
         The largest number of a user's records that are used; None if the method sets no limit.
     """

@@ -1,4 +1,4 @@
-"""Parameters of a secure sum, from the shares of clients that may collude or be lost.
+"""Parameters of a secure sum, from the fractions of clients that may collude or be lost.
 
 Source: Bonawitz et al. 2017; Bell et al. 2020 for neighbours on a random graph.
 `flower_ext.secure.aggregation` has the protocol.
@@ -174,8 +174,8 @@ class SecureSum(Checked):
         """
         if members < LEAST_MEMBERS:
             raise InvalidValue(
-                f"a cohort of {members}: expected at least {LEAST_MEMBERS} for a secure sum; take "
-                "more clients or silos, or draw larger cohorts"
+                f"a cohort of {members}: expected at least {LEAST_MEMBERS} members for a secure "
+                "sum; take more clients or silos, or draw larger cohorts"
             )
         population = members if population is None else population
         corrupt = self.colluders_among(population)

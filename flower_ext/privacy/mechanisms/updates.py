@@ -221,9 +221,9 @@ def as_float64(array: Any) -> Any:
 
 
 def scaled_norm(update: NamedArrays) -> tuple[float, float]:
-    """Return two factors of the L2 norm.
+    """Return two factors whose product is the L2 norm.
 
-    The first factor is 1. If squares would overflow or underflow, it is the largest magnitude.
+    The first factor is 1 or, if squares would overflow or underflow, the largest magnitude.
     """
     wide = in_float64(update)
     if 1e-100 < (norm := plain_norm(wide)) < 1e100:

@@ -39,7 +39,8 @@ class RecordLevelPlan(RecordLevelTerms, PlainAverage):
     clipping_norm : float
         Norm bound C of the whole local model.
     noise_stddev : float
-        σ of each weight of an upload; with ``steps``, of each weight in each local step.
+        σ: stddev of the noise on each weight of an upload; with ``steps``, of the noise that each
+        local step adds to each weight.
     num_examples : int
         |D_n|, public and the same for every client. A client with another number refuses to train.
     rounds : int
@@ -129,7 +130,7 @@ class RecordLevelPlan(RecordLevelTerms, PlainAverage):
         return self
 
     def check_training(self, run: RunSummary) -> None:
-        """Refuse local training whose settings differ from ``steps``, which the plan accounts."""
+        """Refuse local training whose settings differ from ``steps``, which determine ε."""
         steps, size, phase = self.steps, self.num_examples, run.method.upload_phase
         if steps is None:
             return

@@ -192,9 +192,9 @@ def uldp_avg_guarantees(
     in_rounds = f"{sampling}, noise multiplier {sigma:.4g}, {rounds} rounds"
 
     def at_server(exposure: float, mechanism: NoisedSum) -> tuple[PrivacyLoss, str]:
-        """Return the loss against a server, and a description of it, for an ``exposure``.
+        """Return the loss of a user against a server, and a description of this loss.
 
-        The server knows the sample unless a protocol hides it.
+        ``exposure`` is the user's weight. The server knows the sample unless a protocol hides it.
         """
         if hidden_draw:
             return privacy_loss_of({mechanism.release: rounds}, delta=mechanism.delta), in_rounds
