@@ -303,7 +303,7 @@ def test_the_table_of_the_documentation_is_what_the_code_computes():
 
 @pytest.mark.parametrize("members", [0, 1, 2])
 def test_two_members_have_no_sum_that_hides_anything(members):
-    with pytest.raises(ValueError, match="expected at least 3 for a secure sum"):
+    with pytest.raises(ValueError, match="expected at least 3 members for a secure sum"):
         SecureSum().for_cohort(members)
 
 
