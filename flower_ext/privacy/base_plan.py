@@ -20,16 +20,17 @@ from flower_ext.privacy.mechanisms.updates import RunningSum
 
 
 class PrivacyPlan(ABC):
-    """A user's decisions about the privacy of a run, from which its mechanism is made.
+    """A user's decisions about the privacy of a run.
 
-    A plan is frozen. It knows about a run only what its `RunSummary` says.
+    `mechanism` turns them into the computation of each round. A plan is frozen. Of a run, it knows
+    only the `RunSummary`.
 
     Attributes
     ----------
     sampling : Sampling
         Draws the cohorts.
     delta : float, optional
-        δ at which ε is reported; None where the plan guarantees nothing.
+        δ at which ε is reported; None if the plan guarantees nothing.
     rounds : int, optional
         Number of rounds for which the noise was chosen; None if the plan does not fix a number.
     """
@@ -62,9 +63,9 @@ class PrivacyPlan(ABC):
 
 @dataclass(frozen=True, kw_only=True)
 class PlainAverage(PrivacyPlan, RoundMechanism):
-    """A plan that takes the mean of the replies; it guarantees nothing unless a subclass does.
+    """A plan that takes the plain mean of the replies. A subclass may add a guarantee.
 
-    The method determines none of its fields, so the plan is its own mechanism.
+    The mechanism does not depend on the method, so the plan itself is the mechanism.
     """
 
     tells_sizes = True
@@ -99,7 +100,7 @@ class NonPrivatePlan(PlainAverage):
     ----------
     sampling : Sampling
     weighting : {"clients", "examples"}
-        "clients" gives all clients the same weight in the mean, as every plan that protects does.
+        "clients" gives all clients the same weight in the mean, as all private plans do.
         "examples" weighs each client by its number of training examples, as FedAvg does.
     """
 
@@ -117,12 +118,12 @@ class NonPrivatePlan(PlainAverage):
         return self.weighting == "examples"
 
     def mechanism(self, method: MethodTraits) -> RoundMechanism:
-        """Return this plan; refuse weights if the server does not take the mean of the updates.
+        """Return this plan, which is its own mechanism.
 
         Raises
         ------
         ValueError
-            The method combines the single updates in another way.
+            ``weighting`` is "examples", but the method weights the updates by a rule of its own.
         """
         if self.weighs_examples and method.weighs_updates:
             raise InvalidValue(

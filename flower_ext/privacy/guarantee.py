@@ -28,18 +28,18 @@ def epsilon_text(epsilon: float) -> str:
 
 
 LARGE_DELTA = 1e-3
-"""δ above which every guarantee warns, however few the units are."""
+"""Every guarantee with a δ above this warns about it, however few units there are."""
 
 
 def is_large(delta: float, units: float | None = None) -> bool:
-    """Return True if δ is large in itself, or at least 1/``units``."""
+    """Return True if δ is above `LARGE_DELTA`, or is at least 1/``units``."""
     return delta > LARGE_DELTA or delta * (units or 0) >= 1
 
 
 def large_delta(delta: float, unit: PrivacyUnit, units: int | None = None) -> str | None:
-    """Return a warning about a δ that is large in itself, or for ``units`` units; else None.
+    """Return a warning about ``delta`` if `is_large` holds for it; otherwise None.
 
-    At δ = 1/N, a mechanism may publish all data of one random unit of the N.
+    With δ = 1/N, a mechanism may publish all data of one unit, drawn at random from N units.
     """
     if not is_large(delta, units):
         return None
@@ -104,7 +104,7 @@ class Guarantee(JsonRecord):
 
     @property
     def large_delta(self) -> str | None:
-        """A warning about δ if it is large, else None."""
+        """A warning if δ is large; otherwise None."""
         if math.isinf(self.epsilon):
             return None
         return large_delta(self.delta, self.unit, self.units)
@@ -135,9 +135,10 @@ class Guarantee(JsonRecord):
 
 
 def claim_against(view: AdversaryView, claims: Sequence[Guarantee]) -> Guarantee | None:
-    """Return the provable guarantee that holds against a view; None if there is none.
+    """Return the provable guarantee against an adversary with this view; None if there is none.
 
-    This is the guarantee for the view itself or, without one, for the nearest view that sees more.
+    Without a claim about this view, the function returns a claim about an adversary that sees more.
+    Of several such claims, it takes the one whose adversary sees least.
     """
     provable = [claim for claim in claims if claim.basis == "provable"]
     for other in view.at_least:

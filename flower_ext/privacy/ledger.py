@@ -1,8 +1,8 @@
 """A durable account of releases: append-only, fsynced, hash-chained.
 
 `Ledger.reserve` writes the spend to disk *before* the release happens, and a reserved spend stays
-spent whatever follows. After a crash at any byte the ledger may count a release that did not
-happen; it never misses one that did.
+spent, whatever follows. After a crash at any byte, the ledger may count a release that did not
+happen. It never misses a release that did happen.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from flower_ext.privacy.accounting.events import PrivacyLoss, Release
 from flower_ext.privacy.guarantee import epsilon_text
 
 GENESIS = "0" * 64
-"""Hash that the first line names in place of an earlier line's."""
+"""Hash that the first line names, because no earlier line has a hash."""
 
 
 class BudgetExhausted(FlowerExtError, RuntimeError):
@@ -139,14 +139,17 @@ class LedgerFile:
 
 
 class Reservation:
-    """A reserved release. The ledger writes its notes when the ``with`` block ends."""
+    """A reserved release, and the caller's notes on it.
+
+    The ledger writes these notes to its file when the ``with`` block of `Ledger.reserve` ends.
+    """
 
     def __init__(self) -> None:
         self.notes: dict[str, Any] = {}
         self.discarded: str | None = None
 
     def note(self, **notes: Any) -> None:
-        """Keep notes with the release, such as the number of replies."""
+        """Add notes on the release, such as the number of replies."""
         self.notes.update(notes)
 
     def discard(self, reason: str) -> None:
@@ -190,17 +193,17 @@ class Ledger(LedgerFile):
     def reserve(
         self, release: Release, *, round: int, identity: int | None = None
     ) -> Iterator[Reservation]:
-        """Write a spend durably, then let the body of the ``with`` block release.
+        """Write a spend durably, then run the ``with`` block, which makes the release.
 
         Parameters
         ----------
         release : Release
         round : int
         identity : int, optional
-            A number that stands for everything that determines the release. Pass one if a repeated
-            release has the same bits and so reveals nothing new: after the ledger is reopened, the
-            first repetition is noted and not counted. Pass None under secure noise, because every
-            release is then new.
+            A number that two releases share only if they have the same bits, as is possible with
+            seeded noise. After the ledger is reopened, the first repetition of such a release is
+            noted and not counted, because it reveals nothing new. Pass None under secure noise,
+            because every release is then new.
 
         Raises
         ------
@@ -253,12 +256,12 @@ class Ledger(LedgerFile):
             )
 
     def spent(self, delta: float) -> PrivacyLoss:
-        """Return (ε, δ) of everything reserved so far."""
+        """Return (ε, δ) of all releases reserved so far."""
         return privacy_loss_of(self._reserved, delta=delta)
 
     @staticmethod
     def read(path: Path) -> list[dict[str, Any]]:
-        """Return a ledger's verified entries, except an incomplete last line, without a lock.
+        """Return a ledger's verified entries, without a lock; ignore an incomplete last line.
 
         Raises
         ------

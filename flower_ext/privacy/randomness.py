@@ -22,7 +22,9 @@ def secure_generator() -> np.random.Generator:
 
 
 def seeded_generator(seed: int, *path: str | int) -> np.random.Generator:
-    """Return a reproducible generator, independent for each ``(seed, *path)``. Simulation only.
+    """Return a reproducible generator; use it for simulation only.
+
+    Different arguments ``(seed, *path)`` give independent generators.
 
     Examples
     --------
@@ -33,9 +35,10 @@ def seeded_generator(seed: int, *path: str | int) -> np.random.Generator:
 
 
 def keyed_generator(key: bytes, *path: str | int) -> np.random.Generator:
-    """Return a ChaCha20 generator, one for each ``path``, with key HMAC-SHA-256(``key``, ``path``).
+    """Return a ChaCha20 generator whose key is HMAC-SHA-256(``key``, ``path``).
 
-    All who hold ``key`` get the same numbers, which nobody else can predict.
+    Each ``path`` gives another generator. Everybody who holds ``key`` gets the same numbers, and
+    nobody else can predict them.
     """
     from randomgen import ChaCha
 
@@ -44,7 +47,10 @@ def keyed_generator(key: bytes, *path: str | int) -> np.random.Generator:
 
 
 def derived_seed(seed: int, *path: str | int) -> int:
-    """Return a seed below 2^63 for another library's generator, one for each ``(seed, *path)``."""
+    """Return a seed below 2^63 for a generator of another library.
+
+    Different arguments ``(seed, *path)`` give different seeds.
+    """
     return int.from_bytes(_digest(seed, *path)[:8]) >> 1
 
 

@@ -1,9 +1,10 @@
 """An account of the privacy that all runs of a study on one population spend together.
 
-Statistics, trainings, their evaluations, pilots and searches share one file. Before each round, a
-run writes down its spend including that round. Like a `Ledger`, the file is append-only, fsynced
-and hash-chained. The run holds a lock while it reads all charges, composes them with the round and
-checks the budget. `study_composition` composes the charges.
+Statistics, trainings, evaluations, pilots and searches share one file. Before each round, a run
+writes a charge into it: the privacy that the run has spent once this round is over. Like a
+`Ledger`, the file is append-only, fsynced and hash-chained. The run holds a lock while it reads all
+charges, composes them with the new round and checks the budget. `study_composition` composes the
+charges.
 """
 
 from __future__ import annotations
@@ -25,36 +26,37 @@ from flower_ext.privacy.units import NeighboringRelation, PrivacyUnit
 
 
 class DoesNotCompose(InvalidValue):
-    """The charge differs from the account in unit or relation; no single ε covers both."""
+    """The charge has a different unit or relation than the account, so no single ε covers both."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Charge(JsonRecord):
-    """The spend of one run after one more round.
+    """The privacy that one run has spent after its newest round, or its newest answer to a query.
 
     Parameters
     ----------
     run, method : str
-        The run's id, the same after each restart, and the method that it trains.
+        The run's id, which stays the same when the run is resumed, and its training method.
     name : str
-        Name of the run directory, for people; empty without one.
+        Name of the run directory, for readers; empty if the run has no directory.
     query : str
         Name of the query whose answer is released; empty for a training round.
     start : str
-        Identifies the process that makes the round.
+        Id of the process that computes the round; a resumed run has a new process.
     training : int
-        Number of the round within the run, or of the answer to the query, from 1.
+        Number of the round within the run, or number of the answer to the query, counted from 1.
     repeatable : bool
-        A repetition of the round is the same, bit for bit, and reveals nothing new.
+        True if a repeated round has the same result, bit for bit, and so reveals nothing new.
     unit : PrivacyUnit
     relation : NeighboringRelation
     epsilon, delta : float
-        Provable spend of this run alone, including this round, against the released models.
+        Provable privacy loss of this run alone, including this round, against an adversary that
+        sees the released models.
     release : Release, optional
-        The release of the round, if it alone determines what the released models show of the round.
+        The round's noised sum, if the released models depend on this round through that sum only.
     claims : Sequence[Guarantee]
-        Provable guarantees of this run alone, including this round, against each adversary. The
-        JSON of the charge leaves them out; the account has their spends.
+        Provable guarantees of this run alone, including this round, one for each adversary. The
+        JSON of a charge leaves them out; the account holds only their (ε, δ) and releases.
     """
 
     run: str
@@ -75,8 +77,8 @@ class Charge(JsonRecord):
 def charge(path: Path, new: Charge, budget: Budget) -> list[dict[str, Any]]:
     """Write a round's spend durably, before anything of the round is released.
 
-    A round that is charged twice counts twice, because its noise is new each time. A
-    ``repeatable`` round counts once.
+    If a run repeats a round, the account counts it twice, because the noise is new. It counts a
+    ``repeatable`` round once.
 
     Returns
     -------
@@ -130,8 +132,8 @@ def entries_of(path: Path) -> list[dict[str, Any]]:
 def note_claims(path: Path, claims: Sequence[Guarantee], **identity: str) -> None:
     """Record the provable guarantees of a run so far, with their assumptions and conditions.
 
-    A charge is written before its round, when nobody knows which clients will answer. These
-    guarantees count the answers.
+    A charge is written before its round, when nobody knows yet which clients will answer. The
+    guarantees recorded here are computed after the round, from the clients that answered.
 
     Parameters
     ----------
@@ -181,7 +183,10 @@ def _why(charges: Sequence[dict[str, Any]], epsilon: float, delta: float) -> str
     if not charges:
         return "the first round alone exceeds it; plan more noise"
     if math.isinf(epsilon):
-        return "the account adds up each run's δ: plan runs with a smaller δ, or raise the budget's"
+        return (
+            "the δ's of the runs add up to more than the budget's δ; plan runs with a smaller δ, "
+            "or raise the budget's δ"
+        )
     runs = len({entry["run"] for entry in charges})
     return (
         f"{runs} run{'s' if runs > 1 else ''} spent {epsilon_text(total_spent(charges, delta))} "
@@ -194,9 +199,9 @@ def _check_relation(path: Path, charges: Sequence[dict[str, Any]], new: Charge) 
         of = (entry["unit"], entry["relation"])
         if of != (new.unit, new.relation):
             raise DoesNotCompose(
-                f"{path} counts units {of[0]!r} under {of[1]!r}, this run {new.unit.value!r} "
-                f"under {new.relation.value!r}: no single ε covers both; keep an account for "
-                "each, or plan the run for the account's"
+                f"{path} counts units {of[0]!r} under {of[1]!r}, but this run {new.unit.value!r} "
+                f"under {new.relation.value!r}: no single ε covers both; keep a separate account "
+                "for each, or plan the run with the unit and the relation of the account"
             )
 
 

@@ -1,10 +1,10 @@
 """Compose the spends of all runs of a study, from the entries of the study's account.
 
-The module composes each adversary's view separately. Against the released models, releases compose
-round by round. Against an adversary that sees more, the releases of each run's most exposed unit
-compose, as in the run's guarantee. A spend that is known only as (ε, δ) composes by `joint_loss`. A
-run without a guarantee against a view makes ε infinite for that view. Rounds are composed as if
-every run's plan had been fixed beforehand.
+The module computes one ε for each adversary's view. For an adversary that sees the released models,
+it composes the releases of all rounds. For an adversary that sees more, it composes the releases of
+each run's most exposed unit, as the run's guarantee does. `joint_loss` composes runs of which only
+(ε, δ) is known. If one run has no guarantee against a view, ε is infinite for that view. The
+composition assumes that every run's plan was fixed before the first run.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ CHARGE, REPEAT, UNCOVERED, CLAIMS = "charge", "repeat", "uncovered", "claims"
 """Kinds of an account's entries: a round's spend, a repeated round, a disclosure that no ε covers,
 and a run's guarantees."""
 WITHOUT_NOISE = "training without noise"
-"""Entry of a run that promises nothing, against any adversary."""
+"""Description in the entry of a run that promises nothing against any adversary."""
 FIXED_PLANS = "the plan of every run was fixed before the first run"
 _MODELS = AdversaryView.RELEASED_MODELS
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunSpend:
-    """The privacy that one run of the account spent, without the account's other runs.
+    """The privacy that one run spent, as if it were the only run of the account.
 
-    ``epsilons`` has ε for each view against which the account has a guarantee of this run.
-    `epsilon` is the ε against the released models, or None if no ε covers the run.
+    ``epsilons`` maps each view to ε, if the account has this run's guarantee against that view.
+    `epsilon` is ε against an adversary that sees the released models; None if no ε covers the run.
     """
 
     run: str
@@ -53,9 +53,10 @@ class RunSpend:
 
 
 def total_spent(entries: Sequence[dict[str, Any]], delta: float) -> float:
-    """Return ε at ``delta`` of all charges, against the released models.
+    """Return ε at ``delta`` of all charges, against an adversary that sees the released models.
 
-    It is infinite if a charge has no known ε, or if the charges' δ's add up to more than ``delta``.
+    ε is infinite if a charge has no known ε, or if the δ's of the charges add up to more than
+    ``delta``.
     """
     return _joint([run.against(_MODELS) for run in runs_of(entries)], delta).epsilon
 
@@ -63,10 +64,10 @@ def total_spent(entries: Sequence[dict[str, Any]], delta: float) -> float:
 def study_guarantees(
     entries: Sequence[dict[str, Any]], delta: float, *, study: str = "the study"
 ) -> list[Guarantee]:
-    """Return the guarantees of all runs of an account together, against each adversary.
+    """Return the guarantees of all runs of an account together, one for each adversary.
 
-    Runs under different relations do not compose. Each relation then has a guarantee of its own,
-    whose source names its runs.
+    Runs under different relations do not compose. The function then returns one guarantee for each
+    relation, and the guarantee's source names the runs that it covers.
 
     Parameters
     ----------
@@ -120,11 +121,15 @@ def study_guarantees(
 
 
 def spent_by_run(entries: Sequence[dict[str, Any]]) -> list[RunSpend]:
-    """Return each run's own spend, then the entries that no ε covers, in order."""
+    """Return what each run spent alone, with one line for its training and one for each query.
+
+    After these lines come the disclosures that no ε covers, in the order of the account.
+    """
     spends = []
     for run in runs_of(entries):
         for query, charges in run.by_query.items():
-            # Only the run's own line has ε against adversaries that see more, answers included.
+            # Against adversaries that see more, ε covers training and queries together, so only the
+            # line of the training gives it.
             alone = replace(run, by_query={query: charges})
             part = alone.against(_MODELS)
             delta = charges[-1]["delta"] if part.releases else sum(s.delta for s in part.spends)
@@ -146,7 +151,11 @@ def spent_by_run(entries: Sequence[dict[str, Any]]) -> list[RunSpend]:
 
 @dataclass(kw_only=True)
 class _Part:
-    """One run's part in the total against one view."""
+    """The releases that one run adds to the total against one view.
+
+    ``spends`` holds (ε, δ) of rounds whose releases are not known.
+    ``is_unbounded`` is True if the run has no guarantee against the view.
+    """
 
     relation: NeighboringRelation | None
     releases: Counter[Release] = field(default_factory=Counter)
@@ -161,11 +170,11 @@ class RunCharges:
     Parameters
     ----------
     by_query : dict
-        Charges by query; charges of training rounds have the empty name.
+        The charges for each query, by its name; training rounds have the empty name.
     stretches : list of dict
-        For each stretch of rounds, the last spend by view. The last charge of a stretch covers all
-        its rounds. A round number that comes again begins a new stretch, because the run was
-        resumed from before that round, under new noise.
+        For each stretch of rounds, the newest (ε, δ) against each view, which covers all rounds of
+        the stretch. A new stretch begins when a round number occurs again: the run was then resumed
+        from an earlier round, and repeated the round with new noise.
     """
 
     label: str
@@ -188,7 +197,7 @@ class RunCharges:
         self._cover(len(self.stretches) - 1, claims)
 
     def note(self, entry: dict[str, Any]) -> None:
-        """Add the guarantees that a process recorded for the rounds that it charged."""
+        """Add an entry with guarantees, which cover the rounds that the same process charged."""
         charged = [place for place, starts in enumerate(self.starts) if entry["start"] in starts]
         if self.stretches:
             self._cover(charged[-1] if charged else -1, entry["claims"])
@@ -214,11 +223,11 @@ class RunCharges:
 
     @property
     def views(self) -> set[AdversaryView]:
-        """The views for which the account has guarantees of this run."""
+        """The views against which the account has a guarantee of this run."""
         return {_MODELS, *(AdversaryView(view) for stretch in self.stretches for view in stretch)}
 
     def against(self, view: AdversaryView) -> _Part:
-        """Return what this run adds to the total against a view: its releases, or its ε and δ."""
+        """Return the releases, or the (ε, δ), that this run adds to the total against a view."""
         if view is _MODELS and self.charges[0]["release"] is not None:
             made = Counter(Release.from_dict(charge["release"]) for charge in self.charges)
             return _Part(relation=NeighboringRelation(self.charges[0]["relation"]), releases=made)
@@ -239,7 +248,7 @@ class RunCharges:
         return part
 
     def epsilons(self, delta: float) -> dict[AdversaryView, float]:
-        """Return ε of the run alone, for each view."""
+        """Return the ε of this run alone against each view."""
         return {
             view: _joint([self.against(view)], delta).epsilon
             for view in AdversaryView
@@ -247,7 +256,10 @@ class RunCharges:
         }
 
     def texts(self, view: AdversaryView, name: str) -> list[str]:
-        """Return field ``name``, such as the assumptions, of the guarantee against a view."""
+        """Return one field of the guarantee against a view: its assumptions, or what it leaves out.
+
+        ``name`` is the field's name in `Guarantee`.
+        """
         kept = (self.guarantees[other] for other in view.at_least if other in self.guarantees)
         return list(next(kept, {}).get(name, ()))
 
@@ -271,7 +283,10 @@ def _joint(parts: Sequence[_Part], delta: float) -> PrivacyLoss:
 
 
 def _shared_texts(runs: Sequence[RunCharges], view: AdversaryView, name: str) -> list[str]:
-    """Return the runs' lines, each once; a line that not all runs have names its runs."""
+    """Return the texts in field ``name`` of all runs' guarantees, each text once.
+
+    If only some runs have a text, their names follow it in brackets.
+    """
     by_text: dict[str, list[str]] = {}
     for run in runs:
         for text in run.texts(view, name):

@@ -16,8 +16,8 @@ class PrivacyUnit(StrEnum):
 class NeighboringRelation(StrEnum):
     """The difference between two neighbouring data sets.
 
-    ``REPLACE_SPECIAL`` replaces one unit's contribution by zeros while its place stays visible.
-    It is the relation for an adversary who sees which units took part.
+    ``REPLACE_SPECIAL`` replaces one unit's contribution by zeros; that the unit took part stays
+    visible. It is the relation for an adversary who sees which units took part.
     """
 
     ADD_OR_REMOVE_ONE = "add-or-remove-one"
@@ -37,13 +37,13 @@ class AdversaryView(StrEnum):
       secure aggregation.
     * ``SUM_ONLY`` — each round's released sum and the clients in it, never a single upload: a
       server behind secure aggregation.
-    * ``RELEASED_MODELS`` — the model after each round. The adversary does not see who took part,
-      nor how many did, unless that number is fixed. This is a third party; the server is trusted.
-      A client that takes part sees more: messages tell it the size of the cohort, and it can
-      subtract its own share of the noise.
-
-    * ``MODELS_AND_COHORTS`` — the model after each round, and who took part in it. Otherwise as
-      ``RELEASED_MODELS``.
+    * ``RELEASED_MODELS`` — the model after each round. The adversary is a third party, and the
+      server is trusted. The adversary does not see which units took part. It knows the number of
+      these units only if that number is fixed. This view is not that of a client, which sees more:
+      messages tell the client the size of the cohort, and it can subtract its own share of the
+      noise.
+    * ``MODELS_AND_COHORTS`` — the model after each round, and the units that took part in it. All
+      else is as for ``RELEASED_MODELS``.
 
     Amplification by sampling needs an adversary that does not see *who took part*. It therefore
     holds for ``RELEASED_MODELS``, and for another view only if a protocol hides the draw from the
@@ -57,9 +57,9 @@ class AdversaryView(StrEnum):
 
     @property
     def at_least(self) -> tuple[AdversaryView, ...]:
-        """The view itself and all views of adversaries that see more, nearest first.
+        """The view itself, followed by the views of adversaries that see ever more.
 
-        A guarantee against any of them also holds against this view.
+        A guarantee against any of these views also holds against this view.
         """
         by_knowledge = (
             AdversaryView.RELEASED_MODELS,

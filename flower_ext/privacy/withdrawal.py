@@ -1,12 +1,12 @@
 """Withdrawal of a person or a client from a study, and a statement about the study's models.
 
-The study's account (`shared_ledger`) records only the number of the user or client. Every run reads
-the account after it has charged a round and before it asks any client. A round that is charged
-after the withdrawal therefore uses nothing of the person. All other rounds are charged before the
-withdrawal, so the statement counts exactly these charges.
+To withdraw a user or client, the study's account (`shared_ledger`) records the number of that unit
+and nothing else. A run charges each round to the account, then reads the account, and only then
+asks clients. A round that is charged after the withdrawal therefore uses no data of the person. The
+statement counts all rounds that were charged before the withdrawal.
 
-Models stay as they are. For each model, the statement gives the guarantee of its run: the (ε, δ)
-with which the model is indistinguishable from a model without this person.
+Models do not change. For each model, the statement gives the guarantee of its run: the (ε, δ) with
+which the model is indistinguishable from a model that was trained without this person.
 """
 
 from __future__ import annotations
@@ -40,17 +40,17 @@ _NOTHING = "nothing can be claimed"
 
 
 def withdraw(path: Path, unit: PrivacyUnit, numbers: Collection[int]) -> list[dict[str, Any]]:
-    """Write into a study's account that units withdraw; return the account's entries.
+    """Record in a study's account that units withdraw; return all entries of the account.
 
-    A unit that withdrew before is not written again.
+    A unit that has already withdrawn is not recorded again.
 
     Parameters
     ----------
     path : Path
     unit : {PrivacyUnit.USER, PrivacyUnit.CLIENT}
     numbers : Collection[int]
-        Numbers of users, or partitions of clients. Several numbers mean one person, whom different
-        silos know by different numbers.
+        Numbers of users, or partitions of clients. Several numbers stand for one person, whom
+        different silos know by different numbers.
 
     Raises
     ------
@@ -58,7 +58,10 @@ def withdraw(path: Path, unit: PrivacyUnit, numbers: Collection[int]) -> list[di
         There is no account, it counts units of a different kind, or a number is out of range.
     """
     if not path.is_file():
-        raise InvalidValue(f"ledger={path}: expected the account of a study, its budget-ledger")
+        raise InvalidValue(
+            f"ledger={path}: no such file; expected the account of a study, which its setting "
+            "budget-ledger names"
+        )
     with closing(LedgerFile(path, wait=True)) as account:
         charges = [entry for entry in account.entries if entry["kind"] == "charge"]
         if charges and (charges[0]["unit"] == PrivacyUnit.USER) != (unit is PrivacyUnit.USER):
@@ -69,8 +72,8 @@ def withdraw(path: Path, unit: PrivacyUnit, numbers: Collection[int]) -> list[di
         ]
         for number in sorted(numbers):
             if not (is_integer(number) and 0 <= number < max(populations, default=math.inf)):
-                most = f" below {max(populations)}" if populations else ""
-                raise InvalidValue(f"{unit.value}={number}: expected a number from 0{most}")
+                most = f" and below {max(populations)}" if populations else ""
+                raise InvalidValue(f"{unit.value}={number}: expected an integer >= 0{most}")
             if number not in withdrawn(account.entries):
                 account.append(WITHDRAWN, {"unit": unit, "number": number})
         return account.entries
@@ -82,7 +85,7 @@ def withdrawn(entries: Sequence[Mapping[str, Any]]) -> frozenset[int]:
 
 
 def forgotten(entries: Sequence[Mapping[str, Any]]) -> frozenset[int]:
-    """Return the numbers of clients whose nodes confirmed that the client's memory is deleted."""
+    """Return the numbers of the clients whose memory is deleted, as their nodes confirmed."""
     return frozenset(entry["number"] for entry in entries if entry["kind"] == FORGOTTEN)
 
 
@@ -92,14 +95,14 @@ def runs_in(entries: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def note_forgotten(path: Path, numbers: Collection[int]) -> None:
-    """Record that nodes deleted the memory of clients."""
+    """Record that the nodes of these clients deleted the values that they kept between rounds."""
     with closing(LedgerFile(path, wait=True)) as account:
         for number in sorted(set(numbers) - forgotten(account.entries)):
             account.append(FORGOTTEN, {"number": number})
 
 
 def statement(path: Path, unit: PrivacyUnit, numbers: Collection[int]) -> dict[str, Any]:
-    """Return a statement about the models of all runs that were charged before the withdrawal.
+    """Return a statement about the models of all runs that charged rounds before the withdrawal.
 
     Raises
     ------
@@ -108,7 +111,10 @@ def statement(path: Path, unit: PrivacyUnit, numbers: Collection[int]) -> dict[s
     """
     entries = Ledger.read(path)
     if missing := sorted(set(numbers) - withdrawn(entries)):
-        raise InvalidValue(f"{unit.value}={missing[0]}: expected a number that withdrew")
+        raise InvalidValue(
+            f"{unit.value}={missing[0]} has not withdrawn: expected numbers in the account's "
+            "withdrawals; call withdraw first"
+        )
     ends = [
         place
         for place, entry in enumerate(entries)
@@ -158,7 +164,10 @@ def _memory(unit: PrivacyUnit, numbers: Collection[int], entries: Sequence[Any])
 
 
 def _line(run: RunCharges, size: int, *, is_protected: bool) -> dict[str, Any]:
-    """Return what the statement says of a run, whose guarantee covers the unit if protected."""
+    """Return the statement's entry about one run.
+
+    ``is_protected`` is False if the run's guarantee is for another unit than the one that withdrew.
+    """
     last, rounds = run.charges[-1], len(run.charges)
     of_run = {"run": last["run"], "name": run.label, "method": last["method"], "releases": rounds}
     if not is_protected:
@@ -183,7 +192,10 @@ def _claim(loss: PrivacyLoss | None) -> str:
 
 
 def _loss_of_group(parts: Sequence[Any], size: int, delta: float) -> PrivacyLoss | None:
-    """Return the loss of a person with several numbers; None if none can be claimed."""
+    """Return the joint loss of runs for a person with ``size`` numbers.
+
+    None means that no finite ε can be claimed.
+    """
     if any(part.is_unbounded for part in parts):
         return None
     releases = sum((part.releases for part in parts), type(parts[0].releases)())
@@ -222,7 +234,7 @@ def signed(content: Mapping[str, Any], key: Ed25519PrivateKey) -> dict[str, Any]
 
 
 def verify(content: Mapping[str, Any], public_key: str) -> None:
-    """Refuse a statement that the owner of a public key did not sign, or that was changed.
+    """Refuse a statement that was changed, or that the owner of ``public_key`` did not sign.
 
     Parameters
     ----------
@@ -241,8 +253,8 @@ def verify(content: Mapping[str, Any], public_key: str) -> None:
     try:
         if whole["public key"] != public_key.lower():
             raise InvalidValue(
-                f"public key {whole['public key']}: expected {public_key.lower()}; somebody else "
-                "signed this statement"
+                f"public key {whole['public key']}: expected {public_key.lower()}; this statement "
+                "was signed with another key"
             )
         signature = bytes.fromhex(content["signature"])
         key = Ed25519PublicKey.from_public_bytes(bytes.fromhex(public_key))
@@ -251,17 +263,18 @@ def verify(content: Mapping[str, Any], public_key: str) -> None:
         if isinstance(error, InvalidValue):
             raise
         raise InvalidValue(
-            "signature: expected a statement that nobody changed since it was signed"
+            "signature: it does not fit the statement, which was changed after it was signed, or "
+            "was not signed; expected the file that flower-ext withdraw wrote"
         ) from None
 
 
 def signing_key(path: Path) -> Ed25519PrivateKey:
-    """Return the study's key from a file; make the file if it does not exist.
+    """Return the study's signing key from a file; write a new key if the file does not exist.
 
     Raises
     ------
     InvalidValue
-        Other users can read the file, or it holds no key.
+        Other accounts of the machine can read the file, or the file holds no key.
     """
     if not path.exists():
         write_whole(path, Ed25519PrivateKey.generate().private_bytes_raw().hex().encode() + b"\n")
@@ -272,7 +285,10 @@ def signing_key(path: Path) -> Ed25519PrivateKey:
     try:
         return Ed25519PrivateKey.from_private_bytes(bytes.fromhex(path.read_text(encoding="ascii")))
     except (ValueError, UnicodeError):
-        raise InvalidValue(f"key={path}: expected a file that this command made") from None
+        raise InvalidValue(
+            f"key={path}: the file holds no signing key; expected a key file that flower-ext "
+            "withdraw wrote"
+        ) from None
 
 
 def _bytes(content: Mapping[str, Any]) -> bytes:

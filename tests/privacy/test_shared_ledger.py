@@ -119,7 +119,7 @@ def test_a_run_that_goes_on_is_charged_for_its_further_rounds_alone(path):
 def test_another_unit_or_relation_is_refused_rather_than_total_counts(path, other):
     budget = Budget(epsilon=50.0, delta=DELTA, ledger=path)
     charge(path, sampled("a", 1), budget)
-    with pytest.raises(DoesNotCompose, match="keep an account for each"):
+    with pytest.raises(DoesNotCompose, match="keep a separate account for each"):
         charge(path, replace(sampled("b", 1), **other), budget)
     assert len(Ledger.read(path)) == 1
 

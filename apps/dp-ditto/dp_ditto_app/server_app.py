@@ -26,8 +26,8 @@ def main(grid: Grid, context: Context) -> None:
     if settings.noise == "steps" and method not in ("dp-ditto", *WITHOUT_PRIVACY):
         raise UnfitSetting(
             f"run-config noise='steps' with method={method!r}: expected noise='upload', because "
-            "its uploads depend on records also outside the noised steps; calibration='published' "
-            "is the noise of the paper"
+            "its uploads also depend on records in other ways than through the noised steps; "
+            "calibration='published' is the noise of the paper"
         )
     task = task_of(context)
     for client in range(settings.clients):

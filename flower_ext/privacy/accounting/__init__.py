@@ -1,1 +1,1 @@
-"""Samplers and releases, and accountants that bound their (ε, δ)."""
+"""Samplers, releases, and the accountants that bound (ε, δ) of releases."""

@@ -1,9 +1,10 @@
 """Compute the privacy loss (ε, δ) of a run's releases, through dp-accounting.
 
-The result is the least of all upper bounds on ε that apply. Usually this is the bound of the PLD
-accountant. For a tiny δ or very many rounds, PLD's Fourier transforms lose precision, and the RDP
-accountant gives the lesser bound. If sampling hides nothing, the bound that ignores sampling is the
-least. If δ is at least the probability that a unit is ever drawn, ε is 0 with any noise above 0.
+The result is the smallest of all upper bounds on ε that apply. Usually the accountant PLD (privacy
+loss distributions) gives it. For a tiny δ or very many rounds, PLD's Fourier transforms lose
+precision, and the accountant RDP (Rényi divergences) gives the smaller bound. If sampling hides
+nothing, the bound that ignores sampling is the smallest. If δ is at least the probability that a
+unit is ever drawn, ε is 0 with any noise above 0.
 """
 
 from __future__ import annotations
@@ -32,8 +33,8 @@ SELDOM_DRAWN = "chance of being drawn"
 because a run with the unit equals a run without it unless the unit is drawn."""
 
 _LARGEST_GRID_EPSILON = 1e6
-"""Limit of PLD: beyond this ε a grid of privacy losses would not fit into memory, and sampling no
-longer amplifies."""
+"""Largest ε for which PLD is used. Beyond it, a grid of privacy losses would not fit into memory,
+and sampling no longer amplifies."""
 
 
 def privacy_loss_of(
@@ -53,9 +54,10 @@ def privacy_loss_of(
     delta : float
         In (0, 1).
     accountant : {"pld", "rdp"}
-        "pld" returns the least of all bounds that apply, "rdp" the RDP bound. PLD does not cover
-        sampling without replacement: for this, "pld" and "rdp" return the least of the other
-        bounds. The result names the accountant that gave it.
+        "pld" returns the smallest of all bounds that apply, and "rdp" returns the RDP bound. PLD
+        does not cover sampling without replacement; with such releases, both choices return the
+        smaller of the RDP bound and the bound that ignores sampling. The result names the
+        accountant that gave it.
 
     Raises
     ------
@@ -85,17 +87,19 @@ def privacy_loss_of(
 def joint_loss(
     releases: Mapping[Release, int], spends: Sequence[PrivacyLoss], *, delta: float
 ) -> PrivacyLoss:
-    """Bound the joint (ε, δ) of releases, and of mechanisms of which only (ε, δ) is known.
+    """Bound (ε, δ) of releases together with other mechanisms, whose (ε, δ) alone is known.
 
-    The result is the lesser of two bounds. Basic composition adds ε's and δ's; the releases get the
-    δ that the mechanisms leave. Optimal composition (Kairouz et al. 2015) replaces each mechanism
-    by the worst one with its (ε, δ), and composes their privacy losses with those of the releases.
+    The result is the smaller of two bounds. Basic composition subtracts the mechanisms' δ's from
+    ``delta``, computes ε of the releases at the remaining δ, and adds the mechanisms' ε's. Optimal
+    composition (Kairouz et al. 2015) replaces each mechanism by the worst mechanism with the same
+    (ε, δ), and composes its privacy losses with those of the releases.
 
     Parameters
     ----------
     releases : Mapping[Release, int]
         Releases of one relation, with their counts.
     spends : Sequence[PrivacyLoss]
+        (ε, δ) of each other mechanism.
     delta : float
         In (0, 1). ε is infinite if the δ's of ``spends`` add up to more than this.
     """
@@ -154,7 +158,10 @@ def _loss(
 
 
 def _chance_drawn(counts: Iterable[tuple[Release, int]]) -> float:
-    """Return the probability that a unit is ever drawn, rounded up; 1 if draws are not secret."""
+    """Return the probability that one unit is drawn at least once in a run, rounded up.
+
+    It is 1 if the draws are not secret.
+    """
     never = 0.0
     for release, count in counts:
         fixed = isinstance(release.sampling, FixedSizeSampling)

@@ -1,17 +1,19 @@
 """Extra privacy cost of sums that differ a little from the accountant's sampled Gaussians.
 
-A protocol that computes sums under encryption changes each sum a little. Units that were not drawn
-may also move a sum a little; this is their trace. `with_approximation_error` adds the cost of both
-to the accountant's loss. The proof goes from the run with a unit to the run without it, in four
-steps. Step 2 is the accountant's. In each other step, the two runs are Gaussians whose means lie at
-a distance μ, in standard deviations of the noise:
+A protocol that computes sums under encryption changes each sum a little. A unit that was not drawn
+may also move a sum a little; this is the unit's trace. `with_approximation_error` adds the cost of
+both errors to the accountant's loss. The proof goes from the real run with a unit to the real run
+without that unit, through three imagined runs:
 
-1. from the run with a unit to a run with exact sums, except for the unit's trace;
-2. from there to the exact run with only the unit's trace: the accountant's step, (ε₁, δ₁);
-3. from there to the exact run without the unit;
-4. from there to the real run without the unit.
+* A: the real run with the unit;
+* B: its sums are exact, except for the unit's trace;
+* C: as B, but the unit contributes nothing except its trace;
+* D: exact sums without the unit and its trace;
+* E: the real run without the unit.
 
-A Gaussian step costs (ε₂, δ₂) with ε₂ = μ²/2 + μ √(2 ln 1/δ₂), because its privacy loss is Gaussian
+The accountant's loss (ε₁, δ₁) covers the step from B to C. In each of the three other steps, both
+runs are Gaussians whose means lie at most a distance μ apart, in standard deviations of the noise.
+Such a step costs (ε₂, δ₂) with ε₂ = μ²/2 + μ √(2 ln 1/δ₂), because its privacy loss is Gaussian
 with mean μ²/2 and standard deviation μ. All steps together cost ε₁ + 3ε₂ and a δ of at most
 e^(3ε₂) (δ₁ + 3 e^ε₁ δ₂).
 """
@@ -26,20 +28,21 @@ from flower_ext.privacy.accounting.events import PrivacyLoss, Release
 
 _STEPS = 3
 _SPARED = (2.0**-10, 2.0**-5, 0.5)
-"""Shares of δ to try for the Gaussian steps, smallest first."""
+"""Fractions of δ to try for the three Gaussian steps, the smallest first."""
 
 
 def with_approximation_error(
     loss: Callable[[float], PrivacyLoss], releases: Mapping[Release, int], delta: float
 ) -> PrivacyLoss:
-    """Return an upper bound (ε, δ) of a run with its approximation error.
+    """Return an upper bound on (ε, δ) of a run whose sums have approximation errors.
 
     Parameters
     ----------
     loss : Callable[[float], PrivacyLoss]
-        Returns the loss of the run without approximation error, at a given δ.
+        Takes δ, and returns the loss that the run would have without approximation errors.
     releases : Mapping[Release, int]
-        All sums with their errors, which together bound μ (see the module).
+        All releases, with their counts. Their approximation errors together bound the distance μ
+        of the proof (see the top of this module).
     delta : float
         δ of the result. ε is infinite if μ is too large, above about 0.01.
     """

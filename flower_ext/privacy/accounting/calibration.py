@@ -1,6 +1,6 @@
 """Find the noise, the number of rounds or the sampling rate that meets a target (ε, δ).
 
-Every search errs on the safe side: the accountant's ε of its result never exceeds the target.
+Every search errs on the safe side: with its result, the accountant's ε never exceeds the target.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from flower_ext.privacy.units import NeighboringRelation
 MAX_NOISE_MULTIPLIER = 1e6
 MAX_ROUNDS = 10_000_000
 _EXACT_ROUNDS = 100_000
-"""The search for the most rounds is exact up to this number, beyond which PLD takes long."""
+"""Up to this number, the search for the most rounds is exact; beyond it, PLD takes too long."""
 _LEAST_NOISE = 1e-3
-"""The search for the least noise ends below this noise multiplier, which hides nothing."""
+"""Below this noise multiplier, which hides nothing, the search for the least noise ends."""
 
 
 class TargetOutOfReach(InvalidValue):
@@ -55,14 +55,14 @@ def calibrate_noise_multiplier(
 ) -> float:
     """Return the smallest noise multiplier, to a relative ``tolerance``, that meets the target.
 
-    The smallest result is 0.001, which hides nothing. It means that ``delta`` is at least the
-    chance that a unit is ever drawn; choose a smaller ``delta``.
+    A result of about 0.001 hides nothing. It means that ``delta`` is at least the probability that
+    one unit is ever drawn, so that ε is 0 with any noise; choose a smaller ``delta``.
 
     Parameters
     ----------
     besides : Mapping[Release, int], optional
-        Other releases of the same run, with their counts. ``epsilon`` is the target of all
-        releases together.
+        Other releases of the same run, with their counts. ``epsilon`` is the target for the rounds
+        and these releases together.
 
     Raises
     ------
@@ -100,7 +100,7 @@ def least_noise_multiplier(
     fits : Callable[[float], bool]
         Returns True for a noise multiplier that meets the target, and for every larger one.
     target : str
-        Name of the target, for an error.
+        Description of the target, for the error message.
 
     Raises
     ------
@@ -132,8 +132,9 @@ def calibrate_rounds(
 ) -> int:
     """Return the largest number of rounds that meets the target; 0 if not even one does.
 
-    A number above 100,000 may be too small by a thousandth, but is never too large. The search ends
-    once more than half of `MAX_ROUNDS` rounds fit; even more rounds might then fit.
+    Above 100,000 the result may be too small by a thousandth of it, but it is never too large. If
+    more than half of `MAX_ROUNDS` rounds meet the target, the search ends, and the result may be
+    too small by more.
     """
     _check_target(epsilon, rounds=1)
     release = Release(
@@ -168,7 +169,7 @@ def calibrate_sampling_rate(
     Raises
     ------
     TargetOutOfReach
-        Even an expected cohort of a thousandth of one unit exceeds the target.
+        Even a sampling rate of 0.001 / ``population`` exceeds the target.
     """
     _check_target(epsilon, rounds)
 

@@ -18,7 +18,7 @@ fixed size                 add-or-remove-one        refused: an added unit takes
 everyone                   any                      Gaussian composition
 spaced                     add-or-remove-one        refused: an added unit delays many others'
                                                     turns, which changes many rounds
-spaced                     any other                Gaussian composition of the rounds' parts of
+spaced                     any other                Gaussian composition: each round is a part of
                                                     one Gaussian (see `correlated_noise`)
 =========================  =======================  ====================================
 """
@@ -43,7 +43,7 @@ if TYPE_CHECKING:  # importing it takes a second, so only the functions that nee
     import dp_accounting
 
 MOST_NOISE = 1e7
-"""Largest noise that is accounted. More noise counts as this much, for which RDP has a number."""
+"""Largest relative noise in the accounting. RDP overflows with more, so more counts as this."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,8 +55,8 @@ class PrivacyLoss:
     epsilon, delta : float
     accountant : str
     releases : Counts, optional
-        Releases whose composition has at most this loss, for composition with other releases. None
-        if only (ε, δ) is known.
+        Releases that together have at most this loss. Compose them, rather than (ε, δ), with other
+        releases. None if only (ε, δ) is known.
     """
 
     epsilon: float
@@ -77,9 +77,9 @@ class Release(Checked, JsonRecord):
         contribution. It does not depend on the relation.
     relation : NeighboringRelation
     approximation_error : float
-        Bound on two errors of the sum, in standard deviations of the noise: its distance from the
-        exact sum, and the distance by which a unit that was not drawn moves it. See
-        `with_approximation_error`.
+        Bound on each of two errors, in standard deviations of the noise: the L2 distance of the sum
+        from the exact sum, and the L2 distance by which a unit that was not drawn moves the sum.
+        See `with_approximation_error`.
     """
 
     sampling: Sampling
@@ -111,17 +111,17 @@ class Release(Checked, JsonRecord):
 
     @property
     def relative_noise(self) -> float:
-        """Standard deviation of the noise, divided by the largest distance of neighbouring sums."""
+        """Standard deviation of the noise, divided by the largest L2 move that one unit causes."""
         return min(self.noise_multiplier / self.relation.sensitivity_factor, MOST_NOISE)
 
     @property
     def poisson_rate(self) -> float:
-        """The rate of Poisson sampling; 1 without it."""
+        """The sampling rate if the sampling is Poisson; 1 for all other samplings."""
         return self.sampling.rate if isinstance(self.sampling, PoissonSampling) else 1.0
 
     @property
     def event(self) -> dp_accounting.DpEvent:
-        """Express the release as a dp-accounting event; replace-one is encoded as sensitivity 2."""
+        """The release as an event of dp-accounting; a sensitivity of 2 stands for replace-one."""
         import dp_accounting
 
         gaussian = dp_accounting.GaussianDpEvent(self.relative_noise)
@@ -138,10 +138,13 @@ class Release(Checked, JsonRecord):
         return gaussian
 
     def under(self, relation: NeighboringRelation) -> Release:
-        """Return a release of the same loss under another relation, if no sampling amplifies it."""
+        """Return a release that has the same loss under another relation.
+
+        This holds only for a release that sampling does not amplify.
+        """
         noise = self.relative_noise * relation.sensitivity_factor
         return replace(self, relation=relation, noise_multiplier=noise)
 
 
 Counts = tuple[tuple[Release, int], ...]
-"""Releases, each with the number of times that it was made."""
+"""Pairs of a release and the number of times that the run made it."""

@@ -22,11 +22,12 @@ def gaussian_loss(noise_multiplier: float, *, releases: float, delta: float) -> 
     Parameters
     ----------
     noise_multiplier : float
-        Standard deviation of the noise, divided by the largest L2 distance of neighbouring sums.
+        σ: standard deviation of the noise, divided by the largest L2 distance by which one unit
+        moves a sum.
     releases : float
-        Number of releases. A release whose noise was σ_t instead of σ counts (σ/σ_t)² times. If
-        the adversary sees who took part, pass the largest number of releases to which any unit
-        contributed. The number must not depend on anybody's data.
+        Number of releases. A release with noise multiplier σ_t instead of σ counts (σ/σ_t)² times.
+        If the adversary sees who took part, count for each unit the releases to which it
+        contributed, and pass the largest count. It must not depend on anybody's data.
 
     Raises
     ------
@@ -48,7 +49,10 @@ def gaussian_loss(noise_multiplier: float, *, releases: float, delta: float) -> 
 
 
 def without_amplification(counts: Iterable[tuple[Release, int]], delta: float) -> PrivacyLoss:
-    """Return the loss of Gaussians of multipliers σ_i: exactly one of (Σ σ_i⁻²)^(−1/2)."""
+    """Return the loss of releases as if no sampling amplified them.
+
+    Gaussians with noise multipliers σ_i have the same loss as one Gaussian with (Σ σ_i⁻²)^(−1/2).
+    """
     precision = sum(count / release.relative_noise**2 for release, count in counts)
     return _one_gaussian(1 / math.sqrt(precision), delta)
 

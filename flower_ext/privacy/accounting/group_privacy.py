@@ -1,9 +1,10 @@
 """Group privacy of DP-SGD in several silos: from one record to all records of a user.
 
-Every silo trains by the same DP-SGD on its own records. A user has at most ``group_size`` records
-in all silos together. `group_loss` bounds (ε, δ) of adding or removing all records of a user. It is
-tight: k records sampled with rate γ move a step by Binomial(k, γ) clipping norms. The step is thus
-a mixture of Gaussians (Ganesh 2024), which PLD accounts for.
+Every silo trains by the same DP-SGD on its own records. A user has at most k = ``group_size``
+records in all silos together. `group_loss` bounds (ε, δ) of adding or removing all records of a
+user. If each step samples a record with probability γ, the user's records move the step's sum by up
+to Binomial(k, γ) clipping norms. The step is thus a mixture of Gaussians (Ganesh 2024), for which
+PLD accounts. The bound is tight.
 """
 
 from __future__ import annotations
@@ -27,22 +28,23 @@ from flower_ext.privacy.accounting.gaussian import gaussian_loss
 from flower_ext.privacy.accounting.pld import FINEST_INTERVAL, WIDEST_INTERVAL, pld_epsilon
 
 _NEGLIGIBLE = 1e-30
-"""Probability below which an outcome of a step is counted as the largest outcome."""
+"""An outcome of a step that is less probable than this counts as the largest outcome."""
 _NO_PRIVACY = 1e4
-"""ε of a single step above which sampling is ignored, because no grid holds such losses."""
+"""If ε of a single step is larger, sampling is ignored, because no grid can hold such losses."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DpSgd(Checked):
-    """One silo's DP-SGD as accounting sees it, for one local training or several.
+    """The parameters of one silo's DP-SGD, over one local training or several.
 
     Parameters
     ----------
     noise_multiplier : float
-        Standard deviation of a step's noise over the clipping norm of one record's gradient.
+        Standard deviation of a step's noise, divided by the clipping norm of a record's gradient.
     sampling_rate : float
         Probability with which a step samples each record, independently (Poisson).
     steps : int
+        Number of steps over all these trainings.
     """
 
     noise_multiplier: Positive
@@ -52,11 +54,11 @@ class DpSgd(Checked):
 
 @lru_cache(maxsize=256)
 def group_loss(silo: DpSgd, *, group_size: int, delta: float) -> PrivacyLoss:
-    """Return (ε, δ) of a group of at most ``group_size`` records, in whichever silos they lie.
+    """Return (ε, δ) of a group of at most ``group_size`` records, whichever silos hold them.
 
-    All silos' releases of one step form one vector with noise in every coordinate. Each sampled
-    record of the user moves it by at most one clipping norm, and the number of sampled records is
-    Binomial(k, γ).
+    The sums that all silos compute in one step form one vector, with noise in every coordinate.
+    Each sampled record of the group moves this vector by at most one clipping norm. The number of
+    sampled records is Binomial(``group_size``, ``sampling_rate``).
 
     Parameters
     ----------
@@ -72,7 +74,7 @@ def group_loss(silo: DpSgd, *, group_size: int, delta: float) -> PrivacyLoss:
     require_delta(delta)
     import dp_accounting  # here and below: clients do not need it and start faster without
 
-    # With all records in every step the release is one Gaussian, which has at least this loss.
+    # An upper bound: if every step used all records of the group, each step were one Gaussian.
     plain = gaussian_loss(silo.noise_multiplier / group_size, releases=silo.steps, delta=delta)
     one_step = (group_size * silo.sampling_rate / silo.noise_multiplier) ** 2 / 2
     if plain.epsilon == 0 or silo.sampling_rate == 1 or one_step > _NO_PRIVACY:
@@ -91,10 +93,10 @@ def group_loss(silo: DpSgd, *, group_size: int, delta: float) -> PrivacyLoss:
 
 
 def _binomial(count: int, rate: float) -> tuple[list[float], list[float]]:
-    """Return values and probabilities that dominate Binomial(count, rate).
+    """Return values and their probabilities: Binomial(count, rate), or a little larger.
 
-    Values of negligible probability become ``count``. This is safe, because larger shifts never
-    have a smaller privacy loss.
+    Values of negligible probability are replaced by ``count``. This is safe, because a larger shift
+    never has a smaller privacy loss.
     """
     from scipy import stats
 
@@ -108,7 +110,10 @@ def _binomial(count: int, rate: float) -> tuple[list[float], list[float]]:
 
 
 def _by_central_limit(silo: DpSgd, group_size: int, delta: float) -> float:
-    """Return a rough ε for choosing the grid, as if all steps were one Gaussian. It may be 0."""
+    """Return a rough ε, from which the grid is chosen, as if all steps were one Gaussian.
+
+    It may be 0.
+    """
     exponent = silo.noise_multiplier**-2
     if exponent > 100:
         return math.inf

@@ -1,7 +1,7 @@
-"""Participations of each unit in rounds: the view of an adversary who sees the cohorts.
+"""Counts of the rounds in which each unit took part, for adversaries who see the cohorts.
 
-Cohorts are drawn from public or secret randomness, never from data. A guarantee may therefore be
-stated for the participations that took place, rather than for their distribution.
+Cohorts are drawn at random, never from data. A guarantee may therefore be stated for the
+participations that took place, rather than for their distribution.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from flower_ext.json_record import JsonRecord
 
 @dataclass(kw_only=True, eq=False)
 class Participations(JsonRecord):
-    """Weighted counts, by unit, of the releases to which the unit contributed.
+    """For each unit, a weighted count of the releases to which the unit contributed.
 
-    A weight of 1 is one fully noised sum. A Gaussian of noise σ/√w has weight w, because it reveals
-    as much as w Gaussians of noise σ.
+    A sum with the whole noise σ has weight 1. A sum with less noise, σ/√w, has weight w, because it
+    reveals as much as w sums with noise σ.
     """
 
     rounds: int = 0
@@ -33,26 +33,24 @@ class Participations(JsonRecord):
     weights_in_uploads: dict[int, float] = field(default_factory=dict)
 
     def record(self, cohort: Sequence[int], answered: int, *, asked: int | None = None) -> None:
-        """Add a round.
+        """Count one round.
 
-        If the clients add the noise, a sum in which ``answered`` of the ``asked`` shares arrived
-        carries only that fraction of the noise's variance, and a single upload carries 1/asked. An
-        adversary may also see uploads that the server refused or that came too late, so every
-        upload that was asked for counts as seen.
+        If each client adds a share of the noise, a sum of ``answered`` uploads carries
+        ``answered``/``asked`` of the noise's variance, and a single upload carries 1/``asked``. An
+        adversary may also see uploads that the server refused or that came too late. Every upload
+        that the server asked for therefore counts as seen.
 
         Parameters
         ----------
         cohort : Sequence[int]
             Units whose data went into the round.
         answered, asked : int
-            Number of uploads that arrived, and of uploads that were asked for. By default one
-            upload per unit was asked for.
+            Number of uploads that arrived, and number of uploads that the server asked for. By
+            default, the server asked each unit for one upload.
         """
         asked = len(cohort) if asked is None else asked
         if not 0 <= answered <= asked:
-            raise InvalidValue(
-                f"answered={answered!r}: expected 0 … {asked}, the uploads asked for"
-            )
+            raise InvalidValue(f"answered={answered!r}: expected a number from 0 to asked={asked}")
         self.rounds += 1
         self.uploads.update(cohort)
         self.newest.update(dict.fromkeys(cohort, self.rounds))
@@ -65,7 +63,13 @@ class Participations(JsonRecord):
     def record_answer(
         self, query: str, units: Iterable[int], *, in_sum: float, in_upload: float
     ) -> None:
-        """Add an answer to a query about ``units``, with its weights in sums and in uploads."""
+        """Count one release that answers a query about ``units``.
+
+        Parameters
+        ----------
+        in_sum, in_upload : float
+            Weight of the released sum, and of each single upload to it.
+        """
         self.answers[query] += 1
         for unit in units:
             _add(self.weights_in_sums, unit, in_sum)
@@ -73,16 +77,16 @@ class Participations(JsonRecord):
 
     @property
     def in_sums(self) -> float:
-        """Largest weight of any unit for an adversary who sees the sum of each round's clients."""
+        """Largest total weight of any unit, for an adversary who sees each released sum."""
         return max(self.weights_in_sums.values(), default=0.0)
 
     @property
     def in_uploads(self) -> float:
-        """Largest weight of any unit for an adversary who sees each upload."""
+        """Largest total weight of any unit, for an adversary who sees each upload."""
         return max(self.weights_in_uploads.values(), default=0.0)
 
     def level(self, units: Iterable[int]) -> None:
-        """Set the count, weights and last round of ``units`` to the largest of any unit.
+        """Give all ``units`` the largest count, the largest weights and the last round of any unit.
 
         Call this if the server no longer knows which counts belong to which unit.
         """

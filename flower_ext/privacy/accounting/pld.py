@@ -1,4 +1,7 @@
-"""Bounds on ε by distributions of privacy losses on a grid, which Fourier transforms compose."""
+"""Bounds on ε by privacy loss distributions (PLD) on a grid.
+
+Fourier transforms compose the distributions.
+"""
 
 from __future__ import annotations
 
@@ -12,18 +15,21 @@ import numpy as np
 from flower_ext.privacy.accounting.events import PrivacyLoss, Release
 
 _ROUNDING = 1e-15
-"""Bound on the δ that Fourier transforms lose in each composed step: 10 times the measured loss."""
+"""Bound on the δ that Fourier transforms lose in each composed step, 10 times the measured one."""
 FINEST_INTERVAL, WIDEST_INTERVAL = 1e-5, 100.0
-"""Limits of a grid interval: a finer one loses δ to rounding, a wider one overflows exp."""
+"""Limits of a grid's interval: with a smaller one, rounding loses δ; a wider one overflows exp."""
 _MOST_CELLS = 50_000
-"""Largest number of grid intervals for the losses of one release: so many take half a second."""
+"""Largest number of grid intervals for the losses of one release, which takes half a second."""
 _MOST_AT_ONCE = 4096
 """Most copies of a grid that one Fourier transform composes. The bound by which dp-accounting cuts
 the tails of a composition is loose for more copies, and its transforms become long."""
 
 
 def pld_loss(counts: Sequence[tuple[Release, int]], delta: float, *, rough: float) -> PrivacyLoss:
-    """Return the bound on ε, computed on a grid fine enough for an ε of about ``rough``."""
+    """Return the bound on ε of releases.
+
+    ``rough`` is an estimate of ε, from which the interval of the grid is chosen.
+    """
     steps = sum(count for _, count in counts)
     # A finer grid takes longer and loses δ to rounding; a coarser one adds to ε.
     interval = min(_grid_interval(rough, delta, steps=steps), max(1e-3, 2e-5 * rough))
@@ -48,11 +54,15 @@ def optimal_loss(
     *,
     rough: float,
 ) -> PrivacyLoss:
-    """Return the bound on ε of releases together with the worst mechanisms of given (ε, δ)."""
+    """Return the bound on ε of releases together with other mechanisms.
+
+    Each of ``spends`` is the (ε, δ) of one other mechanism. The bound replaces it by the worst
+    mechanism with this (ε, δ).
+    """
     from dp_accounting.pld.common import DifferentialPrivacyParameters
 
     steps = len(spends) + sum(count for _, count in counts)
-    # The ε of each (ε, δ) is rounded up by one interval at most.
+    # The grid rounds the ε of each spend up by one interval at most.
     interval = max(min(1e-3 * rough / steps, 1e-3), FINEST_INTERVAL, 2e-6 * rough)
     if counts:
         interval = max(interval, _widest_step(counts) / _MOST_CELLS)
@@ -63,9 +73,9 @@ def optimal_loss(
 
 
 def _widest_step(counts: Iterable[tuple[Release, int]]) -> float:
-    """Return the largest width, over releases, of the privacy losses within ten stddevs of noise.
+    """Return the widest range of any release's privacy losses, for noise within ten stddevs.
 
-    Releases that are not sub-sampled are composed to one Gaussian first.
+    All equal releases without sub-sampling are composed to one Gaussian first.
     """
     widest = 0.0
     for release, count in counts:
@@ -82,11 +92,11 @@ def _widest_step(counts: Iterable[tuple[Release, int]]) -> float:
 
 
 def _grid_interval(epsilon: float, delta: float, *, steps: int) -> float:
-    """Guess the interval of a grid of privacy losses that adds about a thousandth to ε.
+    """Return a grid interval that makes ε larger by about a thousandth.
 
-    Many steps are nearly one Gaussian. If its shift is μ, its ε is about μ²/2 + μ √(2 log 1/δ) at
-    δ, and its privacy loss has variance μ². A grid of width w adds at most w²/4 to the variance in
-    every step.
+    Many steps together are nearly one Gaussian. If its mean moves by μ standard deviations, its ε
+    at δ is about μ²/2 + μ √(2 log 1/δ), and its privacy loss has variance μ². A grid of interval w
+    adds at most w²/4 to this variance in every step.
     """
     log = -math.log(delta)
     shift = math.sqrt(2) * (math.sqrt(log + epsilon) - math.sqrt(log))
@@ -95,11 +105,11 @@ def _grid_interval(epsilon: float, delta: float, *, steps: int) -> float:
 
 
 def pld_epsilon(events: Sequence[tuple[Any, int]], delta: float, *, interval: float) -> float:
-    """Return ε from a grid of privacy losses that are rounded up.
+    """Return ε of events, from a grid to which privacy losses are rounded up.
 
-    ``events`` are dp-accounting's. Among them, `DifferentialPrivacyParameters` stands for the worst
-    mechanism of an (ε, δ). The result is infinite if rounding in the Fourier transforms can lose as
-    much as ``delta``.
+    ``events`` are pairs of a dp-accounting event and its count. A `DifferentialPrivacyParameters`
+    stands for the worst mechanism with this (ε, δ). The result is infinite if the rounding errors
+    of the Fourier transforms could reach ``delta``.
     """
     from dp_accounting import pld
 
@@ -113,7 +123,7 @@ def pld_epsilon(events: Sequence[tuple[Any, int]], delta: float, *, interval: fl
 
 
 def _grid_of(event: Any, count: int, interval: float) -> tuple[Any, int]:
-    """Return a grid of privacy losses, and how often to compose it."""
+    """Return the grid of an event's privacy losses, and the number of times to compose it."""
     import dp_accounting
     from dp_accounting.pld import privacy_loss_distribution as grids
 
@@ -140,7 +150,7 @@ def _grid_of(event: Any, count: int, interval: float) -> tuple[Any, int]:
 
 @lru_cache(maxsize=32)  # after each round, ε is mostly computed from this same grid
 def _sampled_grid(noise_multiplier: float, sampling_rate: float, interval: float) -> Any:
-    """Return a grid of the privacy losses of one sub-sampled Gaussian; making a grid is slow."""
+    """Return the grid of one sub-sampled Gaussian's privacy losses, which takes long to compute."""
     from dp_accounting.pld import privacy_loss_distribution as grids
 
     return grids.from_gaussian_mechanism(

@@ -1,13 +1,13 @@
-"""Bounds on ε by the Rényi divergences of releases, at the best order.
+"""Bounds on ε by the Rényi divergences of releases, at the order with the smallest ε.
 
-The divergence of one Poisson sub-sampled Gaussian sum is computed without cancellation.
+The module computes the divergence of one Poisson sub-sampled Gaussian sum without cancellation.
 
 Source: Mironov, Talwar and Zhang, Rényi differential privacy of the sampled Gaussian mechanism
 (2019). With z ~ N(0, σ²) and u = γ (exp((2z - 1)/2σ²) - 1), the divergence of order α is
-log E[(1 + u)^α] / (α - 1). The expectation is 1 plus a remainder, which is tiny where noise is
-large. A sum that begins with the 1 would lose the remainder, or make it negative. Since E[u] = 0,
-the remainder is the mean of (1 + u)^α - 1 - αu. That is never negative, so adding it up alone
-keeps its relative precision.
+log E[(1 + u)^α] / (α - 1). The expectation is 1 plus a remainder, which is tiny if noise is large.
+A computation that adds up the whole expectation would lose the remainder, or make it negative.
+Since E[u] = 0, the remainder is the mean of (1 + u)^α - 1 - αu. This function is never negative, so
+its mean, added up without the 1, keeps its relative precision.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ RDP_ORDERS = (
     *map(float, range(11, 64)),
     *(80.0, 96.0, 128.0, 192.0, 256.0, 512.0, 1024.0),
 )
-"""Orders α for Gaussians, sub-sampled by Poisson draws or not sub-sampled."""
+"""Orders α for Gaussians that are Poisson sub-sampled, or not sub-sampled at all."""
 _WITHOUT_REPLACEMENT_ORDERS = [*range(2, 64), 80, 96, 128, 192, 256, 512, 1024]
 _LEAST_NOISE = 0.2
 """Least noise for which the grid is fine enough; for less, integer orders bound fractional ones."""
 _STEP, _REACH = 1 / 8, 12.0
-"""Step and reach of the grid, in standard deviations: a relative error of about exp(-30)."""
+"""Step and reach of the grid, in standard deviations. They give a relative error of exp(-30)."""
 _MARGIN = 1e-9
 """Relative margin, larger than the rounding error of a sum of positive terms."""
 
 
 def renyi_loss(counts: Iterable[tuple[Release, int]], delta: float) -> PrivacyLoss:
-    """Return the bound at the best order.
+    """Return the bound on ε at the order with the smallest bound.
 
-    The divergence is above 0 at every order, so no loss is rounded to 0.
+    The computed divergence is above 0 at every order, so that no loss is rounded to 0.
     """
     from dp_accounting import rdp
 
@@ -52,7 +52,10 @@ def renyi_loss(counts: Iterable[tuple[Release, int]], delta: float) -> PrivacyLo
 
 
 def without_replacement_loss(counts: Sequence[tuple[Release, int]], delta: float) -> PrivacyLoss:
-    """Return the bound at the best order: try every fourth order, then those near the best."""
+    """Return the bound on ε for sampling without replacement, at the order with the smallest bound.
+
+    The function tries every fourth order, then all orders near the best of these.
+    """
     from dp_accounting import rdp
 
     def best_of(orders: Sequence[float]) -> tuple[float, float]:
@@ -64,7 +67,7 @@ def without_replacement_loss(counts: Sequence[tuple[Release, int]], delta: float
         return float(epsilon), float(order)
 
     epsilon, order = best_of(_WITHOUT_REPLACEMENT_ORDERS[::4])
-    if order in _WITHOUT_REPLACEMENT_ORDERS:  # it is none of them if the loss is 0 or infinite
+    if order in _WITHOUT_REPLACEMENT_ORDERS:  # the library returns no order for a loss of 0 or inf
         # Any order gives a bound. ε has a single minimum over the orders, so neighbours suffice.
         place = _WITHOUT_REPLACEMENT_ORDERS.index(order)
         epsilon, _ = best_of(_WITHOUT_REPLACEMENT_ORDERS[max(0, place - 3) : place + 4])
@@ -74,7 +77,7 @@ def without_replacement_loss(counts: Sequence[tuple[Release, int]], delta: float
 
 @lru_cache(maxsize=8192)
 def _renyi_without_replacement(release: Release, order: float) -> float:
-    """Return the divergence of one release, cached because a search tries many counts of it."""
+    """Return the divergence of one release, cached because searches need it again and again."""
     import dp_accounting
     from dp_accounting import rdp
 
@@ -89,13 +92,13 @@ def sampled_gaussian_renyi(
 ) -> np.ndarray:
     """Return an upper bound on the divergence of one sum at each order, tight to 1e-8.
 
-    For noise below 0.2 a fractional order is bounded by the integer orders on either side, because
-    (α - 1) times the divergence is convex in α.
+    For noise below 0.2, the two nearest integer orders bound a fractional order, because (α - 1)
+    times the divergence is convex in α.
 
     Parameters
     ----------
     noise_multiplier : float
-        σ > 0, divided by the norm bound of one unit's contribution.
+        σ > 0: standard deviation of the noise, divided by the norm bound of one contribution.
     rate : float
         γ in (0, 1]: the probability that the unit is sampled.
     orders : tuple[float, ...]

@@ -1,4 +1,4 @@
-"""Samplers that draw each round's cohort; the accountant reads the same object."""
+"""Samplers, which draw each round's cohort. The accountant reads the same objects."""
 
 from __future__ import annotations
 
@@ -108,20 +108,20 @@ class FullParticipation(Checked, JsonRecord):
 class SpacedSampling(Checked, JsonRecord):
     """Take units in turn: each at most k times, and at least b rounds apart.
 
-    Units that never took part come first, in the order of their indices; then those that have
-    waited longest. Nothing about a cohort is random or secret, so sampling amplifies nothing. A
-    unit that is asked and does not answer has used its turn.
+    Units that never took part come first, in the order of their indices, and then the units that
+    have waited longest. Cohorts are neither random nor secret, so sampling amplifies nothing. A
+    unit that is asked and does not answer has used one of its k turns.
 
     Parameters
     ----------
     population : int
     size : int
-        Number of units in a cohort, and the public constant by which a round's sum is divided. A
-        round has fewer units if fewer may take part.
+        Number of units in a cohort, and the public constant by which a round's sum is divided. If
+        fewer units may take part in a round, its cohort is smaller.
     rounds_apart : int
-        b: a unit that takes part in round t may take part again from round t + b on.
+        b: a unit that takes part in round t may take part again in round t + b or later.
     participations : int
-        k: the most rounds in which one unit takes part.
+        k: the largest number of rounds in which one unit takes part.
     """
 
     kind = "spaced"

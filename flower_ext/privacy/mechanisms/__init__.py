@@ -1,1 +1,1 @@
-"""Bounds, noise, grids and protections: what makes a release private."""
+"""Bounds, noise, grids and protections, which together make a release private."""

@@ -10,32 +10,32 @@ C, γ, η_C             ``update_norm`` of a round, ``quantile``, ``learning_rat
 z                     σ, the ``noise_multiplier`` of the plan
 z_Δ                   σ' with 1/σ² = 1/σ'² + 1/(2σ_b)²
 σ_b, m                ``bit_noise``, the *expected* cohort size
-b_i − ½               the side of a client: +½ if its update is within C, −½ if longer, and 0 if
-                      the update is zero
+b_i − ½               the *side* of an update: +½ if its norm is at most C, −½ if it is longer,
+                      and 0 if the update is zero
 b̃                     ``fraction`` of a round
 ====================  ==========================================================================
 
 A client contributes the vector (clip(Δ, C), κ·side), with κ = σ'C/σ_b. Its norm is at most
-C' = √(C² + κ²/4) = σ'C/σ. So a round is an ordinary noised sum of one more number and of clipping
-norm C'. Its noise σC' = σ'C is σ'C on the update and, divided by κ, σ_b on the sum of sides. Every
-vector is clipped to C' again before it is noised, so the sensitivity rests on C' alone, not on how
-the side was computed. This also holds on the grid of a secure sum, whose cells follow σC': the
-whole vector, side included, is rounded to cells with a norm of at most C'/cell, checked in whole
-numbers (see `quantization`).
+C' = √(C² + κ²/4) = σ'C/σ. So a round releases an ordinary noised sum, whose vectors have one more
+number and the clipping norm C'. Its noise has the stddev σC' = σ'C. On the sum of sides, which is
+divided by κ, this is a stddev of σ_b. Every vector is clipped to C' again before noise is added, so
+the sensitivity depends on C' alone, not on how the side was computed. This also holds in a secure
+sum, whose grid has cells in proportion to σC'. The client rounds the whole vector, side included,
+to cells, and checks in whole numbers that its norm is at most C'/cell (see `quantization`).
 
-A zero update has the side 0, whereas the paper counts it within C. Clients whose training fails or
-whose data cannot be loaded send zero updates. So does a client whose data are zeroed out in a
-neighbouring data set. If zero updates had the side ½, zeroing out an update longer than C would
-move the sum by √(C² + κ²), more than C'. The whole vector of a zero update is therefore zero.
+A zero update has the side 0. (The paper counts it as one within C.) Clients whose training fails or
+whose data cannot be loaded send zero updates. So does a client whose contribution is replaced by
+zeros in a neighbouring data set. If zero updates had the side ½, replacing an update longer than C
+would move the sum by √(C² + κ²), more than C'. The whole vector of a zero update is therefore zero.
 
 C is a function of earlier releases and public numbers, so all rounds compose adaptively.
 
 A user in several silos (Uldp-FL) contributes Σ_s w_s (clip(Δ_s, C), κ·side_s), where Δ_s is the
-update on the user's records in silo s. Each silo compares the norm of its own Δ_s, before the
-weight, and clips the vector to C'. Since Σ_s w_s <= 1, the contribution of all silos is at most C'
-long, so the sensitivity equals that of one vector. A user without records in a silo contributes
-nothing there, like a zero update. So C follows the quantile over all users' parts, counted by
-weight.
+update from the user's records in silo s. Each silo compares the norm of Δ_s with C before it
+applies the weight w_s, and clips the vector to C'. Since Σ_s w_s <= 1, the user's contributions in
+all silos add up to a norm of at most C', so the sensitivity equals that of one vector. A user
+without records in a silo contributes nothing there, like a zero update. C thus follows the quantile
+of the norms of all Δ_s, each counted by its weight.
 """
 
 from __future__ import annotations
@@ -61,14 +61,15 @@ SIDE = "adaptive-clipping-side"
 class AdaptiveClipping(Checked):
     """A clipping norm that follows a quantile of the norms of clients' updates.
 
-    Give it to a `ReleasePlan` in place of a number. ε equals that of a fixed norm under the same
-    noise multiplier σ. The model gets a little more noise for the same norm, by the factor 1/√(1 −
-    (σ/2σ_b)²).
+    Pass it to a `ReleasePlan` as ``clipping_norm``. ε is the same as with a fixed norm and the same
+    noise multiplier σ. For the same norm, the model gets more noise, by the factor
+    1/√(1 − (σ/2σ_b)²).
 
-    A fraction far from the quantile moves the norm by a factor of up to exp(η γ) or exp(η (1 − γ))
-    a round. Clients that do not answer count as half within the norm. If only a share r answers,
-    the norm settles where the fraction is ½ + (γ − ½)/r; if that is no fraction, the norm runs to a
-    limit.
+    In one round, the norm grows by a factor of at most exp(η_C γ), and shrinks by a factor of at
+    most exp(η_C (1 − γ)), apart from noise. A client that does not answer counts half as within the
+    norm and half as longer. If only a fraction r of the clients answers, the norm settles where a
+    fraction ½ + (γ − ½)/r of their updates is within it. If this number is outside [0, 1], the norm
+    moves to one of its limits.
 
     Parameters
     ----------
@@ -77,11 +78,11 @@ class AdaptiveClipping(Checked):
     quantile : float
         γ: fraction of the updates that should not be longer than the norm, in (0, 1).
     learning_rate : float
-        η_C.
+        η_C: speed with which the norm follows the quantile.
     bit_noise : float, optional
-        σ_b: standard deviation of the noise on the number of updates within the norm, above half
-        the plan's noise multiplier σ. By default a twentieth of the expected cohort as in the
-        paper, but at least σ, so that small cohorts are possible.
+        σ_b: standard deviation of the noise on the number of updates within the norm. It must be
+        above half of the plan's noise multiplier σ. The default is a twentieth of the expected
+        cohort size, as in the paper, but at least σ, so that small cohorts are possible.
     least, most : float
         Limits of the norm, which are public.
 
@@ -107,25 +108,26 @@ class AdaptiveClipping(Checked):
             )
 
     def count_noise(self, noise_multiplier: float, expected_cohort: float) -> float:
-        """Return σ_b under a plan's noise multiplier and expected cohort size.
+        """Return σ_b, given a plan's noise multiplier and its expected cohort size.
 
         Raises
         ------
         InvalidValue
-            ``bit_noise`` is at most half the noise multiplier, which leaves nothing for updates.
+            ``bit_noise`` is at most half of the noise multiplier, so that the counts alone would
+            use up ε.
         """
         if self.bit_noise is None:
             return max(expected_cohort / 20, noise_multiplier)
         if 2 * self.bit_noise <= noise_multiplier:
             raise InvalidValue(
                 f"bit_noise={self.bit_noise!r} with noise_multiplier={noise_multiplier:.4g}: "
-                f"expected more than {noise_multiplier / 2:.4g}, half of it, because counts with "
-                "less noise spend all of the privacy; None chooses a valid value"
+                f"expected more than {noise_multiplier / 2:.4g}, half of noise_multiplier, because "
+                "counts with less noise would alone use up ε; None chooses a valid value"
             )
         return self.bit_noise
 
     def next_norm(self, norm: float, fraction: float) -> float:
-        """Return C exp(−η (fraction − γ)), within the limits."""
+        """Return the norm of the next round: C exp(−η_C (fraction − γ)), within the limits."""
         step = self.learning_rate * (fraction - self.quantile)
         least, most = math.log(self.least), math.log(self.most)
         moved = math.log(norm) - step  # logarithms cannot overflow
@@ -137,7 +139,9 @@ class AdaptiveClipping(Checked):
 
 
 def with_side(update: NamedArrays, update_norm: float, weight: float) -> dict[str, Any]:
-    """Clip an update and append its side: return (clip(Δ, C), κ·side).
+    """Return (clip(Δ, C), κ·side): the clipped update, and one more number for its side.
+
+    The side is ½ if the update's norm is at most C, −½ if it is longer, and 0 for a zero update.
 
     Guarantees
     ----------
@@ -162,7 +166,7 @@ def with_side(update: NamedArrays, update_norm: float, weight: float) -> dict[st
 
 
 def rows_with_sides(rows: NamedArrays, update_norm: float, weight: float) -> dict[str, Any]:
-    """Return `with_side` of every row of arrays of shape (units, …), in float64.
+    """Apply `with_side` to every row of arrays of shape (units, …); return the rows in float64.
 
     Guarantees
     ----------
@@ -183,16 +187,17 @@ def rows_with_sides(rows: NamedArrays, update_norm: float, weight: float) -> dic
 
 
 def with_room_for_side(like: NamedArrays) -> dict[str, Any]:
-    """Return the NumPy arrays of ``like``, and an array of zeros for the side.
+    """Return the NumPy arrays of ``like``, and one more array, `SIDE`, which holds a zero.
 
     Raises
     ------
     InvalidValue
-        ``like`` already has an array of that name.
+        ``like`` already has an array with the name `SIDE`.
     """
     if SIDE in like:
         raise InvalidValue(
-            f"array {SIDE!r} of the model: expected another name, which clipping does not use"
+            f"array {SIDE!r} of the model: expected another name, because adaptive clipping adds "
+            "an array with this name"
         )
     return {**like, SIDE: np.zeros(1)}
 
@@ -200,7 +205,7 @@ def with_room_for_side(like: NamedArrays) -> dict[str, Any]:
 class SidedSum(ClippedSum):
     """Sum of the vectors (clip(Δ, C), κ·side) of updates, for a server that adds the noise.
 
-    The server computes each side from the update that it received, and trusts no client's side.
+    The server computes each side from the update that it received; clients send no side.
 
     Parameters
     ----------
@@ -215,7 +220,7 @@ class SidedSum(ClippedSum):
         self._update_norm, self._weight = update_norm, weight
 
     def add(self, update: NamedArrays) -> None:
-        """Clip an update, add it, and count its side.
+        """Clip an update, append its side, and add both to the sum.
 
         Raises
         ------

@@ -42,9 +42,9 @@ from flower_ext.privacy.mechanisms.updates import (
 from flower_ext.privacy.units import NeighboringRelation
 
 _MARGIN = 1.0 - 1e-9
-"""Room for rounding in float64, whatever the order of summation. It covers the norm of up to 10⁷
-numbers (2⁻⁵⁴ each). It also covers a sum in which one unit changes how all others are rounded, for
-up to a thousand units of equal length (2⁻⁵² n² in all)."""
+"""Factor that leaves room for rounding in float64, in any order of summation. It covers the norm of
+up to 10⁷ numbers (2⁻⁵⁴ each). It also covers a sum of up to a thousand units of equal length, in
+which one unit changes the rounding of all others (2⁻⁵² n² in all)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +55,7 @@ class BoundedSum:
     ----------
     Adding, removing or zeroing one unit moves the sum by at most ``bound``. Replacing one
     moves it by at most ``2 * bound``. Both hold exactly if ``value`` holds whole numbers.
-    The sum is never clipped, because one unit's part would then depend on the other units.
+    The sum is never clipped, because one unit's contribution would then depend on other units.
 
     Parameters
     ----------
@@ -70,7 +70,7 @@ class BoundedSum:
     cell: float | None = None
 
     def in_numbers(self) -> NamedArrays:
-        """Return the sum in real numbers, also if ``value`` counts steps of a grid."""
+        """Return the sum in real numbers; convert it if ``value`` counts steps of a grid."""
         cell = self.cell
         return self.value if cell is None else {name: a * cell for name, a in self.value.items()}
 
@@ -80,7 +80,7 @@ class BoundedSum:
 
 
 def clip(update: NamedArrays, clipping_norm: float) -> BoundedSum:
-    """Scale an update onto the ball of radius ``clipping_norm`` if it lies outside.
+    """Scale an update down to the norm ``clipping_norm`` if it is longer.
 
     Guarantees
     ----------
@@ -99,7 +99,7 @@ def clip(update: NamedArrays, clipping_norm: float) -> BoundedSum:
     if norm <= target:
         return BoundedSum(value=dict(update), bound=clipping_norm, count=1)
     rounding = [api.array_namespace(array).finfo(array.dtype).eps for array in update.values()]
-    # The coarsest array decides: its numbers move most when they are rounded to its precision.
+    # Take the array with the least precision: rounding moves its numbers most.
     slack = float(max(rounding)) / 16
     factor = (target / largest) / scaled * (1.0 - slack)  # never overflows, unlike target / norm
     while True:
@@ -120,7 +120,7 @@ class ClippedSum(RunningSum):
     Parameters
     ----------
     like : NamedArrays
-        Gives names and shapes of the updates.
+        Arrays with the names and shapes of the updates.
     bound : float
         Clipping norm.
 
@@ -157,7 +157,7 @@ class ClippedSum(RunningSum):
 def sum_clipped_rows(
     rows: NamedArrays, clipping_norm: float, weights: Sequence[float]
 ) -> BoundedSum:
-    """Clip every row, weigh it, and return the sum, in float64.
+    """Clip every row, multiply it by its weight, and return the sum in float64.
 
     Guarantees
     ----------
@@ -171,12 +171,12 @@ def sum_clipped_rows(
         Arrays of shape (units, …); row k of all arrays together is the update of unit k.
     clipping_norm : float
     weights : Sequence[float]
-        One per unit, in [0, 1].
+        One weight per unit, in [0, 1].
 
     Raises
     ------
     NonFiniteUpdate, TypeError, ValueError
-        As `clip`; also if there is not one weight per row, or a weight is outside [0, 1].
+        As `clip`; also if the number of weights is wrong, or a weight is outside [0, 1].
     """
     clipped = clip_each_row(rows, clipping_norm)
     first = next(iter(clipped.values()))
@@ -201,7 +201,7 @@ def checked_weights(weights: Sequence[float], count: int) -> list[float]:
 
 
 def clip_each_row(rows: NamedArrays, clipping_norm: float) -> dict[str, Any]:
-    """Return every row clipped, in float64, as arrays of shape (units, …).
+    """Clip every row; return the clipped rows as float64 arrays of shape (units, …).
 
     Guarantees
     ----------
@@ -230,7 +230,7 @@ def clip_each_row(rows: NamedArrays, clipping_norm: float) -> dict[str, Any]:
         array *= factors[:, None]
     if not bool(namespace.all(usual)):
         filled = namespace.stack([namespace.any(array != 0, axis=1) for array in flat.values()])
-        # Squares of the other rows overflow or underflow. Clip each of these alone unless it is 0.
+        # Squares of all other rows overflow or underflow. Clip each such row alone, except zeros.
         others = api.to_device(~usual & namespace.any(filled, axis=0), "cpu")
         for number in np.flatnonzero(np.asarray(others)).tolist():
             row = clip({name: array[number, ...] for name, array in flat.items()}, clipping_norm)
@@ -240,7 +240,7 @@ def clip_each_row(rows: NamedArrays, clipping_norm: float) -> dict[str, Any]:
 
 
 def _squares(rows: Any) -> Any:
-    """Return the sum of squares of each row, by the array library's fastest way."""
+    """Return the sum of squares of each row, by the fastest function of the array library."""
     namespace = api.array_namespace(rows)
     if api.is_numpy_array(rows):
         return namespace.vecdot(rows, rows)

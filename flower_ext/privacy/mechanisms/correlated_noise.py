@@ -1,10 +1,12 @@
-"""Correlated noise: later rounds cancel part of earlier noise, so sums over rounds carry less.
+"""Correlated noise: later rounds cancel part of the noise of earlier rounds.
+
+Sums over rounds, such as the model, then carry less noise.
 
 Sources: Denisov, McMahan, Rush, Smith, Thakurta, "Improved Differential Privacy for SGD via Optimal
 Private Linear Operators on Adaptive Streams" (2022); Choquette-Choo et al., "Multi-Epoch Matrix
 Factorization Mechanisms for Private Machine Learning" (2023); Kalinin and Lampert, "Banded Square
 Root Matrix Factorization for Differentially Private Model Training" (2024); McMahan, Xu, Zhang, "A
-Hassle-free Algorithm for Private Learning in Practice" (2024), which has the buffers.
+Hassle-free Algorithm for Private Learning in Practice" (2024), the source of the buffers.
 
 ====================  ==========================================================================
 paper                 here
@@ -20,7 +22,7 @@ A round releases x_t + σ sens(C) y_t, where x_t is a sum of vectors of norm at 
 client. All releases together are C⁻¹ (C x + σ sens(C) z), so they reveal exactly as much as
 C x + σ sens(C) z. Two steps show that this is one Gaussian mechanism of noise multiplier σ.
 
-1. *Zero out one client that takes part in rounds p_0 < p_1 < …* Row t of C x moves by
+1. *Replace by zeros one client that takes part in rounds p_0 < p_1 < …* Row t of C x moves by
    Σ_i c_{t − p_i} u_i with ‖u_i‖ ≤ 1. The square of the whole move is the sum of
    ⟨c(p_i), c(p_j)⟩⟨u_i, u_j⟩ over all i and j, where c(p) are columns of C. No coefficient is
    negative, so the move is largest if all u_i are equal.
@@ -37,12 +39,14 @@ C x + σ sens(C) z. Two steps show that this is one Gaussian mechanism of noise 
    tell apart than a single one with that move (Denisov et al. 2022, Theorem 2.1; Smith and Thakurta
    2022 for moves that depend on the past).
 
-``sensitivity`` counts all rows, however many there are, so the guarantee needs no last round. An
-account that charges round t as a Gaussian of noise multiplier σ sens(C) / row_moves_t adds up to at
-most one Gaussian of multiplier σ. If the run stops early, it adds up to what step 1 proves.
+``sensitivity`` counts all rows, however many there are, so the guarantee does not depend on the
+number of rounds. An account may charge round t as a Gaussian of noise multiplier
+σ sens(C) / row_moves_t. All rounds then add up to at most one Gaussian of multiplier σ. If the run
+stops early, its rounds add up to the smaller move that step 1 proves.
 
-y_t is kept in float64, and row t is z_t minus a sum over earlier y. What rounding adds to z_t is
-below 2⁻⁴⁹ of its stddev, as little as the distance of the generator's own points (see `noise`).
+y_t is z_t minus a sum over earlier y, computed in float64. Its rounding error is below 2⁻⁴⁹ of the
+stddev of z_t, as small as the distance between the numbers that the generator can draw (see
+`noise`).
 """
 
 from __future__ import annotations
@@ -66,16 +70,18 @@ Vector = NDArray[np.float64]
 
 @dataclass(frozen=True, kw_only=True)
 class Past:
-    """The noise of the last round, and the earlier noise that the next round needs. It is secret.
+    """The noise y of the last round t, and the earlier noise that the next round subtracts.
+
+    Keep it secret: whoever knows it can remove the noise.
 
     Parameters
     ----------
     latest : Mapping[str, ndarray]
-        y_t of the last round.
+        y_t.
     earlier : tuple of Mapping[str, ndarray]
-        y_{t−1}, y_{t−2}, … for the bands.
+        y_{t−1}, y_{t−2}, …, as many as the matrix's bands need.
     buffers : tuple of Mapping[str, ndarray]
-        For each decay λ, the sum of λ^{j−1} y_{t−j} over j ≥ 1.
+        For each decay λ of the matrix, the sum of λ^{j−1} y_{t−j} over j ≥ 1.
     """
 
     latest: NamedArrays
@@ -87,19 +93,19 @@ class Past:
 class StrategyMatrix:
     """A lower triangular Toeplitz matrix; by default the identity, whose noise is independent.
 
-    Its coefficients are c_0 = 1 and, for j ≥ 1, bands_j + Σ_l weights_l · decays_l^{j−1}.
+    Its coefficients are c_0 = 1 and, for j ≥ 1, c_j = bands_j + Σ_l weights_l · decays_l^{j−1}.
 
     Parameters
     ----------
     bands : tuple of float
-        c_1, c_2, … without the decaying part.
+        bands_1, bands_2, …
     weights, decays : tuple of float
-        The decaying part, which needs one vector of memory for each decay.
+        Weights and decays of the second term. The server keeps one model-sized vector per decay.
 
     Raises
     ------
     InvalidValue
-        Coefficients are negative or rise, or a decay is not in [0, 1).
+        A coefficient is negative or larger than the one before it, or a decay is not in [0, 1).
     """
 
     bands: tuple[float, ...] = ()
@@ -112,15 +118,15 @@ class StrategyMatrix:
         falling = [1.0 - sum(self.weights), *self.bands, 0.0]
         if not all(a >= b for a, b in itertools.pairwise(falling)):
             raise InvalidValue(
-                f"bands={self.bands!r} with weights={self.weights!r}: expected bands >= 0 that do "
-                "not rise, of which the first and all weights add up to at most 1"
+                f"bands={self.bands!r} with weights={self.weights!r}: expected bands >= 0, none "
+                "larger than the one before it, and bands[0] + sum(weights) <= 1"
             )
         if len(self.weights) != len(self.decays) or not (
             all(weight >= 0 for weight in self.weights) and all(0 <= d < 1 for d in self.decays)
         ):
             raise InvalidValue(
-                f"weights={self.weights!r} with decays={self.decays!r}: expected as many weights, "
-                "none negative, as decays in [0, 1)"
+                f"weights={self.weights!r} with decays={self.decays!r}: expected one weight >= 0 "
+                "for each decay, and decays in [0, 1)"
             )
 
     @property
@@ -140,7 +146,9 @@ class StrategyMatrix:
         return column
 
     def row_moves(self, rounds: int, *, rounds_apart: int, participations: int) -> Vector:
-        """Return the largest change by one client in each of the first rows of C x (step 1 above).
+        """Return, for each of the first rows of C x, the most that one client can move it.
+
+        Step 1 at the top of this module proves this.
 
         Parameters
         ----------
@@ -155,7 +163,7 @@ class StrategyMatrix:
         return moves
 
     def sensitivity(self, *, rounds_apart: int, participations: int) -> float:
-        """Return sens(C) over all rows, the most that one client moves C x."""
+        """Return sens(C): the largest L2 distance, over all rows, by which one client moves C x."""
         whole = (participations - 1) * rounds_apart + len(self.bands) + 1
         moves = self.row_moves(whole, rounds_apart=rounds_apart, participations=participations)
         # Beyond these rows only the decaying part is left; its squares form a geometric series.
@@ -166,7 +174,7 @@ class StrategyMatrix:
         return math.sqrt(float(moves @ moves) + float(products.sum())) * (1 + 1e-12)
 
     def inverse(self, rounds: int) -> Vector:
-        """Return the first coefficients of C⁻¹, by which the noise y is made from z."""
+        """Return the first ``rounds`` coefficients of C⁻¹, which turns z into the noise y."""
         from scipy.signal import lfilter  # clients do not need SciPy
 
         impulse = np.zeros(rounds)
@@ -175,27 +183,30 @@ class StrategyMatrix:
         return solved
 
     def model_error(self, rounds: int, *, momentum: float = 0.0) -> float:
-        """Return the root mean square error of the models after rounds 1 … t, for z of stddev 1.
+        """Return the root mean square of the noise in the models after each of the rounds.
 
-        Without momentum, a model is the sum of the rounds so far.
+        z has stddev 1. Without momentum, the noise in a model is the sum of y over the rounds so
+        far.
 
         Parameters
         ----------
+        rounds : int
+            Number of rounds.
         momentum : float
-            μ of a server that moves along (1 − μ) times the buffer b_t = μ b_{t−1} + y_t.
+            μ of a server that moves the model by (1 − μ) times the buffer b_t = μ b_{t−1} + y_t.
         """
         errors = np.convolve(self.inverse(rounds), _model_weights(rounds, momentum))[:rounds] ** 2
         return math.sqrt(float(np.arange(rounds, 0, -1) @ errors) / rounds)
 
     def next(self, drawn: NamedArrays, past: Past | None) -> Past:
-        """Return the noise of the next round.
+        """Return the noise y of the next round, with the earlier noise that later rounds need.
 
         Parameters
         ----------
         drawn : Mapping[str, ndarray]
-            z of the round, fresh normal numbers of stddev 1.
+            z of the next round: fresh normal numbers of stddev 1.
         past : Past, optional
-            The noise of the round before; None before the first.
+            The result for the round before; None for the first round.
         """
         if past is None:
             nothing = {name: np.zeros_like(array) for name, array in drawn.items()}
@@ -220,13 +231,14 @@ class CorrelatedNoise(Checked):
     Parameters
     ----------
     buffers : int
-        Number of decaying buffers. With two, the error is already within a tenth of the least.
+        Number of decaying buffers. Two already bring the error to within a tenth of the optimum.
+        The server keeps ``buffers`` + 1 vectors of the model's size.
     bands : int
-        Number of bands, in place of buffers; 0 for buffers. The server keeps ``bands`` − 1 vectors
-        of the model's size, or ``buffers`` + 1.
+        Number of bands. If it is above 0, the noise uses bands and no buffers, and the server keeps
+        ``bands`` − 1 vectors.
     momentum : float
         μ of the server's `Sgd`. Momentum smooths noise that alternates, so the best matrix for a
-        server with momentum takes back more of a round's noise. The guarantee is the same.
+        server with momentum cancels more of a round's noise. The guarantee is the same.
     """
 
     buffers: CountOrZero = 2
@@ -237,8 +249,8 @@ class CorrelatedNoise(Checked):
         super().__post_init__()
         if not (self.bands or 1 <= self.buffers <= 5):
             raise InvalidValue(
-                f"buffers={self.buffers!r} with bands=0: expected buffers from 1 to 5, or bands "
-                "above 0"
+                f"buffers={self.buffers!r} with bands=0: expected from 1 to 5 buffers, or at least "
+                "one band"
             )
 
     def matrix(self, rounds: int, *, rounds_apart: int, participations: int) -> StrategyMatrix:
@@ -256,7 +268,10 @@ class CorrelatedNoise(Checked):
 
 
 def _model_weights(rounds: int, momentum: float) -> Vector:
-    """Return the weights of the newest, second newest, … noise in a model: 1 without momentum."""
+    """Return the weights that the noise of the newest round, the second newest, … has in a model.
+
+    Without momentum, every weight is 1.
+    """
     return 1 - momentum ** np.arange(1.0, rounds + 1)
 
 
@@ -264,11 +279,11 @@ def _model_weights(rounds: int, momentum: float) -> Vector:
 def _best_bands(
     bands: int, rounds: int, rounds_apart: int, participations: int, momentum: float
 ) -> StrategyMatrix:
-    """Return the best matrix of so many bands, which may be hundreds, by exact gradients."""
+    """Return the best matrix with ``bands`` bands; exact gradients permit hundreds of bands."""
     from scipy.optimize import minimize
     from scipy.signal import lfilter
 
-    left = np.arange(rounds, 0, -1) / rounds  # fraction of the models that contain a round's noise
+    left = np.arange(rounds, 0, -1) / rounds  # fraction of models that contain each round's noise
     weights = _model_weights(rounds, momentum)
     starts = np.arange(participations) * rounds_apart
     bands = min(bands, rounds)
@@ -302,7 +317,7 @@ def _best_bands(
 def _best_buffers(
     buffers: int, rounds: int, rounds_apart: int, participations: int, momentum: float
 ) -> StrategyMatrix:
-    """Return the best matrix of so many buffers, by numerical gradients of few variables."""
+    """Return the best matrix with ``buffers`` buffers; numerical gradients suffice for so few."""
     from scipy.optimize import minimize
 
     def matrix(variables: Vector) -> StrategyMatrix:
@@ -327,7 +342,7 @@ class PreparedNoise(NoiseSource):
     Parameters
     ----------
     drawn : Mapping[str, ndarray]
-        Numbers for each array, by name; their unit is the stddev of the release.
+        Normal numbers for each array, by name, to be multiplied by the stddev of the release.
     is_secure : bool
         True if nobody can reproduce the numbers.
     """
@@ -338,17 +353,17 @@ class PreparedNoise(NoiseSource):
     def add_gaussian(
         self, update: NamedArrays, stddev: float, *, grid: float | None = None
     ) -> dict[str, Any]:
-        """Return ``update`` plus ``stddev`` times the numbers, rounded as in `NoiseSource`.
+        """Return ``update`` plus ``stddev`` times the numbers, rounded as by `NoiseSource`.
 
         Raises
         ------
         InvalidValue
-            The numbers have been used, or are for other arrays.
+            The numbers have already been used, or belong to arrays with other names.
         """
         if set(update) != set(self._left):
             raise InvalidValue(
-                f"noise for arrays {sorted(update)}: expected {sorted(self._left)}, each once, "
-                "because a second release with the same noise would reveal a difference"
+                f"arrays {sorted(update)}: expected {sorted(self._left)}, each once, because two "
+                "releases with the same noise would reveal the difference of their values"
             )
         noised: dict[str, Any] = {}
         for name in update:
@@ -357,7 +372,7 @@ class PreparedNoise(NoiseSource):
         return noised
 
     def standard_normal(self, shape: tuple[int, ...]) -> Vector:
-        """Return the next numbers of the present array, as a generator would."""
+        """Return the next prepared numbers, in place of numbers from a generator."""
         drawn, self._next = np.split(self._next, [math.prod(shape)])
         return drawn.reshape(shape).copy()
 

@@ -4,11 +4,11 @@ The discrete Gaussian N_Z(0, s²) gives a whole number k with a probability ∝ 
 Kamath, Steinke 2020). If clients add shares of this noise to whole numbers, the server can sum them
 exactly, modulo a power of two. No result then depends on how floats are rounded.
 
-**The worth of a sum of shares.** Let v be a vector of d whole numbers, and let n clients add
-N_Z(0, s²) each to every coordinate. Then the sum is, up to a factor exp(±τ) in every probability,
-a function of v + N(0, S²) with S² = n s² − 16, a *continuous* Gaussian. All accounting of the
+**Guarantee of a sum of shares.** Let v be a vector of d whole numbers, and let each of n clients
+add N_Z(0, s²) to every coordinate. Then the sum is, up to a factor exp(±τ) in every probability, a
+function of v + N(0, S²) with S² = n s² − 16, a *continuous* Gaussian. All accounting of the
 continuous Gaussian (privacy loss distributions, amplification by sampling) therefore holds for the
-sum. The steps, where θ(r) = 2.01 exp(−2π² r²):
+sum. The proof has five steps, with θ(r) = 2.01 exp(−2π² r²):
 
 1. Poisson's summation formula: the sum over all whole numbers x of exp(−(x − c)²/2r²) lies within
    √(2π) r (1 ± θ(r)), for every real c and every r ≥ 1.
@@ -16,31 +16,32 @@ sum. The steps, where θ(r) = 2.01 exp(−2π² r²):
    P(L X + Y = z) is a constant times exp(−z²/2s²) times a sum as in step 1 with r = ab/s. So
    L X + Y is N_Z(0, s²) up to a factor of (1 + θ(r))/(1 − θ(r)) (as in Kairouz, Liu, Steinke 2021,
    Theorem 9, where L is 1).
-3. Adding n shares one by one (L = 1), r² is s² k/(k + 1) ≥ s²/2: the sum is N_Z(0, n s²) up to the
-   product of n − 1 such factors.
+3. Add n shares one by one, by step 2 with L = 1. After k shares, r² is s² k/(k + 1) ≥ s²/2. The
+   sum is therefore N_Z(0, n s²) up to the product of n − 1 such factors.
 4. Let Y ~ N(0, n s² − 16), and let T(y) be a draw of the discrete Gaussian of stddev 4 around the
    real number y. By step 1, T(Y) is N_Z(0, n s²) up to the factors 1 ± θ(4) and 1 ± θ(√n s)
    (Peikert 2010). T(y + k) is T(y) + k in distribution for every whole number k.
 5. So v + N_Z(0, n s²) is T(v + N(0, n s² − 16)) up to these factors, and T is post-processing.
 
-For one coordinate and sum τ is below 1e-135, if shares have at least `LEAST_STDDEV`. Over a whole
-run of 10⁹ coordinates and 10⁶ rounds τ is below 1e-120, so that neither ε nor δ changes within
-double precision.
+If each share has a stddev of at least `LEAST_STDDEV`, τ is below 1e-135 for one coordinate of one
+sum. Over a whole run of 10⁹ coordinates and 10⁶ rounds τ is below 1e-120, so neither ε nor δ
+changes within double precision.
 
-**The sampler.** `draw` is fast because it looks numbers up in tables that fit into a processor's
-nearest caches, by 16 random bits each.
+**The sampler.** `draw` is fast because 16 random bits find most numbers in a table that fits into
+the processor's nearest cache.
 
 6. A table holds the distribution function of X, rounded down to 2⁻¹²⁸, up to 13.5 stddevs on
-   either side. A uniform number of 128 bits then gives X: the number of entries up to it. The first
-   16 bits leave one X possible for 92 % of the draws; only the other draws take more bits. The
-   result is the same as with 128 bits drawn at once.
+   either side. Let U be a uniform number of 128 bits. The number of table entries that are at most
+   U determines X. In 92 % of the draws, the first 16 bits of U already determine X; only the other
+   draws take more bits. X has the same distribution as if each draw took all 128 bits.
 7. Each probability of a table is wrong by 2⁻¹²⁸ at most, and the numbers beyond the table have a
    probability below 2⁻¹³⁰. So a draw from a table is within (13.5 a + 4) 2⁻¹²⁸ of N_Z(0, a²) in
    total variation.
-8. `draw` returns L X + Y with L = ⌊√(s/3)⌋, b² = 10 L² and a² = s²/L² − 10, exact fractions. By
+8. `draw` returns L X + Y with L = ⌊√(s/3)⌋, b² = 10 L² and a² = s²/L² − 10, as exact fractions. By
    step 2 with r² = 10 (1 − 10 L²/s²) ≥ 8.4, this is N_Z(0, s²) up to a factor of 1 + 1e-71.
-9. Both together: each draw is within 3·10⁴ · 2⁻¹²⁸ of N_Z(0, s²), and 10⁹ draws are within 1e-24.
-   This assumes ideal random bits. The bits are ChaCha20's, under a key of 256 bits for each call.
+9. By steps 7 and 8, each draw is within 3·10⁴ · 2⁻¹²⁸ of N_Z(0, s²) in total variation, and 10⁹
+   draws together are within 1e-24. This assumes ideal random bits. ChaCha20 supplies them, under a
+   new key of 256 bits for each call.
 """
 
 from __future__ import annotations
@@ -62,11 +63,11 @@ Words = Callable[[int], np.ndarray]
 LEAST_STDDEV, MOST_STDDEV = 16.0, 2.0**18
 """Limits of the standard deviation of one share, in whole numbers."""
 _SMOOTHED = 16.0
-"""Variance that step 4 subtracts from that of a sum."""
+"""Variance that step 4 subtracts from the variance of a sum."""
 _TAIL = 13.5
-"""Stddevs beyond which a draw has a probability below 2⁻¹³⁰."""
+"""Length of a table on either side, in stddevs; numbers beyond have a probability below 2⁻¹³⁰."""
 _BITS = 320
-"""Bits after the point of the fixed-point numbers in which a table is computed."""
+"""Number of fractional bits of the fixed-point numbers with which a table is computed."""
 _FINE = 10
 """Variance of Y, in units of L²."""
 _UNDECIDED = -(2**31)
@@ -77,10 +78,10 @@ _TOGETHER = 2**15
 
 
 def share_stddev(total: float, shares: int) -> float:
-    """Return the stddev of each of ``shares`` shares that together give the stddev ``total``.
+    """Return the stddev of each of ``shares`` discrete shares that together replace one Gaussian.
 
     The sum of any h ≥ 1 shares then protects like a continuous Gaussian of variance
-    ``total``² h / ``shares`` or more (step 5 above), whatever the other clients add.
+    ``total``² h / ``shares`` or more (step 5 of the module's proof), whatever other clients add.
 
     Parameters
     ----------
@@ -99,14 +100,14 @@ def share_stddev(total: float, shares: int) -> float:
 
 
 def worth(stddev: float) -> float:
-    """Return the stddev of the continuous Gaussian that one share replaces (step 5 above)."""
+    """Return the stddev of the continuous Gaussian that one share replaces (step 5)."""
     return math.sqrt(max(0.0, stddev**2 - _SMOOTHED))
 
 
 def draw(stddev: float, count: int, rng: np.random.Generator) -> np.ndarray:
     """Return ``count`` independent draws of N_Z(0, stddev²), as int64 of shape (count,).
 
-    A draw is L X + Y with X and Y from two short tables (see the module's second part).
+    A draw is L X + Y, with X and Y from two short tables (see step 8 at the top of this module).
 
     Raises
     ------
@@ -128,14 +129,16 @@ def draw(stddev: float, count: int, rng: np.random.Generator) -> np.ndarray:
 
 @dataclass(frozen=True, kw_only=True)
 class _Table:
-    """The distribution function F of a discrete Gaussian, and the draws that 16 bits decide.
+    """The distribution function F of a discrete Gaussian, and the draws that 16 bits determine.
 
     Parameters
     ----------
     high, low : ndarray
-        The two words of 2¹²⁸ F(k), rounded down, for k = −``reach``, …, ``reach`` − 1.
+        The upper and the lower 64-bit word of 2¹²⁸ F(k), rounded down, for k = −``reach``, …,
+        ``reach`` − 1.
     decided : ndarray
-        For each value of the first 16 of 128 bits, as int32: the draw, or `_UNDECIDED`.
+        For each value of the first 16 random bits, the draw as int32; `_UNDECIDED` if they do not
+        determine it.
     """
 
     reach: int
@@ -144,15 +147,15 @@ class _Table:
     decided: np.ndarray
 
     def draw(self, count: int, words: Words) -> np.ndarray:
-        """Return ``count`` draws as int32: the number of entries up to 128 uniform bits each."""
-        # 16 bits decide most draws, by a table that fits into a cache; 128 bits would be slow.
+        """Return ``count`` draws as int32 (see step 6 at the top of this module)."""
+        # For most draws 16 bits suffice, and their table fits into a cache; 128 bits would be slow.
         first = words((count + 3) // 4).view("<u2")[:count]
         drawn = self.decided.take(first)
         places = np.flatnonzero(drawn == _UNDECIDED)
         more = first[places].astype(np.uint64) << _REST | words(len(places)) >> _KNOWN
         entries = np.searchsorted(self.high, more, side="left")
-        # Where 64 bits decide nothing, 64 more do: once in 2⁴⁰ draws or less often. There always is
-        # an entry to compare with, because the last one is 2¹²⁸ − 1.
+        # If 64 bits do not determine a draw, 64 more do. This happens once in 2⁴⁰ draws or less
+        # often. There always is an entry to compare with, because the last one is 2¹²⁸ − 1.
         for at in np.flatnonzero(self.high[entries] == more):
             end = int(np.searchsorted(self.high, more[at], side="right"))
             low = self.low[entries[at] : end]
@@ -181,7 +184,7 @@ def _check(stddev: float) -> None:
 
 @lru_cache(maxsize=4)
 def _tables(stddev: float) -> tuple[int, _Table, _Table]:
-    """Return L, and the tables of X and Y."""
+    """Return L, the table of X, and the table of Y."""
     variance = Fraction(stddev) ** 2
     step = math.isqrt(int(stddev / 3))  # makes both tables about equally long
     fine = Fraction(_FINE * step**2)
@@ -191,8 +194,8 @@ def _tables(stddev: float) -> tuple[int, _Table, _Table]:
 def _table(variance: Fraction) -> _Table:
     """Return the table of N_Z(0, variance). 2¹²⁸ F is exact to within 1 and one part in 2²³⁰.
 
-    Weights are multiples of 2⁻³²⁰. Each of the less than 2¹⁴ steps adds an error of at most
-    2¹⁵ · 2⁻³²⁰ to a weight, so that all together stay below 2⁻²⁸⁰.
+    Weights are multiples of 2⁻³²⁰. They are computed in fewer than 2¹⁴ steps, and each step adds
+    at most 2¹⁵ · 2⁻³²⁰ to a weight's error. All errors together stay below 2⁻²⁸⁰.
     """
     ratio = _exp_minus(1 / (2 * variance))  # r; weights are r^(k²), as (k+1)² - k² = 2k + 1
     square = ratio * ratio >> _BITS
@@ -202,7 +205,7 @@ def _table(variance: Fraction) -> _Table:
         weight = weight * power >> _BITS
         power = power * square >> _BITS
         weights.append(weight)
-    signed = [*weights[:0:-1], *weights[:-1]]  # the others determine the last one
+    signed = [*weights[:0:-1], *weights[:-1]]  # the last weight follows from the others
     # Whole numbers throughout: floats would lose the tail, where an attacker would look.
     whole = sum(signed) + weights[-1]
     summed, words = 0, bytearray()

@@ -4,24 +4,26 @@ A sum of two floats lies on a grid that depends on the low-order bits of the val
 reveals which value was noised (Mironov 2012). `NoiseSource.add_gaussian` instead releases whole
 multiples of a public grid g, a power of two. The argument:
 
-1. Let v be the value, as it is, and Z a real Gaussian of the requested stddev σ.
+1. Let v be the exact value, and Z a real Gaussian of the requested stddev σ.
 2. The release is g·round((v + Z)/g), a function of v + Z and of the public g alone.
 3. It is thus post-processing of the Gaussian mechanism, and the sensitivity of v is unchanged.
 4. v/g is split into a whole number and a remainder of at most one half. Both are exact, because g
    is a power of two. Only the remainder is added to the noise before rounding.
 5. Whole numbers below 2⁵³ add up without error in float64; a value above 2⁵² g is refused.
-6. g is 2⁻¹⁹ to 2⁻¹⁸ of the run's σ, which is public. Where shares of σ change from round to round
-   with the size of the cohort, which may be secret, g still follows the whole σ.
-7. Z is NumPy's: 256 layers of 2⁵² equidistant points, at least 2³¹ of a layer in each cell of the
-   grid. So every cell has its Gaussian probability to a relative 2⁻²⁹ (in the tails less exactly,
-   but they hold too little to matter). d numbers are within 2⁻²⁹ √(d/2) of ideal ones in total
-   variation (Pinsker; at worst 4·10⁻⁶ at d = 10⁷). The guarantee does not count this distance.
-8. Let m noised values lie on one grid, with shares s of at least 16 g. Their sum is, up to
-   exp(−2π²s²/g²) (Poisson's summation formula), the rounded total of three parts: the sum of the
+6. g is 2⁻¹⁹ to 2⁻¹⁸ of the run's σ, which is public. A client's share of σ may depend on the size
+   of the cohort, which may be secret; g depends on the whole σ only.
+7. NumPy draws Z from 256 layers of 2⁵² equidistant points each, and every cell of the grid contains
+   at least 2³¹ points of a layer. So every cell has its Gaussian probability to a relative 2⁻²⁹.
+   (The tails are less exact, but their probability is too small to matter.) d numbers are within
+   2⁻²⁹ √(d/2) of ideal ones in total variation (Pinsker; at worst 4·10⁻⁶ at d = 10⁷). The guarantee
+   does not count this distance.
+8. Let m values lie on one grid, each with a share of the noise of stddev s ≥ 16 g. Their sum is, up
+   to exp(−2π²s²/g²) (Poisson's summation formula), the rounded total of three parts: the sum of the
    v's, a Gaussian with the shares' variances added up, and m − 1 independent uniforms of width g.
-   That is post-processing again, so an adversary who sees only sums faces the whole noise.
-9. A unit that is drawn adds a uniform, which reveals the draw. This changes the variance by at most
-   2⁻³⁶/12 of it, less than the gap that statement 7 leaves.
+   Adding the uniforms and rounding is post-processing, so an adversary who sees only sums faces the
+   whole noise.
+9. The number of uniforms reveals how many units were drawn. But one uniform more changes the
+   variance only by a fraction of 2⁻³⁶/12, less than the gap that statement 7 leaves.
 10. Rounding to an array's own precision comes last, and is post-processing. float32 represents all
     multiples of g up to 2²⁴ g, above 32 σ, so sums of uploads stay sums on the grid.
 
@@ -46,7 +48,7 @@ from flower_ext.privacy.mechanisms.updates import NamedArrays, NonFiniteUpdate, 
 from flower_ext.privacy.randomness import secure_generator, seeded_generator
 
 IMPROBABLE = 1e-12
-"""Probability with which an honest upload may exceed `largest_noised_norm`."""
+"""Largest probability with which an honest upload exceeds `largest_noised_norm`."""
 _CELLS_PER_STDDEV = 18
 """Binary logarithm of the grid's cells per stddev. The grid is fine enough that rounding adds
 nothing to the noise, and coarse enough that the generator's own points are far closer together."""
@@ -62,7 +64,7 @@ def noise_grid(stddev: float) -> float:
     """Return the spacing of the grid to which noise of standard deviation ``stddev`` is rounded.
 
     The spacing is the power of two above 2⁻¹⁹ and up to 2⁻¹⁸ times ``stddev``. It depends on
-    ``stddev`` alone, so it reveals nothing of a value.
+    ``stddev`` alone, so it reveals nothing about a value.
     """
     return math.ldexp(1.0, math.frexp(stddev)[1] - 1 - _CELLS_PER_STDDEV)
 
@@ -70,9 +72,9 @@ def noise_grid(stddev: float) -> float:
 def largest_noised_norm(bound: float, stddev: float, numbers: int) -> float:
     """Return a norm that ‖x + N(0, stddev² I)‖₂ exceeds with probability `IMPROBABLE` at most.
 
-    Here ‖x‖₂ ≤ ``bound``, over ``numbers`` elements. A norm is 1-Lipschitz in the noise, so it
-    exceeds its mean by t·stddev with probability exp(−t²/2) at most; its mean is at most
-    √(bound² + numbers · stddev²).
+    x has ``numbers`` elements and a norm of at most ``bound``. The noised norm has a mean of at
+    most √(bound² + numbers · stddev²). As it is 1-Lipschitz in the noise, it exceeds its mean by
+    t·stddev with probability exp(−t²/2) at most.
     """
     tail = math.sqrt(2 * math.log(1 / IMPROBABLE))
     return math.sqrt(bound**2 + numbers * stddev**2) + tail * stddev
@@ -130,7 +132,7 @@ class NoiseSource(ABC):
         Parameters
         ----------
         like : Mapping[str, array]
-            Gives names, shapes and devices.
+            Arrays with the names, shapes and devices of the result.
         """
         require_not_negative("stddev", stddev)
         check_arrays(like)
@@ -232,7 +234,7 @@ def _noised(name: str, array: Any, stddev: float, grid: float, rng: np.random.Ge
             rest -= whole
             noise = _normal(array, rest.shape, rng)
             noise *= stddev / grid
-            noise += rest  # at most half a cell: the value's fraction of a cell is noised as well
+            noise += rest  # the value's fraction of a cell, which gets noise like the whole cells
             namespace.round(noise, out=noise)
             noise += whole
             noise *= grid

@@ -110,12 +110,12 @@ class NoisedSum(ReleaseTerms, RoundMechanism):
         Number of silos, among which each user's data may be divided. The server asks all of them
         in every round, and they are the members of a secure sum. None if each unit is a client.
     sensitivity : float
-        Largest change of a sum due to one unit, in clipping norms. It is at least 1, and more if a
-        unit contributes to several uploads.
+        Largest L2 distance by which one unit moves a sum, in clipping norms. It is at least 1, and
+        more if a unit contributes to several uploads.
     approximation_error : float
-        Bound on two errors of a sum, in clipping norms: its distance from the exact sum, and the
-        distance by which a unit that was not drawn moves it. Above 0 if a protocol adds up under
-        encryption.
+        Bound on each of two errors, in clipping norms: the L2 distance of a sum from the exact sum,
+        and the L2 distance by which a unit that was not drawn moves a sum. Above 0 if a protocol
+        computes sums under encryption.
     """
 
     clipping_norm: float
@@ -142,11 +142,11 @@ class NoisedSum(ReleaseTerms, RoundMechanism):
         if self.queries and self.silos is not None:
             raise InvalidValue(
                 f"queries={[query.name for query in self.queries]} with users in silos: expected "
-                "none, because a user's part in a silo's vector is not bounded. Leave the queries "
-                "out; silos then report scores without noise unless evaluate_every=0"
+                "none, because nothing bounds what one user contributes to a silo's answer. Leave "
+                "the queries out; silos then report scores without noise, unless evaluate_every=0"
             )
         for query in self.queries:
-            self.of_query(query)  # refuses noise that no sum of the query's vectors can carry
+            self.of_query(query)  # refuses a query for whose noise there is no secure sum
         _ = self.release  # refuses a relation that does not fit the sampling
 
     @property
@@ -155,7 +155,7 @@ class NoisedSum(ReleaseTerms, RoundMechanism):
         return PrivacyUnit.CLIENT if self.silos is None else PrivacyUnit.USER
 
     def of_query(self, query: VectorQuery) -> NoisedSum:
-        """Return the mechanism of one release of a query: a secure sum over all clients."""
+        """Return the mechanism of one answer to a query, which is a secure sum over all clients."""
         return replace(
             self,
             sampling=FullParticipation(self.sampling.population),
@@ -167,7 +167,7 @@ class NoisedSum(ReleaseTerms, RoundMechanism):
 
     @property
     def assumptions(self) -> tuple[str, ...]:
-        """Assumptions of all provable guarantees on the mechanism itself."""
+        """Assumptions about the mechanism itself, which all its provable guarantees share."""
         return ()
 
     @property
@@ -195,16 +195,17 @@ class NoisedSum(ReleaseTerms, RoundMechanism):
     def noise_grid(self) -> float:
         """Step of the grid on which all noised uploads and sums lie, the same in every round.
 
-        A share of the noise depends on the size of its cohort, which may be secret. The grid does
-        not, and sums of numbers on the grid stay on it.
+        A client's share of the noise depends on the cohort size, which may be secret; the grid does
+        not. Sums of numbers on the grid lie on the grid as well.
         """
         return noise_grid(self.noise_stddev)
 
     def client_noise_stddev(self, cohort_size: int) -> float:
         """Return the stddev σC/√cohort of one client's share; 0 if the server adds the noise.
 
-        All shares of a cohort together have σC. The cohort size is the drawn one, also under
-        Poisson sampling: with the expected size, a small cohort's sum would carry too little noise.
+        The shares of all clients in a cohort add up to the stddev σC. Pass the size of the drawn
+        cohort, also under Poisson sampling: with the expected size, the sum of a small cohort would
+        carry too little noise.
         """
         if self.noised_by_server:
             return 0.0
@@ -213,17 +214,17 @@ class NoisedSum(ReleaseTerms, RoundMechanism):
 
     @property
     def cell(self) -> float:
-        """Step (cell) of the grid on which secure sums are taken, the same in every round."""
+        """Step (cell) of the grid on which secure sums are computed, the same in every round."""
         return cell_of(self.noise_stddev)
 
     @property
     def cohort_size(self) -> int:
         """Number of clients in each secure sum, the same in every round.
 
-        With ``silos``, these are all silos. The number of drawn users then affects neither the
-        asked clients, nor a silo's share of the noise, nor the noise of a sum. Users may therefore
-        be drawn by Poisson sampling, whose amplification needs the number of drawn users to be
-        secret.
+        With ``silos``, this is the number of all silos. The server then asks the same clients,
+        however many users are drawn, and the noise of each silo and of the sum is the same. Users
+        may therefore be drawn by Poisson sampling, whose amplification needs the number of drawn
+        users to be secret.
         """
         return round(self.sampling.expected_cohort_size) if self.silos is None else self.silos
 
@@ -234,7 +235,7 @@ class NoisedSum(ReleaseTerms, RoundMechanism):
 
     @property
     def sum_parameters(self) -> SumParameters:
-        """Parameters of the secure sums, for cohorts from all clients and for all rounds."""
+        """Parameters of the secure sums of all rounds, whose members are drawn from all clients."""
         assert self.secure_sum is not None
         return self.secure_sum.for_cohort(
             self.cohort_size, population=self.num_clients, rounds=self.rounds
@@ -242,7 +243,7 @@ class NoisedSum(ReleaseTerms, RoundMechanism):
 
     @property
     def cells_protection(self) -> ClipAndNoise:
-        """Protection of an upload to a secure sum."""
+        """Protection that a client applies to its upload to a secure sum."""
         least = self.sum_parameters.least_answers
         share = share_stddev(self.noise_stddev / self.cell, least)
         return ClipAndNoise(
@@ -264,32 +265,32 @@ class NoisedSum(ReleaseTerms, RoundMechanism):
     def aggregate_sum(
         self, cells: Cells, *, answered: int, noise: NoiseSource, like: NamedArrays
     ) -> Aggregate:
-        """Return the average of a round from its finished secure sum.
+        """Return the average of a round, from the result of its secure sum.
 
-        The server adds the noise shares of clients that did not answer, so that the noise of the
-        release does not depend on the number of answers.
+        The server adds the noise shares of the clients that did not answer. The noise of the
+        release thus does not depend on the number of answers.
 
         Parameters
         ----------
         cells : Mapping[str, ndarray]
             Sum of the answers' noised updates, in whole numbers of cells.
         answered : int
-            Number of answers, at least the parameters' ``least_answers``, so that the sum carries
-            noise of σC or more.
+            Number of answers in the sum. It is at least ``sum_parameters.least_answers``, so the
+            sum carries noise of stddev σC or more.
         noise : NoiseSource
-            The server's source.
+            The server's source of noise.
         like : NamedArrays
             Names, shapes and types of the result.
 
         Raises
         ------
         RoundDiscarded
-            The sum is larger than a sum of honest answers, so a member spoiled it.
+            The sum is larger than honest members' answers could make it.
         """
         # Shares are sized for the least number of answers, so more answers carry more noise.
         share = self.cells_protection.noise_stddev
         missing = share * math.sqrt(self.cohort_size - answered)
-        # Discrete noise has a least stddev, so a stddev of 0 is a separate case.
+        # Discrete noise has a smallest stddev above 0, so the case without missing shares is apart.
         noised = noise.add_discrete_gaussian(cells, missing / self.cell) if missing else cells
         value = out_of_cells(noised, self.cell, like)
         stddev = share * math.sqrt(self.cohort_size)
@@ -299,30 +300,30 @@ class NoisedSum(ReleaseTerms, RoundMechanism):
 
     @staticmethod
     def refuse_spoiled(value: NamedArrays, *, bound: float, stddev: float) -> None:
-        """Refuse a noised sum that is too large for honest answers.
+        """Refuse a noised sum that is larger than honest members could make it.
 
-        Honest answers give such a sum with probability `IMPROBABLE` at most.
+        A sum of honest answers is refused with probability `IMPROBABLE` at most.
 
-        The decision reads the noised sum alone, never an upload. It is post-processing of a release
-        that the ledger counts either way, so it costs no privacy, and no δ needs to count a wrong
-        refusal. The bound holds for Gaussian shares and for discrete ones, which are subgaussian
-        with their stddev. The server cannot name the member that spoiled the sum, because masks
-        hide each upload. The check misses a bad upload that is no larger than noise and bounds
-        allow.
+        The decision depends on the noised sum alone, never on an upload. It is post-processing of a
+        release that the ledger counts in any case, so it costs no privacy, and δ need not count a
+        wrong refusal. The limit holds for Gaussian shares of noise and for discrete shares, which
+        are subgaussian with their stddev. The server cannot name the member that spoiled the sum,
+        because masks hide each upload. The check does not find a bad upload that leaves the sum
+        within the limit.
 
         Parameters
         ----------
         value : Mapping[str, array]
             The noised sum.
         bound : float
-            Largest norm of honest members' sum before noise.
+            Largest norm that the sum of honest members has before noise.
         stddev : float
             Standard deviation of the noise in the sum.
 
         Raises
         ------
         RoundDiscarded
-            A member spoiled the sum.
+            The sum is too large, so a member must have spoiled it.
         """
         numbers = sum(array.size for array in value.values())
         limit = bound + largest_noised_norm(0.0, stddev, numbers)
@@ -334,25 +335,26 @@ class NoisedSum(ReleaseTerms, RoundMechanism):
             )
 
     def begin_sum(self, like: NamedArrays) -> RunningSum:
-        """Return an empty sum. It clips each added upload if the server adds the noise."""
+        """Return an empty sum. If the server adds the noise, the sum clips each added upload."""
         if self.secure_sum is not None:
             raise InvalidValue(
-                "begin_sum with noise_placement=SecureSum(…): the secure sum adds up the uploads; "
-                "pass its result to aggregate_sum"
+                "begin_sum: expected a plan without noise_placement=SecureSum(…), because the "
+                "protocol of a secure sum adds up the uploads; pass its result to aggregate_sum"
             )
         return ClippedSum(like, self.clipping_norm) if self.noised_by_server else RunningSum(like)
 
     def aggregate(self, summed: RunningSum, *, cohort_size: int, noise: NoiseSource) -> Aggregate:
         """Return the noised sum of a round's uploads, divided by the expected cohort size.
 
-        If the server adds the noise, it bounds every upload itself, so the guarantee relies on no
-        client. If clients add the noise, uploads arrive bounded and noised, and the server adds the
-        shares of clients that did not answer.
+        If the server adds the noise, it also bounds every upload, so the guarantee holds whatever
+        clients send. If clients add the noise, uploads arrive bounded and noised, and the server
+        adds the noise shares of the clients that did not answer.
 
         Raises
         ------
         ValueError
-            There are more uploads than asked clients, or ``summed`` clips to a larger norm than C.
+            There are more uploads than clients that were asked, or ``summed`` clips uploads to a
+            larger norm than C.
         """
         by_server, answered = self.noised_by_server, summed.count
         if by_server and summed.bound > self.clipping_norm:
@@ -365,7 +367,7 @@ class NoisedSum(ReleaseTerms, RoundMechanism):
                 f"{answered} uploads from a cohort of {cohort_size}: expected at most one upload "
                 "per client"
             )
-        # Variances of shares add up, so the missing clients' part of σ²C² is left to the server.
+        # Variances of shares add up. The server adds the part of σ²C² that missing clients owe.
         missing = 1.0 if by_server or not cohort_size else 1 - answered / cohort_size
         stddev = self.noise_stddev * math.sqrt(missing)
         noised = noise.add_gaussian(summed.value, stddev, grid=self.noise_grid)

@@ -1,8 +1,8 @@
-"""Protections that a client applies to its upload before it leaves: one class per mechanism.
+"""Protections that a client applies to its upload before sending it: one class per mechanism.
 
-A class holds its parameters and applies them to arrays of any library. `federation.protection`
-writes the parameters into messages. The local training applies the protections that act during
-training.
+An object holds the mechanism's parameters and applies the mechanism to arrays of any library.
+`federation.protection` writes the parameters into messages. The local training applies the
+protections that act during training.
 """
 
 from __future__ import annotations
@@ -35,20 +35,21 @@ class Protection:
     bounds_models: ClassVar[bool] = False
     """True if the client bounds and noises its whole model instead of its update."""
     bounds_uploads: ClassVar[bool] = True
-    """True if the whole upload is bounded. Clients in the same batch must then not change it."""
+    """True if the whole upload is bounded. Its bits must then not depend on clients that train in
+    the same batch."""
     num_examples: int | None = None
     """Number of training examples that the guarantee requires of a client; None if any will do."""
     hides_failures: ClassVar[bool] = True
-    """True if the noise covers the received model, too, which a client sends if training fails."""
+    """True if a client may send the received model when training fails, because noise hides it."""
     of_units: bool = False
-    """True if an upload must be a sum over units, whose parts the method clips one by one."""
+    """True if an upload must be a sum over units, and the method clips each unit's contribution."""
     cell: float | None = None
     """Step of the grid on which a secure sum adds up uploads; None if uploads are not masked."""
 
     @property
     def hides_missing_data(self) -> bool:
-        """True if the upload of a client that cannot load its data looks like any other upload."""
-        # A client that bounds its model reports its number of examples, unless that is fixed.
+        """True if a client that cannot load its data sends an upload that looks like any other."""
+        # A client that bounds its model also reports its number of examples, unless it is fixed.
         return self.hides_failures and (not self.bounds_models or self.num_examples is not None)
 
     @property
@@ -57,7 +58,7 @@ class Protection:
         return 0.0
 
     def released(self, upload: NamedArrays, noise: NoiseSource) -> NamedArrays:
-        """Return the upload as it leaves the client: an update, or a model if `bounds_models`.
+        """Return the protected upload: an update, or a whole model if `bounds_models` is True.
 
         Raises
         ------
@@ -69,10 +70,10 @@ class Protection:
     def largest_upload(self, numbers: int, *, norms: float = 1.0) -> float:
         """Return an L2 norm that an honest upload exceeds with probability `IMPROBABLE` at most.
 
-        If the server refuses larger uploads, it refuses an honest upload with at most that
-        probability, which no reported δ counts. A hostile client can then move the sum no further
-        than an honest client's noise might. The check does not bound the client's part by C; only a
-        server that adds the noise itself can do that.
+        The server may refuse larger uploads. A hostile client then moves the sum no further than
+        the noise of an honest client might. This check does not bound a client's contribution by C;
+        only a server that adds the noise itself can do so. No reported δ counts the probability
+        that the server refuses an honest upload.
 
         Parameters
         ----------
@@ -97,38 +98,38 @@ class _Noised(Protection):
         return self.noise_stddev / self.clipping_norm
 
     def largest_upload(self, numbers: int, *, norms: float = 1.0) -> float:
-        """Return the largest norm of an honest upload, with its noise."""
+        """Return the largest norm of an honest upload after its noise."""
         return largest_noised_norm(norms * self.clipping_norm, self.noise_stddev, numbers)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ClipAndNoise(_Noised):
-    """Clip an update, or each unit's part of it, and add a share of the sum's noise.
+    """Clip an update, or each unit's contribution to it, and add a share of the sum's noise.
 
     Parameters
     ----------
     clipping_norm : float
         Norm bound: C, or C' of `adaptive_clipping` if ``update_norm`` is given.
     noise_stddev : float
-        Standard deviation of this client's share.
+        Standard deviation of this client's share of the noise.
     cell : float, optional
-        Step of a public grid, a power of two. With it, the upload counts such steps in whole
-        numbers, for a secure sum, and the noise is discrete (see `quantization`).
+        Step of a public grid, a power of two. If it is given, the upload is for a secure sum: it
+        counts such steps in whole numbers, and its noise is discrete (see `quantization`).
     of_units : bool
-        True if the upload is a sum over units. `sum_units` clips each unit's part, and nothing
-        clips the whole.
+        True if the upload is a sum over units. `sum_units` then clips each unit's contribution, and
+        nothing clips the sum.
     noise_grid : float, optional
         Step of the grid to which an upload without ``cell`` is rounded; it must be the same for all
         clients and rounds. By default `noise_grid` of ``noise_stddev``.
     update_norm, side_weight : float, optional
-        C and κ of `adaptive_clipping`. With both, the upload includes κ·side, a number that
-        depends on whether the update is longer than C.
+        C and κ of `adaptive_clipping`. If they are given, the upload includes κ·side, a number that
+        says whether the update is longer than C.
 
     Raises
     ------
     InvalidValue
-        Only one of ``update_norm`` and ``side_weight`` is given, or both ``cell`` and
-        ``noise_grid``.
+        Only one of ``update_norm`` and ``side_weight`` is given, or both of ``cell`` and
+        ``noise_grid`` are given.
     """
 
     cell: float | None = None
@@ -140,28 +141,31 @@ class ClipAndNoise(_Noised):
     def __post_init__(self) -> None:
         for name, other in (("update_norm", "side_weight"), ("side_weight", "update_norm")):
             if getattr(self, name) is None and getattr(self, other) is not None:
-                raise InvalidValue(f"{name}=None: expected a number, because {other} is given")
+                raise InvalidValue(f"{name}=None: expected a number, because {other} needs it")
         if self.cell is not None and self.noise_grid is not None:
             raise InvalidValue(
-                f"noise_grid={self.noise_grid}: expected None, because cell is given"
+                f"noise_grid={self.noise_grid}: expected None, because cell sets the grid"
             )
 
     @property
     def noise_multiplier(self) -> float:
-        """Stddev of the noise in clipping norms; if discrete, of the Gaussian that it replaces."""
+        """Stddev of this client's noise, in clipping norms.
+
+        For discrete noise, it is the stddev of the continuous Gaussian that the noise replaces.
+        """
         if self.cell is None:
             return super().noise_multiplier
         return worth(self.noise_stddev / self.cell) * self.cell / self.clipping_norm
 
     def released(self, upload: NamedArrays, noise: NoiseSource) -> NamedArrays:
-        """Return the clipped update with noise; with ``cell``, in cells as int64."""
+        """Return the clipped update with noise; if ``cell`` is given, as int64 numbers of cells."""
         sided = self._sided(upload, with_side)
         if self.cell is None:
             return self.noised(clip(sided, self.clipping_norm).value, noise)
         return self.noised(in_cells(sided, self.clipping_norm, self.cell), noise)
 
     def sum_units(self, rows: NamedArrays, weights: Sequence[float]) -> BoundedSum:
-        """Return the weighted sum of units' updates, each clipped; with ``cell``, in cells.
+        """Clip each unit's update; return the weighted sum, in cells if ``cell`` is given.
 
         See `sum_clipped_rows` and `sum_rows_in_cells`.
         """
@@ -171,7 +175,7 @@ class ClipAndNoise(_Noised):
         return sum_rows_in_cells(sided, self.clipping_norm, self.cell, weights)
 
     def noised(self, bounded: NamedArrays, noise: NoiseSource) -> NamedArrays:
-        """Add noise to an update that is already bounded, and in cells if there is a ``cell``."""
+        """Add noise to a bounded update, which is in cells if ``cell`` is given."""
         if self.cell is None:
             return noise.add_gaussian(bounded, self.noise_stddev, grid=self.noise_grid)
         return noise.add_discrete_gaussian(bounded, self.noise_stddev / self.cell)
@@ -225,7 +229,7 @@ class OutputPerturbation(_Noised):
 
 @dataclass(frozen=True, kw_only=True)
 class ClipSteps(Protection):
-    """Clip each record's gradient and noise every local step; clip the model at the end.
+    """In every local step, clip each record's gradient and add noise; at the end, clip the model.
 
     Parameters
     ----------
@@ -240,7 +244,7 @@ class ClipSteps(Protection):
     """
 
     bounds_models = True
-    hides_failures = False  # the noise is in the steps, so a model without them has none
+    hides_failures = False  # the steps add the noise, so a model without training carries none
     clipping_norm: float
     gradient_clipping_norm: float
     noise_stddev: float
@@ -248,15 +252,15 @@ class ClipSteps(Protection):
 
     @property
     def noise_multiplier(self) -> float:
-        """Standard deviation of a step's noise, in clipping norms of a gradient."""
+        """Standard deviation of a step's noise, divided by the gradient's clipping norm."""
         return self.noise_stddev / self.gradient_clipping_norm
 
     def released(self, upload: NamedArrays, noise: NoiseSource) -> NamedArrays:
-        """Return the clipped model, whose steps were all noised during training."""
+        """Return the clipped model; the training has already added the noise."""
         return clip(upload, self.clipping_norm).value
 
     def largest_upload(self, numbers: int, *, norms: float = 1.0) -> float:
-        """Return the clipping norm, because the client clips last."""
+        """Return the clipping norm, because the client adds no noise after it has clipped."""
         return self.clipping_norm
 
 
@@ -291,17 +295,17 @@ class ObjectivePerturbation(Checked, Protection):
 
 
 Perturbation = OutputPerturbation | ObjectivePerturbation
-"""A client's perturbation of its model before the model leaves."""
+"""A perturbation that a client applies to its model before sending it."""
 
 
 @dataclass(frozen=True)
 class ProtectedByServer(Protection):
-    """Leave the upload as it is; the server bounds the update and adds all of the noise."""
+    """Do not change the upload; the server bounds the update and adds all of the noise."""
 
 
 @dataclass(frozen=True)
 class ProtectedByTraining(Protection):
-    """Leave the upload as it is; the method's own training is already noised (DP-SGD)."""
+    """Do not change the upload; the method's training has already added noise (DP-SGD)."""
 
     bounds_uploads = False
     hides_failures = False  # as for `ClipSteps`

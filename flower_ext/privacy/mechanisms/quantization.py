@@ -5,11 +5,11 @@ rounded update has a norm of at most C again, which the client checks exactly in
 client therefore moves the sum by at most C, as without rounding. Plain rounding of d coordinates
 would raise the sensitivity by √d · g/2. See `discrete_gaussian` for the noise.
 
-A silo of Uldp-FL rounds each user's part of its sum in this way (`sum_rows_in_cells`). With weight
-w, the part has a norm of at most w C. Whole numbers add up without error, so a user whose weights
-sum to at most 1 over the silos moves the sum by at most C. A user's whole numbers depend on that
-user's row only: every step works on single numbers, or adds them in an order that depends on the
-number of columns only, or adds whole numbers.
+A silo of Uldp-FL rounds each user's contribution to its sum in this way (`sum_rows_in_cells`). A
+contribution with weight w has a norm of at most w C. Whole numbers add up without error, so a user
+whose weights add up to at most 1 over all silos moves the sum by at most C. A user's whole numbers
+depend on that user's row only: every step works on single numbers, or adds a row's numbers in an
+order that depends only on the number of columns, or adds whole numbers.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ _PER_STDDEV = 16
 _MOST_CELLS = 2.0**30
 """Most cells in a clipping norm, so that squared norms are exact in 64 bits."""
 _ROOM = 4
-"""Number of cells below the bound to which a too large norm is scaled, as room for rounding."""
+"""A norm that is too large is scaled to this many cells below the bound, as room for rounding."""
 _TRIES = 8
 _MARGIN = 1.0 - 1e-9
 """Tolerance for rounding of a weight and of a norm in float64. The result is checked exactly."""
 _TOGETHER = 2**18
-"""Number of values that are rounded at a time, so that memory stays bounded."""
+"""Largest number of values that are rounded at a time, so that memory stays bounded."""
 
 Cells = Mapping[str, np.ndarray]
 """Whole numbers by name, as int64: an update or a sum in cells."""
@@ -60,7 +60,7 @@ def cell_of(stddev: float) -> float:
 
 
 def check_cell(cell: float, clipping_norm: float) -> None:
-    """Refuse a cell that is not a power of two, or is too large or small for the clipping norm.
+    """Refuse a cell that is not a power of two, or too large or too small for the clipping norm.
 
     Raises
     ------
@@ -75,7 +75,7 @@ def check_cell(cell: float, clipping_norm: float) -> None:
 
 
 def in_cells(update: NamedArrays, clipping_norm: float, cell: float) -> dict[str, np.ndarray]:
-    """Return an update, clipped to an L2 norm of ``clipping_norm``, in whole numbers of cells.
+    """Clip an update to an L2 norm of ``clipping_norm``; return it in whole numbers of cells.
 
     Guarantees
     ----------
@@ -101,13 +101,14 @@ def in_cells(update: NamedArrays, clipping_norm: float, cell: float) -> dict[str
 def sum_rows_in_cells(
     rows: NamedArrays, clipping_norm: float, cell: float, weights: Sequence[float]
 ) -> BoundedSum:
-    """Clip every row, weigh it, round it to whole numbers of cells, and return the rows' sum.
+    """Clip every row, multiply it by its weight, round it to cells, and return the rows' sum.
 
     Guarantees
     ----------
-    Row k's part of the sum has a norm of at most ``weights[k] * clipping_norm / cell``. A unit's
-    parts in several such sums add up to at most ``clipping_norm / cell`` if its weights add up to
-    1 + 1e-10 or less. No bit of a row's part depends on other rows.
+    Row k adds whole numbers of a norm of at most ``weights[k] * clipping_norm / cell``. If a unit
+    has rows in several such sums, all its rows together add a norm of at most
+    ``clipping_norm / cell``, as long as its weights add up to 1 + 1e-10 or less. No bit that a row
+    adds depends on other rows.
 
     Parameters
     ----------
@@ -153,7 +154,7 @@ def sum_rows_in_cells(
 
 
 def out_of_cells(cells: Cells, cell: float, like: NamedArrays) -> dict[str, np.ndarray]:
-    """Return whole numbers of cells as float64, in the order and shapes of ``like``.
+    """Turn whole numbers of cells into float64 arrays, in the order and shapes of ``like``.
 
     Raises
     ------
@@ -166,9 +167,9 @@ def out_of_cells(cells: Cells, cell: float, like: NamedArrays) -> dict[str, np.n
 
 
 def _rows_in_cells(exact: Any, clipping_norm: float, cell: float, shares: np.ndarray) -> Any:
-    """Return rows of shape (units, numbers), clipped, weighed and rounded to cells, as int64.
+    """Clip, weight and round the rows of ``exact``, of shape (units, numbers); return int64 cells.
 
-    ``exact`` is overwritten.
+    The function overwrites ``exact``.
     """
     namespace = api.array_namespace(exact)
 
@@ -186,13 +187,13 @@ def _rows_in_cells(exact: Any, clipping_norm: float, cell: float, shares: np.nda
     scale = np.ldexp(1.0, np.frexp(np.where(largest > 0, largest, 1.0))[1] - 1)
     exact /= column(scale)
     norms = np.sqrt(_plain(squared_norms_of_rows(exact)))
-    # Weights apply before rounding: a weighed whole number would be no whole number.
+    # Weights apply before rounding, because a whole number times a weight is not a whole number.
     limits = shares * (clipping_norm / cell) * _MARGIN
     with np.errstate(over="ignore", divide="ignore", invalid="ignore"):
         clipped = np.where(norms > 0, limits / norms, 0.0)
         exact *= column(np.minimum(shares * scale / cell, clipped))
     whole, squares = rounded(exact)
-    bounds = np.floor(limits).astype(np.int64)  # so that the check below is exact, in integers
+    bounds = np.floor(limits).astype(np.int64)  # integers, so that the check below is exact
     # Rounding may lengthen a row. Shorten it a little and round again: one or two tries suffice.
     for _ in range(_TRIES):
         if not (longer := np.flatnonzero(squares > bounds**2)).size:
@@ -200,15 +201,16 @@ def _rows_in_cells(exact: Any, clipping_norm: float, cell: float, shares: np.nda
         factors = np.maximum(bounds[longer] - _ROOM, 0) / np.sqrt(squares[longer])
         exact[longer] = exact[longer] * column(factors)
         whole[longer], squares[longer] = rounded(exact[longer])
-    if (longer := np.flatnonzero(squares > bounds**2)).size:  # few cells, many numbers
+    if (longer := np.flatnonzero(squares > bounds**2)).size:  # a row of few cells, many numbers
         whole[longer] = namespace.astype(namespace.trunc(exact[longer]), namespace.int64)
     return whole
 
 
 def squared_norms_of_rows(rows: Any) -> Any:
-    """Return the sum of squares of each row, shape (rows,).
+    """Return the sum of squares of each row, of shape (rows,).
 
-    The order of the additions depends on the columns only, so no bit depends on other rows.
+    The order of the additions depends only on the number of columns, so no bit of a row's result
+    depends on other rows.
     """
     squares = rows * rows
     while (width := squares.shape[1]) > 1:

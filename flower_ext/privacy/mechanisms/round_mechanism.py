@@ -47,7 +47,7 @@ class RoundMechanism(ABC):
     delta : float, optional
         As in `PrivacyPlan`.
     queries : Sequence[VectorQuery]
-        Queries beside the training, counted in the same ε.
+        Queries that clients answer in addition to training; ε covers the answers as well.
     """
 
     tells_sizes: ClassVar[bool] = False
@@ -66,29 +66,29 @@ class RoundMechanism(ABC):
 
     @property
     def release(self) -> Release | None:
-        """The release of one round, for accountant and ledger; None without a noised sum.
+        """One round's noised sum, as accountant and ledger count it; None if there is no such sum.
 
-        If a mechanism has such a release, the model may depend on clients' data through that sum
-        only, and cohorts must stay secret.
+        A mechanism that returns a release must ensure that the model depends on clients' data only
+        through these sums, and that cohorts stay secret.
         """
         return None
 
     def release_in(self, number: int) -> Release | None:
-        """Return the release of the training round ``number``; by default all are alike."""
+        """Return the release of training round ``number``; by default, it is always `release`."""
         return self.release
 
     @property
     def strategy_matrix(self) -> StrategyMatrix | None:
-        """Matrix by which the server correlates its noise over rounds; None without correlation."""
+        """Matrix that correlates the server's noise over rounds; None for independent noise."""
         return None
 
     def with_strategy(self, matrix: StrategyMatrix) -> RoundMechanism:
-        """Return the mechanism with ``matrix``, the matrix with which a resumed run began."""
+        """Return the mechanism with ``matrix``; a resumed run passes the matrix it began with."""
         raise NotImplementedError(f"{type(self).__name__} has no strategy matrix")
 
     @property
     def mean_noise_stddev(self) -> float:
-        """Stddev of the noise in a coordinate of the released mean; 0 unless a sum is noised."""
+        """Stddev of the noise in each coordinate of the released mean; 0 if no sum gets noise."""
         return 0.0
 
     @property
@@ -98,27 +98,27 @@ class RoundMechanism(ABC):
 
     @property
     def weighs_examples(self) -> bool:
-        """True if each upload counts in the mean by its client's number of examples.
+        """True if the mean weights each upload by the number of its client's examples.
 
-        Plans that protect never do so, because that number is private data.
+        A plan with a guarantee never does so, because that number is private data.
         """
         return False
 
     def of_query(self, query: VectorQuery) -> RoundMechanism:
-        """Return the mechanism of one release of a query, which is one of `queries`."""
+        """Return the mechanism that releases one answer to ``query``, which is one of `queries`."""
         raise NotImplementedError(f"{type(self).__name__} has no queries")
 
     def count_answer(self, query: VectorQuery, participations: Participations) -> None:
-        """Count one release of a query, which is one of `queries`."""
+        """Count one released answer to ``query``, which is one of `queries`."""
         raise NotImplementedError(f"{type(self).__name__} has no queries")
 
     def check_training(self, run: RunSummary) -> None:  # noqa: B027 - by default any
-        """Refuse local training that the plan does not cover.
+        """Refuse local training that the plan does not cover; by default, accept any.
 
         Raises
         ------
         ValueError
-            The message names the setting and the value that the plan expects.
+            The plan expects another value of a setting; the message names both.
         """
 
     def protection(self, run: RunSummary, cohort_size: int) -> Protection | None:
@@ -126,7 +126,10 @@ class RoundMechanism(ABC):
         return None
 
     def upload_like(self, model: dict[str, Any]) -> dict[str, Any]:
-        """Return names, shapes and types of an upload, from those of the shared model."""
+        """Return arrays with the names, shapes and types of an upload.
+
+        By default, these are the arrays of the shared ``model``.
+        """
         return model
 
     def begin_sum(self, like: NamedArrays) -> RunningSum:
@@ -151,7 +154,10 @@ class RoundMechanism(ABC):
         """
 
     def after(self, mean: Aggregate) -> tuple[Aggregate, RoundMechanism]:
-        """Return a released mean of updates, and the mechanism of the next round."""
+        """Return the mean of the updates alone, and the mechanism of the next round.
+
+        ``mean`` is the result of `aggregate`.
+        """
         return mean, self
 
     @property
@@ -168,7 +174,10 @@ class RoundMechanism(ABC):
         return []
 
     def spent(self, run: RunSummary) -> dict[str, float]:
-        """Return ε so far, by basis, for the log and the report's figures."""
+        """Return ε after the rounds so far, for the log and the report's figures.
+
+        The keys say whether ε is published or provable.
+        """
         if not run.participations.rounds:
             return {}
         return {f"epsilon_{claim.basis}": claim.epsilon for claim in self.guarantees(run)}

@@ -1,4 +1,4 @@
-"""The traits of a method and the summary of a run: all that a plan knows about them."""
+"""The traits of a method and the summary of a run, from which a plan computes its guarantees."""
 
 from __future__ import annotations
 
@@ -17,17 +17,18 @@ class MethodTraits:
     ----------
     name : str
     bounds_units : bool
-        A client's upload is a sum over units, and the method bounds each unit.
+        True if a client's upload is a sum over units, and the method bounds each unit.
     weighs_updates : bool
-        True if the method's step weights clients by a rule of the method's own.
+        True if the server's step weights the updates by a rule of the method's own.
     needs_each_update : bool
-        The server needs every single update, not only the noised sum of all updates.
+        True if the server needs every single update, not only the noised sum of all updates.
     keeps_memory : bool
-        Clients keep values between rounds; ``memoryless`` says if updates depend on them.
+        True if clients keep values between rounds; ``memoryless`` says if updates depend on them.
     memoryless : bool
-        Updates do not depend on anything that a client keeps between rounds.
+        True if updates do not depend on anything that a client keeps between rounds.
     upload_phase : str, optional
-        The training phase that alone determines the upload; None if the upload has other inputs.
+        The phase of local training that alone determines the upload; None if the upload also
+        depends on the client's data in another way.
     num_silos : int, optional
         Number of silos among which each unit's data are divided; None if the units are clients.
     weighting : str
@@ -55,7 +56,7 @@ class RunSummary:
     participations : Participations
         Counts of the rounds that each unit's data went into.
     num_examples : Mapping[int, int]
-        |D_i| by client, for clients that reported it.
+        |D_i|: number of training examples of each client that reported it.
     training : Mapping[str, LocalTraining]
         The phases of local training, by name (see `training.LocalTraining`).
     proximal_weight : float
@@ -63,9 +64,10 @@ class RunSummary:
     sent : Mapping[str, array]
         The shared model that the server sent last; empty before the first message.
     secure_noise, secure_cohorts : bool
-        True if noise, or cohorts, come from the operating system's randomness instead of a seed.
+        True if the noise, or the draw of cohorts, uses the operating system's randomness and no
+        seed.
     not_covered : Sequence[str]
-        Values that leave the clients without being covered by the guarantee.
+        Values that leave the clients and that the guarantee does not cover.
     group_size : int, optional
         The largest number of a user's records that are used; None if the method sets no limit.
     """

@@ -1,11 +1,11 @@
 """Scores of an evaluation as one noised sum over clients.
 
-For an evaluation with k scores, each client has a vector (1, x₁, …, x_k), where x_j is its j-th
+For an evaluation with k scores, each client sends a vector (1, x₁, …, x_k), where x_j is its j-th
 score, clipped to public bounds and mapped from [low, high] to [−½, ½]. A client without test
-examples has a vector of zeros. One client's vector therefore has a norm of at most √(1 + k/4). The
-sum over all clients is released with Gaussian noise, and the mean of a score is the ratio of two
-numbers of the sum. The count carries noise too, because it reveals which clients have test
-examples.
+examples sends a vector of zeros. One client's vector therefore has a norm of at most √(1 + k/4).
+The run releases the sum over all clients with Gaussian noise. The mean of a score is the ratio of
+two numbers of this sum. The number of scored clients carries noise too, because it reveals which
+clients have test examples.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ ACCURACY: Bounds = (("accuracy", 0.0, 1.0),)
 
 @dataclass(frozen=True, kw_only=True)
 class SecureScores(VectorQuery):
-    """Mean scores over all clients, released by each evaluation of a run.
+    """A query for the mean scores over all clients, which each evaluation of a run releases.
 
     Parameters
     ----------
@@ -36,10 +36,10 @@ class SecureScores(VectorQuery):
     times : int
         Planned number of evaluations.
     bounds : tuple of (str, float, float)
-        Names of scores, each with its smallest and its largest value. Values outside are clipped. A
-        score that a client cannot compute counts as the middle of its bounds. Scores that are not
-        named here stay on the clients. A loss has no natural bound, so choose one, such as
-        ``("loss", 0.0, 4.0)``.
+        Names of scores, each with its smallest and its largest value. The client clips values
+        outside this range. A score that a client cannot compute counts as the middle of the range.
+        Scores that are not named here stay on the clients. A loss has no natural bound, so choose
+        one, such as ``("loss", 0.0, 4.0)``.
 
     Raises
     ------
@@ -59,7 +59,9 @@ class SecureScores(VectorQuery):
         object.__setattr__(self, "bounds", tuple((str(n), lo, hi) for n, lo, hi in self.bounds))
         names = [name for name, *_ in self.bounds]
         if not names or len({*names}) < len(names):
-            raise InvalidValue(f"bounds={self.bounds!r}: expected one or more scores, each once")
+            raise InvalidValue(
+                f"bounds={self.bounds!r}: expected one or more scores, each name once"
+            )
         for name, low, high in self.bounds:
             numbers = is_number(low) and is_number(high)
             if not (numbers and -math.inf < low < high < math.inf):
@@ -79,9 +81,9 @@ class SecureScores(VectorQuery):
         return math.sqrt(1 + len(self.bounds) / 4)
 
     def vector(self, client: LocalView) -> NDArray[np.float64]:
-        """Return a one, which counts the client, and k scores, each scaled to −½ … ½.
+        """Return the number 1, which counts the client, and k scores, each mapped to [−½, ½].
 
-        A client without any scores takes part with zeros.
+        A client without any scores sends zeros.
         """
         names = {name for name, *_ in self.bounds}
         scores = client.scores(training="training_loss" in names)
@@ -104,15 +106,15 @@ class SecureScores(VectorQuery):
         total : ndarray
             The noised sum of 1 + k numbers.
         stddev : float
-            Standard deviation of the noise on each of them.
+            Standard deviation of the noise on each of these numbers.
 
         Returns
         -------
         dict[str, float]
-            ``…_mean`` and ``…_mean_error`` by score, and the noised number of ``scored_clients``.
-            The error is the standard error of the ratio to first order. It is valid if the count is
-            several ``stddev``. Noise may move a mean beyond its bounds. The result is empty if the
-            count is below 1, because the means would then be meaningless.
+            For each score its ``…_mean`` and ``…_mean_error``; and ``scored_clients``, the noised
+            count of clients. An error is the standard error of the ratio to first order, which is
+            valid if the count is several times ``stddev``. Noise may move a mean beyond its bounds.
+            The result is empty if the count is below 1, because the means would be meaningless.
         """
         count = float(total[0])
         if count < 1:

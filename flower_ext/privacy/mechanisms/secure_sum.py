@@ -1,14 +1,15 @@
-"""Parameters of a secure sum, from the shares of clients that may collude or be lost.
+"""Parameters of a secure sum, from the fractions of clients that may collude or be lost.
 
 Source: Bonawitz et al. 2017; Bell et al. 2020 for neighbours on a random graph.
 `flower_ext.secure.aggregation` has the protocol.
 
-A run has T rounds. Each draws n of N clients, of whom K = ⌈γN⌉ collude, and places them on a circle
-in random order. A cohort then holds C ~ Hypergeometric(N, K, n) colluders, and c is the least
-number with T P(C > c) ≤ 2⁻⁴⁰. D = ⌈δn⌉ members may be lost. A member has k neighbours, of whom
-X ~ Hypergeometric(N - 1, K, k) collude. If the member stays, of its neighbours
-Y ~ Hypergeometric(n - 1, n - 1 - D, k) stay, too. The graph has the least k for which some t meets
-all these bounds:
+A run has T rounds. In each round, the server draws n of N clients and places them on a circle in
+random order. K = ⌈γN⌉ of the N clients collude with the server. A cohort contains
+C ~ Hypergeometric(N, K, n) of them, and c is the smallest number with T P(C > c) ≤ 2⁻⁴⁰. Up to
+D = ⌈δn⌉ members may be lost in a round. Each member shares its secrets with k neighbours on the
+circle, and any t of the shares reveal a secret. Of the neighbours, X ~ Hypergeometric(N - 1, K, k)
+collude. Of the neighbours of a member that stays, Y ~ Hypergeometric(n - 1, n - 1 - D, k) stay as
+well. The graph has the smallest k for which some t meets all these bounds:
 
 * T n P(X ≥ t) ≤ 2⁻⁴⁰: no honest member has t colluding neighbours, who could unmask it.
 * T n P(X ≥ 2t - k) ≤ 2⁻⁴⁰: the server might tell some neighbours that a member answered, and the
@@ -22,14 +23,16 @@ all these bounds:
 In a complete graph all members are neighbours, and only C is random. The bounds are then
 c < t ≤ n - 1 - D and 2t > n - 1 + c.
 
-The server of a *signed* sum may lie. All members are neighbours, t = n - 1 - D, and members sign
-their keys, so the server cannot replace them. The server can tell each honest member that D others
-were lost. Each of the n - c honest members then gives at most D shares of mask keys. Beside the
-colluders' shares, a mask key takes t - c of these, so at most L = ⌊(n - c) D / (t - c)⌋ mask keys
-of honest members become known. A member's seed takes shares of t - c honest neighbours that say the
-member answered, and the member's vector has masks with all of them. At least t - c - L of these
-neighbours have unknown mask keys, and their vectors stay in one sum with the member's. So every sum
-that becomes known has at least 1 + t - c - L = n - D - c - L honest answers.
+The server of a *signed* sum may lie about the members that were lost. All members are neighbours,
+t = n - 1 - D, and members sign their keys, so the server cannot replace keys. The server can tell
+each honest member that D other members were lost. Each of the n - c honest members then gives away
+at most D shares of mask keys. The colluders hold c shares of each mask key, so the server needs
+t - c of the shares from honest members to learn it. The server thus learns at most
+L = ⌊(n - c) D / (t - c)⌋ mask keys of honest members. To learn an honest member's seed, the server
+needs shares from t - c honest neighbours, which give them if they believe that the member answered.
+The member's vector has masks with all these neighbours. The server does not know the mask keys of
+at least t - c - L of them, so it sees their vectors only in one sum with the member's vector. So
+every sum that the server can learn contains at least 1 + t - c - L = n - D - c - L honest answers.
 """
 
 from __future__ import annotations
@@ -46,14 +49,14 @@ from flower_ext.errors import InvalidValue
 COMPLETE = 64
 """Largest number of members for which all members are neighbours."""
 LEAST_MEMBERS = 3
-"""Least number of members of a sum. Of two, each could subtract its vector and see the other's."""
+"""Least number of members of a sum. In a sum of two, each could compute the other's vector."""
 _INSECURE, _FAILED = 2.0**-40, 2.0**-20
-"""Bounds on the probability that colluders break any round of a run, and that lost members make
-any round fail."""
+"""Largest probability that colluders break any round of a run; largest probability that lost
+members make any round fail."""
 _RIPPLE = 16
-"""Number of even k tried below that of bisection: t is rounded, so a smaller k may suffice."""
+"""Number of even k to try below the k that bisection finds: t is rounded, so they may suffice."""
 _NOISE_STDDEVS = 11.0
-"""Stddevs of room for a sum's noise: 2⁴⁰ numbers all stay below, except with probability 2⁻⁴⁰."""
+"""Room for a sum's noise, in stddevs. 2⁴⁰ numbers all stay below, except with probability 2⁻⁴⁰."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,8 +74,8 @@ class SumParameters:
     least_answers : int
         Least number of masked vectors; with fewer, the round is discarded.
     colluders : int
-        Number of members that may share everything they know with the server, c. In no round of a
-        run are there more, except with probability 2⁻⁴⁰.
+        Number of members that may share everything they know with the server, c. The probability
+        that any round of a run has more is at most 2⁻⁴⁰.
     """
 
     members: int
@@ -86,8 +89,8 @@ class SumParameters:
     def honest_answers(self) -> int:
         """Least number of answers in a sum that come from honest clients.
 
-        Colluders can subtract their own noise, but not the noise of these clients. The server of a
-        signed sum may lie about who was lost; see the top of this module.
+        Colluders can subtract their own noise from the sum, but not the noise of these clients. The
+        server of a signed sum may lie about the members that were lost; see the top of this module.
         """
         honest = self.least_answers - self.colluders
         if not self.signed:
@@ -98,30 +101,31 @@ class SumParameters:
 
 @dataclass(frozen=True, kw_only=True)
 class SecureSum(Checked):
-    """Settings of sums that show the server only the sum, its members, and when they answered.
+    """Settings of secure sums. The server sees the sum, its members, and the times of answers.
 
     Parameters
     ----------
     colluding : float
-        γ: share of the population that may collude with the server, rounded up. Cohorts are random,
-        so a cohort may hold a larger share of colluders. A guarantee against the server counts only
-        the noise of honest clients.
+        γ: fraction of the population that may collude with the server; the number of clients is
+        rounded up. Cohorts are random, so the fraction may be larger in a cohort. A guarantee
+        against the server counts only the noise of honest clients.
     dropouts : float
-        δ: share of a cohort that may be lost during a round, rounded up. If more are lost, the
-        round is discarded. Clients scale their noise so that the remaining answers carry all of it.
+        δ: fraction of a cohort that may be lost during a round; the number is rounded up. If more
+        members are lost, the round is discarded. Clients scale their noise so that the remaining
+        answers carry all of it.
     resist_equivocation : bool
-        Choose t so large that a server cannot collect both secrets of a client, even if it tells
-        some neighbours that the client answered and the others that it was lost. If False, graphs
-        have fewer neighbours, and more clients may be lost.
+        True chooses the threshold t so large that a server cannot collect both secrets of a client,
+        even if it tells some neighbours that the client answered and the others that it was lost.
+        With False, a client needs fewer neighbours, and more clients may be lost.
     signed : bool
-        Clients sign their keys with identities that their owners listed for each other
+        True if clients sign their keys. Each owner of a node lists the identities of the others
         (``sum-identity-key`` and ``sum-members`` in the node config). The guarantee then also holds
         against a server that lies. All members are neighbours, which suits some hundred clients.
 
     Raises
     ------
     InvalidValue
-        A share is outside [0, 1), or both together reach 1.
+        A fraction is outside [0, 1), or the two add up to 1 or more.
     """
 
     colluding: FractionBelowOne = 0.1
@@ -138,8 +142,8 @@ class SecureSum(Checked):
             )
         if self.colluding + self.dropouts >= 1:
             raise InvalidValue(
-                f"colluding={self.colluding:g} and dropouts={self.dropouts:g}: expected less than "
-                "1 together, so that honest members are left"
+                f"colluding={self.colluding:g} and dropouts={self.dropouts:g}: expected a sum "
+                "below 1, so that honest members are left"
             )
 
     def colluders_among(self, population: int) -> int:
@@ -159,19 +163,19 @@ class SecureSum(Checked):
             Number of clients from which cohorts are drawn uniformly. By default all clients are
             members in every round.
         rounds : int
-            Number of rounds of the run. The bounds on failure hold for all rounds together, and
-            grow in proportion in a longer run.
+            Planned number of rounds. The bounds on the probability of failure hold for all these
+            rounds together. In a longer run, the probability grows in proportion.
 
         Raises
         ------
         InvalidValue
-            In a cohort of this size, no parameters protect against the planned shares of colluding
-            and lost clients.
+            For a cohort of this size, no parameters protect against so many colluding clients and
+            so many lost clients.
         """
         if members < LEAST_MEMBERS:
             raise InvalidValue(
-                f"a cohort of {members}: expected at least {LEAST_MEMBERS} for a secure sum; take "
-                "more clients or silos, or draw larger cohorts"
+                f"a cohort of {members}: expected at least {LEAST_MEMBERS} members for a secure "
+                "sum; take more clients or silos, or draw larger cohorts"
             )
         population = members if population is None else population
         corrupt = self.colluders_among(population)
@@ -180,10 +184,10 @@ class SecureSum(Checked):
         least, fewest = members - lost, max(colluders + 2, math.ceil(members / 4))
         if least < fewest:
             raise InvalidValue(
-                f"a cohort of {members} from {population} clients has up to {colluders} colluders "
-                f"and {lost} losses: expected {fewest} answers or more, so that two honest members "
-                "and a quarter of all members answer; lower dropouts or colluding, or take larger "
-                "cohorts"
+                f"a cohort of {members} from {population} clients may have {colluders} colluders "
+                f"and lose {lost} members, which leaves {least} answers: expected at least "
+                f"{fewest} answers, so that two honest members and a quarter of all members "
+                "answer; lower dropouts or colluding, or take larger cohorts"
             )
         cohort = _Cohort(
             members=members,
@@ -207,8 +211,8 @@ class SecureSum(Checked):
         if parameters.honest_answers < 2:
             raise InvalidValue(
                 f"signed=True with dropouts={self.dropouts:g} and {members} members: expected "
-                f"a smaller share, because a server that lies about {lost} losses could see the "
-                "vector of one honest member"
+                f"smaller dropouts, because a server that lies about {lost} lost members could see "
+                "the vector of a single honest member"
             )
         return parameters
 
@@ -219,8 +223,8 @@ class SecureSum(Checked):
         without = _parameters(replace(cohort, equivocation=False))
         raise InvalidValue(
             f"no secure sum of {cohort.members} members withstands colluding={self.colluding:g} "
-            f"and dropouts={self.dropouts:g} ({cohort.colluders} colluders and {cohort.lost} "
-            "losses): lower one of them, or take larger cohorts"
+            f"and dropouts={self.dropouts:g} ({cohort.colluders} colluders and {cohort.lost} lost "
+            "members): lower colluding or dropouts, or take larger cohorts"
             + (", or set SecureSum(resist_equivocation=False)" if without else "")
         )
 
@@ -231,12 +235,12 @@ class SecureSum(Checked):
 
 
 def ring_bits(cells: float, noise_stddev: float) -> int:
-    """Return the bits of a ring in which a sum does not overflow: 32 or 64.
+    """Return the number of bits of a ring in which a sum does not overflow: 32 or 64.
 
     Parameters
     ----------
     cells : float
-        Largest magnitude of the sum of members' values in one coordinate.
+        Largest magnitude, in cells, of a coordinate of the members' sum before noise.
     noise_stddev : float
         Standard deviation, in cells, of the noise on a sum of all members.
 
@@ -250,14 +254,17 @@ def ring_bits(cells: float, noise_stddev: float) -> int:
         if most < 2.0 ** (bits - 1):
             return bits
     raise InvalidValue(
-        f"a sum of up to {most:.3g} grid steps: expected less than 2**63; take fewer members, or "
-        "more noise, which permits larger steps"
+        f"a secure sum may reach {most:.3g} grid steps: expected less than 2**63; take fewer "
+        "members, or more noise, which makes the grid steps larger"
     )
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Cohort:
-    """Cohorts of one size, and what their graphs must withstand; see the top of this module."""
+    """A cohort, and the collusion and losses that its graph must withstand.
+
+    See the top of this module.
+    """
 
     members: int
     population: int
@@ -269,29 +276,32 @@ class _Cohort:
     complete: bool = False
 
     def threshold(self, neighbors: int) -> int:
-        """Return the largest t for a graph with k = ``neighbors``; 0 if no t suffices."""
+        """Return the largest t that meets all bounds with k = ``neighbors``; 0 if no t does."""
         others = self.members - 1
         if neighbors == others:
             threshold = others - self.lost
             return threshold if self.colluders < self._shares(neighbors, threshold) else 0
-        # A larger t withstands more colluders, so the largest with which rounds succeed decides.
+        # A larger t withstands more colluders, so test the largest t with which rounds succeed.
         threshold = _least(lambda t: not self._succeeds(neighbors, t), 1, neighbors + 1) - 1
         return threshold if threshold and self._is_secure(neighbors, threshold) else 0
 
     def _shares(self, neighbors: int, threshold: int) -> int:
-        """Return the number of colluding neighbours that could unmask a member."""
+        """Return the smallest number of colluding neighbours that could unmask a member."""
         return 2 * threshold - neighbors if self.equivocation else threshold
 
     def _succeeds(self, neighbors: int, threshold: int) -> bool:
-        """Return True if staying members keep t neighbours, except with probability 2⁻²⁰ a run."""
+        """Return True if each member that stays keeps at least t neighbours in every round.
+
+        This may fail with a probability of at most 2⁻²⁰ in a run.
+        """
         others = self.members - 1
         few = _hypergeometric().cdf(threshold - 1, others, others - self.lost, neighbors)
         return bool(self.rounds * self.members * few <= _FAILED)
 
     def _is_secure(self, neighbors: int, threshold: int) -> bool:
-        """Return True if colluders unmask nobody and graphs stay connected.
+        """Return True if colluders unmask nobody and the honest members' graph stays connected.
 
-        Each of these properties may fail with probability 2⁻⁴⁰ in a run.
+        Each of these properties may fail with a probability of at most 2⁻⁴⁰ in a run.
         """
         law, members = _hypergeometric(), self.members
         shares = self._shares(neighbors, threshold)
@@ -303,12 +313,12 @@ class _Cohort:
 
 @lru_cache(maxsize=1024)
 def _parameters(cohort: _Cohort) -> tuple[int, int] | None:
-    """Return the least k and its t for a cohort; None if no graph withstands its losses."""
+    """Return the smallest k that suffices for a cohort, and its t; None if no k suffices."""
     others = cohort.members - 1
     half = (others - 1) // 2  # the largest even k below the complete graph is twice this
     if cohort.members > COMPLETE and not cohort.complete and cohort.threshold(2 * half):
         pairs = _least(lambda tried: cohort.threshold(2 * tried) > 0, 1, half)
-        # t is a whole number, so the chances do not fall steadily with k: a smaller k may suffice.
+        # t is a whole number, so the probabilities do not fall with every k: a smaller k may do.
         for neighbors in range(2 * max(1, pairs - _RIPPLE), 2 * pairs + 1, 2):
             if threshold := cohort.threshold(neighbors):
                 return neighbors, threshold
@@ -318,7 +328,7 @@ def _parameters(cohort: _Cohort) -> tuple[int, int] | None:
 
 @lru_cache(maxsize=1024)
 def _most_colluders(members: int, population: int, corrupt: int, rounds: int) -> int:
-    """Return c: no cohort of a run has more colluders, except with probability 2⁻⁴⁰."""
+    """Return c: the probability that any cohort of a run has more colluders is at most 2⁻⁴⁰."""
     if members == population:
         return corrupt
     law = _hypergeometric()
@@ -330,7 +340,10 @@ def _most_colluders(members: int, population: int, corrupt: int, rounds: int) ->
 
 
 def _least(holds: Callable[[int], bool], low: int, high: int) -> int:
-    """Return the least number for which ``holds`` is true, as it must be for ``high``."""
+    """Return the smallest number from ``low`` to ``high`` for which ``holds`` is true.
+
+    ``holds`` must be true for ``high``, and for all numbers above the result.
+    """
     while low < high:
         middle = (low + high) // 2
         low, high = (low, middle) if holds(middle) else (middle + 1, high)

@@ -1,8 +1,8 @@
-"""Updates, which are arrays by name: their checks, norms and sums.
+"""Checks, norms and sums of updates; an update is a mapping of names to arrays.
 
 Arrays may be NumPy or torch, on any device: they are handled through the array API, without
-importing torch. Norms are taken in float64 and scaled, so that neither a huge value nor half
-precision goes unnoticed.
+importing torch. Norms are computed in float64, and scaled if needed, so that neither a huge value
+nor half precision makes a norm wrong.
 """
 
 from __future__ import annotations
@@ -21,11 +21,13 @@ NamedArrays = Mapping[str, Any]
 
 
 class NonFiniteUpdate(InvalidValue):
-    """An update holds NaN or infinite values, so no clipping bounds its norm."""
+    """An update holds NaN or infinite values, so clipping cannot bound its norm."""
 
 
 def check_arrays(update: NamedArrays) -> None:
-    """Refuse an update that cannot be bounded and noised: all arrays must be real floating-point.
+    """Refuse an update unless all entries are real floating-point arrays.
+
+    Other entries cannot be bounded and noised.
 
     Raises
     ------
@@ -74,7 +76,7 @@ def in_precision_of(like: NamedArrays, update: NamedArrays) -> dict[str, Any]:
     Raises
     ------
     NonFiniteUpdate
-        A number is too large for that precision.
+        A number is too large for the precision of ``like``.
     """
     rounded = {}
     with np.errstate(over="ignore"):
@@ -94,7 +96,7 @@ class RunningSum:
     Parameters
     ----------
     like : NamedArrays
-        Gives the names and shapes of the updates, and the types of the released average.
+        Arrays with the names and shapes of the updates, and the types of the released average.
 
     Attributes
     ----------
@@ -102,7 +104,7 @@ class RunningSum:
     count : int
         Number of added updates.
     bound : float
-        Upper bound on the norm of every added update; infinite if the sum clips none.
+        Upper bound on the norm of every added update; infinite if the sum does not clip updates.
 
     Raises
     ------
@@ -150,12 +152,12 @@ def zeros_like(like: NamedArrays) -> dict[str, Any]:
 
 
 def check_like(update: NamedArrays, like: NamedArrays, *, types: bool = False) -> None:
-    """Refuse an update whose names or shapes, or with ``types`` its types, differ from ``like``.
+    """Refuse an update whose names or shapes differ from ``like``; with ``types``, types as well.
 
     Raises
     ------
     InvalidValue
-        The message has names, shapes and types only, and no numbers of the update.
+        They differ. The message gives names, shapes and types, and no numbers of the update.
     """
     if set(update) != set(like):
         missing, unexpected = sorted(set(like) - set(update)), sorted(set(update) - set(like))
@@ -175,7 +177,7 @@ def _form(array: Any, types: bool) -> str:
 
 def is_finite(array: Any) -> bool:
     """Return True if no number of an array is NaN or infinite; always True for integers."""
-    # A sum takes far less time than testing each number, and usually it is finite.
+    # A sum is much faster than a test of each number. If it is finite, so are all numbers.
     if isinstance(array, np.ndarray):
         if array.dtype.kind not in "fc":  # texts have no sum
             return True
@@ -193,7 +195,7 @@ def require_finite(update: NamedArrays, where: str, remedy: str) -> None:
     Raises
     ------
     NonFiniteUpdate
-        The message names the first such array, ``where`` it is and the ``remedy``.
+        The message names the first such array, and repeats ``where`` and ``remedy``.
     """
     for name, array in update.items():
         if not is_finite(array):
@@ -219,7 +221,10 @@ def as_float64(array: Any) -> Any:
 
 
 def scaled_norm(update: NamedArrays) -> tuple[float, float]:
-    """Return (m, s) with norm = m·s. m is 1, or the largest magnitude if squares lose precision."""
+    """Return two factors whose product is the L2 norm.
+
+    The first factor is 1 or, if squares would overflow or underflow, the largest magnitude.
+    """
     wide = in_float64(update)
     if 1e-100 < (norm := plain_norm(wide)) < 1e100:
         return 1.0, norm
@@ -231,8 +236,8 @@ def scaled_norm(update: NamedArrays) -> tuple[float, float]:
         magnitude = float(namespace.max(namespace.abs(array)))
         if not math.isfinite(magnitude):
             raise NonFiniteUpdate(
-                f"{name!r} holds NaN or infinite values, which no norm bounds; check the data, and "
-                "whether training diverged"
+                f"{name!r} holds NaN or infinite values, which clipping cannot bound; check the "
+                "data, and whether training diverged"
             )
         largest = max(largest, magnitude)
     if largest == 0.0:

@@ -1,8 +1,8 @@
-"""Queries beside the training: each client answers by a vector; a run releases the noised sum.
+"""Queries in addition to training: each client sends a vector, and the run releases a noised sum.
 
-To add a query, subclass `VectorQuery` as a frozen dataclass, name it among the ``queries`` of a
-`ReleasePlan`, and give its class to ``client_app(queries=...)``. Bound, noise, masks, ledger and
-accounting work as for every secure sum.
+To add a query, subclass `VectorQuery` as a frozen dataclass. Add an object of this class to the
+``queries`` of a `ReleasePlan`, and pass the class to ``client_app(queries=...)``. The package then
+bounds, noises, masks and counts the vectors as in every other secure sum.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ from flower_ext.checks import require_at_least_one, require_positive
 
 
 class LocalView(Protocol):
-    """The part of a client that a query may read."""
+    """The data and scores of a client that a query may read."""
 
     @property
     def data(self) -> Any:
         """The client's examples (`flower_ext.data.ClientData`)."""
 
     def scores(self, *, training: bool) -> Mapping[str, float]:
-        """Return the scores of the model that the client would use, on its test examples.
+        """Return the scores, on the client's test examples, of the model that the client evaluates.
 
-        If ``training`` is True, the loss on the client's training examples is included.
+        If ``training`` is True, also return the loss on the client's training examples.
         """
 
 
 @dataclass(frozen=True, kw_only=True)
 class VectorQuery(ABC):
-    """A query to all clients, answered by the noised sum of one vector per client.
+    """A query to all clients, whose answer is the noised sum of one vector per client.
 
     Parameters
     ----------
@@ -52,8 +52,8 @@ class VectorQuery(ABC):
     name: ClassVar[str]
     """Name in messages, accounts and logs."""
     schedule: ClassVar[Literal["first", "in evaluations"]] = "first"
-    """Time of the query: "first", before the first training round; or "in evaluations", in each
-    evaluation, in place of the scores that clients report."""
+    """Time of the query: "first" is before the first training round; "in evaluations" is in each
+    evaluation, and the answer replaces the scores that clients would report."""
 
     noise_multiplier: float
     times: int = 1
@@ -70,7 +70,7 @@ class VectorQuery(ABC):
     @property
     @abstractmethod
     def norm(self) -> float:
-        """Bound on the L2 norm of a client's vector; clients clip to it."""
+        """Bound on the L2 norm of a client's vector; clients clip the vector to it."""
 
     @abstractmethod
     def vector(self, client: LocalView) -> NDArray[np.float64]:
@@ -82,7 +82,7 @@ class VectorQuery(ABC):
 
     @abstractmethod
     def answer(self, total: NDArray[np.float64], stddev: float) -> dict[str, float]:
-        """Return the released numbers by name.
+        """Compute the released numbers, by name, from the noised sum.
 
         Parameters
         ----------

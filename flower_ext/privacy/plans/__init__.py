@@ -1,1 +1,1 @@
-"""Plans that determine the privacy of a run: one plan per kind of release."""
+"""Plans, which determine the privacy of a run: one plan for each kind of release."""

@@ -30,11 +30,11 @@ _ADAPTIVE = (
 
 @dataclass(frozen=True, kw_only=True)
 class AdaptiveRelease(ReleaseMechanism):
-    """A `ReleaseMechanism` of one round whose updates each carry a side.
+    """A `ReleaseMechanism` of one round, with a clipping norm that follows a quantile.
 
-    The side is one more number, which says if the update exceeds the clipping norm (see
-    `adaptive_clipping`). ``clipping_norm`` C' bounds update and side together, so sum, noise, grid
-    and accounting work as for a fixed norm.
+    Each update carries one more number, its *side*, which says if the update is longer than the
+    norm C (see `adaptive_clipping`). ``clipping_norm`` C' bounds update and side together, so sum,
+    noise, grid and accounting work as for a fixed norm.
 
     Parameters
     ----------
@@ -63,33 +63,36 @@ class AdaptiveRelease(ReleaseMechanism):
 
     @property
     def side_weight(self) -> float:
-        """κ, the weight of a side: with it, the noise σC' is noise σ_b on the sum of sides."""
+        """κ, the factor of a side: noise σC' on a sum of κ·side is noise σ_b on a sum of sides."""
         return self.noise_stddev / self._count_noise
 
     def of_query(self, query: VectorQuery) -> NoisedSum:
-        """Return the mechanism of one release of a query, whose norm is fixed."""
+        """Return the mechanism of one answer to a query, whose clipping norm is fixed."""
         terms = {part.name: getattr(self, part.name) for part in fields(ReleaseMechanism)}
         return ReleaseMechanism(**terms).of_query(query)
 
     def upload_like(self, model: dict[str, Any]) -> dict[str, Any]:
-        """Return an update's names, shapes and types, with a side unless the server computes it."""
+        """Return arrays with the names, shapes and types of an upload.
+
+        An upload has an array for the side, unless the server computes the side.
+        """
         return model if self.noised_by_server else with_room_for_side(model)
 
     def protection(self, run: RunSummary, cohort_size: int) -> Protection | None:
-        """Return the bounds of update and side, and one client's share of the noise."""
+        """Return the protection that bounds update and side, and adds a client's noise share."""
         usual = super().protection(run, cohort_size)
         if not isinstance(usual, ClipAndNoise):
             return usual
         return replace(usual, update_norm=self.update_norm, side_weight=self.side_weight)
 
     def begin_sum(self, like: NamedArrays) -> RunningSum:
-        """Return an empty sum, which computes and adds sides if the server adds the noise."""
+        """Return an empty sum. If the server adds the noise, the sum also computes the sides."""
         if not self.noised_by_server:
             return super().begin_sum(like)
         return SidedSum(like, self.clipping_norm, self.update_norm, self.side_weight)
 
     def after(self, mean: Aggregate) -> tuple[Aggregate, AdaptiveRelease]:
-        """Return the mean of the updates alone, and the mechanism with the next round's norm."""
+        """Return the mean without the sides, and the mechanism with the next round's norm."""
         value = dict(mean.value)
         fraction = 0.5 + float(value.pop(SIDE)[0]) / self.side_weight
         norm = self.clipping.next_norm(self.update_norm, fraction)
@@ -97,14 +100,14 @@ class AdaptiveRelease(ReleaseMechanism):
 
     @property
     def state(self) -> Mapping[str, float]:
-        """The norm of the round."""
+        """The norm C of the round."""
         return {"clipping_norm": self.update_norm}
 
     def restored(self, state: Mapping[str, float]) -> AdaptiveRelease:
-        """Return the mechanism with the norm of a checkpoint."""
+        """Return the mechanism with the norm that a checkpoint holds."""
         return replace(self, update_norm=state["clipping_norm"])
 
     @property
     def assumptions(self) -> tuple[str, ...]:
-        """Assumption on the norm."""
+        """The assumption about the norm."""
         return (_ADAPTIVE,)

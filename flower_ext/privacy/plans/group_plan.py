@@ -50,11 +50,14 @@ class GroupPlan(Checked, PlainAverage):
         )
 
     def protection(self, run: RunSummary, cohort_size: int) -> Protection | None:
-        """Return the protection by training: each silo's own steps add the noise."""
+        """Return a protection without further noise, because each silo's training adds noise."""
         return ProtectedByTraining()
 
     def guarantees(self, run: RunSummary) -> list[Guarantee]:
-        """Return `uldp_group_guarantees` for the rounds so far; empty while k is not known."""
+        """Return `uldp_group_guarantees` for the rounds so far.
+
+        The list is empty as long as the group size k is not known.
+        """
         rounds = run.participations.rounds
         if rounds == 0 or run.group_size is None:
             return []

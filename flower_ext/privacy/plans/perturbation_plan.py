@@ -30,7 +30,7 @@ class PerturbationPlan(Checked, PlainAverage):
     perturbation : Perturbation
         Output or objective perturbation.
     objective : LocalObjective
-        Known properties of the local problem, for the theorems.
+        Known properties of the local training problem, which the theorems need.
     delta : float
         In (0, 1).
     """
@@ -47,7 +47,7 @@ class PerturbationPlan(Checked, PlainAverage):
         return f"{self.sampling.describe()} · {self.perturbation}"
 
     def objective_in(self, run: RunSummary) -> LocalObjective:
-        """Return the properties of the local problem, with those that the training fixes."""
+        """Return `objective`, completed by the properties that follow from the run's training."""
         weight = run.proximal_weight
         tolerances = [training.tolerance for training in run.training.values()]
         exact = weight > 0 and all(tolerances)
@@ -62,8 +62,8 @@ class PerturbationPlan(Checked, PlainAverage):
     def _rounding(self, sent: Mapping[str, Any]) -> float:
         """Return the distance by which rounding may move a trained model, in clipping norms.
 
-        Rounding moves a number by at most half of eps, relatively, and a subnormal number by at
-        most half of the smallest positive number.
+        Rounding moves a normal number by at most eps/2 of its magnitude, and a subnormal number by
+        at most half of the smallest positive number.
         """
         perturbation = self.perturbation
         norm = (
@@ -87,13 +87,13 @@ class PerturbationPlan(Checked, PlainAverage):
         return replace(self.perturbation, least_examples=least)
 
     def guarantees(self, run: RunSummary) -> list[Guarantee]:
-        """Return the published and the provable guarantee; ε is the largest of any client."""
+        """Return the published and the provable guarantee; each ε is the largest of all clients."""
         return perturbation_guarantees(
             self.perturbation, self.objective_in(run), run, delta=self.delta
         )
 
     def spent(self, run: RunSummary) -> dict[str, float]:
-        """Return the mean ε over clients (the paper's ε̄) and the largest, if they are finite."""
+        """Return the mean ε over clients (ε̄ in the paper) and the largest ε, each if finite."""
         by_client = epsilons(self.perturbation, self.objective_in(run), run, delta=self.delta)
         published, provable = (
             np.asarray(list(by_client.values()), dtype=np.float64).reshape(-1, 2).T

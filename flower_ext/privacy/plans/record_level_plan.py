@@ -39,7 +39,8 @@ class RecordLevelPlan(RecordLevelTerms, PlainAverage):
     clipping_norm : float
         Norm bound C of the whole local model.
     noise_stddev : float
-        σ of each weight of an upload; with ``steps``, of each weight in each local step.
+        σ: stddev of the noise on each weight of an upload; with ``steps``, of the noise that each
+        local step adds to each weight.
     num_examples : int
         |D_n|, public and the same for every client. A client with another number refuses to train.
     rounds : int
@@ -66,7 +67,7 @@ class RecordLevelPlan(RecordLevelTerms, PlainAverage):
     ) -> RecordLevelPlan:
         """Return the plan whose ε is ``epsilon`` after ``rounds`` rounds.
 
-        ``basis`` selects the ε of the published theorem, or the provable ε.
+        ``basis`` says whether this is the ε of the published theorem or the provable ε.
 
         Raises
         ------
@@ -116,19 +117,20 @@ class RecordLevelPlan(RecordLevelTerms, PlainAverage):
         return self.sampling.population * self.num_examples
 
     def mechanism(self, method: MethodTraits) -> RoundMechanism:
-        """Return this plan; refuse a method whose uploads depend on records outside noised steps.
+        """Return this plan, which is its own mechanism.
 
-        Noise in the steps does not cover the other ways in which an upload depends on records.
+        With ``steps``, refuse a method whose uploads also depend on records in another way than
+        through the local steps, because the noise of the steps does not cover this.
         """
         if self.steps and method.upload_phase is None:
             raise InvalidValue(
-                f"plan.steps: an upload of {method.name} depends on records also outside the "
-                "noised local steps; choose a plan without steps"
+                f"plan.steps: expected None, because an upload of {method.name} also depends on "
+                "records in other ways than through the local steps, which alone carry noise"
             )
         return self
 
     def check_training(self, run: RunSummary) -> None:
-        """Refuse local training that differs from the steps for which the plan accounts."""
+        """Refuse local training whose settings differ from ``steps``, which determine ε."""
         steps, size, phase = self.steps, self.num_examples, run.method.upload_phase
         if steps is None:
             return
@@ -146,12 +148,12 @@ class RecordLevelPlan(RecordLevelTerms, PlainAverage):
         for name, (chosen, planned) in settings.items():
             if chosen != planned:
                 raise InvalidValue(
-                    f"{phase}.{name}={chosen!r}: expected {planned!r}, as in the plan's clipped "
-                    "steps"
+                    f"{phase}.{name}={chosen!r}: expected {planned!r}, the value that the plan's "
+                    "steps require"
                 )
 
     def protection(self, run: RunSummary, cohort_size: int) -> Protection | None:
-        """Return the protection that noises each client's model or, with ``steps``, each step."""
+        """Return the protection that adds noise to a model or, with ``steps``, to local steps."""
         if self.steps is None:
             return OutputPerturbation(
                 clipping_norm=self.clipping_norm,
@@ -168,7 +170,7 @@ class RecordLevelPlan(RecordLevelTerms, PlainAverage):
     def guarantees(self, run: RunSummary) -> list[Guarantee]:
         """Return the published and the provable guarantee.
 
-        Both count an upload of every client in every round.
+        Both count one upload of every client in every round.
         """
         return dp_ditto_guarantees(
             self,

@@ -30,7 +30,10 @@ class ReleaseMechanism(NoisedSum):
         return not self.noised_by_server
 
     def protection(self, run: RunSummary, cohort_size: int) -> Protection | None:
-        """Return the bound and one client's share of the noise in a cohort of ``cohort_size``."""
+        """Return the protection that bounds an upload and adds one client's share of the noise.
+
+        The share depends on ``cohort_size``. The protection is None if no client is asked.
+        """
         if cohort_size == 0:  # nobody is asked; the server adds the whole noise
             return None
         if self.noised_by_server:
@@ -45,9 +48,9 @@ class ReleaseMechanism(NoisedSum):
         )
 
     def releases(self, participations: Participations) -> dict[Release, int]:
-        """Return how often the run made each release so far.
+        """Return all releases of the run so far, each with its count.
 
-        A release is the noised sum of a training round or of a query.
+        A release is the noised sum of a training round, or of an answer to a query.
         """
         counts = Counter({self.release: participations.rounds})
         for query in self.queries:
@@ -55,10 +58,10 @@ class ReleaseMechanism(NoisedSum):
         return dict(counts)
 
     def count_answer(self, query: VectorQuery, participations: Participations) -> None:
-        """Count one release of a query, in the counts for sums and in the counts for uploads.
+        """Count one released answer to a query, for views of sums and for views of uploads.
 
-        A count of 1 is a training round with noise multiplier σ. A release with noise
-        multiplier σ_q reveals as much as (σ/σ_q)² training rounds, and counts as that many.
+        A count of 1 is a training round with noise multiplier σ. An answer with noise multiplier
+        σ_q reveals as much as (σ/σ_q)² training rounds, and counts as that many.
         """
         parameters = self.of_query(query).sum_parameters
         worth = (self.noise_multiplier / query.noise_multiplier) ** 2

@@ -24,7 +24,7 @@ _OF_CLIENTS = MethodTraits(name="a method of clients")
 
 @dataclass(frozen=True, kw_only=True)
 class ReleasePlan(ReleaseTerms, PrivacyPlan):
-    """Plan of a run that releases one noised average per round, with its guarantees.
+    """A plan in which each round releases one noised average of updates.
 
     The privacy unit is a client, or a user with records in several silos under a method of Uldp-FL.
 
@@ -40,7 +40,7 @@ class ReleasePlan(ReleaseTerms, PrivacyPlan):
         L2 bound C on one unit's whole update, or the rule by which C follows a quantile of the
         updates' norms.
     noise_multiplier : float
-        σ: the sum carries N(0, (σC)² I).
+        σ: each round's sum carries the noise N(0, (σC)² I).
     rounds : int
         Planned number of releases.
     delta : float
@@ -48,20 +48,20 @@ class ReleasePlan(ReleaseTerms, PrivacyPlan):
     relation : NeighboringRelation, optional
         By default the relation for which amplification by ``sampling`` is proved.
     noise_placement : {"client", "server"} or SecureSum
-        Party that adds the noise. ``"client"``: every client adds its share before it sends, and
-        the server adds the shares of clients that do not answer. ``"server"``: the server adds all
-        of it. A `SecureSum`: uploads are whole numbers, and the server sees only their sum. Each
-        client adds a share of discrete Gaussian noise. The shares of the least number of answers
-        together carry the whole noise; a round with fewer answers is discarded. If units are
-        clients, a `SecureSum` needs cohorts of a fixed size.
+        Party that adds the noise. With ``"client"``, every client adds a share of the noise before
+        it sends, and the server adds the shares of clients that do not answer. With ``"server"``,
+        the server adds all of the noise. With a `SecureSum`, uploads are whole numbers, the server
+        sees only their sum, and each client adds a share of discrete Gaussian noise. A round needs
+        a least number of answers, whose shares together carry the whole noise; with fewer answers,
+        it is discarded. If units are clients, a `SecureSum` needs cohorts of a fixed size.
     correlation : CorrelatedNoise, optional
         Correlates the server's noise over rounds. It needs ``noise_placement="server"``, a fixed
-        ``clipping_norm`` and a `SpacedSampling`. Under such a sampling, ``noise_multiplier``
-        describes all rounds together, however many there are, with or without correlation.
+        ``clipping_norm`` and a `SpacedSampling`. With a `SpacedSampling`, all rounds together are
+        one Gaussian mechanism of multiplier ``noise_multiplier``, with or without correlation.
     queries : tuple of VectorQuery
-        Further releases of a run, counted in the same ε: `SecureScores` for the scores of
-        evaluations, or queries of your own. Each is a secure sum over all clients. Without a query
-        in evaluations, clients report their scores without noise, and no ε covers the scores.
+        Further releases of a run, which the same ε covers: `SecureScores` for the scores of
+        evaluations, or queries of your own. Each answer is a secure sum over all clients. If no
+        query is answered in evaluations, clients report scores without noise, which no ε covers.
 
     Examples
     --------
@@ -86,21 +86,21 @@ class ReleasePlan(ReleaseTerms, PrivacyPlan):
             if self.correlation is not None:
                 raise InvalidValue(
                     f"correlation={self.correlation!r} with {self.sampling.describe()}: expected "
-                    "SpacedSampling, because the bound on ε needs participations that are limited "
-                    "and apart, and sampling amplifies independent noise only"
+                    "SpacedSampling, because the bound on ε for correlated noise needs a limit on "
+                    "each client's participations and a least number of rounds between them"
                 )
             return
         if not self.noised_by_server:
             raise InvalidValue(
                 f"noise_placement={self.noise_placement!r} with spaced sampling: expected "
-                "'server', because the noise of a client that drops out is missing, and later "
-                "rounds would subtract it all the same"
+                "'server', because later rounds subtract noise of earlier rounds, also the noise "
+                "that a client failed to add because it dropped out"
             )
         if isinstance(self.clipping_norm, AdaptiveClipping):
             raise InvalidValue(
                 f"clipping_norm={self.clipping_norm!r} with spaced sampling: expected a number, "
-                "because later rounds subtract earlier noise, which an adaptive norm would have "
-                "scaled differently"
+                "because later rounds subtract noise of earlier rounds, which must have the same "
+                "scale, and an adaptive norm changes the scale"
             )
 
     @classmethod
@@ -116,8 +116,8 @@ class ReleasePlan(ReleaseTerms, PrivacyPlan):
     ) -> ReleasePlan:
         """Return the plan with the least noise whose provable ε is at most ``epsilon``.
 
-        With ``queries`` among the options, ε covers all rounds and all planned answers together,
-        and the rounds get the least noise within this ε.
+        If the options contain ``queries``, ε covers all rounds and all planned answers together.
+        The method then chooses the least noise of the rounds; the noise of the queries is given.
 
         The ε holds for `AdversaryView.RELEASED_MODELS`, amplified by the sampling. See
         `client_level_guarantees` for other views.
@@ -131,8 +131,8 @@ class ReleasePlan(ReleaseTerms, PrivacyPlan):
         }
         besides: dict[Release, int] = {}
         if queries := options.get("queries"):
-            # Queries do not depend on the rounds' noise, which is not known yet.
-            known = {**terms, "clipping_norm": 1.0}  # any norm
+            # The releases of queries do not depend on the rounds' noise and norm, so any will do.
+            known = {**terms, "clipping_norm": 1.0}
             of_clients = cls(noise_multiplier=1.0, **known).mechanism()
             besides = {of_clients.of_query(query).release: query.times for query in queries}
         multiplier = calibrate_noise_multiplier(
@@ -171,7 +171,7 @@ class ReleasePlan(ReleaseTerms, PrivacyPlan):
         Raises
         ------
         InvalidValue
-            The method needs single updates, or the plan's secure sum does not fit its members.
+            The method needs single updates, or there is no secure sum for this number of members.
         """
         if method.needs_each_update:
             raise InvalidValue(
@@ -187,8 +187,9 @@ class ReleasePlan(ReleaseTerms, PrivacyPlan):
             return ReleaseMechanism(clipping_norm=norm, **terms, silos=method.num_silos)
         if method.num_silos is not None and not method.bounds_units:
             raise InvalidValue(
-                f"clipping_norm={norm!r} with {method.name}: expected a number, because a norm "
-                "that follows a quantile needs silos that clip each user's update, as UldpAvg's do"
+                f"clipping_norm={norm!r} with {method.name}: expected a number, because "
+                "AdaptiveClipping needs a method whose silos clip each user's update, such as "
+                "UldpAvg"
             )
         return AdaptiveRelease(
             clipping=norm, update_norm=norm.initial, **terms, silos=method.num_silos
@@ -203,8 +204,9 @@ class ReleasePlan(ReleaseTerms, PrivacyPlan):
     ) -> SpacedRelease:
         if method.num_silos is not None or method.bounds_units:
             raise InvalidValue(
-                f"sampling={sampling!r} with {method.name}: expected another sampling, because a "
-                "user's participations would have to be counted in all silos together"
+                f"sampling={sampling!r} with {method.name}: expected another kind of sampling, "
+                "because a user may take part through several silos, and SpacedSampling needs "
+                "participations that are counted in all silos together"
             )
         matrix = StrategyMatrix()
         if correlation is not None:

@@ -19,13 +19,15 @@ from flower_ext.privacy.units import AdversaryView
 
 @dataclass(frozen=True, kw_only=True)
 class SpacedRelease(ReleaseMechanism):
-    """A `ReleaseMechanism` whose rounds are one Gaussian mechanism (see `correlated_noise`).
+    """A `ReleaseMechanism` whose rounds together are one Gaussian mechanism.
+
+    See `correlated_noise` for the proof.
 
     Guarantees
     ----------
-    For any number of rounds, the run is one Gaussian mechanism of noise multiplier
-    ``noise_multiplier``, against an adversary that sees all released models and who took part. The
-    noise source of each round must hold the noise y that ``strategy`` gives for that round.
+    For any number of rounds, the run is one Gaussian mechanism with the noise multiplier
+    ``noise_multiplier``. The adversary sees all released models and who took part. The caller must
+    give each round a noise source with the noise y that ``strategy`` determines for that round.
 
     Parameters
     ----------
@@ -47,11 +49,11 @@ class SpacedRelease(ReleaseMechanism):
 
     @property
     def strategy_matrix(self) -> StrategyMatrix | None:
-        """The matrix; None if the noise is independent."""
+        """The matrix that correlates the noise; None if the noise is independent."""
         return None if self.strategy == StrategyMatrix() else self.strategy
 
     def with_strategy(self, matrix: StrategyMatrix) -> SpacedRelease:
-        """Return the mechanism with another matrix."""
+        """Return the mechanism with ``matrix`` as its strategy."""
         return replace(self, strategy=matrix)
 
     @property
@@ -61,15 +63,18 @@ class SpacedRelease(ReleaseMechanism):
 
     @property
     def mean_noise_stddev(self) -> float:
-        """Stddev of the noise y in a coordinate of the mean, after the planned rounds."""
+        """Stddev of the noise y in each coordinate of the mean of the last planned round."""
         return super().mean_noise_stddev * float(np.linalg.norm(self.strategy.inverse(self.rounds)))
 
     def release_in(self, number: int) -> Release:
-        """Return a release with the loss that a round adds for the most exposed client."""
+        """Return a release whose loss is the most that round ``number`` adds for any client."""
         return self._releases(number)[-1]
 
     def releases(self, participations: Participations) -> dict[Release, int]:
-        """Return the releases of the rounds so far, which differ in their share of the loss."""
+        """Return the releases of the rounds so far, with their counts.
+
+        Rounds differ in their noise multipliers, which say how much each adds to the whole loss.
+        """
         return dict(Counter(self._releases(participations.rounds)))
 
     def _releases(self, rounds: int) -> list[Release]:
@@ -83,11 +88,11 @@ class SpacedRelease(ReleaseMechanism):
 
     @property
     def assumptions(self) -> tuple[str, ...]:
-        """Assumptions on who takes part, and on the noise of earlier rounds."""
+        """Assumptions about the clients that take part, and about the noise of earlier rounds."""
         return _SPACED
 
     def guarantees(self, run: RunSummary) -> list[Guarantee]:
-        """Return the guarantees, one of them against an adversary that sees who took part."""
+        """Return the guarantees, with one for an adversary that sees models and who took part."""
         models, *others = super().guarantees(run)
         sampling, rounds = self.sampling.describe(), run.participations.rounds
         models = replace(

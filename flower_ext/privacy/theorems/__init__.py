@@ -1,1 +1,1 @@
-"""Privacy theorems of individual papers: what each claims, next to what is provable."""
+"""Privacy theorems of single papers: the claim of each, next to what can be proved."""

@@ -1,4 +1,4 @@
-"""A builder of the guarantees of one run, and sentences that several guarantees share."""
+"""A builder of the guarantees of one run, and the assumptions that several guarantees share."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Claims:
         Assumptions of every provable guarantee. A published guarantee has only the assumptions of
         its theorem.
     not_covered : Sequence[str]
-        Values that leave the clients without being covered by any provable guarantee.
+        Values that leave the clients and that no provable guarantee covers.
     """
 
     unit: PrivacyUnit
@@ -57,9 +57,10 @@ class Claims:
         relation: NeighboringRelation | None = None,
         conditions: tuple[Condition, ...] = (),
     ) -> Guarantee:
-        """Return a provable guarantee, which rests on further ``assumptions`` as well.
+        """Return a provable guarantee against one view.
 
-        ``relation`` is by default that of the run.
+        It needs the assumptions of the run and the further ``assumptions``. By default, its
+        relation is the run's.
         """
         return Guarantee(
             unit=self.unit,
@@ -78,7 +79,10 @@ class Claims:
 
 
 def _under(relation: NeighboringRelation, releases: Counts | None) -> Counts | None:
-    """Return releases under a relation; None if sampling amplifies them under another one only."""
+    """Return the releases as if ``relation`` were their relation, with the same loss.
+
+    None means that this is impossible, because sampling amplifies them under their own relation.
+    """
     if releases is None or any(
         release.relation is not relation and release.sampling.sampling_rate < 1
         for release, _ in releases
@@ -91,14 +95,17 @@ def _under(relation: NeighboringRelation, releases: Counts | None) -> Counts | N
 
 
 def noise_assumption(secure: bool) -> str:
-    """Return the assumption about noise, which is cryptographic or comes from a seed."""
+    """Return the assumption about noise; ``secure`` is False if the noise comes from a seed."""
     if secure:
         return "noise from a cryptographic generator keyed by the operating system"
     return "SIMULATION: noise is reproducible from the seed, which the clients receive"
 
 
 def draw_assumption(drawn: str, secure: bool) -> str:
-    """Return the assumption about the draw of cohorts or users, as for noise."""
+    """Return the assumption about the draw of cohorts or users.
+
+    ``drawn`` names what is drawn, and ``secure`` is False if the draw comes from a seed.
+    """
     if secure:
         return f"{drawn} are drawn by a cryptographic generator keyed by the operating system"
     return f"SIMULATION: {drawn} are reproducible from the seed, which the clients receive"
@@ -116,7 +123,7 @@ DISCRETE = (
     "noise is discrete Gaussian on a public grid, and sums of its shares protect as a continuous "
     "Gaussian does: proven up to a factor of 1 + 1e-120 (privacy.mechanisms.discrete_gaussian)"
 )
-"""The statement about noise in secure sums, where no float is rounded after noise is added."""
+"""The assumption about noise in secure sums, whose noise is added to whole numbers."""
 SECURE_SUM = (
     "the server follows the protocol of secure aggregation, the keys in its messages reach the "
     "clients unaltered, X25519, ChaCha20 and ChaCha20-Poly1305 are secure, and HKDF-SHA256 acts as "
@@ -132,23 +139,23 @@ ONE_ANSWER = (
     "resist_equivocation is off: the server never tells some neighbours that a client answered and "
     "others that the client was lost, which could show it that client's upload"
 )
-"""The assumption about secure sums whose threshold is too low to prevent this attack."""
+"""The assumption about secure sums with a threshold too low to prevent such lies."""
 HONEST_COUNTS = (
     "all silos and the server follow the protocol: one silo or server that lies about counts voids "
     "ε for the users of all silos, whose updates then count up to N_max times"
 )
-"""The assumption about weights that are secret, so that nobody can check them."""
+"""The assumption about weights that nobody can check, because they are secret."""
 NONE_OF_THEM = "the adversary is none of those who add noise: each could subtract its own share"
 WHOLE_UPLOADS = "uploads have single precision or wider, so that they add up on the grid"
-"""The assumption about sums whose noise is in the single uploads."""
+"""The assumption about sums of uploads to which clients have added the noise."""
 OWN_GRADIENTS = (
     "each gradient that a step clips depends on one record alone, to the last bit, and model and "
     "loss keep nothing of a record: trials with usual and odd records found no exception, at any "
     "position in a pass of a fixed number of records and beside any others (evidence, not proof)"
 )
-"""The assumption about DP-SGD on models whose layers do not prove it."""
+"""The assumption about DP-SGD on models for whose layers it is not proved."""
 LOADS = "no single record keeps a client from loading its data (Task.data)"
-"""The assumption where a client's answer, or its absence, must not reveal a single record."""
+"""The assumption if neither a client's answer nor its silence may reveal a single record."""
 OUTLIVES = (
     "no client's data end the client's process, for example by a crash in native code or a lack of "
     "memory; an exception in Python does not end it"
@@ -169,4 +176,4 @@ NOISE_OF_OTHERS = (
     "no honest upload is refused for its norm: this fails for each with probability at most "
     f"{IMPROBABLE:g}, which δ does not count",
 )
-"""The assumptions about released models if the noise in them is the clients'."""
+"""The assumptions about released models if the clients add the noise."""

@@ -1,4 +1,4 @@
-"""Provable guarantees of a client that uploads once a round, against each adversary."""
+"""Provable guarantees for a client that uploads once a round, against each adversary."""
 
 from __future__ import annotations
 
@@ -55,27 +55,33 @@ def client_level_guarantees(
 ) -> list[Guarantee]:
     """Return the provable guarantees of a run of ``mechanism``, one for each adversary.
 
-    * Released models: amplified by sampling, because cohorts stay secret. Their size is secret,
+    * Released models: sampling amplifies, because cohorts stay secret. The cohort size is secret,
       too, unless it is fixed.
-    * Sums only: no amplification. Gaussian composition over the realised participations, each
-      with the noise that clients really supplied, because the server knows the noise it added.
-    * Each upload: one client's share of the noise alone, σ/√cohort.
+    * Sums only: the server knows who took part, so sampling amplifies nothing. The Gaussians of the
+      rounds in which a client took part compose. Each counts only the noise that clients added,
+      because the server knows the noise that it added itself.
+    * Each upload: as for sums, but one client's share of the noise alone, σ/√cohort, protects it.
 
-    A guarantee says so if cohorts or noise were drawn from a seed. If clients keep values between
-    rounds, a client's upload depends on the rounds in which it was drawn. With a fixed cohort size,
-    the upload thus reveals something about other clients' draws. The amplification of single rounds
-    does not cover this, so the guarantee lists it as an assumption. Under Poisson sampling clients
-    are drawn independently. ``releases`` are all releases of the run, answers to queries included.
+    If cohorts or noise were drawn from a seed, the assumptions say so. If clients keep values
+    between rounds, a client's upload depends on the rounds in which it was drawn. With a fixed
+    cohort size, the upload thus reveals something about other clients' draws. The amplification of
+    single rounds does not cover this, so the guarantee assumes that it reveals nothing. Under
+    Poisson sampling no such assumption is needed, because clients are drawn independently.
+
+    Parameters
+    ----------
+    releases : Mapping[Release, int]
+        All releases of the run with their counts, including answers to queries.
 
     Raises
     ------
     ValueError
-        The units of the plan are not clients with one upload each.
+        A unit is not a client, or may contribute to more than one upload.
     """
     if mechanism.silos is not None or mechanism.sensitivity != 1:
         raise InvalidValue(
             f"silos={mechanism.silos!r} and sensitivity={mechanism.sensitivity!r}: expected None "
-            "and 1, because the guarantee is that of clients with one upload each"
+            "and 1, because these guarantees hold only if each unit is a client with one upload"
         )
     participations = run.participations
     sums = mechanism.secure_sum
@@ -98,7 +104,7 @@ def client_level_guarantees(
         ),
         not_covered=run.not_covered,
     )
-    # A server sees who took part, so a neighbouring data set has zeros in a unit's place.
+    # A server sees who took part, so a neighbouring data set replaces a unit's data by zeros.
     # Amplification is proved for the sampling's relation, which removes or replaces the unit.
     relation = mechanism.release.relation
     answers = "".join(f", {n} sums of {query}" for query, n in participations.answers.items())
@@ -117,7 +123,7 @@ def client_level_guarantees(
         return [models, *_nothing_before_noise(mechanism)]
 
     def most_exposed(weight: float) -> PrivacyLoss:
-        """Return the loss of the most exposed client to a server that sees who took part."""
+        """Return the largest loss of any client, against a server that sees who took part."""
         # The server knows the cohorts, so sampling amplifies nothing.
         return gaussian_loss(mechanism.noise_multiplier, releases=weight, delta=mechanism.delta)
 
@@ -142,7 +148,7 @@ def client_level_guarantees(
 
 
 def _hidden_cohorts(mechanism: NoisedSum, run: RunSummary) -> tuple[str, ...]:
-    """Return the assumptions under which sampling amplifies; none if no draw is secret."""
+    """Return the assumptions under which sampling amplifies; empty if no draw is secret."""
     if isinstance(mechanism.sampling, FullParticipation | SpacedSampling):
         return ()
     drawn = draw_assumption("cohorts", run.secure_cohorts)
@@ -152,7 +158,7 @@ def _hidden_cohorts(mechanism: NoisedSum, run: RunSummary) -> tuple[str, ...]:
 
 
 def _nothing_before_noise(mechanism: NoisedSum) -> list[Guarantee]:
-    """Return infinite ε against adversaries who see sums or uploads before the server's noise."""
+    """Return guarantees with infinite ε: the adversary sees sums or uploads without the noise."""
     claims = Claims(
         unit=mechanism.unit, relation=NeighboringRelation.REPLACE_SPECIAL, delta=mechanism.delta
     )
@@ -163,7 +169,7 @@ def _nothing_before_noise(mechanism: NoisedSum) -> list[Guarantee]:
 
 
 def of_secure_sum(mechanism: NoisedSum, sums: SecureSum) -> tuple[str, ...]:
-    """Return the assumptions about a secure sum, against the server that computes it."""
+    """Return the assumptions under which a secure sum protects against its own server."""
     parameters, clients = mechanism.sum_parameters, mechanism.num_clients
     drawn = "" if parameters.members == clients else ", all but surely (1 - 2^-40 a run)"
     return (

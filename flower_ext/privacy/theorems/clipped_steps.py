@@ -1,7 +1,7 @@
 """The influence of one record on local steps that clip each record's gradient and add noise.
 
-Gaussians compose without amplification, because every client takes part in every round and the
-server sees each upload.
+The Gaussians of all steps compose without amplification, because every client takes part in every
+round and the server sees each upload.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from flower_ext.privacy.units import NeighboringRelation
 class ClippedSteps(Checked):
     """The local steps of one client in one round, which clip each record's gradient.
 
-    A step is u ← u − η (1/B) Σ clip(∇F̂(u; record), G), summed over B records. Noise in every step
-    protects the whole round. Without this noise, models of neighbouring data sets may drift apart
-    after the first step.
+    A step is u ← u − η (1/B) Σ clip(∇F̂(u; record), G), summed over B records, with η = η_G. A plan
+    adds noise in every step. Without noise in the steps, models of neighbouring data sets may move
+    further apart in every step after the first.
 
     Parameters
     ----------
@@ -36,8 +36,9 @@ class ClippedSteps(Checked):
         |D_n|, which is public.
     local_steps : int
     batch_size : int, optional
-        Records per step, B; by default all. Smaller batches run through the records in passes, in
-        an order that does not depend on the records' content. Each round begins a new pass.
+        B: number of records per step; by default all records. Smaller batches go through the
+        records in passes, in an order that does not depend on the records' content. Each round
+        begins a new pass.
     """
 
     learning_rate: Positive
@@ -55,51 +56,54 @@ class ClippedSteps(Checked):
             )
 
     def require_examples(self, num_examples: int) -> None:
-        """Refuse a number of examples for which the steps were not planned."""
+        """Refuse a number of examples that differs from the planned one."""
         if num_examples != self.num_examples:
             raise InvalidValue(
-                f"num_examples={num_examples!r}: expected {self.num_examples}, the number in "
-                "ClippedSteps"
+                f"num_examples={num_examples!r}: expected {self.num_examples}, as in ClippedSteps"
             )
 
     @property
     def sensitivity(self) -> float:
-        """Largest L2 distance by which replacing one record moves a step on this record: 2ηG/B."""
+        """Largest L2 distance by which replacing one record moves a step that uses it: 2ηG/B."""
         return self._step * 2 / (self.batch_size or self.num_examples)
 
     @property
     def uses_per_round(self) -> int:
-        """The largest number of steps of a round that use any one record."""
+        """Largest number of steps in one round that use the same record."""
         # A pass uses each record once, and a round begins a new pass.
         per_pass = math.ceil(self.num_examples / (self.batch_size or self.num_examples))
         return math.ceil(self.local_steps / per_pass)
 
     @property
     def upload_sensitivity(self) -> float:
-        """Largest L2 distance by which replacing one record moves the upload, without step noise.
+        """Largest L2 distance by which replacing one record moves an upload without step noise.
 
-        After a single step it is `sensitivity`. After that step the two models differ, and all of
-        their further gradients may differ. Each step moves each model by at most ηG, so the
+        With one step, it is `sensitivity`. After one step, the models of the two data sets differ,
+        so all their later gradients may differ. Each step moves each model by at most ηG, so the
         distance is at most 2ηG times the number of steps.
         """
         return self.sensitivity if self.local_steps == 1 else 2 * self.local_steps * self._step
 
     def upload_stddev(self, step_stddev: float) -> float:
-        """Return the standard deviation of each weight of the upload if steps add ``step_stddev``.
+        """Return the stddev of all steps' noise together, in each weight of the upload.
 
-        On a convex loss, later steps only shrink the noise of earlier steps.
+        ``step_stddev`` is the stddev of one step's noise. With a convex loss, later steps only
+        shrink the noise of earlier steps.
         """
         return math.sqrt(self.local_steps) * step_stddev
 
     def noise_stddev(self, *, epsilon: float, delta: float, rounds: int) -> float:
-        """Return the noise that every local step must add to each weight to meet (ε, δ)."""
+        """Return the noise stddev that every step must add to each weight to meet (ε, δ)."""
         releases = rounds * self.uses_per_round
         return composed_noise_stddev(
             sensitivity=self.sensitivity, epsilon=epsilon, delta=delta, releases=releases
         )
 
     def loss(self, noise_stddev: float, *, delta: float, rounds: int) -> PrivacyLoss:
-        """Return (ε, δ) of rounds whose local steps add ``noise_stddev`` to each weight."""
+        """Return (ε, δ) of ``rounds`` rounds.
+
+        ``noise_stddev`` is the stddev of the noise that each local step adds to each weight.
+        """
         releases = rounds * self.uses_per_round
         return gaussian_loss(noise_stddev / self.sensitivity, releases=releases, delta=delta)
 
@@ -113,8 +117,8 @@ def composed_noise_stddev(
 ) -> float:
     """Return the noise stddev with which ``releases`` Gaussians together meet (ε, δ).
 
-    One record moves each Gaussian by ``sensitivity``. Composition is exact and without
-    amplification; the noise is never less than the target needs.
+    One record moves the mean of each Gaussian by at most ``sensitivity``. The Gaussians compose
+    exactly, without amplification. The result is never below the noise that the target needs.
 
     Raises
     ------

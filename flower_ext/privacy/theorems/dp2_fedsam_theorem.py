@@ -31,11 +31,11 @@ def dp2_fedsam_theorem2(
 ) -> Guarantee:
     """Return the guarantee of Theorem 2 of DP²-FedSAM, as published.
 
-    The theorem requires σ² ≥ 7 r² T (ε + 2 ln(1/δ)) / ε². This function returns the smallest such
-    ε. The proof uses the sub-sampled Gaussian's closed form (Lemma 4 of the paper). The two
-    conditions of that lemma are checked at the proof's order α = 1 + 2 ln(1/δ)/ε. The paper prints
-    the second condition with a factor of the sensitivity C; here noise is measured in multiples of
-    C, so the factor is 1.
+    The theorem requires σ² ≥ 7 r² T (ε + 2 ln(1/δ)) / ε². The guarantee has the smallest ε that
+    meets this. The proof uses a closed form for the sub-sampled Gaussian (Lemma 4 of the paper).
+    This function checks the two conditions of that lemma at the proof's order
+    α = 1 + 2 ln(1/δ)/ε. The paper prints the second condition with the sensitivity C as a factor;
+    here noise is measured in multiples of C, so the factor is 1.
 
     Raises
     ------
@@ -95,7 +95,10 @@ def dp2_fedsam_theorem2_noise_multiplier(
 
 
 def theorem2_of_plan(plan: PrivacyPlan, run: RunSummary) -> list[Guarantee]:
-    """Return `dp2_fedsam_theorem2` for the rounds so far; empty if it does not cover the plan."""
+    """Return the guarantee of Theorem 2 for the rounds so far.
+
+    The list is empty if the theorem does not cover the plan.
+    """
     if not isinstance(plan, ReleaseTerms) or isinstance(plan.clipping_norm, AdaptiveClipping):
         return []  # the paper's clipping norm is fixed
     if isinstance(plan.sampling, SpacedSampling):

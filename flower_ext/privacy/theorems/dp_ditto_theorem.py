@@ -1,4 +1,4 @@
-"""Record-level DP for clients that upload their whole local model in every round: DP-Ditto.
+"""Record-level DP of DP-Ditto, whose clients upload the whole local model in every round.
 
 Source: Zhao et al., Convergence-Privacy-Fairness Trade-Off in Personalized Federated Learning.
 
@@ -20,7 +20,7 @@ Eqns 7 and 8 ask for σ_u = Δs √(2 q T ln(1/δ)) / ε. Three steps of their d
 3. The closed form omits the term ε²/(4 ln(1/δ)) of composed Gaussians, which matters at a large ε.
 
 The provable bound clips each record's gradient inside the local steps and composes Gaussians
-without amplification. Every guarantee comes as a pair: as published, and provable.
+without amplification. The module returns guarantees in pairs: as published, and provable.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class RecordLevelTerms(Checked):
 
     @property
     def upload_stddev(self) -> float:
-        """σ_u of each weight of an upload; with ``steps``, the noise of all steps added up."""
+        """σ_u: stddev of the noise in each weight of an upload, from all ``steps`` together."""
         return self.noise_stddev * (1.0 if self.steps is None else self.steps.upload_stddev(1.0))
 
 
@@ -117,10 +117,10 @@ def dp_ditto_guarantees(
 ) -> list[Guarantee]:
     """Return the guarantees for one record when clients upload clipped models in every round.
 
-    The first guarantee is as published, the second is provable. Without ``terms.steps`` each upload
-    gets the noise. Only the clipping of the whole model limits one record, which may move the model
-    by 2C. With ``terms.steps`` each local step clips every record's gradient and gets the noise.
-    ``rounds`` is the number of rounds so far.
+    The first guarantee is as published, the second is provable. Without ``terms.steps``, noise is
+    added to each upload, and one record may move the upload by 2C, because only the clipping of the
+    whole model limits its influence. With ``terms.steps``, each local step clips every record's
+    gradient and adds noise. ``rounds`` is the number of rounds so far.
     """
     steps, delta, num_examples = terms.steps, terms.delta, terms.num_examples
     num_clients, moved = terms.sampling.population, 2 * terms.clipping_norm
@@ -128,7 +128,7 @@ def dp_ditto_guarantees(
         loss = gaussian_loss(terms.noise_stddev / moved, releases=rounds, delta=delta)
         source = f"{rounds} uploads, sensitivity 2C = {moved:.4g}"
     else:
-        # Two bounds hold: the diameter of the ball of models, and the length of clipped steps.
+        # Two bounds hold: the diameter of the ball of clipped models, and the length of all steps.
         moved = min(moved, steps.upload_sensitivity)
         loss = steps.loss(terms.noise_stddev, delta=delta, rounds=rounds)
         source = (
@@ -152,8 +152,7 @@ def dp_ditto_guarantees(
         ),
         not_covered=not_covered,
     )
-    # By Eqns 7–8 ε is inversely proportional to the noise, so the noise for ε = 1 gives any other
-    # ε.
+    # By Eqns 7–8 ε is inversely proportional to the noise, so the noise for ε = 1 gives every ε.
     for_one = dp_ditto_noise_stddev(
         epsilon=1.0,
         delta=delta,
@@ -163,7 +162,7 @@ def dp_ditto_guarantees(
         clipping_norm=terms.clipping_norm,
     )
     published, claimed = for_one / terms.upload_stddev, 2 * terms.clipping_norm / num_examples
-    # The published proof assumes that sampling at q = 1/N thins T releases out to qT.
+    # The published proof assumes that sampling with q = 1/N reduces T releases to qT.
     thinned = gaussian_loss(
         terms.upload_stddev / claimed, releases=rounds / num_clients, delta=delta
     )

@@ -1,4 +1,4 @@
-"""The properties of a client's problem that Section 6 of Upcycled-FL needs."""
+"""The properties of a client's training problem that Section 6 of Upcycled-FL needs."""
 
 from __future__ import annotations
 
@@ -18,34 +18,36 @@ NEGLIGIBLE_DISTANCE = 1e-8
 class LocalObjective:
     """Known properties of a client's problem: minimise F_i(w) + (μ/2)‖w − w̄‖² over w.
 
-    F_i is the mean over records of a loss F̂(w; d). With the defaults nothing is known. Bounds hold
-    for every possible record and for every w. The last four properties depend on the training: a
-    plan takes them from the run (`PerturbationPlan.objective_in`).
+    F_i(w) is the mean over records d of a loss F̂(w; d). The defaults mean that nothing is known.
+    Each bound must hold for every possible record and every w. The last four properties depend on
+    the training, and a plan takes them from the run (`PerturbationPlan.objective_in`).
 
     Parameters
     ----------
     convex : bool
-        F̂ is convex in w.
+        True if F̂ is convex in w.
     generalised_linear : bool
-        F̂ depends on w through ⟨w, x⟩ alone, where x are the features, and is twice continuously
-        differentiable. Logistic regression of two classes qualifies; softmax regression does not.
+        True if F̂ is twice continuously differentiable and depends on w only through ⟨w, x⟩, where
+        x are the features. Logistic regression with two classes qualifies; softmax regression does
+        not.
     gradient_bound : float
-        u₁ ≥ ‖∇F̂‖₂.
+        u₁: bound on the gradient's norm ‖∇F̂‖₂.
     curvature_bound : float
-        u₂ ≥ |F̂''|, the second derivative in ⟨w, x⟩.
+        u₂: bound on |F̂''|, the second derivative with respect to ⟨w, x⟩.
     feature_norm_bound : float
-        Bound on ‖x‖₂, including a constant feature for the bias.
+        Bound on ‖x‖₂. If there is a bias, x includes its constant feature.
     proximal_weight : float
         Weight μ of the proximal term.
     distance_to_minimiser : float
-        Largest distance of the trained model from the exact minimiser (L2); 0 for an exact one.
+        Largest L2 distance of the trained model from the exact minimiser.
     rounding : float
-        Largest distance (L2) by which rounding to its own precision moves a trained model, divided
-        by its norm or the clipping norm, whichever is less: 2⁻²⁴ in single precision, 2⁻¹¹ in half
-        precision and 2⁻⁸ in bfloat16. Includes the loss of subnormal numbers where it matters.
+        Largest L2 distance by which rounding to the model's precision moves a trained model,
+        divided by the model's norm or by the clipping norm, whichever is smaller: 2⁻²⁴ in single
+        precision, 2⁻¹¹ in half precision and 2⁻⁸ in bfloat16. It includes the rounding of subnormal
+        numbers if this matters.
     memoryless : bool
-        The problem depends only on the records and on messages to and from the client. Control
-        variates and personal models that a client keeps break this.
+        True if the problem depends only on the records and on messages to and from the client. It
+        is False if a client keeps control variates or a personal model.
     """
 
     convex: bool = False
@@ -67,10 +69,11 @@ class LocalObjective:
             raise InvalidValue("proximal_weight=inf: expected a finite number >= 0")
 
     def stability(self, num_examples: int) -> float:
-        """Return how far replacing one of |D_i| records moves the trained model (L2).
+        """Return the largest L2 distance by which replacing one record moves the trained model.
 
-        This is 2u₁/(|D_i|μ) for the exact minimiser (Chaudhuri, Monteleoni, Sarwate 2011, Lemma 7),
-        plus twice ``distance_to_minimiser``. It is infinite if the properties give no bound.
+        ``num_examples`` is |D_i|. The distance is 2u₁/(|D_i|μ) for the exact minimiser (Chaudhuri,
+        Monteleoni, Sarwate 2011, Lemma 7), plus twice ``distance_to_minimiser``. It is infinite if
+        the known properties imply no bound.
         """
         if not (self.convex and self.memoryless and self.proximal_weight > 0):
             return math.inf
@@ -107,7 +110,7 @@ class LocalObjective:
         return least
 
     def solution_conditions(self) -> list[Condition]:
-        """Return the conditions that the proofs impose on the solver."""
+        """Return the conditions that the proofs require of a client's training."""
         distance = self.distance_to_minimiser
         return [
             Condition(

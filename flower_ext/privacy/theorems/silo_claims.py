@@ -2,19 +2,19 @@
 
 The members of a secure sum are the n silos, all of them in every round. At least m silos answer,
 and each adds a discrete Gaussian share of variance σ²C²/m. Let c silos collude with the server.
-They can subtract their own shares of the noise, together with their own users' parts.
+They can subtract their own shares of the noise, and their own uploads before noise, from the sum.
 
 * Weights by records: a user may have all its weight in honest silos, and then moves their sum by C.
-  Their sum has at least m − c shares of noise, so the noise multiplier is σ√((m − c)/m).
-* Equal weights: a user moves the sum of h' honest silos by C h'/n, under noise σC √(h'/m). The
-  noise multiplier is σ n/√(m h') ≥ σ, so collusion costs nothing.
-* NAIVE: a user moves the sum of h' honest silos by 2C h', under noise σC n √(h'/m). The noise
-  multiplier is (σ/2) n/√(m h') ≥ σ/2, so again collusion costs nothing.
+  Their sum carries at least m − c shares of noise, so the noise multiplier is σ√((m − c)/m).
+* Equal weights: a user moves the sum of h' honest silos by C h'/n, and this sum carries noise of
+  stddev σC √(h'/m). The noise multiplier is σ n/√(m h') ≥ σ, so collusion costs nothing.
+* ULDP-NAIVE: a user moves the sum of h' honest silos by 2C h', and this sum carries noise of stddev
+  σC n √(h'/m). The noise multiplier is (σ/2) n/√(m h') ≥ σ/2, so again collusion costs nothing.
 
-Poisson sampling of users is sound with secure sums, unlike Poisson sampling of clients. The number
-of asked silos, the number of shares in a sum and the size of each share depend on n and m only, so
-the noise does not reveal the number of drawn users. The server draws the users and tells the silos,
-so sampling amplifies nothing against a server that sees sums.
+With secure sums, users may be drawn by Poisson sampling, although clients may not. The number of
+silos that are asked, the number of shares in a sum and the size of each share depend on n and m
+only, so the noise does not reveal the number of drawn users. The server draws the users and tells
+the silos, so sampling amplifies nothing against a server that sees sums.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ OF_SILOS_IN_CELLS = (*_OF_DATA, "silos train, clip, round and add noise as instr
 """Assumptions about silos that send whole numbers to a secure sum."""
 _OWN_RECORDS = "ε covers only those of a user's records that no colluding silo holds"
 SECURE_SUM = f"secure aggregation, {NOT_PROVIDED}: the server sees no silo's upload"
-"""Assumption of guarantees for sums if silos send their uploads without a secure sum."""
+"""Assumption of guarantees about sums, if silos send their uploads without a secure sum."""
 
 
 def user_claims(delta: float, *assumptions: str, not_covered: Sequence[str] = ()) -> Claims:
@@ -58,26 +58,29 @@ def user_claims(delta: float, *assumptions: str, not_covered: Sequence[str] = ()
 
 
 def sum_assumptions(mechanism: NoisedSum) -> tuple[str, ...]:
-    """Return the assumptions about the secure sum of a plan's silos; none without a secure sum."""
+    """Return the assumptions about the silos' secure sum; empty if there is no secure sum."""
     if mechanism.secure_sum is None:
         return ()
     return (*of_secure_sum(mechanism, mechanism.secure_sum), _OWN_RECORDS)
 
 
 def published_sum_assumptions(mechanism: NoisedSum) -> tuple[str, ...]:
-    """Return the assumptions of a published theorem about sums, which counts all silos' noise."""
+    """Return the assumptions of a published theorem about sums.
+
+    Such a theorem counts the noise of all silos, so it assumes that no silo colludes.
+    """
     if mechanism.secure_sum is None:
         return (SECURE_SUM,)
     return (PROTOCOL, "silos do not collude with the server")
 
 
 def batching_assumption(apart: Mapping[int, bool]) -> str:
-    """Return the assumption about users that train in one batch, from the silos' answers.
+    """Return the assumption about users whom a silo trains together in one batch.
 
     Parameters
     ----------
     apart : Mapping[int, bool]
-        By silo: True if users train one by one.
+        For each silo, its own answer: True if it trains its users one by one.
     """
     together = [str(silo) for silo, alone in apart.items() if not alone]
     if not together:
@@ -92,11 +95,14 @@ def batching_assumption(apart: Mapping[int, bool]) -> str:
 
 
 def exposures(mechanism: NoisedSum, run: RunSummary) -> tuple[float, float]:
-    """Return the largest weight of any user in sums, and in uploads (see `Participations`)."""
+    """Return the largest weight of any user in sums, and the largest weight in uploads.
+
+    See `Participations` for the weights.
+    """
     in_sums = run.participations.in_sums
     in_uploads = float(max(run.participations.uploads.values(), default=0))
     if mechanism.secure_sum is None:
-        # The adversary saw refused uploads, too, and sums with too little noise count more.
+        # The adversary also saw refused uploads, and sums with too little noise count more.
         return max(in_sums, in_uploads), max(in_sums, in_uploads)
     parameters = mechanism.sum_parameters
     if run.method.weighting == "equal":  # collusion costs nothing (see the top of this module)

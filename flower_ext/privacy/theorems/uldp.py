@@ -10,10 +10,10 @@ S, U, q               ``num_silos``, the plan's sampling of users
 T                     ``rounds``
 ====================  =====================================================
 
-NAIVE (Theorem 3) assumes that one user moves a silo's clipped update by at most C. Clipping
-projects the update onto a ball of radius C. Updates with and without the user may lie on opposite
-sides of this ball, 2C apart. AVG and SGD clip each user's own update, which vanishes without the
-user, so their bound C holds. See `silo_claims` for secure sums.
+Theorem 3, on NAIVE, assumes that one user moves a silo's clipped update by at most C. But clipping
+projects the update onto a ball of radius C, and the updates with and without the user may lie on
+opposite sides of this ball, 2C apart. AVG and SGD clip the update of each single user, which is
+missing without the user, so their bound C holds. See `silo_claims` for secure sums.
 """
 
 from __future__ import annotations
@@ -64,12 +64,14 @@ Weighting = Literal["equal", "by-records"]
 """Rule for w_{s,u}: 1/|S| for all users, or the silo's share of the user's records."""
 
 _AT_SERVER = NeighboringRelation.REPLACE_SPECIAL
-"""The server knows the sample, so in a neighbouring data set a sampled user's records vanish."""
+"""The server knows the sample, so in a neighbouring data set a sampled user contributes zeros."""
 
 
 @lru_cache(maxsize=256)
 def uldp_closed_form(*, noise_multiplier: float, rounds: int, delta: float) -> float:
-    """Return ε of Theorems 3 and 5: Tα/(2σ²) + log((α-1)/α) - (log δ + log α)/(α-1), best α > 1.
+    """Return ε of Theorems 3 and 5, at the order α > 1 with the smallest ε.
+
+    ε is Tα/(2σ²) + log((α-1)/α) - (log δ + log α)/(α-1).
 
     Raises
     ------
@@ -94,13 +96,13 @@ def uldp_naive_guarantees(mechanism: NoisedSum, run: RunSummary) -> list[Guarant
 
     All uploads together form a vector that one user moves by at most 2C√|S|. The provable guarantee
     therefore has a noise multiplier of σ/2, even against a server that sees each upload. With
-    secure sums, it also holds for the sums, whichever silos collude.
+    secure sums, the function returns the same guarantee for sums, whichever silos collude.
 
     Parameters
     ----------
     mechanism : NoisedSum
-        The mechanism that the plan makes, with the plan's σ as its noise multiplier. (Later
-        `UldpNaive.mechanism` counts the noise of all silos, and a sensitivity of 2C.)
+        The mechanism of the plan, with the plan's σ as its noise multiplier. (Do not pass the
+        result of `UldpNaive.mechanism`, which counts all silos' noise and a sensitivity of 2C.)
     """
     rounds, sigma, delta = run.participations.rounds, mechanism.noise_multiplier, mechanism.delta
     loss = gaussian_loss(sigma / 2, releases=rounds, delta=delta)
@@ -142,30 +144,30 @@ def uldp_avg_guarantees(
     silos_draw: bool = False,
     batching: str = "",
 ) -> list[Guarantee]:
-    """Return the guarantees of ULDP-AVG and ULDP-SGD: Theorem 5, and the provable ones by view.
+    """Return the guarantees of ULDP-AVG and ULDP-SGD: Theorem 5, and a provable one for each view.
 
-    * Released models: amplified by sampling users, because the sample stays secret.
-    * Sums only: the server knows the sample, so releases compose without amplification. If a
-      protocol hides the draw from the server too, sums and uploads are amplified like released
-      models.
-    * Each upload: a silo's share of the noise is σC/√|S|, or σC/√m in a secure sum of at least m
-      answers. With equal weights, a user moves each upload by C/|S| and all of them together by
-      C/√|S|, so this view costs nothing extra. With weights by records, a user may have all its
-      weight in one silo.
+    * Released models: sampling of users amplifies, because the sample stays secret.
+    * Sums only: the server knows the sample, so sampling amplifies nothing. If a protocol hides the
+      sample from the server, sampling amplifies for sums and uploads as for released models.
+    * Each upload: a silo's share of the noise has stddev σC/√|S|, or σC/√m in a secure sum of at
+      least m answers. With equal weights, a user moves each upload by C/|S| and all uploads
+      together by C/√|S|, so ε is that of the sums. With weights by records, a user may have all its
+      weight in one silo, and only that silo's share of the noise hides the user.
 
     Parameters
     ----------
     mechanism : NoisedSum
-        The mechanism of the silos' sums, with sampling of users and noise by the silos.
+        The mechanism of the silos' sums. Its units are users, and the silos add the noise.
     run : RunSummary
-        A run of a method with silos. In secure sums, participations count the noise of
-        honest silos only.
+        A run of a method with silos. With secure sums, its participations count only the noise of
+        honest silos.
     secure_sum : str
-        Assumption that hides single uploads from the server.
+        Assumption under which the server sees no single upload.
     hidden_draw : str
-        Assumption that hides the sample from the server; empty if the server knows the sample.
+        Assumption under which the server does not know the sample; empty if it knows the sample.
     silos_draw : bool
-        True if the silos draw the users by a secret key, which hides the sample as well.
+        True if the silos draw the users with a secret key, so that the server does not know the
+        sample.
     batching : str
         Assumption under which no bit of a user's training depends on other users (see
         `batching_assumption`).
@@ -190,10 +192,13 @@ def uldp_avg_guarantees(
     in_rounds = f"{sampling}, noise multiplier {sigma:.4g}, {rounds} rounds"
 
     def at_server(exposure: float, mechanism: NoisedSum) -> tuple[PrivacyLoss, str]:
-        """Return the loss against a server, which knows the sample unless a protocol hides it."""
+        """Return the loss of a user against a server, and a description of this loss.
+
+        ``exposure`` is the user's weight. The server knows the sample unless a protocol hides it.
+        """
         if hidden_draw:
             return privacy_loss_of({mechanism.release: rounds}, delta=mechanism.delta), in_rounds
-        # Errors of a protocol add up over all rounds, also those without the most exposed user.
+        # A protocol's errors add up over all rounds, not only the most exposed user's rounds.
         loss = with_approximation_error(
             lambda delta: gaussian_loss(
                 mechanism.release.noise_multiplier, releases=exposure, delta=delta
@@ -205,7 +210,7 @@ def uldp_avg_guarantees(
 
     spread, of_one_share = _share_of_noise(mechanism, run)
     to_sums, in_all_sums = at_server(in_sums, mechanism)
-    # The accountant needs no second formula: one upload is a sum with less noise.
+    # For the accountant, one upload is a sum with less noise, so the same formula holds.
     in_shares = replace(mechanism, noise_multiplier=mechanism.noise_multiplier / spread)
     to_uploads, in_all_uploads = at_server(in_uploads, in_shares)
     from_server = (hidden_draw,) if hidden_draw else ()
@@ -240,9 +245,9 @@ def uldp_avg_guarantees(
 
 
 def _share_of_noise(mechanism: NoisedSum, run: RunSummary) -> tuple[float, str]:
-    """Return what divides σ if the server sees each upload, as a number and as text.
+    """Return the number that divides σ if the server sees each upload, and a text for it.
 
-    With weights by records a user may have all its weight in one silo. Only that silo's share of
+    With weights by records, a user may have all its weight in one silo. Only that silo's share of
     the noise then hides the user.
     """
     if run.method.weighting == "equal":
@@ -256,17 +261,18 @@ def _share_of_noise(mechanism: NoisedSum, run: RunSummary) -> tuple[float, str]:
 
 
 def _hidden_sample(mechanism: NoisedSum, secure: bool) -> tuple[str, ...]:
-    """Return the assumptions under which sampling amplifies; none if all users take part."""
+    """Return the assumptions under which sampling amplifies; empty if all users take part."""
     if isinstance(mechanism.sampling, FullParticipation):
         return ()
     return (HIDDEN_DRAW, draw_assumption("sampled users", secure))
 
 
 def _drawn_by_silos(mechanism: NoisedSum, rounds: int) -> str:
-    """Return the assumption about users whom silos draw, and the ε against a silo.
+    """Return the assumption about users whom silos draw, with the ε against one of the silos.
 
-    A silo knows the draws, so nothing is amplified, and it can subtract its share of the noise. A
-    user counts in every round, because the server does not know the rounds that drew the user.
+    A silo knows the draws, so sampling amplifies nothing against it. It can also subtract its own
+    share of the noise. Every user counts as drawn in every round, because the server, which counts
+    participations, does not know in which rounds a user was drawn.
     """
     least = mechanism.sum_parameters.least_answers
     of_others = mechanism.noise_multiplier * math.sqrt((least - 1) / least)
@@ -282,10 +288,10 @@ def _drawn_by_silos(mechanism: NoisedSum, rounds: int) -> str:
 
 
 def _two_numbers(mechanism: NoisedSum, rounds: int) -> str:
-    """Return a sentence with the ε of a person to whom silos gave two numbers.
+    """Return a sentence about ε of a person who has two user numbers by mistake.
 
-    That person is two users, drawn independently, each of whom moves the sum by at most C. This
-    equals a group of two records in DP-SGD.
+    The person counts as two users, drawn independently, each of whom moves the sum by at most C.
+    The loss is that of a group of two records in DP-SGD.
     """
     epsilon = _epsilon_of_two_numbers(mechanism.release, rounds, mechanism.delta)
     return (
@@ -303,7 +309,7 @@ def _epsilon_of_two_numbers(release: Release, rounds: int, delta: float) -> floa
         sampling_rate=release.sampling.sampling_rate,
         steps=rounds,
     )
-    # Two users have twice the error of one, so its square counts four times.
+    # Two users have twice the approximation error of one user, so its square counts four times.
     return with_approximation_error(
         lambda delta: group_loss(releases, group_size=2, delta=delta), {release: 4 * rounds}, delta
     ).epsilon
@@ -323,7 +329,7 @@ def _theorem_5(mechanism: NoisedSum, rounds: int) -> Guarantee:
         accountant, view = "RDP", AdversaryView.RELEASED_MODELS
         source = "Kato et al., Uldp-FL, Theorem 5 and Remark 1"
         assumptions = ("who was sampled stays secret",)
-        # The theorem covers neither a protocol's approximation error nor a user's second upload.
+        # The theorem covers no approximation error of a protocol, and no second upload of a user.
         exact = replace(mechanism, sensitivity=1.0, approximation_error=0.0)
         epsilon = privacy_loss_of(
             {exact.release: rounds}, delta=mechanism.delta, accountant="rdp"
@@ -338,12 +344,13 @@ def _theorem_5(mechanism: NoisedSum, rounds: int) -> Guarantee:
 
 
 def check_silos_can_draw(plan: PrivacyPlan) -> None:
-    """Refuse a plan under which silos cannot draw the users out of the server's sight.
+    """Refuse a plan with which silos cannot draw the users secretly, unknown to the server.
 
     Raises
     ------
     InvalidValue
-        The sampling draws no users, or the server sees uploads or may learn the silos' key.
+        The sampling is not Poisson sampling, or the server sees uploads, or a silo may collude with
+        the server.
     """
     assert isinstance(plan, ReleaseTerms)
     if not isinstance(plan.sampling, PoissonSampling):
@@ -354,13 +361,13 @@ def check_silos_can_draw(plan: PrivacyPlan) -> None:
     if plan.secure_sum is None or plan.secure_sum.colluding:
         raise InvalidValue(
             f"silos_draw=True with noise_placement={plan.noise_placement!r}: expected "
-            "SecureSum(colluding=0), because the server must see sums alone, and a silo that "
-            "colludes with it would show it the draw"
+            "SecureSum(colluding=0), because the server may see only sums, and a silo that "
+            "colludes with the server could tell it which users were drawn"
         )
 
 
 def check_user_plan(plan: PrivacyPlan, num_silos: int) -> None:
-    """Refuse a plan that the methods of Uldp-FL cannot carry out.
+    """Refuse a plan with which the methods of Uldp-FL cannot train.
 
     Raises
     ------

@@ -8,9 +8,9 @@ paper                 here
 k, γ                  ``group_size``, ``DpSgd.sampling_rate``
 ====================  =====================================================
 
-Lemma 8 turns (ε, δ) of one record into that of a group; Lemma 9 (Mironov 2017, Proposition 2)
-covers groups of 2^c records. Use these lemmas only to compare with published numbers: `group_loss`
-needs no power of two, and its ε is several times smaller.
+Lemma 8 turns (ε, δ) of one record into (ε, δ) of a group of k records. Lemma 9 (Mironov 2017,
+Proposition 2) covers groups of 2^c records. Use these lemmas only to compare with published
+numbers: `group_loss` holds for every group size, and its ε is several times smaller.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ def uldp_group_guarantees(
 ) -> list[Guarantee]:
     """Return the guarantees of ULDP-GROUP-k, as published and provable.
 
-    Each silo runs the same DP-SGD on at most ``group_size`` records of each user. The published
-    guarantee takes the largest power of two that is not above k, and the orders that the authors'
-    figures use; Lemma 9 does not hold for some of these orders. The provable guarantee is that of
-    `group_loss`.
+    Every silo runs the same DP-SGD, and each user has at most k = ``group_size`` records in all
+    silos together. The published guarantee covers groups of the largest power of two up to k. It
+    uses the orders α of the authors' figures, although Lemma 9 does not hold for some of these
+    orders. `group_loss` computes the provable guarantee.
 
     Raises
     ------
@@ -101,7 +101,10 @@ def uldp_group_guarantees(
 
 
 def _orders_of_the_figures(group: int) -> list[float]:
-    """Return the orders that the authors search: 2k, 2k + 0.1, … (100 of them) and 20 up to 64k."""
+    """Return the orders that the authors try for a group of k records.
+
+    These are the 100 orders 2k, 2k + 0.1, …, and 20 equidistant orders from k + 10 to 64k.
+    """
     tenths = (2 * group + tenth / 10 for tenth in range(100))
     return [*tenths, *np.linspace(group + 10, 64 * group, 20).tolist()]
 
@@ -109,9 +112,9 @@ def _orders_of_the_figures(group: int) -> list[float]:
 def lemma_9(
     silo: DpSgd, doublings: int, delta: float, *, orders: Iterable[float]
 ) -> tuple[float, float]:
-    """Return ε of a group of 2^doublings records by Lemma 9, and the order α that gave it.
+    """Return the smallest ε of a group of 2^``doublings`` records by Lemma 9, and its order α.
 
-    The lemma holds for orders α ≥ 2^(doublings + 1), which this function does not check.
+    The lemma holds for orders α ≥ 2^(``doublings`` + 1); this function does not check the orders.
     """
     tried = tuple(float(order) for order in orders if order > 2**doublings)
     curve = sampled_gaussian_renyi(silo.noise_multiplier, silo.sampling_rate, tried)
@@ -125,8 +128,9 @@ def lemma_9(
 def group_loss_by_renyi(silo: DpSgd, *, group_size: int, delta: float) -> PrivacyLoss:
     """Return (ε, δ) of a group by Lemma 9, with ``group_size`` rounded up to a power of two.
 
-    (α, ρ) becomes (α/2^c, 3^c ρ) for α ≥ 2^(c+1), with c = ⌈log₂ k⌉ and ρ of the silo's training.
-    The paper prints k where c is meant, and rounds down, which covers fewer records.
+    If the silo's training has the Rényi divergence ρ at order α ≥ 2^(c+1) for one record, it has
+    the divergence 3^c ρ at order α/2^c for a group, with c = ⌈log₂ k⌉. The paper prints k where it
+    means c, and rounds down, which covers fewer records.
 
     Raises
     ------
@@ -143,8 +147,9 @@ def group_loss_by_renyi(silo: DpSgd, *, group_size: int, delta: float) -> Privac
 def group_loss_by_conversion(silo: DpSgd, *, group_size: int, delta: float) -> PrivacyLoss:
     """Return (ε, δ) of a group by Lemma 8: (ε', δ') of a record becomes (kε', k e^((k-1)ε') δ').
 
-    The paper searches for the δ' that gives the group's ``delta``. Here, at each order α > k, the
-    record's ε' grows with log(1/δ') at the rate 1/(α-1), so δ' solves a linear equation.
+    k is the group size. The paper searches for the δ' with which the group's δ is ``delta``. This
+    function solves for it: at each order α > k, the record's ε' is linear in log(1/δ') with slope
+    1/(α-1), so log(1/δ') solves a linear equation.
 
     Raises
     ------

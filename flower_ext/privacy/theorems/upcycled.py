@@ -1,4 +1,4 @@
-"""Record-level DP for clients that perturb their local model; the server sees every upload.
+"""Record-level DP for clients that perturb their local models; the server sees every upload.
 
 Source: Yin et al., Upcycled-FL (TMLR 2024), Section 6.
 
@@ -14,10 +14,10 @@ u₁, u₂, μ             ``LocalObjective``: ``gradient_bound``, ``curvature_b
 ====================  =====================================================
 
 Theorem 6.2 assumes that one record moves a clipped model by at most τ/|D_i|. Nothing ensures that
-in general: training may send two neighbouring data sets to opposite ends of the ball, 2τ apart. For
-the exact minimiser of a convex loss plus (μ/2)‖w − w̄‖² the distance is at most 2u₁/(|D_i|μ).
-`sensitivity` is the smaller of the bounds that hold. Every guarantee here comes as a pair: as
-published, and provable.
+in general: models trained on two neighbouring data sets may lie at opposite ends of the ball of
+radius τ, 2τ apart. For the exact minimiser of a convex loss plus (μ/2)‖w − w̄‖² the distance is at
+most 2u₁/(|D_i|μ). `sensitivity` returns the smaller of the bounds that hold. The module returns
+guarantees in pairs: as published, and provable.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ once, before the model is clipped in float64; clipping does not enlarge its effe
 def upcycled_theorem_6_2(
     perturbation: OutputPerturbation, *, num_examples: int, participations: int, delta: float
 ) -> float:
-    """Return ε of output perturbation as published: 2√(a ln(1/δ)) + a, a = Mτ²/(2σ²|D_i|²)."""
+    """Return ε of output perturbation as published: 2√(a ln(1/δ)) + a with a = Mτ²/(2σ²|D_i|²)."""
     require_delta(delta)
     a = _moment_of_theorem_6_2(perturbation, num_examples, participations)
     return 2 * math.sqrt(a * math.log(1 / delta)) + a
@@ -61,13 +61,15 @@ def upcycled_theorem_6_2_delta(
 ) -> float:
     """Return δ of output perturbation as published: exp(−a (ε/(2a) − 1/2)²) for ε ≥ a.
 
-    It inverts `upcycled_theorem_6_2`, with the same a, and rests on the same distance τ/|D_i|. For
-    a provable δ, search for the δ at which `epsilons` gives your ε.
+    This is the inverse of `upcycled_theorem_6_2`, with the same a, and it makes the same assumption
+    that one record moves a model by at most τ/|D_i|. For a provable δ, search for the δ at which
+    `epsilons` returns your ε.
 
     Raises
     ------
     ValueError
-        ``epsilon`` is below a, where the theorem says nothing, or another argument is out of range.
+        ``epsilon`` is below a, so that the theorem does not apply, or another argument is out of
+        range.
     """
     require_positive("epsilon", epsilon)
     a = _moment_of_theorem_6_2(perturbation, num_examples, participations)
@@ -109,11 +111,11 @@ def upcycled_theorem_6_3(
 def sensitivity(
     perturbation: OutputPerturbation, objective: LocalObjective, num_examples: int | None
 ) -> float:
-    """Return the L2 distance by which one record can move the model before noise.
+    """Return the largest L2 distance by which one record moves the clipped model, before noise.
 
-    This is min(2τ, stability), because clipping projects onto a ball, which moves no two models
-    further apart. Rounding may move each model; the objective's ``rounding`` counts `_ROUNDINGS`
-    times for each.
+    It is the smaller of 2τ and `LocalObjective.stability`: clipping projects onto a ball, which
+    moves no two models further apart. The rounding of both models, with the safety factor
+    `_ROUNDINGS`, adds to the stability.
     """
     stable = math.inf if num_examples is None else objective.stability(num_examples)
     norm = perturbation.clipping_norm
@@ -123,9 +125,10 @@ def sensitivity(
 def epsilons(
     perturbation: Perturbation, objective: LocalObjective, run: RunSummary, *, delta: float
 ) -> dict[int, tuple[float, float]]:
-    """Return (published, provable) ε of each asked client; infinite without a guarantee.
+    """Return the published and the provable ε of each client that was asked.
 
-    A client that was asked but never reported its number of examples counts as if it had uploaded.
+    An ε is infinite if there is no such guarantee. A client that was asked but never reported its
+    number of examples counts as if it had uploaded.
     """
     require_delta(delta)
     solved = all(condition.holds for condition in objective.solution_conditions())
@@ -138,7 +141,7 @@ def epsilons(
             published = upcycled_theorem_6_2(
                 output, num_examples=size, participations=uploads, delta=delta
             )
-        # A model that no record can move is independent of the data, and costs nothing.
+        # If no record can move the model, it does not depend on the data, and ε is 0.
         if (moved := sensitivity(output, objective, size)) > 0:
             multiplier = output.noise_stddev / moved
             provable = gaussian_loss(multiplier, releases=uploads, delta=delta).epsilon
@@ -166,9 +169,10 @@ def epsilons(
 def perturbation_guarantees(
     perturbation: Perturbation, objective: LocalObjective, run: RunSummary, *, delta: float
 ) -> list[Guarantee]:
-    """Return the guarantees for one record of any client: published, and provable.
+    """Return the published and the provable guarantee for one record of any client.
 
-    ε is the largest of any client; the source also names the smallest and the mean.
+    Each ε is the largest of all clients; the text in ``source`` also gives the smallest and the
+    mean.
     """
     # One guarantee for all clients: it must hold for the client with the fewest records.
     by_client = epsilons(perturbation, objective, run, delta=delta)
@@ -193,7 +197,7 @@ def perturbation_guarantees(
         source, closed_form, delta = f"{_SOURCE} 6.3", "closed form (pure DP)", 0.0
         reason = source
         accountant, arithmetic = "sum over releases (pure DP)", _IN_FLOATS
-        # The noise is added in training, so no model of a failed training may be sent.
+        # Training adds the noise, so a client must not send a model whose training failed.
         finite = ("training ends without an error, and finite, for every record",)
         smallest = large_enough(objective, min((size or 0 for size in sizes), default=0))
         of_loss, of_solver = objective.theorem_6_3_conditions(), objective.solution_conditions()

@@ -49,7 +49,7 @@ def test_units_that_are_not_the_uploaders_take_part_in_each_upload():
     seen.record([7], answered=3, asked=3)
     assert seen.uploads == {4: 1, 7: 2, 9: 1}
     assert (seen.in_sums, seen.in_uploads) == (1.5 + 1.0, 6.0)
-    with pytest.raises(ValueError, match="answered=4: expected 0 … 3"):
+    with pytest.raises(ValueError, match="answered=4: expected a number from 0 to asked=3"):
         seen.record([4], answered=4, asked=3)
 
 

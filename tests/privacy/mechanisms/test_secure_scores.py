@@ -105,7 +105,7 @@ def test_what_no_sum_of_scores_can_be_is_refused_by_name():
         ({"noise_multiplier": 0.0}, "noise_multiplier=0.0"),
         ({"times": 0}, "times=0"),
         ({"bounds": ()}, "expected one or more scores"),
-        ({"bounds": (*BOUNDS, BOUNDS[0])}, "each once"),
+        ({"bounds": (*BOUNDS, BOUNDS[0])}, "each name once"),
         ({"bounds": (("loss", 0.0, math.inf),)}, "bounds of 'loss'"),
         ({"bounds": (("loss", 1.0, 1.0),)}, "bounds of 'loss'"),
     ):
@@ -116,7 +116,7 @@ def test_what_no_sum_of_scores_can_be_is_refused_by_name():
             plan(noise_placement=placement)
     with pytest.raises(ValueError, match="expected each kind of query once"):
         plan(queries=(SCORES, SecureScores(noise_multiplier=1.0)))
-    with pytest.raises(ValueError, match="a user's part in a silo's vector is not bounded"):
+    with pytest.raises(ValueError, match="nothing bounds what one user contributes"):
         mechanism_of(plan(), silos=5)
     with pytest.raises(ValueError, match="choose a noise multiplier from"):
         plan(queries=(SecureScores(noise_multiplier=1e6, times=1),)).mechanism()

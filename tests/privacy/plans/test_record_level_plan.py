@@ -118,7 +118,7 @@ def test_the_server_takes_the_plain_mean_of_what_arrives():
         ({"num_examples": 0}, "num_examples=0: expected an integer >= 1"),
         ({"rounds": 0}, "rounds=0: expected an integer >= 1"),
         ({"delta": 1.0}, r"delta=1\.0: expected a number in \(0, 1\)"),
-        ({"num_examples": 2999, "steps": STEPS}, "num_examples=2999: expected 3000, the number"),
+        ({"num_examples": 2999, "steps": STEPS}, "num_examples=2999: expected 3000, as in Clipped"),
     ],
 )
 def test_bad_plans_are_refused_by_name(changes, said):
