@@ -1,8 +1,9 @@
 """Model factories whose frozen parts are built once and shared.
 
-Pretrained weights take longer to load than a small part of them takes to train. Frozen tensors are
-not among the parameters that train, travel and are stored (`Params`). Each node takes them from its
-own factory, and `ModelFactory.fingerprint` shows whether two nodes have the same frozen tensors.
+Loading pretrained weights takes longer than training a small part of them, so each process loads
+them once. Frozen tensors are not among the parameters that nodes train, send and store (`Params`).
+Each node takes them from its own factory, and `ModelFactory.fingerprint` shows whether two nodes
+have the same frozen tensors.
 """
 
 from __future__ import annotations
@@ -63,8 +64,8 @@ class ModelFactory:
     function : Callable[[], nn.Module]
         Builds a model. Its random numbers must come from torch's own generator.
     trainable : Sequence[str], optional
-        Names of the modules and parameters that train, in which ``*`` stands for any part; all
-        others are frozen. With None each parameter's ``requires_grad`` decides.
+        Names of the modules and parameters that train; ``*`` matches any part of a name. All
+        others are frozen. With None, each parameter's ``requires_grad`` decides.
 
     Raises
     ------
@@ -114,7 +115,7 @@ class ModelFactory:
         return clone({name: state[name] for name in self.facts.travelling})
 
     def like_initial(self, seed: int) -> Params:
-        """Return parameters for trials, like `initial` but without building a slow model anew."""
+        """Return parameters for trials, like `initial`, but build no pretrained model again."""
         template = self.facts.template
         if template is None:
             return self.initial(seed)
@@ -252,9 +253,10 @@ def digest(tensors: Mapping[str, Tensor]) -> str:
 
 
 def in_training(model: nn.Module) -> nn.Module:
-    """Switch a model to training mode, except for statistics of frozen layers, and return it.
+    """Switch all layers that are not frozen to training mode, and return the model.
 
-    Gradients of embeddings become dense, because they are added to dense gradients.
+    Frozen layers therefore keep their running statistics. Embeddings get dense gradients, because
+    other code adds these to dense gradients.
     """
     model.train()
     for module in model.modules():
@@ -274,10 +276,11 @@ def is_frozen(module: nn.Module) -> bool:
 def factory_of(
     function: Callable[[], nn.Module], trainable: tuple[str, ...] | None = None
 ) -> ModelFactory:
-    """Return the factory of a function, the same one in every call; it stores facts about models.
+    """Return the factory of a function: the same object in every call for the same function.
 
-    Equal `functools.partial` objects share one factory. Equal objects also share one factory for
-    each of their methods, because on Ray each message brings its own copies of objects.
+    A factory stores facts about models, so equal functions share it. Two `functools.partial`
+    objects are equal if their parts are. Two methods are equal if their objects are: on Ray, each
+    message brings its own copy of the object.
     """
     if isinstance(function, ModelFactory):
         if trainable in (None, function.trainable):
@@ -297,7 +300,7 @@ class _Key:
 
 
 def _identity(function: Callable[[], nn.Module]) -> Hashable:
-    """Return the parts by which two functions compare equal, or the function itself."""
+    """Return a value that is the same for functions that `factory_of` treats as equal."""
     with suppress(TypeError):  # a part without a hash
         # A subclass of partial may do more than its parts say.
         if type(function) is partial:
@@ -318,8 +321,8 @@ def _factory_by(key: _Key) -> ModelFactory:
 def suits_channels_last(model: nn.Module, trained: Collection[str]) -> bool:
     """Return True if convolutions may have their channels last, which is faster on a CPU.
 
-    In that order, PyTorch crashes in the backward pass of `nn.GroupNorm` unless its input needs a
-    gradient. A trained convolution as the first layer makes sure of that.
+    With channels last, PyTorch crashes in the backward pass of `nn.GroupNorm` unless its input
+    needs a gradient. It does need one if the first layer is a trained convolution.
     """
     modules = [*model.modules()]
     if not any(isinstance(module, nn.GroupNorm) for module in modules):
@@ -335,7 +338,7 @@ def _holders(model: nn.Module) -> list[nn.Module]:
 
 
 def _is_plain(module: nn.Module) -> bool:
-    """Return True for a layer of PyTorch or this package without additions, such as hooks."""
+    """Return True for a layer of PyTorch or this package with nothing added, such as a hook."""
     tensors_and_children = ("_modules", "_parameters", "_buffers")
     values = [value for key, value in vars(module).items() if key not in tensors_and_children]
     return type(module).__module__.startswith(_PLAIN_MODULES) and all(map(_is_plain_value, values))

@@ -72,7 +72,9 @@ def test_each_target_has_to_name_a_layer(targets, base):
 
 def test_a_folder_without_a_model_is_refused(tmp_path, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    with pytest.raises(ValueError, match="base='.*nowhere'.*Offline, name a local folder"):
+    with pytest.raises(
+        ValueError, match="base='.*nowhere'.*If you are offline, name a local folder"
+    ):
         causal_model(str(tmp_path / "nowhere"), setting="base")
 
 

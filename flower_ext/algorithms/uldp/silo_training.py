@@ -1,7 +1,7 @@
-"""Train a silo's users: each user's update is trained and clipped alone, then added to a total.
+"""Train a silo's users: train each user alone, clip the update, and add it to the silo's total.
 
-A total is one of three: a sum in the clear; a sum in whole grid cells, under a plan with secure
-sums; or a `SiloPart` of a weighted sum.
+The total is an ordinary sum in float64. Under a plan with secure sums, it is a sum in whole grid
+cells. With a weighted sum it is a `SiloPart`, the contribution of this silo.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ def add_users(
 def users_updates(
     task: Task, jobs: Sequence[SiloJob], *, trained: Callable[[str], bool], memory_limit: int
 ) -> Iterator[tuple[int, list[int], Params]]:
-    """Train all users; yield a silo, some of its users, and their unclipped updates in rows.
+    """Train all users; yield a silo's job, some of its users, and their unclipped updates as rows.
 
     No user's update depends on the other users (see `attempt_groups`), because one user could
     otherwise change the updates of others. If a user's training raises or diverges, the update is

@@ -75,10 +75,11 @@ def unlike_examples(
     Parameters
     ----------
     model : nn.Module
-        Integer features also take the number of the last row of each of the model's tables.
+        One example for each embedding table of the model has the table's last row number as its
+        integer features.
     integers : bool
-        Also try integers other than zeros and ones. A table without such a row raises an error,
-        which on an accelerator ends the process.
+        True to try integers other than zeros and ones. A table that lacks such a row raises an
+        error, which on an accelerator ends the process.
     """
     x = random_examples(features, TRIED, torch.Generator().manual_seed(0))
     first, zero = trees.mapped(lambda leaf: leaf[:1], x), trees.zeros(targets, 1)
@@ -97,10 +98,10 @@ def unlike_examples(
 def integer_examples(
     x: Tree, model: nn.Module, generator: torch.Generator
 ) -> Iterator[tuple[Tree, list[Tree]]]:
-    """Yield variants of examples in which one of the features consists of other integers.
+    """Yield variants of examples in which one of the features consists of random integers.
 
-    Yield each variant with copies of it. In a copy, the first example consists of the smallest, or
-    of the largest, integer of the variant's range.
+    Each variant comes with up to two copies. In a copy, the first example consists of the smallest
+    integer of the variant's range, or of the largest.
     """
     for _, leaf in trees.named("", x):
         for low, high in _ranges(leaf.dtype, model):
@@ -139,7 +140,7 @@ def _tables(model: nn.Module) -> Iterator[nn.Embedding | nn.EmbeddingBag]:
 
 
 def _odd_examples(examples: Tree) -> Tree:
-    """Return an example for each value in `ODD`; if all features are integers, of 1 and of 0."""
+    """Return one example for each value in `ODD`; only for 1 and 0 if all features are integers."""
     odd = trees.zeros(examples, len(ODD))
     for row, value in enumerate(ODD):
         odd = with_odd_rows(odd, row, value)
