@@ -55,7 +55,7 @@ from flower_ext.training.params import to_device
 from flower_ext.training.seeding import seeded_by
 
 WEIGHT = "mixture/α"
-"""Name of α_i in a client's memory, beside the parameters of v_i."""
+"""Name of α_i in a client's memory, which also holds the parameters of v_i."""
 
 
 @dataclass(kw_only=True)

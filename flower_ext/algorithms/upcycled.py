@@ -44,7 +44,7 @@ from flower_ext.privacy.mechanisms.updates import require_finite
 log = getLogger("flwr")
 
 _MODEL, _STATE = "model", "state."
-"""Groups that an even round extrapolates: the model, and what the server sends beside it."""
+"""Groups that an even round extrapolates: the model, and other arrays that the server sends."""
 
 Coefficient = Callable[[int], float]
 """A function from m = 1, 2, … to c_m, which is finite and not negative."""
@@ -190,7 +190,7 @@ class Upcycled(Strategy):
         return to_record(model), metrics
 
     def _groups(self, arrays: ArrayRecord) -> dict[str, Arrays]:
-        """Return the model and the arrays that the server sends beside it, such as SCAFFOLD's c.
+        """Return the model and all other arrays that the server sends, such as SCAFFOLD's c.
 
         The authors of Upcycled-FL extrapolate both in their experiments.
         """

@@ -37,8 +37,8 @@ from flower_ext.training.trials.trial_examples import random_examples, unlike_ex
 
 _KEEPS = (
     "{place} changes while a model trains, and other models see it: expected no change, because "
-    "one user's records would move the updates of others, which no clipping bounds. Keep it in the "
-    "model itself, where each training has its own"
+    "one user's records would move the updates of other users, and clipping does not bound that. "
+    "Keep it in the model itself, because each training has its own model"
 )
 _GENERATORS = "the global generator of numpy.random or random (draw from torch.rand instead)"
 
@@ -65,9 +65,9 @@ def refuse_state_between_trainings(task: Task, examples: Examples) -> None:
 @lru_cache(maxsize=64)
 def _shared_place(kind: TrainingKind) -> str | None:
     """Return a variable that a training changes and others read; None if a trial finds none."""
-    # Seeded, because only the first training of a process runs the trial, and the trial's draws
-    # must not change later draws. Deterministic, because some kernels of accelerators round
-    # differently each time, most of all in half precision.
+    # Seed the generators, because only the first training of a process runs the trial, and the
+    # trial's draws must not change later draws. Use deterministic kernels, because other kernels of
+    # accelerators may round differently each time, most of all in half precision.
     with (
         seeded(0, devices=kind.device.type != "cpu"),
         deterministic_kernels(kind.device, strict=False),

@@ -111,7 +111,7 @@ class Features:
         logged, count, total = monotonic(), 0, sum(map(len, parts))
         for part in parts:
             for row in range(len(part)):
-                # A copy, so that the position among other examples does not affect rounding.
+                # Copy the row, so that its position among other examples does not affect rounding.
                 yield self._output(trees.rows(part.features, torch.tensor([row])))
                 count += 1
                 if monotonic() > logged + _SECONDS_BETWEEN_LINES:
@@ -130,7 +130,7 @@ class Features:
         return output
 
     def _computed(self, row: Tree) -> Tensor:
-        # Seeded, so that one example's random draws do not move another's.
+        # Seed the generator for each example, so that no example changes another's random draws.
         with seeded(0, devices=self.device.type != "cpu"), torch.no_grad():
             output = call_with(self._front, {}, trees.to(row, self.device))
         if not isinstance(output, Tensor) or output.shape[:1] != (1,):

@@ -32,14 +32,14 @@ from flower_ext.training.training_kind import TrainingKind, kind_of
 log = getLogger("flwr")
 
 _MARKS = 16
-"""Most negative integers that may be marks of what to leave out, such as -100."""
+"""Largest number of negative integers to try as marks for labels to leave out, such as -100."""
 
 
 class IndexLimits:
     """The integers that a task accepts, for each tensor of its features and targets.
 
     A task accepts non-negative integers up to some limit, for example the length of a table. Some
-    negative integers may mark what to leave out, so they are tried by themselves.
+    negative integers may mark a label or a word to leave out, so each of them is tried by itself.
     """
 
     def __init__(self, kind: TrainingKind) -> None:

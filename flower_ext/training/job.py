@@ -33,7 +33,7 @@ OPTIMIZERS: Mapping[str, Callable[..., torch.optim.Optimizer]] = {
     for name, optimizer in vars(torch.optim).items()
     if isinstance(optimizer, type)
     and issubclass(optimizer, torch.optim.Optimizer)
-    # These optimisers need more than a gradient for a step, or another kind of gradient.
+    # Steps of these optimisers need more than a gradient, or another kind of gradient.
     and name not in ("Optimizer", "LBFGS", "SparseAdam", "Muon")
 }
 """Optimisers of `torch.optim` that step by a gradient, by name."""
@@ -227,6 +227,6 @@ def job_batches(task: Task, job: Job) -> Iterator[tuple[Tree, Tree]]:
     fewest = 1 if job.noise else fewest_rows(task, data.features, size)
     for rows in batch_rows(len(data), job.training, job.generator, fewest=fewest):
         chosen = trees.rows((data.features, data.targets), rows.to(device))
-        # Detached, so that in-place operations of the model stay out of the next gradient.
+        # Detach the tensors, so that the model's in-place operations stay out of later gradients.
         x, y = trees.mapped(Tensor.detach, chosen)
         yield x, y

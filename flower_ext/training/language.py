@@ -17,11 +17,14 @@ from torch.nn.functional import cross_entropy
 IGNORED = -100
 """Label of a token that counts in no loss and in no metric."""
 _ROWS = 16
-"""Most texts whose logits are in memory at once in an evaluation; a vocabulary may be large."""
+"""Number of texts whose logits an evaluation holds in memory at once, as vocabularies are large."""
 
 Scores = Mapping[str, Tensor]
-"""``losses`` and ``hits``, each (n, tokens - 1), for every token after a text's first: the loss in
-nats, and 1.0 if the token was the most probable one. Both are 0 if the token is `IGNORED`."""
+"""``losses`` and ``hits``, both of shape (n, tokens - 1), for all tokens of a text but the first.
+
+A loss is in nats. A hit is 1.0 if the model found the token most probable, and else 0.0. Both are 0
+if the token's label is `IGNORED`.
+"""
 
 
 class LanguageModel(nn.Module):

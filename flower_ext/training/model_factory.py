@@ -34,7 +34,7 @@ _REMEDIES = {
     torch.complex64: _PARTS,
     torch.complex128: _PARTS,
 }
-"""Types that cannot travel, with the remedy for each. Noise does not add up in half precision."""
+"""Types that nodes cannot send, and their remedies. Noise does not add up in half precision."""
 _PLAIN_MODULES = ("torch.nn.modules.", "flower_ext.training.models", "flower_ext.training.dropout")
 _PLAIN_VALUES = (int, float, bool, str, type(None), torch.dtype, torch.device, torch.Size)
 
@@ -43,11 +43,11 @@ class ModelFacts(NamedTuple):
     """Facts about the models of one factory, found from the first model."""
 
     frozen: Params
-    """All tensors that neither train nor travel; the caller must not change them."""
+    """All tensors that are neither trained nor sent; the caller must not change them."""
     tied: Mapping[str, str]
-    """The further names of tied parameters, each with the first name, which messages use."""
+    """Maps each further name of a tied parameter to the first name, which messages use."""
     travelling: Mapping[str, tuple[torch.Size, torch.dtype]]
-    """Shapes and types of all trained parameters, and of the buffers beside them."""
+    """Shapes and types of the tensors that nodes send: trained parameters, and buffers."""
     known: bool
     """True if all layers are *known*: layers of PyTorch or this package, with nothing added."""
     known_holders: bool
@@ -70,9 +70,9 @@ class ModelFactory:
     Raises
     ------
     ValueError
-        When a model is first built: a name of ``trainable`` matches nothing in the model, all
-        parameters are frozen, or a travelling tensor has a type that cannot travel (half
-        precision, complex numbers).
+        The first call that builds a model raises it: a name of ``trainable`` matches nothing in
+        the model, all parameters are frozen, or a tensor that nodes send has a type in which they
+        cannot send it (half precision, complex numbers).
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class ModelFactory:
         return self._templates[device].copy()
 
     def initial(self, seed: int) -> Params:
-        """Return the travelling tensors of a fresh model: trained parameters, and buffers."""
+        """Return the tensors of a fresh model that nodes send: trained parameters, and buffers."""
         if self.facts.template is None:
             return self._initial(seed)
         if self._last is None or self._last[0] != seed:  # a pretrained model loads slowly
@@ -160,7 +160,7 @@ class ModelFactory:
         known, known_holders = (
             all(map(_is_plain, modules)) for modules in (model.modules(), _holders(model))
         )
-        # Buffers that do not travel are drawn once, like frozen tensors; each model has a copy.
+        # Buffers that are not sent are drawn once, like frozen tensors; each model has a copy.
         constant = frozen or any(name not in state for name, _ in model.named_buffers())
         template = model if constant else None
         if template is not None:

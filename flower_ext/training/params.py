@@ -1,4 +1,4 @@
-"""Model parameters as plain dictionaries, in which they train, travel and are stored."""
+"""Model parameters as plain dictionaries, the form in which they are trained, sent and stored."""
 
 from __future__ import annotations
 
@@ -100,8 +100,8 @@ def require_modules(
 ) -> None:
     """Refuse an option with a pattern that matches no parameter among ``names``.
 
-    ``tied`` maps each alias of a tied parameter to the name by which the parameter travels. The
-    function also refuses a pattern that matches an alias alone.
+    ``tied`` maps each further name of a tied parameter to its first name, under which it is sent.
+    The function also refuses a pattern that matches a further name without the first.
     """
     for name, first in (tied or {}).items():
         if matches(name, patterns) and not matches(first, patterns):

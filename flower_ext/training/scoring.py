@@ -23,7 +23,7 @@ from flower_ext.training.task import Task
 log = getLogger("flwr")
 
 _shown: WeakKeyDictionary[Any, set[str]] = WeakKeyDictionary()
-"""Failing scores that the log already shows, by factory of models."""
+"""Names of the failed scores that the log already shows, for each factory of models."""
 
 
 @torch.no_grad()

@@ -81,7 +81,7 @@ from flower_ext.training import LocalTraining
 log = getLogger("flwr")
 
 SILOS, WEIGHTS = "silos", "weights"
-"""Names in the state: a group with `ONE_BY_ONE` by silo, and w_{s,u} if the server knows them."""
+"""Names in the state: a group that holds `ONE_BY_ONE` and, if the server knows it, w_{s,u}."""
 GRADIENT = LocalTraining(steps=1, batch_size=2**31 - 1, learning_rate=1.0)
 """One step at rate 1 on all records, whose update is the negative gradient."""
 
@@ -212,7 +212,7 @@ class UldpAvg(Method):
         """
         weights = state.server[SILOS].get(WEIGHTS)
         if weights is None:
-            return cohort  # the weighted sum has the weights
+            return cohort  # the weighted sum computes the weights itself
         users = cohort.units
         is_common = weights.shape[1] == 1
         if not is_common:

@@ -32,12 +32,12 @@ from flower_ext.privacy.theorems.uldp import Weighting
 from flower_ext.training import LocalTraining, Params, trains_one_by_one
 
 USERS = "users"
-"""Record of a round's users and one silo's weights; also the setting with the number of users."""
+"""Name of the record with a round's users and a silo's weights, and of the setting with |U|."""
 SAMPLED = "sampled"
 WEIGHTS = "weights"
 HISTOGRAM, ONE_BY_ONE, FINGERPRINT = "histogram", "one-by-one", "draw-fingerprint"
 RATE = "user-sampling-rate"
-"""Setting with q, by which the silos draw the users; missing if the server draws them."""
+"""Name of the setting with q, if the silos draw the users; missing if the server draws them."""
 MOST_RECORDS = 2**40
 """Most records that one user may have in one silo, so that sums over silos stay exact."""
 DISCLOSURES: Mapping[Weighting, Sequence[str]] = {
@@ -47,7 +47,7 @@ DISCLOSURES: Mapping[Weighting, Sequence[str]] = {
         "which share of each of its users' records a silo has: the server tells the silo",
     ),
 }
-"""Facts that weights in the clear reveal, and to whom, outside any guarantee."""
+"""Facts that unencrypted weights reveal, and to whom. No guarantee covers them."""
 _ROUNDING = 1e-13
 """Accepted excess of a sum of weights, far below the tolerance of clipping."""
 
@@ -102,7 +102,7 @@ def check_weights(
         )
 
 
-# What travels ------------------------------------------------------------------------------
+# Messages between server and silos ---------------------------------------------------------
 
 
 def users_records(weights: np.ndarray, users: Sequence[int], num_users: int) -> list[ArrayRecord]:

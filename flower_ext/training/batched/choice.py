@@ -79,7 +79,7 @@ def assigned(
 def _forms(task: Task, jobs: Sequence[Job], *, batch_invariant: bool) -> Iterator[Form]:
     """Yield forms for jobs whose examples have one shape and type, the fastest form first."""
     if _why_never_together(jobs) is None:
-        # A lone job must train as it would in a group, unless its bits may depend on the group.
+        # With batch invariance, a single job must train as it would in a group.
         lone = len(jobs) == 1 and not batch_invariant
         for form_for in plugins.offered(GROUP):
             form = form_for(task, jobs[0])
@@ -123,15 +123,15 @@ def _why_never_together(jobs: Sequence[Job]) -> str | None:
     """Return a reason that makes jobs of any model train one by one; None if there is none."""
     for part in ("features", "targets"):
         if not isinstance(getattr(jobs[0].examples, part), Tensor):
-            return f"{part} are no single tensor"
+            return f"{part} are not a single tensor"
     if any(job.noise is not None for job in jobs):
-        return "steps are clipped and noised one by one"
+        return "each step clips gradients and adds noise"
     if any(job.training.tolerance for job in jobs):
-        return "exact minimisers are found one by one"
+        return "tolerance is above 0, which asks for the exact minimiser"
     if any(job.training.optimizer != SGD for job in jobs):
-        return "an optimiser other than SGD"
+        return "the optimiser is not SGD"
     if any(type(term) not in (Proximal, Linear) for job in jobs for term in job.terms):
-        return "a term other than Proximal and Linear"
+        return "the objective has a term other than Proximal and Linear"
     return None
 
 
@@ -179,7 +179,7 @@ def stack_rounds_alike(kind: TrainingKind, shape: Shape) -> bool:
             terms=shape.has_terms,
             count=jobs_for_trial(kind.device),
         )
-    except RuntimeError as error:  # an accelerator without a deterministic kernel, or memory
+    except RuntimeError as error:  # an accelerator lacks a deterministic kernel, or memory
         log.info("local trainings run one by one: %s", error)
         return False
 

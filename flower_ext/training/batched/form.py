@@ -17,7 +17,7 @@ from flower_ext.training.task import Task
 MEMORY_LIMIT = 2**30
 """Bytes that one batch of trainings may take, unless the caller chooses another limit."""
 GROUP = "flower_ext.forms"
-"""Entry points of plug-ins that offer a form."""
+"""Group of the entry points by which plug-ins offer a form."""
 
 
 class Form(Protocol):

@@ -321,7 +321,7 @@ def _look_up(layer: nn.Embedding, x: Tensor) -> Tensor:
 
 _POOLING = (nn.MaxPool2d, nn.AvgPool2d, nn.AdaptiveAvgPool2d)
 BY_CHANNEL = (nn.modules.conv._ConvNd, *_POOLING)
-"""Layers that compute all models as one model with the channels of all models."""
+"""Layers that treat a stack of models as one model with the channels of all of them."""
 
 
 def _pool(

@@ -267,8 +267,8 @@ def together(task: Task, job: Job, memory_limit: int) -> int:
     most = _TOGETHER_ELSEWHERE
     if on_cpu:
         most = max(_LEAST_TOGETHER, _CACHE // (4 * (numbers + activations)))
-    # This counts weights, their gradient, velocity, terms and SAM's second point. It also counts
-    # what layers keep for the backward pass, and the pass itself.
+    # This counts weights, their gradient, velocity, terms and SAM's second point, the tensors that
+    # layers keep for the backward pass, and the tensors of the pass itself.
     needed = 4 * (8 * numbers + features.numel() + 3 * activations)
     return int(max(1, min(most, memory_limit // needed)))
 

@@ -25,7 +25,7 @@ from flower_ext.training.task import Task
 log = getLogger("flwr")
 
 _MARGIN = 1.0 - 1e-5
-"""Factor on the clipping norm that covers the rounding of norms, partly in single precision."""
+"""Factor on the clipping norm. It covers rounding errors of norms, partly in single precision."""
 
 
 class ClippedGradient:
@@ -77,8 +77,8 @@ class ClippedGradient:
         summed = {name: torch.zeros_like(params[name], dtype=torch.float64) for name in self.names}
         for name, parameter in self.passes.params.items():
             parameter.copy_(params[name])
-        # Only the first training of a process runs trials. Seeded, so that the trials' draws do not
-        # change the draws of this training.
+        # Only the first training of a process runs trials. Seed the generators, so that the trials'
+        # draws do not change the draws of this training.
         with self._seeded(0):
             way = self.way = self.way or self.passes.fastest_way(features, targets)
         if trees.length(features) == 0:

@@ -26,15 +26,15 @@ from flower_ext.training.params import flat_rows
 from flower_ext.training.validation import objections, opacus
 
 _CANCELLED = 2e-6
-"""Share of the summed sizes of an example's products that is added to the example's norm.
+"""Margin: an example's norm is raised by this share of the sum of its products' norms.
 
-The summed sizes of a clipped example's products are thus at most 1/share clipping norms. Rounding
-in float64 therefore changes the sum of the products by far less than one clipping norm.
+The norms of a clipped example's products thus sum to at most 1/share clipping norms. Rounding in
+float64 therefore changes the sum of the products by far less than one clipping norm.
 """
 _HUGE = 1e200
 """A larger square counts as infinite, because squares of the other factor might underflow."""
 _SINGLE = 1e-20
-"""Least sum of squares in single precision that squares lost by underflow could not change."""
+"""A sum of squares in single precision above this is reliable: lost tiny squares do not matter."""
 _FEW_CHANNELS = 32
 """With fewer channels, a grouped convolution is at least as fast as Opacus on a CPU."""
 _PATCHES = 2**22
@@ -260,7 +260,7 @@ _SAMPLED = {
     *(nn.Conv1d, nn.Conv3d, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm),
     *(nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d),
 }
-"""Layers left to Opacus.
+"""Layers whose gradients Opacus computes.
 
 `EmbeddingBag` is missing, because Opacus would count a word that is twice in a bag only once.
 """

@@ -47,7 +47,7 @@ TOGETHER, _FEWEST = 64, 4
 Fewer than four would change the rounding, because libraries have other kernels for so few rows.
 """
 _MOST_DENSE, _OF_EIGHT = 1024, 8
-"""Most examples that pass together if no gradient is stored; they pass in multiples of eight."""
+"""If no gradient is stored, at most 1,024 examples pass together, in a multiple of eight."""
 
 
 class GradientMethod(StrEnum):
@@ -175,7 +175,7 @@ def _holds(check: Callable[..., bool], *arguments: object) -> bool:
 
 def _width(batch_size: float, *, written: bool) -> int:
     """Return how many examples pass together; ``batch_size`` is the usual size of a batch."""
-    if written:  # each row costs, so two or three narrow passes waste less than one wide pass
+    if written:  # padding costs time, so two or three small passes are better than a large one
         half = math.ceil(min(batch_size, 2 * TOGETHER) / 2)
         return max(_FEWEST, 1 << (half - 1).bit_length())
     usual = batch_size + 3 * math.sqrt(batch_size)  # a Poisson batch is rarely larger

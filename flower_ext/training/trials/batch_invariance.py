@@ -32,7 +32,7 @@ from flower_ext.training.trials.trial_examples import (
 )
 
 _ALIKE, _ROUNDED = 1e-3, 1e-6
-"""Tolerated relative difference, and tolerated remainder where the terms of a sum cancel."""
+"""Tolerated relative difference, and tolerated rounding error where the terms of a sum cancel."""
 
 
 class ExampleGradients(Protocol):

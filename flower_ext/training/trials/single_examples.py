@@ -37,9 +37,9 @@ from flower_ext.training.trials.trial_examples import (
 
 _KEEPS = (
     "{place} changes while an example passes the model or its loss: expected no change, because "
-    "one record would move the gradients of those that follow, which no clipping bounds. Change it "
-    "only when `not self.training`, or compute it anew in each forward pass; for a weight of "
-    "torch.nn.utils.spectral_norm, use torch.nn.utils.parametrizations.spectral_norm"
+    "one record would change the gradients of later records, and clipping does not bound that. "
+    "Change it only when `not self.training`, or compute it anew in each forward pass; for a "
+    "weight of torch.nn.utils.spectral_norm, use torch.nn.utils.parametrizations.spectral_norm"
 )
 _REMEDY = (
     "expected a model that trains on one example at a time, because DP-SGD clips the gradient of "
@@ -49,11 +49,11 @@ _REMEDY = (
     "checkpointing"
 )
 _OF_LABELS = (
-    "the model takes such an example and the loss does not, for labels of 0 or of 1: expected a "
-    "loss that takes labels from 0 on. If yours begin at another number, as in cross_entropy("
+    "the model accepts such an example, but the loss fails for the labels 0 and 1: expected a loss "
+    "for labels that begin at 0. If your labels begin at another number, as in cross_entropy("
     "outputs, targets - 1990), subtract it in the data set, not in the loss"
 )
-_OVER_PAIRS = "expected a loss that a single example can lower, and not one over pairs of examples"
+_OVER_PAIRS = "expected a loss that one example alone can lower, not a loss over pairs of examples"
 
 
 def require_single_examples(

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from flower_ext.training.params import Params
 
 Snapshot = dict[str, Hashable]
-"""A value, or its checksum, for each place."""
+"""Maps the name of each place to the value there, or to its checksum."""
 _ATOMS = (
     *(type(None), bool, int, float, complex, str, bytes, type(...)),
     *(torch.dtype, torch.device, torch.Size, torch.layout, torch.memory_format),

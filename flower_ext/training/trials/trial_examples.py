@@ -22,8 +22,8 @@ TRIED = 3
 ODD = (math.nan, math.inf, -math.inf, 300.0, -300.0, 0.0)
 """Unusual values, which may make a model treat all other examples differently."""
 _HIGHEST = (2, 3, 255, 10_000)
-"""Largest integers of random features, beside zeros and ones: 2 and 3 for marks such as padding,
-255 for images, and 10,000 for counts."""
+"""Largest integers of random features other than zeros and ones: 2 and 3 for marks such as
+padding, 255 for images, and 10,000 for counts."""
 _ODD_CLASSES = (-100, -1, 2, _HIGHEST[-1])
 """Targets for which a loss may store something; negative integers often mark missing labels."""
 
@@ -105,8 +105,8 @@ def integer_examples(
     """
     for _, leaf in trees.named("", x):
         for low, high in _ranges(leaf.dtype, model):
-            # One end of the range fills the first example, and the last example has the other end.
-            # Otherwise short examples might have equal counts, such as of padding.
+            # The first example consists of one end of the range, and the last example contains the
+            # other end. Otherwise short examples might all have as many padding words, for example.
             for ends in (None, (high, low), (low, high)) if low < high else (None,):
                 drawn = torch.randint(low, high + 1, leaf.shape, generator=generator)
                 if ends is not None:
