@@ -215,7 +215,7 @@ def _best_threshold(
 def _rates(
     zero: np.ndarray, one: np.ndarray, threshold: float | np.ndarray, failure: float
 ) -> Pair:
-    """Return an upper bound on the false-positive rate, and a lower bound on the true-positive."""
+    """Return upper bounds on false-positive and lower bounds on true-positive rates, by threshold."""
     false, true = (
         len(scores) - np.searchsorted(np.sort(scores), threshold, side="right")
         for scores in (zero, one)

@@ -131,7 +131,7 @@ def require_usable(task: Task, examples: Examples) -> None:
 
 
 def on_device(task: Task, examples: Examples) -> Examples:
-    """Move examples to the task's device; call `require_usable` first for an accelerator."""
+    """Return examples on the task's device, after `require_usable` if it is an accelerator."""
     device = task.torch_device()
     if device.type != "cpu" and len(examples):
         require_usable(task, examples)

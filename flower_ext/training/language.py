@@ -75,7 +75,10 @@ def perplexity(scores: Scores, labels: Tensor) -> float:
 
 
 def token_accuracy(scores: Scores, labels: Tensor) -> float:
-    """Return the share of tokens that the model finds most probable; NaN if all are `IGNORED`."""
+    """Return the share of tokens, without `IGNORED` ones, that the model finds most probable.
+
+    The result is NaN if all tokens are `IGNORED`.
+    """
     tokens = int(_counted(labels).sum())
     return float(scores["hits"].double().sum()) / tokens if tokens else math.nan
 

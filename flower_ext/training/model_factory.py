@@ -279,8 +279,8 @@ def factory_of(
     """Return the factory of a function: the same object in every call for the same function.
 
     A factory stores facts about models, so equal functions share it. Two `functools.partial`
-    objects are equal if their parts are. Two methods are equal if their objects are: on Ray, each
-    message brings its own copy of the object.
+    objects are equal if their functions and arguments are. Two bound methods are equal if their
+    objects are equal, because on Ray each message brings its own copy of the object.
     """
     if isinstance(function, ModelFactory):
         if trainable in (None, function.trainable):

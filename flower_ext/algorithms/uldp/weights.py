@@ -139,10 +139,10 @@ def read_weights(work: ClientWork) -> np.ndarray:
 
 
 def answer_server(question: Question) -> Params:
-    """Report whether users would train one by one on this machine, and what else is asked for.
+    """Report whether users would train one by one on this machine, and further facts on request.
 
-    Only on request, the silo also sends each user's number of records, and the fingerprint of the
-    key from which silos draw users.
+    If the server asks for them, the silo also sends each user's number of records, and the
+    fingerprint of the key from which silos draw users. Otherwise these do not leave the silo.
     """
     num_users, examples = int(question.values[USERS]), question.data.train
     owners = owned(question.data, num_users).owners

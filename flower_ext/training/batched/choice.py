@@ -3,16 +3,17 @@
 A caller may ask for batch invariance: no bit of a job's result may depend on the jobs that train
 together with it. The first form of this table that accepts a job trains it:
 
-===============  ===============  ===================  ================  ========================
-form             batch-invariant  several other jobs   one other job     models it accepts
-===============  ===============  ===================  ================  ========================
-of a plug-in     if it promises   yes                  if it is faster   known layers without a
-                 invariance                                              trial, others after one
-`ConstantShape`  yes              no                   no                `consists_of_rows`, after
-                                                                         trials
-`Stacked`        no               if it is faster      no                any, after a trial
-`local.train`    yes              yes                  yes               any, one by one
-===============  ===============  ===================  ================  ========================
+===============  ===============  ===============  ===============  =============================
+form             jobs with batch  several jobs     one job          models that it accepts
+                 invariance       without          without
+===============  ===============  ===============  ===============  =============================
+of a plug-in     if it promises   yes              if it is faster  known layers without a trial,
+                 invariance                                         others after one
+`ConstantShape`  yes              no               no               `consists_of_rows`, after
+                                                                    trials
+`Stacked`        no               if it is faster  no               any, after a trial
+`local.train`    yes              yes              yes              any, one by one
+===============  ===============  ===============  ===============  =============================
 
 `local.train` also trains the jobs for which `_why_never_together` returns a reason. Trials use
 random jobs. They compare a form's results with those of `local.train` (`trains_alike`,

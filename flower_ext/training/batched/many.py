@@ -94,7 +94,7 @@ def train_each(
     Raises
     ------
     ValueError, NotConverged
-        `train` raises it.
+        `train` raises one of these.
     """
     models = {i: dict(job.params) for i, job in enumerate(jobs) if not len(job.examples)}
     numbers = [i for i in range(len(jobs)) if i not in models]
