@@ -215,7 +215,7 @@ def _best_threshold(
 def _rates(
     zero: np.ndarray, one: np.ndarray, threshold: float | np.ndarray, failure: float
 ) -> Pair:
-    """Return upper bounds on false-positive and lower bounds on true-positive rates, by threshold."""
+    """Bound the false-positive rate from above and the true-positive rate from below."""
     false, true = (
         len(scores) - np.searchsorted(np.sort(scores), threshold, side="right")
         for scores in (zero, one)

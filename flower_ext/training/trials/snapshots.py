@@ -1,10 +1,10 @@
 """Snapshots of everything that a model can store between two passes, to find what a pass changes.
 
 A pass may change a module's attributes, its weights, an attribute of its class, a variable that a
-function or a hook encloses, or a global variable. Functions and classes of the same project may do
-so too, if the module uses them. All these are called places. A `snapshot` holds the values at all
-places, and `changed_places` names the places where two snapshots differ. To find changes elsewhere,
-the trials also compare results.
+function or a hook encloses, or a global variable. It may also change such variables of functions
+and classes that the module uses, if they belong to the same project. All these are called places. A
+`snapshot` holds the values at all places, and `changed_places` names the places where two snapshots
+differ. To find changes elsewhere, the trials also compare results.
 """
 
 from __future__ import annotations
