@@ -1,12 +1,12 @@
 """Local training of torch models, as plain functions over parameter dictionaries.
 
-`local` computes one local training, on one page. These modules are its parts:
+The module `local` computes one local training. It uses these modules:
 
 ====================  =====================================================================
-module                its part
+module                contents
 ====================  =====================================================================
 `task`                the model, the loss, the metrics and each partition's data
-`job`                 a training as a value: settings, examples, mini-batches, noise
+`job`                 the description of a training: settings, examples, mini-batches, noise
 `problem`             the loss plus terms, as a function of the trained part of a model
 `local`               `train`: sets up the problem, takes the steps, returns the model
 `dp`                  steps of DP-SGD, which clip each example's gradient
@@ -15,14 +15,15 @@ module                its part
 When and how many trainings run together never changes a result, except for rounding:
 
 ====================  =====================================================================
-`side_by_side`        collects the trainings for which methods of many clients wait
-`batched.many`        trains many jobs, and tells apart those that raise
+`side_by_side`        collects the trainings that the methods of many clients wait for
+`batched.many`        trains many jobs, and finds the jobs that raise errors
 `batched.choice`      chooses the form in which each job trains
 `batched.form`        the interface of forms: one by one, in stacks, by a plug-in's code
 ====================  =====================================================================
 
-The trials in `trials` and `between_trainings` find models in which one example, or one training,
-changes another. `batched.choice`, `dp.ways`, and the client before its first training, run them.
+The trials in `trials` and `between_trainings` find models in which one example changes the gradient
+of another example, or one training changes another training. `batched.choice` and `dp.ways` run
+these trials, and so does a client before its first training.
 """
 
 from flower_ext.training.batched.form import MEMORY_LIMIT

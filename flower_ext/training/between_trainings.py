@@ -5,8 +5,8 @@ trainings share class attributes, global variables and the variables that hooks 
 these, one user's records could change the updates of other users, or of other clients. Clipping
 each update does not bound such a change.
 
-The trial compares `snapshots`, and names the place at which they differ. Snapshots do not reach
-every place, so the trial also repeats a training after trainings on other examples. Both results
+The trial compares `snapshots`, and names the variable in which they differ. Snapshots do not reach
+every variable, so the trial also repeats a training after trainings on other examples. Both results
 must be equal.
 """
 
@@ -37,8 +37,8 @@ from flower_ext.training.trials.trial_examples import random_examples, unlike_ex
 
 _KEEPS = (
     "{place} changes while a model trains, and other models see it: expected no change, because "
-    "one user's records would move the updates of others, which no clipping bounds. Keep it in the "
-    "model itself, where each training has its own"
+    "one user's records would move the updates of other users, and clipping does not bound that. "
+    "Keep it in the model itself, because each training has its own model"
 )
 _GENERATORS = "the global generator of numpy.random or random (draw from torch.rand instead)"
 
@@ -64,10 +64,10 @@ def refuse_state_between_trainings(task: Task, examples: Examples) -> None:
 
 @lru_cache(maxsize=64)
 def _shared_place(kind: TrainingKind) -> str | None:
-    """Return the place that trainings share and change; None if a trial finds none."""
-    # Seeded, because only the first training of a process runs the trial, and the trial's draws
-    # must not change later draws. Deterministic, because some kernels of accelerators round
-    # differently each time, most of all in half precision.
+    """Return a variable that a training changes and others read; None if a trial finds none."""
+    # Seed the generators, because only the first training of a process runs the trial, and the
+    # trial's draws must not change later draws. Use deterministic kernels, because other kernels of
+    # accelerators may round differently each time, most of all in half precision.
     with (
         seeded(0, devices=kind.device.type != "cpu"),
         deterministic_kernels(kind.device, strict=False),

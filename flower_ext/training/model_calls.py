@@ -1,4 +1,4 @@
-"""Calls of a model with given parameters, on features that may be trees."""
+"""Call a model with given parameters, on features that may be tuples or mappings of tensors."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def call_model(model: Callable[..., Any], x: Tree) -> Any:
 
 
 def call_with(model: nn.Module, params: Params, x: Tree) -> Any:
-    """Call a model with ``params``, and with its own tensors where ``params`` lacks a name.
+    """Call a model with ``params`` in place of its own tensors of the same names.
 
     Raises
     ------
@@ -48,7 +48,7 @@ def call_with(model: nn.Module, params: Params, x: Tree) -> Any:
 
 
 class SettableModel:
-    """A model whose parameters and buffers are replaced permanently, before any number of calls.
+    """A model that keeps the parameters and buffers of `set_params` for all later calls.
 
     `torch.func.functional_call` restores the former tensors after each call, which takes as long as
     a step of a small model. Tied parameters are replaced in all their places.
@@ -88,7 +88,7 @@ class UnlikeTypes(InvalidValue):
 
 
 def _tell_types(error: RuntimeError, params: Params, x: Tree) -> None:
-    """Raise `UnlikeTypes` if features differ in type from all parameters: that may be the cause."""
+    """Raise `UnlikeTypes` if features differ in type from the parameters, a likely cause."""
     types = {p.dtype for p in params.values() if p.is_floating_point()}
     for name, leaf in trees.named("features", x) if "type" in str(error) else ():
         if isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.dtype not in types:

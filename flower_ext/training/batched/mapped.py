@@ -44,7 +44,7 @@ class Target:
 
 @dataclass
 class _Pass:
-    """Gradient targets and random numbers of one pass, and the parameters sent to their targets."""
+    """Gradient targets and random numbers of one pass, and the parameters with sent gradients."""
 
     targets: Mapping[str, Target]
     draws: Draws | None
@@ -54,7 +54,7 @@ class _Pass:
     def target(self, name: str) -> Target | None:
         """Return the target to which a layer sends the gradient of a parameter, if it has one."""
         if name in self.sent:
-            raise RuntimeError(f"{name!r} is used twice")
+            raise RuntimeError(f"parameter {name!r} is used twice")
         if name in self.targets:
             self.sent.add(name)
         return self.targets.get(name)
@@ -74,7 +74,7 @@ class MappedModel:
     Raises
     ------
     InvalidValue
-        In a layer, a model's numbers would depend on the other models.
+        The model has a layer in which a model's numbers would depend on the other models.
     """
 
     fewest = 5
@@ -98,7 +98,7 @@ class MappedModel:
             drops = isinstance(layer, nn.modules.dropout._DropoutNd) and layer.p > 0
             if drops and not (type(layer) is nn.Dropout and on_cpu):
                 raise InvalidValue(
-                    f"{layer} would draw different random numbers in a batch than alone"
+                    f"{layer} would draw other random numbers in a batch of models than alone"
                 )
             if "forward" in vars(layer):
                 continue
@@ -155,7 +155,7 @@ class MappedModel:
         # The gradients of dense layers are None here, because they are at their targets already.
         for name, slope in zip(leaves, slopes, strict=True):
             if slope is not None and name in self._pass.sent:
-                raise RuntimeError(f"{name!r} is used outside its layer")
+                raise RuntimeError(f"parameter {name!r} is used outside its layer")
             if slope is not None:
                 targets[name].add(slope)
 
@@ -321,7 +321,7 @@ def _look_up(layer: nn.Embedding, x: Tensor) -> Tensor:
 
 _POOLING = (nn.MaxPool2d, nn.AvgPool2d, nn.AdaptiveAvgPool2d)
 BY_CHANNEL = (nn.modules.conv._ConvNd, *_POOLING)
-"""Layers that compute all models as one model with the channels of all models."""
+"""Layers that treat a stack of models as one model with the channels of all of them."""
 
 
 def _pool(

@@ -85,7 +85,7 @@ class Stack:
         )
 
     def train(self) -> Params:
-        """Run SGD with momentum, or SAM, on every job to its own end; return ``weights``."""
+        """Train each job by SGD with momentum, or by SAM, until its end; return ``weights``."""
         rate, momentum, radius = (
             self.numbers([getattr(job.training, name) for job in self.jobs])
             for name in ("learning_rate", "momentum", "sam_radius")
@@ -231,9 +231,10 @@ class Stacked(Form):
     batch_invariant = False
 
     def groups(self, jobs: Sequence[Job], memory_limit: int) -> Iterator[list[int]]:
-        """Yield groups of jobs, the longest job first; leave out jobs that gain nothing.
+        """Yield groups of jobs, the longest job first; leave out jobs that a stack makes no faster.
 
-        A stack narrows as its jobs end, so a job gains nothing if it would outlast all others.
+        A stack loses models as their jobs end. So it does not help a job that would train far
+        longer than all others.
         """
         order = longest_first(jobs, range(len(jobs)))
         steps = [jobs[index].num_steps for index in order]
@@ -266,8 +267,8 @@ def together(task: Task, job: Job, memory_limit: int) -> int:
     most = _TOGETHER_ELSEWHERE
     if on_cpu:
         most = max(_LEAST_TOGETHER, _CACHE // (4 * (numbers + activations)))
-    # This counts weights, their gradient, velocity, terms and SAM's second point. It also counts
-    # what layers keep for the backward pass, and the pass itself.
+    # This counts weights, their gradient, velocity, terms and SAM's second point, the tensors that
+    # layers keep for the backward pass, and the tensors of the pass itself.
     needed = 4 * (8 * numbers + features.numel() + 3 * activations)
     return int(max(1, min(most, memory_limit // needed)))
 
@@ -304,7 +305,7 @@ def first_models(params: Mapping[str, Tensor], active: int) -> Params:
 
 
 def per_model(values: Tensor, like: Tensor) -> Tensor:
-    """Reshape one value per job so that it multiplies ``like``."""
+    """Reshape ``values``, one for each job, so that each multiplies its job's part of ``like``."""
     return values.to(like.dtype).view(-1, *(1 for _ in like.shape[1:]))
 
 
@@ -353,7 +354,7 @@ class _Rows:
         return selected
 
     def _from_joined(self, orders: Sequence[Tensor], length: int) -> Tensor:
-        """Return each job's rows as ``orders`` number them, padded to ``length`` by the first."""
+        """Return the rows of each job in ``orders``; its first row fills up to ``length`` rows."""
         assert self.joined is not None
         first, moved = 0, []
         for tensor, rows in zip(self.tensors, orders, strict=False):
@@ -363,5 +364,5 @@ class _Rows:
 
 
 def _padded(rows: Tensor, length: int) -> Tensor:
-    """Repeat the first row number until there are ``length``."""
+    """Repeat the first row number until there are ``length`` row numbers."""
     return rows if len(rows) == length else torch.cat([rows, rows[:1].expand(length - len(rows))])

@@ -1,14 +1,14 @@
 """Ways to find the gradient of every example of a batch, and the trials that choose among them.
 
-One pass over a batch gives the inputs and outputs of every layer. From these follow the norm of
-each example's gradient, and the sum of the clipped gradients (`one_pass`). On a CPU, a batch passes
-in groups that stay in the caches. Where a model might mix examples, vmap or a loop finds each
-example's gradient.
+The fastest way is one pass over a batch (`one_pass`). It gives the inputs and outputs of every
+layer, from which this package computes the norm of each example's gradient, and the sum of the
+clipped gradients. On a CPU, a batch passes in groups that fit into the caches. If a model might mix
+examples, vmap or a loop computes each example's gradient.
 
 Libraries choose their kernels by the number of rows, so an example's gradient would be rounded
-differently if another example joined the pass. A ReLU at its kink turns such a difference in the
-last bit into a whole gradient. All passes therefore have one public width. If a trial finds that an
-example's bits still depend on other examples, examples pass one by one.
+differently if another example joined the pass. At the kink of a ReLU, such a difference in the last
+bit changes the whole gradient. All passes therefore have the same, public number of examples. If a
+trial finds that an example's bits still depend on other examples, examples pass one by one.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ TOGETHER, _FEWEST = 64, 4
 Fewer than four would change the rounding, because libraries have other kernels for so few rows.
 """
 _MOST_DENSE, _OF_EIGHT = 1024, 8
-"""Most examples that pass together if no gradient is stored; they pass in multiples of eight."""
+"""If no gradient is stored, at most 1,024 examples pass together, in a multiple of eight."""
 
 
 class GradientMethod(StrEnum):
@@ -71,7 +71,7 @@ class Passes:
     Raises
     ------
     InvalidValue
-        Examples mix in a layer of the model.
+        A layer of the model mixes examples.
     """
 
     def __init__(self, task: Task, names: list[str], batch_size: float) -> None:
@@ -85,7 +85,7 @@ class Passes:
         self._is_dense = all(type(layer) is nn.Linear for layer in holders)
 
     def gradients(self, way: GradientMethod, x: Tree, y: Tree) -> Parts:
-        """Return the gradients of the examples of one pass, of which there are `width`."""
+        """Return the gradients of the examples of one pass, which has `width` examples."""
         if way == GradientMethod.IN_ONE_PASS:
             return self.one_pass(x, y, self.task.loss)
         follow = self.by_vmap if way == GradientMethod.BY_VMAP else self._alone
@@ -136,11 +136,12 @@ class Passes:
 def _tried(
     kind: TrainingKind, names: tuple[str, ...], batch_size: float, threads: int
 ) -> tuple[GradientMethod, Tree | None]:
-    """Return the fastest way that trials allow, and the extra example of `OnePass`.
+    """Return the fastest way that trials allow, and the extra last example of `OnePass`.
 
-    One pass finds every example's own gradient, except in four cases: a layer treats patches or
-    times as rows, a layer is used twice, examples mix, or operations depend on values (`watched`).
-    In one pass and under vmap, an example's bits must not depend on its place or on other examples.
+    Trials exclude one pass in four cases: a layer treats patches or times as rows, the model uses
+    a layer twice, the model mixes examples, or feature values decide which operations the model
+    runs (`watched`). Trials exclude one pass and vmap if an example's bits depend on its place or
+    on other examples.
     """
     require_single_examples(kind.task, names, kind.features, kind.targets)
     passes = Passes(kind.task, [*names], batch_size)
@@ -159,12 +160,12 @@ def _tried(
         trial.is_batch_invariant, *example, passes.by_vmap, passes.width(GradientMethod.BY_VMAP)
     ):
         way = GradientMethod.BY_VMAP
-    log.info("gradients of single examples are found %s", way)
+    log.info("DP-SGD computes the gradients of single examples %s", way)
     return way, passes.one_pass.last
 
 
 def _holds(check: Callable[..., bool], *arguments: object) -> bool:
-    """Return the result of ``check``; False if the model raises."""
+    """Return the result of ``check``; False if it raises an error."""
     try:
         return check(*arguments)
     except Exception:  # a model may raise anything for random examples
@@ -173,8 +174,8 @@ def _holds(check: Callable[..., bool], *arguments: object) -> bool:
 
 
 def _width(batch_size: float, *, written: bool) -> int:
-    """Return how many examples pass together, from the public number that a batch usually has."""
-    if written:  # each row costs, so two or three narrow passes waste less than one wide pass
+    """Return how many examples pass together; ``batch_size`` is the usual size of a batch."""
+    if written:  # padding costs time, so two or three small passes are better than a large one
         half = math.ceil(min(batch_size, 2 * TOGETHER) / 2)
         return max(_FEWEST, 1 << (half - 1).bit_length())
     usual = batch_size + 3 * math.sqrt(batch_size)  # a Poisson batch is rarely larger

@@ -4,26 +4,26 @@ Trials find out whether one example can change what other examples contribute. C
 contribution does not bound such a change. The examples are random or unusual, and reveal nobody's
 values. A trial that finds nothing is evidence, not a proof.
 
-=======================  =================================  =====================================
-module                   its question                       what follows from "no"
-=======================  =================================  =====================================
-`single_examples`        Does the model learn from one      `ClippedGradient` refuses the model.
-                         example at a time, and keep
-                         nothing of it but buffers?
-`batch_invariance`       Is each gradient of a batch the    `dp.ways` finds the gradients by vmap,
-                         one that the example has alone,    or one by one.
-                         up to rounding, or to the bit?
-`control_flow`           Do the model's operations stay     `dp.one_pass` does not pass examples
-                         the same for all feature values?   together.
-`joint_trainings`        Do jobs that train together end    `batched.choice` trains them in
-                         as each alone, up to rounding,     another form.
-                         or to the bit?
-`between_trainings`      Does a training leave nothing      The client refuses to train under a
-(in `training`)          that another training sees?        plan that protects.
-=======================  =================================  =====================================
+=======================  ====================================  ==================================
+module                   fault that its trial finds            what the package then does
+=======================  ====================================  ==================================
+`single_examples`        A model cannot learn from one         `ClippedGradient` refuses the
+                         example alone, or remembers an        model.
+                         example outside its buffers.
+`batch_invariance`       A gradient in a batch differs from    `dp.ways` computes the gradients
+                         the example's own gradient, beyond    by vmap, or one by one.
+                         rounding or in any bit.
+`control_flow`           Feature values decide which           `dp.one_pass` does not pass
+                         operations the model runs.            examples together.
+`joint_trainings`        Jobs that train together end with     `batched.choice` trains the jobs
+                         other models than alone, beyond       in another form.
+                         rounding or in any bit.
+`between_trainings`      A training changes something that     The client refuses to train under
+(in `training`)          a later training sees.                a plan that promises privacy.
+=======================  ====================================  ==================================
 
-All trials use `trial_examples`, which makes the examples; `training_kind`, under which the process
-remembers an answer; and `snapshots`, which reads everything that a model can store. Layers that are
-known to mix examples, such as batch normalisation, need no trial, because
+All trials use three modules: `trial_examples` makes the examples, `snapshots` reads everything that
+a model can store, and `training_kind` is the key under which the process remembers an answer. Some
+layers, such as batch normalisation, are known to mix examples. They need no trial, because
 `model_of_single_examples` refuses them.
 """

@@ -2,8 +2,9 @@
 
 A model that mixes examples, as batch normalisation does, lets one record change the gradients of
 others. Clipping each gradient does not bound such a change. The trials compare the gradients from a
-pass over many examples with each example's own gradient, and their bits with the bits from other
-batches. They use random and unusual examples, which have only the shapes and types of real ones.
+pass over many examples with each example's own gradient, up to rounding. They also compare an
+example's gradients from different batches, bit by bit. They use random and unusual examples, which
+have only the shapes and types of real ones.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from flower_ext.training.trials.trial_examples import (
 )
 
 _ALIKE, _ROUNDED = 1e-3, 1e-6
-"""Tolerated relative difference, and tolerated remainder where the terms of a sum cancel."""
+"""Tolerated relative difference, and tolerated rounding error where the terms of a sum cancel."""
 
 
 class ExampleGradients(Protocol):
@@ -83,7 +84,7 @@ class BatchInvarianceTrial:
         Raises
         ------
         Exception
-            An example raises.
+            The model or the loss raises an error for an example.
         """
         with self._random_weights() as generator:
             x, directions = self._examples(features, count, generator)
@@ -131,10 +132,10 @@ class BatchInvarianceTrial:
     def _keeps_integers_apart(
         self, x: Tree, directions: Tree, follow: Follow, generator: torch.Generator
     ) -> bool:
-        """Return True if examples with larger integers have the same gradients together as alone.
+        """Return True if examples with integers above 1 have equal gradients together and alone.
 
-        Examples for which the model raises an error do not count, because the model may look up
-        their integers in a table without such a row.
+        Examples for which the model raises an error do not count: the model may look up an integer
+        in a table that is too short.
         """
         for examples, extremes in integer_examples(x, self.model, generator):
             # On an accelerator such a look-up would end the process, so check first whether the
@@ -192,7 +193,11 @@ class BatchInvarianceTrial:
 
 
 def _pass_apart(examples: Tree, extremes: Sequence[Tree], directions: Tree, follow: Follow) -> bool:
-    """Return True if `TRIED` examples have their own gradients, whatever the first example is."""
+    """Return True if examples in a batch have the same gradients as alone.
+
+    The function also replaces the first example by each of ``extremes``. No bit of the other
+    gradients may change.
+    """
     together = _followed(follow, examples, directions, _along)
     rows = torch.arange(TRIED, device=trees.first(examples).device)
     alone = [
@@ -214,7 +219,7 @@ def _followed(follow: Follow, x: Tree, y: Tree, by: ExampleLoss) -> Mapping[str,
 
 
 def _rows(gradients: Mapping[str, ExampleGradients], rows: Tensor, count: int) -> Params:
-    """Return the gradients of some of ``count`` examples."""
+    """Return the gradients of the examples with the numbers ``rows``, out of ``count``."""
     one_hot = torch.eye(count, device=rows.device)[rows]
     return {n: torch.stack([part.total(one) for one in one_hot]) for n, part in gradients.items()}
 
@@ -247,11 +252,11 @@ def _equal(ours: Sequence[Tensor], theirs: Sequence[Tensor], rows: slice = slice
 
 
 def _agree(gradients: Params, expected: Params, *, may_vanish: bool) -> bool:
-    """Return True if all rows agree, and each name has a row that is not zero.
+    """Return True if all rows agree, and each parameter has a row that is not zero.
 
-    With ``may_vanish``, all rows of a name may be zero. A bias's gradient may consist of rounding
-    errors alone, as under softmax. The bias then counts as equal if the weight of the same layer
-    agrees.
+    With ``may_vanish``, all rows of a parameter may be zero. The gradient of a bias may consist of
+    rounding errors alone, as under softmax. A bias may therefore differ by rounding errors of the
+    size that is usual for the weight of the same layer.
     """
     if any(part.any() for name, part in expected.items() if name not in gradients):
         return False

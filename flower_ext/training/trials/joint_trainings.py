@@ -1,7 +1,8 @@
 """Trials of ways to train several models together, on random jobs, before real data are touched.
 
-Each model must train together with others as it trains alone: up to rounding (`why_unlike`), or to
-the last bit where a guarantee needs it (`rounds_alike`). The callers pass the functions that train.
+A model that trains together with others must end as it ends alone: up to rounding (`why_unlike`),
+or to the last bit where a guarantee needs it (`rounds_alike`). The callers pass the functions that
+train.
 """
 
 from __future__ import annotations
@@ -62,33 +63,33 @@ def why_unlike(
             rows = train_together(jobs())
             models = [train(kind.task, job) for job in jobs()]
         except Exception as error:  # a model or a loss may raise anything for a batch
-            return f"two in a batch end with {error!r}"
+            return f"training two jobs together raises {error!r}"
     for row, (model, job) in enumerate(zip(models, jobs(), strict=True)):
         for name, p in model.items():
             if not p.numel():
                 continue
             moved = (p - job.params[name]).double().abs().max()
             if not moved.isfinite():
-                return f"random examples do not show what a batch makes of {name}"
+                return f"training on random examples makes {name} infinite or NaN"
             ours = rows[name][row] if name in rows else job.params[name]
             if float((ours.to(p) - p).double().abs().max()) > 1e-3 * float(moved) + 1e-6:
-                return f"two in a batch do not make the same {name}"
+                return f"training two jobs together gives another {name} than training alone"
     return None
 
 
 def refuse_changes(kind: TrainingKind, features: Tensor) -> None:
-    """Refuse a model that a pass of ``features`` changes.
+    """Refuse a model that changes when ``features`` pass through it.
 
     Raises
     ------
     InvalidValue
-        The message names the place that changes.
+        The message names the variable that changes.
     """
     model = in_training(kind.model())
     before = snapshot(model=model)
     model(features)
     if places := changed_places(before, snapshot(model=model)):
-        raise InvalidValue(f"a pass changes {places[0]}")
+        raise InvalidValue(f"a forward pass changes {places[0]}")
 
 
 def rounds_alike(
@@ -99,7 +100,7 @@ def rounds_alike(
     terms: bool,
     count: int = 17,
 ) -> bool:
-    """Return True if no bit of a model depends on the number and the values of models beside it.
+    """Return True if no bit of a model depends on the number or the values of the other models.
 
     The result False is certain. True is evidence, for this processor only. The result depends on
     nobody's data. The trial trains ``count`` jobs together, and several selections of these jobs.
@@ -116,7 +117,7 @@ def rounds_alike(
     )
 
     def job(number: int, value: float | None) -> Job:
-        """Return a job of 1 or 2 steps; a ``value``, if given, fills its features."""
+        """Return a job of 1 or 2 steps; if ``value`` is given, all its features have this value."""
         made = random_job(kind, 1 + number * (2 * training.batch_size - 1) // (count - 1))
         features, targets = made.examples.features, made.examples.targets
         if value is not None:
@@ -132,7 +133,7 @@ def rounds_alike(
     def models(
         numbers: Sequence[int], values: Sequence[float | None] = (None,)
     ) -> dict[int, Params]:
-        """Train jobs together, with ``values`` in turns; return the models by number."""
+        """Train jobs together, job k with value number k % len(values); return models by k."""
         order = sorted(numbers, reverse=True)  # the longest job first
         rows = train_together([job(number, values[number % len(values)]) for number in order])
         return {k: {n: w[row] for n, w in rows.items()} for row, k in enumerate(order)}

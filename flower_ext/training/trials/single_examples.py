@@ -37,22 +37,23 @@ from flower_ext.training.trials.trial_examples import (
 
 _KEEPS = (
     "{place} changes while an example passes the model or its loss: expected no change, because "
-    "one record would move the gradients of those that follow, which no clipping bounds. Change it "
-    "only when `not self.training`, or compute it anew in each forward pass; for a weight of "
-    "torch.nn.utils.spectral_norm, use torch.nn.utils.parametrizations.spectral_norm"
+    "one record would change the gradients of later records, and clipping does not bound that. "
+    "Change it only when `not self.training`, or compute it anew in each forward pass; for a "
+    "weight of torch.nn.utils.spectral_norm, use torch.nn.utils.parametrizations.spectral_norm"
 )
 _REMEDY = (
-    "expected a model that trains on one example at a time, as DP-SGD clips the gradient of each: "
+    "expected a model that trains on one example at a time, because DP-SGD clips the gradient of "
+    "each example: "
     "normalise within an example (nn.LayerNorm, nn.GroupNorm with several channels in a group, or "
     "flower_ext.training.replace_batch_norm) instead of over the batch, and leave out activation "
     "checkpointing"
 )
 _OF_LABELS = (
-    "the model takes such an example and the loss does not, for labels of 0 or of 1: expected a "
-    "loss that takes labels from 0 on. If yours begin at another number, as in cross_entropy("
+    "the model accepts such an example, but the loss fails for the labels 0 and 1: expected a loss "
+    "for labels that begin at 0. If your labels begin at another number, as in cross_entropy("
     "outputs, targets - 1990), subtract it in the data set, not in the loss"
 )
-_OVER_PAIRS = "expected a loss that a single example can lower, and not one over pairs of examples"
+_OVER_PAIRS = "expected a loss that one example alone can lower, not a loss over pairs of examples"
 
 
 def require_single_examples(
@@ -60,9 +61,9 @@ def require_single_examples(
 ) -> None:
     """Refuse a model or a loss that remembers an example, or cannot learn from one example alone.
 
-    Random and unusual examples pass one by one, in one order through a fresh model, and in reversed
-    order through another. In one of the two orders, no earlier example hides what an example
-    changes. The examples have only the shapes and types of real ones. On an accelerator, integer
+    Random and unusual examples pass one by one through a fresh model, and in reversed order through
+    another fresh model. One order alone could hide a change, if an earlier example had already made
+    it. The examples have only the shapes and types of real ones. On an accelerator, integer
     features are zeros and ones; on a CPU the trial uses other integers too (see `unlike_examples`).
 
     Parameters
@@ -73,8 +74,8 @@ def require_single_examples(
     Raises
     ------
     InvalidValue
-        The message names the place that changes, or the unfit model or loss. It may reach the
-        server.
+        The message names the variable that changes, or says why the model or the loss cannot learn.
+        It may reach the server.
     """
     usual = _usual_examples(features, targets)
     for device in dict.fromkeys((task.torch_device(), torch.device("cpu"))):
@@ -114,7 +115,7 @@ def _outputs_of(model: nn.Module, x: Tree) -> Tree:
 
 
 def _usual_examples(features: Tree, targets: Tree) -> list[tuple[Tree, Tree]]:
-    """Return random examples, and for models of counts an example of zeros and one of ones."""
+    """Return random examples, and examples of only zeros or ones, as models of counts need."""
     x = random_examples(features, TRIED, torch.Generator().manual_seed(0))
     examples = [*trees.each((x, trees.zeros(targets, TRIED)))]
     # The loss may ignore a class, so try every example with another target as well.
@@ -124,7 +125,7 @@ def _usual_examples(features: Tree, targets: Tree) -> list[tuple[Tree, Tree]]:
 
 
 def _random_model(task: Task, names: Sequence[str]) -> nn.Module:
-    """Return a model with random weights; below a head of zeros all outputs would be equal."""
+    """Return a model with random weights: a head of zeros would make all outputs equal."""
     with seeded(0, devices=task.torch_device().type != "cpu"):
         model = model_of_single_examples(task, names)
     weights = {name: w for name, w in model.named_parameters() if name in names}
@@ -145,7 +146,7 @@ class _Passed:
 def _passed(
     task: Task, names: Sequence[str], examples: Sequence[tuple[Tree, Tree]], order: Iterable[int]
 ) -> _Passed:
-    """Pass examples through a fresh model; refuse one that changes after the first of them."""
+    """Pass examples through a fresh model; refuse a model that changes after its first example."""
     model = _random_model(task, names)
     before = snapshot(model=model, loss=task.loss)
     passed, is_prepared = _Passed(before, before), False
@@ -179,7 +180,7 @@ def refuse_without_gradients(
     outputs_of : Callable[[Tree], Tree]
         Returns the model's outputs for a batch of features.
     examples, gradients : sequence
-        Examples without the dimension of examples, of which the first `TRIED` are random; and each
+        Examples without a batch dimension, of which the first `TRIED` are random; and each
         example's gradient, or the error that it raises.
 
     Raises
@@ -209,7 +210,7 @@ def _refusal(text: str) -> InvalidValue:
 
 
 def _why_no_gradient(gradient: Params | Exception) -> str | None:
-    """Return why an example has no gradient; empty for a gradient of zero, None for any other."""
+    """Return why an example has no gradient; "" if the gradient is zero, None if it is usable."""
     if isinstance(gradient, UnlikeTypes):
         raise tellable(gradient)
     if isinstance(gradient, Exception):
@@ -230,7 +231,7 @@ def _takes(outputs_of: Callable[[Tree], Tree], example: Tree) -> bool:
 
 
 def _outputs(outputs_of: Callable[[Tree], Tree], examples: Tree) -> Iterator[Tensor]:
-    """Yield the outputs in floating point that have one row per example, without dropout."""
+    """Call the model without dropout; yield its floating-point outputs with one row per example."""
     with torch.no_grad(), deterministic(), torch.random.fork_rng(devices=[]):
         outputs = outputs_of(trees.mapped(Tensor.clone, examples))
     leaves = (leaf for _, leaf in trees.named("", outputs))

@@ -1,8 +1,9 @@
 """Snapshots of everything that a model can store between two passes, to find what a pass changes.
 
 A pass may change a module's attributes, its weights, an attribute of its class, a variable that a
-function or a hook encloses, or a global variable, also through functions and classes of the same
-project. A `snapshot` has the values of all these places, and `changed_places` names the places that
+function or a hook encloses, or a global variable. It may also change such variables of functions
+and classes that the module uses, if they belong to the same project. All these are called places. A
+`snapshot` holds the values at all places, and `changed_places` names the places where two snapshots
 differ. To find changes elsewhere, the trials also compare results.
 """
 
@@ -23,7 +24,7 @@ from torch import Tensor, nn
 from flower_ext.training.params import Params
 
 Snapshot = dict[str, Hashable]
-"""A value, or its checksum, for each place."""
+"""Maps the name of each place to the value there, or to its checksum."""
 _ATOMS = (
     *(type(None), bool, int, float, complex, str, bytes, type(...)),
     *(torch.dtype, torch.device, torch.Size, torch.layout, torch.memory_format),
@@ -52,7 +53,7 @@ class _Itself:
 
 
 def snapshot(**roots: Any) -> Snapshot:
-    """Return all values that can be reached from ``roots``, by their places."""
+    """Return the value at each place that can be reached from ``roots``, by the place's name."""
     values: Snapshot = {}
     seen: dict[int, Any] = {}  # keeps objects alive, so that no identity is reused
     for name, root in roots.items():
@@ -68,7 +69,7 @@ def changed_places(before: Snapshot, after: Snapshot) -> list[str]:
 
 
 def same_numbers(one: Tensor, other: Tensor) -> bool:
-    """Return True if all bits agree; on an accelerator, which sums in any order, up to rounding."""
+    """Return True if all values are equal: exactly on a CPU, up to rounding on an accelerator."""
     exact = {"rtol": 0.0, "atol": 0.0} if one.is_cpu else {}
     return torch.allclose(one, other, equal_nan=True, **exact)
 
@@ -107,7 +108,7 @@ def _checksum(tensor: Tensor) -> Hashable:
 
 
 def _parts(name: str, value: Any, values: Snapshot) -> Iterator[tuple[str, Any]]:
-    """Yield the parts of an object with their places; add its other values to ``values``."""
+    """Yield an object's parts, each after its place; store a container's type and length."""
     if isinstance(value, Mapping):
         values[name] = type(value), len(value)
         yield from ((_inner(name, key), inner) for key, inner in [*value.items()])
@@ -189,7 +190,8 @@ def _slots(value: Any) -> Iterator[str]:
 def _pickled(value: Any) -> Any:
     """Return the pickled state of an object such as an iterator, a queue or a random generator.
 
-    None for an object that pickles its attributes, and its identity for one that cannot be pickled.
+    The result is None for an object that pickles only its attributes. An object that cannot be
+    pickled is compared by its identity.
     """
     pickles_itself = any("__reduce__" in vars(base) for base in type(value).__mro__[:-1])
     if isinstance(getattr(value, "__dict__", None), dict) and not pickles_itself:
