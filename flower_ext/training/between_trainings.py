@@ -26,7 +26,7 @@ from flower_ext.errors import InvalidValue
 from flower_ext.training.isolation import attempted
 from flower_ext.training.job import Job, LocalTraining
 from flower_ext.training.local import train
-from flower_ext.training.model_factory import in_training
+from flower_ext.training.models.factory import in_training
 from flower_ext.training.params import Params, shaken
 from flower_ext.training.rounding import deterministic_kernels
 from flower_ext.training.seeding import seeded

@@ -24,8 +24,8 @@ from flower_ext.training import (
 )
 from flower_ext.training.batched.many import attempt_groups, train_groups
 from flower_ext.training.between_trainings import refuse_state_between_trainings
-from flower_ext.training.hugging_face import with_lora
-from flower_ext.training.language import LanguageModel, next_token_loss
+from flower_ext.training.models.hugging_face import with_lora
+from flower_ext.training.models.language import LanguageModel, next_token_loss
 from flower_ext.training.problem import Linear
 from tests.support.jobs import SGD, UNEVEN, WAYS, Convolutional, Dense, Words, jobs_of, problem
 

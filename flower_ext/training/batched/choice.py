@@ -39,7 +39,7 @@ from flower_ext.training.batched.form import GROUP, MEMORY_LIMIT, Form, longest_
 from flower_ext.training.batched.stack import Stacked
 from flower_ext.training.job import SGD, Job
 from flower_ext.training.local import train
-from flower_ext.training.model_calls import refusing_layer
+from flower_ext.training.models.fewest_rows import refusing_layer
 from flower_ext.training.params import Params
 from flower_ext.training.problem import Linear, Proximal
 from flower_ext.training.task import Task

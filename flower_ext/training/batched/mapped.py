@@ -20,7 +20,7 @@ from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from flower_ext.errors import InvalidValue
-from flower_ext.training.dropout import Draws
+from flower_ext.training.models.dropout import Draws
 
 BatchLoss = Callable[[Tensor], Tensor]
 """A function from the outputs of K models, of shape (K, batch, …), to a number."""

@@ -21,10 +21,10 @@ from torch.nn.functional import cross_entropy
 from flower_ext.errors import InvalidValue
 from flower_ext.training.batched.form import Form, longest_first
 from flower_ext.training.batched.mapped import BatchLoss, MappedModel, Target, stacked
-from flower_ext.training.dropout import Draws
 from flower_ext.training.index_limits import require_usable, usable_rows
 from flower_ext.training.job import Job, batch_rows
-from flower_ext.training.model_factory import ModelFactory, in_training
+from flower_ext.training.models.dropout import Draws
+from flower_ext.training.models.factory import ModelFactory, in_training
 from flower_ext.training.params import Params, Sizes, flat_rows, sizes
 from flower_ext.training.problem import affine
 from flower_ext.training.seeding import draws_generator

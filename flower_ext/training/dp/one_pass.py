@@ -19,7 +19,7 @@ from flower_ext.data import trees
 from flower_ext.data.trees import Tree
 from flower_ext.training.dp.per_example import Parts, gradients
 from flower_ext.training.example_gradient import ExampleLoss, has_rows
-from flower_ext.training.model_calls import call_model, call_with
+from flower_ext.training.models.calls import call_model, call_with
 from flower_ext.training.params import clone
 from flower_ext.training.trials.control_flow import watched
 from flower_ext.training.trials.trial_examples import deterministic, random_examples

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from flower_ext.data import trees
 from flower_ext.data.trees import Tree
 from flower_ext.training.example_gradient import ExampleLoss, gradient_alone, has_rows
-from flower_ext.training.model_calls import call_model
+from flower_ext.training.models.calls import call_model
 from flower_ext.training.params import Params, clone, flat_rows, shaken
 from flower_ext.training.trials.trial_examples import (
     ODD,

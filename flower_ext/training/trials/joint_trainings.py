@@ -15,7 +15,7 @@ from torch import Tensor
 from flower_ext.data import Examples
 from flower_ext.errors import InvalidValue
 from flower_ext.training.job import Job, LocalTraining
-from flower_ext.training.model_factory import in_training
+from flower_ext.training.models.factory import in_training
 from flower_ext.training.params import Params, shaken
 from flower_ext.training.problem import Proximal
 from flower_ext.training.task import Task

@@ -22,7 +22,7 @@ from flower_ext.errors import InvalidValue, tellable
 from flower_ext.privacy.mechanisms.updates import is_finite
 from flower_ext.training.example_gradient import gradient_alone, has_rows, model_of_single_examples
 from flower_ext.training.isolation import attempted
-from flower_ext.training.model_calls import UnlikeTypes, call_with
+from flower_ext.training.models.calls import UnlikeTypes, call_with
 from flower_ext.training.params import Params, clone, shaken
 from flower_ext.training.rounding import deterministic_kernels
 from flower_ext.training.seeding import seeded

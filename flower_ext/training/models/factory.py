@@ -34,7 +34,11 @@ _REMEDIES = {
     torch.complex128: _PARTS,
 }
 """Types that cannot travel, with the remedy for each. Noise does not add up in half precision."""
-_PLAIN_MODULES = ("torch.nn.modules.", "flower_ext.training.models", "flower_ext.training.dropout")
+_PLAIN_MODULES = (
+    "torch.nn.modules.",
+    "flower_ext.training.models.architectures",
+    "flower_ext.training.models.dropout",
+)
 _PLAIN_VALUES = (int, float, bool, str, type(None), torch.dtype, torch.device, torch.Size)
 
 
