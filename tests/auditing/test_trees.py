@@ -13,7 +13,7 @@ from flower_ext.privacy import AdversaryView
 from flower_ext.training import DpSgdTraining, Task
 from flower_ext.training.dp.clipped_gradient import ClippedGradient
 from flower_ext.training.dp.one_pass import OnePass
-from flower_ext.training.trials.batch_invariance import BatchInvarianceTrial
+from flower_ext.training.trials.examples_together import BatchInvarianceTrial
 from tests.support import planted_faults as faults
 from tests.support.grids import grid
 from tests.support.strategies import group_strategy

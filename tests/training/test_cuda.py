@@ -23,7 +23,7 @@ from flower_ext.training import (
     train_each,
 )
 from flower_ext.training.batched.many import attempt_groups, train_groups
-from flower_ext.training.between_trainings import refuse_state_between_trainings
+from flower_ext.training.trials.trainings_in_turn import refuse_state_between_trainings
 from flower_ext.training.models.hugging_face import with_lora
 from flower_ext.training.models.language import LanguageModel, next_token_loss
 from flower_ext.training.problem import Linear

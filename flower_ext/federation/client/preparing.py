@@ -17,7 +17,7 @@ from flower_ext.privacy.guarantee import PreconditionFailed
 from flower_ext.privacy.mechanisms.protections import ClipSteps, ObjectivePerturbation, Protection
 from flower_ext.privacy.randomness import derived_seed
 from flower_ext.training import Linear, Params, StepNoise, Task
-from flower_ext.training.between_trainings import refuse_state_between_trainings
+from flower_ext.training.trials.trainings_in_turn import refuse_state_between_trainings
 from flower_ext.training.isolation import isolated
 
 _NONE = Examples(features=torch.empty(0), targets=torch.empty(0))

@@ -44,7 +44,7 @@ from flower_ext.training.params import Params
 from flower_ext.training.problem import Linear, Proximal
 from flower_ext.training.task import Task
 from flower_ext.training.training_kind import TrainingKind, kind_of
-from flower_ext.training.trials.joint_trainings import (
+from flower_ext.training.trials.trainings_together import (
     random_job,
     refuse_changes,
     rounds_alike,

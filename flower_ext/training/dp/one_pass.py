@@ -22,7 +22,7 @@ from flower_ext.training.example_gradient import ExampleLoss, has_rows
 from flower_ext.training.models.calls import call_model, call_with
 from flower_ext.training.params import clone
 from flower_ext.training.trials.control_flow import watched
-from flower_ext.training.trials.trial_examples import deterministic, random_examples
+from flower_ext.training.trials.made_up_examples import deterministic, random_examples
 
 
 class OnePass:

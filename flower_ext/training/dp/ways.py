@@ -36,8 +36,8 @@ from flower_ext.training.example_gradient import (
 from flower_ext.training.params import Params, clone
 from flower_ext.training.task import Task
 from flower_ext.training.training_kind import TrainingKind, kind_of
-from flower_ext.training.trials.batch_invariance import BatchInvarianceTrial
-from flower_ext.training.trials.single_examples import require_single_examples
+from flower_ext.training.trials.examples_together import BatchInvarianceTrial
+from flower_ext.training.trials.examples_in_turn import require_single_examples
 
 log = getLogger("flwr")
 

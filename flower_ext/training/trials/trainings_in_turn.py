@@ -33,7 +33,7 @@ from flower_ext.training.seeding import seeded
 from flower_ext.training.task import Task
 from flower_ext.training.training_kind import TrainingKind, kind_of
 from flower_ext.training.trials.snapshots import changed_places, same_params, snapshot
-from flower_ext.training.trials.trial_examples import random_examples, unlike_examples
+from flower_ext.training.trials.made_up_examples import random_examples, unlike_examples
 
 _KEEPS = (
     "{place} changes while a model trains, and other models see it: expected no change, because "

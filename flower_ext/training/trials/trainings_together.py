@@ -21,7 +21,7 @@ from flower_ext.training.problem import Proximal
 from flower_ext.training.task import Task
 from flower_ext.training.training_kind import TrainingKind
 from flower_ext.training.trials.snapshots import changed_places, snapshot
-from flower_ext.training.trials.trial_examples import ODD, with_odd_rows
+from flower_ext.training.trials.made_up_examples import ODD, with_odd_rows
 
 TrainTogether = Callable[[Sequence[Job]], Params]
 """Trains jobs, the longest first; returns the stacked parameters, with one row per job."""

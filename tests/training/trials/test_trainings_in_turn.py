@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from flower_ext.data import Examples
-from flower_ext.training.between_trainings import refuse_state_between_trainings
+from flower_ext.training.trials.trainings_in_turn import refuse_state_between_trainings
 from flower_ext.training.models.fewest_rows import refusing_layer
 from tests.support.jobs import problem
 from tests.support.keeping import (

@@ -8,8 +8,8 @@ from torch import nn
 
 from flower_ext.training import ClippedGradient
 from flower_ext.training.seeding import seeded
-from flower_ext.training.trials.batch_invariance import BatchInvarianceTrial
-from flower_ext.training.trials.trial_examples import ODD
+from flower_ext.training.trials.examples_together import BatchInvarianceTrial
+from flower_ext.training.trials.made_up_examples import ODD
 from tests.support.jobs import problem
 
 

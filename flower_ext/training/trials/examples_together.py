@@ -21,7 +21,7 @@ from flower_ext.data.trees import Tree
 from flower_ext.training.example_gradient import ExampleLoss, gradient_alone, has_rows
 from flower_ext.training.models.calls import call_model
 from flower_ext.training.params import Params, clone, flat_rows, shaken
-from flower_ext.training.trials.trial_examples import (
+from flower_ext.training.trials.made_up_examples import (
     ODD,
     TRIED,
     deterministic,

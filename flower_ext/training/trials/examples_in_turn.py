@@ -28,7 +28,7 @@ from flower_ext.training.rounding import deterministic_kernels
 from flower_ext.training.seeding import seeded
 from flower_ext.training.task import Task
 from flower_ext.training.trials.snapshots import Snapshot, changed_places, same_params, snapshot
-from flower_ext.training.trials.trial_examples import (
+from flower_ext.training.trials.made_up_examples import (
     TRIED,
     deterministic,
     random_examples,
