@@ -22,8 +22,8 @@ When and how many trainings run together never changes a result, except for roun
 `batched.form`        the interface of forms: one by one, in stacks, by a plug-in's code
 ====================  =====================================================================
 
-The trials in `trials` and `between_trainings` find models in which one example, or one training,
-changes another. `batched.choice`, `dp.ways`, and the client before its first training, run them.
+The trials in `trials` find models in which one example, or one training, changes another.
+`batched.choice`, `dp.ways`, and the client before its first training, run them.
 """
 
 from flower_ext.training.batched.form import MEMORY_LIMIT

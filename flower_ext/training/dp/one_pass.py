@@ -81,7 +81,7 @@ class OnePass:
                     parts[f"{name}.{leaf}".removeprefix(".")] = part
         return {name: parts[name] for name in self.names if name in parts}
 
-    def prepare(self, features: Tree, count: int) -> bool:
+    def prepare(self, features: Tree, count: int) -> None:
         """Choose the extra example, if the model needs one for passes over ``count`` examples.
 
         Raises
@@ -95,7 +95,6 @@ class OnePass:
         with deterministic():
             if not self.reads_last(random_examples(features, count, generator)):
                 self.last = None
-        return True
 
     def reads_last(self, x: Tree) -> bool:
         """Return True if the model's operations depend on the values of its last example.
