@@ -6,7 +6,8 @@ The module `local` computes one local training. It uses these modules:
 module                contents
 ====================  =====================================================================
 `task`                the model, the loss, the metrics and each partition's data
-`job`                 the description of a training: settings, examples, mini-batches, noise
+`job`                 a training as a value: settings, examples, mini-batches, noise
+`models`              the models offered, and how any model is built, called and checked
 `problem`             the loss plus terms, as a function of the trained part of a model
 `local`               `train`: sets up the problem, takes the steps, returns the model
 `dp`                  steps of DP-SGD, which clip each example's gradient
@@ -21,9 +22,8 @@ When and how many trainings run together never changes a result, except for roun
 `batched.form`        the interface of forms: one by one, in stacks, by a plug-in's code
 ====================  =====================================================================
 
-The trials in `trials` and `between_trainings` find models in which one example changes the gradient
-of another example, or one training changes another training. `batched.choice` and `dp.ways` run
-these trials, and so does a client before its first training.
+The trials in `trials` find models in which one example, or one training, changes another.
+`batched.choice`, `dp.ways`, and the client before its first training, run them.
 """
 
 from flower_ext.training.batched.form import MEMORY_LIMIT
@@ -35,9 +35,14 @@ from flower_ext.training.batched.many import (
 )
 from flower_ext.training.dp.clipped_gradient import ClippedGradient
 from flower_ext.training.dp.dp_sgd import DpSgdTraining, train_dp_sgd
-from flower_ext.training.features import Features
 from flower_ext.training.job import Job, LocalTraining, StepNoise, job_batches
 from flower_ext.training.local import sgd_step, train
+from flower_ext.training.models.features import Features
+from flower_ext.training.models.validation import (
+    UnshareableModel,
+    check_shareable,
+    replace_batch_norm,
+)
 from flower_ext.training.newton import NotConverged, newton
 from flower_ext.training.params import Params, clone, difference, matches, part, tagged
 from flower_ext.training.problem import (
@@ -52,7 +57,6 @@ from flower_ext.training.rounding import products_are_reproducible
 from flower_ext.training.scoring import evaluate, evaluate_each
 from flower_ext.training.survival import cox_loss
 from flower_ext.training.task import Task, accuracy
-from flower_ext.training.validation import UnshareableModel, check_shareable, replace_batch_norm
 
 __all__ = [
     "MEMORY_LIMIT",

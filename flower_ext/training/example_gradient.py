@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from flower_ext.data import trees
 from flower_ext.data.trees import Tree
 from flower_ext.errors import InvalidValue
-from flower_ext.training.model_calls import call_with
-from flower_ext.training.model_factory import in_training, suits_channels_last
+from flower_ext.training.models.calls import call_with
+from flower_ext.training.models.factory import in_training, suits_channels_last
 from flower_ext.training.params import Params, clone
 from flower_ext.training.problem import gradient
 from flower_ext.training.task import Task

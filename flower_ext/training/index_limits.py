@@ -24,7 +24,7 @@ from torch import Tensor
 from flower_ext.data import Examples, trees
 from flower_ext.data.trees import Tree
 from flower_ext.training.isolation import attempted
-from flower_ext.training.model_calls import call_model
+from flower_ext.training.models.calls import call_model
 from flower_ext.training.seeding import seeded
 from flower_ext.training.task import Task
 from flower_ext.training.training_kind import TrainingKind, kind_of

@@ -23,7 +23,7 @@ from flower_ext.data.trees import Tree
 from flower_ext.errors import InvalidValue
 from flower_ext.privacy import NoiseSource
 from flower_ext.training.index_limits import on_device
-from flower_ext.training.model_calls import fewest_rows
+from flower_ext.training.models.fewest_rows import fewest_rows
 from flower_ext.training.problem import Proximal, Term
 from flower_ext.training.task import Task
 
@@ -212,8 +212,8 @@ def batch_rows(
 def split_examples(
     task: Task, examples: Examples, training: LocalTraining, generator: torch.Generator
 ) -> list[Examples]:
-    """Return the shuffled mini-batches of a training, each as an `Examples`."""
-    fewest = fewest_rows(task, examples.features, training.batch_size)
+    """Return the shuffled mini-batches of a training, each as examples to train on."""
+    fewest = fewest_rows(task.model, examples.features, training.batch_size)
     batches = batch_rows(len(examples), training, generator, fewest=fewest)
     parts = (examples.features, examples.targets)
     return [Examples(*trees.rows(parts, rows)) for rows in [*batches]]
@@ -224,7 +224,7 @@ def job_batches(task: Task, job: Job) -> Iterator[tuple[Tree, Tree]]:
     device, size = task.torch_device(), job.training.batch_size
     # With noise, each example has its own gradient, and an unusable integer counts as zero there.
     data = job.examples.to(device) if job.noise else on_device(task, job.examples)
-    fewest = 1 if job.noise else fewest_rows(task, data.features, size)
+    fewest = 1 if job.noise else fewest_rows(task.model, data.features, size)
     for rows in batch_rows(len(data), job.training, job.generator, fewest=fewest):
         chosen = trees.rows((data.features, data.targets), rows.to(device))
         # Detach the tensors, so that the model's in-place operations stay out of later gradients.

@@ -16,7 +16,7 @@ from flower_ext.data.trees import Tree
 from flower_ext.errors import InvalidValue
 from flower_ext.training.index_limits import on_device
 from flower_ext.training.isolation import attempted
-from flower_ext.training.model_calls import SettableModel
+from flower_ext.training.models.calls import SettableModel
 from flower_ext.training.params import to_device
 from flower_ext.training.task import Task
 

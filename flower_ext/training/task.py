@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from flower_ext.data import ClientData
 from flower_ext.errors import InvalidValue
-from flower_ext.training.model_factory import ModelFactory, factory_of
+from flower_ext.training.models.factory import ModelFactory, factory_of
 from flower_ext.training.params import Params
 
 

@@ -42,16 +42,16 @@ from flower_ext.training.batched.form import GROUP, MEMORY_LIMIT, Form, longest_
 from flower_ext.training.batched.stack import Stacked
 from flower_ext.training.job import SGD, Job
 from flower_ext.training.local import train
-from flower_ext.training.model_calls import refusing_layer
+from flower_ext.training.models.fewest_rows import refusing_layer
 from flower_ext.training.params import Params
 from flower_ext.training.problem import Linear, Proximal
 from flower_ext.training.task import Task
 from flower_ext.training.training_kind import TrainingKind, kind_of
-from flower_ext.training.trials.joint_trainings import (
+from flower_ext.training.trials.trainings_together import (
     random_job,
-    refuse_changes,
-    rounds_alike,
-    why_unlike,
+    why_bits_differ,
+    why_changed_by_pass,
+    why_models_differ,
 )
 
 log = getLogger("flwr")
@@ -143,7 +143,7 @@ def _kind(task: Task, job: Job) -> TrainingKind:
 @lru_cache(maxsize=64)
 def _why_not_stacked(kind: TrainingKind) -> str | None:
     form = Stacked(kind.task)
-    reason = why_unlike(kind, lambda jobs: form.train(jobs, _every_name), train)
+    reason = why_models_differ(kind, lambda jobs: form.train(jobs, _every_name), train)
     if reason is None and (layer := refusing_layer(kind.model, kind.features)):
         reason = f"{layer} refuses a mini-batch of a single row"
     if reason:
@@ -162,10 +162,10 @@ def trains_alike(kind: TrainingKind, form: Form) -> bool:
     def train_together(jobs: Sequence[Job]) -> Params:
         if [*form.groups(jobs, MEMORY_LIMIT)] != [[*range(len(jobs))]]:
             raise InvalidValue("Form.groups(): expected one group of all jobs")
-        refuse_changes(kind, jobs[0].examples.features)
         return form.train(jobs, _every_name)
 
-    return why_unlike(kind, train_together, train) is None
+    reason = why_changed_by_pass(kind) or why_models_differ(kind, train_together, train)
+    return reason is None
 
 
 @lru_cache(maxsize=256)
@@ -173,16 +173,18 @@ def stack_rounds_alike(kind: TrainingKind, shape: Shape) -> bool:
     """Return True if a trial finds no bit of a model that depends on the rest of its stack."""
     form = ConstantShape(kind, shape)
     try:
-        return rounds_alike(
+        reason = why_bits_differ(
             kind,
             lambda jobs: form.train(jobs, _every_name),
             shape.settings,
             terms=shape.has_terms,
             count=jobs_for_trial(kind.device),
         )
-    except RuntimeError as error:  # an accelerator lacks a deterministic kernel, or memory
-        log.info("local trainings run one by one: %s", error)
-        return False
+    except RuntimeError as error:  # an accelerator without a deterministic kernel, or memory
+        reason = str(error)
+    if reason:
+        log.info("local trainings run one by one: %s", reason)
+    return reason is None
 
 
 def _every_name(name: str) -> bool:

@@ -33,7 +33,8 @@ from torch.nn.functional import cross_entropy
 
 from flower_ext.training.batched.form import Form, longest_first
 from flower_ext.training.batched.mapped import BY_CHANNEL
-from flower_ext.training.batched.stack import IGNORED, MiniBatches, Stack, together
+from flower_ext.training.batched.mini_batches import MiniBatches
+from flower_ext.training.batched.stack import IGNORED, Stack, together
 from flower_ext.training.job import Job, LocalTraining
 from flower_ext.training.params import Params, clone
 from flower_ext.training.rounding import deterministic_kernels, products_are_reproducible

@@ -19,10 +19,10 @@ from flower_ext.data import trees
 from flower_ext.data.trees import Tree
 from flower_ext.training.dp.per_example import Parts, gradients
 from flower_ext.training.example_gradient import ExampleLoss, has_rows
-from flower_ext.training.model_calls import call_model, call_with
+from flower_ext.training.models.calls import call_model, call_with
 from flower_ext.training.params import clone
 from flower_ext.training.trials.control_flow import watched
-from flower_ext.training.trials.trial_examples import deterministic, random_examples
+from flower_ext.training.trials.made_up_examples import deterministic, random_examples
 
 
 class OnePass:
@@ -81,8 +81,8 @@ class OnePass:
                     parts[f"{name}.{leaf}".removeprefix(".")] = part
         return {name: parts[name] for name in self.names if name in parts}
 
-    def prepare(self, features: Tree, count: int) -> bool:
-        """Set `last`, the extra last example, if the model needs it; return True.
+    def prepare(self, features: Tree, count: int) -> None:
+        """Choose the extra example, if the model needs one for passes over ``count`` examples.
 
         Raises
         ------
@@ -95,7 +95,6 @@ class OnePass:
         with deterministic():
             if not self.reads_last(random_examples(features, count, generator)):
                 self.last = None
-        return True
 
     def reads_last(self, x: Tree) -> bool:
         """Return True if the values of the last example decide which operations the model runs.

@@ -22,8 +22,8 @@ from torch.linalg import vector_norm
 from torch.nn import functional
 from torch.nn.grad import conv2d_weight
 
+from flower_ext.training.models.validation import objections, opacus
 from flower_ext.training.params import flat_rows
-from flower_ext.training.validation import objections, opacus
 
 _CANCELLED = 2e-6
 """Margin: an example's norm is raised by this share of the sum of its products' norms.

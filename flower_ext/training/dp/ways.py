@@ -14,7 +14,7 @@ trial finds that an example's bits still depend on other examples, examples pass
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from enum import StrEnum
 from functools import lru_cache
 from logging import getLogger
@@ -25,6 +25,7 @@ from torch.func import grad, vmap
 
 from flower_ext.data import trees
 from flower_ext.data.trees import Tree
+from flower_ext.errors import InvalidValue
 from flower_ext.training.dp.one_pass import OnePass
 from flower_ext.training.dp.per_example import GradientRows, Parts, is_known
 from flower_ext.training.example_gradient import (
@@ -36,8 +37,8 @@ from flower_ext.training.example_gradient import (
 from flower_ext.training.params import Params, clone
 from flower_ext.training.task import Task
 from flower_ext.training.training_kind import TrainingKind, kind_of
-from flower_ext.training.trials.batch_invariance import BatchInvarianceTrial
-from flower_ext.training.trials.single_examples import require_single_examples
+from flower_ext.training.trials.examples_in_turn import why_not_one_by_one
+from flower_ext.training.trials.examples_together import BatchInvarianceTrial
 
 log = getLogger("flwr")
 
@@ -124,7 +125,7 @@ class Passes:
         ------
         InvalidValue
             The model remembers an example, or learns from no example by itself (see
-            `require_single_examples`).
+            `why_not_one_by_one`).
         """
         kind = kind_of(self.task, features, targets, self.params)
         threads = torch.get_num_threads()
@@ -143,34 +144,38 @@ def _tried(
     runs (`watched`). Trials exclude one pass and vmap if an example's bits depend on its place or
     on other examples.
     """
-    require_single_examples(kind.task, names, kind.features, kind.targets)
+    if reason := why_not_one_by_one(kind.task, names, kind.features, kind.targets):
+        raise InvalidValue.tellable(reason)
     passes = Passes(kind.task, [*names], batch_size)
     trial = BatchInvarianceTrial(passes.model, passes.params, passes.names)
     example = kind.features, kind.targets, kind.loss
-    in_one_pass = passes.one_pass, passes.width(GradientMethod.IN_ONE_PASS)
-    way = GradientMethod.ONE_BY_ONE
-    if (
-        all(map(is_known, passes.layers.values()))
-        and _holds(passes.one_pass.prepare, kind.features, in_one_pass[1])
-        and _holds(trial.finds_own_gradients, *example, *in_one_pass)
-        and _holds(trial.is_batch_invariant, *example, *in_one_pass)
+    way, width = GradientMethod.IN_ONE_PASS, passes.width(GradientMethod.IN_ONE_PASS)
+    if reason := (
+        _why_unknown(passes.layers)
+        or _why_not(passes.one_pass.prepare, kind.features, width)
+        or _why_not(trial.why_gradients_differ, *example, passes.one_pass, width)
+        or _why_not(trial.why_bits_differ, *example, passes.one_pass, width)
     ):
-        way = GradientMethod.IN_ONE_PASS
-    elif _holds(
-        trial.is_batch_invariant, *example, passes.by_vmap, passes.width(GradientMethod.BY_VMAP)
-    ):
-        way = GradientMethod.BY_VMAP
-    log.info("DP-SGD computes the gradients of single examples %s", way)
+        log.info("gradients of single examples are not found %s: %s", way, reason)
+        way, width = GradientMethod.BY_VMAP, passes.width(GradientMethod.BY_VMAP)
+        if reason := _why_not(trial.why_bits_differ, *example, passes.by_vmap, width):
+            log.info("gradients of single examples are not found %s: %s", way, reason)
+            way = GradientMethod.ONE_BY_ONE
+    log.info("gradients of single examples are found %s", way)
     return way, passes.one_pass.last
 
 
-def _holds(check: Callable[..., bool], *arguments: object) -> bool:
-    """Return the result of ``check``; False if it raises an error."""
+def _why_unknown(layers: Mapping[str, nn.Module]) -> str | None:
+    unknown = [name for name, layer in layers.items() if not is_known(layer)]
+    return f"layer {unknown[0]!r} has no known gradient" if unknown else None
+
+
+def _why_not(trial: Callable[..., str | None], *arguments: object) -> str | None:
+    """Return a trial's reason, or the error that the model raises for random examples."""
     try:
-        return check(*arguments)
-    except Exception:  # a model may raise anything for random examples
-        log.debug("%s raises", check.__name__, exc_info=True)
-        return False
+        return trial(*arguments)
+    except Exception as error:  # a model may raise anything for random examples
+        return repr(error)
 
 
 def _width(batch_size: float, *, written: bool) -> int:

@@ -34,8 +34,12 @@ _REMEDIES = {
     torch.complex64: _PARTS,
     torch.complex128: _PARTS,
 }
-"""Types that nodes cannot send, and their remedies. Noise does not add up in half precision."""
-_PLAIN_MODULES = ("torch.nn.modules.", "flower_ext.training.models", "flower_ext.training.dropout")
+"""Types that cannot travel, with the remedy for each. Noise does not add up in half precision."""
+_PLAIN_MODULES = (
+    "torch.nn.modules.",
+    "flower_ext.training.models.architectures",
+    "flower_ext.training.models.dropout",
+)
 _PLAIN_VALUES = (int, float, bool, str, type(None), torch.dtype, torch.device, torch.Size)
 
 

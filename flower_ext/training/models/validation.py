@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from flower_ext.errors import InvalidValue
-from flower_ext.training.model_factory import is_frozen
+from flower_ext.training.models.factory import is_frozen
 from flower_ext.training.params import matches
 
 RUNNING_STATISTICS = frozenset({"running_mean", "running_var", "num_batches_tracked"})

@@ -20,9 +20,9 @@ from torch import Tensor, nn
 from flower_ext.data import trees
 from flower_ext.data.trees import Tree
 from flower_ext.training.example_gradient import ExampleLoss, gradient_alone, has_rows
-from flower_ext.training.model_calls import call_model
+from flower_ext.training.models.calls import call_model
 from flower_ext.training.params import Params, clone, flat_rows, shaken
-from flower_ext.training.trials.trial_examples import (
+from flower_ext.training.trials.made_up_examples import (
     ODD,
     TRIED,
     deterministic,
@@ -74,12 +74,12 @@ class BatchInvarianceTrial:
     def __init__(self, model: nn.Module, params: Params, names: list[str]) -> None:
         self.model, self.params, self.names = model, params, names
 
-    def finds_own_gradients(
+    def why_gradients_differ(
         self, features: Tree, targets: Tree, loss: ExampleLoss, follow: Follow, count: int
-    ) -> bool:
-        """Return True if a pass over ``count`` examples finds each example's own gradient.
+    ) -> str | None:
+        """Return why gradients from a pass over ``count`` examples differ from each example's own.
 
-        Only the first few examples are compared.
+        None if they are equal, up to rounding. Only the first few examples are compared.
 
         Raises
         ------
@@ -99,18 +99,17 @@ class BatchInvarianceTrial:
                 # No gradient along random directions vanishes. A gradient of the loss may vanish,
                 # because a loss may ignore a target.
                 if not _agree(gradients, expected, may_vanish=by is not _along):
-                    return False
+                    return "the gradients of a pass are not those of each example alone"
             x, directions = trees.mapped(lambda leaf: leaf[:TRIED].clone(), (x, directions))
-            return self._keeps_integers_apart(x, directions, follow, generator)
+            return self._why_integers_mix(x, directions, follow, generator)
 
-    def is_batch_invariant(
+    def why_bits_differ(
         self, features: Tree, targets: Tree, loss: ExampleLoss, follow: Follow, count: int
-    ) -> bool:
-        """Return True if no bit of an example's gradient depends on the rest of its batch.
+    ) -> str | None:
+        """Return why a bit of an example's gradient depends on the rest of its batch; None if not.
 
         The batch has ``count`` examples, and an example's place in the batch must not matter
-        either. The result False is certain. True is evidence for this processor and this number of
-        threads.
+        either. A reason is certain. None is evidence for this processor and this number of threads.
         """
         with self._random_weights() as generator:
             x, directions = self._examples(features, count, generator)
@@ -121,18 +120,18 @@ class BatchInvarianceTrial:
                     moved, along = trees.rows((x, y), order)
                     numbers = _numbers(_followed(follow, moved, along, by))
                     if not _equal(numbers, [part[order] for part in usual]):
-                        return False
+                        return "an example's place in a batch changes the bits of its gradient"
                 for odd in ODD:
                     beside = with_odd_rows(x, slice(1, None, 2), odd)
                     numbers = _numbers(_followed(follow, beside, y, by))
                     if not _equal(numbers, usual, slice(0, None, 2)):
-                        return False
-        return True
+                        return f"an example of {odd} changes bits of the gradients beside it"
+        return None
 
-    def _keeps_integers_apart(
+    def _why_integers_mix(
         self, x: Tree, directions: Tree, follow: Follow, generator: torch.Generator
-    ) -> bool:
-        """Return True if examples with integers above 1 have equal gradients together and alone.
+    ) -> str | None:
+        """Return why examples with larger integers have other gradients together than alone.
 
         Examples for which the model raises an error do not count: the model may look up an integer
         in a table that is too short.
@@ -149,8 +148,8 @@ class BatchInvarianceTrial:
                     raise
                 continue
             if not is_apart and self._takes(examples):
-                return False
-        return True
+                return "integers of one example change the gradients of others"
+        return None
 
     def _takes(self, x: Tree) -> bool:
         """Return True if the model has finite outputs for each example, and for all together."""
