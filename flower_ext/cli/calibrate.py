@@ -4,49 +4,29 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from typing import Annotated, Any
 
 import typer
 
 from flower_ext.cli.screen import console, titled_table
 from flower_ext.privacy import (
-    CorrelatedNoise,
-    DpSgd,
     FixedSizeSampling,
-    FullParticipation,
     NeighboringRelation,
     PoissonSampling,
     PrivacyUnit,
-    Release,
-    Sampling,
-    calibrate_noise_multiplier,
     epsilon_text,
-    privacy_loss_of,
     size_for_rate,
 )
 from flower_ext.privacy.accounting.calibration import (
     MAX_ROUNDS,
     calibrate_rounds,
     calibrate_sampling_rate,
-    least_noise_multiplier,
 )
-from flower_ext.privacy.accounting.events import PrivacyLoss
-from flower_ext.privacy.accounting.group_privacy import group_loss
 from flower_ext.privacy.guarantee import large_delta
-from flower_ext.privacy.mechanisms.correlated_noise import StrategyMatrix
-from flower_ext.privacy.theorems.dp2_fedsam_theorem import (
-    dp2_fedsam_theorem2,
-    dp2_fedsam_theorem2_noise_multiplier,
-)
-from flower_ext.privacy.theorems.uldp_group import group_loss_by_conversion, group_loss_by_renyi
+from flower_ext.privacy.noise_choices import NoiseChoice, ways_of_clients, ways_of_groups
+from flower_ext.privacy.theorems.dp2_fedsam_theorem import dp2_fedsam_theorem2
 
-_ADD_OR_REMOVE, _REPLACE = NeighboringRelation.ADD_OR_REMOVE_ONE, NeighboringRelation.REPLACE_ONE
-_MODELS = "released models"
-_COHORTS = "released models and who took part"
-_LONGEST = 2_000
-"""Most rounds for which the command computes a strategy matrix, which takes up to a second."""
 _WORDS = ("calibrated by", "basis", "relation", "adversary sees")
 _SIGNS = {
     "epsilon": "ε",
@@ -55,15 +35,6 @@ _SIGNS = {
     "rounds": "T",
     "sampling_rate": "r",
 }
-
-
-@dataclass(frozen=True)
-class NoiseChoice:
-    """One way to account for the same run, and the words that describe it in a table."""
-
-    words: dict[str, str]
-    epsilon_at: Callable[[float], float]
-    noise_for: Callable[[float], float]
 
 
 def calibrate(
@@ -168,14 +139,10 @@ def _answers(
                 "one of these, and give all others"
             )
         target = known.pop("noise_multiplier" if name == "epsilon" else "epsilon")
-        ways = _group_ways(group_size, **known)
-        return [
-            {**way.words, name: (way.epsilon_at if name == "epsilon" else way.noise_for)(target)}
-            for way in ways
-        ]
+        return _of_each(ways_of_groups(group_size, **known), name, target)
     if name == "sampling_rate":
         most = calibrate_sampling_rate(population=population, **known)
-        return [{**_described("Poisson, PLD", _ADD_OR_REMOVE), name: most}]
+        return [{**_words("Poisson, PLD"), name: most}]
     rate = known.pop("sampling_rate")
     poisson = PoissonSampling(population, rate)
     fixed = FixedSizeSampling(population, size_for_rate(population, rate))
@@ -183,118 +150,33 @@ def _answers(
         most_poisson = calibrate_rounds(sampling=poisson, **known)
         most_fixed = calibrate_rounds(sampling=fixed, **known)
         return [
-            {**_described("Poisson, PLD", _ADD_OR_REMOVE), name: most_poisson},
-            {**_described("fixed size, RDP", _REPLACE), name: most_fixed},
+            {**_words("Poisson, PLD"), name: most_poisson},
+            {**_words("fixed size, RDP", NeighboringRelation.REPLACE_ONE), name: most_fixed},
         ]
-    ways = _ways(poisson, fixed, known["rounds"], known["delta"])
-    if name == "epsilon":
-        return [{**way.words, name: way.epsilon_at(known["noise_multiplier"])} for way in ways]
-    return [{**way.words, name: way.noise_for(known["epsilon"])} for way in ways]
+    target = known["noise_multiplier" if name == "epsilon" else "epsilon"]
+    ways = ways_of_clients(poisson, fixed, known["rounds"], known["delta"])
+    return _of_each(ways, name, target)
 
 
-def _described(
-    name: str, relation: NeighboringRelation, view: str = _MODELS, basis: str = "provable"
-) -> dict[str, str]:
-    return dict(zip(_WORDS, (name, basis, relation.value, view), strict=True))
-
-
-def _ways(
-    poisson: PoissonSampling, fixed: FixedSizeSampling, rounds: int, delta: float
-) -> list[NoiseChoice]:
-    theorem: dict[str, Any] = {"sampling_rate": poisson.rate, "rounds": rounds, "delta": delta}
-    claim = NoiseChoice(
-        _described("Theorem 2 (DP²-FedSAM)", _ADD_OR_REMOVE, "each upload (claimed)", "published"),
-        lambda s: dp2_fedsam_theorem2(noise_multiplier=s, **theorem).epsilon,
-        lambda e: dp2_fedsam_theorem2_noise_multiplier(epsilon=e, **theorem),
-    )
-
-    def provable(
-        name: str,
-        sampling: Sampling,
-        relation: NeighboringRelation,
-        view: str = _MODELS,
-        *,
-        releases: float | None = None,
-    ) -> NoiseChoice:
-        # An adversary who knows the cohorts sees a known number of releases with each client's
-        # data. Together they are one Gaussian mechanism, with less noise.
-        scale, repeats = (1.0, rounds) if releases is None else (math.sqrt(releases), 1)
-        options: dict[str, Any] = {"sampling": sampling, "relation": relation}
-
-        def epsilon_at(noise_multiplier: float) -> float:
-            release = Release(noise_multiplier=noise_multiplier / scale, **options)
-            return privacy_loss_of({release: repeats}, delta=delta).epsilon
-
-        def noise_for(epsilon: float) -> float:
-            return scale * calibrate_noise_multiplier(
-                epsilon=epsilon, delta=delta, rounds=repeats, **options
-            )
-
-        return NoiseChoice(_described(name, relation, view), epsilon_at, noise_for)
-
-    everyone, special = FullParticipation(fixed.population), NeighboringRelation.REPLACE_SPECIAL
-    sums = "complete sums, in every round"
-    uploads = f"each upload, every round, cohorts of {fixed.size}"
+def _of_each(ways: Sequence[NoiseChoice], name: str, target: float) -> list[dict[str, Any]]:
+    """Return ε at the noise ``target`` of each way, or its noise for the ε ``target``."""
     return [
-        claim,
-        provable("Poisson, PLD", poisson, _ADD_OR_REMOVE),
-        provable("fixed size, RDP", fixed, _REPLACE),
-        *(
-            provable(name, everyone, special, _COHORTS, releases=worth)
-            for name, worth in _in_turn(fixed, rounds).items()
-        ),
-        provable("cohorts known", everyone, special, sums, releases=rounds),
-        provable("uploads known", everyone, special, uploads, releases=rounds * fixed.size),
-    ]
-
-
-def _in_turn(fixed: FixedSizeSampling, rounds: int) -> dict[str, float]:
-    """Return sens(C)² of clients that take turns, for each kind of the server's noise.
-
-    The noise multiplier is that of a round's fresh noise. ε is then that of sens(C)² releases with
-    a client's data, for the most exposed client.
-    """
-    apart = fixed.population // fixed.size
-    limits = {"rounds_apart": apart, "participations": math.ceil(rounds / apart)}
-    independent = StrategyMatrix()
-    matrices = {"in turn, independent noise": independent}
-    if rounds <= _LONGEST:
-        best = CorrelatedNoise().matrix(rounds, **limits)
-        error = {
-            matrix: matrix.model_error(rounds) * matrix.sensitivity(**limits)
-            for matrix in (independent, best)
+        {
+            **_words(way.name, way.relation, way.view, way.basis),
+            name: way.epsilon_at(target) if name == "epsilon" else way.noise_for(target),
         }
-        less = error[independent] / error[best]
-        matrices[f"in turn, correlated noise: error of sums over rounds ÷ {less:.2g}"] = best
-    return {name: matrix.sensitivity(**limits) ** 2 for name, matrix in matrices.items()}
-
-
-def _group_ways(
-    group_size: int, *, delta: float, rounds: int, sampling_rate: float
-) -> list[NoiseChoice]:
-    """Return the ways to account for all records of a user: two lemmas, and the tight one."""
-
-    def way(name: str, loss_of: Callable[..., PrivacyLoss]) -> NoiseChoice:
-        def epsilon_at(noise_multiplier: float) -> float:
-            silo = DpSgd(
-                noise_multiplier=noise_multiplier, sampling_rate=sampling_rate, steps=rounds
-            )
-            return loss_of(silo, group_size=group_size, delta=delta).epsilon
-
-        def noise_for(epsilon: float) -> float:
-            target = f"epsilon={epsilon!r} at delta={delta!r} of {group_size} records by {name}"
-            return least_noise_multiplier(lambda noise: epsilon_at(noise) <= epsilon, target)
-
-        return NoiseChoice(
-            _described(name, _ADD_OR_REMOVE, "each step of every silo"), epsilon_at, noise_for
-        )
-
-    covered = 1 << (group_size - 1).bit_length()
-    return [
-        way("Lemma 8 (Uldp-FL)", group_loss_by_conversion),
-        way(f"Lemma 9 (Uldp-FL), {covered} records", group_loss_by_renyi),
-        way("mixture of Gaussians, PLD", group_loss),
+        for way in ways
     ]
+
+
+def _words(
+    name: str,
+    relation: NeighboringRelation = NeighboringRelation.ADD_OR_REMOVE_ONE,
+    view: str = "released models",
+    basis: str = "provable",
+) -> dict[str, str]:
+    """Return the words that describe one way to account for a run, by their column."""
+    return dict(zip(_WORDS, (name, basis, relation.value, view), strict=True))
 
 
 def _print_failed_conditions(**run: Any) -> None:

@@ -24,15 +24,20 @@ from flower_ext.data.linkage import (
     shared_counts,
     write_key,
 )
+from flower_ext.data.pseudonym_files import (
+    read_numbers,
+    read_pseudonyms,
+    write_numbers,
+    write_pseudonyms,
+)
 from flower_ext.data.record_files import RecordFile
 from flower_ext.errors import InvalidValue
-from flower_ext.files import whole_file, write_whole
+from flower_ext.files import whole_file
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 
 USER = "user"
 """Name of the column with a person's number."""
-_MAGIC = "flower-ext pseudonyms"
 _ROWS_PER_NOTICE = 100_000
 
 Table = Annotated[Path, typer.Argument(help="CSV or Parquet file of this silo.")]
@@ -91,9 +96,7 @@ def pseudonyms(
     unusable: Counter[str] = Counter()
     persons = {pseudonym for _, pseudonym in _watched(form.of_rows(source, unusable))}
     _refuse(table, unusable, skip_unusable)
-    header = f"{_MAGIC} {form.fingerprint}"
-    lines = [header, *sorted(pseudonym.hex() for pseudonym in persons)]
-    write_whole(output, "\n".join(lines).encode() + b"\n")
+    write_pseudonyms(output, form.fingerprint, persons)
     say(f"{output}: {len(persons):,} people, fingerprint {form.fingerprint}")
 
 
@@ -105,21 +108,19 @@ def union(
     """Give numbers to the people of all silos; write one file of numbers for each silo."""
     if len({path.name for path in files}) < len(files):
         raise InvalidValue("files: expected files of different names, one for each silo")
-    contents = [_read_lines(path) for path in files]
+    contents = [read_pseudonyms(path) for path in files]
     fingerprint = contents[0][0]
     if any(other != fingerprint for other, _ in contents):
         raise InvalidValue(
             "files: their fingerprints differ, so the silos used different keys, or columns of "
             "different kinds or order; repeat `link pseudonyms` with equal keys and columns"
         )
-    silos = [{bytes.fromhex(words[0]) for words in lines} for _, lines in contents]
+    silos = [people for _, people in contents]
     numbered = number_union(silos)
     total = len(set().union(*silos))
     output_folder.mkdir(parents=True, exist_ok=True)
     for path, numbers in zip(files, numbered, strict=True):
-        header = f"{_MAGIC} {fingerprint} {total}"
-        lines = [header, *(f"{person.hex()} {number}" for person, number in numbers.items())]
-        write_whole(output_folder / path.name, "\n".join(lines).encode() + b"\n")
+        write_numbers(output_folder / path.name, fingerprint, total, numbers)
     people_by_silos = shared_counts(silos)
     seen = titled_table(f"{total:,} people, as the coordinator sees them", ("silos", "people"))
     for owners, count in people_by_silos.items():
@@ -156,7 +157,7 @@ def users(
     """Replace each identifier by a user's number: a hash bucket, or the number of `link union`."""
     pseudonyms = _pseudonyms(key, by, by_date, date_format)
     if numbers is not None and buckets is None:
-        number_of = _given_numbers(numbers, pseudonyms)
+        number_of = read_numbers(numbers, pseudonyms)
     elif buckets is not None and numbers is None:
         number_of = partial(bucket, num_buckets=buckets)
     else:
@@ -188,27 +189,6 @@ def _pseudonyms(
     if not texts + dates:
         raise InvalidValue("by: expected --by COLUMN or --by-date COLUMN, once for each column")
     return Pseudonyms(read_key(key), (*texts, *dates))
-
-
-def _given_numbers(path: Path, pseudonyms: Pseudonyms) -> Callable[[bytes], int]:
-    """Return the function from a pseudonym to its number in a file of `link union`."""
-    fingerprint, lines = _read_lines(path)
-    if fingerprint != pseudonyms.fingerprint:
-        raise InvalidValue(
-            f"numbers={path}: made with a different key, or with other kinds of columns; give "
-            "the key and columns that you gave to `link pseudonyms`"
-        )
-    given = {bytes.fromhex(pseudonym): int(number) for pseudonym, number in lines}
-
-    def number(pseudonym: bytes) -> int:
-        if pseudonym not in given:
-            raise InvalidValue(
-                f"numbers={path}: a person of the table is missing; repeat `link pseudonyms` with "
-                "this table, and `link union`"
-            )
-        return given[pseudonym]
-
-    return number
 
 
 def _rewrite(
@@ -279,14 +259,3 @@ def _refuse(path: Path, unusable: Counter[str], skip_unusable: bool) -> None:
         )
     if unusable:
         say(f"Left out: {reasons}")
-
-
-def _read_lines(path: Path) -> tuple[str, list[list[str]]]:
-    """Return the fingerprint of a file of pseudonyms, and the words of its other lines."""
-    try:
-        header, *lines = path.read_text(encoding="ascii").splitlines()
-        if header.startswith(_MAGIC):
-            return header.removeprefix(_MAGIC).split()[0], [line.split() for line in lines]
-    except (OSError, ValueError):
-        pass
-    raise InvalidValue(f"{path}: expected a file of `flower-ext link pseudonyms` or `link union`")

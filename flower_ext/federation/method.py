@@ -43,7 +43,7 @@ from flower_ext.federation.records import Arrays, Update
 from flower_ext.federation.server_optimizers import MEAN, ModelAverage, ServerOptimizer
 from flower_ext.federation.sums.summation import Summation
 from flower_ext.privacy import Guarantee, PrivacyPlan
-from flower_ext.privacy.mechanisms.plan import RoundMechanism
+from flower_ext.privacy.mechanisms.round_mechanism import RoundMechanism
 from flower_ext.privacy.mechanisms.run_summary import MethodTraits, RunSummary
 from flower_ext.privacy.mechanisms.vector_query import VectorQuery
 from flower_ext.training import LocalTraining, Task

@@ -31,8 +31,8 @@ from flower_ext.federation.state.checkpoint import BegunRound
 from flower_ext.federation.stragglers import shortened
 from flower_ext.federation.sums.summation import Opening, OpenSum, Summation
 from flower_ext.privacy import secure_generator
-from flower_ext.privacy.mechanisms.plan import Aggregate, RoundDiscarded, RoundMechanism
 from flower_ext.privacy.mechanisms.protections import Protection
+from flower_ext.privacy.mechanisms.round_mechanism import Aggregate, RoundDiscarded, RoundMechanism
 from flower_ext.privacy.mechanisms.updates import l2_norm, require_finite
 
 log = getLogger("flwr")

@@ -37,7 +37,7 @@ from flower_ext.privacy import (
     seeded_generator,
 )
 from flower_ext.privacy.accounting.participations import Participations
-from flower_ext.privacy.mechanisms.plan import RoundMechanism
+from flower_ext.privacy.mechanisms.round_mechanism import RoundMechanism
 from flower_ext.privacy.mechanisms.run_summary import RunSummary
 from flower_ext.privacy.mechanisms.vector_query import VectorQuery
 from flower_ext.privacy.randomness import derived_seed

@@ -31,7 +31,7 @@ from flower_ext.federation.sums.plain import PlainSum
 from flower_ext.federation.sums.summation import Summation
 from flower_ext.privacy import Budget, Guarantee, Ledger, PrivacyPlan
 from flower_ext.privacy.accounting.participations import Participations
-from flower_ext.privacy.mechanisms.plan import RoundMechanism
+from flower_ext.privacy.mechanisms.round_mechanism import RoundMechanism
 from flower_ext.runs import RunWriter
 
 log = getLogger("flwr")

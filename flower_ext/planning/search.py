@@ -1,8 +1,8 @@
-"""Search for the number of rounds and the weight of the global model: DP-Ditto, V-B and V-C.
+"""Search for the number of rounds and the weight of the global model: DP-Ditto, Section V-B.
 
 If the unfairness R(λ) is known, Eqn 33 applies: find for every T the fairest λ*(T) under the noise
-that T rounds need, then the T whose bound h(T, λ*(T)) is smallest. If R is not known, searches over
-T and over λ alternate, each on short runs.
+that T rounds need, then the T whose bound h(T, λ*(T)) is smallest. If R is not known, use
+`alternating_search`.
 
 h bounds the distance to v_n*(λ), an optimum that moves with λ. So h tells how many rounds a λ
 needs, and R tells which λ is best. `planned_schedules` does this for a privacy budget, by the
@@ -12,7 +12,7 @@ published and by the provable formulas.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from flower_ext.checks import require_at_least_one
@@ -20,7 +20,6 @@ from flower_ext.errors import InvalidValue
 from flower_ext.planning.convergence import (
     ConvergenceBound,
     DittoProblem,
-    check_global_weight,
     convergence_bound,
 )
 from flower_ext.planning.fairness import LinearFairness
@@ -193,91 +192,3 @@ def _one_full_step(steps: ClippedSteps | None) -> Condition:
         f"{steps.num_examples} records): the bound h assumes one such step, the noise covers all",
         steps.local_steps == 1 and batch == steps.num_examples,
     )
-
-
-@dataclass(frozen=True, kw_only=True)
-class Outcome:
-    """Result of a short run: mean training loss, and its spread over clients. Less is better."""
-
-    loss: float
-    unfairness: float
-
-
-@dataclass(frozen=True, kw_only=True)
-class EmpiricalSchedule:
-    """(T*, λ*) found by short training runs.
-
-    ``settled`` is true if both searches came to rest. If they cycle, the result is the point of the
-    cycle with the smallest loss. ``outcomes`` has every run that was made.
-    """
-
-    rounds: int
-    global_weight: float
-    settled: bool
-    outcomes: dict[tuple[int, float], Outcome]
-
-
-def alternating_search(
-    run: Callable[[int, float], Outcome],
-    *,
-    rounds: Sequence[int],
-    global_weights: Sequence[float],
-    start: float | None = None,
-) -> EmpiricalSchedule:
-    """Search T by loss, then λ by fairness, and repeat until neither changes (Section V-C).
-
-    Parameters
-    ----------
-    run : Callable[[int, float], Outcome]
-        Trains for T rounds at λ under the noise that T rounds need. Called once for each pair. It
-        may return NaN or infinity for a run that diverged, which then loses every comparison.
-    rounds, global_weights : Sequence
-        Candidates. Of equally good candidates, the first wins.
-    start : float, optional
-        The first λ; by default the first of ``global_weights``.
-
-    Raises
-    ------
-    ValueError
-        There is no candidate, or one is out of range.
-    """
-    if not rounds or min(rounds) < 1:
-        raise InvalidValue(f"rounds={list(rounds)!r}: expected at least one integer, all >= 1")
-    if not global_weights:
-        raise InvalidValue("global_weights=[]: expected at least one number in [0, 2]")
-    for candidate in global_weights:
-        check_global_weight(candidate)
-    weight = global_weights[0] if start is None else start
-    check_global_weight(weight)
-    outcomes: dict[tuple[int, float], Outcome] = {}
-
-    def outcome(T: int, candidate: float) -> Outcome:
-        if (T, candidate) not in outcomes:
-            outcomes[T, candidate] = run(T, candidate)
-        return outcomes[T, candidate]
-
-    def loss(pair: tuple[int, float]) -> float:
-        return _or_infinite(outcome(*pair).loss)
-
-    visited: list[tuple[int, float]] = []
-    while True:
-        current = weight
-        T = min(rounds, key=lambda candidate: loss((candidate, current)))
-        weight = min(
-            global_weights, key=lambda candidate: _or_infinite(outcome(T, candidate).unfairness)
-        )
-        # Each search depends on the other's result alone, so a pair that recurs begins a cycle.
-        if (T, weight) in visited:
-            cycle = visited[visited.index((T, weight)) :]
-            best_T, best_weight = min(cycle, key=loss)
-            return EmpiricalSchedule(
-                rounds=best_T,
-                global_weight=best_weight,
-                settled=len(cycle) == 1,
-                outcomes=outcomes,
-            )
-        visited.append((T, weight))
-
-
-def _or_infinite(value: float) -> float:
-    return math.inf if math.isnan(value) else value

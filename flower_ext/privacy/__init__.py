@@ -17,13 +17,13 @@ from flower_ext.privacy.accounting.sampling import (
     SpacedSampling,
     size_for_rate,
 )
+from flower_ext.privacy.base_plan import NonPrivatePlan, PrivacyPlan
 from flower_ext.privacy.guarantee import Condition, Guarantee, epsilon_text
 from flower_ext.privacy.ledger import Budget, BudgetExhausted, Ledger, LedgerCorrupt
 from flower_ext.privacy.mechanisms.adaptive_clipping import AdaptiveClipping
 from flower_ext.privacy.mechanisms.bounds import clip
 from flower_ext.privacy.mechanisms.correlated_noise import CorrelatedNoise
 from flower_ext.privacy.mechanisms.noise import NoiseSource, SecureNoise, SeededNoise
-from flower_ext.privacy.mechanisms.plan import NonPrivatePlan, PrivacyPlan
 from flower_ext.privacy.mechanisms.protections import ObjectivePerturbation, OutputPerturbation
 from flower_ext.privacy.mechanisms.secure_scores import SecureScores
 from flower_ext.privacy.mechanisms.secure_sum import SecureSum

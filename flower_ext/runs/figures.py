@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
+from numpy.typing import NDArray
 
 from flower_ext.files import write_rows, write_whole
 from flower_ext.metrics.spread import reported_by_most
@@ -159,17 +160,9 @@ def draw_lines(
     labels = labels or list(lines)
     for label, runs in lines.items():
         number = labels.index(label)
-        measured = [
-            dict(zip(*run, strict=True)) for run in [*runs, *(against or {}).get(label, ())]
-        ]
-        rounds = sorted(set.intersection(*(set(values) for values in measured)))
-        if not rounds:
+        x, mean, deviation = _mean_and_deviation(runs, (against or {}).get(label, ()))
+        if not len(x):
             continue
-        values = np.asarray([[run[round] for round in rounds] for run in measured])
-        drawn, other = values[: len(runs)], values[len(runs) :]
-        x = other.mean(axis=0) if against else np.asarray(rounds, dtype=float)
-        mean = drawn.mean(axis=0)
-        deviation = drawn.std(axis=0, ddof=1) if len(runs) > 1 else np.zeros_like(mean)
         colour = COLOURS[number % len(COLOURS)]
         dash = DASHES[number // len(COLOURS) % len(DASHES)]
         # A line through one point is invisible; a dot is not.
@@ -190,6 +183,22 @@ def draw_lines(
     if all(len(runs) == 1 for runs in lines.values()):
         return save_figure(figure, folder, name, columns[:3], [row[:3] for row in rows])
     return save_figure(figure, folder, name, columns, rows)
+
+
+def _mean_and_deviation(
+    runs: Sequence[Line], against: Sequence[Line]
+) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.float64]]:
+    """Return places on the horizontal axis, and the runs' mean and standard deviation there.
+
+    The places are the rounds that all runs measured, or the mean of ``against`` in these rounds.
+    """
+    measured = [dict(zip(*run, strict=True)) for run in [*runs, *against]]
+    rounds = sorted(set.intersection(*(set(values) for values in measured)))
+    values = np.asarray([[run[round] for round in rounds] for run in measured])
+    drawn, other = values[: len(runs)], values[len(runs) :]
+    mean = drawn.mean(axis=0)
+    deviation = drawn.std(axis=0, ddof=1) if len(runs) > 1 else np.zeros_like(mean)
+    return other.mean(axis=0) if against else np.asarray(rounds, dtype=float), mean, deviation
 
 
 def _histogram(

@@ -19,7 +19,7 @@ from flower_ext.privacy import (
     ReleasePlan,
     SecureSum,
 )
-from flower_ext.privacy.mechanisms.plan import Aggregate
+from flower_ext.privacy.mechanisms.round_mechanism import Aggregate
 from tests.support.dying_runs import Died
 from tests.support.grids import grid
 from tests.support.least_squares import CLIENTS, LOCAL, LOST, optimum, play, start

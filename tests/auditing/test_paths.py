@@ -62,12 +62,12 @@ from flower_ext.privacy import (
 )
 from flower_ext.privacy.mechanisms import bounds, protections, quantization
 from flower_ext.privacy.mechanisms.noised_sum import NoisedSum
-from flower_ext.privacy.mechanisms.plan import RoundMechanism
 from flower_ext.privacy.mechanisms.protections import (
     ClipAndNoise,
     ClipSteps,
     Protection,
 )
+from flower_ext.privacy.mechanisms.round_mechanism import RoundMechanism
 from flower_ext.privacy.mechanisms.updates import RunningSum
 from flower_ext.privacy.plans.group_plan import GroupPlan
 from flower_ext.privacy.plans.release_mechanism import ReleaseMechanism

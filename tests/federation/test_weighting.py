@@ -16,7 +16,7 @@ from flower_ext.privacy import (
     RecordLevelPlan,
     ReleasePlan,
 )
-from flower_ext.privacy.mechanisms.plan import RoundMechanism
+from flower_ext.privacy.mechanisms.round_mechanism import RoundMechanism
 from flower_ext.privacy.plans.release_mechanism import ReleaseMechanism
 from flower_ext.training import LocalTraining, Task
 from tests.support.strategies import strategy_of

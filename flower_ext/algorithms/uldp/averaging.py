@@ -66,8 +66,8 @@ from flower_ext.federation import (
 from flower_ext.federation.population import HiddenUsers, UsersInSilos
 from flower_ext.privacy import Guarantee, PrivacyPlan
 from flower_ext.privacy.mechanisms.noised_sum import NoisedSum
-from flower_ext.privacy.mechanisms.plan import RoundMechanism
 from flower_ext.privacy.mechanisms.protections import ClipAndNoise
+from flower_ext.privacy.mechanisms.round_mechanism import RoundMechanism
 from flower_ext.privacy.mechanisms.run_summary import MethodTraits, RunSummary
 from flower_ext.privacy.theorems.silo_claims import SECURE_SUM, batching_assumption
 from flower_ext.privacy.theorems.uldp import (

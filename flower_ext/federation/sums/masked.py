@@ -46,7 +46,7 @@ from flower_ext.federation.replies import LONGEST_REASON, RefusedReply, read_ans
 from flower_ext.federation.state.memory import ClientVault
 from flower_ext.federation.sums.summation import Opening, OpenSum, Summation
 from flower_ext.privacy.mechanisms.noised_sum import NoisedSum
-from flower_ext.privacy.mechanisms.plan import Aggregate, RoundDiscarded
+from flower_ext.privacy.mechanisms.round_mechanism import Aggregate, RoundDiscarded
 from flower_ext.privacy.mechanisms.secure_sum import SumParameters
 from flower_ext.privacy.randomness import secure_generator
 from flower_ext.secure.aggregation import (

@@ -11,7 +11,7 @@ from flwr.app import Message
 
 from flower_ext.federation.records import Update
 from flower_ext.federation.sums.summation import Opening, OpenSum, Summation
-from flower_ext.privacy.mechanisms.plan import Aggregate, RoundMechanism, divided
+from flower_ext.privacy.mechanisms.round_mechanism import Aggregate, RoundMechanism, divided
 from flower_ext.privacy.mechanisms.updates import as_float64, in_float64
 
 

@@ -25,9 +25,14 @@ from flower_ext.privacy.mechanisms.adaptive_clipping import AdaptiveClipping
 from flower_ext.privacy.mechanisms.bounds import ClippedSum
 from flower_ext.privacy.mechanisms.discrete_gaussian import share_stddev
 from flower_ext.privacy.mechanisms.noise import NoiseSource, largest_noised_norm, noise_grid
-from flower_ext.privacy.mechanisms.plan import Aggregate, RoundDiscarded, RoundMechanism, divided
 from flower_ext.privacy.mechanisms.protections import ClipAndNoise
 from flower_ext.privacy.mechanisms.quantization import Cells, cell_of, check_cell, out_of_cells
+from flower_ext.privacy.mechanisms.round_mechanism import (
+    Aggregate,
+    RoundDiscarded,
+    RoundMechanism,
+    divided,
+)
 from flower_ext.privacy.mechanisms.secure_sum import SecureSum, SumParameters, ring_bits
 from flower_ext.privacy.mechanisms.updates import NamedArrays, RunningSum, l2_norm
 from flower_ext.privacy.mechanisms.vector_query import VectorQuery

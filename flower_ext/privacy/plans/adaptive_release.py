@@ -15,8 +15,8 @@ from flower_ext.privacy.mechanisms.adaptive_clipping import (
     with_room_for_side,
 )
 from flower_ext.privacy.mechanisms.noised_sum import NoisedSum
-from flower_ext.privacy.mechanisms.plan import Aggregate
 from flower_ext.privacy.mechanisms.protections import ClipAndNoise, Protection
+from flower_ext.privacy.mechanisms.round_mechanism import Aggregate
 from flower_ext.privacy.mechanisms.run_summary import RunSummary
 from flower_ext.privacy.mechanisms.updates import NamedArrays, RunningSum
 from flower_ext.privacy.mechanisms.vector_query import VectorQuery

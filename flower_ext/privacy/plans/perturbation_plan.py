@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 
 from flower_ext.checks import Checked, ProperFraction
+from flower_ext.privacy.base_plan import PlainAverage
 from flower_ext.privacy.guarantee import Guarantee
-from flower_ext.privacy.mechanisms.plan import PlainAverage
 from flower_ext.privacy.mechanisms.protections import OutputPerturbation, Perturbation, Protection
 from flower_ext.privacy.mechanisms.run_summary import RunSummary
 from flower_ext.privacy.theorems.local_objective import LocalObjective

@@ -10,10 +10,10 @@ from flower_ext.errors import InvalidValue
 from flower_ext.privacy.accounting.calibration import calibrate_noise_multiplier
 from flower_ext.privacy.accounting.events import Release
 from flower_ext.privacy.accounting.sampling import Sampling, SpacedSampling
+from flower_ext.privacy.base_plan import PrivacyPlan
 from flower_ext.privacy.mechanisms.adaptive_clipping import AdaptiveClipping
 from flower_ext.privacy.mechanisms.correlated_noise import CorrelatedNoise, StrategyMatrix
 from flower_ext.privacy.mechanisms.noised_sum import ReleaseTerms
-from flower_ext.privacy.mechanisms.plan import PrivacyPlan
 from flower_ext.privacy.mechanisms.run_summary import MethodTraits, RunSummary
 from flower_ext.privacy.plans.adaptive_release import AdaptiveRelease
 from flower_ext.privacy.plans.release_mechanism import ReleaseMechanism

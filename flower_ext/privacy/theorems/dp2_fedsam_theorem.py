@@ -17,10 +17,10 @@ import math
 
 from flower_ext.checks import require_at_least_one, require_delta, require_positive, require_rate
 from flower_ext.privacy.accounting.sampling import SpacedSampling
+from flower_ext.privacy.base_plan import PrivacyPlan
 from flower_ext.privacy.guarantee import Condition, Guarantee
 from flower_ext.privacy.mechanisms.adaptive_clipping import AdaptiveClipping
 from flower_ext.privacy.mechanisms.noised_sum import ReleaseTerms
-from flower_ext.privacy.mechanisms.plan import PrivacyPlan
 from flower_ext.privacy.mechanisms.run_summary import RunSummary
 from flower_ext.privacy.theorems.claims import Claims
 from flower_ext.privacy.units import AdversaryView, NeighboringRelation, PrivacyUnit

@@ -25,7 +25,7 @@ from flower_ext.privacy.mechanisms.adaptive_clipping import (
     with_room_for_side,
     with_side,
 )
-from flower_ext.privacy.mechanisms.plan import Aggregate
+from flower_ext.privacy.mechanisms.round_mechanism import Aggregate
 from flower_ext.privacy.mechanisms.run_summary import MethodTraits, RunSummary
 from flower_ext.privacy.mechanisms.updates import l2_norm
 

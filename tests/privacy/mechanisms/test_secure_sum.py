@@ -18,7 +18,7 @@ from flower_ext.privacy import (
     SecureSum,
 )
 from flower_ext.privacy.mechanisms import secure_sum as module
-from flower_ext.privacy.mechanisms.plan import RoundDiscarded
+from flower_ext.privacy.mechanisms.round_mechanism import RoundDiscarded
 from flower_ext.privacy.mechanisms.secure_sum import ring_bits
 from flower_ext.privacy.theorems.client_level import of_secure_sum
 from flower_ext.secure.aggregation.context import graph_of

@@ -13,7 +13,7 @@ from flower_ext.privacy import (
     PerturbationPlan,
     SecureNoise,
 )
-from flower_ext.privacy.mechanisms.plan import RoundDiscarded
+from flower_ext.privacy.mechanisms.round_mechanism import RoundDiscarded
 from flower_ext.privacy.theorems.upcycled import (
     epsilons,
     perturbation_guarantees,

@@ -1,15 +1,14 @@
-"""Base classes of plans, which a user writes, and of mechanisms, which a run executes."""
+"""Base class of mechanisms, which a run executes round by round; plans make them."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 import array_api_compat as api
 
-from flower_ext.errors import InvalidValue
 from flower_ext.privacy.accounting.events import Release
 from flower_ext.privacy.accounting.participations import Participations
 from flower_ext.privacy.accounting.sampling import Sampling
@@ -17,7 +16,7 @@ from flower_ext.privacy.guarantee import Guarantee
 from flower_ext.privacy.mechanisms.correlated_noise import StrategyMatrix
 from flower_ext.privacy.mechanisms.noise import NoiseSource
 from flower_ext.privacy.mechanisms.protections import Protection
-from flower_ext.privacy.mechanisms.run_summary import MethodTraits, RunSummary
+from flower_ext.privacy.mechanisms.run_summary import RunSummary
 from flower_ext.privacy.mechanisms.secure_sum import SecureSum
 from flower_ext.privacy.mechanisms.updates import NamedArrays, RunningSum
 from flower_ext.privacy.mechanisms.vector_query import VectorQuery
@@ -34,47 +33,6 @@ class Aggregate:
     value: dict[str, Any]
     answered: int
     topped_up_stddev: float
-
-
-class PrivacyPlan(ABC):
-    """A user's decisions about the privacy of a run, from which its mechanism is made.
-
-    A plan is frozen. It knows about a run only what its `RunSummary` says.
-
-    Attributes
-    ----------
-    sampling : Sampling
-        Draws the cohorts.
-    delta : float, optional
-        δ at which ε is reported; None where the plan guarantees nothing.
-    rounds : int, optional
-        Number of rounds for which the noise was chosen; None if the plan does not fix a number.
-    """
-
-    sampling: Sampling
-    delta: float | None
-    rounds: int | None = None
-
-    def num_units(self, run: RunSummary) -> int | None:
-        """Return the number of privacy units, or None if it is not known.
-
-        Reports warn about a δ that is large for this number.
-        """
-        return None
-
-    @abstractmethod
-    def describe(self) -> str:
-        """Describe the plan in words, for the log."""
-
-    @abstractmethod
-    def mechanism(self, method: MethodTraits) -> RoundMechanism:
-        """Return the mechanism for the rounds of ``method``. A run calls this once.
-
-        Raises
-        ------
-        ValueError
-            The plan does not protect the method's uploads; the message gives the reason.
-        """
 
 
 class RoundMechanism(ABC):
@@ -216,86 +174,9 @@ class RoundMechanism(ABC):
         return {f"epsilon_{claim.basis}": claim.epsilon for claim in self.guarantees(run)}
 
 
-@dataclass(frozen=True, kw_only=True)
-class PlainAverage(PrivacyPlan, RoundMechanism):
-    """A plan that takes the mean of the replies; it guarantees nothing unless a subclass does.
-
-    The method determines none of its fields, so the plan is its own mechanism.
-    """
-
-    tells_sizes = True
-
-    sampling: Sampling
-
-    def mechanism(self, method: MethodTraits) -> RoundMechanism:
-        """Return this plan, which is its own mechanism."""
-        return self
-
-    def aggregate(self, summed: RunningSum, *, cohort_size: int, noise: NoiseSource) -> Aggregate:
-        """Return the mean of the uploads; ``noise`` is not used.
-
-        Raises
-        ------
-        RoundDiscarded
-            No client answered.
-        """
-        if not summed.count:
-            raise RoundDiscarded(f"none of {cohort_size} clients answered, so there is no mean")
-        mean = divided(summed.value, summed.count, summed.like)
-        return Aggregate(value=mean, answered=summed.count, topped_up_stddev=0.0)
-
-
 def divided(summed: NamedArrays, by: float, like: NamedArrays) -> dict[str, Any]:
     """Divide a sum; return the average in the precision of ``like``."""
     return {
         name: api.array_namespace(array).astype(array / by, like[name].dtype)
         for name, array in summed.items()
     }
-
-
-@dataclass(frozen=True, kw_only=True)
-class NonPrivatePlan(PlainAverage):
-    """Plain averaging without clipping or noise. It guarantees nothing.
-
-    Use it to compare a private method with the same method without privacy.
-
-    Parameters
-    ----------
-    sampling : Sampling
-    weighting : {"clients", "examples"}
-        "clients" gives all clients the same weight in the mean, as every plan that protects does.
-        "examples" weighs each client by its number of training examples, as FedAvg does.
-    """
-
-    weighting: Literal["clients", "examples"] = "clients"
-
-    delta = None
-
-    def __post_init__(self) -> None:
-        if self.weighting not in ("clients", "examples"):
-            raise InvalidValue(f"weighting={self.weighting!r}: expected 'clients' or 'examples'")
-
-    @property
-    def weighs_examples(self) -> bool:
-        """True if ``weighting`` is "examples"."""
-        return self.weighting == "examples"
-
-    def mechanism(self, method: MethodTraits) -> RoundMechanism:
-        """Return this plan; refuse weights if the server does not take the mean of the updates.
-
-        Raises
-        ------
-        ValueError
-            The method combines the single updates in another way.
-        """
-        if self.weighs_examples and method.weighs_updates:
-            raise InvalidValue(
-                f"weighting='examples': expected 'clients', because the server's step of "
-                f"{method.name} weights clients by a different rule"
-            )
-        return self
-
-    def describe(self) -> str:
-        """Describe the plan in words, for the log."""
-        by = ", weighted by examples" if self.weighs_examples else ""
-        return f"{self.sampling.describe()} · no privacy{by}"
