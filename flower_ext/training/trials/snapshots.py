@@ -81,7 +81,7 @@ def same_params(one: Params | None, other: Params | None) -> bool:
 
 @dataclass(frozen=True)
 class _Kind:
-    """How to read the values of one type: as a whole, in parts, or not at all."""
+    """A way to read the values of a type: as a whole, in parts, or not at all."""
 
     whole: Callable[[Any], Hashable] | None = None
     parts: Callable[[str, Any, Snapshot], Iterable[tuple[str, Any]]] | None = None
