@@ -1,7 +1,8 @@
-"""Make Flower's classes and this package's client report what an app does, and hold its runs.
+"""Replace functions of Flower, Opacus and this package, to watch an app's runs and to hold them.
 
-The check replaces functions in its process, by the table `Instruments.seams`. The package has no
-hook for this purpose, because a hook that can take the noise away would weaken every run.
+The replaced functions report the mods, strategies and privacy engines that an app makes. In a held
+run (`held_run`) they also replace what clients would learn from data. The package offers no hook
+for this purpose, because a hook that can take the noise away would weaken every run.
 """
 
 from __future__ import annotations
@@ -34,14 +35,14 @@ from flower_ext.privacy import NoiseSource
 from flower_ext.training import Task
 
 Wrapper = Callable[..., Any]
-"""A function that is called in place of another, which it gets as its first argument."""
+"""A function that is called in place of an original one, which is its first argument."""
 _CATEGORIES = (TRAIN, "evaluate", "query")
 _NOISE = ("add_gaussian", "gaussian", "add_discrete_gaussian")
 
 
 @dataclass(kw_only=True)
 class Instruments:
-    """Changes of Flower's classes and of this package's client, made before an app is loaded."""
+    """Changes to functions of Flower, Opacus and this package, made before an app is loaded."""
 
     mods: dict[str, list[Any]] = field(default_factory=dict)
     """Mods of each category of messages, the outermost first."""
@@ -59,22 +60,22 @@ class Instruments:
         return None if self.watch is None else self.watch.held
 
     def seams(self) -> list[tuple[Any, str, Wrapper]]:
-        """Return each function that the check changes, by owner and name, with its wrapper.
+        """Return the functions that the check changes: the owner, the name and the wrapper of each.
 
         `tests/check/test_instruments.py` checks that runs call all functions of this table.
         """
         return [
-            # Every ClientApp reports its mods, and gets a mod of the check after all of them.
+            # Every ClientApp reports its mods, and gets a mod of the check as the innermost one.
             (ClientApp, "__init__", self._with_mod),
             *((ClientApp, category, self._registered) for category in _CATEGORIES),
-            # In a held run, clients of this package learn from no data, which also saves time, ...
+            # In a held run, clients of this package train without data, which also saves time.
             (preparing, "checked_data", self._data),
             (protecting, "result_hiding_failures", self._result),
-            # ... have a public update before the bound and the noise, ...
+            # In a held run, a public update replaces each update before the client protects it.
             (protecting, "protected", self._protected),
-            # ... and in a quiet run add no noise.
+            # In a held run that is quiet (`HeldRun.quiet`), noise sources add no noise.
             *((NoiseSource, name, self._noised) for name in _NOISE),
-            # Each round of this package's strategy reports the mean that it releases.
+            # Each round of a strategy of this package reports the mean that it releases.
             (Round, "close", self._closed),
         ]
 
@@ -151,7 +152,7 @@ class Instruments:
         return mean, updates
 
     def limit_rounds(self, rounds: int) -> None:
-        """Make every strategy stop after ``rounds`` rounds, and report its planned number."""
+        """Make every strategy stop after ``rounds`` rounds, and record how many the app planned."""
         kinds = [Strategy]
         for kind in kinds:
             kinds.extend(kind.__subclasses__())
@@ -172,7 +173,7 @@ class Instruments:
             return start(strategy, *arguments, **options)
         call = inspect.signature(start).bind(strategy, *arguments, **options)
         call.apply_defaults()
-        # A wrapper may take all options of the strategy inside as keywords.
+        # A strategy that wraps another may take the options of the inner one as keywords.
         named = next(
             (v for v in call.arguments.values() if isinstance(v, dict) and "num_rounds" in v),
             call.arguments,

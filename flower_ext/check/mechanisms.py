@@ -58,7 +58,7 @@ class Noise:
 
 
 def promised(noise: Noise | None) -> str:
-    """Describe clipping and noise as the parameters say."""
+    """Describe the clipping and the noise that the app's parameters promise."""
     if noise is None:
         return "none that this check knows"
     uploads = [value for value in noise.upload_stddev.values() if value]

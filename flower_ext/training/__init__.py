@@ -6,8 +6,8 @@ The module `local` computes one local training. It uses these modules:
 module                contents
 ====================  =====================================================================
 `task`                the model, the loss, the metrics and each partition's data
-`job`                 a training as a value: settings, examples, mini-batches, noise
-`models`              the models offered, and how any model is built, called and checked
+`job`                 the description of a training: settings, examples, mini-batches, noise
+`models`              models of this package; functions that build, call and check any model
 `problem`             the loss plus terms, as a function of the trained part of a model
 `local`               `train`: sets up the problem, takes the steps, returns the model
 `dp`                  steps of DP-SGD, which clip each example's gradient
@@ -22,8 +22,9 @@ When and how many trainings run together never changes a result, except for roun
 `batched.form`        the interface of forms: one by one, in stacks, by a plug-in's code
 ====================  =====================================================================
 
-The trials in `trials` find models in which one example, or one training, changes another.
-`batched.choice`, `dp.ways`, and the client before its first training, run them.
+The trials in `trials` find models in which one example changes the gradient of another example, or
+one training changes another training. `batched.choice` and `dp.ways` run these trials, and so does
+a client before its first training.
 """
 
 from flower_ext.training.batched.form import MEMORY_LIMIT

@@ -212,7 +212,7 @@ def batch_rows(
 def split_examples(
     task: Task, examples: Examples, training: LocalTraining, generator: torch.Generator
 ) -> list[Examples]:
-    """Return the shuffled mini-batches of a training, each as examples to train on."""
+    """Return the shuffled mini-batches of a training, each as an `Examples`."""
     fewest = fewest_rows(task.model, examples.features, training.batch_size)
     batches = batch_rows(len(examples), training, generator, fewest=fewest)
     parts = (examples.features, examples.targets)

@@ -1,13 +1,15 @@
-"""Turn what was recognised and measured into findings, each with its remedy.
+"""Turn what the check recognised and measured in an app into findings, each with its remedy.
 
-A finding that *refutes* leaves no ε provable. All others name what the guarantee does not cover.
+If a finding *refutes*, no ε of the app is provable. Any other finding names something that the
+guarantee does not cover.
 
 =============  ============================================================================
 module         finds
 =============  ============================================================================
-`structure`    what strategies, mods and rounds leave open, before anything is measured
-`influence`    noise and bounds other than promised, and what one client does to the others
-`messages`     what leaves clients beside the protected update
+`structure`    faults of strategies, mods and rounds, which show without any measurement
+`influence`    measured noise or bounds that break the promise, and clients that change
+               other clients' uploads or end the run
+`messages`     what clients send besides the protected update
 =============  ============================================================================
 """
 
@@ -34,9 +36,9 @@ __all__ = ["Finding", "findings"]
 
 
 def findings(probes: Probes, app: AppFolder, second: Measured | None) -> list[Finding]:
-    """Return all findings of a check, those that refute first.
+    """Return all findings of a check; those that refute come first.
 
-    ``second`` is the ε that was computed from measurements.
+    ``second`` holds the ε that the check computed from its measurements.
     """
     real = probes.runs[REAL]
     assert real is not None
@@ -66,11 +68,11 @@ _CLIENT_CALLS = {
     "failures-seen": ("train", "ClientApp"),
     "engine-restarts": ("make_private",),
 }
-"""By finding, the calls of the client's source that its remedy changes."""
+"""For each code of a finding, the calls in the client's source that the remedy changes."""
 
 
 def _place(code: str, facts: Facts, app: AppFolder) -> str:
-    """Return where the app makes the mod, the strategy or the reply that a remedy changes."""
+    """Return the place in the app's source that the remedy of a finding changes."""
     if names := _CLIENT_CALLS.get(code):
         return app.call_of("clientapp", *names)
     if facts.local:

@@ -1,6 +1,7 @@
 """Find noise and bounds that differ from what the parameters promise, and clients that end a run.
 
-Everything here was measured in held runs, in which the check knows what each client learned.
+All measurements come from held runs (`held_run`). There each client sends a public update in place
+of what it learned from data, so the check knows each update before clipping and noise.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from flower_ext.check.vectors import HELD
 
 
 def compared_noise(probes: Probes, facts: Facts) -> Iterator[Finding]:
-    """Compare the noise with the one that the parameters promise."""
+    """Compare the measured noise with the noise that the app's parameters promise."""
     again, noise = probes.runs.get(AGAIN), facts.noise
     if again is None or noise is None:
         return
@@ -34,7 +35,7 @@ def compared_noise(probes: Probes, facts: Facts) -> Iterator[Finding]:
         stddev = noise.of_upload(probes.cohort(AGAIN, number))
         if stddev and not of_uploads and changed is not None:
             what = f"a changed client's upload in round {number}"
-            # Noise of this package is in one of these runs only.
+            # If the noise comes from this package, only one of the two runs adds it.
             stddev *= 1.0 if facts.has(recognise.OUR_MOD) else 2**0.5
             yield from _compared(changed / stddev, np.inf, what)
         if (gap := release_gap(probes, facts, number)) is not None:
@@ -52,25 +53,27 @@ def _compared(gap: np.ndarray, size: float, what: str) -> Iterator[Finding]:
     if measured.value < 1e-3 and size > 2 * HELD and np.isfinite(size):
         yield Finding(
             code="seeded-noise",
-            text=f"the noise in {what} is the same under other random numbers: the code fixes "
-            "its seed, and who knows the seed removes the noise",
+            text=f"the noise in {what} is the same in two runs with different random numbers: "
+            "the code fixes the seed, and anyone who knows the seed can remove the noise",
             remedy="draw the noise from the operating system's randomness",
         )
     elif measured.value < 1e-3:
         yield Finding(
-            code="noise-missing", text=f"there is no noise in {what}", remedy="add noise each round"
+            code="noise-missing",
+            text=f"there is no noise in {what}",
+            remedy="add noise in every round",
         )
     elif measured.high < 1:
         yield Finding(
             code="noise-small",
             text=f"the noise in {what} has {measured.value:.3g} times the promised standard "
-            f"deviation (at most {measured.high:.3g} times, but for luck of 1e-6)",
+            f"deviation (at most {measured.high:.3g} times, except with probability 1e-6)",
             remedy="clip first and add the noise last, scaled by the clipping norm",
         )
 
 
 def exceeded_bounds(probes: Probes, facts: Facts) -> Iterator[Finding]:
-    """Compare what one changed client moves with what clipping permits."""
+    """Find where one client moves its upload or the model farther than clipping permits."""
     if (noise := facts.noise) is None or not facts.holds:
         return
     clients_clip = facts.has(recognise.CLIENT_SIDE) or facts.has(recognise.CLIENT_ADAPTIVE)
@@ -100,12 +103,13 @@ def exceeded_bounds(probes: Probes, facts: Facts) -> Iterator[Finding]:
 
 
 def other_epsilon(second: Measured | None) -> Iterator[Finding]:
-    """Find a stated ε that differs from the one that was computed from measurements."""
+    """Find a stated ε that differs from the ε that the check computed from its measurements."""
     if second is not None and not second.agrees:
         yield Finding(
             code="epsilon",
             text=f"the app states ε = {second.stated:.3g}, but {second.text}",
-            remedy="let one plan set bound, noise and accounting, and change none of its parts",
+            remedy="let one plan set the clipping bound, the noise and the accounting, and change "
+            "none of its parts",
         )
 
 
@@ -114,7 +118,7 @@ def _unbounded(what: str, number: int, value: float, bound: float, *, weighs: bo
     if weighs:
         return Finding(
             code="weights",
-            text=f"{text}, by the numbers that it reports",
+            text=f"{text}, because it reports the weight of its own update",
             remedy="weigh all clients equally, and divide by a public constant",
         )
     return Finding(
@@ -125,7 +129,7 @@ def _unbounded(what: str, number: int, value: float, bound: float, *, weighs: bo
 
 
 def changed_clients(probes: Probes, facts: Facts) -> Iterator[Finding]:
-    """Find what a client does to others, and to the run, by its NaN, its zero or its absence."""
+    """Find what one client's NaN, zero update or failure does to other clients and to the run."""
     again = probes.runs.get(AGAIN)
     if again is None or again.ended:
         return
@@ -149,7 +153,7 @@ def changed_clients(probes: Probes, facts: Facts) -> Iterator[Finding]:
         elif run is not None and run.ended:
             yield _ends(name, f"{what} ends the run ({run.ended})")
         elif name == "absence" and facts.has_task and facts.ours.holds:
-            continue  # only the network keeps such a client's reply away: its failures are hidden
+            continue  # such a client hides its failures: only the network can lose its reply
         elif run is not None and len(run.releases) < len(again.releases):
             yield _ends(name, f"{what} keeps the model of a round from being released")
     if zero is not None and any(reply.error for reply in zero.replies if reply.kind == TRAIN):
@@ -192,5 +196,6 @@ def _ends(code: str, text: str) -> Finding:
     return Finding(
         code=code,
         text=f"{text}: whether a model is released depends on one client's data",
-        remedy="let no single reply end a round; sum what arrived, with noise for all",
+        remedy="let no single reply end a round: sum the replies that arrived, and add noise that "
+        "does not depend on their number",
     )

@@ -1,4 +1,4 @@
-"""Find what leaves clients beside the protected update."""
+"""Find what clients send besides the protected update."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _NORM_BIT = "norm_bit"
 
 
 def unprotected_values(real: Observed, facts: Facts, app: AppFolder) -> Iterator[Finding]:
-    """Find what leaves clients beside the update."""
+    """Find what clients send besides the update, such as metrics and integer arrays."""
     if facts.has_task:
         return
     replies = [reply for reply in real.replies if reply.kind == TRAIN and not reply.error]
@@ -42,17 +42,19 @@ def unprotected_values(real: Observed, facts: Facts, app: AppFolder) -> Iterator
     if facts.noise is not None and any(reply.integers for reply in replies):
         yield Finding(
             code="integers",
-            text="arrays of integers leave, which no Gaussian noise covers",
+            text="clients send arrays of integers, which Gaussian noise does not cover",
             remedy="leave counters such as num_batches_tracked out of the ArrayRecord",
         )
     if facts.noise is not None and not facts.is_ours and any(reply.scalars for reply in replies):
         yield Finding(
             code="scalars",
-            text="a parameter without axes leaves unclipped",
+            text="a parameter without axes (a single number) leaves clients without clipping",
             remedy="give each parameter an axis",
         )
     layouts = {(reply.records, tuple(reply.metrics)) for reply in replies}
-    if facts.strategies and len(layouts) > 1:  # other loops may send messages of several stages
+    if (
+        facts.strategies and len(layouts) > 1
+    ):  # an app's own loop may send several kinds of messages
         yield Finding(
             code="names",
             text="names of records or metrics differ between clients, so they may carry data",

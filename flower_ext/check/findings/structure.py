@@ -1,4 +1,4 @@
-"""Find what an app's strategies, mods and rounds leave open, before anything is measured."""
+"""Find faults of an app's strategies, mods and rounds, which show without any measurement."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from flower_ext.privacy import PrivacyUnit
 
 @dataclass(frozen=True, kw_only=True)
 class Rule:
-    """A finding, and the facts that it follows from."""
+    """A finding, and the condition on the facts of an app under which it is reported."""
 
     code: str
     when: Callable[[Facts], Any]
-    """Returns anything that is true if the finding follows; text and remedy may use it as {}."""
+    """Returns a true value if the app has the fault; text and remedy show the value at each {}."""
     text: str
     remedy: str
     refutes: bool = True
 
     def finding(self, value: Any) -> Finding:
-        """Return the finding that follows from a true value of `when`."""
+        """Return the finding, whose text and remedy show ``value``, a true result of `when`."""
         text, remedy = self.text.format(value), self.remedy.format(value)
         return Finding(code=self.code, text=text, remedy=remedy, refutes=self.refutes)
 
@@ -38,7 +38,7 @@ def _apps_strategy(facts: Facts) -> str:
 
 
 def _missing_mod(facts: Facts) -> str:
-    """Return the mod of the ClientApp that the strategy relies on and that is not there."""
+    """Return the name of a mod that the strategy needs and the ClientApp lacks; "" if none."""
     pairs = {
         recognise.CLIENT_SIDE: recognise.FIXED_MOD,
         recognise.CLIENT_ADAPTIVE: recognise.ADAPTIVE_MOD,
@@ -53,7 +53,7 @@ def _has_no_noise(facts: Facts) -> bool:
 
 
 def _other_than_mean(facts: Facts) -> str:
-    """Return the innermost strategy of Flower's private ones if it releases no mean."""
+    """Return the name of the strategy that a private one wraps if it releases no mean; else ""."""
     if not facts.strategies or facts.is_ours or facts.noise is None or not facts.noise.cohort:
         return ""
     last = facts.strategies[-1]
@@ -74,7 +74,7 @@ _PROTECTING = (
 
 
 def _mod_outside(facts: Facts) -> dict[str, str] | None:
-    """Return a mod that may change the protected upload, and the protection inside it."""
+    """Return the names of a mod that may change the protected upload, and of the protection."""
     names = [part.name if part.origin != APP else "" for part in facts.mods]
     none = len(names) if facts.has_task else 0
     first = min((names.index(name) for name in _PROTECTING if name in names), default=none)
@@ -87,7 +87,7 @@ RULES = (
     Rule(
         code="unknown-strategy",
         when=_apps_strategy,
-        text="the strategy {} is the app's; its methods may do anything",
+        text="the strategy {} is the app's own, so its methods may do anything",
         remedy="use a strategy of Flower or of flower_ext without overriding its methods",
     ),
     Rule(
@@ -105,7 +105,7 @@ RULES = (
     Rule(
         code="no-mechanism",
         when=lambda facts: facts.noise is None and not facts.guarantees,
-        text="no mechanism that this check knows bounds and noises what leaves",
+        text="no mechanism that this check knows bounds what clients send and adds noise to it",
         remedy="protect uploads by FederatedStrategy with a ReleasePlan",
     ),
     Rule(
@@ -118,7 +118,7 @@ RULES = (
     Rule(
         code="mod-missing",
         when=_missing_mod,
-        text="the strategy relies on {}, but the ClientApp lacks it: nobody clips",
+        text="the strategy relies on {}, but the ClientApp lacks it, so no client clips",
         remedy="add {} to the mods of the ClientApp, or clip on the server",
     ),
     Rule(
@@ -167,38 +167,39 @@ RULES = (
 
 
 def structure(facts: Facts) -> Iterator[Finding]:
-    """Find what follows from the app's strategies and mods alone."""
+    """Find the faults that the app's strategies and mods show by themselves."""
     for rule in RULES:
         if value := rule.when(facts):
             yield rule.finding(value)
 
 
 def requests(real: Observed, facts: Facts) -> Iterator[Finding]:
-    """See who is asked, and by whom."""
+    """Find messages sent outside the strategy, several started runs, and too large cohorts."""
     if facts.strategies and real.beside:
         yield Finding(
             code="beside-the-strategy",
-            text=f"the app asks clients for {', '.join(sorted(real.beside))} beside its strategy, "
-            "which no guarantee counts",
+            text=f"the app sends clients messages ({', '.join(sorted(real.beside))}) outside its "
+            "strategy, and no guarantee counts them",
             remedy="let strategy.start send all messages",
         )
     if real.starts > 1:
         yield Finding(
             code="several-runs",
             text=f"the app starts strategies {real.starts} times, each with a guarantee of its own",
-            remedy="start one strategy, or charge all to one ledger",
+            remedy="start one strategy, or charge all strategies to one ledger",
         )
     if (
         facts.ours.declared is None
         or facts.stated is None
         or facts.stated.unit is not PrivacyUnit.CLIENT
     ):
-        return  # no message shows which users were drawn
+        return  # no message shows which users or records the plan drew
     sampling = facts.ours.declared.release.sampling
     requests, draws = sum(map(len, real.trainings.values())), real.rounds * sampling.population
     if binom.sf(requests - 1, draws, sampling.sampling_rate) < LUCK:
         yield Finding(
             code="sampling",
-            text=f"{requests} requests in {real.rounds} rounds are more than {sampling.describe()}",
+            text=f"{requests} requests in {real.rounds} rounds are more than the plan's sampling "
+            f"({sampling.describe()}) draws",
             remedy="ask the cohort that the plan's sampling draws",
         )

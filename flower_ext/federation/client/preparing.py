@@ -77,7 +77,8 @@ def checked_data(task: Task, request: ClientRequest, partition: int) -> ClientDa
     PreconditionFailed
         The server's plan assumes another number of examples.
     Exception
-        As `data_of`, and as `why_state_is_shared`.
+        Any error that `data_of` or `why_state_is_shared` raises. Also an InvalidValue with the
+        reason that `why_state_is_shared` returns.
     """
     hide_errors = request.hides_missing_data
     data = data_of(task, partition, hide_errors=hide_errors)

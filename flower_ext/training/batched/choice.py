@@ -180,7 +180,7 @@ def stack_rounds_alike(kind: TrainingKind, shape: Shape) -> bool:
             terms=shape.has_terms,
             count=jobs_for_trial(kind.device),
         )
-    except RuntimeError as error:  # an accelerator without a deterministic kernel, or memory
+    except RuntimeError as error:  # an accelerator lacks a deterministic kernel, or memory
         reason = str(error)
     if reason:
         log.info("local trainings run one by one: %s", reason)

@@ -100,7 +100,7 @@ class MappedModel:
                 layer.forward = partial(forward, layer)
 
     def _forward_of(self, name: str, layer: nn.Module) -> Callable[..., Tensor] | None:
-        """Return a function of a layer and its input, for all models; None to leave it to vmap."""
+        """Return a function that computes a layer for all models; None if vmap computes it."""
         if _drops(layer):
             return self._drop
         if type(layer) is nn.Linear and not self._is_tied:
@@ -150,7 +150,7 @@ class MappedModel:
             )
             inputs = [self._pass.root, *leaves.values()]
             _, *slopes = torch.autograd.grad(loss(outputs), inputs, allow_unused=True)
-        # The gradients of dense layers are None here, because they are at their targets already.
+        # The gradients of dense layers are None here: the layers sent them to their targets.
         for name, slope in zip(leaves, slopes, strict=True):
             if slope is not None and name in self._pass.sent:
                 raise RuntimeError(f"parameter {name!r} is used outside its layer")
@@ -163,7 +163,7 @@ class MappedModel:
 
         def compute(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
             rows = x.flatten(1, -2) if x.dim() > 2 else x.unsqueeze(1)
-            # Contiguous, because products are slow if the matrices do not adjoin in memory.
+            # Make rows contiguous: products are slow if the matrices do not adjoin in memory.
             y: Tensor = _Product.apply(root, rows.contiguous(), weight, bias, *both)  # type: ignore[no-untyped-call]
             return y.view(*x.shape[:-1], y.shape[-1])
 
@@ -217,11 +217,13 @@ def stacked(many: Sequence[Tensor], device: torch.device) -> Tensor:
 
 
 def _require_batched(layer: nn.Module, *, on_cpu: bool) -> None:
-    """Refuse a layer whose numbers in a batch of models would differ from its numbers alone."""
+    """Refuse a layer that computes other numbers in a batch of models than for one model."""
     if isinstance(layer, nn.modules.batchnorm._BatchNorm) and layer.training:
         raise InvalidValue("batch normalisation changes the model while it is evaluated")
     if _drops(layer) and not (type(layer) is nn.Dropout and on_cpu):
-        raise InvalidValue(f"{layer} would draw different random numbers in a batch than alone")
+        raise InvalidValue(
+            f"{layer} would draw other random numbers in a batch of models than alone"
+        )
 
 
 def _drops(layer: nn.Module) -> bool:
@@ -235,12 +237,12 @@ def _for_all_models(compute: Callable[..., Tensor], *tensors: Tensor | None) -> 
 
 
 class _ForAllModels(torch.autograd.Function):
-    """A function that computes all models at once. It runs under vmap only."""
+    """A function that computes the values of all models at once. It runs under vmap only."""
 
     @staticmethod
     def forward(compute: Callable[..., Tensor], *tensors: Tensor | None) -> Tensor:
         raise NotImplementedError(
-            "a layer whose inputs and weights are the same for every model cannot train in a batch"
+            "models with equal inputs and weights in a layer cannot train in a batch"
         )
 
     @staticmethod

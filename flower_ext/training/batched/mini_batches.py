@@ -1,4 +1,4 @@
-"""The mini-batches of a stack of jobs: one of each job that still trains, side by side."""
+"""Mini-batches for a stack of jobs: in each step, one from every job that still trains."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class MiniBatches(NamedTuple):
 
 
 def mini_batches_of(task: Task, jobs: Sequence[Job]) -> Iterator[MiniBatches]:
-    """Yield the mini-batches of jobs, the longest job first, in each job's own order."""
+    """Yield the mini-batches of each step; the longest job must be the first of ``jobs``."""
     device = task.torch_device()
     orders = [[*batch_rows(len(job.examples), job.training, job.generator)] for job in jobs]
     features, targets = (
@@ -74,7 +74,7 @@ class _Rows:
         return selected
 
     def _from_joined(self, orders: Sequence[Tensor], length: int) -> Tensor:
-        """Return each job's rows as ``orders`` number them, padded to ``length`` by the first."""
+        """Return the rows of each job in ``orders``; its first row fills up to ``length`` rows."""
         assert self.joined is not None
         first, moved = 0, []
         for tensor, rows in zip(self.tensors, orders, strict=False):
@@ -84,5 +84,5 @@ class _Rows:
 
 
 def _padded(rows: Tensor, length: int) -> Tensor:
-    """Repeat the first row number until there are ``length``."""
+    """Repeat the first row number until there are ``length`` row numbers."""
     return rows if len(rows) == length else torch.cat([rows, rows[:1].expand(length - len(rows))])

@@ -47,10 +47,10 @@ class ClippedGradient:
     Raises
     ------
     ValueError
-        The loss compares examples, or the model has batch normalisation. A call raises it if model
-        or loss keep something between examples, if features have another type than the model's
-        numbers, or if the model learns from no random example by itself (see
-        `why_not_one_by_one`).
+        The constructor raises it if the loss compares examples, or the model has batch
+        normalisation. A call raises it if the model or the loss remembers an example, if features
+        have another type than the model's numbers, or if the model learns from no random example by
+        itself (see `why_not_one_by_one`).
     """
 
     def __init__(

@@ -82,7 +82,7 @@ class OnePass:
         return {name: parts[name] for name in self.names if name in parts}
 
     def prepare(self, features: Tree, count: int) -> None:
-        """Choose the extra example, if the model needs one for passes over ``count`` examples.
+        """Set `last`, the extra last example, if passes over ``count`` examples need it.
 
         Raises
         ------

@@ -156,22 +156,24 @@ def _tried(
         or _why_not(trial.why_gradients_differ, *example, passes.one_pass, width)
         or _why_not(trial.why_bits_differ, *example, passes.one_pass, width)
     ):
-        log.info("gradients of single examples are not found %s: %s", way, reason)
+        log.info("DP-SGD does not compute single examples' gradients %s: %s", way, reason)
         way, width = GradientMethod.BY_VMAP, passes.width(GradientMethod.BY_VMAP)
         if reason := _why_not(trial.why_bits_differ, *example, passes.by_vmap, width):
-            log.info("gradients of single examples are not found %s: %s", way, reason)
+            log.info("DP-SGD does not compute single examples' gradients %s: %s", way, reason)
             way = GradientMethod.ONE_BY_ONE
-    log.info("gradients of single examples are found %s", way)
+    log.info("DP-SGD computes the gradients of single examples %s", way)
     return way, passes.one_pass.last
 
 
 def _why_unknown(layers: Mapping[str, nn.Module]) -> str | None:
     unknown = [name for name, layer in layers.items() if not is_known(layer)]
-    return f"layer {unknown[0]!r} has no known gradient" if unknown else None
+    return (
+        f"flower_ext has no formula for the gradients of layer {unknown[0]!r}" if unknown else None
+    )
 
 
 def _why_not(trial: Callable[..., str | None], *arguments: object) -> str | None:
-    """Return a trial's reason, or the error that the model raises for random examples."""
+    """Return a trial's reason, or the error that the trial raises; None if there is neither."""
     try:
         return trial(*arguments)
     except Exception as error:  # a model may raise anything for random examples

@@ -1,12 +1,12 @@
 """Models: those that this package offers, and how a task builds, calls and checks any model.
 
 =================  ========================================================================
-module             its part
+module             contents
 =================  ========================================================================
 `architectures`    the models of the experiments, by name
 `language`         causal language models as models of a `Task`
 `hugging_face`     pretrained models of Transformers, and LoRA adapters
-`features`         data that passed the frozen layers of a model once, before training
+`features`         features that the frozen layers of a model compute once, before training
 `dropout`          dropout with the same masks in a batch of models as alone
 `factory`          builds the models of a task, which share their frozen parts
 `calls`            calls a model with given parameters, on features that may be trees

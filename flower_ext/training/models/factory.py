@@ -34,7 +34,7 @@ _REMEDIES = {
     torch.complex64: _PARTS,
     torch.complex128: _PARTS,
 }
-"""Types that cannot travel, with the remedy for each. Noise does not add up in half precision."""
+"""Types that nodes cannot send, and their remedies. Noise does not add up in half precision."""
 _PLAIN_MODULES = (
     "torch.nn.modules.",
     "flower_ext.training.models.architectures",

@@ -2,31 +2,40 @@
 
 Trials find out whether one example can change what other examples contribute. Clipping each
 contribution does not bound such a change. The examples are random or unusual, and reveal nobody's
-values. Each trial is a function ``why_...``, which returns the reason for a refusal or for a slower
-way, or None if it finds none. None is evidence, not a proof.
+values. A trial is a function or a method ``why_...``. It returns the reason why the package refuses
+the model or takes a slower way; it returns None if it finds no reason. None is evidence, not a
+proof.
 
 ======================  ============================  ===============================
-may one change another  if they follow one another?   if they are computed together?
+a trial tests pairs of  that follow one another       that are computed together
 ======================  ============================  ===============================
-example                 `examples_in_turn`            `examples_together`
-training                `trainings_in_turn`           `trainings_together`
+examples                `examples_in_turn`            `examples_together`
+trainings               `trainings_in_turn`           `trainings_together`
 ======================  ============================  ===============================
 
-======================  ===================================================================
-module                  what follows from a reason
-======================  ===================================================================
-`examples_in_turn`      `ClippedGradient` refuses the model, because the model keeps
-                        something of an example other than in buffers.
-`lone_examples`         The same, because no example alone teaches the model anything.
-`examples_together`     `dp.ways` finds the gradients by vmap, or one by one, because those
-                        of a pass differ from those that each example has alone.
-`control_flow`          The same: the model's operations depend on values of features. It
-                        is a watch that raises an error, to stop the pass at once.
-`trainings_in_turn`     The client refuses to train under a plan that protects.
-`trainings_together`    `batched.choice` trains the jobs in another form.
-======================  ===================================================================
+======================  ====================================  ==================================
+module                  fault that its trial finds            what the package then does
+======================  ====================================  ==================================
+`examples_in_turn`      A model remembers an example outside  `ClippedGradient` refuses the
+                        its buffers.                          model.
+`lone_examples`         A model cannot learn from one         `ClippedGradient` refuses the
+                        example alone.                        model.
+`examples_together`     A gradient in a batch differs from    `dp.ways` computes the gradients
+                        the example's own gradient, beyond    by vmap, or one by one.
+                        rounding or in any bit.
+`control_flow`          Feature values decide which           `dp.ways` computes the gradients
+                        operations the model runs.            by vmap, or one by one.
+`trainings_in_turn`     A training changes something that     The client refuses to train under
+                        a later training sees.                a plan that promises privacy.
+`trainings_together`    Jobs that train together end with     `batched.choice` trains the jobs
+                        other models than alone, beyond       in another form.
+                        rounding or in any bit.
+======================  ====================================  ==================================
 
-All trials use `made_up_examples`; `training_kind`, under which the process remembers a reason; and
-`snapshots`, which reads everything that a model can store. Layers that are known to mix examples,
-such as batch normalisation, need no trial, because `model_of_single_examples` refuses them.
+`control_flow` returns no reason: it raises an error, which stops the pass at once.
+
+All trials use three modules: `made_up_examples` makes the examples, `snapshots` reads everything
+that a model can store, and `training_kind` is the key under which the process remembers a reason.
+Some layers, such as batch normalisation, are known to mix examples. They need no trial, because
+`model_of_single_examples` refuses them.
 """

@@ -1,7 +1,7 @@
-"""A trial of a model and its loss on one example at a time, before DP-SGD.
+"""A trial that passes examples through a model and its loss one at a time, before DP-SGD.
 
-While an example passes through the model, nothing but buffers may change, because the next example
-would see the change. Buffers are reset for every example.
+While an example passes through the model, only buffers may change, because the next example would
+see any other change. Buffers are reset for every example.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from flower_ext.training.trials.snapshots import Snapshot, changed_places, same_
 
 _KEEPS = (
     "{place} changes while an example passes the model or its loss: expected no change, because "
-    "one record would move the gradients of those that follow, which no clipping bounds. Change it "
-    "only when `not self.training`, or compute it anew in each forward pass; for a weight of "
-    "torch.nn.utils.spectral_norm, use torch.nn.utils.parametrizations.spectral_norm"
+    "one record would change the gradients of later records, and clipping does not bound that. "
+    "Change it only when `not self.training`, or compute it anew in each forward pass; for a "
+    "weight of torch.nn.utils.spectral_norm, use torch.nn.utils.parametrizations.spectral_norm"
 )
 
 
@@ -43,12 +43,13 @@ def why_not_one_by_one(
 ) -> str | None:
     """Return why a model or a loss cannot learn from one example at a time; None if it can.
 
-    The reason is that it remembers an example, with the place that changes, or that it learns from
-    no example alone (`why_nothing_learned`).
+    One possible reason is that the model or the loss remembers an example; the text then names the
+    variable that changes. The other is that the model or the loss learns from no example alone (see
+    `why_nothing_learned`). The text may reach the server.
 
-    Random and unusual examples pass one by one, in one order through a fresh model, and in reversed
-    order through another. In one of the two orders, no earlier example hides what an example
-    changes. The examples have only the shapes and types of real ones. On an accelerator, integer
+    Random and unusual examples pass one by one through a fresh model, and in reversed order through
+    another fresh model. One order alone could hide a change, if an earlier example had already made
+    it. The examples have only the shapes and types of real ones. On an accelerator, integer
     features are zeros and ones; on a CPU the trial uses other integers too (see `unlike_examples`).
 
     Parameters
@@ -81,11 +82,11 @@ def why_not_one_by_one(
 
 
 def _remembering_place(forwards: _Passed, backwards: _Passed) -> str | None:
-    """Return the place in which a model or a loss remembers an example; None if there is none."""
+    """Return the variable in which the model or the loss remembers an example; None without one."""
     if place := forwards.changed or backwards.changed:
         return place
-    # A first pass may store something, such as a table of positions. It must not depend on the
-    # example.
+    # The first pass may store something, such as a table of positions. What it stores must not
+    # depend on the example.
     for place in changed_places(forwards.untouched, forwards.prepared):
         if forwards.prepared.get(place) != backwards.prepared.get(place):
             return place
@@ -103,7 +104,7 @@ def _outputs_of(model: nn.Module, x: Tree) -> Tree:
 
 
 def _usual_examples(features: Tree, targets: Tree) -> list[tuple[Tree, Tree]]:
-    """Return random examples, and for models of counts an example of zeros and one of ones."""
+    """Return random examples, and examples of only zeros or ones, as models of counts need."""
     x = random_examples(features, TRIED, torch.Generator().manual_seed(0))
     examples = [*trees.each((x, trees.zeros(targets, TRIED)))]
     # The loss may ignore a class, so try every example with another target as well.
@@ -113,7 +114,7 @@ def _usual_examples(features: Tree, targets: Tree) -> list[tuple[Tree, Tree]]:
 
 
 def _random_model(task: Task, names: Sequence[str]) -> nn.Module:
-    """Return a model with random weights; below a head of zeros all outputs would be equal."""
+    """Return a model with random weights: a head of zeros would make all outputs equal."""
     with seeded(0, devices=task.torch_device().type != "cpu"):
         model = model_of_single_examples(task, names)
     weights = {name: w for name, w in model.named_parameters() if name in names}
@@ -130,13 +131,13 @@ class _Passed:
     prepared: Snapshot
     gradients: dict[int, Params | Exception] = field(default_factory=dict)
     changed: str | None = None
-    """A place that an example after the first changes. No other example passes after it."""
+    """A variable that an example after the first changes: then no further example passes."""
 
 
 def _passed(
     task: Task, names: Sequence[str], examples: Sequence[tuple[Tree, Tree]], order: Iterable[int]
 ) -> _Passed:
-    """Pass examples through a fresh model, until one after the first changes it."""
+    """Pass examples through a fresh model; stop if an example after the first changes the model."""
     model = _random_model(task, names)
     before = snapshot(model=model, loss=task.loss)
     passed, is_prepared = _Passed(before, before), False

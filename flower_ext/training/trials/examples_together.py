@@ -79,7 +79,7 @@ class BatchInvarianceTrial:
     ) -> str | None:
         """Return why gradients from a pass over ``count`` examples differ from each example's own.
 
-        None if they are equal, up to rounding. Only the first few examples are compared.
+        None if they are equal, up to rounding. The trial compares only three of the examples.
 
         Raises
         ------
@@ -99,7 +99,9 @@ class BatchInvarianceTrial:
                 # No gradient along random directions vanishes. A gradient of the loss may vanish,
                 # because a loss may ignore a target.
                 if not _agree(gradients, expected, may_vanish=by is not _along):
-                    return "the gradients of a pass are not those of each example alone"
+                    return (
+                        "an example has another gradient in a pass over several examples than alone"
+                    )
             x, directions = trees.mapped(lambda leaf: leaf[:TRIED].clone(), (x, directions))
             return self._why_integers_mix(x, directions, follow, generator)
 
@@ -109,7 +111,8 @@ class BatchInvarianceTrial:
         """Return why a bit of an example's gradient depends on the rest of its batch; None if not.
 
         The batch has ``count`` examples, and an example's place in the batch must not matter
-        either. A reason is certain. None is evidence for this processor and this number of threads.
+        either. If the trial returns a reason, it is certain; None is only evidence, for this
+        processor and this number of threads.
         """
         with self._random_weights() as generator:
             x, directions = self._examples(features, count, generator)
@@ -125,13 +128,13 @@ class BatchInvarianceTrial:
                     beside = with_odd_rows(x, slice(1, None, 2), odd)
                     numbers = _numbers(_followed(follow, beside, y, by))
                     if not _equal(numbers, usual, slice(0, None, 2)):
-                        return f"an example of {odd} changes bits of the gradients beside it"
+                        return f"an example of only {odd} changes bits of other gradients"
         return None
 
     def _why_integers_mix(
         self, x: Tree, directions: Tree, follow: Follow, generator: torch.Generator
     ) -> str | None:
-        """Return why examples with larger integers have other gradients together than alone.
+        """Return why examples with integers above 1 have other gradients together than alone.
 
         Examples for which the model raises an error do not count: the model may look up an integer
         in a table that is too short.
@@ -148,7 +151,7 @@ class BatchInvarianceTrial:
                     raise
                 continue
             if not is_apart and self._takes(examples):
-                return "integers of one example change the gradients of others"
+                return "integers of one example change the gradients of other examples"
         return None
 
     def _takes(self, x: Tree) -> bool:

@@ -1,7 +1,7 @@
-"""A trial of learning from single examples, before DP-SGD spends a budget.
+"""A trial that finds whether a model learns from one example alone, before DP-SGD spends a budget.
 
-An example whose loss raises an error, or whose gradient is not finite, counts as zero under DP-SGD.
-If every example counted as zero, DP-SGD would spend its budget on noise alone.
+Under DP-SGD, an example's gradient counts as zero if its loss raises an error, or if the gradient
+is not finite. If every gradient counted as zero, DP-SGD would spend its budget on noise alone.
 """
 
 from __future__ import annotations
@@ -21,17 +21,18 @@ from flower_ext.training.params import Params
 from flower_ext.training.trials.made_up_examples import TRIED, deterministic
 
 _REMEDY = (
-    "expected a model that trains on one example at a time, as DP-SGD clips the gradient of each: "
+    "expected a model that trains on one example at a time, because DP-SGD clips the gradient of "
+    "each example: "
     "normalise within an example (nn.LayerNorm, nn.GroupNorm with several channels in a group, or "
     "flower_ext.training.replace_batch_norm) instead of over the batch, and leave out activation "
     "checkpointing"
 )
 _OF_LABELS = (
-    "the model takes such an example and the loss does not, for labels of 0 or of 1: expected a "
-    "loss that takes labels from 0 on. If yours begin at another number, as in cross_entropy("
+    "the model accepts such an example, but the loss fails for the labels 0 and 1: expected a loss "
+    "for labels that begin at 0. If your labels begin at another number, as in cross_entropy("
     "outputs, targets - 1990), subtract it in the data set, not in the loss"
 )
-_OVER_PAIRS = "expected a loss that a single example can lower, and not one over pairs of examples"
+_OVER_PAIRS = "expected a loss that one example alone can lower, not a loss over pairs of examples"
 
 
 def why_nothing_learned(
@@ -42,9 +43,9 @@ def why_nothing_learned(
 ) -> str | None:
     """Return why a model cannot learn from any example alone; None if it can.
 
-    The reasons are that the loss raises an error for every example, as for labels that do not begin
-    at 0; that no example has a finite gradient other than zero; or that all examples, each passed
-    alone, have equal outputs.
+    There are three possible reasons. The loss raises an error for every example, as for labels that
+    do not begin at 0. No example has a finite gradient other than zero. Or all examples, each
+    passed alone, have equal outputs.
 
     Parameters
     ----------
@@ -53,7 +54,7 @@ def why_nothing_learned(
     outputs_of : Callable[[Tree], Tree]
         Returns the model's outputs for a batch of features.
     examples, gradients : sequence
-        Examples without the dimension of examples, of which the first `TRIED` are random; and each
+        Examples without a batch dimension, of which the first `TRIED` are random; and each
         example's gradient, or the error that it raises.
     """
     for gradient in gradients:
@@ -76,7 +77,7 @@ def why_nothing_learned(
 
 
 def _why_no_gradient(gradient: Params | Exception) -> str | None:
-    """Return why an example has no gradient; empty for a gradient of zero, None for any other."""
+    """Return why an example has no gradient; "" if the gradient is zero, None if it is usable."""
     if isinstance(gradient, Exception):
         text = str(gradient).partition("\n")[0].rstrip(". ")
         return f"a random example raises {type(gradient).__name__}: {text}"
@@ -95,7 +96,7 @@ def _takes(outputs_of: Callable[[Tree], Tree], example: Tree) -> bool:
 
 
 def _outputs(outputs_of: Callable[[Tree], Tree], examples: Tree) -> Iterator[Tensor]:
-    """Yield the outputs in floating point that have one row per example, without dropout."""
+    """Call the model without dropout; yield its floating-point outputs with one row per example."""
     with torch.no_grad(), deterministic(), torch.random.fork_rng(devices=[]):
         outputs = outputs_of(trees.mapped(Tensor.clone, examples))
     leaves = (leaf for _, leaf in trees.named("", outputs))

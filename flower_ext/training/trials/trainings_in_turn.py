@@ -44,7 +44,7 @@ _GENERATORS = "the global generator of numpy.random or random (draw from torch.r
 
 
 def why_state_is_shared(task: Task, examples: Examples, train: Train) -> str | None:
-    """Return through what a training changes later ones in the same process; None for nothing.
+    """Return why a training changes later trainings of the process; None if a trial finds nothing.
 
     Only the shapes and types of the examples matter. The process remembers the result, which
     depends on no data, so it may reach the server.
@@ -69,10 +69,10 @@ def why_state_is_shared(task: Task, examples: Examples, train: Train) -> str | N
 
 @lru_cache(maxsize=64)
 def _shared_place(kind: TrainingKind, train: Train) -> str | None:
-    """Return the place that trainings share and change; None if a trial finds none."""
-    # Seeded, because only the first training of a process runs the trial, and the trial's draws
-    # must not change later draws. Deterministic, because some kernels of accelerators round
-    # differently each time, most of all in half precision.
+    """Return a variable that a training changes and others read; None if a trial finds none."""
+    # Seed the generators, because only the first training of a process runs the trial, and the
+    # trial's draws must not change later draws. Use deterministic kernels, because other kernels of
+    # accelerators may round differently each time, most of all in half precision.
     with (
         seeded(0, devices=kind.device.type != "cpu"),
         deterministic_kernels(kind.device, strict=False),
@@ -113,7 +113,7 @@ def _place_by_trial(kind: TrainingKind, train: Train) -> str | None:
 def _trained(
     train: Train, task: Task, start: Params, features: Tree, targets: Tree
 ) -> Params | None:
-    """Return the model after a short training; None if it raises."""
+    """Return the model after a short training; None if the training raises an error."""
     job = Job(
         params=start,
         examples=Examples(features, targets),

@@ -1,6 +1,6 @@
 """Trials of ways to train several models together, on random jobs, before real data are touched.
 
-Each model must train together with others as it trains alone: up to rounding
+A model that trains together with others must end as it ends alone: up to rounding
 (`why_models_differ`), or to the last bit where a guarantee needs it (`why_bits_differ`). The
 callers pass the functions that train.
 """
@@ -47,7 +47,7 @@ def random_job(kind: TrainingKind, count: int) -> Job:
 def why_models_differ(
     kind: TrainingKind, train_together: TrainTogether, train: Callable[[Task, Job], Params]
 ) -> str | None:
-    """Return how two short trainings together differ from ``train`` alone; None if they agree.
+    """Return why two jobs that train together end otherwise than alone; None if they do not.
 
     ``train`` is `local.train`, which trains one job.
     """
@@ -76,16 +76,16 @@ def why_models_differ(
 
 
 def why_changed_by_pass(kind: TrainingKind) -> str | None:
-    """Return which place of a model a pass changes, or which error it raises; None for neither."""
+    """Return what a forward pass changes in the model, or the pass's error; None for neither."""
     with torch.random.fork_rng(devices=[]):
         try:
             model = in_training(kind.model())
             before = snapshot(model=model)
             model(random_job(kind, 3).examples.features)
         except Exception as error:  # a model may raise anything for a batch
-            return f"a pass ends with {error!r}"
+            return f"a forward pass raises {error!r}"
     places = changed_places(before, snapshot(model=model))
-    return f"a pass changes {places[0]}" if places else None
+    return f"a forward pass changes {places[0]}" if places else None
 
 
 def why_bits_differ(
@@ -96,10 +96,11 @@ def why_bits_differ(
     terms: bool,
     count: int = 17,
 ) -> str | None:
-    """Return which models change a bit of a model that trains beside them; None if none do.
+    """Return why a bit of a model depends on the other models; None if the trial finds no such bit.
 
-    A reason is certain. None is evidence, for this processor only. The result depends on
-    nobody's data. The trial trains ``count`` jobs together, and several selections of these jobs.
+    If the trial returns a reason, it is certain; None is only evidence, for this processor. The
+    result depends on nobody's data. The trial trains ``count`` jobs together, and several
+    selections of these jobs.
     """
     half = count // 2
     selections = (
@@ -135,13 +136,13 @@ def why_bits_differ(
         return {k: {n: w[row] for n, w in rows.items()} for row, k in enumerate(order)}
 
     expected = models(range(count))
-    # Every second job consists of one odd value; only the jobs between them are compared.
+    # All features of every second job have one unusual value; only the other jobs are compared.
     among_odd = models(range(count), [value for odd in ODD for value in (None, odd)])
     beside_odd = {number: among_odd[number] for number in range(0, count, 2)}
     for selection in (beside_odd, *map(models, selections)):
         for number, model in selection.items():
             for name, weight in model.items():
                 if not torch.equal(weight, expected[number][name]):
-                    beside = "odd examples" if selection is beside_odd else "another selection"
-                    return f"bits of {name} change beside {beside} of models"
+                    beside = "have unusual features" if selection is beside_odd else "are others"
+                    return f"bits of {name} change if the other jobs that train together {beside}"
     return None
