@@ -1,8 +1,9 @@
 """Snapshots of everything that a model can store between two passes, to find what a pass changes.
 
 A pass may change a module's attributes, its weights, an attribute of its class, a variable that a
-function or a hook encloses, or a global variable, also through functions and classes of the same
-project. A `snapshot` has the values of all these places, and `changed_places` names the places that
+function or a hook encloses, or a global variable. It may also change such variables of functions
+and classes that the module uses, if they belong to the same project. All these are called places. A
+`snapshot` holds the values at all places, and `changed_places` names the places where two snapshots
 differ. To find changes elsewhere, the trials also compare results.
 """
 
@@ -24,7 +25,7 @@ from torch import Tensor, nn
 from flower_ext.training.params import Params
 
 Snapshot = dict[str, Hashable]
-"""A value, or its checksum, for each place."""
+"""Maps the name of each place to the value there, or to its checksum."""
 _ATOMS = (
     *(type(None), bool, int, float, complex, str, bytes, type(...)),
     *(torch.dtype, torch.device, torch.Size, torch.layout, torch.memory_format),
@@ -67,7 +68,7 @@ def changed_places(before: Snapshot, after: Snapshot) -> list[str]:
 
 
 def same_numbers(one: Tensor, other: Tensor) -> bool:
-    """Return True if all bits agree; on an accelerator, which sums in any order, up to rounding."""
+    """Return True if all values are equal: exactly on a CPU, up to rounding on an accelerator."""
     exact = {"rtol": 0.0, "atol": 0.0} if one.is_cpu else {}
     return torch.allclose(one, other, equal_nan=True, **exact)
 
@@ -98,7 +99,7 @@ class _Reading:
     def read(self, name: str, value: Any, depth: int) -> None:
         """Read an object and all that can be reached from it."""
         kind = self._kinds.get(type(value)) or self._kind_of(value)
-        if kind.whole is not None:  # read at each of its places, which may differ later
+        if kind.whole is not None:  # read it at each of its places, because these may differ later
             self.values[name] = kind.whole(value)
         elif kind.parts is not None and id(value) not in self._seen and depth <= _DEEPEST:
             self._seen[id(value)] = value
@@ -129,11 +130,11 @@ def _kind(value: Any) -> _Kind:
 
 
 def _as_text(value: Any) -> Hashable:
-    return type(value), repr(value)  # a text, because NaN is unequal to itself
+    return type(value), repr(value)  # as a text, because NaN is unequal to itself
 
 
 def _of_mapping(name: str, value: Any, values: Snapshot) -> Iterator[tuple[str, Any]]:
-    """Yield the parts of an object with their places; add its other values to ``values``."""
+    """Return pairs of a place and its part; add the mapping's type and length to ``values``."""
     values[name] = type(value), len(value)
     return ((_inner(name, key), inner) for key, inner in [*value.items()])
 
@@ -215,7 +216,8 @@ def _slots(value: Any) -> Iterator[str]:
 def _pickled(value: Any) -> Any:
     """Return the pickled state of an object such as an iterator, a queue or a random generator.
 
-    None for an object that pickles its attributes, and its identity for one that cannot be pickled.
+    The result is None for an object that pickles only its attributes. An object that cannot be
+    pickled is compared by its identity.
     """
     pickles_itself = any("__reduce__" in vars(base) for base in type(value).__mro__[:-1])
     if isinstance(getattr(value, "__dict__", None), dict) and not pickles_itself:
@@ -269,4 +271,4 @@ _KINDS: tuple[tuple[Any, _Kind], ...] = (
     (classmethod | staticmethod, _Kind(parts=lambda name, value, _: [(name, value.__func__)])),
     (torch.Generator, _Kind(parts=lambda name, value, _: [(name, value.get_state())])),
 )
-"""The kinds of values, of which the first that fits counts; any other value is an object."""
+"""Types, and how to read their values: the first that fits counts, and `_of_object` is last."""
