@@ -49,7 +49,7 @@ $(VENV)/.installed: $(VENV)/.package $(PLUGINS:%=%pyproject.toml)
 	touch $@
 
 # The machine code of plugins/kernels. Only its tests wait for it; runs train without it.
-$(VENV)/.compiled: $(VENV)/.installed flower_ext/training/dropout.py $(wildcard plugins/kernels/flower_ext_kernels/*.py)
+$(VENV)/.compiled: $(VENV)/.installed flower_ext/training/models/dropout.py $(wildcard plugins/kernels/flower_ext_kernels/*.py)
 	$(BIN)/python -m flower_ext_kernels
 	touch $@
 

@@ -6,8 +6,12 @@ neither PyTorch nor the package, which take seconds.
 
 import gc
 from logging import Logger, getLogger
+from types import SimpleNamespace
 
 import pytest
+
+# A worker collects 8,000 tests, none of which is garbage.
+gc.set_threshold(200_000, 20, 20)
 
 
 @pytest.fixture(autouse=True)
@@ -36,6 +40,20 @@ def logged(
 def offline(monkeypatch: pytest.MonkeyPatch) -> None:
     """Hide all data folders except those that a test names."""
     monkeypatch.delenv("FLOWER_EXT_DATA", raising=False)
+
+
+@pytest.fixture
+def forked_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let commands that the test calls run apps in forks of its process, not in a new Python."""
+    # Each run imports these two for its accounting and its report.
+    import dp_accounting  # noqa: F401
+    import matplotlib.figure  # noqa: F401
+
+    from flower_ext.cli import processes
+    from tests.support.forked_runs import Fork
+
+    known = vars(processes.subprocess)
+    monkeypatch.setattr(processes, "subprocess", SimpleNamespace(**{**known, "Popen": Fork}))
 
 
 def pytest_collection_finish() -> None:

@@ -97,31 +97,32 @@ TESTS = {
     "privacy/mechanisms/secure_sum.py": ("privacy/mechanisms/test_secure_sum.py",),
     "privacy/mechanisms/secure_scores.py": ("privacy/mechanisms/test_secure_scores.py",),
     "privacy/mechanisms/discrete_gaussian.py": ("privacy/mechanisms/test_discrete_gaussian.py",),
-    "training/between_trainings.py": ("training/test_between_trainings.py",),
+    "training/trials/trainings_in_turn.py": ("training/trials/test_trainings_in_turn.py",),
     "training/dp/clipped_gradient.py": (
-        "training/trials/test_between_examples.py",
-        "training/trials/test_single_examples.py",
+        "training/trials/test_examples_in_turn.py",
+        "training/trials/test_lone_examples.py",
         "training/dp/test_dp_sgd.py",
     ),
-    "training/trials/single_examples.py": (
-        "training/trials/test_single_examples.py",
-        "training/trials/test_between_examples.py",
+    "training/trials/examples_in_turn.py": (
+        "training/trials/test_lone_examples.py",
+        "training/trials/test_examples_in_turn.py",
     ),
-    "training/trials/batch_invariance.py": (
-        "training/trials/test_batch_invariance.py",
-        "training/trials/test_between_examples.py",
+    "training/trials/lone_examples.py": ("training/trials/test_lone_examples.py",),
+    "training/trials/examples_together.py": (
+        "training/trials/test_examples_together.py",
+        "training/trials/test_examples_in_turn.py",
         "training/dp/test_dp_sgd.py",
         "training/dp/test_tree_examples.py",
     ),
-    "training/trials/trial_examples.py": (
-        "training/trials/test_batch_invariance.py",
-        "training/trials/test_between_examples.py",
-        "training/test_between_trainings.py",
+    "training/trials/made_up_examples.py": (
+        "training/trials/test_examples_together.py",
+        "training/trials/test_examples_in_turn.py",
+        "training/trials/test_trainings_in_turn.py",
     ),
     "training/isolation.py": ("training/test_isolation.py",),
     "training/trials/snapshots.py": (
         "training/trials/test_snapshots.py",
-        "training/test_between_trainings.py",
+        "training/trials/test_trainings_in_turn.py",
     ),
     "secure/weighting/encoding.py": ("secure/weighting/test_encoding.py",),
     "federation/protection.py": _OF_PROTECTION,

@@ -36,8 +36,8 @@ from benchmarks.speed.workload import (
 from flower_ext.data import ClientData, trees
 from flower_ext.runs.page import table
 from flower_ext.training import ClippedGradient, Task
-from flower_ext.training.model_calls import call_model
 from flower_ext.training.models import build
+from flower_ext.training.models.calls import call_model
 
 BATCH, SECONDS, TURNS, CLIPPING_NORM = 256, 5.0, 3, 1.0
 Features = Tensor | tuple[Tensor, ...]

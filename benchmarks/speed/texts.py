@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from flower_ext.training.hugging_face import with_lora
+from flower_ext.training.models.hugging_face import with_lora
 
 WORDS, LENGTH, WIDTH, HEADS, LAYERS, CLASSES = 2_000, 64, 64, 4, 2, 10
 BYTES = 259

@@ -7,7 +7,7 @@ paper                 here
 ====================  =====================================================
 w, w_i                the shared model (``arrays``), the client's copy that it trains and uploads
 v_i                   personal model: the client's memory
-α_i                   ``personal_weight``; if it adapts, then in the client's memory
+α_i                   ``personal_weight``; an adaptive α_i is in the client's memory
 v̄_i                   the mixture α_i v_i + (1 − α_i) w_i, which the client evaluates
 τ, η                  ``local.epochs`` (or ``steps``), ``local.learning_rate``
 ====================  =====================================================
@@ -15,10 +15,10 @@ v̄_i                   the mixture α_i v_i + (1 − α_i) w_i, which the clien
 At each mini-batch, w_i moves by −η ∇f_i(w_i), and v_i moves by −η α_i ∇f_i(v̄_i). If α_i adapts, it
 moves at the first mini-batch of a round, by −η_α ⟨v_i − w_i, ∇f_i(v̄_i)⟩, and is clamped to [0, 1].
 
-The upload equals that of `DPFedAvg`, because w_i trains without v_i and α_i. Then v_i trains beside
-a second descent of w_i on the same mini-batches. Nothing of this second descent leaves the client,
-so no plan needs to noise it. PFLlib differs: there v_i moves by the gradient at v_i, and is
-replaced by the mixture after each round.
+The client trains w_i twice. The first training does not use v_i or α_i, so its result, the upload,
+equals that of `DPFedAvg`. The second training repeats the same mini-batches, and trains v_i and α_i
+along with w_i. Its results do not leave the client, so they need no noise. PFLlib differs: there
+v_i moves by the gradient at v_i, and the mixture replaces v_i after each round.
 """
 
 from __future__ import annotations
@@ -55,12 +55,12 @@ from flower_ext.training.params import to_device
 from flower_ext.training.seeding import seeded_by
 
 WEIGHT = "mixture/α"
-"""Name of α_i in a client's memory, beside the parameters of v_i."""
+"""Name of α_i in a client's memory, which also holds the parameters of v_i."""
 
 
 @dataclass(kw_only=True)
 class LocalGlobalMixture(Job):
-    """Job that trains v_i and α_i (the ``params``) beside w_i, which starts at ``shared``."""
+    """Job that trains v_i and α_i (the ``params``) along with w_i, which starts at ``shared``."""
 
     shared: Params
     weight_rate: float
@@ -129,8 +129,8 @@ def local_model(work: ClientWork) -> Params:
 class APFL(Method):
     """A shared model, and a mixture of it with a personal model on each client.
 
-    All clients count alike in the mean. With ``NonPrivatePlan(weighting="examples")``, each client
-    counts by its number of examples.
+    All clients have the same weight in the mean. With ``NonPrivatePlan(weighting="examples")``, a
+    client's weight is its number of examples.
 
     Every plan that fits `DPFedAvg` fits here, because the upload does not depend on the client's
     memory. A `ReleasePlan` protects clients. A `RecordLevelPlan` protects records, by noise on the

@@ -16,8 +16,8 @@ p_0                   1/N for each client
 ====================  =====================================================
 
 In each round the server sends a client the core models of all clients. For its own core model, the
-client uses its memory, not the server's copy. Under a `RecordLevelPlan` the client clips and noises
-its core model before it uploads it; p_i and the personal model never leave the client.
+client uses its memory, not the server's copy. Under a `RecordLevelPlan` the client uploads its core
+model after clipping and with noise; p_i and the personal model never leave the client.
 """
 
 from __future__ import annotations

@@ -66,8 +66,8 @@ def local_model(work: ClientWork) -> Steps[Params]:
 class DP2FedSAM(Method):
     """Partial sharing with sharpness-aware training under client-level DP.
 
-    All clients count alike in the mean. With ``NonPrivatePlan(weighting="examples")``, each client
-    counts by its number of examples.
+    All clients have the same weight in the mean. With ``NonPrivatePlan(weighting="examples")``, a
+    client's weight is its number of examples.
 
     Parameters
     ----------

@@ -14,8 +14,8 @@ N, C, σ_u, T          ``plan``: a `RecordLevelPlan`
 ====================  =====================================================
 
 The personal objective (3a) is f_n(ϖ) = (1 − λ/2) F_n(ϖ) + (λ/2) ‖ϖ − ω‖². Only u_n leaves the
-client, and the client side of `flower_ext.federation` clips and noises it. The only noise in ϖ_n
-comes from ω. A client's ϖ_n begins as the first ω that it receives. With a `NonPrivatePlan` the
+client, after `flower_ext.federation` has clipped it and added noise. The only noise in ϖ_n comes
+from ω. A client's ϖ_n begins as the first ω that it receives. With a `NonPrivatePlan` the
 method is Ditto.
 
 If the plan has ``steps``, each local step clips every record's gradient and adds noise, and the
@@ -59,9 +59,9 @@ def train_personal_model(work: ClientWork) -> Steps[Params]:
 
 
 def drawn(start: Params, work: ClientWork) -> Params:
-    """Return ϖ after the steps at λ = 2, which use no data.
+    """Return ϖ after a round with λ = 2, in which the personal objective uses no data.
 
-    Each step leaves 1 − 2η_L of the distance to ω.
+    Each step multiplies the difference ϖ − ω by 1 − 2η_L.
     """
     training = work.training["personal"]
     left = (1 - LARGEST_WEIGHT * training.learning_rate) ** training.num_steps(len(work.data.train))
@@ -75,8 +75,8 @@ class DPDitto(Method):
     With a `RecordLevelPlan` the method is DP-Ditto, with a `NonPrivatePlan` Ditto. A `ReleasePlan`
     protects whole clients instead of records.
 
-    All clients count alike in the mean. With ``NonPrivatePlan(weighting="examples")``, each client
-    counts by its number of examples, as FedAvg does.
+    All clients have the same weight in the mean. With ``NonPrivatePlan(weighting="examples")``, a
+    client's weight is its number of examples, as in FedAvg.
 
     Parameters
     ----------

@@ -56,8 +56,8 @@ def local_model(work: ClientWork) -> Steps[Params]:
 class DPFedAvg(Method):
     """Federated averaging with client-level DP.
 
-    All clients count alike in the mean. With ``NonPrivatePlan(weighting="examples")``, each client
-    counts by its number of examples, as FedAvg does.
+    All clients have the same weight in the mean. With ``NonPrivatePlan(weighting="examples")``, a
+    client's weight is its number of examples, as in FedAvg.
 
     Parameters
     ----------

@@ -13,11 +13,11 @@ s                     ``sample_share``
 η                     ``weight_learning_rate``
 ====================  =====================================================
 
-A round starts from Θ̂_i = Θ_i + (Θ − Θ_i) ⊙ W_i. The client trains W_i by the gradient ∇_Θ̂ F ⊙ (Θ
-− Θ_i), clamped to [0, 1], on a new sample of its records. It makes ``first_passes`` passes in its
-first round and one pass in every later round. (In the paper, the first round makes passes until
-the loss no longer changes.) Under a `RecordLevelPlan` the client clips and noises Θ_i before it
-uploads it; Θ_i itself and W_i never leave the client.
+A round starts from Θ̂_i = Θ_i + (Θ − Θ_i) ⊙ W_i. The client trains W_i by the gradient
+∇_Θ̂ F ⊙ (Θ − Θ_i) on a new sample of its records, and clamps W_i to [0, 1]. It makes
+``first_passes`` passes in its first round and one pass in every later round. (In the paper, the
+first round makes passes until the loss no longer changes.) Under a `RecordLevelPlan` the client
+uploads Θ_i after clipping and with noise; Θ_i itself and W_i never leave the client.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class Aggregation(Job):
 def local_update(work: ClientWork) -> Steps[LocalResult]:
     """Mix the client's last model with the shared one by trained weights W_i, and train the mix.
 
-    A client without a last model trains the shared one.
+    A client that has not trained before trains the shared model.
     """
     kept = work.memory or {}
     weights = part(kept, WEIGHTS)
@@ -118,7 +118,7 @@ def mixed(local: Mapping[str, Tensor], shared: Mapping[str, Tensor], weights: Pa
 
 @one_by_one
 def train_weights(task: Task, job: Aggregation, trained: Callable[[str], bool]) -> Params:
-    """Train and return W of one job; parameters outside W are those of the shared model."""
+    """Train and return W of one job; parameters without weights W have their shared values."""
     frozen = {name: p for name, p in job.shared.items() if not trained(name)}
     problem = local_problem(task, {**job.params, **frozen}, trained=trained)
     device = problem.device
@@ -142,8 +142,8 @@ def local_model(work: ClientWork) -> Params:
 class FedALA(Method):
     """Adaptive local aggregation: each client mixes the shared model into its own.
 
-    All clients count alike in the mean. With ``NonPrivatePlan(weighting="examples")``, each client
-    counts by its number of examples.
+    All clients have the same weight in the mean. With ``NonPrivatePlan(weighting="examples")``, a
+    client's weight is its number of examples.
 
     Parameters
     ----------

@@ -6,7 +6,7 @@ Non-IID Data" (AAAI 2021), Algorithm 1 with the attention A(x) = 1 − e^{−x/�
 ====================  =====================================================
 paper                 here
 ====================  =====================================================
-w_i, u_i              the client's memory, the model that it receives
+w_i, u_i              the client's memory, the model that the client receives
 ξ_ij                  `attention`: α A'(‖w_i − w_j‖²) for j ≠ i, and 1 − Σ_j ξ_ij for i itself
 σ                     ``attention_width``
 α_k                   σ/N for N clients, so that no ξ_ii is negative
@@ -14,7 +14,7 @@ w_i, u_i              the client's memory, the model that it receives
 ====================  =====================================================
 
 Client i descends F_i(w) + (λ/2α_k) ‖w − u_i‖² from its own last w_i. Under a `RecordLevelPlan` the
-client clips and noises w_i before it uploads it. The server compares and mixes only these uploads;
+client uploads w_i after clipping and with noise. The server compares and mixes only these uploads;
 w_i itself stays on the client.
 """
 
@@ -161,8 +161,8 @@ class FedAMP(Method):
         median = float(np.median(_squared_distances(models)[pairs]))
         log.warning(
             "attention_width=%.4g: other clients make up at most %.1e of any client's cloud model, "
-            "so clients train almost alone. Take a larger attention_width, such as the median "
-            "squared distance of two models, now %.4g",
+            "so clients train almost alone. Choose a larger attention_width, such as the median "
+            "squared distance between two models, which is %.4g in this round",
             self.attention_width,
             most,
             median,

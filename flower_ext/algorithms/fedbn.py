@@ -27,7 +27,7 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from flower_ext.algorithms.fedper import FedPer
 from flower_ext.errors import InvalidValue
-from flower_ext.training.model_factory import is_frozen
+from flower_ext.training.models.factory import is_frozen
 
 NORMALISATION = (_NormBase, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm)
 """Layers of batch, instance, group, layer and root-mean-square normalisation."""

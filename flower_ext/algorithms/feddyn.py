@@ -83,8 +83,8 @@ class FedDyn(Method):
         require_positive("regularization", self.regularization)
         if self.server != Sgd(learning_rate=self.server.learning_rate):
             raise InvalidValue(
-                f"server={self.server!r}: expected Sgd without momentum, because h corrects the "
-                "plain mean of the models"
+                f"server={self.server!r}: expected Sgd without momentum, because the server "
+                "corrects the plain mean of the models by its state h"
             )
 
     @property

@@ -1,4 +1,4 @@
-"""The server step of a Flower strategy, with this package's cohorts, checks and records."""
+"""Run a Flower strategy's server step, while this package draws cohorts and checks replies."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class Hosted(DPFedAvg):
             if self.local.proximal_weight not in (0.0, weight):
                 raise InvalidValue(
                     f"local.proximal_weight={self.local.proximal_weight!r}: expected FedProx's "
-                    f"proximal_mu={weight!r}, or 0.0, the default, which means the same"
+                    f"proximal_mu={weight!r}, or the default 0.0, which stands for proximal_mu"
                 )
             object.__setattr__(self, "local", replace(self.local, proximal_weight=weight))
 
@@ -86,7 +86,7 @@ class Hosted(DPFedAvg):
         """Refuse cohorts of random size, and cohorts that are too small for the Flower strategy."""
         if isinstance(plan.sampling, PoissonSampling):
             raise InvalidValue(
-                "sampling=PoissonSampling of the plan: expected FixedSizeSampling or "
+                "the plan's sampling is PoissonSampling: expected FixedSizeSampling or "
                 "FullParticipation, because Flower's strategies wait for a fixed number of replies"
             )
         needed = max(self.strategy.min_train_nodes, self.strategy.min_available_nodes)
@@ -191,9 +191,10 @@ def _steps(state: State) -> int:
 
 @dataclass(frozen=True)
 class _Cohort:
-    """The part of a Grid that a Flower strategy uses before it configures a round.
+    """Stand-in for a Grid, from which a Flower strategy reads the connected nodes.
 
-    The nodes stand for a cohort that is not drawn yet. The strategy's own messages are not sent.
+    It has as many nodes as a cohort, because no cohort is drawn yet when a strategy configures a
+    round. The messages that the strategy makes for these nodes are not sent.
     """
 
     nodes: Sequence[int]

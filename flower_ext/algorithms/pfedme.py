@@ -57,8 +57,8 @@ def local_update(work: ClientWork) -> Steps[LocalResult]:
 class PFedMe(Method):
     """Personal models that stay on the clients, anchored to a shared model.
 
-    All clients count alike in the mean. With ``NonPrivatePlan(weighting="examples")``, each client
-    counts by its number of examples.
+    All clients have the same weight in the mean. With ``NonPrivatePlan(weighting="examples")``, a
+    client's weight is its number of examples.
 
     Parameters
     ----------
@@ -88,6 +88,6 @@ class PFedMe(Method):
 
     @property
     def training(self) -> Mapping[str, LocalTraining]:
-        """The phases of local training: w_i, then θ_i, whose K steps see a whole mini-batch."""
+        """The phases of local training: w_i, then θ_i, whose K steps use a mini-batch of w_i."""
         personal = replace(self.personal_training, batch_size=self.local.batch_size)
         return {"local": self.local, "personal_training": personal}

@@ -68,7 +68,7 @@ def local_update(work: ClientWork) -> Steps[LocalResult]:
 
 @dataclass(frozen=True, kw_only=True)
 class Scaffold(Method):
-    """Stochastic controlled averaging: models are weighted by the plan; c weights clients equally.
+    """Stochastic controlled averaging. The plan sets clients' weights in x; in c they are equal.
 
     Any plan but a `ReleasePlan` fits, because the server needs each client's update.
 

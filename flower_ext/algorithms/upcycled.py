@@ -8,9 +8,8 @@ server extrapolates the last step, sends nothing and uses no data, so the round 
 (Lemma 6.1: post-processing).
 
 The m-th even round moves on by c_m times the last step: w̄²ᵐ = w̄²ᵐ⁻¹ + c_m (w̄²ᵐ⁻¹ − w̄²ᵐ⁻²). The
-paper writes one free coefficient in two ways, and its theory is about `proximal_ratio`. A number
-stands for the same coefficient in every even round. With 0, an even round returns the model
-unchanged.
+paper writes c_m in two ways (Eq. 6, and Algorithm 1), and its theory assumes `proximal_ratio`. A
+number is the coefficient of every even round. With 0, an even round returns the model unchanged.
 
 ====================  ==================================  ================================
 coefficient           c_m                                 source
@@ -45,7 +44,7 @@ from flower_ext.privacy.mechanisms.updates import require_finite
 log = getLogger("flwr")
 
 _MODEL, _STATE = "model", "state."
-"""Groups that an even round extrapolates: the model, and what the server sends beside it."""
+"""Groups that an even round extrapolates: the model, and other arrays that the server sends."""
 
 Coefficient = Callable[[int], float]
 """A function from m = 1, 2, … to c_m, which is finite and not negative."""
@@ -191,7 +190,7 @@ class Upcycled(Strategy):
         return to_record(model), metrics
 
     def _groups(self, arrays: ArrayRecord) -> dict[str, Arrays]:
-        """Return the model and the arrays that the server sends beside it, such as SCAFFOLD's c.
+        """Return the model and all other arrays that the server sends, such as SCAFFOLD's c.
 
         The authors of Upcycled-FL extrapolate both in their experiments.
         """
@@ -260,10 +259,10 @@ def extrapolated(before: Arrays, after: Arrays, coefficient: float) -> Arrays:
 
 
 def _follow(base: Strategy, arrays: ArrayRecord) -> None:
-    """Replace the base's own copy of the global model by the extrapolated one, if it keeps one.
+    """If the base keeps a copy of the global model, replace the copy by the extrapolated model.
 
-    Flower's FedAvgM reads the given model in its first round only. Flower's own wrappers for
-    differential privacy keep the strategy that they wrap as ``strategy``.
+    FedAvgM keeps such a copy: it reads the model that it is given in its first round only. Flower's
+    wrappers for differential privacy hold the strategy that they wrap as ``strategy``.
     """
     if isinstance(base, FedAvgM) and base.current_arrays is not None:
         base.current_arrays = arrays.copy()

@@ -53,7 +53,7 @@ class Turns:
 
 
 def pulls(*forces: float, size: int = SIZE) -> Examples:
-    """Return one record per force. A force says how strongly its record pulls the first weight."""
+    """Return one record for each of ``forces``, at which records pull the first weight."""
     return Examples(torch.eye(1, size).repeat(len(forces), 1), torch.tensor(forces))
 
 
@@ -146,13 +146,13 @@ class LinearMechanism:
 
 
 def client_data(*forces: float, size: int = SIZE) -> ClientData:
-    """Return a client's data, with one record per force (see `pulls`)."""
+    """Return a client's data, with one record of `pulls` for each of ``forces``."""
     records = pulls(*forces, size=size)
     return ClientData(train=records, test=records)
 
 
 def silo_data(owners: Sequence[int], forces: Sequence[float]) -> SiloData:
-    """Return a silo's data, with one record per force and its owner (see `pulls`)."""
+    """Return a silo's data: one record of `pulls` for each of ``forces``, with its owner."""
     records = pulls(*forces)
     return SiloData(train=records, test=records, owners=torch.tensor(owners))
 

@@ -93,7 +93,7 @@ def checked(
         tell=tell,
     )
     import_once()
-    if (hugging_face := sys.modules.get("flower_ext.training.hugging_face")) is not None:
+    if (hugging_face := sys.modules.get("flower_ext.training.models.hugging_face")) is not None:
         with suppress(Exception):  # the run says what is missing
             hugging_face.libraries("")
     real = probes.run(REAL, 1)

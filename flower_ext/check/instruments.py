@@ -1,4 +1,8 @@
-"""Make Flower's and Opacus's classes report the mods, strategies and engines that an app makes."""
+"""Make Flower's classes and this package's client report what an app does, and hold its runs.
+
+The check replaces functions in its process, by the table `Instruments.seams`. The package has no
+hook for this purpose, because a hook that can take the noise away would weaken every run.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable
 from copy import copy
 from dataclasses import dataclass, field
-from functools import wraps
+from functools import partial, wraps
 from typing import Any
 
 from flwr.app import Context, Message
@@ -29,10 +33,15 @@ from flower_ext.federation.round import Round
 from flower_ext.privacy import NoiseSource
 from flower_ext.training import Task
 
+Wrapper = Callable[..., Any]
+"""A function that is called in place of another, which it gets as its first argument."""
+_CATEGORIES = (TRAIN, "evaluate", "query")
+_NOISE = ("add_gaussian", "gaussian", "add_discrete_gaussian")
+
 
 @dataclass(kw_only=True)
 class Instruments:
-    """Changes to classes of Flower and of this package, made before the check loads an app."""
+    """Changes of Flower's classes and of this package's client, made before an app is loaded."""
 
     mods: dict[str, list[Any]] = field(default_factory=dict)
     """Mods of each category of messages, the outermost first."""
@@ -49,96 +58,97 @@ class Instruments:
         """The held run that is being watched; None in the first run, in which clients learn."""
         return None if self.watch is None else self.watch.held
 
+    def seams(self) -> list[tuple[Any, str, Wrapper]]:
+        """Return each function that the check changes, by owner and name, with its wrapper.
+
+        `tests/check/test_instruments.py` checks that runs call all functions of this table.
+        """
+        return [
+            # Every ClientApp reports its mods, and gets a mod of the check after all of them.
+            (ClientApp, "__init__", self._with_mod),
+            *((ClientApp, category, self._registered) for category in _CATEGORIES),
+            # In a held run, clients of this package learn from no data, which also saves time, ...
+            (preparing, "checked_data", self._data),
+            (protecting, "result_hiding_failures", self._result),
+            # ... have a public update before the bound and the noise, ...
+            (protecting, "protected", self._protected),
+            # ... and in a quiet run add no noise.
+            *((NoiseSource, name, self._noised) for name in _NOISE),
+            # Each round of this package's strategy reports the mean that it releases.
+            (Round, "close", self._closed),
+        ]
+
     def install(self) -> None:
-        """Make each ClientApp report its mods, and add a mod of the check after all of them."""
-        begin = ClientApp.__init__
+        """Change all functions of `seams`."""
+        for owner, name, wrapper in self.seams():
+            wrap(owner, name, wrapper)
 
-        def started(
-            app: ClientApp, client_fn: Any = None, mods: list[Any] | None = None, **more: Any
-        ) -> None:
-            vars(app)["watched_mods"] = outer = list(mods or [])
-            if client_fn is not None:
-                self.mods.update(dict.fromkeys((TRAIN, "evaluate", "query"), outer))
-            begin(app, client_fn, [*outer, self._inner] if client_fn else outer, **more)
+    def _with_mod(
+        self,
+        begin: Callable[..., None],
+        app: ClientApp,
+        client_fn: Any = None,
+        mods: list[Any] | None = None,
+        **more: Any,
+    ) -> None:
+        vars(app)["watched_mods"] = outer = list(mods or [])
+        if client_fn is not None:
+            self.mods.update(dict.fromkeys(_CATEGORIES, outer))
+        begin(app, client_fn, [*outer, self._inner] if client_fn else outer, **more)
 
-        ClientApp.__init__ = started  # type: ignore[method-assign, assignment]
-        for category in (TRAIN, "evaluate", "query"):
-            self._instrument(category)
-        self._hold_work()
-        self._hold_contributions()
-        self._watch_means()
-        for name in ("add_gaussian", "gaussian", "add_discrete_gaussian"):
-            self._quieten(name)
-
-    def _hold_work(self) -> None:
-        """Make clients of this package train without data in a held run, which also saves time."""
-        load, train = preparing.checked_data, protecting.result_hiding_failures
-
-        def loaded(task: Task, request: ClientRequest, partition: int) -> ClientData:
-            if self.watch is not None and self.watch.holds_data(request, partition):
-                return NO_DATA
-            data: ClientData = load(task, request, partition)
-            return data
-
-        def held(work: ClientWork) -> Any:
-            held_run = self.held_run
-            return train(work if held_run is None else held_run.work(work))
-
-        preparing.checked_data = loaded
-        protecting.result_hiding_failures = held
-
-    def _watch_means(self) -> None:
-        """Record the mean that each round of a strategy of this package releases."""
-        close = Round.close
-
-        @wraps(close)
-        def closed(round: Round, replies: Any, **options: Any) -> Any:
-            mean, updates = close(round, replies, **options)
-            if self.watch is not None and mean is not None and round.kind == TRAIN:
-                self.watch.mean(mean.value)
-            return mean, updates
-
-        Round.close = closed  # type: ignore[method-assign, assignment]
-
-    def _hold_contributions(self) -> None:
-        """In a held run, replace each update by a public one before the client protects it."""
-        protect = protecting.protected
-
-        def held(update: Any, received: Any, protection: Any, noise: Any) -> Any:
-            if self.watch is not None and self.watch.held is not None:
-                client = self.watch.answering
-                update = self.watch.held.contribution(update, received, protection, client)
-            return protect(update, received, protection, noise)
-
-        protecting.protected = held
-
-    def _quieten(self, name: str) -> None:
-        """Make the method ``name`` of noise sources add no noise in a held run that is quiet."""
-        add = getattr(NoiseSource, name)
-
-        def added(source: NoiseSource, value: Any, stddev: float, **options: Any) -> Any:
-            if self.held_run is None or not self.held_run.quiet:
-                return add(source, value, stddev, **options)
-            return add(source, value, 0.0) if name == "gaussian" else dict(value)
-
-        setattr(NoiseSource, name, added)
-
-    def _instrument(self, category: str) -> None:
-        register = getattr(ClientApp, category)
-
-        def registered(
-            app: ClientApp, action: str = "default", *, mods: list[Any] | None = None
-        ) -> Any:
-            self.mods[category] = [*vars(app).get("watched_mods", ()), *(mods or [])]
-            if isinstance(app, CohortApp):
-                return register(app, action, mods=mods)
-            return register(app, action, mods=[*(mods or []), self._inner])
-
-        setattr(ClientApp, category, registered)
+    def _registered(
+        self,
+        register: Callable[..., Any],
+        app: ClientApp,
+        action: str = "default",
+        *,
+        mods: list[Any] | None = None,
+    ) -> Any:
+        self.mods[register.__name__] = [*vars(app).get("watched_mods", ()), *(mods or [])]
+        if isinstance(app, CohortApp):
+            return register(app, action, mods=mods)
+        return register(app, action, mods=[*(mods or []), self._inner])
 
     def _inner(self, message: Message, context: Context, call_next: Any) -> Message:
         assert self.watch is not None
         return self.watch.inner(message, context, call_next)
+
+    def _data(
+        self, load: Callable[..., ClientData], task: Task, request: ClientRequest, partition: int
+    ) -> ClientData:
+        if self.watch is not None and self.watch.holds_data(request, partition):
+            return NO_DATA
+        return load(task, request, partition)
+
+    def _result(self, run: Callable[..., Any], work: ClientWork) -> Any:
+        held_run = self.held_run
+        return run(work if held_run is None else held_run.work(work))
+
+    def _protected(
+        self, protect: Callable[..., Any], update: Any, received: Any, protection: Any, noise: Any
+    ) -> Any:
+        if self.watch is not None and self.watch.held is not None:
+            client = self.watch.answering
+            update = self.watch.held.contribution(update, received, protection, client)
+        return protect(update, received, protection, noise)
+
+    def _noised(
+        self,
+        add: Callable[..., Any],
+        source: NoiseSource,
+        value: Any,
+        stddev: float,
+        **options: Any,
+    ) -> Any:
+        if self.held_run is None or not self.held_run.quiet:
+            return add(source, value, stddev, **options)
+        return add(source, value, 0.0) if add.__name__ == "gaussian" else dict(value)
+
+    def _closed(self, close: Callable[..., Any], round: Round, replies: Any, **options: Any) -> Any:
+        mean, updates = close(round, replies, **options)
+        if self.watch is not None and mean is not None and round.kind == TRAIN:
+            self.watch.mean(mean.value)
+        return mean, updates
 
     def limit_rounds(self, rounds: int) -> None:
         """Make every strategy stop after ``rounds`` rounds, and report its planned number."""
@@ -147,55 +157,66 @@ class Instruments:
             kinds.extend(kind.__subclasses__())
         for kind in set(kinds):
             if "start" in vars(kind):
-                kind.start = self._limited(vars(kind)["start"], rounds)  # type: ignore[method-assign]
+                wrap(kind, "start", partial(self._limited, rounds))
 
-    def _limited(self, start: Callable[..., Result], rounds: int) -> Callable[..., Result]:
-        signature = inspect.signature(start)
-
-        @wraps(start)
-        def limited(strategy: Strategy, *arguments: Any, **options: Any) -> Result:
-            watch = self.watch
-            if watch is None or watch.in_strategy:
-                return start(strategy, *arguments, **options)
-            call = signature.bind(strategy, *arguments, **options)
-            call.apply_defaults()
-            # A strategy that wraps another may take the options of the inner one as keywords.
-            named = next(
-                (v for v in call.arguments.values() if isinstance(v, dict) and "num_rounds" in v),
-                call.arguments,
-            )
-            planned = int(named.get("num_rounds", 3))
-            named["num_rounds"] = min(planned, rounds)
-            chain = chain_of(strategy)
-            halves = any(type(part) is Upcycled for part in chain)  # even rounds train nobody
-            watch.observed.planned += math.ceil(planned / 2) if halves else planned
-            watch.observed.starts += 1
-            for part in chain:
-                if watch.held is not None and isinstance(part, FederatedStrategy):
-                    part.run.evaluate_every = 0  # no comparison needs scores
-            self.strategies.extend(chain)
-            self.begun.extend(copy(part) for part in chain)
-            watch.in_strategy = True
-            result = start(*call.args, **call.kwargs)
-            watch.in_strategy = False
-            watch.finish(result)
-            return result
-
-        return limited
+    def _limited(
+        self,
+        rounds: int,
+        start: Callable[..., Result],
+        strategy: Strategy,
+        *arguments: Any,
+        **options: Any,
+    ) -> Result:
+        watch = self.watch
+        if watch is None or watch.in_strategy:
+            return start(strategy, *arguments, **options)
+        call = inspect.signature(start).bind(strategy, *arguments, **options)
+        call.apply_defaults()
+        # A wrapper may take all options of the strategy inside as keywords.
+        named = next(
+            (v for v in call.arguments.values() if isinstance(v, dict) and "num_rounds" in v),
+            call.arguments,
+        )
+        planned = int(named.get("num_rounds", 3))
+        named["num_rounds"] = min(planned, rounds)
+        chain = chain_of(strategy)
+        halves = any(type(part) is Upcycled for part in chain)  # even rounds train nobody
+        watch.observed.planned += math.ceil(planned / 2) if halves else planned
+        watch.observed.starts += 1
+        for part in chain:
+            if watch.held is not None and isinstance(part, FederatedStrategy):
+                part.run.evaluate_every = 0  # no comparison needs scores
+        self.strategies.extend(chain)
+        self.begun.extend(copy(part) for part in chain)
+        watch.in_strategy = True
+        result = start(*call.args, **call.kwargs)
+        watch.in_strategy = False
+        watch.finish(result)
+        return result
 
     def count_engines(self) -> None:
         """Count the privacy engines that each client makes; each has an accountant of its own."""
         from opacus import PrivacyEngine
 
-        make = PrivacyEngine.make_private
+        wrap(PrivacyEngine, "make_private", self._engine)
 
-        @wraps(make)
-        def counted(engine: Any, *arguments: Any, **options: Any) -> Any:
-            if self.watch is not None:
-                self.engines[self.watch.answering] += 1
-            return make(engine, *arguments, **options)
+    def _engine(
+        self, make: Callable[..., Any], engine: Any, *arguments: Any, **options: Any
+    ) -> Any:
+        if self.watch is not None:
+            self.engines[self.watch.answering] += 1
+        return make(engine, *arguments, **options)
 
-        PrivacyEngine.make_private = counted
+
+def wrap(owner: Any, name: str, wrapper: Wrapper) -> None:
+    """Call ``wrapper(original, ...)`` in place of a function, or a method, of ``owner``."""
+    original = getattr(owner, name)
+
+    @wraps(original)
+    def called(*arguments: Any, **options: Any) -> Any:
+        return wrapper(original, *arguments, **options)
+
+    setattr(owner, name, called)
 
 
 def chain_of(strategy: Strategy) -> list[Strategy]:

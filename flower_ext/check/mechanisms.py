@@ -57,6 +57,16 @@ class Noise:
         return self.upload_stddev.get(cohort, self.upload_stddev.get(0, 0.0))
 
 
+def promised(noise: Noise | None) -> str:
+    """Describe clipping and noise as the parameters say."""
+    if noise is None:
+        return "none that this check knows"
+    uploads = [value for value in noise.upload_stddev.values() if value]
+    if uploads:
+        return f"clip {noise.clipping_norm:g}, noise {max(uploads):.4g} in each upload"
+    return f"clip {noise.clipping_norm:g}, noise {noise.release_stddev:.4g} in the released mean"
+
+
 @dataclass(frozen=True, kw_only=True)
 class Declared:
     """The equal, independent releases from which an app of this package computes its stated ε.

@@ -9,8 +9,9 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from flower_ext.check.app_folder import AppFolder
-from flower_ext.check.findings import Finding, findings, promised
+from flower_ext.check.findings import Finding, findings
 from flower_ext.check.measured import Measured, measured, unmeasured
+from flower_ext.check.mechanisms import promised
 from flower_ext.check.observe import Observed
 from flower_ext.check.probes import REAL, Probes
 from flower_ext.check.recognise import Claim, Facts

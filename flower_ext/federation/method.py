@@ -365,11 +365,15 @@ class Method:
         """Return the stddev of the noise in each coordinate of the mean that moves the model."""
         return mechanism.mean_noise_stddev
 
-    def with_average(self, model: Arrays, state: State) -> State:
-        """Return the state with ``model`` added to the average of models, if there is one."""
+    def with_average(self, model: Arrays, state: State, previous: State) -> State:
+        """Return ``state`` with the average of ``previous`` and ``model``, if there is an average.
+
+        The average so far comes from ``previous``, because a method's `step` may return a new
+        state that holds nothing but what the step itself needs.
+        """
         if self.average is None:
             return state
-        kept = self.average.add(model, groups_under(_AVERAGE, state.server))
+        kept = self.average.add(model, groups_under(_AVERAGE, previous.server))
         return state.updated(server=_prefixed(_AVERAGE, kept))
 
     def evaluated(self, model: Arrays, state: State) -> Arrays:

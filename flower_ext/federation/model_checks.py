@@ -14,8 +14,8 @@ from flwr.app import ArrayRecord
 from flower_ext.errors import InvalidValue
 from flower_ext.federation.records import Arrays, read_array, to_arrays
 from flower_ext.training import UnshareableModel, matches
+from flower_ext.training.models.validation import RUNNING_STATISTICS
 from flower_ext.training.params import require_modules
-from flower_ext.training.validation import RUNNING_STATISTICS
 
 log = getLogger("flwr")
 

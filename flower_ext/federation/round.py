@@ -359,7 +359,7 @@ class TrainingRound:
         )
         result = run.method.step(run.model, released, run.method_state)
         model, state = self._checked(result)
-        run.state = run.method.with_average(model, state)
+        run.state = run.method.with_average(model, state, run.method_state)
         return model
 
     def _checked(self, result: tuple[records.Arrays, State]) -> tuple[records.Arrays, State]:

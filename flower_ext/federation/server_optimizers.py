@@ -201,9 +201,9 @@ class Yogi(Adam):
 
 @dataclass(frozen=True, kw_only=True)
 class ExponentialAverage(Checked):
-    """Average of the models so far; each round multiplies their weights by ``decay``.
+    """Average of the models so far; each round multiplies the weights of older models by ``decay``.
 
-    The weights sum to 1 in every round. The first model therefore has no extra weight.
+    The weights are then divided by their sum, so that the first model has no extra weight.
 
     Parameters
     ----------

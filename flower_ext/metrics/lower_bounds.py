@@ -1,15 +1,15 @@
 """Lower bounds on ε from samples of two worlds: runs without a canary, and runs with it.
 
 =====================  =================================================  =======================
-method                 from                                               holds for
+method                 what the bound uses                                holds for
 =====================  =================================================  =======================
-`by_rates`             false and true positives of one threshold          every mechanism
-`if_gaussian`          the same rates, as a shift μ of a Gaussian         Gaussian mechanisms only
+`by_rates`             rates of false and true positives at a threshold   every mechanism
+`if_gaussian`          the shift μ of a Gaussian with these rates         Gaussian mechanisms only
 =====================  =================================================  =======================
 
 Sources: Clopper and Pearson (1934); Kairouz, Oh, Viswanath (2015) for rates under (ε, δ); Dong,
-Roth, Su (2022) and Nasr et al. (2023) for μ. Thresholds are chosen on trials that the bound then
-leaves out. Several bounds hold at once by Bonferroni's inequality: each takes its share of the
+Roth, Su (2022) and Nasr et al. (2023) for μ. Some trials choose the threshold, and the bound uses
+only the others. Several bounds hold at once by Bonferroni's inequality: each takes its share of the
 failure probability.
 """
 
@@ -197,8 +197,8 @@ def _best_threshold(
 ) -> tuple[float, float]:
     """Return the largest value that these trials prove, and the threshold that proves it.
 
-    The rates are bounded for as many trials as there are here. Bounds for more trials would favour
-    thresholds that look good only because a few trials passed them by luck.
+    The bounds on the rates assume no more trials than these. Otherwise they would favour thresholds
+    that look good only because a few trials passed them by luck.
     """
     points = np.unique(np.concatenate([zero, one]))
     if len(points) == 1:
@@ -215,7 +215,7 @@ def _best_threshold(
 def _rates(
     zero: np.ndarray, one: np.ndarray, threshold: float | np.ndarray, failure: float
 ) -> Pair:
-    """Bound the rates at each threshold: false positives from above, true positives from below."""
+    """Bound the false-positive rate from above and the true-positive rate from below."""
     false, true = (
         len(scores) - np.searchsorted(np.sort(scores), threshold, side="right")
         for scores in (zero, one)

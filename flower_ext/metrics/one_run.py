@@ -103,8 +103,9 @@ def profile_curve(epsilons: Sequence[float], deltas: Sequence[float]) -> LeastCh
     Parameters
     ----------
     epsilons, deltas : Sequence[float]
-        For instance from an accountant, with the larger δ of both orders of the worlds for each ε.
-        More pairs make the curve and the bound tighter; every choice is valid.
+        Pairs from an accountant, for instance. A pair must hold for both orders of the two worlds,
+        so take the larger δ of the two for each ε. More pairs make the curve and the bound tighter,
+        but every choice is valid.
     """
     shrink, subtracted = np.exp(-np.asarray(epsilons)), np.asarray(deltas)
 

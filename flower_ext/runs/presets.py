@@ -77,9 +77,9 @@ class SettingsFile:
     ) -> dict[str, Any]:
         """Return the file's values for a run whose user has set the settings ``chosen``.
 
-        A table ``[where.SETTING.VALUE]`` adds its values if VALUE is the value of SETTING in
-        ``chosen``, else in ``[settings]``, else in ``defaults``. The result does not include
-        ``chosen``.
+        A table ``[where.SETTING.VALUE]`` adds its values if SETTING has the value VALUE. That value
+        comes from ``chosen``; if it is not there, from ``[settings]``; and otherwise from
+        ``defaults``. The result does not include ``chosen``.
         """
         values = dict(self.shared)
         for name, cases in self.special.items():

@@ -255,10 +255,7 @@ class Quantiles(Statistic):
 
     def estimate(self, totals: NDArray[np.float64]) -> NDArray[np.float64]:
         """Return the quantiles of the distribution function that fits the totals best."""
-        wanted = np.asarray(self.probabilities)
-        return np.stack(
-            [self._inverted(function, wanted) for function in self._distributions(totals)]
-        )
+        return self._inverted(self._distributions(totals))
 
     def intervals(
         self,
@@ -273,9 +270,9 @@ class Quantiles(Statistic):
         """
         (function,) = self._distributions(total[np.newaxis])
         half = NORMAL_QUANTILE * np.std(self._distributions(moved_totals), axis=0)
-        wanted = np.asarray(self.probabilities)
         highest, lowest = _rising(function + half)[0], _rising(function - half)[1]
-        return self._inverted(highest, wanted), self._inverted(lowest, wanted)
+        least, largest = self._inverted(np.stack([highest, lowest]))
+        return least, largest
 
     @property
     def _leaves(self) -> Bins:
@@ -290,12 +287,19 @@ class Quantiles(Statistic):
         above, below = _rising(np.column_stack([np.zeros(len(totals)), shares]))
         return (above + below) / 2  # one of them alone would be biased
 
-    def _inverted(
-        self, function: NDArray[np.float64], probabilities: NDArray[np.float64]
-    ) -> NDArray[np.float64]:
-        if np.isnan(function).any():
-            return np.full(len(probabilities), np.nan)
-        return np.interp(probabilities, function, self._leaves.edges)
+    def _inverted(self, functions: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Return where rising functions (draws, edges) reach the probabilities; NaN for NaN."""
+        wanted, edges = np.asarray(self.probabilities), self._leaves.edges
+        reached = (functions[:, :, np.newaxis] <= wanted).sum(axis=1)
+        right = np.clip(reached, 1, len(edges) - 1)
+        below, above = (np.take_along_axis(functions, at, axis=1) for at in (right - 1, right))
+        with np.errstate(divide="ignore", invalid="ignore"):
+            values = edges[right - 1] + (wanted - below) * np.diff(edges)[right - 1] / (
+                above - below
+            )
+        values = np.where(reached == 0, edges[0], values)
+        values = np.where(reached == len(edges), edges[-1], values)
+        return np.where(np.isnan(functions).any(axis=1, keepdims=True), np.nan, values)
 
 
 def _rising(functions: NDArray[np.float64]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:

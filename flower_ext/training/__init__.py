@@ -1,12 +1,13 @@
 """Local training of torch models, as plain functions over parameter dictionaries.
 
-`local` computes one local training, on one page. These modules are its parts:
+The module `local` computes one local training. It uses these modules:
 
 ====================  =====================================================================
-module                its part
+module                contents
 ====================  =====================================================================
 `task`                the model, the loss, the metrics and each partition's data
 `job`                 a training as a value: settings, examples, mini-batches, noise
+`models`              the models offered, and how any model is built, called and checked
 `problem`             the loss plus terms, as a function of the trained part of a model
 `local`               `train`: sets up the problem, takes the steps, returns the model
 `dp`                  steps of DP-SGD, which clip each example's gradient
@@ -15,14 +16,14 @@ module                its part
 When and how many trainings run together never changes a result, except for rounding:
 
 ====================  =====================================================================
-`side_by_side`        collects the trainings for which methods of many clients wait
-`batched.many`        trains many jobs, and tells apart those that raise
+`side_by_side`        collects the trainings that the methods of many clients wait for
+`batched.many`        trains many jobs, and finds the jobs that raise errors
 `batched.choice`      chooses the form in which each job trains
 `batched.form`        the interface of forms: one by one, in stacks, by a plug-in's code
 ====================  =====================================================================
 
-The trials in `trials` and `between_trainings` find models in which one example, or one training,
-changes another. `batched.choice`, `dp.ways`, and the client before its first training, run them.
+The trials in `trials` find models in which one example, or one training, changes another.
+`batched.choice`, `dp.ways`, and the client before its first training, run them.
 """
 
 from flower_ext.training.batched.form import MEMORY_LIMIT
@@ -34,9 +35,14 @@ from flower_ext.training.batched.many import (
 )
 from flower_ext.training.dp.clipped_gradient import ClippedGradient
 from flower_ext.training.dp.dp_sgd import DpSgdTraining, train_dp_sgd
-from flower_ext.training.features import Features
 from flower_ext.training.job import Job, LocalTraining, StepNoise, job_batches
 from flower_ext.training.local import sgd_step, train
+from flower_ext.training.models.features import Features
+from flower_ext.training.models.validation import (
+    UnshareableModel,
+    check_shareable,
+    replace_batch_norm,
+)
 from flower_ext.training.newton import NotConverged, newton
 from flower_ext.training.params import Params, clone, difference, matches, part, tagged
 from flower_ext.training.problem import (
@@ -51,7 +57,6 @@ from flower_ext.training.rounding import products_are_reproducible
 from flower_ext.training.scoring import evaluate, evaluate_each
 from flower_ext.training.survival import cox_loss
 from flower_ext.training.task import Task, accuracy
-from flower_ext.training.validation import UnshareableModel, check_shareable, replace_batch_norm
 
 __all__ = [
     "MEMORY_LIMIT",

@@ -1,4 +1,4 @@
-"""Files of results that can be recomputed. A damaged file counts as missing."""
+"""Cache files for results that can be computed again. A damaged file counts as missing."""
 
 from __future__ import annotations
 

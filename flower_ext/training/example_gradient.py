@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from flower_ext.data import trees
 from flower_ext.data.trees import Tree
 from flower_ext.errors import InvalidValue
-from flower_ext.training.model_calls import call_with
-from flower_ext.training.model_factory import in_training, suits_channels_last
+from flower_ext.training.models.calls import call_with
+from flower_ext.training.models.factory import in_training, suits_channels_last
 from flower_ext.training.params import Params, clone
 from flower_ext.training.problem import gradient
 from flower_ext.training.task import Task
@@ -28,15 +28,15 @@ def model_of_single_examples(task: Task, trained: Sequence[str]) -> nn.Module:
     for name, module in model.named_modules():
         if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.training:
             raise InvalidValue(
-                f"{name!r} is batch normalisation, through which every example moves every "
-                "gradient: use GroupNorm (flower_ext.training.replace_batch_norm)"
+                f"layer {name!r} is batch normalisation, in which every example changes the "
+                "gradients of all others: use GroupNorm (flower_ext.training.replace_batch_norm)"
             )
         if getattr(module, "inplace", False):  # an in-place layer overwrites another layer's output
             module.inplace = False
         if getattr(module, "max_norm", None) is not None:
             raise InvalidValue(
-                f"{name!r} has max_norm={module.max_norm!r}: expected None with DP-SGD, because an "
-                "example would rewrite rows that others look up"
+                f"layer {name!r} has max_norm={module.max_norm!r}: expected None with DP-SGD, "
+                "because an example would otherwise rewrite rows that other examples look up"
             )
         if isinstance(module, nn.Conv2d) and channels_last:
             module.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
@@ -44,12 +44,12 @@ def model_of_single_examples(task: Task, trained: Sequence[str]) -> nn.Module:
 
 
 def has_rows(leaf: Any, count: int) -> bool:
-    """Return True if an output may have one row for each of ``count`` examples."""
+    """Return True if ``leaf`` is a tensor with ``count`` rows, possibly one for each example."""
     return isinstance(leaf, Tensor) and leaf.dim() > 0 and len(leaf) == count
 
 
 def loss_alone(model: nn.Module, params: Params, loss: ExampleLoss, x: Tree, y: Tree) -> Tensor:
-    """Return the loss of one example. ``x`` and ``y`` lack the dimension of examples."""
+    """Return the loss of one example. ``x`` and ``y`` have no batch dimension."""
     x, y = trees.mapped(lambda leaf: leaf.unsqueeze(0), (x, y))
     return loss(call_with(model, params, x), y)
 

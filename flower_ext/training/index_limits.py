@@ -1,13 +1,13 @@
 """Limits on integers, such as labels, that a model and its loss can look up on an accelerator.
 
-On a CPU, a label or a word that is out of range raises an error for its own client. On an
-accelerator it ends all further computation of the process, so one record would stop every client.
-To find the limits, this module calls model and loss on the CPU, with an example of zeros and one
-other integer. The result depends on that integer alone, so no record changes what another client
-may use.
+On a CPU, a label or a word that is out of range raises an error that concerns one client only. On
+an accelerator it ends all further computation of the process, so one record would stop every
+client. To find the limits, this module calls the model and the loss on the CPU, on an example that
+consists of zeros and one other integer. The result depends on that integer alone, so no record
+changes which integers another client may use.
 
-Two kinds of models are not covered: those that compute indices from real numbers, and those that
-accept some integer but not all non-negative integers below it.
+The limits are wrong for two kinds of models: those that compute indices from real numbers, and
+those that accept some integer but not all non-negative integers below it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from torch import Tensor
 from flower_ext.data import Examples, trees
 from flower_ext.data.trees import Tree
 from flower_ext.training.isolation import attempted
-from flower_ext.training.model_calls import call_model
+from flower_ext.training.models.calls import call_model
 from flower_ext.training.seeding import seeded
 from flower_ext.training.task import Task
 from flower_ext.training.training_kind import TrainingKind, kind_of
@@ -32,14 +32,14 @@ from flower_ext.training.training_kind import TrainingKind, kind_of
 log = getLogger("flwr")
 
 _MARKS = 16
-"""Most negative integers that may be marks of what to leave out, such as -100."""
+"""Largest number of negative integers to try as marks for labels to leave out, such as -100."""
 
 
 class IndexLimits:
     """The integers that a task accepts, for each tensor of its features and targets.
 
     A task accepts non-negative integers up to some limit, for example the length of a table. Some
-    negative integers may mark what to leave out, so they are tried by themselves.
+    negative integers may mark a label or a word to leave out, so each of them is tried by itself.
     """
 
     def __init__(self, kind: TrainingKind) -> None:
@@ -64,9 +64,12 @@ class IndexLimits:
         return usable
 
     def _refused(self, name: str, values: list[int]) -> list[int]:
-        """Return those of the ascending ``values`` of a leaf that the task refuses."""
+        """Return which of the ascending ``values`` the task refuses in the tensor ``name``."""
         if not self._takes(name, 0):
-            log.warning("no example of zeros passes the model: its integers are not checked")
+            log.warning(
+                "the model or the loss fails on an example of zeros, so labels and other integers "
+                "are not checked before training"
+            )
             return []
         refused = self._refused_negatives(name, [value for value in values if value < 0])
         higher = [value for value in values if value > self._highest[name]]
@@ -79,7 +82,7 @@ class IndexLimits:
 
     def _refused_negatives(self, name: str, values: list[int]) -> list[int]:
         if not values or (self._takes(name, -1) and self._takes(name, values[0])):
-            return []  # a mark is one number: where two are taken, the leaf has no indices
+            return []  # a mark is one number: a tensor that may hold two has no indices
         if len(values) > _MARKS:
             return values
         return [value for value in values if not self._takes(name, value)]
@@ -90,7 +93,7 @@ class IndexLimits:
         return self._tried[name, value]
 
     def _passes(self, name: str, value: int) -> bool:
-        """Return True if an example of zeros passes model and loss with ``value`` in one leaf."""
+        """Return True if model and loss accept zeros, with ``value`` in the tensor ``name``."""
 
         def filled(leaf: Tensor) -> Tensor:
             return torch.full_like(leaf, value) if leaf is chosen else leaf.clone()
@@ -112,12 +115,12 @@ def usable_rows(task: Task, features: Tree, targets: Tree) -> Tensor:
 
 
 def require_usable(task: Task, examples: Examples) -> None:
-    """Refuse examples with an integer that the task does not take.
+    """Refuse examples with an integer that the task does not accept.
 
     Raises
     ------
     IndexError
-        As on a CPU.
+        A model on a CPU raises the same type of error.
     """
     usable = usable_rows(task, examples.features, examples.targets)
     if not usable.all():
@@ -128,7 +131,7 @@ def require_usable(task: Task, examples: Examples) -> None:
 
 
 def on_device(task: Task, examples: Examples) -> Examples:
-    """Return the examples on the task's device; on an accelerator `require_usable` comes first."""
+    """Return examples on the task's device, after `require_usable` if it is an accelerator."""
     device = task.torch_device()
     if device.type != "cpu" and len(examples):
         require_usable(task, examples)

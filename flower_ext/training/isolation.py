@@ -1,7 +1,8 @@
 """Undo what one client's code leaves behind in the process before another client's code runs.
 
-A client's data may decide a setting of the process: its code might leave gradients switched off.
-That would change what other clients send, and clipping each update does not bound such a change.
+A client's code may change a setting of the process because of the client's data. It might leave
+gradients switched off, for example. That would change what other clients send, and clipping each
+update does not bound such a change.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ R = TypeVar("R")
 
 
 class ClientCrashed(RuntimeError):
-    """A client's code raised a BaseException such as SystemExit, which is the ``__cause__``."""
+    """A client's code raised a BaseException such as SystemExit; see ``__cause__``."""
 
 
 def _settings() -> tuple[Any, ...]:
@@ -41,8 +42,8 @@ class isolated:
     Raises
     ------
     ClientCrashed
-        The block raises a BaseException that is not an Exception. The user's KeyboardInterrupt is
-        raised as it is.
+        The block raises a BaseException that is not an Exception. A KeyboardInterrupt by the
+        user passes unchanged.
     """
 
     __slots__ = ("_before",)

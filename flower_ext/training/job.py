@@ -1,4 +1,4 @@
-"""A local training as a value: its settings, where it starts, and its mini-batches."""
+"""The description of a local training: its settings, its initial model, and its mini-batches."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from flower_ext.data.trees import Tree
 from flower_ext.errors import InvalidValue
 from flower_ext.privacy import NoiseSource
 from flower_ext.training.index_limits import on_device
-from flower_ext.training.model_calls import fewest_rows
+from flower_ext.training.models.fewest_rows import fewest_rows
 from flower_ext.training.problem import Proximal, Term
 from flower_ext.training.task import Task
 
@@ -33,7 +33,7 @@ OPTIMIZERS: Mapping[str, Callable[..., torch.optim.Optimizer]] = {
     for name, optimizer in vars(torch.optim).items()
     if isinstance(optimizer, type)
     and issubclass(optimizer, torch.optim.Optimizer)
-    # These optimisers need more than a gradient for a step, or another kind of gradient.
+    # Steps of these optimisers need more than a gradient, or another kind of gradient.
     and name not in ("Optimizer", "LBFGS", "SparseAdam", "Muon")
 }
 """Optimisers of `torch.optim` that step by a gradient, by name."""
@@ -46,7 +46,7 @@ class LocalTraining(Checked):
     Parameters
     ----------
     epochs : int
-        Passes over the client's training examples; 0 leaves the part as it is.
+        Passes over the client's training examples; with 0 the part stays unchanged.
     steps : int, optional
         Number of mini-batches instead of ``epochs``.
     batch_size : int
@@ -65,9 +65,9 @@ class LocalTraining(Checked):
     weight_decay : float
         Weight decay of an optimiser other than SGD.
     tolerance : float
-        Above 0, training finds the exact minimiser, to this norm of the gradient (see
-        `newton`). It then ignores all settings above except ``proximal_weight``. For small
-        strongly convex problems.
+        If above 0, training finds the exact minimiser: a point where the norm of the gradient
+        is at most this number (see `newton`). Training then ignores all settings above except
+        ``proximal_weight``. It works for small strongly convex problems.
     """
 
     epochs: CountOrZero = 2
@@ -108,7 +108,7 @@ class LocalTraining(Checked):
     def require_plain_sgd(self, phase: str, because: str, *, besides: Collection[str] = ()) -> None:
         """Refuse settings that plain SGD does not have, except those in ``besides``.
 
-        ``phase`` names this training in the error, and ``because`` gives the reason.
+        The error names this training by ``phase``, and gives ``because`` as the reason.
 
         Raises
         ------
@@ -151,7 +151,7 @@ class StepNoise(Checked):
     clipping_norm : float
         L2 bound G on one record's gradient over all trained parameters.
     stddev : float
-        Noise that every step adds to each weight, in the unit of the weights.
+        Standard deviation of the noise that every step adds to each weight, in the weights' unit.
     source : NoiseSource
     """
 
@@ -164,8 +164,9 @@ class StepNoise(Checked):
 class Job:
     """One local training: its start, its examples and its settings.
 
-    ``generator`` draws the mini-batches, and a seed of the model's own draws, such as dropout. With
-    ``noise`` every step is clipped and noised. Then ``terms`` must not depend on any record.
+    ``generator`` draws the mini-batches, and determines the model's own random numbers, such as
+    those of dropout. With ``noise``, every step clips each example's gradient and adds noise. In
+    that case ``terms`` must not depend on any record.
     """
 
     params: Mapping[str, Tensor]
@@ -177,7 +178,7 @@ class Job:
 
     @property
     def objective(self) -> Sequence[Term]:
-        """All terms that are added to the loss, including the proximal one around the start."""
+        """All terms that are added to the loss, including the proximal term around ``params``."""
         if not self.training.proximal_weight:
             return self.terms
         return [*self.terms, Proximal(weight=self.training.proximal_weight, anchor=self.params)]
@@ -191,10 +192,10 @@ class Job:
 def batch_rows(
     count: int, training: LocalTraining, generator: torch.Generator, *, fewest: int = 1
 ) -> Iterator[Tensor]:
-    """Yield the rows of each shuffled mini-batch of ``count`` examples, on the CPU.
+    """Yield the row numbers of each shuffled mini-batch of ``count`` examples, on the CPU.
 
-    If the last mini-batch of an epoch has fewer than ``fewest`` rows, the last two mini-batches
-    share their rows evenly, so the number of steps stays the same.
+    If the last mini-batch of an epoch would have fewer than ``fewest`` rows, the last two
+    mini-batches share their rows evenly. The number of steps stays the same.
     """
     left = training.num_steps(count)
     while left > 0:
@@ -212,7 +213,7 @@ def split_examples(
     task: Task, examples: Examples, training: LocalTraining, generator: torch.Generator
 ) -> list[Examples]:
     """Return the shuffled mini-batches of a training, each as examples to train on."""
-    fewest = fewest_rows(task, examples.features, training.batch_size)
+    fewest = fewest_rows(task.model, examples.features, training.batch_size)
     batches = batch_rows(len(examples), training, generator, fewest=fewest)
     parts = (examples.features, examples.targets)
     return [Examples(*trees.rows(parts, rows)) for rows in [*batches]]
@@ -223,9 +224,9 @@ def job_batches(task: Task, job: Job) -> Iterator[tuple[Tree, Tree]]:
     device, size = task.torch_device(), job.training.batch_size
     # With noise, each example has its own gradient, and an unusable integer counts as zero there.
     data = job.examples.to(device) if job.noise else on_device(task, job.examples)
-    fewest = 1 if job.noise else fewest_rows(task, data.features, size)
+    fewest = 1 if job.noise else fewest_rows(task.model, data.features, size)
     for rows in batch_rows(len(data), job.training, job.generator, fewest=fewest):
         chosen = trees.rows((data.features, data.targets), rows.to(device))
-        # Detached, so that in-place operations of the model stay out of the next gradient.
+        # Detach the tensors, so that the model's in-place operations stay out of later gradients.
         x, y = trees.mapped(Tensor.detach, chosen)
         yield x, y

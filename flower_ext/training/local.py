@@ -6,8 +6,8 @@ The job decides which steps `train` takes:
 the job has                 its steps
 ==========================  ==============================================================
 usual settings              `sgd_step`: SGD with momentum, SAM, or another optimiser
-``noise``                   `noised_step`: each clips the examples' gradients, and adds noise
-a ``tolerance`` above 0     those of `newton`, up to the exact minimiser
+``noise``                   `noised_step`: clips each example's gradient, and adds noise
+a ``tolerance`` above 0     steps of `newton`, up to the exact minimiser
 ==========================  ==============================================================
 
 Sharpness-aware minimisation follows Zhang et al. (DP²-FedSAM), Eqs. 11–12: the gradient g over the
@@ -49,8 +49,8 @@ def train(task: Task, job: Job, *, trained: Callable[[str], bool] = lambda name:
     Raises
     ------
     ValueError
-        ``trained`` selects nothing, or there are no examples. With ``noise``: examples have no
-        gradient of their own (see `ClippedGradient`), or the settings ask for more than plain SGD.
+        ``trained`` selects nothing, or there are no examples. With ``noise`` also: examples have
+        no gradient of their own (see `ClippedGradient`), or the settings are not plain SGD.
     NotConverged
         ``training.tolerance`` cannot be reached.
     """
@@ -71,9 +71,9 @@ def train(task: Task, job: Job, *, trained: Callable[[str], bool] = lambda name:
 
 
 def sgd_step(problem: LocalProblem, weights: Params, training: LocalTraining) -> Step:
-    """Return a step of SGD with momentum, of SAM, or of another optimiser, that moves ``weights``.
+    """Return a function that moves ``weights`` by one step of SGD, SAM or another optimiser.
 
-    ``training`` has the learning rate and all other settings of the step.
+    ``training`` holds the learning rate and all other settings of the step.
     """
     tensors = [*weights.values()]
     velocity = [torch.zeros_like(w) for w in tensors if training.momentum > 0]
@@ -120,7 +120,7 @@ def _other_optimizer(
 
 
 def _exact_minimiser(task: Task, job: Job, trained: Callable[[str], bool]) -> Params:
-    """Compute the minimum in float64, up to ``tolerance``, and return the whole model there."""
+    """Return the whole model at the objective's minimum, found in float64 up to ``tolerance``."""
     problem = local_problem(
         task, job.params, trained=trained, terms=job.objective, dtype=torch.float64
     )

@@ -33,7 +33,7 @@ def newton(
     *,
     tolerance: float,
 ) -> Params:
-    """Return a point where the gradient of ``loss_at(params, x, y)`` is at most ``tolerance``.
+    """Return a point where the gradient of ``loss_at(params, x, y)`` has norm ≤ ``tolerance``.
 
     Parameters
     ----------
@@ -85,6 +85,6 @@ def newton(
             length /= 2
         point = point - length * step
     raise NotConverged(
-        f"the gradient's norm stays at {norm:.3g}, above tolerance={tolerance:g}: the objective "
-        "must be strongly convex (set proximal_weight above 0); else raise the tolerance"
+        f"the gradient's norm stays at {norm:.3g}, above tolerance={tolerance:g}: expected a "
+        "strongly convex objective; set proximal_weight above 0, or raise the tolerance"
     )

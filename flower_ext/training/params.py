@@ -1,4 +1,4 @@
-"""Model parameters as plain dictionaries, in which they train, travel and are stored."""
+"""Model parameters as plain dictionaries, the form in which they are trained, sent and stored."""
 
 from __future__ import annotations
 
@@ -49,10 +49,10 @@ def difference(after: Mapping[str, Tensor], before: Mapping[str, Tensor]) -> Par
 
 
 def shaken(params: Mapping[str, Tensor], generator: torch.Generator) -> Params:
-    """Move all weights at random, each by about the usual size of its initial value.
+    """Return parameters to which random numbers, as large as usual initial weights, are added.
 
-    Trials of a model run at such a point, because a head that begins at zero gives equal outputs
-    for all examples.
+    Trials use such parameters, because a head that begins at zero would give the same output for
+    all examples.
     """
     moved = dict(params)
     for name, weight in params.items():
@@ -63,12 +63,12 @@ def shaken(params: Mapping[str, Tensor], generator: torch.Generator) -> Params:
 
 
 def sizes(params: Mapping[str, Tensor]) -> Sizes:
-    """Return all names and shapes, by which caches distinguish the models of one factory."""
+    """Return all names and shapes. Caches use them to distinguish the models of one factory."""
     return tuple((name, tensor.shape) for name, tensor in params.items())
 
 
 def tagged(tag: str, params: Mapping[str, Tensor]) -> Params:
-    """Return the same parameters under names that begin with ``tag``, to combine several models."""
+    """Return the same parameters with ``tag`` before each name, to combine several models."""
     return {f"{tag}/{name}": tensor for name, tensor in params.items()}
 
 
@@ -81,8 +81,8 @@ def part(params: Mapping[str, Tensor], tag: str) -> Params:
 def matches(name: str, patterns: Sequence[str]) -> bool:
     """Return True if a parameter belongs to one of the modules (or parameters) of ``patterns``.
 
-    A pattern is a name in which ``*`` stands for any part: ``"*.lora_B"`` matches every module
-    ``lora_B``, wherever it is.
+    In a pattern, ``*`` matches any part of a name: ``"*.lora_B"`` matches every module ``lora_B``,
+    wherever it is.
     """
     for pattern in patterns:
         if name == pattern or name.startswith(f"{pattern}."):
@@ -100,15 +100,14 @@ def require_modules(
 ) -> None:
     """Refuse an option with a pattern that matches no parameter among ``names``.
 
-    ``tied`` maps each alias of a tied parameter to the name by which the parameter travels. The
-    function also refuses a pattern that matches an alias alone.
+    ``tied`` maps each further name of a tied parameter to its first name, under which it is sent.
+    The function also refuses a pattern that matches a further name without the first.
     """
     for name, first in (tied or {}).items():
         if matches(name, patterns) and not matches(first, patterns):
             raise InvalidValue(
-                f"{option}={tuple(patterns)} names {name!r}, which is tied to {first!r}: the two "
-                f"are one parameter, which goes by the name {first!r}; name that one as well, or "
-                "neither of them"
+                f"{option}={tuple(patterns)} names {name!r}, which is tied to {first!r}: both "
+                "names mean one parameter; give both names, or neither"
             )
     names = list(names)
     for pattern in patterns:
@@ -116,5 +115,5 @@ def require_modules(
             modules = sorted({name.rpartition(".")[0] or name for name in names})
             raise InvalidValue(
                 f"{option}={pattern!r} names no parameter of this model; expected some of "
-                f"{modules} (a parameter that is tied to another goes by the other's name)"
+                f"{modules} (tied parameters are listed by their first name only)"
             )

@@ -21,9 +21,9 @@ from flower_ext.checks import require_not_negative
 from flower_ext.data import trees
 from flower_ext.data.trees import Tree
 from flower_ext.errors import InvalidValue
-from flower_ext.training.dropout import own_dropout
-from flower_ext.training.model_calls import SettableModel
-from flower_ext.training.model_factory import ModelFactory, in_training, suits_channels_last
+from flower_ext.training.models.calls import SettableModel
+from flower_ext.training.models.dropout import own_dropout
+from flower_ext.training.models.factory import ModelFactory, in_training, suits_channels_last
 from flower_ext.training.params import Params, to_device
 from flower_ext.training.seeding import seeded
 from flower_ext.training.task import Task
@@ -68,7 +68,7 @@ class Linear:
 
 
 def affine(terms: Sequence[Term]) -> Iterator[tuple[float, float, Mapping[str, Tensor]]]:
-    """Yield slope, scale and vector of each term, whose gradient is slope · w + scale · vector."""
+    """Yield (slope, scale, vector) of each term: its gradient is slope · w + scale · vector."""
     for term in terms:
         if type(term) is Proximal:  # a subclass may be another function
             yield term.weight, -term.weight, term.anchor
@@ -79,7 +79,7 @@ def affine(terms: Sequence[Term]) -> Iterator[tuple[float, float, Mapping[str, T
 
 
 def gradient(loss_at: Callable[..., Tensor], params: Mapping[str, Tensor], *data: Tree) -> Params:
-    """Return the gradient of the scalar ``loss_at(params, *data)`` by the parameters."""
+    """Return the gradient of the scalar ``loss_at(params, *data)`` with respect to ``params``."""
     # Make new leaves each time, because a model that bounds its weights replaces the leaves.
     leaves = {name: p.detach().requires_grad_() for name, p in params.items()}
     slopes = torch.autograd.grad(
@@ -100,7 +100,7 @@ class LocalProblem:
     """Returns a context manager that restores buffers of the model, such as running means."""
 
     def whole(self, trained: Mapping[str, Tensor], like: Mapping[str, Tensor]) -> Params:
-        """Return the whole model with its trained part replaced; devices and types as ``like``."""
+        """Return the whole model with this trained part, in the devices and types of ``like``."""
         everything = {**self.rest, **trained}
         return {name: _like(everything[name], p) for name, p in like.items()}
 
@@ -115,8 +115,8 @@ def local_problem(
 ) -> LocalProblem:
     """Return the local objective on the task's device; parameters not ``trained`` are frozen.
 
-    With a ``dtype`` all floating-point parameters are converted to it. Parameters may have the
-    memory order that is fastest for the model, until `LocalProblem.whole` restores the usual one.
+    With a ``dtype``, all floating-point parameters are converted to this type. Parameters may have
+    the memory order that is fastest for the model. `LocalProblem.whole` restores the usual order.
 
     Raises
     ------
@@ -160,10 +160,10 @@ def local_problem(
 def _model_for(
     factory: ModelFactory, params: Params, device: torch.device, dtype: torch.dtype | None
 ) -> SettableModel:
-    """Return a model for a problem, which other problems share if none can see another's numbers.
+    """Return a model for a problem: a shared one if no problem can see another problem's numbers.
 
-    A shared model needs known layers, and all parameters in their usual type. If ``params`` were a
-    part of the model, the other parameters would be numbers of another problem.
+    A shared model needs known layers, parameters of their usual type, and all of them in
+    ``params``: the model would keep any other parameter from another problem.
     """
     travelling = factory.facts.travelling
     whole = all(n in params and params[n].shape == shape for n, (shape, _) in travelling.items())
@@ -206,13 +206,13 @@ def _unmoved_buffers(model: nn.Module) -> Iterator[None]:
 
 
 def _laid(tree: Tree, layout: torch.memory_format) -> Tree:
-    """Return images, or the weights of image convolutions, in another memory order."""
+    """Return images, or the weights of image convolutions, in the memory order ``layout``."""
     images = isinstance(tree, Tensor) and tree.dim() == 4 and layout == torch.channels_last
     return tree.to(memory_format=layout) if images else tree
 
 
 def _like(one: Tensor, other: Tensor) -> Tensor:
-    """Return a tensor with the other's device, type and memory order."""
+    """Return the values of ``one`` with the device, type and memory order of ``other``."""
     moved = one.to(other.device, other.dtype)
     usual = moved.stride() == other.stride()
     return moved if usual else moved.clone(memory_format=torch.contiguous_format)

@@ -1,4 +1,4 @@
-"""Computations that round alike wherever an array lies in memory."""
+"""Settings under which rounding does not depend on an array's address or on threads."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _MKL_AUTO, _MKL_OFF, _MKL_ALL = 2, 1, -1
 
 @cache
 def products_are_reproducible() -> bool:
-    """Switch on MKL's reproducible mode for the rest of this process; True if it is on.
+    """Switch on MKL's reproducible mode for the rest of this process; return True if it is on.
 
     By default the rounding of MKL's batched matrix product depends on the address of each matrix
     modulo 64 bytes, so a model's numbers depend on its position in a batch. The mode can be chosen
@@ -42,8 +42,8 @@ def products_are_reproducible() -> bool:
 def deterministic_kernels(device: torch.device, *, strict: bool = True) -> Iterator[None]:
     """Compute on one thread of a CPU, or by deterministic kernels on an accelerator.
 
-    On an accelerator, an operation without a deterministic kernel raises RuntimeError. If not
-    ``strict``, the operation runs as usual.
+    On an accelerator, an operation without a deterministic kernel raises RuntimeError. If
+    ``strict`` is false, the operation runs as usual instead.
     """
     if device.type == "cpu":
         threads = torch.get_num_threads()

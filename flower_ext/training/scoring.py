@@ -1,4 +1,4 @@
-"""Loss and metrics of models on examples: of one client, or of many that share a model."""
+"""The loss and metrics of a model on one client's examples, or of many models at once."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from flower_ext.data.trees import Tree
 from flower_ext.errors import InvalidValue
 from flower_ext.training.index_limits import on_device
 from flower_ext.training.isolation import attempted
-from flower_ext.training.model_calls import SettableModel
+from flower_ext.training.models.calls import SettableModel
 from flower_ext.training.params import to_device
 from flower_ext.training.task import Task
 
 log = getLogger("flwr")
 
 _shown: WeakKeyDictionary[Any, set[str]] = WeakKeyDictionary()
-"""Failing scores that the log already shows, by factory of models."""
+"""Names of the failed scores that the log already shows, for each factory of models."""
 
 
 @torch.no_grad()
@@ -32,8 +32,8 @@ def evaluate(
 ) -> dict[str, float]:
     """Return the mean loss and the task's metrics of a model on ``examples``.
 
-    Outputs of several mini-batches are joined. They may be tensors, or tuples, lists, mappings and
-    dataclasses of tensors; parts may be None.
+    The function joins the outputs of several mini-batches. Outputs may be tensors, or tuples,
+    lists, mappings and dataclasses of tensors, whose parts may be None.
 
     Raises
     ------
@@ -73,9 +73,9 @@ def _joined(outputs: Sequence[Any], sizes: Sequence[int]) -> Any:
                 form = type(leaf).__name__ if rows is None else f"shape {tuple(leaf.shape)}"
                 raise InvalidValue(
                     f"{name} of {form} for a mini-batch of {size} examples: expected one row per "
-                    f"example, because the outputs of {len(sizes)} mini-batches with {sum(sizes)} "
-                    "examples are joined: let the model return tensors such as logits, and let "
-                    "loss and metrics read these"
+                    f"example, because an evaluation joins {len(sizes)} mini-batches with "
+                    f"{sum(sizes)} examples. Let the model return tensors such as logits, and "
+                    "let the loss and the metrics read them"
                 )
     return trees.mapped(_cat, *outputs)
 
@@ -85,12 +85,12 @@ def _cat(*leaves: Any) -> Any:
 
 
 def score_each_alone(task: Task, outputs: Any, targets: Tree) -> dict[str, float]:
-    """Return the mean loss and the task's metrics, with NaN for each that raises an error.
+    """Return the mean loss and the task's metrics; NaN stands for a score that raises an error.
 
     Raises
     ------
     Exception
-        The first error, if all of them raise one.
+        The loss and all metrics raise errors. The first error is raised.
     """
 
     def value(metric: Callable[..., Any]) -> float:
@@ -115,8 +115,8 @@ def evaluate_each(
 ) -> list[dict[str, float] | Exception]:
     """Return the scores of `evaluate` for each model on its own examples, or the error it raises.
 
-    If a loss or metric raises an error for a client, it is NaN, and the client's other scores
-    remain. A client's scores do not depend on another client's values or errors.
+    If the loss or a metric raises an error for a client, its value is NaN, and the client's other
+    scores remain. A client's scores do not depend on another client's values or errors.
     """
     device = task.torch_device()
     # Known layers store nothing in evaluation, so one model of such layers can serve all clients.

@@ -26,17 +26,17 @@ def seeded(seed: int, *, devices: bool) -> Iterator[None]:
 
 @contextmanager
 def seeded_by(generator: torch.Generator, device: torch.device) -> Iterator[None]:
-    """Let a model's own random draws depend on the generator of its batches alone."""
+    """Make a model's own random draws depend only on the generator of its mini-batches."""
     with seeded(draws_seed(generator), devices=device.type != "cpu"):
         yield
 
 
 def draws_generator(generator: torch.Generator) -> torch.Generator:
-    """Return a generator with the draws that torch's own generator has within `seeded_by`."""
+    """Return a generator that draws what torch's own generator draws inside `seeded_by`."""
     return torch.Generator().manual_seed(draws_seed(generator))
 
 
 def draws_seed(generator: torch.Generator) -> int:
-    """Return the seed of a model's own draws, which the generator of its batches determines."""
+    """Return a seed for a model's own draws, from the state of its mini-batches' generator."""
     digest = hashlib.sha256(generator.get_state().numpy().tobytes()).digest()
     return int.from_bytes(digest[:8]) >> 1

@@ -23,21 +23,22 @@ Work = TypeVar("Work", bound=Job)
 
 
 def check_whole(params: Mapping[str, torch.Tensor], task: Task) -> None:
-    """Refuse a part of a model where the whole model is needed, and a training that has not run.
+    """Refuse ``params`` that lack a part of the model, or that are a training instead of a model.
 
     Raises
     ------
     ValueError
-        Parameters are missing; the message names them and says where a client can get them.
+        Parameters are missing; the message names them and says where a client can get them. Or
+        the ``yield`` before ``work.train(...)`` is missing.
     """
     check_yielded(params)
     if not params.keys() >= task.shapes.keys():
         missing = sorted(task.shapes.keys() - params.keys())
         raise InvalidValue.tellable(
-            f"{missing} of the model are missing: with personal=... the server sends only the "
-            "shared part, and the method must add the client's own part from work.memory, "
-            "or at first from work.initial_params(); a method without personal parts takes no "
-            "personal="
+            f"parameters {missing} of the model are missing: with personal=... the server sends "
+            "only the shared part. The method must add the client's own part from work.memory, or "
+            "in the client's first round from work.initial_params(). If the method has no personal "
+            "part, leave out personal="
         )
 
 
@@ -51,7 +52,7 @@ def check_yielded(model: object) -> None:
     """
     if isinstance(model, Training):
         raise InvalidValue.tellable(
-            "a training instead of a model: write model = yield work.train(...)"
+            "got a training instead of a model: write model = yield work.train(...)"
         )
 
 
@@ -62,9 +63,10 @@ class Training:
     Parameters
     ----------
     task, job, trained
-        As for `train`.
+        The arguments of `train`.
     solve : Callable
-        Runs many such trainings at once; it returns what each method receives, in their order.
+        Runs the jobs of many such trainings at once, and returns one result per job, in order.
+        The method receives its job's result.
     returns_params : bool
         True if ``solve`` adds no noise of its own, and returns parameters like those of the job.
         The job's parameters can then replace the result of a failed training.
@@ -91,7 +93,7 @@ class Training:
 
     @property
     def batch(self) -> Hashable:
-        """Key of the trainings that run together."""
+        """Key of this training's batch: trainings with equal keys run together."""
         names = frozenset(filter(self.trained, self.job.params))
         return self.solve, names, self.job.noise is None
 
@@ -99,7 +101,7 @@ class Training:
 def one_by_one(
     solve: Callable[[Task, Work, Callable[[str], bool]], R],
 ) -> Callable[..., Iterator[R]]:
-    """Turn a function that solves one job into one that solves a `Training`'s jobs in sequence."""
+    """Turn a function for one job into a ``solve`` of `Training`, which runs jobs in sequence."""
 
     def solve_each(
         task: Task, jobs: Sequence[Work], *, trained: Callable[[str], bool], memory_limit: int
@@ -114,19 +116,19 @@ Steps = Generator[Training, Any, T]
 
 
 def completed(run: T | Steps[T]) -> Steps[T]:
-    """Return the value of a function that may yield trainings; ``run`` may also be the value."""
+    """Return the value of ``run``: a function that yields trainings, or the value itself."""
     return (yield from run) if isinstance(run, Generator) else run
 
 
 def side_by_side(
     runs: Iterable[Steps[T] | Exception], *, memory_limit: int = MEMORY_LIMIT
 ) -> list[T | Exception]:
-    """Advance all ``runs``; return the value of each, or its error.
+    """Run all ``runs`` to their ends; return the value of each, or its error.
 
-    Trainings that several runs have yielded are batched. A run gets each trained model as soon as
-    the model is ready. The model is then still in the processor's caches, and later models take no
-    memory yet. An error of one training is raised in its own run, and all other runs continue. A
-    run that needs no training ends before the next run is taken from ``runs``.
+    The function batches the trainings that several runs yield. It gives a run its trained model as
+    soon as the model is ready: the model is then still in the processor's caches, and the models
+    that follow occupy no memory yet. An error in a training is raised in the run that yielded it,
+    and all other runs continue. A run without trainings ends before the next run begins.
     """
     results: dict[int, T | Exception] = {}
     waiting: dict[int, tuple[Steps[T], Training, Hashable]] = {}

@@ -7,15 +7,15 @@ from torch import Tensor
 
 
 def cox_loss(scores: Tensor, targets: Tensor, present: Tensor | None = None) -> Tensor:
-    """Return the negative log partial likelihood, averaged over events; ties after Breslow.
+    """Return the negative log partial likelihood per event, with Breslow's rule for ties.
 
     At each event, the loss compares the patient's score with the scores of all patients who are
     still observed. It is therefore no mean over examples, and a mini-batch of one patient has
     nothing to compare. Without events the loss and its gradient are 0. No control flow depends on
     the data.
 
-    FLamby divides by the number of patients instead of events. A step of SGD there is as long as a
-    step here times the share of events.
+    FLamby divides by the number of patients instead of events, so its gradients, and its steps of
+    SGD, are smaller than here: the factor is the share of patients with an event.
 
     Parameters
     ----------

@@ -1,4 +1,4 @@
-"""A task, written once and used by every method: model, loss and the data of each partition."""
+"""The task that every method trains: the model, the loss, and the data of each partition."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from flower_ext.data import ClientData
 from flower_ext.errors import InvalidValue
-from flower_ext.training.model_factory import ModelFactory, factory_of
+from flower_ext.training.models.factory import ModelFactory, factory_of
 from flower_ext.training.params import Params
 
 
@@ -29,14 +29,14 @@ def accuracy(outputs: Tensor, targets: Tensor) -> float:
     for name, tree in (("outputs", outputs), ("targets", targets)):
         if not isinstance(tree, Tensor):
             raise InvalidValue(
-                f"accuracy with {name} of type {type(tree).__name__}: expected one tensor; name "
-                "a metric that reads these in Task(metrics={...}), such as lambda outputs, "
+                f"accuracy with {name} of type {type(tree).__name__}: expected one tensor. Give "
+                "Task(metrics={...}) a metric that reads your type, such as lambda outputs, "
                 "targets: accuracy(outputs.logits, targets)"
             )
     if targets.is_floating_point():
         raise InvalidValue(
-            f"accuracy with targets of type {targets.dtype}: expected class numbers; name "
-            "a metric that suits your targets in Task(metrics={...})"
+            f"accuracy with targets of type {targets.dtype}: expected class numbers. Give "
+            "Task(metrics={...}) a metric that suits your targets"
         )
     return float((outputs.argmax(dim=1) == targets).float().mean())
 
@@ -48,12 +48,12 @@ class Task:
     Parameters
     ----------
     model : Callable[[], nn.Module]
-        Builds a fresh model. All models of the function must have the same architecture and
-        settings, because facts about the first model are reused for the others. Use another
-        function for other settings. The model is called with features as `Examples` says. The
-        ``personal`` prefixes refer to its parameter names. Parameters without ``requires_grad`` are
-        frozen: they neither train nor travel nor count in a norm. Every node takes them from its
-        own ``model()``, and the buffers of frozen layers stay constant.
+        Builds a fresh model. All models that the function builds must have the same architecture
+        and settings, because facts about the first model are reused for the others. Use another
+        function for other settings. The model gets features as `Examples` says. A method's
+        ``personal`` names refer to its parameter names. Parameters without ``requires_grad`` are
+        frozen: they do not train, are not sent, and do not count in a norm. Every node takes them
+        from its own ``model()``, and the buffers of frozen layers stay constant.
     data : Callable[[int], ClientData]
         Returns training and test examples of partition ``i``.
     loss : Callable[..., Tensor]
@@ -61,19 +61,19 @@ class Task:
         not a mean over examples has a third parameter ``present``: booleans that distinguish
         examples from padding (see `cox_loss`).
     metrics : Mapping[str, Callable[[Any, Any], float]]
-        Named quality measures of all test outputs of one client and its targets. For more
-        examples than one mini-batch, outputs must be tensors with one row per example, or
+        Named quality measures: functions of all test outputs of one client and its targets. If a
+        client has several mini-batches, outputs must be tensors with one row per example, or
         tuples, mappings or dataclasses of such tensors (see `evaluate`).
     device : str
         ``"auto"`` uses a CUDA device if there is one.
     trainable : Sequence[str], optional
-        Names of modules or parameters, in which ``*`` stands for any part. These train, and all
-        others are frozen, whatever their ``requires_grad``. For example FFA-LoRA (Sun et al.
-        2024), which trains only the second matrices of adapters, is ``("*.lora_B",
-        "*.modules_to_save")``.
+        Names of the modules or parameters that train; ``*`` matches any part of a name. All
+        others are frozen, whatever their ``requires_grad``. For example, ``("*.lora_B",
+        "*.modules_to_save")`` is FFA-LoRA (Sun et al. 2024), which trains only the second matrices
+        of adapters.
     draw_key : bytes, optional
-        Secret that all silos share and the server does not have (`data.linkage.read_key`). Silos
-        draw users by it under ``UldpAvg(silos_draw=True)``.
+        Secret that all silos share and the server does not have (`data.linkage.read_key`). With
+        ``UldpAvg(silos_draw=True)``, silos draw the users of a round from this key.
     """
 
     model: Callable[[], nn.Module]
@@ -93,7 +93,8 @@ class Task:
             )
         if not callable(self.data):
             raise TypeError(
-                f"data is a {type(self.data).__name__}: expected a function of the partition"
+                f"data is a {type(self.data).__name__}: expected a function that takes a "
+                "partition's number and returns its ClientData"
             )
         if isinstance(self.trainable, str):
             raise InvalidValue(
@@ -115,12 +116,12 @@ class Task:
 
     @cached_property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """Shapes of the tensors that travel, parameters and buffers, by name."""
+        """Shapes of the parameters and buffers that are sent between nodes, by name."""
         return {name: tuple(shape) for name, (shape, _) in self.factory.facts.travelling.items()}
 
     @cached_property
     def template(self) -> Params:
-        """Tensors without values, with the names, shapes and types of those that travel."""
+        """Tensors without values, with the names, shapes and types of the tensors that are sent."""
         travelling = self.factory.facts.travelling.items()
         return {
             name: torch.empty(shape, dtype=dtype, device="meta")
@@ -144,17 +145,17 @@ class Task:
     def fingerprint(self) -> str:
         """Digest of the frozen parts; empty if nothing is frozen.
 
-        The server compares it to check that all nodes have the same frozen parts.
+        The server compares the nodes' fingerprints to check that all have the same frozen parts.
 
-        If ``data`` has a fingerprint, as `Features` has of its frozen front, it is appended to the
-        model's.
+        If ``data`` has a fingerprint, as `Features` has for its frozen front, that fingerprint is
+        appended to the model's.
         """
         parts = (self.factory.fingerprint, getattr(self.data, "fingerprint", ""))
         return "-".join(part for part in parts if part)
 
     @property
     def factory(self) -> ModelFactory:
-        """The model's factory, with the facts known about its frozen parts."""
+        """The factory that builds the models, and that knows which of their tensors are frozen."""
         assert isinstance(self.model, ModelFactory)
         return self.model
 

@@ -1,4 +1,4 @@
-"""Kinds of trainings, which hold everything that a trial of trainings may depend on."""
+"""The kind of a training: every fact that may change the result of a trial, and no data."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from flower_ext.training.task import Task
 
 @dataclass(frozen=True)
 class TrainingKind:
-    """The facts on which a trial's result depends; a process remembers the result by this key.
+    """The facts on which a trial's result depends: the key under which a process stores it.
 
     ``features`` and ``targets`` are one example of zeros, with shapes and types of real examples.
     """
@@ -38,7 +38,7 @@ class TrainingKind:
 def kind_of(
     task: Task, features: Tree, targets: Tree, params: Mapping[str, Tensor]
 ) -> TrainingKind:
-    """Return the kind of trainings of these parameters on examples of these shapes and types."""
+    """Return the kind of a training of ``params`` on examples like these features and targets."""
     row_types = trees.row_type(features), trees.row_type(targets)
     device, parts = task.torch_device(), (trees.zeros(features, 1), trees.zeros(targets, 1))
     return TrainingKind(task.model, task.loss, device, sizes(params), row_types, *parts)

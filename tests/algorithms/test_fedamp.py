@@ -45,7 +45,7 @@ def test_a_faded_attention_is_told_once_with_a_width_that_mends_it(caplog):
     faded, said = mixed(3.0, caplog, attention_width=1.0)
     assert len(said) == 1
     assert "at most 9.3e-05 of any client's cloud model" in said[0]  # 3/4 exp(−9)
-    assert "two models, now 9" in said[0]
+    assert "two models, which is 9" in said[0]
     caplog.clear()
     mended, said = mixed(3.0, caplog, attention_width=9.0)
     assert not said

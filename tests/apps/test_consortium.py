@@ -136,7 +136,10 @@ def test_a_silo_without_its_file_or_column_ends_the_run_before_any_spend(
     assert not Ledger.read(tmp_path / "run" / "ledger.jsonl")
 
 
-def test_the_command_prints_the_statistics_and_where_their_page_is(tmp_path, monkeypatch):
+@pytest.mark.report
+def test_the_command_prints_the_statistics_and_where_their_page_is(
+    forked_runs, tmp_path, monkeypatch
+):
     monkeypatch.chdir(tmp_path)
     words = ["stats", str(CONSORTIUM.folder), "mean age 20:90", "--epsilon", "1", "--in-process"]
     done = CliRunner().invoke(cli, words, env={"COLUMNS": "200"})
@@ -214,7 +217,10 @@ settings = {{ method = "scores", statistics = "mean correct 0:1", epsilon = 10 }
 """
 
 
-def test_a_study_goes_from_statistics_to_scores_and_keeps_what_is_complete(tables, tmp_path):
+@pytest.mark.report
+def test_a_study_goes_from_statistics_to_scores_and_keeps_what_is_complete(
+    forked_runs, tables, tmp_path
+):
     file = tmp_path / "small.toml"
     file.write_text(STUDY.format(app=json.dumps(str(CONSORTIUM.folder)), silos=5))
     words = ["study", str(file), "--runs", str(tmp_path)]

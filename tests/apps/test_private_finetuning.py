@@ -231,7 +231,7 @@ def test_missing_data_say_how_to_get_them(tmp_path, monkeypatch, text):
         run(tmp_path / "run", dataset="cifar10", **{"data-folder": str(tmp_path)})
     with pytest.raises(DataNotFound, match="text-file.*name a CSV file"):
         run(tmp_path / "run", **{**text, "text-file": str(tmp_path / "other.csv")})
-    with pytest.raises(ValueError, match="Offline, name a local folder"):
+    with pytest.raises(ValueError, match="If you are offline, name a local folder"):
         run(tmp_path / "run", **{**text, "text-model": str(tmp_path / "model0")})
     (tmp_path / "odd.csv").write_text("words,label\na,b\n")
     with pytest.raises(ValueError, match=r"columns text and label.*found \['label', 'words'\]"):

@@ -13,7 +13,7 @@ from flower_ext.privacy import AdversaryView
 from flower_ext.training import DpSgdTraining, Task
 from flower_ext.training.dp.clipped_gradient import ClippedGradient
 from flower_ext.training.dp.one_pass import OnePass
-from flower_ext.training.trials.batch_invariance import BatchInvarianceTrial
+from flower_ext.training.trials.examples_together import BatchInvarianceTrial
 from tests.support import planted_faults as faults
 from tests.support.grids import grid
 from tests.support.strategies import group_strategy
@@ -112,8 +112,8 @@ def test_no_bound_exceeds_what_is_reported(model):
 
 def without_odd_examples(patch, experiment):
     """A trial of usual examples does not detect an effect that only an odd example has."""
-    patch.setattr(BatchInvarianceTrial, "_keeps_integers_apart", lambda self, *facts: True)
-    patch.setattr(BatchInvarianceTrial, "is_batch_invariant", lambda self, *facts: True)
+    patch.setattr(BatchInvarianceTrial, "_why_integers_mix", lambda self, *facts: None)
+    patch.setattr(BatchInvarianceTrial, "why_bits_differ", lambda self, *facts: None)
     return experiment
 
 

@@ -86,7 +86,10 @@ def test_a_linked_table_is_kept_until_its_source_changes(study, tmp_path):
     assert "six" in output.read_text()
 
 
-def test_a_stage_that_asked_nobody_may_begin_again_with_other_settings(study, tmp_path):
+@pytest.mark.report
+def test_a_stage_that_asked_nobody_may_begin_again_with_other_settings(
+    forked_runs, study, tmp_path
+):
     lines = """delta = 1e-5
         dataset = "files"
         data-folder = "linked"

@@ -184,3 +184,11 @@ def test_queries_that_no_sum_protects_are_refused():
         plan(queries=[FINE, FINE])
     with pytest.raises(InvalidValue, match="noise_multiplier=0"):
         LabelHistogram(noise_multiplier=0.0)
+
+
+def test_a_kind_of_query_without_a_name_is_refused():
+    class Nameless(LabelHistogram):
+        name = None
+
+    with pytest.raises(ValueError, match="Nameless has no name: set the class attribute name"):
+        Nameless(noise_multiplier=1.0)

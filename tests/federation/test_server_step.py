@@ -17,6 +17,7 @@ from flower_ext.federation import (
     FederatedStrategy,
     InProcessGrid,
     Sgd,
+    State,
     TailAverage,
     Yogi,
     records,
@@ -110,9 +111,17 @@ def test_the_optimiser_moves_along_the_released_mean_under_every_sum(kind, monke
             np.testing.assert_allclose(model[name], after[name], atol=1e-6)
 
 
-def models_of(rounds, **options):
+@dataclass(frozen=True, kw_only=True)
+class FreshState(DPFedAvg):
+    """Federated averaging whose step returns a new state, not one made from the previous state."""
+
+    def step(self, model, released, state):
+        return {name: model[name] + released.mean[name] for name in model}, State()
+
+
+def models_of(rounds, method=DPFedAvg, **options):
     """Return the models that ``evaluate_fn`` saw after each round, and the one that came back."""
-    strategy = strategy_of(DPFedAvg, plan=PLAIN, **{**OPTIONS, **options})
+    strategy = strategy_of(method, plan=PLAIN, **{**OPTIONS, **options})
     grid = InProcessGrid(DPFedAvg.client_app(worlds.task()), CLIENTS)
     seen = {}
 
@@ -130,9 +139,12 @@ def models_of(rounds, **options):
         (ExponentialAverage(decay=0.5), [1 / 15, 2 / 15, 4 / 15, 8 / 15]),
     ],
 )
-def test_an_average_is_what_is_evaluated_and_returned_and_not_what_is_trained(average, weights):
-    newest, _ = models_of(4)
-    averaged, returned = models_of(4, average=average)
+@pytest.mark.parametrize("method", [DPFedAvg, FreshState])
+def test_an_average_is_what_is_evaluated_and_returned_and_not_what_is_trained(
+    method, average, weights
+):
+    newest, _ = models_of(4, method)
+    averaged, returned = models_of(4, method, average=average)
     for name in returned:
         expected = sum(w * model[name] for w, model in zip(weights, newest[1:], strict=True))
         np.testing.assert_allclose(returned[name], expected, atol=1e-6)

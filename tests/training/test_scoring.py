@@ -90,7 +90,7 @@ def test_accuracy_of_targets_that_are_no_classes_is_refused():
     regression = problem(loss=lambda outputs, targets: ((outputs[:, 0] - targets) ** 2).mean())
     (job,) = jobs_of(Dense, [SGD], [40])
     examples = Examples(job.examples.features, job.examples.targets.float())
-    with pytest.raises(ValueError, match=r"expected class numbers; .*Task\(metrics"):
+    with pytest.raises(ValueError, match=r"expected class numbers\. .*Task\(metrics"):
         evaluate(regression, job.params, examples)
     assert set(evaluate(replace(regression, metrics={}), job.params, examples)) == {"loss"}
 

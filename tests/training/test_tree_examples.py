@@ -92,9 +92,9 @@ def test_trees_are_grouped_by_form_whatever_the_order_of_their_names():
 
 def test_why_trees_train_apart_is_said():
     data = packed(4)
-    assert why_not_stacked(PARTED, [job(as_tuple(data))]) == "features are no single tensor"
+    assert why_not_stacked(PARTED, [job(as_tuple(data))]) == "features are not a single tensor"
     aims = replace(data, targets={"label": data.targets})
-    assert why_not_stacked(PACKED, [job(aims)]) == "targets are no single tensor"
+    assert why_not_stacked(PACKED, [job(aims)]) == "targets are not a single tensor"
 
 
 def test_users_of_a_silo_train_each_on_their_own_rows():

@@ -13,8 +13,8 @@ from torch.nn.functional import layer_norm
 from flower_ext.data import DataNotFound, Examples
 from flower_ext.errors import InvalidValue
 from flower_ext.runs.settings import UnfitSetting, absolute_path
-from flower_ext.training.hugging_face import pretrained, with_lora
 from flower_ext.training.models import HeadedModel
+from flower_ext.training.models.hugging_face import pretrained, with_lora
 from private_finetuning_app.settings import Settings
 
 

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch.nn.functional import cross_entropy
 
-from flower_ext.training.hugging_face import libraries
+from flower_ext.training.models.hugging_face import libraries
 from private_lm_app.python_text import public_text
 
 log = getLogger("flwr")

@@ -22,7 +22,7 @@ from torch import nn
 from flower_ext.errors import FlowerExtError, InvalidValue
 from flower_ext.files import write_whole
 from flower_ext.runs import RunDirectory
-from flower_ext.training.hugging_face import libraries, pretrained
+from flower_ext.training.models.hugging_face import libraries, pretrained
 from private_lm_app.public_trial import public_examples
 from private_lm_app.settings import Settings
 from private_lm_app.task import base_of, task_of

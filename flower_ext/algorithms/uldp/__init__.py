@@ -1,4 +1,4 @@
-"""Uldp-FL: silos with users in common, and user-level DP across them.
+"""Uldp-FL: user-level DP for users whose records lie in several silos.
 
 Source: Kato, Xiong, Takagi, Cao, Yoshikawa, "Uldp-FL: Federated Learning with Across-Silo
 User-Level Differential Privacy" (PVLDB 2024).

@@ -15,8 +15,8 @@ Q, η_l                ``local.epochs`` (or ``steps``), ``local.learning_rate``
 ====================  =====================================================
 
 The Flower nodes are the silos, and all of them take part in every round. The plan's units are
-users; the same users are sampled in every silo. A user's batches depend only on that user's number
-and records.
+users; each round uses the same sample of users in every silo. A user's mini-batches depend only on
+that user's number and records.
 
 Under a plan with secure sums, the silos are the members of the sum. With a `weighted_sum`, no party
 learns the weights n_{s,u}/N_u. The module `silo_training` trains a silo's users.
@@ -81,24 +81,24 @@ from flower_ext.training import LocalTraining
 log = getLogger("flwr")
 
 SILOS, WEIGHTS = "silos", "weights"
-"""Names in the state: a group with `ONE_BY_ONE` by silo, and w_{s,u} if the server knows them."""
+"""Names in the state: a group that holds `ONE_BY_ONE` and, if the server knows it, w_{s,u}."""
 GRADIENT = LocalTraining(steps=1, batch_size=2**31 - 1, learning_rate=1.0)
 """One step at rate 1 on all records, whose update is the negative gradient."""
 
 
 def users_of_round(work: ClientWork) -> tuple[dict[int, Examples], UsersTotal]:
-    """Return this silo's users with a weight above 0, and the total that adds their updates.
+    """Return this silo's users with a weight above 0, and an object that adds up their updates.
 
     Raises
     ------
     InvalidValue
-        The server asks for a protection that does not bound single users.
+        The server asks for a protection that does not bound each user's update.
     """
     num_users, protection = int(work.settings[USERS]), work.protection
     if not (isinstance(protection, ClipAndNoise) and protection.of_units):
         raise InvalidValue.tellable(
-            f"the server asks for {type(protection).__name__}: expected a protection of single "
-            "users, whose updates this method clips"
+            f"the server asks for the protection {type(protection).__name__}: expected one that "
+            "clips each user's update"
         )
     data = owned(work.data, num_users)
     total = work.weighted_part(num_users, protection.clipping_norm) or WeightedTotal(
@@ -126,15 +126,15 @@ class UldpAvg(Method):
 
     All users have the same weight, whatever their number of records. ``weighting`` divides a user's
     weight among the silos. The plan is a `ReleasePlan` whose population is the set of users. The
-    silos add the noise, and rounds use all users or draw them by Poisson sampling.
+    silos add the noise. Each round uses all users, or a Poisson sample of them.
 
     Parameters
     ----------
     num_silos : int
         Number of silos. The server asks all of them in every round.
     weighting : {"equal", "by-records"}
-        "equal" sets w_{s,u} = 1/|S|, and "by-records" sets n_{s,u}/N_u. For the latter, silos send
-        their histograms to the server, unless the run's sum is a `weighted_sum`.
+        "equal" sets w_{s,u} = 1/|S|, and "by-records" sets n_{s,u}/N_u. For "by-records", silos
+        send the server how many records each user has, unless the run uses a `weighted_sum`.
     silos_draw : bool
         True if the silos draw the users from a key that the server does not have
         (`Task.draw_key`). The server then does not learn who takes part, so sampling also lowers
@@ -177,7 +177,7 @@ class UldpAvg(Method):
             check_silos_can_draw(plan)
 
     def population(self, plan: PrivacyPlan, summation: Summation) -> Population:
-        """Return the users, as `HiddenUsers` if the sum has the weights or the silos draw."""
+        """Return the users: `HiddenUsers` with a weighted sum, or if silos draw the users."""
         if not (summation.brings_weights or self.silos_draw):
             return UsersInSilos(plan.sampling, self.num_silos)
         is_oblivious = self.silos_draw or summation.hidden_draw != ""
@@ -189,7 +189,7 @@ class UldpAvg(Method):
         return {USERS: plan.sampling.population, **rate}
 
     def connect(self, connected: Connected, state: State) -> State:
-        """Check that all silos can take part, and ask for histograms if the weights need them."""
+        """Check that all silos can take part; ask for users' record counts if weights need them."""
         sums = _of_users(connected.summation.mechanism)
         brings_weights = connected.summation.brings_weights
         one_by_one, histogram = ask_silos(
@@ -205,13 +205,14 @@ class UldpAvg(Method):
         return state.updated(server={SILOS: {ONE_BY_ONE: one_by_one, **weights}})
 
     def begin_round(self, cohort: Cohort, model: Arrays, state: State) -> Cohort:
-        """Compute the weights of the users drawn (Algorithm 4, line 5), or of all if silos draw.
+        """Compute the weights of the sampled users, or of all users if silos draw the sample.
 
-        The norm of a silo's sum is at most the clipping norm times the total weight of its users.
+        This is line 5 of Algorithm 4. The norm of a silo's sum is at most the clipping norm times
+        the total weight of its users.
         """
         weights = state.server[SILOS].get(WEIGHTS)
         if weights is None:
-            return cohort  # the weighted sum has the weights
+            return cohort  # the weighted sum computes the weights itself
         users = cohort.units
         is_common = weights.shape[1] == 1
         if not is_common:
@@ -235,7 +236,7 @@ class UldpAvg(Method):
         return super().mean_noise(mechanism) / self.num_silos
 
     def disclosures(self, summation: Summation) -> Sequence[str]:
-        """Return what the weights reveal, in the clear or by the protocol of a weighted sum."""
+        """Return what the computation of the weights reveals, for the run's report."""
         if summation.brings_weights:
             return summation.disclosures
         return DISCLOSURES[self.weighting]
@@ -285,7 +286,7 @@ class UldpSgd(UldpAvg):
 
 
 def _of_users(mechanism: RoundMechanism) -> NoisedSum:
-    """Return the mechanism of a plan that `check_user_plan` accepted."""
+    """Return the mechanism as a `NoisedSum`, which `check_user_plan` makes sure of."""
     assert isinstance(mechanism, NoisedSum)
     return mechanism
 
@@ -296,8 +297,8 @@ def _warn_of_rounding(sums: NoisedSum, model: Arrays, num_silos: int) -> None:
     cells = sums.clipping_norm / sums.cell / num_silos
     if (usual := cells / math.sqrt(numbers)) < 1:
         log.warning(
-            "secure sums: in a silo, a usual number of a user's clipped update is %.2g grid cells, "
-            "so rounding to whole cells loses most of the update: lower the noise multiplier, or "
-            "train fewer parameters",
+            "secure sums round each number to whole grid cells, and a typical number of a user's "
+            "clipped update in one silo is only %.2g cells, so rounding loses most of the update: "
+            "lower the noise multiplier, or train fewer parameters",
             usual,
         )

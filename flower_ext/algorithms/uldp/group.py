@@ -6,8 +6,8 @@ Source: Kato et al., Uldp-FL (PVLDB 2024), Algorithm 2; DP-SGD is due to Abadi e
 paper                 here
 ====================  =====================================================
 S, k                  ``num_silos``, ``group_size``
-B                     limits by silo and user, drawn once by the server; a silo keeps the
-                      same records in every round
+B                     largest number of a user's records in a silo, drawn once by the server; a
+                      silo uses the same records in every round
 C, σ                  ``local.clipping_norm``, ``local.noise_multiplier``
 γ, Q                  ``local.sampling_rate``, ``local.steps``
 η_l, η_g              ``local.learning_rate``, ``server.learning_rate``

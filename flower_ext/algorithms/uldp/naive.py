@@ -76,7 +76,8 @@ class UldpNaive(Method):
     def mechanism(self, plan: PrivacyPlan) -> RoundMechanism:
         """Return the mechanism of the silos' sum.
 
-        The silos' noise adds up to σC|S|, and one user can move each silo's update by 2C.
+        The sum of the silos' noise has standard deviation σC|S|, and one user can move each silo's
+        update by 2C.
         """
         sums = super().mechanism(plan)
         assert isinstance(sums, NoisedSum)

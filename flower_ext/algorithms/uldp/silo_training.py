@@ -1,7 +1,7 @@
-"""Train a silo's users: each user's update is trained and clipped alone, then added to a total.
+"""Train a silo's users: train each user alone, clip the update, and add it to the silo's total.
 
-A total is one of three: a sum in the clear; a sum in whole grid cells, under a plan with secure
-sums; or a `SiloPart` of a weighted sum.
+The total is an ordinary sum in float64. Under a plan with secure sums, it is a sum in whole grid
+cells. With a weighted sum it is a `SiloPart`, the contribution of this silo.
 """
 
 from __future__ import annotations
@@ -118,11 +118,12 @@ def add_users(
 def users_updates(
     task: Task, jobs: Sequence[SiloJob], *, trained: Callable[[str], bool], memory_limit: int
 ) -> Iterator[tuple[int, list[int], Params]]:
-    """Train all users; yield a silo, some of its users, and their unclipped updates in rows.
+    """Train all users; yield a job's number, some of its users, and their unclipped updates.
 
     No user's update depends on the other users (see `attempt_groups`), because one user could
-    otherwise change the updates of others. If a user's training raises or diverges, the update is
-    zero. If the silo sent an error instead, all its users would be missing from the sum.
+    otherwise change the updates of others. If a user's training raises an error or diverges, this
+    user's update is zero. If the silo sent an error instead, all its users would be missing from
+    the sum.
     """
     solve = partial(
         train_groups, task, trained=trained, memory_limit=memory_limit, batch_invariant=True
@@ -168,11 +169,11 @@ def users_updates(
 
 
 def _finite(rows: Params) -> Params:
-    """Replace the update of a user whose training diverged by zero.
+    """Set the updates of users whose training diverged to zero.
 
     Refusing the round instead would reveal something about one user's records.
     """
-    # A NaN or an infinite number makes its row's sum so, and checking the sums is faster.
+    # A NaN or an infinite number makes the sum of its row NaN or infinite, and sums are fast.
     sound = torch.stack([flat_rows(row).sum(dim=1) for row in rows.values()]).sum(dim=0).isfinite()
     if sound.all():
         return rows

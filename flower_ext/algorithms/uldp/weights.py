@@ -32,12 +32,12 @@ from flower_ext.privacy.theorems.uldp import Weighting
 from flower_ext.training import LocalTraining, Params, trains_one_by_one
 
 USERS = "users"
-"""Record of a round's users and one silo's weights; also the setting with the number of users."""
+"""Name of the record with a round's users and a silo's weights, and of the setting with |U|."""
 SAMPLED = "sampled"
 WEIGHTS = "weights"
 HISTOGRAM, ONE_BY_ONE, FINGERPRINT = "histogram", "one-by-one", "draw-fingerprint"
 RATE = "user-sampling-rate"
-"""Setting with q, by which the silos draw the users; missing if the server draws them."""
+"""Name of the setting with q, if the silos draw the users; missing if the server draws them."""
 MOST_RECORDS = 2**40
 """Most records that one user may have in one silo, so that sums over silos stay exact."""
 DISCLOSURES: Mapping[Weighting, Sequence[str]] = {
@@ -47,7 +47,7 @@ DISCLOSURES: Mapping[Weighting, Sequence[str]] = {
         "which share of each of its users' records a silo has: the server tells the silo",
     ),
 }
-"""Facts that weights in the clear reveal, and to whom, outside any guarantee."""
+"""Facts that unencrypted weights reveal, and to whom. No guarantee covers them."""
 _ROUNDING = 1e-13
 """Accepted excess of a sum of weights, far below the tolerance of clipping."""
 
@@ -102,7 +102,7 @@ def check_weights(
         )
 
 
-# What travels ------------------------------------------------------------------------------
+# Messages between server and silos ---------------------------------------------------------
 
 
 def users_records(weights: np.ndarray, users: Sequence[int], num_users: int) -> list[ArrayRecord]:
@@ -139,10 +139,10 @@ def read_weights(work: ClientWork) -> np.ndarray:
 
 
 def answer_server(question: Question) -> Params:
-    """Report whether users would train one by one on this machine, and count users' records.
+    """Report whether users would train one by one on this machine, and further facts on request.
 
-    Users' numbers of records, and the fingerprint of the key by which silos draw users, leave the
-    silo only if the server asks for them.
+    If the server asks for them, the silo also sends each user's number of records, and the
+    fingerprint of the key from which silos draw users. Otherwise these do not leave the silo.
     """
     num_users, examples = int(question.values[USERS]), question.data.train
     owners = owned(question.data, num_users).owners
@@ -187,8 +187,8 @@ def ask_silos(
     Raises
     ------
     FederationNotReady
-        A silo's data do not name the user of each record, a user's number is out of range, or its
-        key differs from the other silos'. The message names the silo.
+        A silo's data do not name the user of each record, a user's number is out of range, or the
+        silo's key differs from that of another silo. The message names the silo.
     """
     question = ConfigRecord({USERS: num_users, HISTOGRAM: histogram, FINGERPRINT: silos_draw})
     content = {records.QUESTION: question, **records.training_records(trainings)}
@@ -200,9 +200,9 @@ def ask_silos(
     for silo, key in zip(sorted(answers), keys, strict=True):
         if key != keys[0]:
             raise FederationNotReady(
-                f"silos {min(answers)} and {silo} have different keys, or versions of NumPy that "
-                "draw differently, so they would draw different users: give all silos one key, as "
-                "`flower-ext link key` writes it, and one version"
+                f"silos {min(answers)} and {silo} would draw different users, because their keys "
+                "or their versions of NumPy differ: give all silos the same key, which "
+                "`flower-ext link key` writes, and the same version of NumPy"
             )
     return np.array(one_by_one), np.stack(counts)
 
@@ -221,7 +221,7 @@ def _read_answer(
     if counts.shape != (num_users,) or counts.dtype.kind not in "iu":
         raise RefusedReply(f"{HISTOGRAM!r}: expected {num_users} integers")
     if not 0 <= counts.min(initial=0) <= counts.max(initial=0) <= MOST_RECORDS:
-        raise RefusedReply(f"{HISTOGRAM!r}: expected numbers of records, 0 … 2^40")
+        raise RefusedReply(f"{HISTOGRAM!r}: expected numbers of records from 0 to 2^40")
     key = arrays.get(FINGERPRINT, np.empty(0, dtype=np.uint8))
     if key.dtype != np.uint8 or key.shape != ((FINGERPRINT_BYTES,) if silos_draw else (0,)):
         raise RefusedReply(f"{FINGERPRINT!r}: expected {FINGERPRINT_BYTES} bytes")

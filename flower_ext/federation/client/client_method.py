@@ -26,8 +26,8 @@ from flower_ext.privacy.mechanisms.bounds import BoundedSum
 from flower_ext.privacy.mechanisms.protections import Protection
 from flower_ext.training import Job, LocalTraining, Params, StepNoise, Task, Term
 from flower_ext.training.batched.many import train_each, train_invariantly
+from flower_ext.training.models.validation import RUNNING_STATISTICS
 from flower_ext.training.side_by_side import Steps, Training, check_yielded
-from flower_ext.training.validation import RUNNING_STATISTICS
 
 Contribution = Params | BoundedSum | HiddenSum
 """A client's update, or its whole model, before clipping and noise."""

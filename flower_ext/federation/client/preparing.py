@@ -16,9 +16,9 @@ from flower_ext.privacy import NoiseSource
 from flower_ext.privacy.guarantee import PreconditionFailed
 from flower_ext.privacy.mechanisms.protections import ClipSteps, ObjectivePerturbation, Protection
 from flower_ext.privacy.randomness import derived_seed
-from flower_ext.training import Linear, Params, StepNoise, Task
-from flower_ext.training.between_trainings import refuse_state_between_trainings
+from flower_ext.training import Linear, Params, StepNoise, Task, train
 from flower_ext.training.isolation import isolated
+from flower_ext.training.trials.trainings_in_turn import why_state_is_shared
 
 _NONE = Examples(features=torch.empty(0), targets=torch.empty(0))
 NO_DATA = SiloData(train=_NONE, test=_NONE, owners=torch.empty(0, dtype=torch.int64))
@@ -77,7 +77,7 @@ def checked_data(task: Task, request: ClientRequest, partition: int) -> ClientDa
     PreconditionFailed
         The server's plan assumes another number of examples.
     Exception
-        Any error that `data_of` or `refuse_state_between_trainings` raises.
+        As `data_of`, and as `why_state_is_shared`.
     """
     hide_errors = request.hides_missing_data
     data = data_of(task, partition, hide_errors=hide_errors)
@@ -94,7 +94,8 @@ def checked_data(task: Task, request: ClientRequest, partition: int) -> ClientDa
     if request.kind != "train" or num_examples == 0:
         return data
     try:  # the model may fail on examples of this kind
-        refuse_state_between_trainings(task, data.train)
+        if reason := why_state_is_shared(task, data.train, train):
+            raise InvalidValue.tellable(reason)
     except Exception as error:
         if is_tellable(error) or not hide_errors:
             raise

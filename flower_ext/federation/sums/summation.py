@@ -151,7 +151,7 @@ class Summation(ABC):
         """
 
     def assumptions(self, view: AdversaryView) -> Sequence[str]:
-        """Return assumptions on which the provable guarantee against ``view`` depends as well."""
+        """Return what the provable guarantee against ``view`` assumes about this kind of sum."""
         return ()
 
     def state(self) -> Mapping[str, Arrays]:

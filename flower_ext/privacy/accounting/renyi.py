@@ -142,7 +142,7 @@ def _remainder_by_sum(noise_multiplier: float, rate: float, order: int) -> float
     log_term += special.gammaln(order + 1) - special.gammaln(i + 1)
     log_term += i * math.log(rate) + (order - i) * math.log1p(-rate)
     log_term -= special.gammaln(order - i + 1)
-    return float(special.logsumexp(log_term))
+    return float(np.logaddexp.reduce(log_term))
 
 
 def _remainder_by_grid(noise_multiplier: float, rate: float, order: float) -> float:
@@ -173,4 +173,4 @@ def _remainder_by_grid(noise_multiplier: float, rate: float, order: float) -> fl
     taken_off = logs + np.log(order - (order - 1) * np.exp(-logs)) - power[large]
     log_value[large] = power[large] + np.log1p(-np.exp(taken_off))
     log_value += -(z**2) / 2 + math.log(_STEP / math.sqrt(2 * math.pi))
-    return float(special.logsumexp(log_value))
+    return float(np.logaddexp.reduce(log_value))

@@ -205,7 +205,8 @@ def with_room_for_side(like: NamedArrays) -> dict[str, Any]:
 class SidedSum(ClippedSum):
     """Sum of the vectors (clip(Δ, C), κ·side) of updates, for a server that adds the noise.
 
-    The server computes each side from the update that it received; clients send no side.
+    The side of an update says whether the update is longer than C (see `with_side`). The server
+    computes it from the update that it received; clients send no side.
 
     Parameters
     ----------

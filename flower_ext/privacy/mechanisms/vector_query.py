@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flower_ext.checks import require_at_least_one, require_positive
+from flower_ext.errors import InvalidValue
 
 
 class LocalView(Protocol):
@@ -46,7 +47,7 @@ class VectorQuery(ABC):
     Raises
     ------
     InvalidValue
-        ``noise_multiplier`` or ``times`` is not above 0.
+        ``noise_multiplier`` or ``times`` is not above 0, or the class has no ``name``.
     """
 
     name: ClassVar[str]
@@ -59,6 +60,11 @@ class VectorQuery(ABC):
     times: int = 1
 
     def __post_init__(self) -> None:
+        if not isinstance(getattr(self, "name", None), str):
+            raise InvalidValue(
+                f"{type(self).__name__} has no name: set the class attribute name, such as "
+                'name = "labels"'
+            )
         require_positive("noise_multiplier", self.noise_multiplier)
         require_at_least_one("times", self.times)
 

@@ -63,7 +63,7 @@ class AdaptiveRelease(ReleaseMechanism):
 
     @property
     def side_weight(self) -> float:
-        """κ, the factor of a side: noise σC' on a sum of κ·side is noise σ_b on a sum of sides."""
+        """κ, the factor of each side: noise σC' on the sum of κ·side is noise σ_b on sides."""
         return self.noise_stddev / self._count_noise
 
     def of_query(self, query: VectorQuery) -> NoisedSum:

@@ -95,9 +95,9 @@ def batching_assumption(apart: Mapping[int, bool]) -> str:
 
 
 def exposures(mechanism: NoisedSum, run: RunSummary) -> tuple[float, float]:
-    """Return the largest weight of any user in sums, and the largest weight in uploads.
+    """Return two exposures of the most exposed user: by the rounds' sums, and by single uploads.
 
-    See `Participations` for the weights.
+    `Participations` defines both. Their unit is one release with the user's whole weight.
     """
     in_sums = run.participations.in_sums
     in_uploads = float(max(run.participations.uploads.values(), default=0))

@@ -138,4 +138,7 @@ class PaillierServer(ServerParty[PaillierSettings, PaillierSum]):
             # A user without records contributes zero under every weight.
             self._inverses = [gmpy2.invert(mpz(t), n) if t else mpz(0) for t in totals]
         except ZeroDivisionError as error:
-            raise InvalidValue("counts: expected totals that share no factor with n") from error
+            raise InvalidValue(
+                "counts of the silos: a user's blinded total has a common factor with the Paillier "
+                "modulus, so that it has no inverse; a silo sent wrong counts"
+            ) from error

@@ -1,1 +1,1 @@
-"""Many trainings at once: which jobs may share a batch, and the forms (ways) to train them."""
+"""Many trainings at once: the forms (ways) to train jobs together, and the choice among them."""

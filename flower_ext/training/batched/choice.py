@@ -1,21 +1,24 @@
 """Choose the form that trains each job: the fastest one that gives the results of `local.train`.
 
-The first form of this table that takes a job trains it. A job is *invariant* if no bit of its
-result may depend on the jobs that train beside it.
+A caller may ask for batch invariance: no bit of a job's result may depend on the jobs that train
+together with it. The first form of this table that accepts a job trains it:
 
-===============  =============  ============  ============  =====================================
-form             invariant job  other jobs    a lone other  models
-===============  =============  ============  ============  =====================================
-a plug-in's      if promised    yes           if faster     known layers; others after a trial
-`ConstantShape`  yes            no            no            of rows, after trials
-`Stacked`        no             if faster     no            after a trial
-none             yes            yes           yes           all
-===============  =============  ============  ============  =====================================
+===============  ===============  ===============  ===============  =============================
+form             jobs with batch  several jobs     one job          models that it accepts
+                 invariance       without          without
+===============  ===============  ===============  ===============  =============================
+of a plug-in     if it promises   yes              if it is faster  known layers without a trial,
+                 invariance                                         others after one
+`ConstantShape`  yes              no               no               `consists_of_rows`, after
+                                                                    trials
+`Stacked`        no               if it is faster  no               any, after a trial
+`local.train`    yes              yes              yes              any, one by one
+===============  ===============  ===============  ===============  =============================
 
-Jobs without a form, such as those for which `_why_never_together` has a reason, train one by one by
-`local.train`. A trial compares a form's results with those of `local.train` (`trains_alike`,
-`why_not_stacked`), or the bits of a stack with those of other stacks (`stack_rounds_alike`), for
-random jobs. The process remembers the outcome.
+`local.train` also trains the jobs for which `_why_never_together` returns a reason. Trials use
+random jobs. They compare a form's results with those of `local.train` (`trains_alike`,
+`why_not_stacked`), or the bits of a stack with those of other stacks (`stack_rounds_alike`). The
+process remembers their outcome.
 """
 
 from __future__ import annotations
@@ -39,16 +42,16 @@ from flower_ext.training.batched.form import GROUP, MEMORY_LIMIT, Form, longest_
 from flower_ext.training.batched.stack import Stacked
 from flower_ext.training.job import SGD, Job
 from flower_ext.training.local import train
-from flower_ext.training.model_calls import refusing_layer
+from flower_ext.training.models.fewest_rows import refusing_layer
 from flower_ext.training.params import Params
 from flower_ext.training.problem import Linear, Proximal
 from flower_ext.training.task import Task
 from flower_ext.training.training_kind import TrainingKind, kind_of
-from flower_ext.training.trials.joint_trainings import (
+from flower_ext.training.trials.trainings_together import (
     random_job,
-    refuse_changes,
-    rounds_alike,
-    why_unlike,
+    why_bits_differ,
+    why_changed_by_pass,
+    why_models_differ,
 )
 
 log = getLogger("flwr")
@@ -57,7 +60,7 @@ log = getLogger("flwr")
 def assigned(
     task: Task, jobs: Sequence[Job], memory_limit: int, *, batch_invariant: bool
 ) -> Iterator[tuple[list[int], Form | None]]:
-    """Yield groups of jobs, by their indices, each with its form; None if one job trains alone."""
+    """Yield the jobs' indices of each group, and its form; the form is None for a single job."""
     alike = defaultdict(list)
     for index, job in enumerate(jobs):
         alike[job.examples.row_type].append(index)
@@ -75,9 +78,9 @@ def assigned(
 
 
 def _forms(task: Task, jobs: Sequence[Job], *, batch_invariant: bool) -> Iterator[Form]:
-    """Yield the forms for jobs that are alike, the fastest first. A form may decline some jobs."""
+    """Yield forms for jobs whose examples have one shape and type, the fastest form first."""
     if _why_never_together(jobs) is None:
-        # A lone job must train as it would in a group, unless its bits may depend on the group.
+        # With batch invariance, a single job must train as it would in a group.
         lone = len(jobs) == 1 and not batch_invariant
         for form_for in plugins.offered(GROUP):
             form = form_for(task, jobs[0])
@@ -94,7 +97,7 @@ def _forms(task: Task, jobs: Sequence[Job], *, batch_invariant: bool) -> Iterato
 
 
 def _of_constant_shape(task: Task, jobs: Sequence[Job]) -> Iterator[Form]:
-    """Yield a form for each shape of these jobs whose stacks are batch-invariant."""
+    """Yield a `ConstantShape` for each shape of the jobs, if its stacks are batch-invariant."""
     kind = _kind(task, jobs[0])
     if not consists_of_rows(kind) or _why_not_stacked(kind) is not None:
         return
@@ -118,18 +121,18 @@ def why_not_stacked(task: Task, jobs: Sequence[Job]) -> str | None:
 
 
 def _why_never_together(jobs: Sequence[Job]) -> str | None:
-    """Return why these jobs must train one by one, whatever their model; None if they need not."""
+    """Return a reason that makes jobs of any model train one by one; None if there is none."""
     for part in ("features", "targets"):
         if not isinstance(getattr(jobs[0].examples, part), Tensor):
-            return f"{part} are no single tensor"
+            return f"{part} are not a single tensor"
     if any(job.noise is not None for job in jobs):
-        return "steps are clipped and noised one by one"
+        return "each step clips gradients and adds noise"
     if any(job.training.tolerance for job in jobs):
-        return "exact minimisers are found one by one"
+        return "tolerance is above 0, which asks for the exact minimiser"
     if any(job.training.optimizer != SGD for job in jobs):
-        return "an optimiser other than SGD"
+        return "the optimiser is not SGD"
     if any(type(term) not in (Proximal, Linear) for job in jobs for term in job.terms):
-        return "a term other than Proximal and Linear"
+        return "the objective has a term other than Proximal and Linear"
     return None
 
 
@@ -140,7 +143,7 @@ def _kind(task: Task, job: Job) -> TrainingKind:
 @lru_cache(maxsize=64)
 def _why_not_stacked(kind: TrainingKind) -> str | None:
     form = Stacked(kind.task)
-    reason = why_unlike(kind, lambda jobs: form.train(jobs, _every_name), train)
+    reason = why_models_differ(kind, lambda jobs: form.train(jobs, _every_name), train)
     if reason is None and (layer := refusing_layer(kind.model, kind.features)):
         reason = f"{layer} refuses a mini-batch of a single row"
     if reason:
@@ -152,25 +155,25 @@ def _why_not_stacked(kind: TrainingKind) -> str | None:
 def trains_alike(kind: TrainingKind, form: Form) -> bool:
     """Return True if a trial finds that a form trains models of this kind as `local.train` does.
 
-    The function returns False for every model that a pass changes. A model that counts its passes,
-    for example, may act on the count long after the trial.
+    The function returns False for a model whose forward pass changes its own state. A model that
+    counts its passes, for example, could use the count long after the trial.
     """
 
     def train_together(jobs: Sequence[Job]) -> Params:
         if [*form.groups(jobs, MEMORY_LIMIT)] != [[*range(len(jobs))]]:
             raise InvalidValue("Form.groups(): expected one group of all jobs")
-        refuse_changes(kind, jobs[0].examples.features)
         return form.train(jobs, _every_name)
 
-    return why_unlike(kind, train_together, train) is None
+    reason = why_changed_by_pass(kind) or why_models_differ(kind, train_together, train)
+    return reason is None
 
 
 @lru_cache(maxsize=256)
 def stack_rounds_alike(kind: TrainingKind, shape: Shape) -> bool:
-    """Return True if a trial finds that no bit in stacks of this shape depends on other models."""
+    """Return True if a trial finds no bit of a model that depends on the rest of its stack."""
     form = ConstantShape(kind, shape)
     try:
-        return rounds_alike(
+        reason = why_bits_differ(
             kind,
             lambda jobs: form.train(jobs, _every_name),
             shape.settings,
@@ -178,8 +181,10 @@ def stack_rounds_alike(kind: TrainingKind, shape: Shape) -> bool:
             count=jobs_for_trial(kind.device),
         )
     except RuntimeError as error:  # an accelerator without a deterministic kernel, or memory
-        log.info("local trainings run one by one: %s", error)
-        return False
+        reason = str(error)
+    if reason:
+        log.info("local trainings run one by one: %s", reason)
+    return reason is None
 
 
 def _every_name(name: str) -> bool:

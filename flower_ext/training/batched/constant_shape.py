@@ -1,19 +1,20 @@
 """The form whose stacks have a constant shape, so that no bit of a model depends on the others.
 
-A library rounds a number by the shape of its array and by its position there. In these stacks the
-job alone determines shape and position, except for the number of models in the stack, and for the
-place of the job's model among them. Three rules ensure this:
+How a library rounds a number depends on the shape of the number's array and on its position there.
+In these stacks the job alone determines both, except for the number of models in the stack, and
+for the place of the job's model among them. Three rules ensure this:
 
-* The rows of a mini-batch are padded to a number that follows from the job alone.
-* A stack has 4, 8, 16 or 32 models, and always 128 on an accelerator. Copies of a job fill a stack
-  up. Models whose training has ended stay in it until it shrinks to the next smaller size.
-* PyTorch rounds the last numbers of an array in another way if they do not fill a register. Four
-  models with eight rows each leave no such numbers. Only one thread runs, because several would
-  divide the arrays. No trial can replace these rules, because such a number differs too rarely.
-  Models are left out if their arrays do not consist of rows (`consists_of_rows`).
+* Each mini-batch is padded to a number of rows that follows from the job alone.
+* A stack has 4, 8, 16 or 32 models on a CPU, and 128 on an accelerator. Copies of a job fill the
+  free places. A model whose training has ended stays until the stack shrinks to a smaller size.
+* PyTorch rounds the last numbers of an array in another way if they do not fill a register of the
+  processor. Four models with eight rows each always fill the registers. Only one thread runs,
+  because several threads would divide the arrays. A trial could not replace this rule, because the
+  rounding differs too rarely. Models whose arrays do not consist of rows train in another form
+  (`consists_of_rows`).
 
-On an accelerator, where only deterministic kernels run (`deterministic_kernels`), a kernel computes
-each number of an array in the same way, wherever it is. Image layers may take part there.
+On an accelerator only deterministic kernels run (`deterministic_kernels`). These compute every
+number of an array in the same way, so models with image layers may use this form there.
 
 The trial `rounds_alike` tests everything else that may depend on size and position, such as matrix
 products.
@@ -32,7 +33,8 @@ from torch.nn.functional import cross_entropy
 
 from flower_ext.training.batched.form import Form, longest_first
 from flower_ext.training.batched.mapped import BY_CHANNEL
-from flower_ext.training.batched.stack import IGNORED, MiniBatches, Stack, together
+from flower_ext.training.batched.mini_batches import MiniBatches
+from flower_ext.training.batched.stack import IGNORED, Stack, together
 from flower_ext.training.job import Job, LocalTraining
 from flower_ext.training.params import Params, clone
 from flower_ext.training.rounding import deterministic_kernels, products_are_reproducible
@@ -48,7 +50,7 @@ _ROWS = 8
 
 
 class Shape(NamedTuple):
-    """Shape of a stack's computations: rows of a mini-batch, and the operations of a step."""
+    """Shape of a stack's step: the rows of a mini-batch, and the operations that the step needs."""
 
     rows: int
     has_momentum: bool
@@ -57,7 +59,7 @@ class Shape(NamedTuple):
 
     @classmethod
     def of(cls, job: Job) -> Shape:
-        """Return the shape that a job determines. Shapes are few, so that many jobs share one."""
+        """Return the shape for a job, with rounded numbers of rows, so that many jobs share it."""
         training = job.training
         most = -(-training.batch_size // _ROWS) * _ROWS
         longest = min(len(job.examples), training.batch_size)
@@ -97,7 +99,7 @@ def sizes_on(device: torch.device) -> tuple[int, ...]:
 
 
 def jobs_for_trial(device: torch.device) -> int:
-    """Return how many jobs a trial trains, so that it uses the largest stack and a smaller one."""
+    """Return how many jobs a trial needs to use the largest stack, and a smaller one on a CPU."""
     smaller, largest = (0, *sizes_on(device))[-2:]
     return smaller + 1 if smaller else largest
 
@@ -113,10 +115,10 @@ class ConstantShape(Form):
     def groups(self, jobs: Sequence[Job], memory_limit: int) -> Iterator[list[int]]:
         """Yield groups of the jobs of this shape.
 
-        A job is left out if the largest stack of its kind would exceed the memory, or the
-        processor's caches, where a stack gains nothing. The job alone decides this, not the others.
-        A job with an `IGNORED` target is left out too, because the target would change how the loss
-        of the whole stack is computed.
+        A job is left out if the largest stack of such jobs would exceed ``memory_limit``, or the
+        processor's caches, beyond which a stack is not faster. This does not depend on the other
+        jobs. A job with an `IGNORED` target is left out too, because the target would change how
+        the loss of the whole stack is computed.
         """
         most = sizes_on(self.kind.device)[-1]
         members = [
@@ -137,7 +139,7 @@ class ConstantShape(Form):
 
 
 class ConstantStack(Stack):
-    """A stack of one of the sizes of `sizes_on`, whose mini-batches all have ``rows`` rows."""
+    """A stack whose size is one of `sizes_on`, and whose mini-batches all have ``rows`` rows."""
 
     def __init__(
         self, task: Task, jobs: Sequence[Job], trained: Callable[[str], bool], rows: int
@@ -155,7 +157,7 @@ class ConstantStack(Stack):
         return self._ended
 
     def batches(self) -> Iterator[MiniBatches]:
-        """Yield mini-batches of the jobs that still train, and of jobs that fill the stack up."""
+        """Yield mini-batches of the jobs that still train, and of the jobs that fill the stack."""
         before = len(self.jobs)
         for x, y, counts in super().batches():
             self._end(slice(len(x), before))
@@ -169,7 +171,7 @@ class ConstantStack(Stack):
             self._ended[name][jobs] = weight[jobs]
 
     def _padded(self, part: Tensor, size: int) -> Tensor:
-        """Return features or targets of ``size`` models in `_rows` rows, with some repeated."""
+        """Repeat features or targets until there are ``size`` models with `_rows` rows each."""
         count, rows = part.shape[:2]
         padded = part.new_empty((size, self._rows, *part.shape[2:]))
         padded[:count, :rows], padded[:count, rows:] = part, part[:, :1]

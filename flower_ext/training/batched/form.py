@@ -1,7 +1,7 @@
 """Interface of forms, which are ways to train many jobs together.
 
-The forms of this package are in `stack` and `constant_shape`. A plug-in offers another
-one, such as machine code, as the entry point of a `FormFactory`, in the group `GROUP`. Only
+The forms of this package are in `stack` and `constant_shape`. A plug-in may offer another form,
+such as machine code: it registers a `FormFactory` as an entry point in the group `GROUP`. Only
 `choice` decides which form trains which jobs.
 """
 
@@ -17,19 +17,19 @@ from flower_ext.training.task import Task
 MEMORY_LIMIT = 2**30
 """Bytes that one batch of trainings may take, unless the caller chooses another limit."""
 GROUP = "flower_ext.forms"
-"""Entry points of plug-ins that offer a form."""
+"""Group of the entry points by which plug-ins offer a form."""
 
 
 class Form(Protocol):
     """A way to train jobs whose examples have one shape and type.
 
-    A form may decline jobs. It must train an accepted job to the result of `local.train`, up to
-    rounding. For every model whose code the package does not know, `choice` compares both results
-    on random jobs.
+    A form may decline jobs. For a job that it accepts, it must give the result of `local.train`, up
+    to rounding. For every model whose code the package does not know, `choice` compares both
+    results on random jobs.
     """
 
     batch_invariant: bool
-    """True if no bit of a model depends on the jobs that train beside it.
+    """True if no bit of a model depends on the jobs that train together with it.
 
     User-level guarantees rest on this promise.
     """

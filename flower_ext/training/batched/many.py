@@ -2,7 +2,7 @@
 
 The results are those of `train` for each job, up to the order of floating-point sums. `choice`
 decides which jobs train together, and by which form. `train_groups` trains batch by batch,
-`train_each` yields its models one by one, and `attempt_groups` finds the jobs that raise.
+`train_each` yields its models one by one, and `attempt_groups` finds the jobs that raise errors.
 """
 
 from __future__ import annotations
@@ -32,16 +32,17 @@ _TYPICAL_ROWS = 32
 def attempt_groups(
     solve: Callable[[list[Work]], Iterable[tuple[Sequence[int], R]]], jobs: Sequence[Work]
 ) -> Iterator[tuple[list[int], R | Exception]]:
-    """Yield indices of jobs with their results, and each job that raises with its error.
+    """Yield the indices of jobs with their joint result, or the index of one job with its error.
 
-    One record can make a training raise, for example by a label out of range. The function then
-    restarts the jobs without a result, half of them at a time. They draw the same mini-batches
-    again. If trainings are batch-invariant, such an error changes no bit of another job's result.
+    One record can make a training raise an error, for example by a label out of range. The function
+    then starts the jobs without a result again, half of them at a time. These jobs draw the same
+    mini-batches again. If trainings are batch-invariant, the error changes no bit of another job's
+    result.
 
     Parameters
     ----------
     solve : Callable
-        Yields results of jobs as `train_groups` does; it may raise.
+        Yields results of jobs as `train_groups` does; it may raise an error.
     jobs : sequence of Job
         Each has a generator of its own.
     """
@@ -79,9 +80,9 @@ def train_each(
 ) -> Iterator[Params]:
     """Train each job as `train` does; yield the models in order, each as soon as it is ready.
 
-    A job without examples gets its parameters back unchanged. Jobs that cannot train together, or
-    not faster than alone, train one by one. Consume each model immediately: it is still in
-    the processor's caches, and memory stays bounded.
+    A job without examples gets its parameters back unchanged. Jobs train one by one if they cannot
+    train together, or if training together would not be faster. Use each model immediately: it is
+    still in the processor's caches, and memory stays bounded.
 
     Parameters
     ----------
@@ -93,7 +94,7 @@ def train_each(
     Raises
     ------
     ValueError, NotConverged
-        As `train`.
+        `train` raises one of these.
     """
     models = {i: dict(job.params) for i, job in enumerate(jobs) if not len(job.examples)}
     numbers = [i for i in range(len(jobs)) if i not in models]
@@ -128,18 +129,18 @@ def train_groups(
     memory_limit: int = MEMORY_LIMIT,
     batch_invariant: bool = False,
 ) -> Iterator[tuple[list[int], Params]]:
-    """Train as `train_each`, batch by batch: yield the indices of jobs, and their stacked models.
+    """Train as `train_each` does, but yield the models batch by batch, with their jobs' indices.
 
-    The first dimension of each parameter is the job's place in the batch. The caller may change the
-    arrays. Parameters and buffers that no job of a batch trains may be absent. A caller that needs
-    only sums over models never holds more than one batch of models.
+    The models of a batch are stacked: the first dimension of each parameter is the job's place in
+    the batch. The caller may change the arrays. Parameters and buffers that no job of a batch
+    trains may be absent. A caller that needs only sums over models never holds more than one batch.
 
     Parameters
     ----------
     batch_invariant : bool
-        Let no bit of a model depend on other jobs. Otherwise rounding would depend on them, and
-        unstable training amplifies rounding. A guarantee that bounds each job by itself needs this
-        option. Models that no form can train in this way train one by one.
+        If True, no bit of a model depends on other jobs. If False, rounding depends on them, and
+        unstable training amplifies rounding errors. A guarantee that bounds each job by itself
+        needs True. Models for which no batch-invariant form exists train one by one.
     """
     if any(len(job.examples) == 0 for job in jobs):
         raise InvalidValue("cannot train on a client without examples: leave it out")

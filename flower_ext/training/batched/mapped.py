@@ -20,7 +20,7 @@ from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from flower_ext.errors import InvalidValue
-from flower_ext.training.dropout import Draws
+from flower_ext.training.models.dropout import Draws
 
 BatchLoss = Callable[[Tensor], Tensor]
 """A function from the outputs of K models, of shape (K, batch, …), to a number."""
@@ -44,7 +44,7 @@ class Target:
 
 @dataclass
 class _Pass:
-    """Gradient targets and random numbers of one pass, and the parameters sent to their targets."""
+    """Gradient targets and random numbers of one pass, and the parameters with sent gradients."""
 
     targets: Mapping[str, Target]
     draws: Draws | None
@@ -54,7 +54,7 @@ class _Pass:
     def target(self, name: str) -> Target | None:
         """Return the target to which a layer sends the gradient of a parameter, if it has one."""
         if name in self.sent:
-            raise RuntimeError(f"{name!r} is used twice")
+            raise RuntimeError(f"parameter {name!r} is used twice")
         if name in self.targets:
             self.sent.add(name)
         return self.targets.get(name)
@@ -74,7 +74,7 @@ class MappedModel:
     Raises
     ------
     InvalidValue
-        In a layer, a model's numbers would depend on the other models.
+        The model has a layer in which a model's numbers would depend on the other models.
     """
 
     fewest = 5
@@ -86,40 +86,38 @@ class MappedModel:
         self._model = model
         self._pass: _Pass
         names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
-        tied = len(set(names)) > len([*model.parameters()])
+        self._is_tied = len(set(names)) > len([*model.parameters()])
+        on_cpu = all(parameter.is_cpu for parameter in model.parameters())
+        self._by_products = not on_cpu if by_products is None else by_products
         self.draws = False
         """True if a model draws random numbers."""
-        on_cpu = all(parameter.is_cpu for parameter in model.parameters())
-        if by_products is None:
-            by_products = not on_cpu
         for name, layer in model.named_modules():
-            if isinstance(layer, nn.modules.batchnorm._BatchNorm) and layer.training:
-                raise InvalidValue("batch normalisation changes the model while it is evaluated")
-            drops = isinstance(layer, nn.modules.dropout._DropoutNd) and layer.p > 0
-            if drops and not (type(layer) is nn.Dropout and on_cpu):
-                raise InvalidValue(
-                    f"{layer} would draw different random numbers in a batch than alone"
-                )
+            _require_batched(layer, on_cpu=on_cpu)
             if "forward" in vars(layer):
                 continue
-            if drops:
-                self.draws = True
-                _replace_forward(layer, self._drop)
-            elif type(layer) is nn.Linear and not tied:
-                _replace_forward(layer, partial(self._multiply, name))
-            elif type(layer) is nn.Conv2d and layer.padding_mode == "zeros":
-                if by_products and not tied and layer.groups == 1 and layer.padding != "same":
-                    _replace_forward(layer, partial(self._multiply_patches, name))
-                else:
-                    _replace_forward(layer, _convolve)
-            elif type(layer) is nn.GroupNorm:
-                _replace_forward(layer, _normalise)
-            elif type(layer) in _POOLING:
-                _replace_forward(layer, partial(_pool, layer.forward, by_channel=not by_products))
-            elif isinstance(layer, nn.Embedding) and layer.padding_idx is not None:
-                if layer.max_norm is not None or layer.scale_grad_by_freq:
-                    raise InvalidValue(f"{layer} cannot be stacked")
-                _replace_forward(layer, _look_up)
+            self.draws = self.draws or _drops(layer)
+            if (forward := self._forward_of(name, layer)) is not None:
+                layer.forward = partial(forward, layer)
+
+    def _forward_of(self, name: str, layer: nn.Module) -> Callable[..., Tensor] | None:
+        """Return a function of a layer and its input, for all models; None to leave it to vmap."""
+        if _drops(layer):
+            return self._drop
+        if type(layer) is nn.Linear and not self._is_tied:
+            return partial(self._multiply, name)
+        if type(layer) is nn.Conv2d and layer.padding_mode == "zeros":
+            has_product = layer.groups == 1 and layer.padding != "same" and not self._is_tied
+            by_product = has_product and self._by_products
+            return partial(self._multiply_patches, name) if by_product else _convolve
+        if type(layer) is nn.GroupNorm:
+            return _normalise
+        if type(layer) in _POOLING:
+            return partial(_pool, layer.forward, by_channel=not self._by_products)
+        if isinstance(layer, nn.Embedding) and layer.padding_idx is not None:
+            if layer.max_norm is not None or layer.scale_grad_by_freq:
+                raise InvalidValue(f"{layer} cannot be stacked")
+            return _look_up
+        return None
 
     def gradient(
         self,
@@ -155,7 +153,7 @@ class MappedModel:
         # The gradients of dense layers are None here, because they are at their targets already.
         for name, slope in zip(leaves, slopes, strict=True):
             if slope is not None and name in self._pass.sent:
-                raise RuntimeError(f"{name!r} is used outside its layer")
+                raise RuntimeError(f"parameter {name!r} is used outside its layer")
             if slope is not None:
                 targets[name].add(slope)
 
@@ -218,8 +216,16 @@ def stacked(many: Sequence[Tensor], device: torch.device) -> Tensor:
     return one.detach().to(device).unsqueeze(0).repeat(len(many), *(1 for _ in one.shape))
 
 
-def _replace_forward(layer: nn.Module, forward: Callable[..., Tensor]) -> None:
-    layer.forward = partial(forward, layer)
+def _require_batched(layer: nn.Module, *, on_cpu: bool) -> None:
+    """Refuse a layer whose numbers in a batch of models would differ from its numbers alone."""
+    if isinstance(layer, nn.modules.batchnorm._BatchNorm) and layer.training:
+        raise InvalidValue("batch normalisation changes the model while it is evaluated")
+    if _drops(layer) and not (type(layer) is nn.Dropout and on_cpu):
+        raise InvalidValue(f"{layer} would draw different random numbers in a batch than alone")
+
+
+def _drops(layer: nn.Module) -> bool:
+    return isinstance(layer, nn.modules.dropout._DropoutNd) and layer.p > 0
 
 
 def _for_all_models(compute: Callable[..., Tensor], *tensors: Tensor | None) -> Tensor:
@@ -321,7 +327,7 @@ def _look_up(layer: nn.Embedding, x: Tensor) -> Tensor:
 
 _POOLING = (nn.MaxPool2d, nn.AvgPool2d, nn.AdaptiveAvgPool2d)
 BY_CHANNEL = (nn.modules.conv._ConvNd, *_POOLING)
-"""Layers that compute all models as one model with the channels of all models."""
+"""Layers that treat a stack of models as one model with the channels of all of them."""
 
 
 def _pool(

@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,10 +21,10 @@ from torch.nn.functional import cross_entropy
 from flower_ext.errors import InvalidValue
 from flower_ext.training.batched.form import Form, longest_first
 from flower_ext.training.batched.mapped import BatchLoss, MappedModel, Target, stacked
-from flower_ext.training.dropout import Draws
-from flower_ext.training.index_limits import require_usable, usable_rows
-from flower_ext.training.job import Job, batch_rows
-from flower_ext.training.model_factory import ModelFactory, in_training
+from flower_ext.training.batched.mini_batches import MiniBatches, mini_batches_of
+from flower_ext.training.job import Job
+from flower_ext.training.models.dropout import Draws
+from flower_ext.training.models.factory import ModelFactory, in_training
 from flower_ext.training.params import Params, Sizes, flat_rows, sizes
 from flower_ext.training.problem import affine
 from flower_ext.training.seeding import draws_generator
@@ -42,18 +42,6 @@ _TOGETHER_ELSEWHERE = 4096
 def _models(factory: ModelFactory, device: torch.device, parameters: Sizes) -> MappedModel:
     """Return a `MappedModel`, which computes several models at once."""
     return MappedModel(in_training(factory.on(device)))
-
-
-class MiniBatches(NamedTuple):
-    """One mini-batch of each job that still trains.
-
-    Features and targets have shape (jobs, batch, …). The first ``counts`` examples of each
-    mini-batch are real, and the rest is padding.
-    """
-
-    x: Tensor
-    y: Tensor
-    counts: list[int]
 
 
 class Stack:
@@ -85,7 +73,7 @@ class Stack:
         )
 
     def train(self) -> Params:
-        """Run SGD with momentum, or SAM, on every job to its own end; return ``weights``."""
+        """Train each job by SGD with momentum, or by SAM, until its end; return ``weights``."""
         rate, momentum, radius = (
             self.numbers([getattr(job.training, name) for job in self.jobs])
             for name in ("learning_rate", "momentum", "sam_radius")
@@ -180,27 +168,7 @@ class Stack:
 
     def batches(self) -> Iterator[MiniBatches]:
         """Yield the mini-batches of all jobs, step by step, in each job's own order."""
-        orders = [
-            [*batch_rows(len(job.examples), job.training, job.generator)] for job in self.jobs
-        ]
-        features, targets = (
-            _Rows([getattr(job.examples, part).detach() for job in self.jobs], self.device)
-            for part in ("features", "targets")
-        )
-        if features.joined is not None and targets.joined is not None:
-            usable = usable_rows(self.task, features.joined, targets.joined)
-            for job in self.jobs if not usable.all() else ():
-                require_usable(self.task, job.examples)
-        # Copy the examples once per epoch: a copy in each step would be one small copy per job.
-        longest = self.jobs[0]
-        ahead = max(1, len(longest.examples) // longest.training.batch_size)
-        for start in range(0, longest.num_steps, ahead):
-            epoch = [order[start : start + ahead] for order in orders if start < len(order)]
-            x, y = features.selected(epoch), targets.selected(epoch)
-            for step in range(len(epoch[0])):
-                counts = [len(steps[step]) for steps in epoch if step < len(steps)]
-                real = slice(len(counts)), step, slice(max(counts))
-                yield MiniBatches(x[real], y[real], counts)
+        return mini_batches_of(self.task, self.jobs)
 
     def numbers(self, values: Sequence[float]) -> Tensor:
         """Return one number for each job, in the type of the weights."""
@@ -231,9 +199,10 @@ class Stacked(Form):
     batch_invariant = False
 
     def groups(self, jobs: Sequence[Job], memory_limit: int) -> Iterator[list[int]]:
-        """Yield groups of jobs, the longest job first; leave out jobs that gain nothing.
+        """Yield groups of jobs, the longest job first; leave out jobs that a stack makes no faster.
 
-        A stack narrows as its jobs end, so a job gains nothing if it would outlast all others.
+        A stack loses models as their jobs end. So it does not help a job that would train far
+        longer than all others.
         """
         order = longest_first(jobs, range(len(jobs)))
         steps = [jobs[index].num_steps for index in order]
@@ -266,8 +235,8 @@ def together(task: Task, job: Job, memory_limit: int) -> int:
     most = _TOGETHER_ELSEWHERE
     if on_cpu:
         most = max(_LEAST_TOGETHER, _CACHE // (4 * (numbers + activations)))
-    # This counts weights, their gradient, velocity, terms and SAM's second point. It also counts
-    # what layers keep for the backward pass, and the pass itself.
+    # This counts weights, their gradient, velocity, terms and SAM's second point, the tensors that
+    # layers keep for the backward pass, and the tensors of the pass itself.
     needed = 4 * (8 * numbers + features.numel() + 3 * activations)
     return int(max(1, min(most, memory_limit // needed)))
 
@@ -304,7 +273,7 @@ def first_models(params: Mapping[str, Tensor], active: int) -> Params:
 
 
 def per_model(values: Tensor, like: Tensor) -> Tensor:
-    """Reshape one value per job so that it multiplies ``like``."""
+    """Reshape ``values``, one for each job, so that each multiplies its job's part of ``like``."""
     return values.to(like.dtype).view(-1, *(1 for _ in like.shape[1:]))
 
 
@@ -326,42 +295,3 @@ def _norms(params: Mapping[str, Tensor]) -> Tensor:
     squares = [flat_rows(p).square().sum(dim=1) for p in params.values()]
     # torch.sum over a stack of these tensors would round differently for each number of models.
     return sum(squares[1:], squares[0]).sqrt()
-
-
-class _Rows:
-    """Rows of each job's features or targets, on the device that trains.
-
-    An accelerator gets the rows of all jobs as one tensor, because one copy per job would take
-    longer than the job's training.
-    """
-
-    def __init__(self, tensors: Sequence[Tensor], device: torch.device) -> None:
-        self.tensors, self.joined = tensors, None
-        if device.type != "cpu":
-            self.joined = torch.cat([*tensors]).to(device)
-
-    def selected(self, epoch: Sequence[Sequence[Tensor]]) -> Tensor:
-        """Return each job's rows in the steps of ``epoch``, of shape (jobs, steps, rows, …)."""
-        width = max(len(rows) for steps in epoch for rows in steps)
-        shape = (len(epoch), len(epoch[0]), width, *self.tensors[0].shape[1:])
-        orders = [torch.cat([_padded(rows, width) for rows in steps]) for steps in epoch]
-        if self.joined is not None:
-            return self._from_joined(orders, len(epoch[0]) * width).view(shape)
-        selected = self.tensors[0].new_empty(shape)
-        for place, tensor, rows in zip(selected.unbind(), self.tensors, orders, strict=False):
-            torch.index_select(tensor, 0, rows, out=place.flatten(0, 1)[: len(rows)])
-        return selected
-
-    def _from_joined(self, orders: Sequence[Tensor], length: int) -> Tensor:
-        """Return each job's rows as ``orders`` number them, padded to ``length`` by the first."""
-        assert self.joined is not None
-        first, moved = 0, []
-        for tensor, rows in zip(self.tensors, orders, strict=False):
-            moved.append(_padded(rows, length) + first)
-            first += len(tensor)
-        return self.joined.index_select(0, torch.cat(moved).to(self.joined.device))
-
-
-def _padded(rows: Tensor, length: int) -> Tensor:
-    """Repeat the first row number until there are ``length``."""
-    return rows if len(rows) == length else torch.cat([rows, rows[:1].expand(length - len(rows))])

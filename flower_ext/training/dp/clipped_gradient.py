@@ -1,4 +1,4 @@
-"""The sum of clipped gradients of single examples, by the fastest of `ways`."""
+"""The sum of clipped gradients of single examples, computed in the fastest way of `ways`."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ from flower_ext.training.task import Task
 log = getLogger("flwr")
 
 _MARGIN = 1.0 - 1e-5
-"""Factor on the clipping norm that covers the rounding of norms, partly in single precision."""
+"""Factor on the clipping norm. It covers rounding errors of norms, partly in single precision."""
 
 
 class ClippedGradient:
     """Sum over examples of their gradients, each clipped to ``clipping_norm``, in float64.
 
     An example's gradient is the gradient of this example's loss, as if there were no other example.
-    A gradient that is not finite, or an example whose loss raises, counts as zero, because an error
-    would reveal something about that record.
+    It counts as zero if it is not finite, or if the example's loss raises an error, because an
+    error message would reveal something about that record.
 
     Parameters
     ----------
@@ -50,7 +50,7 @@ class ClippedGradient:
         The loss compares examples, or the model has batch normalisation. A call raises it if model
         or loss keep something between examples, if features have another type than the model's
         numbers, or if the model learns from no random example by itself (see
-        `require_single_examples`).
+        `why_not_one_by_one`).
     """
 
     def __init__(
@@ -77,8 +77,8 @@ class ClippedGradient:
         summed = {name: torch.zeros_like(params[name], dtype=torch.float64) for name in self.names}
         for name, parameter in self.passes.params.items():
             parameter.copy_(params[name])
-        # Only the first training of a process runs trials. Seeded, so that the trials' draws do not
-        # change the draws of this training.
+        # Only the first training of a process runs trials. Seed the generators, so that the trials'
+        # draws do not change the draws of this training.
         with self._seeded(0):
             way = self.way = self.way or self.passes.fastest_way(features, targets)
         if trees.length(features) == 0:
@@ -90,11 +90,12 @@ class ClippedGradient:
                 self._add(summed, parts, valid)
                 any_valid = any_valid or bool(valid.any())
         if not any_valid:
-            self._log_once(ERROR, "the loss raises for every example: check the task and the data")
+            text = "the loss raises an error for every example: check the task and the data"
+            self._log_once(ERROR, text)
         return summed
 
     def _add(self, summed: Params, parts: Parts, valid: Tensor) -> None:
-        """Add the clipped gradients that are finite, of the examples that are ``valid``."""
+        """Clip each ``valid`` example's gradient, and add it to ``summed`` if it is finite."""
         # One norm over all parameters: a bound for each layer alone would allow a longer gradient.
         norms = reduce(torch.add, [part.squares() for part in parts.values()]).sqrt()
         factors = (self.clipping_norm * _MARGIN / norms.clamp_min(1e-30)).clamp_max(1.0)
@@ -125,7 +126,7 @@ class ClippedGradient:
         return parts or {}, functional.pad(valid, (0, self.passes.width(way) - count))
 
     def _pass_alone(self, way: GradientMethod, x: Tree, y: Tree, seed: int) -> list[bool]:
-        """Return for each example True if it passes without an error."""
+        """Return one bool for each example: True if it passes without an error."""
         if self._try_pass(way, x, y, seed) is not None:
             return [True] * trees.length(x)
         if trees.length(x) == 1:
@@ -135,7 +136,7 @@ class ClippedGradient:
         return [valid for x, y in halves for valid in self._pass_alone(way, x, y, seed)]
 
     def _try_pass(self, way: GradientMethod, x: Tree, y: Tree, seed: int) -> Parts | None:
-        """Return gradients of examples that pass together; None if the pass raises."""
+        """Return the gradients of examples that pass together; None if the pass raises an error."""
         more = self.passes.width(way) - trees.length(x)
 
         def widened(leaf: Tensor) -> Tensor:  # a copy, into which the model may write
@@ -144,12 +145,12 @@ class ClippedGradient:
         with self._seeded(seed):
             parts = attempted(self.passes.gradients, way, *trees.mapped(widened, (x, y)))
         if isinstance(parts, Exception):
-            log.debug("a pass raises", exc_info=parts)
+            log.debug("a pass of examples raises an error", exc_info=parts)
             return None
         return parts
 
     def _seeded(self, seed: int) -> AbstractContextManager[None]:
-        """Let random draws, such as dropout, depend on an example's place alone."""
+        """Make random draws, such as dropout, depend only on the seed and an example's place."""
         return seeded(seed, devices=self.task.torch_device().type != "cpu")
 
     def _log_once(self, level: int, message: str) -> None:
@@ -160,9 +161,9 @@ class ClippedGradient:
 
 
 def _with_stand_ins(x: Tree, y: Tree, valid: Tensor) -> tuple[Tree, Tree]:
-    """Return examples in which the first valid one stands in for all that are not valid.
+    """Replace every example that is not ``valid`` by the first valid example.
 
-    Every other example keeps its place, and therefore its random draws.
+    Every valid example keeps its place, and therefore its random draws.
     """
     rows = torch.arange(len(valid), device=valid.device)
     stood_in: tuple[Tree, Tree] = trees.rows((x, y), rows.where(valid, valid.int().argmax()))

@@ -1,7 +1,8 @@
-"""DP-SGD: clip every example's gradient and noise their sum (see `clipped_gradient`).
+"""DP-SGD: clip every example's gradient, and add noise to the sum (see `clipped_gradient`).
 
 Source: Abadi et al. (2016), Algorithm 1. `train_dp_sgd` samples records by Poisson sampling, and
-divides by a public number. `noised_step` passes over all examples instead.
+divides the noised sum by a public number. `noised_step` uses mini-batches of passes over all
+examples instead.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ def train_dp_sgd(
     sampling: np.random.Generator,
     noise: NoiseSource,
 ) -> Params:
-    """Train a model on records that every step samples anew.
+    """Train a model by DP-SGD; every step samples its records anew.
 
     Guarantees
     ----------
@@ -65,8 +66,8 @@ def train_dp_sgd(
     Parameters
     ----------
     sampling : numpy.random.Generator
-        Draws the records of every step, and a seed of the model's own draws, such as dropout. Use
-        `privacy.secure_generator`, or a seeded generator in simulations.
+        Draws the records of every step, and a seed for the model's own random draws, such as
+        dropout. Use `privacy.secure_generator`, or a seeded generator in simulations.
     noise : NoiseSource
 
     Raises
@@ -87,8 +88,8 @@ def train_dp_sgd(
         noise=noise,
         learning_rate=training.learning_rate,
         # An added record moves other records to places with other dropout masks, so the masks must
-        # be as secret as the sample. Torch's own generator would not do, because it usually begins
-        # at a known seed.
+        # be as secret as the sample. Torch's own generator is not secret: it usually begins at a
+        # known seed.
         seed=int(sampling.integers(2**62)),
     )
     for _ in range(training.steps):
@@ -105,15 +106,15 @@ def noised_step(
 
     Guarantees
     ----------
-    Mini-batches come in passes, in an order that depends on no record, and all steps divide by the
-    same B. A record therefore moves a step that uses it by at most 2ηG/B. Each step adds noise z
-    from N(0, stddev² I).
+    Each pass over the examples divides them into mini-batches, in an order that depends on no
+    record, and all steps divide by the same B. A record therefore moves a step that uses it by at
+    most 2ηG/B. Each step adds noise z from N(0, stddev² I).
 
     Raises
     ------
     ValueError
-        Examples have no gradient of their own (see `ClippedGradient`), or the training asks for
-        more than plain steps.
+        Examples have no gradient of their own (see `ClippedGradient`), or the settings are not
+        plain SGD.
     """
     training, noise = job.training, job.noise
     assert noise is not None
@@ -152,8 +153,8 @@ def _step(
 ) -> Callable[[Tree, Tree], None]:
     """Return the step w ← w − η ((Σ clipped gradients + noise)/divisor + ∇terms).
 
-    ``seed`` and the numbers after it seed the model's own random draws, such as dropout, step by
-    step.
+    ``seed`` seeds the model's own random draws, such as dropout, in the first step; each later step
+    uses the next integer.
     """
     clipped_gradient = ClippedGradient(
         task, list(weights), clipping_norm=clipping_norm, batch_size=batch_size

@@ -19,10 +19,10 @@ from flower_ext.data import trees
 from flower_ext.data.trees import Tree
 from flower_ext.training.dp.per_example import Parts, gradients
 from flower_ext.training.example_gradient import ExampleLoss, has_rows
-from flower_ext.training.model_calls import call_model, call_with
+from flower_ext.training.models.calls import call_model, call_with
 from flower_ext.training.params import clone
 from flower_ext.training.trials.control_flow import watched
-from flower_ext.training.trials.trial_examples import deterministic, random_examples
+from flower_ext.training.trials.made_up_examples import deterministic, random_examples
 
 
 class OnePass:
@@ -56,7 +56,7 @@ class OnePass:
 
         def keep(name: str, layer: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> Tensor:
             if name in inputs_of:
-                raise RuntimeError(f"{name!r} is used twice")
+                raise RuntimeError(f"layer {name!r} is used twice")
             inputs_of[name] = inputs[0].detach()
             # No parameter requires a gradient, so the lowest layer's output must require one.
             outputs_of[name] = output if output.requires_grad else output.requires_grad_()
@@ -81,13 +81,13 @@ class OnePass:
                     parts[f"{name}.{leaf}".removeprefix(".")] = part
         return {name: parts[name] for name in self.names if name in parts}
 
-    def prepare(self, features: Tree, count: int) -> bool:
+    def prepare(self, features: Tree, count: int) -> None:
         """Choose the extra example, if the model needs one for passes over ``count`` examples.
 
         Raises
         ------
         ReadsValues
-            The model's operations depend on values of the other examples too.
+            The model's operations depend on values of the ``count`` other examples too.
         """
         generator = torch.Generator().manual_seed(0)
         pair = random_examples(features, 2, generator)
@@ -95,15 +95,14 @@ class OnePass:
         with deterministic():
             if not self.reads_last(random_examples(features, count, generator)):
                 self.last = None
-        return True
 
     def reads_last(self, x: Tree) -> bool:
-        """Return True if the model's operations depend on the values of its last example.
+        """Return True if the values of the last example decide which operations the model runs.
 
         Raises
         ------
         ReadsValues
-            The operations depend on the values of other examples too.
+            The values of other examples decide it too.
         """
         features = self._with_last(x)
         with watched([leaf for _, leaf in trees.named("", features)], self.model) as watch:
@@ -116,7 +115,7 @@ class OnePass:
         return trees.mapped(lambda *both: torch.cat(both), x, self.last)
 
     def _outputs(self, x: Tree, count: int) -> Any:
-        """Return the model's outputs for ``x``, without those of the last example."""
+        """Return the model's outputs for ``x``, without the output of the extra last example."""
         # Restore the buffers, which could count passes, because the number of passes is private.
         buffers = clone(dict(self.model.named_buffers()))
         features = self._with_last(x)

@@ -1,9 +1,10 @@
 """The gradient of every example of a batch, layer by layer, from one pass over all of them.
 
-A layer's gradient for one example is a product of the layer's input and the slope of its output.
-Where that costs less, this module never stores the product. It computes the gradient's norm, and
-weighted sums over examples, from the two factors (book-keeping and ghost norms, Li et al. 2022; Bu
-et al. 2023).
+A layer's gradient for one example is a product of two factors: the layer's input, and the *slope*,
+which is the gradient of the loss with respect to the layer's output. Where it is cheaper not to
+store this product, the module computes the gradient's norm, and weighted sums over examples, from
+the two factors (book-keeping and ghost norms, Li et al. 2022; Bu et al. 2023).
+
 Norms and sums are in float64, so that rounding gives no example a larger weight, however many
 examples or parameters there are. Opacus' ghost clipping takes a second backward pass and computes
 norms in single precision. For layers where this module is not faster, it uses Opacus' samplers.
@@ -21,19 +22,19 @@ from torch.linalg import vector_norm
 from torch.nn import functional
 from torch.nn.grad import conv2d_weight
 
+from flower_ext.training.models.validation import objections, opacus
 from flower_ext.training.params import flat_rows
-from flower_ext.training.validation import objections, opacus
 
 _CANCELLED = 2e-6
-"""Share of the summed sizes of an example's products that is added to the example's norm.
+"""Margin: an example's norm is raised by this share of the sum of its products' norms.
 
-The summed sizes of a clipped example's products are thus at most 1/share clipping norms. Rounding
-in float64 therefore changes the sum of the products by far less than one clipping norm.
+The norms of a clipped example's products thus sum to at most 1/share clipping norms. Rounding in
+float64 therefore changes the sum of the products by far less than one clipping norm.
 """
 _HUGE = 1e200
 """A larger square counts as infinite, because squares of the other factor might underflow."""
 _SINGLE = 1e-20
-"""Least sum of squares in single precision that squares lost by underflow could not change."""
+"""A sum of squares in single precision above this is reliable: lost tiny squares do not matter."""
 _FEW_CHANNELS = 32
 """With fewer channels, a grouped convolution is at least as fast as Opacus on a CPU."""
 _PATCHES = 2**22
@@ -73,7 +74,7 @@ class GradientRows:
 
 
 class Products:
-    """Gradients Σ_t s_t a_tᵀ of a weight over the places t of an example, as unevaluated products.
+    """Gradients Σ_t s_t a_tᵀ of a weight over the places t of an example, kept as two factors.
 
     The squared norms Σ_t Σ_u ⟨s_t, s_u⟩ ⟨a_t, a_u⟩ (ghost norms, Li et al. 2022) are computed in
     float64, because terms of opposite sign may cancel and small terms underflow. A margin covers
@@ -82,7 +83,7 @@ class Products:
     Parameters
     ----------
     slopes, inputs : Tensor
-        (examples, places, outputs) and (examples, places, inputs).
+        s of shape (examples, places, outputs), and a of shape (examples, places, inputs).
     """
 
     def __init__(self, slopes: Tensor, inputs: Tensor) -> None:
@@ -109,15 +110,15 @@ class Products:
 
 
 class Lookups:
-    """Gradients of a table in which each place of an example looks up one row, unevaluated.
+    """Gradients of a table in which each place of an example looks up one row, kept as factors.
 
     The squared norms are Σ ⟨s_t, s_u⟩ over the places t and u that look up the same row. They equal
-    those of `Products` whose inputs are one at the row of a place and zero elsewhere.
+    those of `Products` with one-hot inputs: 1 for the row that a place looks up, and 0 otherwise.
 
     Parameters
     ----------
     slopes, places : Tensor
-        (examples, places, width), and row numbers (examples, places).
+        s of shape (examples, places, width), and row numbers of shape (examples, places).
     rows : int
         Number of rows of the table.
     """
@@ -215,7 +216,7 @@ def _convolution(layer: nn.Conv2d, x: Tensor, slope: Tensor) -> Parts:
 
 
 def _is_better_unwritten(weight: Tensor, places: int) -> bool:
-    """Return True if products of all pairs of places cost less than storing each gradient."""
+    """Return True if norms from all pairs of places cost less than storing each gradient."""
     return places == 1 or weight.numel() > 4 * places * (len(weight) + weight[0].numel())
 
 
@@ -227,7 +228,7 @@ def _patches(layer: nn.Conv2d, images: Tensor) -> Tensor:
 
 
 def _grouped(layer: nn.Conv2d, x: Tensor, slope: Tensor) -> Tensor:
-    """Return every example's own gradient, by a convolution with a channel group per example."""
+    """Return every example's own gradient, by one convolution with a channel group per example."""
     assert isinstance(layer.padding, tuple)
     count, kernels = len(x), layer.weight.shape[1:]
     x, slope = (
@@ -259,7 +260,7 @@ _SAMPLED = {
     *(nn.Conv1d, nn.Conv3d, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm),
     *(nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d),
 }
-"""Layers left to Opacus.
+"""Layers whose gradients Opacus computes.
 
 `EmbeddingBag` is missing, because Opacus would count a word that is twice in a bag only once.
 """
@@ -283,7 +284,7 @@ def is_known(layer: nn.Module) -> bool:
 
 
 def _sampled(layer: nn.Module, x: Tensor, slope: Tensor) -> dict[str, GradientRows]:
-    """Compute gradients by Opacus, which skips frozen parameters and expects usual strides."""
+    """Compute gradients by Opacus, which needs trainable parameters and contiguous tensors."""
     sampler = opacus().GradSampleModule.GRAD_SAMPLERS[type(layer)]
     layer.requires_grad_(True)
     try:

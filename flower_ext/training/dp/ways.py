@@ -1,20 +1,20 @@
 """Ways to find the gradient of every example of a batch, and the trials that choose among them.
 
-One pass over a batch gives the inputs and outputs of every layer. From these follow the norm of
-each example's gradient, and the sum of the clipped gradients (`one_pass`). On a CPU, a batch passes
-in groups that stay in the caches. Where a model might mix examples, vmap or a loop finds each
-example's gradient.
+The fastest way is one pass over a batch (`one_pass`). It gives the inputs and outputs of every
+layer, from which this package computes the norm of each example's gradient, and the sum of the
+clipped gradients. On a CPU, a batch passes in groups that fit into the caches. If a model might mix
+examples, vmap or a loop computes each example's gradient.
 
 Libraries choose their kernels by the number of rows, so an example's gradient would be rounded
-differently if another example joined the pass. A ReLU at its kink turns such a difference in the
-last bit into a whole gradient. All passes therefore have one public width. If a trial finds that an
-example's bits still depend on other examples, examples pass one by one.
+differently if another example joined the pass. At the kink of a ReLU, such a difference in the last
+bit changes the whole gradient. All passes therefore have the same, public number of examples. If a
+trial finds that an example's bits still depend on other examples, examples pass one by one.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from enum import StrEnum
 from functools import lru_cache
 from logging import getLogger
@@ -25,6 +25,7 @@ from torch.func import grad, vmap
 
 from flower_ext.data import trees
 from flower_ext.data.trees import Tree
+from flower_ext.errors import InvalidValue
 from flower_ext.training.dp.one_pass import OnePass
 from flower_ext.training.dp.per_example import GradientRows, Parts, is_known
 from flower_ext.training.example_gradient import (
@@ -36,8 +37,8 @@ from flower_ext.training.example_gradient import (
 from flower_ext.training.params import Params, clone
 from flower_ext.training.task import Task
 from flower_ext.training.training_kind import TrainingKind, kind_of
-from flower_ext.training.trials.batch_invariance import BatchInvarianceTrial
-from flower_ext.training.trials.single_examples import require_single_examples
+from flower_ext.training.trials.examples_in_turn import why_not_one_by_one
+from flower_ext.training.trials.examples_together import BatchInvarianceTrial
 
 log = getLogger("flwr")
 
@@ -47,7 +48,7 @@ TOGETHER, _FEWEST = 64, 4
 Fewer than four would change the rounding, because libraries have other kernels for so few rows.
 """
 _MOST_DENSE, _OF_EIGHT = 1024, 8
-"""Most examples that pass together if no gradient is stored; they pass in multiples of eight."""
+"""If no gradient is stored, at most 1,024 examples pass together, in a multiple of eight."""
 
 
 class GradientMethod(StrEnum):
@@ -71,7 +72,7 @@ class Passes:
     Raises
     ------
     InvalidValue
-        Examples mix in a layer of the model.
+        A layer of the model mixes examples.
     """
 
     def __init__(self, task: Task, names: list[str], batch_size: float) -> None:
@@ -85,7 +86,7 @@ class Passes:
         self._is_dense = all(type(layer) is nn.Linear for layer in holders)
 
     def gradients(self, way: GradientMethod, x: Tree, y: Tree) -> Parts:
-        """Return the gradients of the examples of one pass, of which there are `width`."""
+        """Return the gradients of the examples of one pass, which has `width` examples."""
         if way == GradientMethod.IN_ONE_PASS:
             return self.one_pass(x, y, self.task.loss)
         follow = self.by_vmap if way == GradientMethod.BY_VMAP else self._alone
@@ -124,7 +125,7 @@ class Passes:
         ------
         InvalidValue
             The model remembers an example, or learns from no example by itself (see
-            `require_single_examples`).
+            `why_not_one_by_one`).
         """
         kind = kind_of(self.task, features, targets, self.params)
         threads = torch.get_num_threads()
@@ -136,45 +137,50 @@ class Passes:
 def _tried(
     kind: TrainingKind, names: tuple[str, ...], batch_size: float, threads: int
 ) -> tuple[GradientMethod, Tree | None]:
-    """Return the fastest way that trials allow, and the extra example of `OnePass`.
+    """Return the fastest way that trials allow, and the extra last example of `OnePass`.
 
-    One pass finds every example's own gradient, except in four cases: a layer treats patches or
-    times as rows, a layer is used twice, examples mix, or operations depend on values (`watched`).
-    In one pass and under vmap, an example's bits must not depend on its place or on other examples.
+    Trials exclude one pass in four cases: a layer treats patches or times as rows, the model uses
+    a layer twice, the model mixes examples, or feature values decide which operations the model
+    runs (`watched`). Trials exclude one pass and vmap if an example's bits depend on its place or
+    on other examples.
     """
-    require_single_examples(kind.task, names, kind.features, kind.targets)
+    if reason := why_not_one_by_one(kind.task, names, kind.features, kind.targets):
+        raise InvalidValue.tellable(reason)
     passes = Passes(kind.task, [*names], batch_size)
     trial = BatchInvarianceTrial(passes.model, passes.params, passes.names)
     example = kind.features, kind.targets, kind.loss
-    in_one_pass = passes.one_pass, passes.width(GradientMethod.IN_ONE_PASS)
-    way = GradientMethod.ONE_BY_ONE
-    if (
-        all(map(is_known, passes.layers.values()))
-        and _holds(passes.one_pass.prepare, kind.features, in_one_pass[1])
-        and _holds(trial.finds_own_gradients, *example, *in_one_pass)
-        and _holds(trial.is_batch_invariant, *example, *in_one_pass)
+    way, width = GradientMethod.IN_ONE_PASS, passes.width(GradientMethod.IN_ONE_PASS)
+    if reason := (
+        _why_unknown(passes.layers)
+        or _why_not(passes.one_pass.prepare, kind.features, width)
+        or _why_not(trial.why_gradients_differ, *example, passes.one_pass, width)
+        or _why_not(trial.why_bits_differ, *example, passes.one_pass, width)
     ):
-        way = GradientMethod.IN_ONE_PASS
-    elif _holds(
-        trial.is_batch_invariant, *example, passes.by_vmap, passes.width(GradientMethod.BY_VMAP)
-    ):
-        way = GradientMethod.BY_VMAP
+        log.info("gradients of single examples are not found %s: %s", way, reason)
+        way, width = GradientMethod.BY_VMAP, passes.width(GradientMethod.BY_VMAP)
+        if reason := _why_not(trial.why_bits_differ, *example, passes.by_vmap, width):
+            log.info("gradients of single examples are not found %s: %s", way, reason)
+            way = GradientMethod.ONE_BY_ONE
     log.info("gradients of single examples are found %s", way)
     return way, passes.one_pass.last
 
 
-def _holds(check: Callable[..., bool], *arguments: object) -> bool:
-    """Return the result of ``check``; False if the model raises."""
+def _why_unknown(layers: Mapping[str, nn.Module]) -> str | None:
+    unknown = [name for name, layer in layers.items() if not is_known(layer)]
+    return f"layer {unknown[0]!r} has no known gradient" if unknown else None
+
+
+def _why_not(trial: Callable[..., str | None], *arguments: object) -> str | None:
+    """Return a trial's reason, or the error that the model raises for random examples."""
     try:
-        return check(*arguments)
-    except Exception:  # a model may raise anything for random examples
-        log.debug("%s raises", check.__name__, exc_info=True)
-        return False
+        return trial(*arguments)
+    except Exception as error:  # a model may raise anything for random examples
+        return repr(error)
 
 
 def _width(batch_size: float, *, written: bool) -> int:
-    """Return how many examples pass together, from the public number that a batch usually has."""
-    if written:  # each row costs, so two or three narrow passes waste less than one wide pass
+    """Return how many examples pass together; ``batch_size`` is the usual size of a batch."""
+    if written:  # padding costs time, so two or three small passes are better than a large one
         half = math.ceil(min(batch_size, 2 * TOGETHER) / 2)
         return max(_FEWEST, 1 << (half - 1).bit_length())
     usual = batch_size + 3 * math.sqrt(batch_size)  # a Poisson batch is rarely larger

@@ -2,28 +2,31 @@
 
 Trials find out whether one example can change what other examples contribute. Clipping each
 contribution does not bound such a change. The examples are random or unusual, and reveal nobody's
-values. A trial that finds nothing is evidence, not a proof.
+values. Each trial is a function ``why_...``, which returns the reason for a refusal or for a slower
+way, or None if it finds none. None is evidence, not a proof.
 
-=======================  =================================  =====================================
-module                   its question                       what follows from "no"
-=======================  =================================  =====================================
-`single_examples`        Does the model learn from one      `ClippedGradient` refuses the model.
-                         example at a time, and keep
-                         nothing of it but buffers?
-`batch_invariance`       Is each gradient of a batch the    `dp.ways` finds the gradients by vmap,
-                         one that the example has alone,    or one by one.
-                         up to rounding, or to the bit?
-`control_flow`           Do the model's operations stay     `dp.one_pass` does not pass examples
-                         the same for all feature values?   together.
-`joint_trainings`        Do jobs that train together end    `batched.choice` trains them in
-                         as each alone, up to rounding,     another form.
-                         or to the bit?
-`between_trainings`      Does a training leave nothing      The client refuses to train under a
-(in `training`)          that another training sees?        plan that protects.
-=======================  =================================  =====================================
+======================  ============================  ===============================
+may one change another  if they follow one another?   if they are computed together?
+======================  ============================  ===============================
+example                 `examples_in_turn`            `examples_together`
+training                `trainings_in_turn`           `trainings_together`
+======================  ============================  ===============================
 
-All trials use `trial_examples`, which makes the examples; `training_kind`, under which the process
-remembers an answer; and `snapshots`, which reads everything that a model can store. Layers that are
-known to mix examples, such as batch normalisation, need no trial, because
-`model_of_single_examples` refuses them.
+======================  ===================================================================
+module                  what follows from a reason
+======================  ===================================================================
+`examples_in_turn`      `ClippedGradient` refuses the model, because the model keeps
+                        something of an example other than in buffers.
+`lone_examples`         The same, because no example alone teaches the model anything.
+`examples_together`     `dp.ways` finds the gradients by vmap, or one by one, because those
+                        of a pass differ from those that each example has alone.
+`control_flow`          The same: the model's operations depend on values of features. It
+                        is a watch that raises an error, to stop the pass at once.
+`trainings_in_turn`     The client refuses to train under a plan that protects.
+`trainings_together`    `batched.choice` trains the jobs in another form.
+======================  ===================================================================
+
+All trials use `made_up_examples`; `training_kind`, under which the process remembers a reason; and
+`snapshots`, which reads everything that a model can store. Layers that are known to mix examples,
+such as batch normalisation, need no trial, because `model_of_single_examples` refuses them.
 """

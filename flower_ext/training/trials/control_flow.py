@@ -1,8 +1,9 @@
 """A check for models that branch on values of their features, through which examples could mix.
 
-A model that reads no value applies the same operations to all batches of one shape. One kind of
-reading is harmless: a test whether *all* or *any* values are true, if a row that is in every batch
-decides the answer. Hugging Face's models test in this way whether a mask hides anything.
+A model that reads no value applies the same operations to all batches of one shape. One way to read
+values is harmless: a test whether *all* or *any* values are true, if an extra row, the same in
+every batch, decides the answer. Hugging Face's models test in this way whether a mask hides
+anything.
 """
 
 from __future__ import annotations
@@ -95,7 +96,7 @@ class ControlFlowWatch(TorchDispatchMode):
             self._derived[storage] = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
 
     def _note_decision(self, func: Any, args: tuple[Any, ...], tested: Tensor, out: Tensor) -> None:
-        """Record an answer that the last row decides, whatever the other rows are."""
+        """Record ``out`` if it is the answer of a test that the last row alone decides."""
         if func == _aten.eq.Scalar and any(
             tested is count and args[1] == most for count, most in self._counts
         ):
@@ -111,7 +112,7 @@ class ControlFlowWatch(TorchDispatchMode):
     def _note_rows(
         self, func: Any, args: tuple[Any, ...], inputs: Sequence[Tensor], out: Tensor
     ) -> None:
-        """Record a result with one row per example."""
+        """Record ``out`` if each of its rows depends on one example alone."""
         if func not in _ROW_BY_ROW or not _is_among(inputs[0], self._by_row):
             return
         along_rows = (func == _aten.slice.Tensor and args[1:2] in [(), (0,)]) or (

@@ -12,7 +12,8 @@ import logging
 import types
 import weakref
 import zlib
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from functools import cache, partial
 from itertools import chain
 from typing import Any
@@ -29,7 +30,6 @@ _ATOMS = (
     *(torch.dtype, torch.device, torch.Size, torch.layout, torch.memory_format),
 )
 _OF_MODULES = ("_parameters", "_buffers", "_modules")
-_CONTAINERS = (list, tuple, set, frozenset)
 _SKIPPED = (
     *(types.ModuleType, logging.Logger, weakref.ref, types.BuiltinFunctionType),
     *(types.GenericAlias, types.UnionType),
@@ -52,12 +52,11 @@ class _Itself:
 
 
 def snapshot(**roots: Any) -> Snapshot:
-    """Return all values that can be reached from ``roots``, by their places."""
-    values: Snapshot = {}
-    seen: dict[int, Any] = {}  # keeps objects alive, so that no identity is reused
+    """Return the value at each place that can be reached from ``roots``, by the place's name."""
+    reading = _Reading()
     for name, root in roots.items():
-        _read(name, root, values, seen, 0)
-    return values
+        reading.read(name, root, 0)
+    return reading.values
 
 
 def changed_places(before: Snapshot, after: Snapshot) -> list[str]:
@@ -80,21 +79,37 @@ def same_params(one: Params | None, other: Params | None) -> bool:
     return all(map(same_numbers, one.values(), other.values()))
 
 
-def _read(name: str, value: Any, values: Snapshot, seen: dict[int, Any], depth: int) -> None:
-    if isinstance(value, _ATOMS):
-        values[name] = type(value), repr(value)  # a text, because NaN is unequal to itself
-        return
-    if isinstance(value, Tensor):  # store it at each of its places, which may differ later
-        values[name], seen[id(value)] = _checksum(value), value
-        return
-    if isinstance(value, _Itself):
-        values[name] = value
-        return
-    if isinstance(value, _SKIPPED) or id(value) in seen or depth > _DEEPEST:
-        return
-    seen[id(value)] = value
-    for part, inner in _parts(name, value, values):
-        _read(part, inner, values, seen, depth + 1)
+@dataclass(frozen=True)
+class _Kind:
+    """A way to read the values of a type: as a whole, in parts, or not at all."""
+
+    whole: Callable[[Any], Hashable] | None = None
+    parts: Callable[[str, Any, Snapshot], Iterable[tuple[str, Any]]] | None = None
+
+
+class _Reading:
+    """The values that one snapshot has read so far."""
+
+    def __init__(self) -> None:
+        self.values: Snapshot = {}
+        self._seen: dict[int, Any] = {}  # keeps objects alive, so that no identity is reused
+        self._kinds: dict[type, _Kind] = {}
+
+    def read(self, name: str, value: Any, depth: int) -> None:
+        """Read an object and all that can be reached from it."""
+        kind = self._kinds.get(type(value)) or self._kind_of(value)
+        if kind.whole is not None:  # read at each of its places, which may differ later
+            self.values[name] = kind.whole(value)
+        elif kind.parts is not None and id(value) not in self._seen and depth <= _DEEPEST:
+            self._seen[id(value)] = value
+            for part, inner in kind.parts(name, value, self.values):
+                self.read(part, inner, depth + 1)
+
+    def _kind_of(self, value: Any) -> _Kind:
+        kind = _kind(value)
+        if value.__class__ is type(value):  # a proxy looks like an object of another type
+            self._kinds[type(value)] = kind
+        return kind
 
 
 def _checksum(tensor: Tensor) -> Hashable:
@@ -106,36 +121,42 @@ def _checksum(tensor: Tensor) -> Hashable:
         return _Itself(tensor)
 
 
-def _parts(name: str, value: Any, values: Snapshot) -> Iterator[tuple[str, Any]]:
+def _kind(value: Any) -> _Kind:
+    for types_of_kind, kind in _KINDS:
+        if isinstance(value, types_of_kind):
+            return kind
+    return _Kind(parts=_of_object)
+
+
+def _as_text(value: Any) -> Hashable:
+    return type(value), repr(value)  # a text, because NaN is unequal to itself
+
+
+def _of_mapping(name: str, value: Any, values: Snapshot) -> Iterator[tuple[str, Any]]:
     """Yield the parts of an object with their places; add its other values to ``values``."""
-    if isinstance(value, Mapping):
-        values[name] = type(value), len(value)
-        yield from ((_inner(name, key), inner) for key, inner in [*value.items()])
-    elif isinstance(value, _CONTAINERS):
-        values[name] = type(value), len(value)
-        yield from ((f"{name}[{n}]", inner) for n, inner in enumerate(value))
-    elif isinstance(value, type):
-        yield from _of_class(value)
-    elif isinstance(value, types.FunctionType):
-        yield from _of_function(name, value)
-    elif isinstance(value, types.MethodType):
-        yield name, value.__self__
-        yield f"{name}()", value.__func__
-    elif isinstance(value, partial):
-        yield from ((f"{name}.{key}", getattr(value, key)) for key in ("func", "args", "keywords"))
-    elif isinstance(value, classmethod | staticmethod):
-        yield name, value.__func__
-    elif isinstance(value, torch.Generator):
-        yield name, value.get_state()
-    else:
-        yield from _of_object(name, value, values)
+    values[name] = type(value), len(value)
+    return ((_inner(name, key), inner) for key, inner in [*value.items()])
+
+
+def _of_container(name: str, value: Any, values: Snapshot) -> Iterator[tuple[str, Any]]:
+    values[name] = type(value), len(value)
+    return ((f"{name}[{n}]", inner) for n, inner in enumerate(value))
+
+
+def _of_method(name: str, method: types.MethodType, _: Snapshot) -> Iterator[tuple[str, Any]]:
+    yield name, method.__self__
+    yield f"{name}()", method.__func__
+
+
+def _of_partial(name: str, value: Any, _: Snapshot) -> Iterator[tuple[str, Any]]:
+    return ((f"{name}.{key}", getattr(value, key)) for key in ("func", "args", "keywords"))
 
 
 def _inner(name: str, key: Any) -> str:
     return f"{name}.{key}" if isinstance(key, str) else f"{name}[{key!r}]"
 
 
-def _of_class(kind: type) -> Iterator[tuple[str, Any]]:
+def _of_class(_: str, kind: type, __: Snapshot) -> Iterator[tuple[str, Any]]:
     if not _in_library(kind.__module__):
         for key, inner in [*vars(kind).items()]:
             if not (key.startswith("__") and key.endswith("__")):
@@ -143,7 +164,7 @@ def _of_class(kind: type) -> Iterator[tuple[str, Any]]:
     yield from ((base.__name__, base) for base in kind.__bases__)
 
 
-def _of_function(name: str, function: types.FunctionType) -> Iterator[tuple[str, Any]]:
+def _of_function(name: str, function: types.FunctionType, _: Snapshot) -> Iterator[tuple[str, Any]]:
     if _in_library(function.__module__ or ""):
         return
     code = function.__code__
@@ -152,8 +173,13 @@ def _of_function(name: str, function: types.FunctionType) -> Iterator[tuple[str,
             yield f"{variable} of {name}", cell.cell_contents
         except ValueError:  # not yet assigned
             continue
-    yield f"defaults of {name}", (function.__defaults__, function.__kwdefaults__)
-    yield f"attributes of {name}", vars(function)
+    # Most functions have none of these. If a pass adds some, it adds a place.
+    if function.__defaults__:
+        yield f"defaults of {name}", function.__defaults__
+    if function.__kwdefaults__:
+        yield f"keyword defaults of {name}", function.__kwdefaults__
+    if attributes := vars(function):
+        yield f"attributes of {name}", attributes
     for variable in _names(code):
         value = function.__globals__.get(variable)
         if isinstance(value, type | types.FunctionType):
@@ -163,7 +189,7 @@ def _of_function(name: str, function: types.FunctionType) -> Iterator[tuple[str,
             yield f"global {variable}", value
 
 
-def _of_object(name: str, value: Any, values: Snapshot) -> Iterator[tuple[str, Any]]:
+def _of_object(name: str, value: Any, _: Snapshot) -> Iterator[tuple[str, Any]]:
     held = getattr(value, "__dict__", None)
     if isinstance(held, dict):
         for key, inner in [*held.items()]:
@@ -227,3 +253,20 @@ def _package(module: str | None) -> str:
 
 def _in_library(module: str) -> bool:
     return _package(module) in _LIBRARIES
+
+
+_KINDS: tuple[tuple[Any, _Kind], ...] = (
+    (_ATOMS, _Kind(whole=_as_text)),
+    (Tensor, _Kind(whole=_checksum)),
+    (_Itself, _Kind(whole=lambda itself: itself)),
+    (_SKIPPED, _Kind()),
+    (Mapping, _Kind(parts=_of_mapping)),
+    ((list, tuple, set, frozenset), _Kind(parts=_of_container)),
+    (type, _Kind(parts=_of_class)),
+    (types.FunctionType, _Kind(parts=_of_function)),
+    (types.MethodType, _Kind(parts=_of_method)),
+    (partial, _Kind(parts=_of_partial)),
+    (classmethod | staticmethod, _Kind(parts=lambda name, value, _: [(name, value.__func__)])),
+    (torch.Generator, _Kind(parts=lambda name, value, _: [(name, value.get_state())])),
+)
+"""The kinds of values, of which the first that fits counts; any other value is an object."""

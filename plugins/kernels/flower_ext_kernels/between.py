@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from flower_ext.training.dropout import AT_A_TIME, LEVELS
+from flower_ext.training.models.dropout import AT_A_TIME, LEVELS
 from flower_ext_kernels.layer_table import (
     BIAS,
     CHANNELS,

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn import functional
 
-from flower_ext.training.dropout import LEVELS, levels_dropped
+from flower_ext.training.models.dropout import LEVELS, levels_dropped
 from flower_ext_kernels.layer_table import (
     CONVOLUTION,
     DENSE,

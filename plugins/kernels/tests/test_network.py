@@ -14,12 +14,11 @@ from flower_ext.training import (
     Linear,
     LocalTraining,
     Proximal,
-    dropout,
     train_each,
     train_groups,
 )
-from flower_ext.training.dropout import draw
-from flower_ext.training.models import build
+from flower_ext.training.models import build, dropout
+from flower_ext.training.models.dropout import draw
 from flower_ext.training.params import sizes
 from flower_ext_kernels import native, network
 from tests.support.jobs import one_by_one, problem, same, train_many

@@ -340,7 +340,7 @@ def test_a_total_that_has_no_inverse_refuses_the_set_up(monkeypatch):
         return added_up(self, {**counts, 0: first + counts[0][size:]})
 
     monkeypatch.setattr(PaillierServer, "_totals", divided)
-    with pytest.raises(FederationNotReady, match="totals that share no factor with n"):
+    with pytest.raises(FederationNotReady, match="has a common factor with the Paillier"):
         start(make())
 
 

@@ -334,7 +334,7 @@ def test_a_silo_refuses_a_protection_that_bounds_no_single_user(monkeypatch):
     of_clients = ClipAndNoise(clipping_norm=0.7, noise_stddev=1.0, cell=2.0**-9)
     monkeypatch.setattr(ReleaseMechanism, "protection", lambda *_: of_clients)
     with pytest.raises(
-        RuntimeError, match="asks for ClipAndNoise: expected a protection of single"
+        RuntimeError, match="asks for the protection ClipAndNoise: expected one that clips"
     ):
         run(strategy)
 
@@ -361,4 +361,4 @@ def test_a_user_whose_training_diverges_adds_nothing_and_nobody_sees_it():
 def test_cells_that_are_too_wide_for_so_many_numbers_are_named(logged):
     wide = secure(noise_multiplier=2.0**13)
     run(strategy_of(UldpAvg, plan=wide, local=LOCAL, **COMMON))
-    assert "rounding to whole cells loses most of the update" in logged.text
+    assert "so rounding loses most of the update" in logged.text

@@ -141,7 +141,7 @@ class OtherKeys(Recorder):
 
 
 @pytest.mark.parametrize(
-    ("key", "message"), [(bytes(32), "silos 0 and 2 have different keys"), (None, "no key")]
+    ("key", "message"), [(bytes(32), "silos 0 and 2 would draw different users"), (None, "no key")]
 )
 def test_silos_without_a_common_key_are_refused_before_any_round(key, message):
     strategy = strategy_that_draws(local=LOCAL)

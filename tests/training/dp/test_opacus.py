@@ -192,7 +192,7 @@ def test_strides_in_memory_change_no_gradient(padding, layout):
 def test_loading_opacus_leaves_the_root_logger_as_it_was():
     script = """
 import logging, sys
-from flower_ext.training.validation import opacus
+from flower_ext.training.models.validation import opacus
 root = logging.getLogger()
 before = root.handlers[:], root.level
 assert "opacus" not in sys.modules

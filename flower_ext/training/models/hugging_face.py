@@ -47,19 +47,19 @@ def pretrained(kind: str, folder: str, *, setting: str, **options: Any) -> Any:
         return getattr(transformers, kind).from_pretrained(folder, **options)
     except (OSError, ValueError) as error:  # no folder with a model, and no download
         raise InvalidValue(
-            f"{setting}={folder!r}: {str(error).splitlines()[0]} Offline, name a local folder with "
-            "a model and its tokenizer, as save_pretrained writes them"
+            f"{setting}={folder!r}: {str(error).splitlines()[0]} If you are offline, name a local "
+            "folder with a model and its tokenizer, as save_pretrained writes them"
         ) from error
 
 
 def causal_model(folder: str, *, setting: str) -> nn.Module:
-    """Return a fresh causal language model of a folder, in the type of its files.
+    """Return a fresh causal language model from a folder, with numbers of the files' type.
 
     Raises
     ------
     InvalidValue
-        As `pretrained`; or the files lack a weight, which would begin at random, and would stay
-        random if it is frozen. The message names ``setting``.
+        `pretrained` raises it; or the files lack a weight, which would begin at random, and would
+        stay random if it is frozen. The message names ``setting``.
     """
     loaded = pretrained(
         "AutoModelForCausalLM", folder, setting=setting, dtype="auto", output_loading_info=True
@@ -97,7 +97,8 @@ def with_lora(
     Raises
     ------
     InvalidValue
-        A name in ``targets`` is that of no linear layer, or of a layer that is tied to another.
+        ``targets`` names a layer that is not linear, that does not exist, or that is tied to
+        another.
     """
     peft, _ = libraries("LoRA")
     names = targets if targets == "all-linear" else [*filter(None, targets.split(","))]
@@ -112,7 +113,7 @@ def with_lora(
 
 
 def _refuse_unknown(model: nn.Module, names: str | list[str]) -> None:
-    """Refuse a name that no linear layer has. PEFT would ignore it if another name has a layer."""
+    """Refuse a name that no linear layer has. PEFT ignores such a name if another name matches."""
     layers = [name for name, module in model.named_modules() if _is_linear(module)]
     leaves = {name.rpartition(".")[2] for name in layers}
     for target in [] if names == "all-linear" else names or [""]:
@@ -129,7 +130,7 @@ def _is_linear(layer: nn.Module) -> bool:
 
 
 def _refuse_tied(model: nn.Module, names: str | list[str]) -> None:
-    """Refuse an adapter on a layer that shares its weight, because merging would change both."""
+    """Refuse an adapter on a layer that shares its weight: merging it would change both layers."""
     if names == "all-linear":
         return  # PEFT leaves out the head
     first: dict[int, str] = {}
@@ -139,7 +140,7 @@ def _refuse_tied(model: nn.Module, names: str | list[str]) -> None:
         leaves = [place.rpartition(".")[2] for place in pair]
         if other != name and (tied := [leaf for leaf in leaves if leaf in names]):
             raise InvalidValue(
-                f"LoRA targets={','.join(names)!r}: {tied[0]!r} is tied, {pair[0]!r} and "
-                f"{pair[1]!r} are one weight, and an adapter merged into one would change both: "
-                "leave it out"
+                f"LoRA targets={','.join(names)!r}: leave out {tied[0]!r}, because {pair[0]!r} and "
+                f"{pair[1]!r} share one weight, so an adapter that is merged into one layer would "
+                "change both"
             )

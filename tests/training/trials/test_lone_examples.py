@@ -14,7 +14,8 @@ from flower_ext.errors import InvalidValue, is_tellable
 from flower_ext.privacy import SeededNoise
 from flower_ext.training import DpSgdTraining, Task, train_dp_sgd
 from flower_ext.training.dp.clipped_gradient import ClippedGradient
-from flower_ext.training.trials.single_examples import _usual_examples, refuse_without_gradients
+from flower_ext.training.trials.examples_in_turn import _usual_examples
+from flower_ext.training.trials.lone_examples import why_nothing_learned
 
 
 class Network(nn.Module):
@@ -152,11 +153,11 @@ def test_a_model_that_learns_from_single_examples_draws_nothing_in_the_trial(bui
 ROWS, COUNTS = torch.zeros(2, 6), torch.zeros(2, 6).long()
 
 
-def check(outputs_of, slopes=None, features=ROWS):
-    """Check a model of these outputs whose only gradients are ``slopes``, none of them zero."""
+def reason(outputs_of, slopes=None, features=ROWS):
+    """Return why a model of these outputs, whose gradients are ``slopes``, learns nothing."""
     slopes = {"weight": torch.ones(2)} if slopes is None else slopes
     examples = _usual_examples(features, torch.zeros(2).long())
-    refuse_without_gradients("M", outputs_of, examples, [slopes] * len(examples))
+    return why_nothing_learned("M", outputs_of, examples, [slopes] * len(examples))
 
 
 def count_of(x):
@@ -203,31 +204,30 @@ ALLOWED = {
 
 @pytest.mark.parametrize("which", CONSTANT)
 def test_outputs_that_say_nothing_of_an_example_are_refused_whatever_stands_beside_them(which):
-    with pytest.raises(InvalidValue, match="equal outputs"):
-        check(CONSTANT[which])
+    assert "equal outputs" in reason(CONSTANT[which])
 
 
 @pytest.mark.parametrize("which", ALLOWED)
 def test_outputs_that_may_say_something_are_allowed(which):
-    check(ALLOWED[which])
+    assert reason(ALLOWED[which]) is None
 
 
 @pytest.mark.parametrize("features", [COUNTS, (ROWS, COUNTS)], ids=["integers", "both"])
 def test_integers_may_be_equal_where_the_model_looks(features):
-    check(same(1.0), features=features)
-    with pytest.raises(InvalidValue, match="equal outputs"):
-        check(together(ones=same(1.0), company=of_company), features=features)
+    assert reason(same(1.0), features=features) is None
+    assert "equal outputs" in reason(
+        together(ones=same(1.0), company=of_company), features=features
+    )
 
 
 @pytest.mark.parametrize("finite", ["a", "b"])
 def test_one_gradient_that_is_not_finite_is_enough(finite):
     slopes = {name: torch.ones(2) * (1.0 if name == finite else torch.nan) for name in "ab"}
-    with pytest.raises(InvalidValue, match="a gradient that is not finite"):
-        check(sums, slopes)
+    assert "a gradient that is not finite" in reason(sums, slopes)
 
 
 def test_one_number_of_a_gradient_is_enough():
-    check(sums, {"a": torch.zeros(2), "b": torch.tensor([0.0, 1.0])})
+    assert reason(sums, {"a": torch.zeros(2), "b": torch.tensor([0.0, 1.0])}) is None
 
 
 def test_features_of_another_type_are_refused_by_name():

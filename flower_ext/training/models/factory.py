@@ -1,8 +1,9 @@
 """Model factories whose frozen parts are built once and shared.
 
-Pretrained weights take longer to load than a small part of them takes to train. Frozen tensors are
-not among the parameters that train, travel and are stored (`Params`). Each node takes them from its
-own factory, and `ModelFactory.fingerprint` shows whether two nodes have the same frozen tensors.
+Loading pretrained weights takes longer than training a small part of them, so each process loads
+them once. Frozen tensors are not among the parameters that nodes train, send and store (`Params`).
+Each node takes them from its own factory, and `ModelFactory.fingerprint` shows whether two nodes
+have the same frozen tensors.
 """
 
 from __future__ import annotations
@@ -34,7 +35,11 @@ _REMEDIES = {
     torch.complex128: _PARTS,
 }
 """Types that cannot travel, with the remedy for each. Noise does not add up in half precision."""
-_PLAIN_MODULES = ("torch.nn.modules.", "flower_ext.training.models", "flower_ext.training.dropout")
+_PLAIN_MODULES = (
+    "torch.nn.modules.",
+    "flower_ext.training.models.architectures",
+    "flower_ext.training.models.dropout",
+)
 _PLAIN_VALUES = (int, float, bool, str, type(None), torch.dtype, torch.device, torch.Size)
 
 
@@ -42,11 +47,11 @@ class ModelFacts(NamedTuple):
     """Facts about the models of one factory, found from the first model."""
 
     frozen: Params
-    """All tensors that neither train nor travel; the caller must not change them."""
+    """All tensors that are neither trained nor sent; the caller must not change them."""
     tied: Mapping[str, str]
-    """The further names of tied parameters, each with the first name, which messages use."""
+    """Maps each further name of a tied parameter to the first name, which messages use."""
     travelling: Mapping[str, tuple[torch.Size, torch.dtype]]
-    """Shapes and types of all trained parameters, and of the buffers beside them."""
+    """Shapes and types of the tensors that nodes send: trained parameters, and buffers."""
     known: bool
     """True if all layers are *known*: layers of PyTorch or this package, with nothing added."""
     known_holders: bool
@@ -63,15 +68,15 @@ class ModelFactory:
     function : Callable[[], nn.Module]
         Builds a model. Its random numbers must come from torch's own generator.
     trainable : Sequence[str], optional
-        Names of the modules and parameters that train, in which ``*`` stands for any part; all
-        others are frozen. With None each parameter's ``requires_grad`` decides.
+        Names of the modules and parameters that train; ``*`` matches any part of a name. All
+        others are frozen. With None, each parameter's ``requires_grad`` decides.
 
     Raises
     ------
     ValueError
-        When a model is first built: a name of ``trainable`` matches nothing in the model, all
-        parameters are frozen, or a travelling tensor has a type that cannot travel (half
-        precision, complex numbers).
+        The first call that builds a model raises it: a name of ``trainable`` matches nothing in
+        the model, all parameters are frozen, or a tensor that nodes send has a type in which they
+        cannot send it (half precision, complex numbers).
     """
 
     def __init__(
@@ -101,7 +106,7 @@ class ModelFactory:
         return self._templates[device].copy()
 
     def initial(self, seed: int) -> Params:
-        """Return the travelling tensors of a fresh model: trained parameters, and buffers."""
+        """Return the tensors of a fresh model that nodes send: trained parameters, and buffers."""
         if self.facts.template is None:
             return self._initial(seed)
         if self._last is None or self._last[0] != seed:  # a pretrained model loads slowly
@@ -114,7 +119,7 @@ class ModelFactory:
         return clone({name: state[name] for name in self.facts.travelling})
 
     def like_initial(self, seed: int) -> Params:
-        """Return parameters for trials, like `initial` but without building a slow model anew."""
+        """Return parameters for trials, like `initial`, but build no pretrained model again."""
         template = self.facts.template
         if template is None:
             return self.initial(seed)
@@ -159,7 +164,7 @@ class ModelFactory:
         known, known_holders = (
             all(map(_is_plain, modules)) for modules in (model.modules(), _holders(model))
         )
-        # Buffers that do not travel are drawn once, like frozen tensors; each model has a copy.
+        # Buffers that are not sent are drawn once, like frozen tensors; each model has a copy.
         constant = frozen or any(name not in state for name, _ in model.named_buffers())
         template = model if constant else None
         if template is not None:
@@ -252,9 +257,10 @@ def digest(tensors: Mapping[str, Tensor]) -> str:
 
 
 def in_training(model: nn.Module) -> nn.Module:
-    """Switch a model to training mode, except for statistics of frozen layers, and return it.
+    """Switch all layers that are not frozen to training mode, and return the model.
 
-    Gradients of embeddings become dense, because they are added to dense gradients.
+    Frozen layers therefore keep their running statistics. Embeddings get dense gradients, because
+    other code adds these to dense gradients.
     """
     model.train()
     for module in model.modules():
@@ -274,10 +280,11 @@ def is_frozen(module: nn.Module) -> bool:
 def factory_of(
     function: Callable[[], nn.Module], trainable: tuple[str, ...] | None = None
 ) -> ModelFactory:
-    """Return the factory of a function, the same one in every call; it stores facts about models.
+    """Return the factory of a function: the same object in every call for the same function.
 
-    Equal `functools.partial` objects share one factory. Equal objects also share one factory for
-    each of their methods, because on Ray each message brings its own copies of objects.
+    A factory stores facts about models, so equal functions share it. Two `functools.partial`
+    objects are equal if their functions and arguments are. Two bound methods are equal if their
+    objects are equal, because on Ray each message brings its own copy of the object.
     """
     if isinstance(function, ModelFactory):
         if trainable in (None, function.trainable):
@@ -297,7 +304,7 @@ class _Key:
 
 
 def _identity(function: Callable[[], nn.Module]) -> Hashable:
-    """Return the parts by which two functions compare equal, or the function itself."""
+    """Return a value that is the same for functions that `factory_of` treats as equal."""
     with suppress(TypeError):  # a part without a hash
         # A subclass of partial may do more than its parts say.
         if type(function) is partial:
@@ -318,8 +325,8 @@ def _factory_by(key: _Key) -> ModelFactory:
 def suits_channels_last(model: nn.Module, trained: Collection[str]) -> bool:
     """Return True if convolutions may have their channels last, which is faster on a CPU.
 
-    In that order, PyTorch crashes in the backward pass of `nn.GroupNorm` unless its input needs a
-    gradient. A trained convolution as the first layer makes sure of that.
+    With channels last, PyTorch crashes in the backward pass of `nn.GroupNorm` unless its input
+    needs a gradient. It does need one if the first layer is a trained convolution.
     """
     modules = [*model.modules()]
     if not any(isinstance(module, nn.GroupNorm) for module in modules):
@@ -335,7 +342,7 @@ def _holders(model: nn.Module) -> list[nn.Module]:
 
 
 def _is_plain(module: nn.Module) -> bool:
-    """Return True for a layer of PyTorch or this package without additions, such as hooks."""
+    """Return True for a layer of PyTorch or this package with nothing added, such as a hook."""
     tensors_and_children = ("_modules", "_parameters", "_buffers")
     values = [value for key, value in vars(module).items() if key not in tensors_and_children]
     return type(module).__module__.startswith(_PLAIN_MODULES) and all(map(_is_plain_value, values))

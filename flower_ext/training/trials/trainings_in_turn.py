@@ -5,8 +5,8 @@ trainings share class attributes, global variables and the variables that hooks 
 these, one user's records could change the updates of other users, or of other clients. Clipping
 each update does not bound such a change.
 
-The trial compares `snapshots`, and names the place at which they differ. Snapshots do not reach
-every place, so the trial also repeats a training after trainings on other examples. Both results
+The trial compares `snapshots`, and names the variable in which they differ. Snapshots do not reach
+every variable, so the trial also repeats a training after trainings on other examples. Both results
 must be equal.
 """
 
@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import pickle
 import random
+from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache
 
@@ -22,48 +23,52 @@ import torch
 
 from flower_ext.data import Examples, trees
 from flower_ext.data.trees import Tree
-from flower_ext.errors import InvalidValue
 from flower_ext.training.isolation import attempted
 from flower_ext.training.job import Job, LocalTraining
-from flower_ext.training.local import train
-from flower_ext.training.model_factory import in_training
+from flower_ext.training.models.factory import in_training
 from flower_ext.training.params import Params, shaken
 from flower_ext.training.rounding import deterministic_kernels
 from flower_ext.training.seeding import seeded
 from flower_ext.training.task import Task
 from flower_ext.training.training_kind import TrainingKind, kind_of
+from flower_ext.training.trials.made_up_examples import random_examples, unlike_examples
 from flower_ext.training.trials.snapshots import changed_places, same_params, snapshot
-from flower_ext.training.trials.trial_examples import random_examples, unlike_examples
 
+Train = Callable[[Task, Job], Params]
 _KEEPS = (
     "{place} changes while a model trains, and other models see it: expected no change, because "
-    "one user's records would move the updates of others, which no clipping bounds. Keep it in the "
-    "model itself, where each training has its own"
+    "one user's records would move the updates of other users, and clipping does not bound that. "
+    "Keep it in the model itself, because each training has its own model"
 )
 _GENERATORS = "the global generator of numpy.random or random (draw from torch.rand instead)"
 
 
-def refuse_state_between_trainings(task: Task, examples: Examples) -> None:
-    """Refuse a model or a loss through which a training changes later ones in the same process.
+def why_state_is_shared(task: Task, examples: Examples, train: Train) -> str | None:
+    """Return through what a training changes later ones in the same process; None for nothing.
 
-    Only the shapes and types of the examples matter. The process remembers the result.
+    Only the shapes and types of the examples matter. The process remembers the result, which
+    depends on no data, so it may reach the server.
+
+    Parameters
+    ----------
+    train : Callable[[Task, Job], Params]
+        `local.train`, which trains one job.
 
     Raises
     ------
-    InvalidValue
-        The message names what trainings share. It depends on no data, so it may reach the server.
     Exception
         Examples of this kind, such as quantised ones, cannot be made at random.
     """
     kind = kind_of(task, examples.features, examples.targets, {})
     on_cpu = kind if kind.device.type == "cpu" else replace(kind, device=torch.device("cpu"))
     for one in dict.fromkeys((kind, on_cpu)):
-        if (place := _shared_place(one)) is not None:
-            raise InvalidValue.tellable(_KEEPS.format(place=place))
+        if (place := _shared_place(one, train)) is not None:
+            return _KEEPS.format(place=place)
+    return None
 
 
 @lru_cache(maxsize=64)
-def _shared_place(kind: TrainingKind) -> str | None:
+def _shared_place(kind: TrainingKind, train: Train) -> str | None:
     """Return the place that trainings share and change; None if a trial finds none."""
     # Seeded, because only the first training of a process runs the trial, and the trial's draws
     # must not change later draws. Deterministic, because some kernels of accelerators round
@@ -72,10 +77,10 @@ def _shared_place(kind: TrainingKind) -> str | None:
         seeded(0, devices=kind.device.type != "cpu"),
         deterministic_kernels(kind.device, strict=False),
     ):
-        return _place_by_trial(kind)
+        return _place_by_trial(kind, train)
 
 
-def _place_by_trial(kind: TrainingKind) -> str | None:
+def _place_by_trial(kind: TrainingKind, train: Train) -> str | None:
     task, generator = kind.task, torch.Generator().manual_seed(0)
     start = shaken(task.factory.like_initial(0), generator)
     # No training uses this model, so whatever changes in it is shared by all models.
@@ -89,7 +94,7 @@ def _place_by_trial(kind: TrainingKind) -> str | None:
     positions = _positions()
     states = np.random.get_state(legacy=False), random.getstate()  # noqa: NPY002
     try:
-        first = _trained(task, start, *usual)
+        first = _trained(train, task, start, *usual)
         if _positions() != positions:
             return _GENERATORS
     finally:
@@ -97,15 +102,17 @@ def _place_by_trial(kind: TrainingKind) -> str | None:
         random.setstate(states[1])
     before = snapshot(model=bystander, loss=task.loss)
     for x, y in (other, *trees.split(unlike, 1)):
-        _trained(task, start, x, y)
+        _trained(train, task, start, x, y)
         after = snapshot(model=bystander, loss=task.loss)
         if places := changed_places(before, after):
             return places[0]
-    again = _trained(task, start, *usual)
+    again = _trained(train, task, start, *usual)
     return None if same_params(first, again) else "a variable elsewhere"
 
 
-def _trained(task: Task, start: Params, features: Tree, targets: Tree) -> Params | None:
+def _trained(
+    train: Train, task: Task, start: Params, features: Tree, targets: Tree
+) -> Params | None:
     """Return the model after a short training; None if it raises."""
     job = Job(
         params=start,

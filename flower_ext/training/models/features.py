@@ -1,8 +1,9 @@
 """Features of examples from a frozen front part of a model, computed once.
 
-Above a frozen backbone only a small part trains. `Features` serves as ``data`` of a `Task` whose
-model is that part alone: ``Task(model=head, data=Features(backbone, images))``. One example passes
-at a time, on one thread, so that no record can change even a bit of another's features.
+If only a small head trains on top of a frozen backbone, the `Task` needs that head alone as its
+model, and `Features` as its data: ``Task(model=head, data=Features(backbone, images))``. The
+backbone gets one example at a time, on one thread, so that no record can change even a bit of
+another record's features.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ from flower_ext.data.trees import Tree
 from flower_ext.errors import InvalidValue
 from flower_ext.training.cached_files import read_cached, write_cached
 from flower_ext.training.isolation import isolated
-from flower_ext.training.model_calls import call_with
-from flower_ext.training.model_factory import digest
+from flower_ext.training.models.calls import call_with
+from flower_ext.training.models.factory import digest
 from flower_ext.training.seeding import seeded
 
 log = getLogger("flwr")
@@ -35,8 +36,8 @@ _SECONDS_BETWEEN_LINES = 5.0
 class Features:
     """Examples of each partition, with features that a frozen front part computes.
 
-    Targets stay unchanged. Computed features stay in memory, without a limit. The data of a
-    partition must not change.
+    Targets stay unchanged. All computed features stay in memory. The data of a partition must
+    not change.
 
     Parameters
     ----------
@@ -46,11 +47,12 @@ class Features:
         compare only the part's parameters and buffers, so keep other settings, such as an image
         size, in a buffer.
     data : Callable[[int], ClientData]
-        Returns the examples of a partition, as for `Task`. Owners of a silo's records are kept.
+        Returns the examples of a partition, as for `Task`. The users who own a silo's records
+        stay as they are.
     folder : Path, optional
-        Folder of one file per example, for other runs and processes. A file's name depends on the
-        content of the example and of the front's tensors. Empty the folder if the front's code
-        changes. Damaged files are recomputed.
+        Folder that stores the features of each example in a file, so that other runs and processes
+        can read them. A file's name depends on the content of the example and of the front's
+        tensors. Empty the folder if the front's code changes. Damaged files are computed again.
     device : str
         Device of the front. With the default, features agree to the last bit on all machines of one
         kind.
@@ -83,7 +85,9 @@ class Features:
                 torch.set_num_threads(1)
                 outputs = [*self._outputs(partition, parts)]
             if len({(row.shape, row.dtype) for row in outputs}) > 1:
-                raise InvalidValue("front returned tensors of several shapes: expected one shape")
+                raise InvalidValue(
+                    "front returned tensors of several shapes or types: expected one shape and type"
+                )
             rows = torch.cat(outputs) if outputs else torch.empty(0)
             train, test = (
                 Examples(features, part.targets)
@@ -107,7 +111,7 @@ class Features:
         logged, count, total = monotonic(), 0, sum(map(len, parts))
         for part in parts:
             for row in range(len(part)):
-                # A copy, so that the position among other examples does not affect rounding.
+                # Copy the row, so that its position among other examples does not affect rounding.
                 yield self._output(trees.rows(part.features, torch.tensor([row])))
                 count += 1
                 if monotonic() > logged + _SECONDS_BETWEEN_LINES:
@@ -126,7 +130,7 @@ class Features:
         return output
 
     def _computed(self, row: Tree) -> Tensor:
-        # Seeded, so that one example's random draws do not move another's.
+        # Seed the generator for each example, so that no example changes another's random draws.
         with seeded(0, devices=self.device.type != "cpu"), torch.no_grad():
             output = call_with(self._front, {}, trees.to(row, self.device))
         if not isinstance(output, Tensor) or output.shape[:1] != (1,):

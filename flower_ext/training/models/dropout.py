@@ -21,10 +21,10 @@ AT_A_TIME = 4
 
 
 class Dropout(nn.Dropout):
-    """`nn.Dropout` with the draws of `Draws` on a CPU, from torch's own generator."""
+    """`nn.Dropout` that, on a CPU, draws 16-bit numbers as `Draws` does, from torch's generator."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """Keep a random part of ``x`` and scale it, while training."""
+        """Return ``x``; in training mode, set a random part to 0, and scale the rest."""
         if not self.training or self.p == 0 or not x.is_cpu:
             return super().forward(x)
         bits = draw(words(x.numel()), torch.default_generator)[: x.numel()]
@@ -67,18 +67,18 @@ class Draws:
 
 
 def draw(count: int, generator: torch.Generator) -> Tensor:
-    """Return random bits as ``count`` times `AT_A_TIME` numbers of 16 bits."""
+    """Draw ``count`` numbers of 64 bits; return their bits as 16-bit numbers."""
     drawn = torch.empty(count, dtype=torch.int64).random_(_LEAST, None, generator=generator)
     return drawn.view(torch.int16)
 
 
 def words(count: int) -> int:
-    """Return the number of 64-bit draws that ``count`` numbers need."""
+    """Return how many 64-bit draws yield at least ``count`` 16-bit numbers."""
     return -(-count // AT_A_TIME)
 
 
 def levels_dropped(p: float) -> int:
-    """Return the number of `LEVELS` for which dropout of probability ``p`` drops a value."""
+    """Return how many of the `LEVELS` 16-bit numbers make dropout drop a value."""
     return round(p * LEVELS)
 
 

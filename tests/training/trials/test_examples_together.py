@@ -8,8 +8,8 @@ from torch import nn
 
 from flower_ext.training import ClippedGradient
 from flower_ext.training.seeding import seeded
-from flower_ext.training.trials.batch_invariance import BatchInvarianceTrial
-from flower_ext.training.trials.trial_examples import ODD
+from flower_ext.training.trials.examples_together import BatchInvarianceTrial
+from flower_ext.training.trials.made_up_examples import ODD
 from tests.support.jobs import problem
 
 
@@ -183,7 +183,7 @@ def test_a_pass_in_which_an_odd_example_moves_a_bit_of_the_others_is_not_steady(
 
     examples = torch.zeros(1, 4), torch.zeros(1).long()
     trial = BatchInvarianceTrial(passes.model, passes.params, passes.names)
-    assert trial.is_batch_invariant(*examples, task.loss, follow, 16) is (odd is None)
+    assert bool(trial.why_bits_differ(*examples, task.loss, follow, 16)) == (odd is not None)
 
 
 def test_trials_move_no_draw_of_the_first_training_in_a_process():

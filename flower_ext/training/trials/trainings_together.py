@@ -1,7 +1,8 @@
 """Trials of ways to train several models together, on random jobs, before real data are touched.
 
-Each model must train together with others as it trains alone: up to rounding (`why_unlike`), or to
-the last bit where a guarantee needs it (`rounds_alike`). The callers pass the functions that train.
+Each model must train together with others as it trains alone: up to rounding
+(`why_models_differ`), or to the last bit where a guarantee needs it (`why_bits_differ`). The
+callers pass the functions that train.
 """
 
 from __future__ import annotations
@@ -10,18 +11,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
-from torch import Tensor
 
 from flower_ext.data import Examples
-from flower_ext.errors import InvalidValue
 from flower_ext.training.job import Job, LocalTraining
-from flower_ext.training.model_factory import in_training
+from flower_ext.training.models.factory import in_training
 from flower_ext.training.params import Params, shaken
 from flower_ext.training.problem import Proximal
 from flower_ext.training.task import Task
 from flower_ext.training.training_kind import TrainingKind
+from flower_ext.training.trials.made_up_examples import ODD, with_odd_rows
 from flower_ext.training.trials.snapshots import changed_places, snapshot
-from flower_ext.training.trials.trial_examples import ODD, with_odd_rows
 
 TrainTogether = Callable[[Sequence[Job]], Params]
 """Trains jobs, the longest first; returns the stacked parameters, with one row per job."""
@@ -45,7 +44,7 @@ def random_job(kind: TrainingKind, count: int) -> Job:
     )
 
 
-def why_unlike(
+def why_models_differ(
     kind: TrainingKind, train_together: TrainTogether, train: Callable[[Task, Job], Params]
 ) -> str | None:
     """Return how two short trainings together differ from ``train`` alone; None if they agree.
@@ -62,46 +61,44 @@ def why_unlike(
             rows = train_together(jobs())
             models = [train(kind.task, job) for job in jobs()]
         except Exception as error:  # a model or a loss may raise anything for a batch
-            return f"two in a batch end with {error!r}"
+            return f"training two jobs together raises {error!r}"
     for row, (model, job) in enumerate(zip(models, jobs(), strict=True)):
         for name, p in model.items():
             if not p.numel():
                 continue
             moved = (p - job.params[name]).double().abs().max()
             if not moved.isfinite():
-                return f"random examples do not show what a batch makes of {name}"
+                return f"training on random examples makes {name} infinite or NaN"
             ours = rows[name][row] if name in rows else job.params[name]
             if float((ours.to(p) - p).double().abs().max()) > 1e-3 * float(moved) + 1e-6:
-                return f"two in a batch do not make the same {name}"
+                return f"training two jobs together gives another {name} than training alone"
     return None
 
 
-def refuse_changes(kind: TrainingKind, features: Tensor) -> None:
-    """Refuse a model that a pass of ``features`` changes.
-
-    Raises
-    ------
-    InvalidValue
-        The message names the place that changes.
-    """
-    model = in_training(kind.model())
-    before = snapshot(model=model)
-    model(features)
-    if places := changed_places(before, snapshot(model=model)):
-        raise InvalidValue(f"a pass changes {places[0]}")
+def why_changed_by_pass(kind: TrainingKind) -> str | None:
+    """Return which place of a model a pass changes, or which error it raises; None for neither."""
+    with torch.random.fork_rng(devices=[]):
+        try:
+            model = in_training(kind.model())
+            before = snapshot(model=model)
+            model(random_job(kind, 3).examples.features)
+        except Exception as error:  # a model may raise anything for a batch
+            return f"a pass ends with {error!r}"
+    places = changed_places(before, snapshot(model=model))
+    return f"a pass changes {places[0]}" if places else None
 
 
-def rounds_alike(
+def why_bits_differ(
     kind: TrainingKind,
     train_together: TrainTogether,
     training: LocalTraining,
     *,
     terms: bool,
     count: int = 17,
-) -> bool:
-    """Return True if no bit of a model depends on the number and the values of models beside it.
+) -> str | None:
+    """Return which models change a bit of a model that trains beside them; None if none do.
 
-    The result False is certain. True is evidence, for this processor only. The result depends on
+    A reason is certain. None is evidence, for this processor only. The result depends on
     nobody's data. The trial trains ``count`` jobs together, and several selections of these jobs.
     """
     half = count // 2
@@ -116,7 +113,7 @@ def rounds_alike(
     )
 
     def job(number: int, value: float | None) -> Job:
-        """Return a job of 1 or 2 steps; a ``value``, if given, fills its features."""
+        """Return a job of 1 or 2 steps; if ``value`` is given, all its features have this value."""
         made = random_job(kind, 1 + number * (2 * training.batch_size - 1) // (count - 1))
         features, targets = made.examples.features, made.examples.targets
         if value is not None:
@@ -132,7 +129,7 @@ def rounds_alike(
     def models(
         numbers: Sequence[int], values: Sequence[float | None] = (None,)
     ) -> dict[int, Params]:
-        """Train jobs together, with ``values`` in turns; return the models by number."""
+        """Train jobs together, job k with value number k % len(values); return models by k."""
         order = sorted(numbers, reverse=True)  # the longest job first
         rows = train_together([job(number, values[number % len(values)]) for number in order])
         return {k: {n: w[row] for n, w in rows.items()} for row, k in enumerate(order)}
@@ -141,9 +138,10 @@ def rounds_alike(
     # Every second job consists of one odd value; only the jobs between them are compared.
     among_odd = models(range(count), [value for odd in ODD for value in (None, odd)])
     beside_odd = {number: among_odd[number] for number in range(0, count, 2)}
-    return all(
-        torch.equal(weight, expected[number][name])
-        for selection in (beside_odd, *map(models, selections))
-        for number, model in selection.items()
-        for name, weight in model.items()
-    )
+    for selection in (beside_odd, *map(models, selections)):
+        for number, model in selection.items():
+            for name, weight in model.items():
+                if not torch.equal(weight, expected[number][name]):
+                    beside = "odd examples" if selection is beside_odd else "another selection"
+                    return f"bits of {name} change beside {beside} of models"
+    return None

@@ -5,7 +5,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from flower_ext.training import Task
-from flower_ext.training.hugging_face import causal_model, with_lora
+from flower_ext.training.models.hugging_face import causal_model, with_lora
 from tests.support.pretrained import save_causal
 
 
@@ -59,7 +59,7 @@ def test_a_head_that_is_tied_needs_no_weight_of_its_own(tmp_path):
 def test_an_adapter_on_a_tied_weight_is_refused(targets, tmp_path):
     folder = str(save_causal(tmp_path / "tied", tie_word_embeddings=True))
     with pytest.raises(
-        ValueError, match=f"LoRA targets='{targets}': '{targets.split(',')[0]}' is tied"
+        ValueError, match=f"LoRA targets='{targets}': leave out '{targets.split(',')[0]}'"
     ):
         lora(folder, targets=targets)
 
@@ -72,7 +72,9 @@ def test_each_target_has_to_name_a_layer(targets, base):
 
 def test_a_folder_without_a_model_is_refused(tmp_path, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    with pytest.raises(ValueError, match="base='.*nowhere'.*Offline, name a local folder"):
+    with pytest.raises(
+        ValueError, match="base='.*nowhere'.*If you are offline, name a local folder"
+    ):
         causal_model(str(tmp_path / "nowhere"), setting="base")
 
 

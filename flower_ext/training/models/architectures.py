@@ -88,7 +88,7 @@ def _binary(name: str, inputs: int, bias: bool, num_classes: int = 2) -> BinaryL
 
 def _risk(inputs: int, num_classes: int = 1) -> HeadedModel:
     if num_classes != 1:
-        raise InvalidValue(f"num_classes={num_classes!r}: expected 1, as a risk is one number")
+        raise InvalidValue(f"num_classes={num_classes!r}: expected 1, because a risk is one number")
     return HeadedModel(nn.Flatten(), nn.Linear(inputs, 1, bias=False))  # Cox's loss ignores a bias
 
 

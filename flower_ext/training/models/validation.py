@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from flower_ext.errors import InvalidValue
-from flower_ext.training.model_factory import is_frozen
+from flower_ext.training.models.factory import is_frozen
 from flower_ext.training.params import matches
 
 RUNNING_STATISTICS = frozenset({"running_mean", "running_var", "num_batches_tracked"})
@@ -36,7 +36,7 @@ def opacus() -> Any:
 
 
 def objections(layer: nn.Module) -> str:
-    """Return Opacus' reasons against DP-SGD on a layer, with its advice; empty without any."""
+    """Return why Opacus refuses a layer under DP-SGD, with its advice; "" if it does not."""
     validate = opacus().validators.ModuleValidator.VALIDATORS.get(type(layer), lambda layer: ())
     return " ".join(map(str, validate(layer)))
 
@@ -57,26 +57,26 @@ def check_shareable(model: nn.Module, personal: Sequence[str] = ()) -> None:
         if isinstance(module, _BatchNorm):
             raise UnshareableModel(
                 f"layer {name!r} ({type(module).__name__}) keeps running statistics of the data, "
-                "which neither clipping nor noise covers. Use GroupNorm in its place, call "
-                "flower_ext.training.replace_batch_norm(model), or make the layer personal: "
+                "which neither clipping nor noise covers. Use GroupNorm instead "
+                "(flower_ext.training.replace_batch_norm), or make the layer personal: "
                 f"personal=(..., {name!r})."
             )
         if buffers:
             raise UnshareableModel(
                 f"layer {name!r} ({type(module).__name__}) has buffers {buffers}, which would "
-                "leave the client un-noised. If no forward pass changes them, compute them there, "
-                "or freeze the layer's parameters (requires_grad=False); else make the layer "
-                f"personal: personal=(..., {name!r}). {objections(module)}".rstrip()
+                "leave the client without noise. If they are constant, compute them in the "
+                "forward pass, or freeze the layer's parameters (requires_grad=False). Otherwise "
+                f"make the layer personal: personal=(..., {name!r}). {objections(module)}".rstrip()
             )
 
 
 def replace_batch_norm(model: nn.Module) -> nn.Module:
     """Return a copy of ``model`` with GroupNorm in place of every BatchNorm.
 
-    A group has several channels, so that neither the norm nor an average over the image after it
-    gives every example the same outputs. Flat features form one group, as in LayerNorm. The norms
-    keep the name, weight, bias, ``eps``, device, type and mode of the layers that they replace, but
-    not their statistics: train a pretrained model again.
+    Each group has several channels: with one channel in a group, an average over the normalised
+    image would be the same for every example. Features that are not images form one group, as in
+    LayerNorm. A new layer keeps the name, weight, bias, ``eps``, device, type and mode of the old
+    one, but not its statistics, so a pretrained model must be trained again.
 
     Raises
     ------

@@ -1,8 +1,8 @@
-"""Causal language models as models of a `Task`: next-token loss under a mask, and its metrics.
+"""Causal language models for a `Task`: a loss that predicts the next token, and metrics.
 
 Labels (n, tokens) repeat the input tokens. A label of `IGNORED` excludes its token from the loss
 and from all metrics. Use it for padding, and for prompts that the model need not learn to write.
-Padding comes after the text, where no earlier token attends to it, so no attention mask is needed.
+Put padding after the text. There no earlier token attends to it, so no attention mask is needed.
 """
 
 from __future__ import annotations
@@ -17,11 +17,14 @@ from torch.nn.functional import cross_entropy
 IGNORED = -100
 """Label of a token that counts in no loss and in no metric."""
 _ROWS = 16
-"""Most texts whose logits are in memory at once in an evaluation; a vocabulary may be large."""
+"""Number of texts whose logits an evaluation holds in memory at once, as vocabularies are large."""
 
 Scores = Mapping[str, Tensor]
-"""``losses`` and ``hits``, each (n, tokens - 1), for every token after a text's first: the loss in
-nats, and 1.0 if the token was the most probable one. Both are 0 if the token is `IGNORED`."""
+"""``losses`` and ``hits``, both of shape (n, tokens - 1), for all tokens of a text but the first.
+
+A loss is in nats. A hit is 1.0 if the model found the token most probable, and else 0.0. Both are 0
+if the token's label is `IGNORED`.
+"""
 
 
 class LanguageModel(nn.Module):
@@ -40,7 +43,7 @@ class LanguageModel(nn.Module):
         self.model = model
 
     def forward(self, input_ids: Tensor, labels: Tensor) -> Scores:
-        """Return `Scores` (n, tokens - 1) of token numbers and labels (n, tokens)."""
+        """Return `Scores` (n, tokens - 1) from token numbers (n, tokens) and labels (n, tokens)."""
         if torch.is_grad_enabled():
             return self._scores(input_ids, labels)
         pairs = zip(torch.split(input_ids, _ROWS), torch.split(labels, _ROWS), strict=True)
@@ -57,31 +60,34 @@ class LanguageModel(nn.Module):
 def next_token_loss(scores: Scores, labels: Tensor) -> Tensor:
     """Return the mean over texts of each text's mean loss per token, in nats.
 
-    Each text counts alike, so a text's gradient depends on no other text. A text without a counted
-    token has a loss of 0 and moves nothing.
+    All texts have the same weight, so a text's gradient depends on no other text. If all labels of
+    a text are `IGNORED`, its loss and its gradient are 0.
     """
     counted = _counted(labels)
     return (scores["losses"].sum(dim=1) / counted.sum(dim=1).clamp_min(1)).mean()
 
 
 def perplexity(scores: Scores, labels: Tensor) -> float:
-    """Return exp of the mean loss over all counted tokens; NaN without any."""
+    """Return exp of the mean loss over all tokens that are not `IGNORED`; NaN if all are."""
     tokens = int(_counted(labels).sum())
     loss = float(scores["losses"].double().sum()) / tokens if tokens else math.nan
     return math.exp(loss) if loss < math.log(1e30) else math.nan
 
 
 def token_accuracy(scores: Scores, labels: Tensor) -> float:
-    """Return the share of counted tokens that the model finds most probable; NaN without any."""
+    """Return the share of tokens, without `IGNORED` ones, that the model finds most probable.
+
+    The result is NaN if all tokens are `IGNORED`.
+    """
     tokens = int(_counted(labels).sum())
     return float(scores["hits"].double().sum()) / tokens if tokens else math.nan
 
 
 def exact_match(scores: Scores, labels: Tensor) -> float:
-    """Return the share of texts of which the model finds all counted tokens most probable.
+    """Return the share of texts in which the model finds every token most probable.
 
-    Greedy generation after the prompt then writes exactly these tokens. Texts without a counted
-    token are left out; the result is NaN without any other.
+    Greedy generation after the prompt then writes exactly these tokens. `IGNORED` tokens do not
+    count, and texts without other tokens are left out. The result is NaN if no text remains.
     """
     counts = _counted(labels).sum(dim=1)
     some = counts > 0

@@ -20,11 +20,10 @@ from flower_ext.training import (
     Task,
     check_shareable,
     evaluate,
-    model_factory,
     train_dp_sgd,
 )
 from flower_ext.training.dp.clipped_gradient import ClippedGradient
-from flower_ext.training.model_factory import ModelFactory, factory_of
+from flower_ext.training.models.factory import ModelFactory, factory_of
 from flower_ext.training.params import require_modules
 from tests.support.jobs import batches, train_many, train_one
 from tests.support.reference.clipped_gradient import by_loop
@@ -264,7 +263,9 @@ def test_a_model_that_was_sent_is_built_anew_where_it_is_not_known(monkeypatch):
     own = task(Backbone)
     sent, frozen = pickle.dumps(own), own.fingerprint
     assert len(sent) < 1_000  # no parameters
-    monkeypatch.setattr(model_factory, "_factory_by", lambda key: ModelFactory(key.function))
+    monkeypatch.setattr(
+        f"{factory_of.__module__}._factory_by", lambda key: ModelFactory(key.function)
+    )
     elsewhere = pickle.loads(sent)
     assert elsewhere.factory is not own.factory
     assert elsewhere.fingerprint == frozen

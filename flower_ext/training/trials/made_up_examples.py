@@ -22,8 +22,8 @@ TRIED = 3
 ODD = (math.nan, math.inf, -math.inf, 300.0, -300.0, 0.0)
 """Unusual values, which may make a model treat all other examples differently."""
 _HIGHEST = (2, 3, 255, 10_000)
-"""Largest integers of random features, beside zeros and ones: 2 and 3 for marks such as padding,
-255 for images, and 10,000 for counts."""
+"""Largest integers of random features other than zeros and ones: 2 and 3 for marks such as
+padding, 255 for images, and 10,000 for counts."""
 _ODD_CLASSES = (-100, -1, 2, _HIGHEST[-1])
 """Targets for which a loss may store something; negative integers often mark missing labels."""
 
@@ -75,10 +75,11 @@ def unlike_examples(
     Parameters
     ----------
     model : nn.Module
-        Integer features also take the number of the last row of each of the model's tables.
+        One example for each embedding table of the model has the table's last row number as its
+        integer features.
     integers : bool
-        Also try integers other than zeros and ones. A table without such a row raises an error,
-        which on an accelerator ends the process.
+        True to try integers other than zeros and ones. A table that lacks such a row raises an
+        error, which on an accelerator ends the process.
     """
     x = random_examples(features, TRIED, torch.Generator().manual_seed(0))
     first, zero = trees.mapped(lambda leaf: leaf[:1], x), trees.zeros(targets, 1)
@@ -97,15 +98,15 @@ def unlike_examples(
 def integer_examples(
     x: Tree, model: nn.Module, generator: torch.Generator
 ) -> Iterator[tuple[Tree, list[Tree]]]:
-    """Yield variants of examples in which one of the features consists of other integers.
+    """Yield variants of examples in which one of the features consists of random integers.
 
-    Yield each variant with copies of it. In a copy, the first example consists of the smallest, or
-    of the largest, integer of the variant's range.
+    Each variant comes with up to two copies. In a copy, the first example consists of the smallest
+    integer of the variant's range, or of the largest.
     """
     for _, leaf in trees.named("", x):
         for low, high in _ranges(leaf.dtype, model):
-            # One end of the range fills the first example, and the last example has the other end.
-            # Otherwise short examples might have equal counts, such as of padding.
+            # The first example consists of one end of the range, and the last example contains the
+            # other end. Otherwise short examples might all have as many padding words, for example.
             for ends in (None, (high, low), (low, high)) if low < high else (None,):
                 drawn = torch.randint(low, high + 1, leaf.shape, generator=generator)
                 if ends is not None:
@@ -139,7 +140,7 @@ def _tables(model: nn.Module) -> Iterator[nn.Embedding | nn.EmbeddingBag]:
 
 
 def _odd_examples(examples: Tree) -> Tree:
-    """Return an example for each value in `ODD`; if all features are integers, of 1 and of 0."""
+    """Return one example for each value in `ODD`; only for 1 and 0 if all features are integers."""
     odd = trees.zeros(examples, len(ODD))
     for row, value in enumerate(ODD):
         odd = with_odd_rows(odd, row, value)

@@ -2,8 +2,9 @@
 
 A model that mixes examples, as batch normalisation does, lets one record change the gradients of
 others. Clipping each gradient does not bound such a change. The trials compare the gradients from a
-pass over many examples with each example's own gradient, and their bits with the bits from other
-batches. They use random and unusual examples, which have only the shapes and types of real ones.
+pass over many examples with each example's own gradient, up to rounding. They also compare an
+example's gradients from different batches, bit by bit. They use random and unusual examples, which
+have only the shapes and types of real ones.
 """
 
 from __future__ import annotations
@@ -19,9 +20,9 @@ from torch import Tensor, nn
 from flower_ext.data import trees
 from flower_ext.data.trees import Tree
 from flower_ext.training.example_gradient import ExampleLoss, gradient_alone, has_rows
-from flower_ext.training.model_calls import call_model
+from flower_ext.training.models.calls import call_model
 from flower_ext.training.params import Params, clone, flat_rows, shaken
-from flower_ext.training.trials.trial_examples import (
+from flower_ext.training.trials.made_up_examples import (
     ODD,
     TRIED,
     deterministic,
@@ -31,7 +32,7 @@ from flower_ext.training.trials.trial_examples import (
 )
 
 _ALIKE, _ROUNDED = 1e-3, 1e-6
-"""Tolerated relative difference, and tolerated remainder where the terms of a sum cancel."""
+"""Tolerated relative difference, and tolerated rounding error where the terms of a sum cancel."""
 
 
 class ExampleGradients(Protocol):
@@ -73,17 +74,17 @@ class BatchInvarianceTrial:
     def __init__(self, model: nn.Module, params: Params, names: list[str]) -> None:
         self.model, self.params, self.names = model, params, names
 
-    def finds_own_gradients(
+    def why_gradients_differ(
         self, features: Tree, targets: Tree, loss: ExampleLoss, follow: Follow, count: int
-    ) -> bool:
-        """Return True if a pass over ``count`` examples finds each example's own gradient.
+    ) -> str | None:
+        """Return why gradients from a pass over ``count`` examples differ from each example's own.
 
-        Only the first few examples are compared.
+        None if they are equal, up to rounding. Only the first few examples are compared.
 
         Raises
         ------
         Exception
-            An example raises.
+            The model or the loss raises an error for an example.
         """
         with self._random_weights() as generator:
             x, directions = self._examples(features, count, generator)
@@ -98,18 +99,17 @@ class BatchInvarianceTrial:
                 # No gradient along random directions vanishes. A gradient of the loss may vanish,
                 # because a loss may ignore a target.
                 if not _agree(gradients, expected, may_vanish=by is not _along):
-                    return False
+                    return "the gradients of a pass are not those of each example alone"
             x, directions = trees.mapped(lambda leaf: leaf[:TRIED].clone(), (x, directions))
-            return self._keeps_integers_apart(x, directions, follow, generator)
+            return self._why_integers_mix(x, directions, follow, generator)
 
-    def is_batch_invariant(
+    def why_bits_differ(
         self, features: Tree, targets: Tree, loss: ExampleLoss, follow: Follow, count: int
-    ) -> bool:
-        """Return True if no bit of an example's gradient depends on the rest of its batch.
+    ) -> str | None:
+        """Return why a bit of an example's gradient depends on the rest of its batch; None if not.
 
         The batch has ``count`` examples, and an example's place in the batch must not matter
-        either. The result False is certain. True is evidence for this processor and this number of
-        threads.
+        either. A reason is certain. None is evidence for this processor and this number of threads.
         """
         with self._random_weights() as generator:
             x, directions = self._examples(features, count, generator)
@@ -120,21 +120,21 @@ class BatchInvarianceTrial:
                     moved, along = trees.rows((x, y), order)
                     numbers = _numbers(_followed(follow, moved, along, by))
                     if not _equal(numbers, [part[order] for part in usual]):
-                        return False
+                        return "an example's place in a batch changes the bits of its gradient"
                 for odd in ODD:
                     beside = with_odd_rows(x, slice(1, None, 2), odd)
                     numbers = _numbers(_followed(follow, beside, y, by))
                     if not _equal(numbers, usual, slice(0, None, 2)):
-                        return False
-        return True
+                        return f"an example of {odd} changes bits of the gradients beside it"
+        return None
 
-    def _keeps_integers_apart(
+    def _why_integers_mix(
         self, x: Tree, directions: Tree, follow: Follow, generator: torch.Generator
-    ) -> bool:
-        """Return True if examples with larger integers have the same gradients together as alone.
+    ) -> str | None:
+        """Return why examples with larger integers have other gradients together than alone.
 
-        Examples for which the model raises an error do not count, because the model may look up
-        their integers in a table without such a row.
+        Examples for which the model raises an error do not count: the model may look up an integer
+        in a table that is too short.
         """
         for examples, extremes in integer_examples(x, self.model, generator):
             # On an accelerator such a look-up would end the process, so check first whether the
@@ -148,8 +148,8 @@ class BatchInvarianceTrial:
                     raise
                 continue
             if not is_apart and self._takes(examples):
-                return False
-        return True
+                return "integers of one example change the gradients of others"
+        return None
 
     def _takes(self, x: Tree) -> bool:
         """Return True if the model has finite outputs for each example, and for all together."""
@@ -192,7 +192,11 @@ class BatchInvarianceTrial:
 
 
 def _pass_apart(examples: Tree, extremes: Sequence[Tree], directions: Tree, follow: Follow) -> bool:
-    """Return True if `TRIED` examples have their own gradients, whatever the first example is."""
+    """Return True if examples in a batch have the same gradients as alone.
+
+    The function also replaces the first example by each of ``extremes``. No bit of the other
+    gradients may change.
+    """
     together = _followed(follow, examples, directions, _along)
     rows = torch.arange(TRIED, device=trees.first(examples).device)
     alone = [
@@ -214,7 +218,7 @@ def _followed(follow: Follow, x: Tree, y: Tree, by: ExampleLoss) -> Mapping[str,
 
 
 def _rows(gradients: Mapping[str, ExampleGradients], rows: Tensor, count: int) -> Params:
-    """Return the gradients of some of ``count`` examples."""
+    """Return the gradients of the examples with the numbers ``rows``, out of ``count``."""
     one_hot = torch.eye(count, device=rows.device)[rows]
     return {n: torch.stack([part.total(one) for one in one_hot]) for n, part in gradients.items()}
 
@@ -247,11 +251,11 @@ def _equal(ours: Sequence[Tensor], theirs: Sequence[Tensor], rows: slice = slice
 
 
 def _agree(gradients: Params, expected: Params, *, may_vanish: bool) -> bool:
-    """Return True if all rows agree, and each name has a row that is not zero.
+    """Return True if all rows agree, and each parameter has a row that is not zero.
 
-    With ``may_vanish``, all rows of a name may be zero. A bias's gradient may consist of rounding
-    errors alone, as under softmax. The bias then counts as equal if the weight of the same layer
-    agrees.
+    With ``may_vanish``, all rows of a parameter may be zero. The gradient of a bias may consist of
+    rounding errors alone, as under softmax. A bias may therefore differ by rounding errors of the
+    size that is usual for the weight of the same layer.
     """
     if any(part.any() for name, part in expected.items() if name not in gradients):
         return False

@@ -1,0 +1,20 @@
+"""Models: those that this package offers, and how a task builds, calls and checks any model.
+
+=================  ========================================================================
+module             its part
+=================  ========================================================================
+`architectures`    the models of the experiments, by name
+`language`         causal language models as models of a `Task`
+`hugging_face`     pretrained models of Transformers, and LoRA adapters
+`features`         data that passed the frozen layers of a model once, before training
+`dropout`          dropout with the same masks in a batch of models as alone
+`factory`          builds the models of a task, which share their frozen parts
+`calls`            calls a model with given parameters, on features that may be trees
+`fewest_rows`      finds whether a layer refuses a mini-batch of one row
+`validation`       refuses layers whose running statistics must not be shared
+=================  ========================================================================
+"""
+
+from flower_ext.training.models.architectures import HeadedModel, build, parameter_count
+
+__all__ = ["HeadedModel", "build", "parameter_count"]

@@ -1,0 +1,45 @@
+"""A client trains under a guarantee only if no training changes another one of its process."""
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from flower_ext.errors import InvalidValue, is_tellable
+from flower_ext.federation.client.preparing import checked_data
+from flower_ext.federation.protection import Unprotected
+from flower_ext.privacy.mechanisms.protections import ClipAndNoise
+from tests.support.worlds import CLASSES, FEATURES, task
+
+
+class Remembering(nn.Linear):
+    """Keeps the largest input of all models."""
+
+    largest = 0.0
+
+    def __init__(self):
+        super().__init__(FEATURES, CLASSES)
+
+    def forward(self, x):
+        type(self).largest = max(self.largest, float(x.detach().nan_to_num().max()))
+        return super().forward(x) / (1.0 + self.largest)
+
+
+def data_under(protection, build):
+    request = SimpleNamespace(
+        hides_missing_data=True, protection=protection, entries={}, kind="train"
+    )
+    return checked_data(replace(task(), model=build), request, 0)
+
+
+def test_a_model_through_which_trainings_change_one_another_is_refused_to_the_server():
+    protection = ClipAndNoise(clipping_norm=1.0, noise_stddev=1.0)
+    with pytest.raises(InvalidValue, match=r"Remembering\.largest.*other models see it") as refused:
+        data_under(protection, Remembering)
+    assert is_tellable(refused.value)
+    allowed = data_under(protection, lambda: nn.Linear(FEATURES, CLASSES))
+    assert torch.equal(
+        allowed.train.features, data_under(Unprotected(), Remembering).train.features
+    )

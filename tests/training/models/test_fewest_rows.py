@@ -1,0 +1,27 @@
+"""The probe for layers that refuse a single row leaves nothing behind."""
+
+import torch
+from torch import nn
+
+from flower_ext.training.models.fewest_rows import refusing_layer
+
+
+class Unsettling(nn.Linear):
+    """Changes a setting of the process for a batch of one row, which it then refuses."""
+
+    def __init__(self):
+        super().__init__(4, 3)
+
+    def forward(self, x):
+        if len(x) == 1:
+            torch.set_default_dtype(torch.float64)
+            raise ValueError("one row")
+        return super().forward(x)
+
+
+def test_a_probe_of_a_model_leaves_no_setting_to_the_training_after_it():
+    try:
+        assert refusing_layer(Unsettling, torch.zeros(2, 4)) is not None
+        assert torch.get_default_dtype() is torch.float32
+    finally:
+        torch.set_default_dtype(torch.float32)
