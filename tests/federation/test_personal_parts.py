@@ -38,13 +38,13 @@ def run(strategy):
 def test_a_method_without_personal_parts_says_that_it_takes_none(plan):
     """This holds under every plan; otherwise training would use a head of no client."""
     strategy = FederatedStrategy(DPFedAvg(local=LOCAL, personal=("head",)), plan)
-    with pytest.raises(FederationNotReady, match=r"head\.weight.*takes no personal="):
+    with pytest.raises(FederationNotReady, match=r"head\.weight.*leave out personal="):
         run(strategy)
 
 
 @pytest.mark.parametrize("method", [Apple, PFedMe, Scaffold])
 def test_so_does_a_method_whose_training_is_its_own(method):
-    with pytest.raises(FederationNotReady, match=r"head\.weight.*takes no personal="):
+    with pytest.raises(FederationNotReady, match=r"head\.weight.*leave out personal="):
         run(strategy_of(method, plan=NONE, personal=("head",)))
 
 

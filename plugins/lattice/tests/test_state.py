@@ -142,7 +142,7 @@ def test_states_are_stored_before_anything_leaves(world):
 def test_states_of_other_protocols_and_other_bytes_are_refused(world):
     state = world.silos[0].to_bytes()
     for wrong in (b"", b"{}", b"[]", state[:-1], state.replace(b"counts", b"count")):
-        with pytest.raises(InvalidValue, match="LatticeSilo: expected"):
+        with pytest.raises(InvalidValue, match="LatticeSilo.*: expected"):
             LatticeSilo.from_bytes(wrong)
-    with pytest.raises(InvalidValue, match="LatticeSilo: expected"):
+    with pytest.raises(InvalidValue, match="LatticeSilo.*: expected"):
         LatticeSilo.from_bytes(state.replace(b'"lattice"', b'"paillier"'))

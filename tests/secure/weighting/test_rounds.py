@@ -491,7 +491,7 @@ def test_states_of_other_protocols_and_other_bytes_are_refused(world):
         {**values, "surplus": 1},
     ]
     for wrong in (b"", b"{}", b"[]", state[:-1], *(json.dumps(one).encode() for one in changed)):
-        with pytest.raises(ValueError, match="Paillier(Silo|Settings): expected"):
+        with pytest.raises(ValueError, match="Paillier(Silo|Settings).*: expected"):
             PaillierSilo.from_bytes(wrong)
 
 
