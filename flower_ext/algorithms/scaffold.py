@@ -68,7 +68,7 @@ def local_update(work: ClientWork) -> Steps[LocalResult]:
 
 @dataclass(frozen=True, kw_only=True)
 class Scaffold(Method):
-    """Stochastic controlled averaging. In x the plan weights clients; in c they have the same weight.
+    """Stochastic controlled averaging. The plan weights clients in x; in c they weigh the same.
 
     Any plan but a `ReleasePlan` fits, because the server needs each client's update.
 

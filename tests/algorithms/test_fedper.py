@@ -61,5 +61,8 @@ def test_noise_in_local_steps_is_refused_because_personal_layers_enter_the_uploa
         delta=0.01,
         steps=steps,
     )
-    with pytest.raises(ValueError, match=r"plan\.steps: expected None, because an upload of FedPer also depends on records"):
+    with pytest.raises(
+        ValueError,
+        match=r"plan\.steps: expected None, because an upload of FedPer also",
+    ):
         FederatedStrategy(FedPer(local=SGD), plan)

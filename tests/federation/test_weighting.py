@@ -119,6 +119,7 @@ def test_every_method_says_how_clients_count(method):
     words = (
         "count alike",
         "have the same weight",
+        "weigh the same",
         "plain mean",
         "weighted by",
         "weights clients in the mean",
