@@ -57,7 +57,10 @@ class Proximal:
 
 @dataclass(frozen=True, kw_only=True)
 class Linear:
-    """⟨direction, w⟩, over the trained names (objective perturbation, control variates)."""
+    """A linear term of the loss, ⟨direction, w⟩, where w are the trained parameters.
+
+    Objective perturbation and control variates use it.
+    """
 
     direction: Mapping[str, Tensor]
 

@@ -202,7 +202,7 @@ class LocalResult:
     Raises
     ------
     InvalidValue
-        The model or the update is a training that the method did not yield.
+        The model or the update is a `Training`: the method must yield a training to get its result.
     """
 
     model: Params | None = field(default=None, repr=False)  # not for logs

@@ -204,7 +204,7 @@ def _check_slots(entries: Mapping[str, Any]) -> None:
 
 
 def packed(contents: Sequence[RecordDict], entries: Mapping[str, Any]) -> RecordDict:
-    """Return one content that holds several contents, and ``entries`` that describe them.
+    """Return one content that holds several contents and the ``entries`` that describe them.
 
     A record that several contents share is in the result only once.
     """

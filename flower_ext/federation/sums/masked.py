@@ -273,8 +273,8 @@ def check_limits(context: RoundContext, node_config: Mapping[str, Any]) -> None:
     least_honest = int(node_config.get("least-honest-answers", 0))
     if context.least_answers < least_members:
         raise PermissionError(
-            f"the server may unmask a sum of {context.least_answers} members: the owner of this "
-            f"node requires least-sum-members={least_members}"
+            f"the server could unmask a sum of only {context.least_answers} members: the owner of "
+            f"this node requires least-sum-members={least_members}"
         )
     if context.threshold < least_share * context.neighbours:
         raise PermissionError(
@@ -284,8 +284,8 @@ def check_limits(context: RoundContext, node_config: Mapping[str, Any]) -> None:
         )
     if least_honest > (honest := _honest_answers(context, colluders)):
         raise PermissionError(
-            f"the server may unmask a sum of {honest} honest members: the owner of this node "
-            f"requires least-honest-answers={least_honest} with sum-colluders={colluders}"
+            f"the server could unmask a sum of only {honest} honest members: the owner of this "
+            f"node requires least-honest-answers={least_honest} with sum-colluders={colluders}"
         )
 
 

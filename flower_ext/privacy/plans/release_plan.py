@@ -30,7 +30,7 @@ class ReleasePlan(ReleaseTerms, PrivacyPlan):
 
     Guarantees
     ----------
-    The guarantees of `NoisedSum`, which `mechanism` makes from this plan.
+    `mechanism` makes a `NoisedSum` from this plan; see its guarantees.
 
     Parameters
     ----------

@@ -180,9 +180,9 @@ class Member(JsonRecord):
 
         The member then forgets its own secrets, so that it can mask nothing else. Shares that it
         cannot open do not end the round: the member masks as usual, and later reveals no share of
-        the neighbour that sent them. The server then uses the shares that other members hold. From
-        the missing share the server learns that the neighbour, or the server itself, sealed the
-        share badly.
+        the neighbour that sent them. The server then uses the shares that other members hold. It
+        also learns that the missing share could not be opened: the neighbour sealed it wrongly, or
+        the server changed it.
 
         Parameters
         ----------

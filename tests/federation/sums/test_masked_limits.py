@@ -48,7 +48,7 @@ def refusals_of(strategy, configs):
         ({"least-sum-members": CLIENTS + 1}, "requires least-sum-members"),
         ({"least-sum-threshold-share": 1.1}, "requires least-sum-threshold-share"),
         ({"least-honest-answers": CLIENTS + 1}, "requires least-honest-answers"),
-        ({"least-honest-answers": 5, "sum-colluders": CLIENTS}, "a sum of 0 honest members"),
+        ({"least-honest-answers": 5, "sum-colluders": CLIENTS}, "a sum of only 0 honest members"),
     ],
 )
 def test_sums_that_show_too_much_are_refused(node, expected):
@@ -79,7 +79,7 @@ def test_a_node_counts_the_honest_members_that_the_plan_counts(colluders, signed
     honest = parameters.honest_answers
     limits = {"sum-colluders": colluders, "least-honest-answers": honest}
     check_limits(context, limits)
-    with pytest.raises(PermissionError, match=f"a sum of {honest} honest"):
+    with pytest.raises(PermissionError, match=f"a sum of only {honest} honest"):
         check_limits(context, {**limits, "least-honest-answers": honest + 1})
 
 
