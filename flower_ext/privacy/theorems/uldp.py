@@ -209,7 +209,9 @@ def uldp_avg_guarantees(
         return loss, f"most exposed user: {exposure:.4g} sums' worth"
 
     spread, of_one_share = _share_of_noise(mechanism, run)
-    to_sums, in_all_sums = at_server(in_sums, mechanism)
+    # Exposures count the noise of honest silos only. Without exposures, the noise itself counts so.
+    seen_sum = _with_least_noise(mechanism, run) if hidden_draw else mechanism
+    to_sums, in_all_sums = at_server(in_sums, seen_sum)
     # For the accountant, one upload is a sum with less noise, so the same formula holds.
     in_shares = replace(mechanism, noise_multiplier=mechanism.noise_multiplier / spread)
     to_uploads, in_all_uploads = at_server(in_uploads, in_shares)
@@ -244,6 +246,18 @@ def uldp_avg_guarantees(
     ]
 
 
+def _with_least_noise(mechanism: NoisedSum, run: RunSummary) -> NoisedSum:
+    """Return the mechanism with the least noise in a sum that a lying server can see.
+
+    With equal weights, a sum of fewer silos also holds less of a user, so that ε does not grow.
+    """
+    if mechanism.secure_sum is None or run.method.weighting == "equal":
+        return mechanism
+    parameters = mechanism.sum_parameters
+    part = math.sqrt(parameters.honest_answers / parameters.least_answers)
+    return replace(mechanism, noise_multiplier=mechanism.noise_multiplier * part)
+
+
 def _share_of_noise(mechanism: NoisedSum, run: RunSummary) -> tuple[float, str]:
     """Return the number that divides σ if the server sees each upload, and a text for it.
 
@@ -274,8 +288,9 @@ def _drawn_by_silos(mechanism: NoisedSum, rounds: int) -> str:
     share of the noise. Every user counts as drawn in every round, because the server, which counts
     participations, does not know in which rounds a user was drawn.
     """
-    least = mechanism.sum_parameters.least_answers
-    of_others = mechanism.noise_multiplier * math.sqrt((least - 1) / least)
+    parameters = mechanism.sum_parameters
+    others = parameters.honest_answers - 1
+    of_others = mechanism.noise_multiplier * math.sqrt(others / parameters.least_answers)
     against_silo = math.inf
     if of_others > 0:
         against_silo = gaussian_loss(of_others, releases=rounds, delta=mechanism.delta).epsilon

@@ -1,5 +1,6 @@
 import json
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -13,7 +14,9 @@ from flower_ext.privacy import (
     PoissonSampling,
     PrivacyUnit,
     ReleasePlan,
+    SecureSum,
     gaussian_loss,
+    privacy_loss_of,
 )
 from flower_ext.privacy.mechanisms.run_summary import MethodTraits, RunSummary
 from flower_ext.privacy.theorems.uldp import (
@@ -279,3 +282,25 @@ def test_a_person_with_two_numbers_reads_the_epsilon_of_a_group_of_two(sampling)
     if isinstance(sampling, FullParticipation):
         twice_as_far = gaussian_loss(5.0 / 2, releases=100, delta=DELTA).epsilon
         assert epsilon == pytest.approx(twice_as_far, rel=0.01)
+
+
+@pytest.mark.parametrize("signed", [False, True])
+@pytest.mark.parametrize("weighting", ["equal", "by-records"])
+def test_a_server_that_lies_to_silos_that_draw_sees_the_noise_of_honest_answers_alone(
+    weighting, signed
+):
+    sums = SecureSum(colluding=0.0, dropouts=0.2, signed=signed)
+    sampling = PoissonSampling(100, 0.3)
+    mechanism = mechanism_of(plan(sampling, noise_placement=sums), silos=10)
+    method = MethodTraits(name="UldpAvg", num_silos=10, weighting=weighting)
+    run = RunSummary(method=method, participations=worst_case(10, 1))
+    parameters = mechanism.sum_parameters
+    assert parameters.honest_answers == (6 if signed else 8)
+    part = parameters.honest_answers / parameters.least_answers if weighting != "equal" else 1
+    seen = replace(mechanism, noise_multiplier=mechanism.noise_multiplier * math.sqrt(part))
+    claims = uldp_avg_guarantees(mechanism, run, silos_draw=True)
+    (of_sums,) = (c for c in claims if c.view is AdversaryView.SUM_ONLY and c.basis == "provable")
+    expected = privacy_loss_of({seen.release: 10}, delta=mechanism.delta).epsilon
+    assert of_sums.epsilon == pytest.approx(expected, rel=1e-9)
+    full = privacy_loss_of({mechanism.release: 10}, delta=mechanism.delta).epsilon
+    assert (of_sums.epsilon > full * 1.05) is (part < 1)
