@@ -60,7 +60,9 @@ class Instruments:
         return None if self.watch is None else self.watch.held
 
     def seams(self) -> list[tuple[Any, str, Wrapper]]:
-        """Return the functions that the check changes: the owner, the name and the wrapper of each.
+        """Return the functions that `install` changes: the owner, the name and the wrapper of each.
+
+        `limit_rounds` and `count_engines` change further ones, once the app is loaded.
 
         `tests/check/test_instruments.py` checks that runs call all functions of this table.
         """

@@ -72,9 +72,10 @@ def client_level_dp_mod(*, allow_seeded_noise: bool = False) -> Mod:
     """Return a mod that clips and noises the uploads of a ClientApp.
 
     The mod protects training messages. It passes all other messages, and their replies, through
-    unchanged. It also passes a training message through if the plan lets the server add the noise
-    and the node's owner allows that (``least-noise-multiplier``, see `NodePolicy`). It refuses a
-    training message that asks for no protection, as the messages of Flower's own strategies do.
+    unchanged, but refuses them if the node's owner requires secure sums. It also passes a training
+    message through if the plan lets the server add the noise and the node's owner allows that
+    (``least-noise-multiplier``, see `NodePolicy`). It refuses a training message that asks for no
+    protection, as the messages of Flower's own strategies do.
 
     Parameters
     ----------

@@ -181,7 +181,10 @@ class HiddenUsers(UsersInSilos):
         return {} if self.oblivious else super().columns(drawn)
 
     def count(self, units: Sequence[int], uploads: int, *, requests: int) -> None:
-        """Count an upload of every silo, because the sum stays masked if one upload is missing."""
+        """Count an upload of every silo, because a weighted sum needs all of them.
+
+        If the silos draw the users, ε counts rounds, not uploads.
+        """
         self.participations.record(units, self.num_silos, asked=self.num_silos)
 
     def count_abandoned(self, units: Sequence[int], uploads: int, *, requests: int) -> None:

@@ -303,7 +303,9 @@ class Run:
         self.mechanism.check_training(self.summary)
 
     def check_budget(self, server_round: int, cohort: Cohort) -> None:
-        """Charge a round; refuse it if the provable ε would then exceed the budget.
+        """Refuse a round after which the provable ε would exceed the budget.
+
+        A budget that several runs share is charged at once.
 
         Raises
         ------
@@ -319,7 +321,9 @@ class Run:
     def charge_release(
         self, server_round: int, participations: Participations, *, query: VectorQuery | None = None
     ) -> None:
-        """Charge a release after which units have these ``participations``.
+        """Check the budget for a release after which units have these ``participations``.
+
+        If runs share the budget, the release is charged to their account.
 
         Raises
         ------

@@ -1,8 +1,8 @@
 """The ways to account for a run: each computes ε from the noise, and the noise from ε.
 
-The ways differ in the sampling, the neighbouring relation and the adversary's view. The bound of
-one way is claimed by a paper, and the bounds of all others are provable. ``flower-ext calibrate``
-compares the ways in a table.
+The ways differ in the sampling, the neighbouring relation and the adversary's view. For clients,
+one bound is claimed by a paper; all other bounds are provable. ``flower-ext calibrate`` compares
+the ways in a table.
 """
 
 from __future__ import annotations

@@ -49,8 +49,8 @@ class CohortApp(ClientApp):
     def __call__(self, message: Message, context: Context) -> Message:
         """Answer a message for one client, or a packed message of a `VirtualGrid` for several.
 
-        If a client raises an error, the reply is an error reply of `failed`, which does not reveal
-        the client's data.
+        If a client raises an error, the reply is an error reply of `failed`, whose text reveals
+        nothing about the client's data.
         """
         if message.metadata.message_type.endswith(f".{PACKED}"):
             return _answered(self, message, context, partial(_answer_packed, self))

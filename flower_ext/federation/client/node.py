@@ -37,8 +37,9 @@ class NodePolicy:
     * ``require-secure-noise=true``: the client refuses settings that protect nobody, such as seeded
       noise.
     * ``least-noise-multiplier=0.1``: the smallest standard deviation of the noise that the client
-      itself adds to its upload, in clipping norms. The client then refuses every plan under which
-      it adds no noise. It also refuses objective perturbation, which has no noise multiplier.
+      itself adds when it trains, in clipping norms: to its upload, or to each step's sum under
+      `ClipSteps`. The client then refuses to train under a plan by which it adds no such noise,
+      and under objective perturbation, which has no noise multiplier. Evaluations need no noise.
     * ``require-secure-sum=true``: the client sends values that depend on its data only in secure
       sums.
     * ``keep-memory=true``: the client refuses if the server asks it to delete what it remembers.

@@ -18,6 +18,9 @@ one training                    the parameters with which this training began
 the method                      the result of the method for no examples
 the method, for no examples     the received model, and its memory as it was
 ==============================  ==========================================================
+
+The last row does not hold for uploads that are sums over units: there, the client reports the error
+(see `result_hiding_failures`).
 """
 
 from __future__ import annotations

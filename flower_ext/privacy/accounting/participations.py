@@ -1,7 +1,7 @@
 """Counts of the rounds in which each unit took part, for adversaries who see the cohorts.
 
-Cohorts are drawn at random, never from data. A guarantee may therefore be stated for the
-participations that took place, rather than for their distribution.
+Cohorts never depend on data: they are drawn at random, or follow a fixed order. A guarantee may
+therefore be stated for the participations that took place, rather than for their distribution.
 """
 
 from __future__ import annotations

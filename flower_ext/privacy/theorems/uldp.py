@@ -160,7 +160,7 @@ def uldp_avg_guarantees(
         The mechanism of the silos' sums. Its units are users, and the silos add the noise.
     run : RunSummary
         A run of a method with silos. With secure sums, its participations count only the noise of
-        honest silos.
+        honest silos, unless the silos draw the users.
     secure_sum : str
         Assumption under which the server sees no single upload.
     hidden_draw : str

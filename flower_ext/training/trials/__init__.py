@@ -34,8 +34,8 @@ module                  fault that its trial finds            what the package t
 
 `control_flow` returns no reason: it raises an error, which stops the pass at once.
 
-All trials use three modules: `made_up_examples` makes the examples, `snapshots` reads everything
-that a model can store, and `training_kind` is the key under which the process remembers a reason.
+The trials share three modules: `made_up_examples` makes the examples, `snapshots` reads all that a
+model can store, and `training_kind` is the key under which the process remembers a reason.
 Some layers, such as batch normalisation, are known to mix examples. They need no trial, because
 `model_of_single_examples` refuses them.
 """
