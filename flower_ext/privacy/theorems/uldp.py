@@ -188,8 +188,10 @@ def uldp_avg_guarantees(
         *mechanism.assumptions,
         not_covered=run.not_covered,
     )
-    sampling, sigma = mechanism.sampling.describe(), mechanism.noise_multiplier
-    in_rounds = f"{sampling}, noise multiplier {sigma:.4g}, {rounds} rounds"
+
+    def in_rounds(mechanism: NoisedSum) -> str:
+        multiplier = f"noise multiplier {mechanism.noise_multiplier:.4g}"
+        return f"{mechanism.sampling.describe()}, {multiplier}, {rounds} rounds"
 
     def at_server(exposure: float, mechanism: NoisedSum) -> tuple[PrivacyLoss, str]:
         """Return the loss of a user against a server, and a description of this loss.
@@ -197,7 +199,8 @@ def uldp_avg_guarantees(
         ``exposure`` is the user's weight. The server knows the sample unless a protocol hides it.
         """
         if hidden_draw:
-            return privacy_loss_of({mechanism.release: rounds}, delta=mechanism.delta), in_rounds
+            loss = privacy_loss_of({mechanism.release: rounds}, delta=mechanism.delta)
+            return loss, in_rounds(mechanism)
         # A protocol's errors add up over all rounds, not only the most exposed user's rounds.
         loss = with_approximation_error(
             lambda delta: gaussian_loss(
@@ -221,7 +224,7 @@ def uldp_avg_guarantees(
         claims.provable(
             AdversaryView.RELEASED_MODELS,
             amplified,
-            in_rounds,
+            in_rounds(mechanism),
             _two_numbers(mechanism, rounds),
             "the server follows the protocol and keeps sums and uploads to itself",
             *((NONE_OF_THEM,) if shield else NOISE_OF_OTHERS),

@@ -304,3 +304,4 @@ def test_a_server_that_lies_to_silos_that_draw_sees_the_noise_of_honest_answers_
     assert of_sums.epsilon == pytest.approx(expected, rel=1e-9)
     full = privacy_loss_of({mechanism.release: 10}, delta=mechanism.delta).epsilon
     assert (of_sums.epsilon > full * 1.05) is (part < 1)
+    assert f"noise multiplier {seen.noise_multiplier:.4g}," in of_sums.source
