@@ -5,10 +5,14 @@ neither PyTorch nor the package, which take seconds.
 """
 
 import gc
+import os
 from logging import Logger, getLogger
 from types import SimpleNamespace
 
 import pytest
+
+# Workers of Ray yield to all other processes unless told otherwise; beside tests they would starve.
+os.environ.setdefault("RAY_worker_niceness", "0")
 
 # A worker collects 8,000 tests, none of which is garbage.
 gc.set_threshold(200_000, 20, 20)
