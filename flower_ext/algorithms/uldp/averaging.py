@@ -69,13 +69,14 @@ from flower_ext.privacy.mechanisms.noised_sum import NoisedSum
 from flower_ext.privacy.mechanisms.protections import ClipAndNoise
 from flower_ext.privacy.mechanisms.round_mechanism import RoundMechanism
 from flower_ext.privacy.mechanisms.run_summary import MethodTraits, RunSummary
-from flower_ext.privacy.theorems.silo_claims import SECURE_SUM, batching_assumption
+from flower_ext.privacy.theorems.silo_claims import SECURE_SUM, DrawAndSum, batching_assumption
 from flower_ext.privacy.theorems.uldp import (
     Weighting,
     check_silos_can_draw,
     check_user_plan,
     uldp_avg_guarantees,
 )
+from flower_ext.privacy.units import UserDraw
 from flower_ext.training import LocalTraining
 
 log = getLogger("flwr")
@@ -246,20 +247,15 @@ class UldpAvg(Method):
     ) -> list[Guarantee]:
         """Return Theorem 5, and the provable guarantees of this run against each adversary."""
         apart = state.server.get(SILOS, {}).get(ONE_BY_ONE, np.empty(0, dtype=bool))
-        claims = uldp_avg_guarantees(
-            _of_users(summation.mechanism),
-            run,
-            secure_sum=summation.secure_sum or SECURE_SUM,
+        draw = UserDraw.SILOS if self.silos_draw else UserDraw.SERVER
+        protocol = DrawAndSum(
+            draw=UserDraw.PROTOCOL if summation.hidden_draw else draw,
             hidden_draw=summation.hidden_draw,
-            silos_draw=self.silos_draw,
+            secure_sum=summation.secure_sum or SECURE_SUM,
+            assumptions=summation.assumptions,
             batching=batching_assumption(dict(enumerate(apart.tolist()))),
         )
-        return [
-            replace(claim, assumptions=(*claim.assumptions, *summation.assumptions(claim.view)))
-            if claim.basis == "provable"
-            else claim
-            for claim in claims
-        ]
+        return uldp_avg_guarantees(_of_users(summation.mechanism), run, protocol)
 
 
 @dataclass(frozen=True, kw_only=True)

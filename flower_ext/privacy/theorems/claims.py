@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +10,11 @@ from flower_ext.privacy.accounting.events import Counts, PrivacyLoss
 from flower_ext.privacy.guarantee import Condition, Guarantee
 from flower_ext.privacy.mechanisms.noise import IMPROBABLE
 from flower_ext.privacy.units import AdversaryView, NeighboringRelation, PrivacyUnit
+
+
+def no_assumptions(view: AdversaryView) -> Sequence[str]:
+    """Return nothing, as the assumptions of a sum that adds none to any view's guarantee."""
+    return ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,6 +30,8 @@ class Claims:
         its theorem.
     not_covered : Sequence[str]
         Values that leave the clients and that no provable guarantee covers.
+    of_sum : Callable[[AdversaryView], Sequence[str]]
+        Assumptions about the run's sums, in the provable guarantee against each view.
     """
 
     unit: PrivacyUnit
@@ -32,6 +39,7 @@ class Claims:
     delta: float
     assumptions: tuple[str, ...] = ()
     not_covered: Sequence[str] = ()
+    of_sum: Callable[[AdversaryView], Sequence[str]] = no_assumptions
 
     def published(self, view: AdversaryView, epsilon: float, **details: Any) -> Guarantee:
         """Return the guarantee of a theorem as its paper states it.
@@ -72,7 +80,7 @@ class Claims:
             basis="provable",
             accountant=loss.accountant,
             source=source,
-            assumptions=(*self.assumptions, *assumptions),
+            assumptions=(*self.assumptions, *assumptions, *self.of_sum(view)),
             conditions=conditions,
             not_covered=tuple(self.not_covered),
         )

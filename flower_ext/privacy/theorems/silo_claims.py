@@ -19,14 +19,24 @@ the silos, so sampling amplifies nothing against a server that sees sums.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
+from flower_ext.errors import InvalidValue
 from flower_ext.privacy.mechanisms.noised_sum import NoisedSum
 from flower_ext.privacy.mechanisms.run_summary import RunSummary
-from flower_ext.privacy.theorems.claims import DISCRETE, NOT_PROVIDED, ON_A_GRID, OUTLIVES, Claims
+from flower_ext.privacy.theorems.claims import (
+    DISCRETE,
+    NOT_PROVIDED,
+    ON_A_GRID,
+    OUTLIVES,
+    Claims,
+    no_assumptions,
+)
 from flower_ext.privacy.theorems.claims import SECURE_SUM as PROTOCOL
 from flower_ext.privacy.theorems.client_level import of_secure_sum
-from flower_ext.privacy.units import NeighboringRelation, PrivacyUnit
+from flower_ext.privacy.units import AdversaryView, NeighboringRelation, PrivacyUnit, UserDraw
 
 _OF_DATA = (
     "the numbers of users, silos and rounds are public",
@@ -46,14 +56,51 @@ SECURE_SUM = f"secure aggregation, {NOT_PROVIDED}: the server sees no silo's upl
 """Assumption of guarantees about sums, if silos send their uploads without a secure sum."""
 
 
-def user_claims(delta: float, *assumptions: str, not_covered: Sequence[str] = ()) -> Claims:
-    """Return the builder of guarantees for one user with records in several silos."""
+@dataclass(frozen=True, kw_only=True)
+class DrawAndSum:
+    """The draw of users and the sum of their updates, with the assumptions on which they rest.
+
+    Parameters
+    ----------
+    draw : UserDraw
+        The party that draws the users.
+    hidden_draw : str
+        Assumption under which a protocol hides the drawn users, if ``draw`` is
+        `UserDraw.PROTOCOL`.
+    secure_sum : str
+        Assumption under which the server sees no single upload.
+    assumptions : Callable[[AdversaryView], Sequence[str]]
+        Further assumptions of the sum against each view.
+    batching : str
+        Assumption under which no bit of a user's training depends on other users (see
+        `batching_assumption`).
+    """
+
+    draw: UserDraw = UserDraw.SERVER
+    hidden_draw: str = ""
+    secure_sum: str = SECURE_SUM
+    assumptions: Callable[[AdversaryView], Sequence[str]] = no_assumptions
+    batching: str = ""
+
+    def __post_init__(self) -> None:
+        if (self.hidden_draw != "") != (self.draw is UserDraw.PROTOCOL):
+            raise InvalidValue(
+                f"hidden_draw={self.hidden_draw!r} with draw={self.draw.value!r}: expected a text "
+                "if a protocol draws the users, and none otherwise"
+            )
+
+
+def user_claims(delta: float, *assumptions: str, **details: Any) -> Claims:
+    """Return the builder of guarantees for one user with records in several silos.
+
+    ``details`` are other fields of `Claims`.
+    """
     return Claims(
         unit=PrivacyUnit.USER,
         relation=NeighboringRelation.ADD_OR_REMOVE_ONE,
         delta=delta,
         assumptions=assumptions,
-        not_covered=not_covered,
+        **details,
     )
 
 

@@ -52,13 +52,13 @@ from flower_ext.privacy.theorems.claims import (
 from flower_ext.privacy.theorems.silo_claims import (
     OF_SILOS,
     OF_SILOS_IN_CELLS,
-    SECURE_SUM,
+    DrawAndSum,
     exposures,
     published_sum_assumptions,
     sum_assumptions,
     user_claims,
 )
-from flower_ext.privacy.units import AdversaryView, NeighboringRelation
+from flower_ext.privacy.units import AdversaryView, NeighboringRelation, UserDraw
 
 Weighting = Literal["equal", "by-records"]
 """Rule for w_{s,u}: 1/|S| for all users, or the silo's share of the user's records."""
@@ -136,13 +136,7 @@ def uldp_naive_guarantees(mechanism: NoisedSum, run: RunSummary) -> list[Guarant
 
 
 def uldp_avg_guarantees(
-    mechanism: NoisedSum,
-    run: RunSummary,
-    *,
-    secure_sum: str = SECURE_SUM,
-    hidden_draw: str = "",
-    silos_draw: bool = False,
-    batching: str = "",
+    mechanism: NoisedSum, run: RunSummary, protocol: DrawAndSum
 ) -> list[Guarantee]:
     """Return the guarantees of ULDP-AVG and ULDP-SGD: Theorem 5, and a provable one for each view.
 
@@ -161,19 +155,12 @@ def uldp_avg_guarantees(
     run : RunSummary
         A run of a method with silos. With secure sums, its participations count only the noise of
         honest silos, unless the silos draw the users.
-    secure_sum : str
-        Assumption under which the server sees no single upload.
-    hidden_draw : str
-        Assumption under which the server does not know the sample; empty if it knows the sample.
-    silos_draw : bool
-        True if the silos draw the users with a secret key, so that the server does not know the
-        sample.
-    batching : str
-        Assumption under which no bit of a user's training depends on other users (see
-        `batching_assumption`).
+    protocol : DrawAndSum
+        The draw of users, and the sum of their updates.
     """
     rounds = run.participations.rounds
-    if silos_draw:
+    hidden_draw = protocol.hidden_draw
+    if protocol.draw is UserDraw.SILOS:
         hidden_draw = _drawn_by_silos(mechanism, rounds)
     amplified = privacy_loss_of({mechanism.release: rounds}, delta=mechanism.delta)
     shield = sum_assumptions(mechanism)
@@ -183,10 +170,11 @@ def uldp_avg_guarantees(
         *(OF_SILOS_IN_CELLS if shield else OF_SILOS),
         "a user's weights depend on that user's records alone and sum to at most 1 over the silos",
         "a user's training sees that user's records and the model, nothing of others",
-        *((batching,) if batching else ()),
+        *((protocol.batching,) if protocol.batching else ()),
         noise_assumption(run.secure_noise),
         *mechanism.assumptions,
         not_covered=run.not_covered,
+        of_sum=protocol.assumptions,
     )
 
     def in_rounds(mechanism: NoisedSum) -> str:
@@ -234,7 +222,7 @@ def uldp_avg_guarantees(
             AdversaryView.SUM_ONLY,
             to_sums,
             in_all_sums + (", colluders' noise not counted" if shield else ""),
-            *(shield or (WHOLE_UPLOADS, secure_sum)),
+            *(shield or (WHOLE_UPLOADS, protocol.secure_sum)),
             *from_server,
             relation=_AT_SERVER,
         ),
