@@ -74,10 +74,12 @@ class LatticeWeighting(WeightingProtocol):
         f"{_TRANSFER}; X25519 and ChaCha20 are not broken"
     )
 
+    max_records_per_user: int = 2000
+    silo_record_limits: tuple[int, ...] | None = None
+
     def __post_init__(self) -> None:
+        super().__post_init__()
         require_at_least_one("max_records_per_user", self.max_records_per_user)
-        if self.draw_choices is not None and self.draw_choices < 2:
-            raise InvalidValue(f"draw_choices={self.draw_choices!r}: expected an integer >= 2")
         limits = self.silo_record_limits
         if limits is not None:
             object.__setattr__(self, "silo_record_limits", tuple(limits))
