@@ -38,9 +38,9 @@ from flower_ext.privacy import (
 )
 from flower_ext.privacy.accounting.participations import Participations
 from flower_ext.privacy.mechanisms.round_mechanism import RoundMechanism
-from flower_ext.privacy.mechanisms.run_summary import RunSummary
-from flower_ext.privacy.mechanisms.vector_query import VectorQuery
+from flower_ext.privacy.queries.vector_query import VectorQuery
 from flower_ext.privacy.randomness import derived_seed
+from flower_ext.privacy.run_summary import RunSummary
 from flower_ext.runs import RunWriter
 from flower_ext.training import matches
 

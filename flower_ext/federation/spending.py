@@ -17,8 +17,8 @@ from flower_ext.privacy import Budget, BudgetExhausted, Guarantee, Ledger, Relea
 from flower_ext.privacy.guarantee import claim_against
 from flower_ext.privacy.ledger import Reservation
 from flower_ext.privacy.mechanisms.round_mechanism import RoundMechanism
-from flower_ext.privacy.mechanisms.run_summary import RunSummary
-from flower_ext.privacy.mechanisms.vector_query import VectorQuery
+from flower_ext.privacy.queries.vector_query import VectorQuery
+from flower_ext.privacy.run_summary import RunSummary
 from flower_ext.privacy.shared_ledger import Charge, charge, note_claims, note_uncovered
 from flower_ext.privacy.study_composition import WITHOUT_NOISE
 from flower_ext.privacy.units import AdversaryView

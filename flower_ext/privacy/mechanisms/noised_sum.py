@@ -35,7 +35,7 @@ from flower_ext.privacy.mechanisms.round_mechanism import (
 )
 from flower_ext.privacy.mechanisms.secure_sum import SecureSum, SumParameters, ring_bits
 from flower_ext.privacy.mechanisms.updates import NamedArrays, RunningSum, l2_norm
-from flower_ext.privacy.mechanisms.vector_query import VectorQuery
+from flower_ext.privacy.queries.vector_query import VectorQuery
 from flower_ext.privacy.units import NeighboringRelation, PrivacyUnit
 
 NoisePlacement = Literal["client", "server"]

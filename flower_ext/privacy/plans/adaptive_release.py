@@ -17,10 +17,10 @@ from flower_ext.privacy.mechanisms.adaptive_clipping import (
 from flower_ext.privacy.mechanisms.noised_sum import NoisedSum
 from flower_ext.privacy.mechanisms.protections import ClipAndNoise, Protection
 from flower_ext.privacy.mechanisms.round_mechanism import Aggregate
-from flower_ext.privacy.mechanisms.run_summary import RunSummary
 from flower_ext.privacy.mechanisms.updates import NamedArrays, RunningSum
-from flower_ext.privacy.mechanisms.vector_query import VectorQuery
 from flower_ext.privacy.plans.release_mechanism import ReleaseMechanism
+from flower_ext.privacy.queries.vector_query import VectorQuery
+from flower_ext.privacy.run_summary import RunSummary
 
 _ADAPTIVE = (
     "the clipping norm of a round is a function of earlier releases and public numbers, so rounds "

@@ -15,8 +15,8 @@ from flower_ext.privacy.mechanisms.protections import (
     ProtectedByServer,
     Protection,
 )
-from flower_ext.privacy.mechanisms.run_summary import RunSummary
-from flower_ext.privacy.mechanisms.vector_query import VectorQuery
+from flower_ext.privacy.queries.vector_query import VectorQuery
+from flower_ext.privacy.run_summary import RunSummary
 from flower_ext.privacy.theorems.client_level import client_level_guarantees
 
 

@@ -12,8 +12,8 @@ from flower_ext.privacy.accounting.participations import Participations
 from flower_ext.privacy.accounting.sampling import SpacedSampling
 from flower_ext.privacy.guarantee import Guarantee
 from flower_ext.privacy.mechanisms.correlated_noise import StrategyMatrix
-from flower_ext.privacy.mechanisms.run_summary import RunSummary
 from flower_ext.privacy.plans.release_mechanism import ReleaseMechanism
+from flower_ext.privacy.run_summary import RunSummary
 from flower_ext.privacy.units import AdversaryView
 
 

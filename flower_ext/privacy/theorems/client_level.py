@@ -16,8 +16,8 @@ from flower_ext.privacy.accounting.sampling import (
 )
 from flower_ext.privacy.guarantee import Guarantee
 from flower_ext.privacy.mechanisms.noised_sum import NoisedSum
-from flower_ext.privacy.mechanisms.run_summary import RunSummary
 from flower_ext.privacy.mechanisms.secure_sum import SecureSum
+from flower_ext.privacy.run_summary import RunSummary
 from flower_ext.privacy.theorems.claims import (
     DISCRETE,
     HIDDEN_DRAW,

@@ -25,7 +25,7 @@ from typing import Any
 
 from flower_ext.errors import InvalidValue
 from flower_ext.privacy.mechanisms.noised_sum import NoisedSum
-from flower_ext.privacy.mechanisms.run_summary import RunSummary
+from flower_ext.privacy.run_summary import RunSummary
 from flower_ext.privacy.theorems.claims import (
     DISCRETE,
     NOT_PROVIDED,

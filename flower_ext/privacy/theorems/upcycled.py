@@ -35,7 +35,7 @@ from flower_ext.privacy.mechanisms.protections import (
     OutputPerturbation,
     Perturbation,
 )
-from flower_ext.privacy.mechanisms.run_summary import RunSummary
+from flower_ext.privacy.run_summary import RunSummary
 from flower_ext.privacy.theorems.claims import LOADS, ON_A_GRID, OUTLIVES, Claims, noise_assumption
 from flower_ext.privacy.theorems.local_objective import LocalObjective, large_enough, refuse_unless
 from flower_ext.privacy.units import AdversaryView, NeighboringRelation, PrivacyUnit

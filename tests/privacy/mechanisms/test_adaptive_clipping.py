@@ -26,8 +26,8 @@ from flower_ext.privacy.mechanisms.adaptive_clipping import (
     with_side,
 )
 from flower_ext.privacy.mechanisms.round_mechanism import Aggregate
-from flower_ext.privacy.mechanisms.run_summary import MethodTraits, RunSummary
 from flower_ext.privacy.mechanisms.updates import l2_norm
+from flower_ext.privacy.run_summary import MethodTraits, RunSummary
 
 NORM, SIGMA, COHORT = 0.3, 1.5, 40
 LIKE = {"a": np.zeros((2, 3), np.float32), "b": np.zeros(4, np.float32)}
