@@ -90,6 +90,7 @@ TESTS = {
     ),
     "privacy/accounting/sampling.py": ("privacy/accounting/test_sampling.py",),
     "privacy/mechanisms/noised_sum.py": _OF_SUMS,
+    "privacy/mechanisms/masked_noised_sum.py": _OF_SUMS,
     "privacy/mechanisms/quantization.py": (
         "privacy/mechanisms/test_quantization.py",
         "auditing/test_paths.py",

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from flower_ext.privacy.accounting.accountant import privacy_loss_of
 from flower_ext.privacy.accounting.events import Release
@@ -15,7 +14,6 @@ from flower_ext.privacy.mechanisms.protections import (
     ProtectedByServer,
     Protection,
 )
-from flower_ext.privacy.queries.vector_query import VectorQuery
 from flower_ext.privacy.run_summary import RunSummary
 from flower_ext.privacy.theorems.client_level import client_level_guarantees
 
@@ -38,8 +36,6 @@ class ReleaseMechanism(NoisedSum):
             return None
         if self.noised_by_server:
             return ProtectedByServer()
-        if self.secure_sum is not None:
-            return replace(self.cells_protection, of_units=run.method.bounds_units)
         return ClipAndNoise(
             of_units=run.method.bounds_units,
             clipping_norm=self.clipping_norm,
@@ -48,29 +44,8 @@ class ReleaseMechanism(NoisedSum):
         )
 
     def releases(self, participations: Participations) -> dict[Release, int]:
-        """Return all releases of the run so far, each with its count.
-
-        A release is the noised sum of a training round, or of an answer to a query.
-        """
-        counts = Counter({self.release: participations.rounds})
-        for query in self.queries:
-            counts[self.of_query(query).release] += participations.answers[query.name]
-        return dict(counts)
-
-    def count_answer(self, query: VectorQuery, participations: Participations) -> None:
-        """Count one released answer to a query, for views of sums and for views of uploads.
-
-        A count of 1 is a training round with noise multiplier σ. An answer with noise multiplier
-        σ_q reveals as much as (σ/σ_q)² training rounds, and counts as that many.
-        """
-        parameters = self.of_query(query).sum_parameters
-        worth = (self.noise_multiplier / query.noise_multiplier) ** 2
-        participations.record_answer(
-            query.name,
-            range(self.sampling.population),
-            in_sum=worth * parameters.least_answers / parameters.honest_answers,
-            in_upload=worth * parameters.least_answers,
-        )
+        """Return all releases of the run so far, each with its count."""
+        return {self.release: participations.rounds}
 
     def guarantees(self, run: RunSummary) -> list[Guarantee]:
         """Return the provable guarantee against each adversary. The units must be clients."""

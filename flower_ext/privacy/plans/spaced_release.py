@@ -52,10 +52,6 @@ class SpacedRelease(ReleaseMechanism):
         """The matrix that correlates the noise; None if the noise is independent."""
         return None if self.strategy == StrategyMatrix() else self.strategy
 
-    def with_strategy(self, matrix: StrategyMatrix) -> SpacedRelease:
-        """Return the mechanism with ``matrix`` as its strategy."""
-        return replace(self, strategy=matrix)
-
     @property
     def noise_stddev(self) -> float:
         """Standard deviation σC·sens(C) of a round's fresh noise z."""
