@@ -17,8 +17,7 @@ from flower_ext.privacy import (
 )
 from flower_ext.privacy.mechanisms.protections import OutputPerturbation
 from flower_ext.privacy.plans.adaptive_release import AdaptiveRelease
-from flower_ext.privacy.plans.masked_release import MaskedRelease
-from flower_ext.privacy.plans.release_mechanism import ReleaseMechanism
+from flower_ext.privacy.plans.release_mechanism import MaskedRelease, ReleaseMechanism
 from flower_ext.privacy.plans.spaced_release import SpacedRelease
 from flower_ext.privacy.theorems.upcycled import sensitivity
 

@@ -26,7 +26,7 @@ from flower_ext.federation.run import Run
 from flower_ext.federation.sums.masked import MaskedSum
 from flower_ext.federation.sums.summation import Opening
 from flower_ext.privacy import BudgetExhausted
-from flower_ext.privacy.plans.masked_release import QuerySum
+from flower_ext.privacy.mechanisms.masked_noised_sum import QuerySum
 
 log = getLogger("flwr")
 

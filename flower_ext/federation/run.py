@@ -37,8 +37,8 @@ from flower_ext.privacy import (
     seeded_generator,
 )
 from flower_ext.privacy.accounting.participations import Participations
+from flower_ext.privacy.mechanisms.masked_noised_sum import MaskedNoisedSum, QuerySum
 from flower_ext.privacy.mechanisms.round_mechanism import RoundMechanism
-from flower_ext.privacy.plans.masked_release import MaskedRelease, QuerySum
 from flower_ext.privacy.plans.spaced_release import SpacedRelease
 from flower_ext.privacy.randomness import derived_seed
 from flower_ext.privacy.run_summary import RunSummary
@@ -163,7 +163,7 @@ class Run:
     def query_sums(self) -> Sequence[QuerySum]:
         """The plan's queries, each with the mechanism of its answers."""
         mechanism = self.mechanism
-        return mechanism.query_sums if isinstance(mechanism, MaskedRelease) else ()
+        return mechanism.query_sums if isinstance(mechanism, MaskedNoisedSum) else ()
 
     @property
     def participations(self) -> Participations:

@@ -71,8 +71,7 @@ from flower_ext.privacy.mechanisms.protections import (
 from flower_ext.privacy.mechanisms.round_mechanism import RoundMechanism
 from flower_ext.privacy.mechanisms.updates import RunningSum
 from flower_ext.privacy.plans.group_plan import GroupPlan
-from flower_ext.privacy.plans.masked_release import MaskedRelease
-from flower_ext.privacy.plans.release_mechanism import ReleaseMechanism
+from flower_ext.privacy.plans.release_mechanism import MaskedRelease, ReleaseMechanism
 from flower_ext.training import DpSgdTraining, LocalTraining, Task
 from tests.support import planted_faults as faults
 from tests.support.strategies import group_strategy, private_strategy_of, strategy_of

@@ -18,12 +18,15 @@ from flower_ext.checks import (
     require_positive,
 )
 from flower_ext.errors import InvalidValue
+from flower_ext.privacy.accounting.accountant import privacy_loss_of
 from flower_ext.privacy.accounting.calibration import default_relation
 from flower_ext.privacy.accounting.events import Release
+from flower_ext.privacy.accounting.participations import Participations
 from flower_ext.privacy.accounting.sampling import Sampling
 from flower_ext.privacy.mechanisms.adaptive_clipping import AdaptiveClipping
 from flower_ext.privacy.mechanisms.bounds import ClippedSum
 from flower_ext.privacy.mechanisms.noise import NoiseSource, largest_noised_norm, noise_grid
+from flower_ext.privacy.mechanisms.protections import ClipAndNoise, ProtectedByServer, Protection
 from flower_ext.privacy.mechanisms.round_mechanism import (
     Aggregate,
     RoundDiscarded,
@@ -33,6 +36,7 @@ from flower_ext.privacy.mechanisms.round_mechanism import (
 from flower_ext.privacy.mechanisms.secure_sum import SecureSum
 from flower_ext.privacy.mechanisms.updates import NamedArrays, RunningSum, l2_norm
 from flower_ext.privacy.queries.vector_query import VectorQuery
+from flower_ext.privacy.run_summary import RunSummary
 from flower_ext.privacy.units import NeighboringRelation, PrivacyUnit
 
 NoisePlacement = Literal["client", "server"]
@@ -180,6 +184,36 @@ class NoisedSum(ReleaseTerms, RoundMechanism):
             return 0.0
         require_at_least_one("cohort_size", cohort_size)
         return self.noise_stddev / math.sqrt(cohort_size)
+
+    @property
+    def client_protects(self) -> bool:
+        """True if clients add the noise."""
+        return not self.noised_by_server
+
+    def protection(self, run: RunSummary, cohort_size: int) -> Protection | None:
+        """Return the protection that bounds an upload and adds one client's share of the noise.
+
+        The share depends on ``cohort_size``. The protection is None if no client is asked.
+        """
+        if cohort_size == 0:  # nobody is asked; the server adds the whole noise
+            return None
+        if self.noised_by_server:
+            return ProtectedByServer()
+        return ClipAndNoise(
+            of_units=run.method.bounds_units,
+            clipping_norm=self.clipping_norm,
+            noise_stddev=self.client_noise_stddev(cohort_size),
+            noise_grid=self.noise_grid,
+        )
+
+    def releases(self, participations: Participations) -> dict[Release, int]:
+        """Return all releases of the run so far, each with its count."""
+        return {self.release: participations.rounds}
+
+    def spent(self, run: RunSummary) -> dict[str, float]:
+        """Return ε against an adversary that sees the released models."""
+        loss = privacy_loss_of(self.releases(run.participations), delta=self.delta)
+        return {"epsilon_provable": loss.epsilon}
 
     @staticmethod
     def refuse_spoiled(value: NamedArrays, *, bound: float, stddev: float) -> None:

@@ -30,7 +30,7 @@ from flower_ext.privacy import (
     privacy_loss_of,
 )
 from flower_ext.privacy.mechanisms.protections import ClipAndNoise
-from flower_ext.privacy.plans.masked_release import MaskedRelease
+from flower_ext.privacy.plans.release_mechanism import MaskedRelease
 from flower_ext.training import DpSgdTraining, LocalTraining
 from tests.support.losing import Losing, stage_of
 from tests.support.silos import COMMON, LOCAL, SEED, SILOS, USERS, plan, silo, silos, task
