@@ -56,6 +56,7 @@ from flower_ext.privacy import (
 )
 from flower_ext.privacy.mechanisms.adaptive_clipping import SIDE
 from flower_ext.privacy.mechanisms.correlated_noise import StrategyMatrix, Vector
+from flower_ext.privacy.plans.spaced_release import SpacedRelease
 from flower_ext.training import DpSgdTraining, LocalTraining
 
 DELTA = 1e-5
@@ -152,9 +153,9 @@ _IN_TURNS = release_plans(_TURNS, correlation=CorrelatedNoise(), noise_placement
 
 
 def _in_turns_matrix(rounds: int) -> StrategyMatrix:
-    matrix = _IN_TURNS(1.0, rounds).mechanism().strategy_matrix
-    assert matrix is not None
-    return matrix
+    mechanism = _IN_TURNS(1.0, rounds).mechanism()
+    assert isinstance(mechanism, SpacedRelease)
+    return mechanism.strategy
 
 
 def of_correlated(moves: Vector) -> Score:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from dataclasses import InitVar, dataclass, field, replace
 from functools import partial
@@ -37,10 +37,11 @@ from flower_ext.privacy import (
     seeded_generator,
 )
 from flower_ext.privacy.accounting.participations import Participations
+from flower_ext.privacy.mechanisms.masked_noised_sum import MaskedNoisedSum, QuerySum
 from flower_ext.privacy.mechanisms.round_mechanism import RoundMechanism
-from flower_ext.privacy.mechanisms.run_summary import RunSummary
-from flower_ext.privacy.mechanisms.vector_query import VectorQuery
+from flower_ext.privacy.plans.spaced_release import SpacedRelease
 from flower_ext.privacy.randomness import derived_seed
+from flower_ext.privacy.run_summary import RunSummary
 from flower_ext.runs import RunWriter
 from flower_ext.training import matches
 
@@ -157,6 +158,12 @@ class Run:
     def mechanism(self) -> RoundMechanism:
         """The next round's mechanism, which the plan made and earlier releases may have changed."""
         return self.summation.mechanism
+
+    @property
+    def query_sums(self) -> Sequence[QuerySum]:
+        """The plan's queries, each with the mechanism of its answers."""
+        mechanism = self.mechanism
+        return mechanism.query_sums if isinstance(mechanism, MaskedNoisedSum) else ()
 
     @property
     def participations(self) -> Participations:
@@ -277,7 +284,7 @@ class Run:
     def not_covered(self) -> list[str]:
         """Return, one per line, what leaves the clients in this run without a guarantee."""
         exposed = ["whether and when each client answered"]
-        noised = any(query.schedule == "in evaluations" for query in self.mechanism.queries)
+        noised = any(sums.query.schedule == "in evaluations" for sums in self.query_sums)
         if self.evaluate_every and not noised:
             exposed.append(
                 "scores and test-set sizes that clients report un-noised at evaluation "
@@ -319,7 +326,7 @@ class Run:
             self.charge_release(server_round, population_after.participations)
 
     def charge_release(
-        self, server_round: int, participations: Participations, *, query: VectorQuery | None = None
+        self, server_round: int, participations: Participations, *, answered: QuerySum | None = None
     ) -> None:
         """Check the budget for a release after which units have these ``participations``.
 
@@ -332,7 +339,7 @@ class Run:
         """
         run_after = replace(self.summary, participations=participations)
         self.spending.charge_round(
-            self.mechanism, server_round, run_after, self.claims, query=query
+            self.mechanism, server_round, run_after, self.claims, answered=answered
         )
 
     def count_abandoned(self, begun: BegunRound) -> None:
@@ -398,15 +405,15 @@ class Run:
 
     def _open_stream(self, directory: RunWriter | None) -> None:
         """Begin the correlated noise of a run, or continue it in a resumed run."""
-        matrix, folder = self.mechanism.strategy_matrix, None
-        if matrix is None:
+        mechanism, folder = self.mechanism, None
+        if not isinstance(mechanism, SpacedRelease) or mechanism.strategy_matrix is None:
             return
         if directory is not None and not self.repeats:
             key = None if self.state_key_file is None else read_key(self.state_key_file)
             folder = StateFolder(path=directory.path, sync=True, key=key)
-        self._stream = NoiseStream(matrix, folder)
+        self._stream = NoiseStream(mechanism.strategy_matrix, folder)
         # A resumed run keeps its first matrix: another computer may find another optimum.
-        self.summation.mechanism = self.mechanism.with_strategy(self._stream.matrix)
+        self.summation.mechanism = replace(mechanism, strategy=self._stream.matrix)
 
     def save(self, server_round: int, model: records.Arrays) -> None:
         """Write a checkpoint after a round: everything that changes between two rounds."""

@@ -65,10 +65,11 @@ from flower_ext.federation import (
 )
 from flower_ext.federation.population import HiddenUsers, UsersInSilos
 from flower_ext.privacy import Guarantee, PrivacyPlan
+from flower_ext.privacy.mechanisms.masked_noised_sum import MaskedNoisedSum
 from flower_ext.privacy.mechanisms.noised_sum import NoisedSum
 from flower_ext.privacy.mechanisms.protections import ClipAndNoise
 from flower_ext.privacy.mechanisms.round_mechanism import RoundMechanism
-from flower_ext.privacy.mechanisms.run_summary import MethodTraits, RunSummary
+from flower_ext.privacy.run_summary import MethodTraits, RunSummary
 from flower_ext.privacy.theorems.silo_claims import SECURE_SUM, DrawAndSum, batching_assumption
 from flower_ext.privacy.theorems.uldp import (
     Weighting,
@@ -200,7 +201,7 @@ class UldpAvg(Method):
             histogram=self.weighting == "by-records" and not brings_weights,
             silos_draw=self.silos_draw,
         )
-        if sums.secure_sum is not None:
+        if isinstance(sums, MaskedNoisedSum):
             _warn_of_rounding(sums, connected.model, self.num_silos)
         weights = {} if brings_weights else {WEIGHTS: user_weights(self.weighting, histogram)}
         return state.updated(server={SILOS: {ONE_BY_ONE: one_by_one, **weights}})
@@ -287,7 +288,7 @@ def _of_users(mechanism: RoundMechanism) -> NoisedSum:
     return mechanism
 
 
-def _warn_of_rounding(sums: NoisedSum, model: Arrays, num_silos: int) -> None:
+def _warn_of_rounding(sums: MaskedNoisedSum, model: Arrays, num_silos: int) -> None:
     """Warn if the grid's cells are so wide that most numbers of a user's update round to zero."""
     numbers = sum(array.size for array in model.values())
     cells = sums.clipping_norm / sums.cell / num_silos

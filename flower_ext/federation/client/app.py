@@ -43,7 +43,7 @@ from flower_ext.federation.roster import IDENTITY, check_addressee, identity
 from flower_ext.federation.state.memory import ClientMemory, ClientVault, forget_client
 from flower_ext.federation.sums import masked, weighted_setup
 from flower_ext.privacy import SecureScores
-from flower_ext.privacy.mechanisms.vector_query import VectorQuery
+from flower_ext.privacy.queries.vector_query import VectorQuery
 from flower_ext.training import MEMORY_LIMIT, Params, Task
 from flower_ext.training.side_by_side import Steps, check_whole, completed, side_by_side
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from flower_ext.privacy.accounting.events import Counts, PrivacyLoss
 from flower_ext.privacy.guarantee import Condition, Guarantee
@@ -15,6 +15,28 @@ from flower_ext.privacy.units import AdversaryView, NeighboringRelation, Privacy
 def no_assumptions(view: AdversaryView) -> Sequence[str]:
     """Return nothing, as the assumptions of a sum that adds none to any view's guarantee."""
     return ()
+
+
+class Bound(NamedTuple):
+    """A provable bound against one adversary: a row in the table of a builder of guarantees.
+
+    Parameters
+    ----------
+    view, source, conditions
+        As in `Guarantee`.
+    loss : PrivacyLoss
+    assumptions : Sequence[str]
+        Assumptions that the run's other bounds do not need.
+    relation : NeighboringRelation, optional
+        By default the relation of the run.
+    """
+
+    view: AdversaryView
+    loss: PrivacyLoss
+    source: str
+    assumptions: Sequence[str] = ()
+    relation: NeighboringRelation | None = None
+    conditions: tuple[Condition, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,34 +78,28 @@ class Claims:
             **details,
         )
 
-    def provable(
-        self,
-        view: AdversaryView,
-        loss: PrivacyLoss,
-        source: str,
-        *assumptions: str,
-        relation: NeighboringRelation | None = None,
-        conditions: tuple[Condition, ...] = (),
-    ) -> Guarantee:
-        """Return a provable guarantee against one view.
+    def provable(self, *bounds: Bound) -> list[Guarantee]:
+        """Return a provable guarantee for each bound; a builder passes its table of bounds.
 
-        It needs the assumptions of the run and the further ``assumptions``. By default, its
-        relation is the run's.
+        A guarantee needs the assumptions of the run, of the bound and of the run's sums.
         """
-        return Guarantee(
-            unit=self.unit,
-            relation=relation or self.relation,
-            view=view,
-            epsilon=loss.epsilon,
-            delta=self.delta,
-            releases=_under(relation or self.relation, loss.releases),
-            basis="provable",
-            accountant=loss.accountant,
-            source=source,
-            assumptions=(*self.assumptions, *assumptions, *self.of_sum(view)),
-            conditions=conditions,
-            not_covered=tuple(self.not_covered),
-        )
+        return [
+            Guarantee(
+                unit=self.unit,
+                relation=(relation := bound.relation or self.relation),
+                view=bound.view,
+                epsilon=bound.loss.epsilon,
+                delta=self.delta,
+                releases=_under(relation, bound.loss.releases),
+                basis="provable",
+                accountant=bound.loss.accountant,
+                source=bound.source,
+                assumptions=(*self.assumptions, *bound.assumptions, *self.of_sum(bound.view)),
+                conditions=bound.conditions,
+                not_covered=tuple(self.not_covered),
+            )
+            for bound in bounds
+        ]
 
 
 def _under(relation: NeighboringRelation, releases: Counts | None) -> Counts | None:
@@ -185,3 +201,35 @@ NOISE_OF_OTHERS = (
     f"{IMPROBABLE:g}, which δ does not count",
 )
 """The assumptions about released models if the clients add the noise."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SumAssumptions:
+    """Assumptions about the sums of a mechanism, and words for the bounds that rest on them.
+
+    Parameters
+    ----------
+    noise : str
+        About the noise; every guarantee needs it.
+    parties : tuple of str
+        About the parties that add the noise; every guarantee needs them.
+    models : tuple of str
+        Further assumptions against an adversary that sees the released models.
+    sums : tuple of str
+        Further assumptions against a server that sees the sums.
+    published : tuple of str
+        Assumptions of a published theorem about sums, which counts the noise of all parties.
+    share : str
+        Number of noise shares in a sum; σ divided by its root is the noise of one upload.
+    on_sums, on_uploads : str
+        Ends of the texts about bounds on sums, and about bounds on uploads.
+    """
+
+    noise: str
+    parties: tuple[str, ...] = ()
+    models: tuple[str, ...] = NOISE_OF_OTHERS
+    sums: tuple[str, ...] = ()
+    published: tuple[str, ...] = ()
+    share: str = ""
+    on_sums: str = ""
+    on_uploads: str = ""

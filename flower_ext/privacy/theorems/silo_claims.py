@@ -24,14 +24,18 @@ from dataclasses import dataclass
 from typing import Any
 
 from flower_ext.errors import InvalidValue
+from flower_ext.privacy.mechanisms.masked_noised_sum import MaskedNoisedSum
 from flower_ext.privacy.mechanisms.noised_sum import NoisedSum
-from flower_ext.privacy.mechanisms.run_summary import RunSummary
+from flower_ext.privacy.run_summary import RunSummary
 from flower_ext.privacy.theorems.claims import (
     DISCRETE,
+    NONE_OF_THEM,
     NOT_PROVIDED,
     ON_A_GRID,
     OUTLIVES,
+    WHOLE_UPLOADS,
     Claims,
+    SumAssumptions,
     no_assumptions,
 )
 from flower_ext.privacy.theorems.claims import SECURE_SUM as PROTOCOL
@@ -44,13 +48,8 @@ _OF_DATA = (
     "no user's records keep a silo from loading its data (Task.data)",
     OUTLIVES,
 )
-OF_SILOS = (
-    *_OF_DATA,
-    "silos train, clip and add noise as instructed, and do not collude",
-    ON_A_GRID,
-)
-OF_SILOS_IN_CELLS = (*_OF_DATA, "silos train, clip, round and add noise as instructed", DISCRETE)
-"""Assumptions about silos that send whole numbers to a secure sum."""
+_SILOS = "silos train, clip and add noise as instructed, and do not collude"
+OF_SILOS = (*_OF_DATA, _SILOS, ON_A_GRID)
 _OWN_RECORDS = "ε covers only those of a user's records that no colluding silo holds"
 SECURE_SUM = f"secure aggregation, {NOT_PROVIDED}: the server sees no silo's upload"
 """Assumption of guarantees about sums, if silos send their uploads without a secure sum."""
@@ -104,21 +103,29 @@ def user_claims(delta: float, *assumptions: str, **details: Any) -> Claims:
     )
 
 
-def sum_assumptions(mechanism: NoisedSum) -> tuple[str, ...]:
-    """Return the assumptions about the silos' secure sum; empty if there is no secure sum."""
-    if mechanism.secure_sum is None:
-        return ()
-    return (*of_secure_sum(mechanism, mechanism.secure_sum), _OWN_RECORDS)
+def sums_of_silos(mechanism: NoisedSum, secure_sum: str = SECURE_SUM) -> SumAssumptions:
+    """Return the assumptions about the silos' sums.
 
-
-def published_sum_assumptions(mechanism: NoisedSum) -> tuple[str, ...]:
-    """Return the assumptions of a published theorem about sums.
-
-    Such a theorem counts the noise of all silos, so it assumes that no silo colludes.
+    ``secure_sum`` is the assumption that hides uploads which silos send without masks.
     """
-    if mechanism.secure_sum is None:
-        return (SECURE_SUM,)
-    return (PROTOCOL, "silos do not collude with the server")
+    if not isinstance(mechanism, MaskedNoisedSum):
+        return SumAssumptions(
+            noise=ON_A_GRID,
+            parties=(*_OF_DATA, _SILOS),
+            sums=(WHOLE_UPLOADS, secure_sum),
+            published=(SECURE_SUM,),
+            share="|S|",
+        )
+    return SumAssumptions(
+        noise=DISCRETE,
+        parties=(*_OF_DATA, "silos train, clip, round and add noise as instructed"),
+        models=(NONE_OF_THEM,),
+        sums=(*of_secure_sum(mechanism), _OWN_RECORDS),
+        published=(PROTOCOL, "silos do not collude with the server"),
+        share="least answers",
+        on_sums=", colluders' noise not counted",
+        on_uploads=", should all masks fall",
+    )
 
 
 def batching_assumption(apart: Mapping[int, bool]) -> str:
@@ -148,10 +155,9 @@ def exposures(mechanism: NoisedSum, run: RunSummary) -> tuple[float, float]:
     """
     in_sums = run.participations.in_sums
     in_uploads = float(max(run.participations.uploads.values(), default=0))
-    if mechanism.secure_sum is None:
+    if not isinstance(mechanism, MaskedNoisedSum):
         # The adversary also saw refused uploads, and sums with too little noise count more.
         return max(in_sums, in_uploads), max(in_sums, in_uploads)
-    parameters = mechanism.sum_parameters
     if run.method.weighting == "equal":  # collusion costs nothing (see the top of this module)
-        in_sums *= parameters.honest_answers / parameters.least_answers
+        in_sums *= mechanism.honest_noise
     return in_sums, in_uploads

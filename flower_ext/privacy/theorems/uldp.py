@@ -39,23 +39,19 @@ from flower_ext.privacy.accounting.sampling import (
 )
 from flower_ext.privacy.base_plan import PrivacyPlan
 from flower_ext.privacy.guarantee import Condition, Guarantee, epsilon_text
+from flower_ext.privacy.mechanisms.masked_noised_sum import MaskedNoisedSum
 from flower_ext.privacy.mechanisms.noised_sum import NoisedSum, ReleaseTerms
-from flower_ext.privacy.mechanisms.run_summary import RunSummary
+from flower_ext.privacy.run_summary import RunSummary
 from flower_ext.privacy.theorems.claims import (
     HIDDEN_DRAW,
-    NOISE_OF_OTHERS,
-    NONE_OF_THEM,
-    WHOLE_UPLOADS,
+    Bound,
     draw_assumption,
     noise_assumption,
 )
 from flower_ext.privacy.theorems.silo_claims import (
-    OF_SILOS,
-    OF_SILOS_IN_CELLS,
     DrawAndSum,
     exposures,
-    published_sum_assumptions,
-    sum_assumptions,
+    sums_of_silos,
     user_claims,
 )
 from flower_ext.privacy.units import AdversaryView, NeighboringRelation, UserDraw
@@ -107,32 +103,32 @@ def uldp_naive_guarantees(mechanism: NoisedSum, run: RunSummary) -> list[Guarant
     rounds, sigma, delta = run.participations.rounds, mechanism.noise_multiplier, mechanism.delta
     loss = gaussian_loss(sigma / 2, releases=rounds, delta=delta)
     source = f"noise multiplier {sigma:.4g}, {rounds} rounds, sensitivity 2C of every silo's update"
-    shield = sum_assumptions(mechanism)
+    sums = sums_of_silos(mechanism)
     claims = user_claims(
         delta,
-        *(OF_SILOS_IN_CELLS if shield else OF_SILOS),
+        *sums.parties,
+        sums.noise,
         noise_assumption(run.secure_noise),
         not_covered=run.not_covered,
     )
-    sums = [claims.provable(AdversaryView.SUM_ONLY, loss, source, *shield)] if shield else []
-    return [
-        claims.published(
-            AdversaryView.SUM_ONLY,
-            uldp_closed_form(noise_multiplier=sigma, rounds=rounds, delta=delta),
-            accountant="closed form (RDP)",
-            source="Kato et al., Uldp-FL, Theorem 3",
-            assumptions=published_sum_assumptions(mechanism),
-            conditions=(
-                Condition(
-                    "one user moves a silo's clipped update by at most C (what holds is 2C: "
-                    "without the user, training may end at the other side of the ball)",
-                    False,
-                ),
+    theorem_3 = claims.published(
+        AdversaryView.SUM_ONLY,
+        uldp_closed_form(noise_multiplier=sigma, rounds=rounds, delta=delta),
+        accountant="closed form (RDP)",
+        source="Kato et al., Uldp-FL, Theorem 3",
+        assumptions=sums.published,
+        conditions=(
+            Condition(
+                "one user moves a silo's clipped update by at most C (what holds is 2C: "
+                "without the user, training may end at the other side of the ball)",
+                False,
             ),
         ),
-        *sums,
-        claims.provable(AdversaryView.EACH_UPLOAD, loss, source),
-    ]
+    )
+    bounds = [Bound(AdversaryView.EACH_UPLOAD, loss, source)]
+    if isinstance(mechanism, MaskedNoisedSum):
+        bounds.insert(0, Bound(AdversaryView.SUM_ONLY, loss, source, sums.sums))
+    return [theorem_3, *claims.provable(*bounds)]
 
 
 def uldp_avg_guarantees(
@@ -158,16 +154,13 @@ def uldp_avg_guarantees(
     protocol : DrawAndSum
         The draw of users, and the sum of their updates.
     """
-    rounds = run.participations.rounds
-    hidden_draw = protocol.hidden_draw
-    if protocol.draw is UserDraw.SILOS:
-        hidden_draw = _drawn_by_silos(mechanism, rounds)
-    amplified = privacy_loss_of({mechanism.release: rounds}, delta=mechanism.delta)
-    shield = sum_assumptions(mechanism)
-    in_sums, in_uploads = exposures(mechanism, run)
+    rounds, is_hidden = run.participations.rounds, protocol.draw.is_hidden
+    from_server = (_assumed_draw(mechanism, rounds, protocol),) if is_hidden else ()
+    sums = sums_of_silos(mechanism, protocol.secure_sum)
     claims = user_claims(
         mechanism.delta,
-        *(OF_SILOS_IN_CELLS if shield else OF_SILOS),
+        *sums.parties,
+        sums.noise,
         "a user's weights depend on that user's records alone and sum to at most 1 over the silos",
         "a user's training sees that user's records and the model, nothing of others",
         *((protocol.batching,) if protocol.batching else ()),
@@ -177,18 +170,14 @@ def uldp_avg_guarantees(
         of_sum=protocol.assumptions,
     )
 
-    def in_rounds(mechanism: NoisedSum) -> str:
+    def amplified(mechanism: NoisedSum) -> tuple[PrivacyLoss, str]:
+        """Return the loss of a user against an adversary that does not know the sample."""
+        loss = privacy_loss_of({mechanism.release: rounds}, delta=mechanism.delta)
         multiplier = f"noise multiplier {mechanism.noise_multiplier:.4g}"
-        return f"{mechanism.sampling.describe()}, {multiplier}, {rounds} rounds"
+        return loss, f"{mechanism.sampling.describe()}, {multiplier}, {rounds} rounds"
 
-    def at_server(exposure: float, mechanism: NoisedSum) -> tuple[PrivacyLoss, str]:
-        """Return the loss of a user against a server, and a description of this loss.
-
-        ``exposure`` is the user's weight. The server knows the sample unless a protocol hides it.
-        """
-        if hidden_draw:
-            loss = privacy_loss_of({mechanism.release: rounds}, delta=mechanism.delta)
-            return loss, in_rounds(mechanism)
+    def exposed(mechanism: NoisedSum, exposure: float) -> tuple[PrivacyLoss, str]:
+        """Return the loss of a user whose weight in all rounds is ``exposure``."""
         # A protocol's errors add up over all rounds, not only the most exposed user's rounds.
         loss = with_approximation_error(
             lambda delta: gaussian_loss(
@@ -199,40 +188,45 @@ def uldp_avg_guarantees(
         )
         return loss, f"most exposed user: {exposure:.4g} sums' worth"
 
-    spread, of_one_share = _share_of_noise(mechanism, run)
-    # Exposures count the noise of honest silos only. Without exposures, the noise itself counts so.
-    seen_sum = _with_least_noise(mechanism, run) if hidden_draw else mechanism
-    to_sums, in_all_sums = at_server(in_sums, seen_sum)
-    # For the accountant, one upload is a sum with less noise, so the same formula holds.
-    in_shares = replace(mechanism, noise_multiplier=mechanism.noise_multiplier / spread)
-    to_uploads, in_all_uploads = at_server(in_uploads, in_shares)
-    from_server = (hidden_draw,) if hidden_draw else ()
+    # For the accountant, one upload is a sum with less noise, so the same formulas hold.
+    spread, of_one_share = _share_of_noise(mechanism, run, sums.share)
+    of_share = replace(mechanism, noise_multiplier=mechanism.noise_multiplier / spread)
+    in_sums, in_uploads = exposures(mechanism, run)
+    models, in_models = amplified(mechanism)
+    if is_hidden:
+        # Exposures count the noise of honest silos only. Without them, the noise itself counts so.
+        to_sums, to_uploads = amplified(_with_least_noise(mechanism, run)), amplified(of_share)
+    else:
+        to_sums, to_uploads = exposed(mechanism, in_sums), exposed(of_share, in_uploads)
     return [
         _theorem_5(mechanism, rounds),
-        claims.provable(
-            AdversaryView.RELEASED_MODELS,
-            amplified,
-            in_rounds(mechanism),
-            _two_numbers(mechanism, rounds),
-            "the server follows the protocol and keeps sums and uploads to itself",
-            *((NONE_OF_THEM,) if shield else NOISE_OF_OTHERS),
-            *_hidden_sample(mechanism, run.secure_cohorts or bool(hidden_draw)),
-        ),
-        claims.provable(
-            AdversaryView.SUM_ONLY,
-            to_sums,
-            in_all_sums + (", colluders' noise not counted" if shield else ""),
-            *(shield or (WHOLE_UPLOADS, protocol.secure_sum)),
-            *from_server,
-            relation=_AT_SERVER,
-        ),
-        claims.provable(
-            AdversaryView.EACH_UPLOAD,
-            to_uploads,
-            f"all uploads together: noise multiplier σ{of_one_share}; {in_all_uploads}"
-            + (", should all masks fall" if shield else ""),
-            *from_server,
-            relation=_AT_SERVER,
+        *claims.provable(
+            Bound(
+                AdversaryView.RELEASED_MODELS,
+                models,
+                in_models,
+                (
+                    _two_numbers(mechanism, rounds),
+                    "the server follows the protocol and keeps sums and uploads to itself",
+                    *sums.models,
+                    *_hidden_sample(mechanism, run.secure_cohorts or is_hidden),
+                ),
+            ),
+            Bound(
+                AdversaryView.SUM_ONLY,
+                to_sums[0],
+                to_sums[1] + sums.on_sums,
+                (*sums.sums, *from_server),
+                _AT_SERVER,
+            ),
+            Bound(
+                AdversaryView.EACH_UPLOAD,
+                to_uploads[0],
+                f"all uploads together: noise multiplier σ{of_one_share}; {to_uploads[1]}"
+                f"{sums.on_uploads}",
+                from_server,
+                _AT_SERVER,
+            ),
         ),
     ]
 
@@ -242,27 +236,24 @@ def _with_least_noise(mechanism: NoisedSum, run: RunSummary) -> NoisedSum:
 
     With equal weights, a sum of fewer silos also holds less of a user, so that ε does not grow.
     """
-    if mechanism.secure_sum is None or run.method.weighting == "equal":
+    if not isinstance(mechanism, MaskedNoisedSum) or run.method.weighting == "equal":
         return mechanism
-    parameters = mechanism.sum_parameters
-    part = math.sqrt(parameters.honest_answers / parameters.least_answers)
+    part = math.sqrt(mechanism.honest_noise)
     return replace(mechanism, noise_multiplier=mechanism.noise_multiplier * part)
 
 
-def _share_of_noise(mechanism: NoisedSum, run: RunSummary) -> tuple[float, str]:
+def _share_of_noise(mechanism: NoisedSum, run: RunSummary, share: str) -> tuple[float, str]:
     """Return the number that divides σ if the server sees each upload, and a text for it.
 
     With weights by records, a user may have all its weight in one silo. Only that silo's share of
     the noise then hides the user.
     """
-    if run.method.weighting == "equal":
+    shares = mechanism.silos or 1
+    if isinstance(mechanism, MaskedNoisedSum):
+        shares = mechanism.sum_parameters.least_answers
+    if shares == 1 or run.method.weighting == "equal":
         return 1.0, ""
-    if mechanism.secure_sum is None:
-        assert run.method.num_silos is not None
-        shares, factor = run.method.num_silos, "/√|S|"
-    else:
-        shares, factor = mechanism.sum_parameters.least_answers, "/√least answers"
-    return math.sqrt(shares), factor if shares > 1 else ""
+    return math.sqrt(shares), f"/√{share}"
 
 
 def _hidden_sample(mechanism: NoisedSum, secure: bool) -> tuple[str, ...]:
@@ -272,13 +263,17 @@ def _hidden_sample(mechanism: NoisedSum, secure: bool) -> tuple[str, ...]:
     return (HIDDEN_DRAW, draw_assumption("sampled users", secure))
 
 
-def _drawn_by_silos(mechanism: NoisedSum, rounds: int) -> str:
-    """Return the assumption about users whom silos draw, with the ε against one of the silos.
+def _assumed_draw(mechanism: NoisedSum, rounds: int, protocol: DrawAndSum) -> str:
+    """Return the assumption that hides the sample from the server.
 
-    A silo knows the draws, so sampling amplifies nothing against it. It can also subtract its own
-    share of the noise. Every user counts as drawn in every round, because the server, which counts
-    participations, does not know in which rounds a user was drawn.
+    If silos draw, it gives ε against one of them. A silo knows the draws, so sampling amplifies
+    nothing against it. It can also subtract its own share of the noise. Every user counts as drawn
+    in every round, because the server, which counts participations, does not know in which rounds
+    a user was drawn.
     """
+    if protocol.draw is UserDraw.PROTOCOL:
+        return protocol.hidden_draw
+    assert isinstance(mechanism, MaskedNoisedSum)  # see `check_silos_can_draw`
     parameters = mechanism.sum_parameters
     others = parameters.honest_answers - 1
     of_others = mechanism.noise_multiplier * math.sqrt(others / parameters.least_answers)
@@ -326,7 +321,7 @@ def _theorem_5(mechanism: NoisedSum, rounds: int) -> Guarantee:
         accountant, view = "closed form (RDP)", AdversaryView.SUM_ONLY
         source, assumptions = (
             "Kato et al., Uldp-FL, Theorem 5",
-            published_sum_assumptions(mechanism),
+            sums_of_silos(mechanism).published,
         )
         epsilon = uldp_closed_form(
             noise_multiplier=mechanism.noise_multiplier, rounds=rounds, delta=mechanism.delta

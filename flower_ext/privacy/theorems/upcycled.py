@@ -35,8 +35,15 @@ from flower_ext.privacy.mechanisms.protections import (
     OutputPerturbation,
     Perturbation,
 )
-from flower_ext.privacy.mechanisms.run_summary import RunSummary
-from flower_ext.privacy.theorems.claims import LOADS, ON_A_GRID, OUTLIVES, Claims, noise_assumption
+from flower_ext.privacy.run_summary import RunSummary
+from flower_ext.privacy.theorems.claims import (
+    LOADS,
+    ON_A_GRID,
+    OUTLIVES,
+    Bound,
+    Claims,
+    noise_assumption,
+)
 from flower_ext.privacy.theorems.local_objective import LocalObjective, large_enough, refuse_unless
 from flower_ext.privacy.units import AdversaryView, NeighboringRelation, PrivacyUnit
 
@@ -228,11 +235,13 @@ def perturbation_guarantees(
             conditions=conditions,
             not_covered=tuple(run.not_covered),
         ),
-        claims.provable(
-            AdversaryView.EACH_UPLOAD,
-            loss,
-            f"{reason}; {_spread(provable)}",
-            conditions=needed,
+        *claims.provable(
+            Bound(
+                AdversaryView.EACH_UPLOAD,
+                loss,
+                f"{reason}; {_spread(provable)}",
+                conditions=needed,
+            )
         ),
     ]
 

@@ -38,7 +38,7 @@ from flower_ext.privacy import (
     privacy_loss_of,
 )
 from flower_ext.privacy.mechanisms.protections import ClipAndNoise
-from flower_ext.privacy.mechanisms.run_summary import RunSummary
+from flower_ext.privacy.run_summary import RunSummary
 from flower_ext.privacy.theorems.uldp import uldp_avg_guarantees, uldp_closed_form
 from flower_ext.training import DpSgdTraining, LocalTraining, Task
 from tests.support.grids import grid

@@ -26,7 +26,7 @@ from flower_ext.privacy import (
     privacy_loss_of,
 )
 from flower_ext.privacy.accounting.participations import Participations
-from flower_ext.privacy.mechanisms.run_summary import MethodTraits, RunSummary
+from flower_ext.privacy.run_summary import MethodTraits, RunSummary
 from flower_ext.privacy.shared_ledger import Charge, charge
 from flower_ext.privacy.study_composition import total_spent
 from tests.support.sums import aggregate

@@ -18,7 +18,7 @@ from flower_ext.privacy import (
     gaussian_loss,
     privacy_loss_of,
 )
-from flower_ext.privacy.mechanisms.run_summary import MethodTraits, RunSummary
+from flower_ext.privacy.run_summary import MethodTraits, RunSummary
 from flower_ext.privacy.theorems.silo_claims import DrawAndSum
 from flower_ext.privacy.theorems.uldp import (
     check_user_plan,
