@@ -312,7 +312,7 @@ _OF_USERS = (
         plan=release_plans(
             PoissonSampling(3, 0.05), noise_multiplier=1.0, noise_placement=_HONEST_SUM
         ),
-        strategy=lambda plan: _run(UldpAvg(num_silos=3, silos_draw=True, local=ONE_STEP), plan),
+        strategy=lambda plan: _run(UldpAvg(num_silos=3, user_draw="silos", local=ONE_STEP), plan),
         without=[_OTHER_USERS] * 3,
         present=[silo_data([0, 1, 2], [BEYOND, 0.0, 0.0])] * 3,
         views=(AdversaryView.RELEASED_MODELS, AdversaryView.SUM_ONLY),

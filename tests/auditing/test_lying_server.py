@@ -93,7 +93,7 @@ def experiment_of(silos, dropouts, rate, noise):
         name="silos that draw, and a server that lies",
         plan=release_plans(PoissonSampling(3, rate), noise_multiplier=1.0, noise_placement=signed),
         strategy=lambda plan: FederatedStrategy(
-            UldpAvg(num_silos=silos, silos_draw=True, weighting="by-records", local=ONE_STEP),
+            UldpAvg(num_silos=silos, user_draw="silos", weighting="by-records", local=ONE_STEP),
             plan,
             evaluate_every=0,
         ),

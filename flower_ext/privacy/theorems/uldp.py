@@ -25,7 +25,7 @@ from typing import Literal
 
 import numpy as np
 
-from flower_ext.checks import require_at_least_one, require_count, require_delta, require_positive
+from flower_ext.checks import require_count, require_delta, require_positive
 from flower_ext.errors import InvalidValue
 from flower_ext.privacy.accounting.accountant import privacy_loss_of
 from flower_ext.privacy.accounting.approximation import with_approximation_error
@@ -37,10 +37,10 @@ from flower_ext.privacy.accounting.sampling import (
     FullParticipation,
     PoissonSampling,
 )
-from flower_ext.privacy.base_plan import PrivacyPlan
 from flower_ext.privacy.guarantee import Condition, Guarantee, epsilon_text
 from flower_ext.privacy.mechanisms.masked_noised_sum import MaskedNoisedSum
-from flower_ext.privacy.mechanisms.noised_sum import NoisedSum, ReleaseTerms
+from flower_ext.privacy.mechanisms.noised_sum import NoisedSum
+from flower_ext.privacy.mechanisms.round_mechanism import RoundMechanism
 from flower_ext.privacy.run_summary import RunSummary
 from flower_ext.privacy.theorems.claims import (
     HIDDEN_DRAW,
@@ -344,8 +344,31 @@ def _theorem_5(mechanism: NoisedSum, rounds: int) -> Guarantee:
     )
 
 
-def check_silos_can_draw(plan: PrivacyPlan) -> None:
-    """Refuse a plan with which silos cannot draw the users secretly, unknown to the server.
+def sums_of_users(mechanism: RoundMechanism) -> NoisedSum:
+    """Return the mechanism that a plan made, if the methods of Uldp-FL can train with it.
+
+    Raises
+    ------
+    InvalidValue
+        A field of the plan does not fit; the message names it.
+    """
+    if not isinstance(mechanism, NoisedSum):
+        raise InvalidValue(f"plan={type(mechanism).__name__}: expected a ReleasePlan of users")
+    if mechanism.noised_by_server:
+        raise InvalidValue(
+            "noise_placement='server' of the plan: expected 'client' or a SecureSum, because the "
+            "silos, which are the clients, add the noise"
+        )
+    if isinstance(mechanism.sampling, FixedSizeSampling):
+        raise InvalidValue(
+            f"sampling={mechanism.sampling!r} of the plan: expected FullParticipation or "
+            "PoissonSampling"
+        )
+    return mechanism
+
+
+def check_silos_can_draw(mechanism: NoisedSum) -> None:
+    """Refuse a mechanism with which silos cannot draw the users secretly, unknown to the server.
 
     Raises
     ------
@@ -353,37 +376,14 @@ def check_silos_can_draw(plan: PrivacyPlan) -> None:
         The sampling is not Poisson sampling, or the server sees uploads, or a silo may collude with
         the server.
     """
-    assert isinstance(plan, ReleaseTerms)
-    if not isinstance(plan.sampling, PoissonSampling):
+    if not isinstance(mechanism.sampling, PoissonSampling):
         raise InvalidValue(
-            f"silos_draw=True with sampling={plan.sampling!r}: expected PoissonSampling, because "
-            "silos draw every user independently"
+            f"user_draw='silos' with sampling={mechanism.sampling!r}: expected PoissonSampling, "
+            "because silos draw every user independently"
         )
-    if plan.secure_sum is None or plan.secure_sum.colluding:
+    if not isinstance(mechanism, MaskedNoisedSum) or mechanism.secure_sum.colluding:
         raise InvalidValue(
-            f"silos_draw=True with noise_placement={plan.noise_placement!r}: expected "
+            f"user_draw='silos' with noise_placement={mechanism.noise_placement!r}: expected "
             "SecureSum(colluding=0), because the server may see only sums, and a silo that "
             "colludes with the server could tell it which users were drawn"
         )
-
-
-def check_user_plan(plan: PrivacyPlan, num_silos: int) -> None:
-    """Refuse a plan with which the methods of Uldp-FL cannot train.
-
-    Raises
-    ------
-    ValueError
-        A field of the plan does not fit; the message names it.
-    """
-    if not isinstance(plan, ReleaseTerms):
-        raise InvalidValue(f"plan={type(plan).__name__}: expected a ReleasePlan of users")
-    if plan.noised_by_server:
-        raise InvalidValue(
-            "noise_placement='server' of the plan: expected 'client' or a SecureSum, because the "
-            "silos, which are the clients, add the noise"
-        )
-    if isinstance(plan.sampling, FixedSizeSampling):
-        raise InvalidValue(
-            f"sampling={plan.sampling!r} of the plan: expected FullParticipation or PoissonSampling"
-        )
-    require_at_least_one("num_silos", num_silos)

@@ -21,7 +21,7 @@ from flower_ext.privacy import (
 from flower_ext.privacy.run_summary import MethodTraits, RunSummary
 from flower_ext.privacy.theorems.silo_claims import DrawAndSum
 from flower_ext.privacy.theorems.uldp import (
-    check_user_plan,
+    sums_of_users,
     uldp_avg_guarantees,
     uldp_closed_form,
     uldp_naive_guarantees,
@@ -185,7 +185,7 @@ def test_seeds_are_named_as_simulation():
 )
 def test_plans_of_other_methods_are_refused(changes, num_silos, said):
     with pytest.raises(ValueError, match=said):
-        check_user_plan(plan(**changes), num_silos)
+        sums_of_users(mechanism_of(plan(**changes), silos=num_silos))
 
 
 @pytest.mark.parametrize(
