@@ -37,6 +37,7 @@ from flower_ext.privacy import (
     seeded_generator,
 )
 from flower_ext.privacy.accounting.participations import Participations
+from flower_ext.privacy.mechanisms.correlated_noise import StrategyMatrix
 from flower_ext.privacy.mechanisms.masked_noised_sum import MaskedNoisedSum, QuerySum
 from flower_ext.privacy.mechanisms.round_mechanism import RoundMechanism
 from flower_ext.privacy.plans.spaced_release import SpacedRelease
@@ -406,12 +407,12 @@ class Run:
     def _open_stream(self, directory: RunWriter | None) -> None:
         """Begin the correlated noise of a run, or continue it in a resumed run."""
         mechanism, folder = self.mechanism, None
-        if not isinstance(mechanism, SpacedRelease) or mechanism.strategy_matrix is None:
+        if not isinstance(mechanism, SpacedRelease) or mechanism.strategy == StrategyMatrix():
             return
         if directory is not None and not self.repeats:
             key = None if self.state_key_file is None else read_key(self.state_key_file)
             folder = StateFolder(path=directory.path, sync=True, key=key)
-        self._stream = NoiseStream(mechanism.strategy_matrix, folder)
+        self._stream = NoiseStream(mechanism.strategy, folder)
         # A resumed run keeps its first matrix: another computer may find another optimum.
         self.summation.mechanism = replace(mechanism, strategy=self._stream.matrix)
 

@@ -152,13 +152,7 @@ class MaskedNoisedSum(NoisedSum):
         return Aggregate(value=mean, answered=answered, topped_up_stddev=missing)
 
     def begin_sum(self, like: NamedArrays) -> RunningSum:
-        """Refuse to add up uploads, which the protocol of the secure sum does.
-
-        Raises
-        ------
-        InvalidValue
-            Always. Pass the protocol's result to `aggregate_sum`.
-        """
+        """Raise `InvalidValue`: the protocol adds up the uploads, for `aggregate_sum`."""
         raise InvalidValue(
             "begin_sum: expected a plan without noise_placement=SecureSum(…), because the "
             "protocol of a secure sum adds up the uploads; pass its result to aggregate_sum"
@@ -198,20 +192,12 @@ class MaskedNoisedSum(NoisedSum):
 
 @dataclass(frozen=True, kw_only=True)
 class QuerySum(MaskedNoisedSum):
-    """Mechanism of one answer to a query: a secure sum of one vector of every client.
-
-    Parameters
-    ----------
-    query : VectorQuery
-    worth : float
-        Number of training rounds that reveal as much as one answer. With the noise multipliers σ of
-        a round and σ_q of an answer, it is (σ/σ_q)².
-    **options
-        Fields of `MaskedNoisedSum`.
-    """
+    """Mechanism of one answer to a query: a secure sum of one vector of every client."""
 
     query: VectorQuery
     worth: float
+    """Number of training rounds that reveal as much as one answer. With the noise multipliers σ of
+    a round and σ_q of an answer, it is (σ/σ_q)²."""
 
     def count_answer(self, participations: Participations) -> None:
         """Count one released answer, for views of sums and for views of uploads."""

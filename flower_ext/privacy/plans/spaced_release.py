@@ -48,11 +48,6 @@ class SpacedRelease(ReleaseMechanism):
         }
 
     @property
-    def strategy_matrix(self) -> StrategyMatrix | None:
-        """The matrix that correlates the noise; None if the noise is independent."""
-        return None if self.strategy == StrategyMatrix() else self.strategy
-
-    @property
     def noise_stddev(self) -> float:
         """Standard deviation σC·sens(C) of a round's fresh noise z."""
         return super().noise_stddev * self.strategy.sensitivity(**self._limits)

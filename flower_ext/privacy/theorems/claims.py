@@ -11,24 +11,14 @@ from flower_ext.privacy.guarantee import Condition, Guarantee
 from flower_ext.privacy.mechanisms.noise import IMPROBABLE
 from flower_ext.privacy.units import AdversaryView, NeighboringRelation, PrivacyUnit
 
-
-def no_assumptions(view: AdversaryView) -> Sequence[str]:
-    """Return nothing, as the assumptions of a sum that adds none to any view's guarantee."""
-    return ()
+OfView = Callable[[AdversaryView], Sequence[str]]
+"""Assumptions of the guarantee against each view."""
 
 
 class Bound(NamedTuple):
-    """A provable bound against one adversary: a row in the table of a builder of guarantees.
+    """A provable bound against one adversary: a row in a theorem's table of views.
 
-    Parameters
-    ----------
-    view, source, conditions
-        As in `Guarantee`.
-    loss : PrivacyLoss
-    assumptions : Sequence[str]
-        Assumptions that the run's other bounds do not need.
-    relation : NeighboringRelation, optional
-        By default the relation of the run.
+    Its ``assumptions`` come in addition to the run's. By default, its ``relation`` is the run's.
     """
 
     view: AdversaryView
@@ -52,8 +42,6 @@ class Claims:
         its theorem.
     not_covered : Sequence[str]
         Values that leave the clients and that no provable guarantee covers.
-    of_sum : Callable[[AdversaryView], Sequence[str]]
-        Assumptions about the run's sums, in the provable guarantee against each view.
     """
 
     unit: PrivacyUnit
@@ -61,7 +49,6 @@ class Claims:
     delta: float
     assumptions: tuple[str, ...] = ()
     not_covered: Sequence[str] = ()
-    of_sum: Callable[[AdversaryView], Sequence[str]] = no_assumptions
 
     def published(self, view: AdversaryView, epsilon: float, **details: Any) -> Guarantee:
         """Return the guarantee of a theorem as its paper states it.
@@ -78,11 +65,8 @@ class Claims:
             **details,
         )
 
-    def provable(self, *bounds: Bound) -> list[Guarantee]:
-        """Return a provable guarantee for each bound; a builder passes its table of bounds.
-
-        A guarantee needs the assumptions of the run, of the bound and of the run's sums.
-        """
+    def provable(self, *bounds: Bound, of_view: OfView = lambda view: ()) -> list[Guarantee]:
+        """Return a provable guarantee for each bound; ``of_view`` adds assumptions by view."""
         return [
             Guarantee(
                 unit=self.unit,
@@ -94,7 +78,7 @@ class Claims:
                 basis="provable",
                 accountant=bound.loss.accountant,
                 source=bound.source,
-                assumptions=(*self.assumptions, *bound.assumptions, *self.of_sum(bound.view)),
+                assumptions=(*self.assumptions, *bound.assumptions, *of_view(bound.view)),
                 conditions=bound.conditions,
                 not_covered=tuple(self.not_covered),
             )
@@ -203,33 +187,20 @@ NOISE_OF_OTHERS = (
 """The assumptions about released models if the clients add the noise."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class SumAssumptions:
-    """Assumptions about the sums of a mechanism, and words for the bounds that rest on them.
-
-    Parameters
-    ----------
-    noise : str
-        About the noise; every guarantee needs it.
-    parties : tuple of str
-        About the parties that add the noise; every guarantee needs them.
-    models : tuple of str
-        Further assumptions against an adversary that sees the released models.
-    sums : tuple of str
-        Further assumptions against a server that sees the sums.
-    published : tuple of str
-        Assumptions of a published theorem about sums, which counts the noise of all parties.
-    share : str
-        Number of noise shares in a sum; σ divided by its root is the noise of one upload.
-    on_sums, on_uploads : str
-        Ends of the texts about bounds on sums, and about bounds on uploads.
-    """
+class SumAssumptions(NamedTuple):
+    """Assumptions about the sums of a mechanism, and words for the bounds that rest on them."""
 
     noise: str
     parties: tuple[str, ...] = ()
+    """About the parties that add the noise."""
     models: tuple[str, ...] = NOISE_OF_OTHERS
+    """Further assumptions against an adversary that sees the released models."""
     sums: tuple[str, ...] = ()
+    """Further assumptions against a server that sees the sums."""
     published: tuple[str, ...] = ()
+    """Assumptions of a published theorem about sums, which counts the noise of all parties."""
     share: str = ""
+    """Number of noise shares in a sum: the noise multiplier of one upload is σ/√share."""
     on_sums: str = ""
     on_uploads: str = ""
+    """Ends of the texts about bounds on sums, and about bounds on uploads."""

@@ -19,9 +19,8 @@ the silos, so sampling amplifies nothing against a server that sees sums.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from flower_ext.errors import InvalidValue
 from flower_ext.privacy.mechanisms.masked_noised_sum import MaskedNoisedSum
@@ -35,12 +34,12 @@ from flower_ext.privacy.theorems.claims import (
     OUTLIVES,
     WHOLE_UPLOADS,
     Claims,
+    OfView,
     SumAssumptions,
-    no_assumptions,
 )
 from flower_ext.privacy.theorems.claims import SECURE_SUM as PROTOCOL
 from flower_ext.privacy.theorems.client_level import of_secure_sum
-from flower_ext.privacy.units import AdversaryView, NeighboringRelation, PrivacyUnit, UserDraw
+from flower_ext.privacy.units import NeighboringRelation, PrivacyUnit, UserDraw
 
 _OF_DATA = (
     "the numbers of users, silos and rounds are public",
@@ -57,29 +56,18 @@ SECURE_SUM = f"secure aggregation, {NOT_PROVIDED}: the server sees no silo's upl
 
 @dataclass(frozen=True, kw_only=True)
 class DrawAndSum:
-    """The draw of users and the sum of their updates, with the assumptions on which they rest.
-
-    Parameters
-    ----------
-    draw : UserDraw
-        The party that draws the users.
-    hidden_draw : str
-        Assumption under which a protocol hides the drawn users, if ``draw`` is
-        `UserDraw.PROTOCOL`.
-    secure_sum : str
-        Assumption under which the server sees no single upload.
-    assumptions : Callable[[AdversaryView], Sequence[str]]
-        Further assumptions of the sum against each view.
-    batching : str
-        Assumption under which no bit of a user's training depends on other users (see
-        `batching_assumption`).
-    """
+    """The draw of users and the sum of their updates, with the assumptions on which they rest."""
 
     draw: UserDraw = UserDraw.SERVER
     hidden_draw: str = ""
+    """Assumption under which a protocol hides the drawn users, if it draws them."""
     secure_sum: str = SECURE_SUM
-    assumptions: Callable[[AdversaryView], Sequence[str]] = no_assumptions
+    """Assumption under which the server sees no single upload."""
+    assumptions: OfView = lambda view: ()
+    """Further assumptions of the sum."""
     batching: str = ""
+    """Assumption under which no bit of a user's training depends on other users (see
+    `batching_assumption`)."""
 
     def __post_init__(self) -> None:
         if (self.hidden_draw != "") != (self.draw is UserDraw.PROTOCOL):
@@ -89,17 +77,14 @@ class DrawAndSum:
             )
 
 
-def user_claims(delta: float, *assumptions: str, **details: Any) -> Claims:
-    """Return the builder of guarantees for one user with records in several silos.
-
-    ``details`` are other fields of `Claims`.
-    """
+def user_claims(delta: float, *assumptions: str, not_covered: Sequence[str] = ()) -> Claims:
+    """Return the builder of guarantees for one user with records in several silos."""
     return Claims(
         unit=PrivacyUnit.USER,
         relation=NeighboringRelation.ADD_OR_REMOVE_ONE,
         delta=delta,
         assumptions=assumptions,
-        **details,
+        not_covered=not_covered,
     )
 
 

@@ -167,68 +167,65 @@ def uldp_avg_guarantees(
         noise_assumption(run.secure_noise),
         *mechanism.assumptions,
         not_covered=run.not_covered,
-        of_sum=protocol.assumptions,
     )
 
-    def amplified(mechanism: NoisedSum) -> tuple[PrivacyLoss, str]:
-        """Return the loss of a user against an adversary that does not know the sample."""
-        loss = privacy_loss_of({mechanism.release: rounds}, delta=mechanism.delta)
-        multiplier = f"noise multiplier {mechanism.noise_multiplier:.4g}"
-        return loss, f"{mechanism.sampling.describe()}, {multiplier}, {rounds} rounds"
-
-    def exposed(mechanism: NoisedSum, exposure: float) -> tuple[PrivacyLoss, str]:
-        """Return the loss of a user whose weight in all rounds is ``exposure``."""
-        # A protocol's errors add up over all rounds, not only the most exposed user's rounds.
-        loss = with_approximation_error(
-            lambda delta: gaussian_loss(
-                mechanism.release.noise_multiplier, releases=exposure, delta=delta
-            ),
-            {mechanism.release: rounds},
-            mechanism.delta,
-        )
-        return loss, f"most exposed user: {exposure:.4g} sums' worth"
-
     # For the accountant, one upload is a sum with less noise, so the same formulas hold.
-    spread, of_one_share = _share_of_noise(mechanism, run, sums.share)
-    of_share = replace(mechanism, noise_multiplier=mechanism.noise_multiplier / spread)
-    in_sums, in_uploads = exposures(mechanism, run)
-    models, in_models = amplified(mechanism)
+    spread, of_share = _share_of_noise(mechanism, run, sums.share)
+    upload = replace(mechanism, noise_multiplier=mechanism.noise_multiplier / spread)
     if is_hidden:
         # Exposures count the noise of honest silos only. Without them, the noise itself counts so.
-        to_sums, to_uploads = amplified(_with_least_noise(mechanism, run)), amplified(of_share)
+        to_sums, in_sums = _amplified(_with_least_noise(mechanism, run), rounds)
+        to_uploads, in_uploads = _amplified(upload, rounds)
     else:
-        to_sums, to_uploads = exposed(mechanism, in_sums), exposed(of_share, in_uploads)
-    return [
-        _theorem_5(mechanism, rounds),
-        *claims.provable(
-            Bound(
-                AdversaryView.RELEASED_MODELS,
-                models,
-                in_models,
-                (
-                    _two_numbers(mechanism, rounds),
-                    "the server follows the protocol and keeps sums and uploads to itself",
-                    *sums.models,
-                    *_hidden_sample(mechanism, run.secure_cohorts or is_hidden),
-                ),
-            ),
-            Bound(
-                AdversaryView.SUM_ONLY,
-                to_sums[0],
-                to_sums[1] + sums.on_sums,
-                (*sums.sums, *from_server),
-                _AT_SERVER,
-            ),
-            Bound(
-                AdversaryView.EACH_UPLOAD,
-                to_uploads[0],
-                f"all uploads together: noise multiplier σ{of_one_share}; {to_uploads[1]}"
-                f"{sums.on_uploads}",
-                from_server,
-                _AT_SERVER,
+        of_sums, of_uploads = exposures(mechanism, run)
+        to_sums, in_sums = _exposed(mechanism, rounds, of_sums)
+        to_uploads, in_uploads = _exposed(upload, rounds, of_uploads)
+    bounds = (
+        Bound(
+            AdversaryView.RELEASED_MODELS,
+            *_amplified(mechanism, rounds),
+            (
+                _two_numbers(mechanism, rounds),
+                "the server follows the protocol and keeps sums and uploads to itself",
+                *sums.models,
+                *_hidden_sample(mechanism, run.secure_cohorts or is_hidden),
             ),
         ),
-    ]
+        Bound(
+            AdversaryView.SUM_ONLY,
+            to_sums,
+            f"{in_sums}{sums.on_sums}",
+            (*sums.sums, *from_server),
+            _AT_SERVER,
+        ),
+        Bound(
+            AdversaryView.EACH_UPLOAD,
+            to_uploads,
+            f"all uploads together: noise multiplier σ{of_share}; {in_uploads}{sums.on_uploads}",
+            from_server,
+            _AT_SERVER,
+        ),
+    )
+    return [_theorem_5(mechanism, rounds), *claims.provable(*bounds, of_view=protocol.assumptions)]
+
+
+def _amplified(mechanism: NoisedSum, rounds: int) -> tuple[PrivacyLoss, str]:
+    """Return the loss of a user, and words for it, if the adversary does not know the sample."""
+    loss = privacy_loss_of({mechanism.release: rounds}, delta=mechanism.delta)
+    multiplier = f"noise multiplier {mechanism.noise_multiplier:.4g}"
+    return loss, f"{mechanism.sampling.describe()}, {multiplier}, {rounds} rounds"
+
+
+def _exposed(mechanism: NoisedSum, rounds: int, exposure: float) -> tuple[PrivacyLoss, str]:
+    """Return the loss of a user whose weight in all rounds is ``exposure``, and words for it."""
+    multiplier = mechanism.release.noise_multiplier
+    # A protocol's errors add up over all rounds, not only the most exposed user's rounds.
+    loss = with_approximation_error(
+        lambda delta: gaussian_loss(multiplier, releases=exposure, delta=delta),
+        {mechanism.release: rounds},
+        mechanism.delta,
+    )
+    return loss, f"most exposed user: {exposure:.4g} sums' worth"
 
 
 def _with_least_noise(mechanism: NoisedSum, run: RunSummary) -> NoisedSum:
@@ -317,30 +314,25 @@ def _epsilon_of_two_numbers(release: Release, rounds: int, delta: float) -> floa
 
 
 def _theorem_5(mechanism: NoisedSum, rounds: int) -> Guarantee:
+    claims = user_claims(mechanism.delta)
     if isinstance(mechanism.sampling, FullParticipation):
-        accountant, view = "closed form (RDP)", AdversaryView.SUM_ONLY
-        source, assumptions = (
-            "Kato et al., Uldp-FL, Theorem 5",
-            sums_of_silos(mechanism).published,
+        sigma = mechanism.noise_multiplier
+        return claims.published(
+            AdversaryView.SUM_ONLY,
+            uldp_closed_form(noise_multiplier=sigma, rounds=rounds, delta=mechanism.delta),
+            accountant="closed form (RDP)",
+            source="Kato et al., Uldp-FL, Theorem 5",
+            assumptions=(*sums_of_silos(mechanism).published, *mechanism.assumptions),
         )
-        epsilon = uldp_closed_form(
-            noise_multiplier=mechanism.noise_multiplier, rounds=rounds, delta=mechanism.delta
-        )
-    else:
-        accountant, view = "RDP", AdversaryView.RELEASED_MODELS
-        source = "Kato et al., Uldp-FL, Theorem 5 and Remark 1"
-        assumptions = ("who was sampled stays secret",)
-        # The theorem covers no approximation error of a protocol, and no second upload of a user.
-        exact = replace(mechanism, sensitivity=1.0, approximation_error=0.0)
-        epsilon = privacy_loss_of(
-            {exact.release: rounds}, delta=mechanism.delta, accountant="rdp"
-        ).epsilon
-    return user_claims(mechanism.delta).published(
-        view,
-        epsilon,
-        accountant=accountant,
-        source=source,
-        assumptions=(*assumptions, *mechanism.assumptions),
+    # The theorem covers no approximation error of a protocol, and no second upload of a user.
+    release = replace(mechanism, sensitivity=1.0, approximation_error=0.0).release
+    loss = privacy_loss_of({release: rounds}, delta=mechanism.delta, accountant="rdp")
+    return claims.published(
+        AdversaryView.RELEASED_MODELS,
+        loss.epsilon,
+        accountant="RDP",
+        source="Kato et al., Uldp-FL, Theorem 5 and Remark 1",
+        assumptions=("who was sampled stays secret", *mechanism.assumptions),
     )
 
 
