@@ -37,11 +37,7 @@ class PaillierOptions:
         require_at_least_one("max_records_per_user", self.max_records_per_user)
         require_positive("precision", self.precision)
         check_key_bits(self.key_bits, allow_insecure_key_size=self.allow_insecure_key_size)
-        most, totals, limits = (
-            self.max_records_per_user,
-            self.allowed_totals,
-            self.silo_record_limits,
-        )
+        most, totals = self.max_records_per_user, self.allowed_totals
         if most > _MOST_RECORDS:
             raise InvalidValue(
                 f"max_records_per_user={most}: expected fewer records per user, at most "
@@ -52,6 +48,7 @@ class PaillierOptions:
                 f"allowed_totals={totals!r}: expected integers from 1 to "
                 f"max_records_per_user={most}"
             )
+        limits = self.silo_record_limits
         if limits is not None and not (limits and min(limits) >= 0 and sum(limits) <= most):
             raise InvalidValue(
                 f"silo_record_limits={limits!r}: expected integers >= 0 that sum to at most "

@@ -27,21 +27,9 @@ from flower_ext.secure.weighting.paillier_settings import (
 class PaillierOpenSum:
     """A silo's sum of one round. It keeps all encoded updates, and adds them up in `finish`.
 
-    Parameters
-    ----------
-    settings : PaillierSettings
-    message : PaillierWeights
-        The server's message of the round.
-    silo : int
-        Number of this silo.
-    users : Sequence[int]
-        Users with records in this silo.
-    public : PublicKey
-        The server's key.
-    weights : Callable[[], list of mpz]
-        Returns Enc(n_su / N_u · C_LCM) of each of ``users``.
-    masks : Callable[[int, int], list of mpz]
-        Stores that a round is used, by its number, and returns as many masks as it is asked for.
+    ``weights`` returns Enc(n_su / N_u · C_LCM) of each of ``users``, which have records in this
+    silo. ``masks`` takes a round's number and a number of masks; it stores that the round is used,
+    and returns the masks.
     """
 
     def __init__(

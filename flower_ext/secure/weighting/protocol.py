@@ -41,7 +41,6 @@ HIDDEN_BY_TRANSFER = (
     "follow the protocol; the computational Diffie-Hellman problem is hard in the prime-order "
     "group of Ed25519, and BLAKE2b acts as a random oracle"
 )
-"""Assumption under which no party knows the drawn users."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,6 +64,8 @@ class WeightingProtocol(ABC):
     silo_type: ClassVar[type[SiloParty]]
     secure_sum: ClassVar[str]
     """Assumption under which the server sees no silo's upload."""
+    secret_draw: ClassVar[str] = HIDDEN_BY_TRANSFER
+    """Assumption under which, with ``draw_choices``, no party knows the drawn users."""
 
     draw_choices: int | None = None
 
@@ -75,7 +76,7 @@ class WeightingProtocol(ABC):
     @property
     def hidden_draw(self) -> str:
         """Assumption under which no party knows the drawn users; empty if the server draws."""
-        return "" if self.draw_choices is None else HIDDEN_BY_TRANSFER
+        return "" if self.draw_choices is None else self.secret_draw
 
     @property
     def disclosures(self) -> Sequence[str]:

@@ -73,6 +73,7 @@ class LatticeWeighting(WeightingProtocol):
         f"word of a sum one silo's noise and dither are as the protocol says; {_RING}; "
         f"{_TRANSFER}; X25519 and ChaCha20 are not broken"
     )
+    secret_draw: ClassVar[str] = f"{HIDDEN_BY_TRANSFER}; {_RING}"
 
     max_records_per_user: int = 2000
     silo_record_limits: tuple[int, ...] | None = None
@@ -83,11 +84,6 @@ class LatticeWeighting(WeightingProtocol):
         limits = self.silo_record_limits
         if limits is not None:
             object.__setattr__(self, "silo_record_limits", tuple(limits))
-
-    @property
-    def hidden_draw(self) -> str:
-        """Assumption that hides the drawn users from the server; empty without ``draw_choices``."""
-        return "" if self.draw_choices is None else f"{HIDDEN_BY_TRANSFER}; {_RING}"
 
     def assumptions(self, view: AdversaryView) -> Sequence[str]:
         """Return the assumptions of a guarantee against ``view``, besides ``secure_sum``."""
