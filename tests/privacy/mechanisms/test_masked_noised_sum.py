@@ -24,7 +24,7 @@ from tests.support.plans import plan, sums_of
 
 @pytest.mark.parametrize("norm", [0.5, AdaptiveClipping()])
 def test_only_a_plan_with_secure_sums_has_a_mechanism_that_hides_uploads(norm):
-    terms = {"sampling": FixedSizeSampling(100, 10), "clipping_norm": norm}
+    terms = {"sampling": FixedSizeSampling(100, 40), "clipping_norm": norm}
     for placement in ("client", "server"):
         mechanism = plan(**terms, noise_placement=placement).mechanism()
         assert not isinstance(mechanism, MaskedNoisedSum)
