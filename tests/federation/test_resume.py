@@ -190,7 +190,9 @@ def test_without_memory_a_run_that_needs_none_goes_on(tmp_path):
 
 
 @pytest.mark.parametrize("harm", ["torn", "altered", "emptied"])
-def test_a_checkpoint_that_was_harmed_is_named_and_the_one_before_it_used(whole, tmp_path, harm, caplog):
+def test_a_checkpoint_that_was_harmed_is_named_and_the_one_before_it_used(
+    whole, tmp_path, harm, caplog
+):
     with pytest.raises(Died):
         play(tmp_path / "parts", dies_in=4)
     _harm(tmp_path / "parts/run/checkpoints/3.checkpoint", harm)
