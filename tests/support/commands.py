@@ -19,13 +19,10 @@ SETTINGS = {
     "evaluate-every": 2,
     "clients": 2,
     "sampling": "everyone",
-    "batch-size": 128,
-    "head-epochs": 1,
-    "local-epochs": 1,
 }
 SETS = [word for name, value in SETTINGS.items() for word in ("--set", f"{name}={value}")]
 """Arguments of a small run of apps/dp2-fedsam."""
-FOREVER = [*SETS, "--set", "rounds=100000"]
+FOREVER = [*SETS, "--set", "batch-size=128", "--set", "rounds=100000"]
 
 
 class Command:
