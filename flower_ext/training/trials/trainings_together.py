@@ -119,7 +119,7 @@ def why_bits_differ(
     )
 
     def job(number: int, value: float | None) -> Job:
-        """Return a job of 1 or 2 steps. All its features are ``value``, or random if that is None."""
+        """Return a job of 1 or 2 steps. All its features are ``value``; None means random ones."""
         made = random_job(kind, 1 + number * (2 * training.batch_size - 1) // (count - 1))
         features, targets = made.examples.features, made.examples.targets
         if value is not None:
