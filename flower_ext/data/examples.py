@@ -173,7 +173,7 @@ class SiloData(ClientData):
     def limited(self, limits: np.ndarray, rng: np.random.Generator) -> SiloData:
         """Return the data with at most ``limits[u]`` training examples of each user u.
 
-        If a user has more, they are chosen at random, and each is equally likely to be kept.
+        If a user has more, the ones to keep are chosen at random, all with the same probability.
 
         Raises
         ------

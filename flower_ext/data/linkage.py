@@ -70,8 +70,8 @@ class IdentifierField:
         require_one_of("kind", self.kind, ("text", "date"))
         if self.date_format != "iso" and not _tells_all_days_apart(self.date_format):
             raise InvalidValue(
-                f"date_format={self.date_format!r}: expected iso, or a format with day, month and "
-                "a year of four digits, such as %d.%m.%Y; two digits would hide the century"
+                f"date_format={self.date_format!r}: expected iso, or a format with day, month, "
+                "year and century, such as %d.%m.%Y; a year of two digits lacks the century"
             )
 
     def normalised(self, value: object) -> str:
@@ -231,10 +231,10 @@ def expected_shared_pairs(num_people: int, num_buckets: int) -> float:
 
 
 def number_union(silos: Sequence[Collection[bytes]]) -> list[dict[bytes, int]]:
-    """Return the number of every pseudonym, in one mapping for each silo.
+    """Give each pseudonym a number; return the numbers of each silo's pseudonyms as a mapping.
 
-    The numbers are 0 … N − 1, where N is the number of different pseudonyms in all silos. They are
-    in a secret random order, so a silo learns only N from its numbers.
+    The numbers are 0 … N − 1, where N counts the different pseudonyms in all silos. They are in a
+    secret random order, so a silo learns only N from its numbers.
     """
     union = sorted(set().union(*silos))
     secrets.SystemRandom().shuffle(union)

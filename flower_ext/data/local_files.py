@@ -64,9 +64,9 @@ def read_bytes(path: Path) -> bytes:
 
 
 def _plain_or_gzipped(path: Path) -> list[Path]:
-    """Return ``path`` in a list, or else the same path with ``.gz`` added.
+    """Return a list with the file ``path``, or with the file of the same name plus ``.gz``.
 
-    The list is empty if neither file exists.
+    The plain file has priority. The list is empty if neither exists.
     """
     candidates = (path, path.with_name(f"{path.name}.gz"))
     return [candidate for candidate in candidates if candidate.is_file()][:1]

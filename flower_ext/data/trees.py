@@ -71,7 +71,7 @@ def row_type(tree: Tree) -> tuple[Hashable, ...]:
 
 
 def mapped(function: Callable[..., Any], tree: Tree, *more: Tree) -> Tree:
-    """Apply a function to the leaves of one or several trees; return its results as such a tree.
+    """Apply a function to the leaves of one or several trees; return a tree of its results.
 
     All trees have the same structure. The function gets one leaf of each tree, all from the same
     place.

@@ -97,9 +97,9 @@ class LowerBound:
 def by_rates(without: Scores, present: Scores, terms: BoundTerms) -> LowerBound:
     """Bound ε by how well a threshold t on the score tells apart the two worlds.
 
-    The test says "with the canary" for a score above t, or else for one below t; the better of both
-    counts. If the mechanism is (ε, δ)-private, the test's rates of true and false positives satisfy
-    TPR ≤ e^ε FPR + δ, and the same holds for the opposite test with the worlds exchanged.
+    One test says "with the canary" if the score is above t, another if it is below t; the better
+    one counts. If the mechanism is (ε, δ)-private, the rates of true and false positives of a test
+    satisfy TPR ≤ e^ε FPR + δ. The same holds for the opposite test with the worlds exchanged.
 
     Parameters
     ----------

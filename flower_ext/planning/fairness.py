@@ -118,7 +118,7 @@ class LinearFairness(Checked):
 
     @property
     def shared_variance(self) -> float:
-        """σ_w² − τ²: the variance of the error in w*. All clients' estimates share this error."""
+        """σ_w² − τ²: the variance that the error in w*, which all clients share, adds to each."""
         spread = self.label_variance / self.feature_energy + self.model_variance
         return self.shrinkage**2 * spread / self.num_clients
 

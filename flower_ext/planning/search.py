@@ -103,8 +103,7 @@ def best_schedule(
 
 
 PlanOf = Callable[[int, Basis], RecordLevelPlan]
-"""A function that takes a number of rounds and a basis, and returns the plan that keeps the budget.
-"""
+"""Takes a number of rounds and a basis; returns the plan that keeps the privacy budget."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -46,7 +46,7 @@ def model_of_single_examples(task: Task, trained: Sequence[str]) -> nn.Module:
 def has_rows(leaf: Any, count: int) -> bool:
     """Return True if ``leaf`` is a tensor with ``count`` rows.
 
-    Callers take such a tensor of a batch of ``count`` examples to have one row for each example.
+    Callers have a batch of ``count`` examples, and assume that such a tensor has a row for each.
     """
     return isinstance(leaf, Tensor) and leaf.dim() > 0 and len(leaf) == count
 

@@ -1,4 +1,4 @@
-"""Finds the integers, such as labels and words, that a model and its loss accept.
+"""Find the integers, such as labels and words, that a model and its loss accept.
 
 On a CPU, a label or a word that is out of range raises an error that concerns one client only. On
 an accelerator it ends all further computation of the process, so one record would stop every

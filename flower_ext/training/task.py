@@ -51,10 +51,10 @@ class Task:
         Builds a fresh model. All models that the function builds must have the same architecture
         and settings, because facts about the first model are reused for the others. Use another
         function for other settings. `Examples` says with which arguments the model is called. The
-        names that a method's ``personal`` lists are names of this model's parameters. Parameters
-        without ``requires_grad`` are frozen: they do not train, are not sent, and do not count in a
-        norm. Every node takes them from its own ``model()``, and the buffers of frozen layers stay
-        constant.
+        option ``personal`` of a method lists names of this model's modules or parameters.
+        Parameters without ``requires_grad`` are frozen: they do not train, are not sent, and do not
+        count in a norm. Every node takes them from its own ``model()``, and the buffers of frozen
+        layers stay constant.
     data : Callable[[int], ClientData]
         Returns training and test examples of partition ``i``.
     loss : Callable[..., Tensor]

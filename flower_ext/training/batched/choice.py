@@ -1,21 +1,21 @@
 """Choose the form that trains each job: the fastest one that gives the results of `local.train`.
 
 A caller may ask for batch invariance: no bit of a job's result may depend on the jobs that train
-together with it. The first form of this table that accepts a job trains it:
+together with it. This table says which jobs a form accepts: jobs for which the caller asks this,
+and, if the caller does not ask it, several jobs or a single job. The first form that accepts a job
+trains it.
 
-===============  =================  ===================  ===================  ====================
-form             accepts jobs that  accepts several      accepts a single     models that it
-                 need invariance    other jobs           other job            accepts
-===============  =================  ===================  ===================  ====================
-of a plug-in     if it promises     yes                  if it is faster      known layers; other
-                 invariance                              than `local.train`   layers after a trial
-`ConstantShape`  yes                no                   no                   those that
-                                                                              `consists_of_rows`
-                                                                              and trials allow
-`Stacked`        no                 if it is faster      no                   any, after a trial
-                                    than `local.train`
-`local.train`    yes                yes                  yes                  any
-===============  =================  ===================  ===================  ====================
+===============  ===============  ===============  ===============  =============================
+form             with batch       several jobs     a single job     models that it accepts
+                 invariance       without it       without it
+===============  ===============  ===============  ===============  =============================
+of a plug-in     if it promises   yes              if it is faster  known layers without a trial,
+                 invariance                                         other layers after one
+`ConstantShape`  yes              no               no               those that `consists_of_rows`
+                                                                    and trials allow
+`Stacked`        no               if it is faster  no               any, after a trial
+`local.train`    yes              yes              yes              any
+===============  ===============  ===============  ===============  =============================
 
 `local.train` also trains the jobs for which `_why_never_together` returns a reason. Trials use
 random jobs. The trials `trains_alike` and `why_not_stacked` compare a form's results with those of

@@ -51,7 +51,7 @@ _ROWS = 8
 
 
 class Shape(NamedTuple):
-    """The rows of a mini-batch, and the operations of a step: momentum, SAM's climb, terms."""
+    """The rows of a mini-batch, and whether a step has momentum, SAM's ascent and terms."""
 
     rows: int
     has_momentum: bool
@@ -62,8 +62,8 @@ class Shape(NamedTuple):
     def of(cls, job: Job) -> Shape:
         """Return the shape for a job.
 
-        Its number of rows is rounded, so that many jobs have the same shape: to a power of two from
-        8 upwards, or to the batch size, rounded up to a multiple of 8, if that is smaller.
+        Many jobs have the same shape, because the number of rows is rounded up. It becomes a power
+        of two, at least 8. It becomes at most the batch size, rounded up to a multiple of 8.
         """
         training = job.training
         most = -(-training.batch_size // _ROWS) * _ROWS

@@ -149,7 +149,7 @@ def train_groups(
         data of one job change no other job's model.
     """
     if any(len(job.examples) == 0 for job in jobs):
-        raise InvalidValue("cannot train on a client without examples: leave it out")
+        raise InvalidValue("cannot train on a client without examples: leave the client out")
     for group, form in assigned(task, jobs, memory_limit, batch_invariant=batch_invariant):
         members = [jobs[index] for index in group]
         if form is not None:

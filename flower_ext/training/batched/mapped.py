@@ -55,7 +55,10 @@ class _Pass:
     sent: set[str] = field(default_factory=set)
 
     def target(self, name: str) -> Target | None:
-        """Return the target to which a layer adds a parameter's gradient; None without a target."""
+        """Return the target of a parameter's gradient; None if the parameter has no target.
+
+        The layer that calls this function must add the gradient to the target by itself.
+        """
         if name in self.sent:
             raise RuntimeError(f"parameter {name!r} is used twice")
         if name in self.targets:
@@ -226,7 +229,7 @@ def stacked(many: Sequence[Tensor], device: torch.device) -> Tensor:
 def _require_batched(layer: nn.Module, *, on_cpu: bool) -> None:
     """Refuse a layer that would compute other numbers for a model in a batch than for it alone."""
     if isinstance(layer, nn.modules.batchnorm._BatchNorm) and layer.training:
-        raise InvalidValue("batch normalisation changes the model while it is evaluated")
+        raise InvalidValue("batch normalisation changes the model in each forward pass")
     if _drops(layer) and not (type(layer) is nn.Dropout and on_cpu):
         raise InvalidValue(
             f"{layer} would draw other random numbers in a batch of models than alone"
@@ -249,7 +252,7 @@ class _ForAllModels(torch.autograd.Function):
     @staticmethod
     def forward(compute: Callable[..., Tensor], *tensors: Tensor | None) -> Tensor:
         raise NotImplementedError(
-            "models with equal inputs and weights in a layer cannot train in a batch"
+            "a layer with the same inputs and weights in all models cannot be computed in a batch"
         )
 
     @staticmethod

@@ -109,7 +109,7 @@ class OnePass:
         Raises
         ------
         ReadsValues
-            Values of the other examples decide it.
+            Values of other examples decide which operations the model runs.
         """
         features = self._with_last(x)
         with watched([leaf for _, leaf in trees.named("", features)], self.model) as watch:

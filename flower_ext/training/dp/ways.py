@@ -142,8 +142,8 @@ def _tried(
 
     Trials exclude the way "in one pass" in four cases. A layer gets rows that are not examples, but
     patches or times. The model uses a layer twice. The model mixes examples. Or feature values
-    decide which operations the model runs (`watched`). Trials exclude a way, be it one pass or
-    vmap, if bits of an example's gradient depend on the example's place or on other examples.
+    decide which operations the model runs (`watched`). They also exclude one pass, and then vmap,
+    if bits of an example's gradient depend on the example's place or on other examples.
     """
     if reason := why_not_one_by_one(kind.task, names, kind.features, kind.targets):
         raise InvalidValue.tellable(reason)

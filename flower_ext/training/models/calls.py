@@ -81,7 +81,7 @@ class UnlikeTypes(InvalidValue):
 
 
 def _tell_types(error: RuntimeError, params: Params, x: Tree) -> None:
-    """Raise `UnlikeTypes` if ``error`` is about types and the features' type is not ``params``'."""
+    """Raise `UnlikeTypes` if ``error`` is about types and ``x`` differs in type from ``params``."""
     types = {p.dtype for p in params.values() if p.is_floating_point()}
     for name, leaf in trees.named("features", x) if "type" in str(error) else ():
         if isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.dtype not in types:

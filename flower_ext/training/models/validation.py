@@ -36,7 +36,7 @@ def opacus() -> Any:
 
 
 def objections(layer: nn.Module) -> str:
-    """Return why Opacus refuses a layer under DP-SGD, and what it advises; "" if it accepts it."""
+    """Return why Opacus refuses a layer under DP-SGD, and its advice; "" if Opacus accepts it."""
     validate = opacus().validators.ModuleValidator.VALIDATORS.get(type(layer), lambda layer: ())
     return " ".join(map(str, validate(layer)))
 

@@ -6,15 +6,15 @@ values. A trial is a function or a method ``why_...``. It returns the reason why
 the model or takes a slower way; it returns None if it finds no reason. None is evidence, not a
 proof.
 
-One example may change another, or one training another. This may happen if one follows the other,
-or if both are computed together. Each case has its module:
+A trial tests whether one example changes another, or whether one training changes another. One may
+follow the other, or both may be computed together. Each case has its module:
 
-=====================  ============================  ===============================
-one may change         if it comes before the other  if both are computed together
-=====================  ============================  ===============================
-another example        `examples_in_turn`            `examples_together`
-another training       `trainings_in_turn`           `trainings_together`
-=====================  ============================  ===============================
+===============  =====================  ========================
+pairs of         one follows the other  both computed together
+===============  =====================  ========================
+examples         `examples_in_turn`     `examples_together`
+trainings        `trainings_in_turn`    `trainings_together`
+===============  =====================  ========================
 
 ======================  ====================================  ==================================
 module                  fault that its trial finds            what the package then does

@@ -30,7 +30,9 @@ _ROW_BY_ROW = {
     *(_aten.le.Scalar, _aten.logical_not.default, _aten.bitwise_not.default),
     *(_aten.slice.Tensor, _aten.index.Tensor, _aten.view.default),
 }
-"""Operations that compute each output row from one input row, if the number of rows stays the same.
+"""Operations that compute each row of the output from one row of the input.
+
+This holds only if the number of rows stays the same.
 """
 _OUT_OF_SIGHT = {
     *(Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.__repr__, Tensor.__format__),
