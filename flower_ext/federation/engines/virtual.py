@@ -14,13 +14,13 @@ from itertools import chain
 from logging import getLogger
 from typing import Any
 
-from flwr.app import Error, Message, RecordDict
+from flwr.app import Message, RecordDict
 from flwr.serverapp import Grid
 
 from flower_ext.errors import InvalidValue
 from flower_ext.federation import _flower_private as private
-from flower_ext.federation.client.cohort_app import PACKED, packed, unpacked
 from flower_ext.federation.exchange import origin_fault
+from flower_ext.federation.packing import pack, unpack
 from flower_ext.federation.records import payload_bytes
 from flower_ext.training import MEMORY_LIMIT
 
@@ -28,8 +28,6 @@ log = getLogger(__name__)
 
 _FIRST_ID = 1_000
 """First id of virtual clients, above the server's id."""
-_UNREADABLE = 1
-
 _SHARE_OF_REPLIES = 4
 """Waiting replies may take the memory limit of trainings divided by this number."""
 
@@ -127,7 +125,7 @@ class VirtualGrid(Grid):
         sent: Counter[int] = Counter()
         parcels = []
         for message in messages:
-            client, node = message.metadata.dst_node_id, self._slot(message)[0]
+            client, node = message.metadata.dst_node_id, self._place(message)[0]
             # A client's second message waits for the next exchange, because the node stores the
             # client's state only at the end of an exchange.
             parcels.append((turns[client] + sent[node] // most, node))
@@ -138,14 +136,18 @@ class VirtualGrid(Grid):
     def _answered(
         self, by_node: Mapping[int, Sequence[Message]], timeout: float | None
     ) -> list[Message]:
-        parcels = {node: self._pack(node, messages) for node, messages in by_node.items()}
+        """Send one packed message to each node; return the replies of the clients that answered."""
+        parcels: dict[int, Message] = {}
+        for node, messages in by_node.items():
+            slots = [self._place(message)[1] for message in messages]
+            parcels[node] = pack(messages, node, slots, self.clients_per_node)
         singles: list[Message] = []
         for reply in private.replies(self._grid, list(parcels.values()), timeout=timeout):
             node = reply.metadata.src_node_id
             # Unpacked replies look like answers to our messages, so unpack only real answers.
             if node in parcels and not origin_fault(reply, parcels[node]):
                 del parcels[node]
-                singles += self._unpack(reply, by_node[node])
+                singles += unpack(reply, by_node[node])
             else:
                 log.warning(
                     "node %d: the server ignores a reply, because it answers no message that waits "
@@ -154,7 +156,7 @@ class VirtualGrid(Grid):
                 )
         return singles
 
-    def _slot(self, message: Message) -> tuple[int, int]:
+    def _place(self, message: Message) -> tuple[int, int]:
         """Return the node of the client that a message is for, and the client's slot on it."""
         number, slot = divmod(message.metadata.dst_node_id - _FIRST_ID, self.clients_per_node)
         if number not in self._nodes:
@@ -162,34 +164,3 @@ class VirtualGrid(Grid):
                 f"dst_node_id={message.metadata.dst_node_id}: expected an id from get_node_ids"
             )
         return self._nodes[number], slot
-
-    def _pack(self, node: int, messages: Sequence[Message]) -> Message:
-        slots = [self._slot(message)[1] for message in messages]
-        envelope = {
-            "clients-per-node": self.clients_per_node,
-            "slot": slots,
-            "type": [message.metadata.message_type for message in messages],
-        }
-        kind = messages[0].metadata.message_type.partition(".")[0]
-        return Message(
-            packed([message.content for message in messages], envelope),
-            dst_node_id=node,
-            message_type=f"{kind}.{PACKED}",
-            group_id=messages[0].metadata.group_id,
-        )
-
-    def _unpack(self, reply: Message, requests: Sequence[Message]) -> list[Message]:
-        """Return a reply to each request; an error of the node becomes the reply to each."""
-        if reply.has_error():
-            return [Message(reply.error, reply_to=message) for message in requests]
-        try:
-            contents, entries = unpacked(reply.content)
-            codes, reasons = list(entries["error-code"]), list(entries["error-reason"])
-            answers: list[RecordDict | Error] = [
-                Error(code=code, reason=reason) if code else content
-                for content, code, reason in zip(contents, codes, reasons, strict=True)
-            ]
-            return [Message(each, reply_to=m) for each, m in zip(answers, requests, strict=True)]
-        except Exception as error:  # a hostile node may send anything
-            unreadable = Error(code=_UNREADABLE, reason=f"the node's reply cannot be read: {error}")
-            return [Message(unreadable, reply_to=message) for message in requests]
