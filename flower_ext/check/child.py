@@ -84,12 +84,12 @@ def checked(
     if any("opacus" in (app.path / path).read_text(encoding="utf-8") for path in app.modules):
         instruments.count_engines()
     probes = Probes(
+        app=app,
         server=server,
         client=client,
         request=request,
         instruments=instruments,
         log=new_log,
-        place=app.place,
         tell=tell,
     )
     import_once()
@@ -100,9 +100,9 @@ def checked(
     if real is None:
         raise NotChecked(f"the app's first run did not end in {request.seconds:g} s, or crashed")
     _refuse_failed(real)
-    probes.run_all(has_task=real.facts.has_task)
-    opinion = verdict(probes, app)
-    noise = real.facts.noise
+    probes.run_all()
+    opinion = verdict(probes)
+    noise = probes.facts.noise
     diff = ""
     if opinion.unproven or any(finding.refutes for finding in opinion.findings):
         claim = max(opinion.claims, key=lambda claim: claim["delta"], default=None)

@@ -75,8 +75,11 @@ class Observed:
     """Type and place of the error that ended the run."""
     client_errors: list[str] = field(default_factory=list)
     template: dict[str, RecordDict] = field(default_factory=dict)
-    facts: Any = None
     log: str = ""
+
+    def answers(self, kind: str) -> list[Reply]:
+        """Return the replies to messages of a kind, except errors."""
+        return [reply for reply in self.replies if reply.kind == kind and not reply.error]
 
     def uploads(self, round: int) -> dict[int, Vector]:
         """Return the uploads of a training round, by partition."""

@@ -26,8 +26,6 @@ from flower_ext.training import MEMORY_LIMIT
 
 log = getLogger(__name__)
 
-_FIRST_ID = 1_000
-"""First id of virtual clients, above the server's id."""
 _SHARE_OF_REPLIES = 4
 """Waiting replies may take the memory limit of trainings divided by this number."""
 
@@ -85,7 +83,7 @@ class VirtualGrid(Grid):
         for node in sorted(connected - set(self._nodes.values())):
             self._nodes[len(self._nodes)] = node
         return [
-            _FIRST_ID + number * self.clients_per_node + slot
+            private.FIRST_CLIENT_ID + number * self.clients_per_node + slot
             for number, node in self._nodes.items()
             if node in connected
             for slot in range(self.clients_per_node)
@@ -158,7 +156,9 @@ class VirtualGrid(Grid):
 
     def _place(self, message: Message) -> tuple[int, int]:
         """Return the node of the client that a message is for, and the client's slot on it."""
-        number, slot = divmod(message.metadata.dst_node_id - _FIRST_ID, self.clients_per_node)
+        number, slot = divmod(
+            message.metadata.dst_node_id - private.FIRST_CLIENT_ID, self.clients_per_node
+        )
         if number not in self._nodes:
             raise InvalidValue(
                 f"dst_node_id={message.metadata.dst_node_id}: expected an id from get_node_ids"
