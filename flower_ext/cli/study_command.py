@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -135,9 +136,9 @@ def _run(run: PreparedRun, path: Path) -> None:
         directory = RunDirectory.open(path)
         before = directory.config
         changed = [
-            f"{each} = {before.get(each)!r}, now {value!r}"
-            for each, value in run.config.items()
-            if each not in INCIDENTAL and before.get(each) != value
+            f"{name} = {before.get(name)!r}, now {value!r}"
+            for name, value in run.config.items()
+            if name not in INCIDENTAL and before.get(name) != value
         ]
         if changed and directory.has_used_data():
             raise InvalidValue(
@@ -146,21 +147,17 @@ def _run(run: PreparedRun, path: Path) -> None:
             )
         if changed:
             path.rename(path.with_name(f"{path.name}-{directory.id[:8]}"))
-            _launched(run, path)
-            return
-        if directory.status == "completed":
+        elif directory.status == "completed":
             _check_released(directory)
             say(f"{path}: complete, kept")
             return
-        app, superlink = run.options.app, run.options.superlink
-        again = RunOptions(
-            app=app, superlink=superlink, in_process=run.options.in_process, resume=path
-        )
-        run = prepare(again)
-    _launched(run, path)
+        else:
+            run = prepare(replace(run.options, settings=(), resume=path))
+    _launch(run, path)
 
 
-def _launched(run: PreparedRun, path: Path) -> None:
+def _launch(run: PreparedRun, path: Path) -> None:
+    """Run a stage to its end, and refuse a run that leaves nothing for later stages."""
     launch(run)
     if not (path / "run.json").exists():
         raise LaunchFailed(

@@ -11,6 +11,7 @@ import subprocess
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -86,32 +87,31 @@ def run_on_superlink(run: PreparedRun, env: Mapping[str, str], log: RunLog) -> N
     KeyboardInterrupt
         The caller was interrupted. If the SuperLink outlives this command, the run was stopped.
     """
-    superlink = run.options.superlink
-    connection = [] if superlink is None else [superlink]
-    command = ["run", str(run.options.app), *connection]
+    superlink, options = run.options.superlink, list[str]()
+    flwr = Flwr([] if superlink is None else [superlink], env)
     for key, value in run.changes.items():
         # TOML reads these values as JSON writes them, unless JSON escapes characters beyond U+FFFF.
-        command += ["--run-config", f"{key}={json.dumps(value, ensure_ascii=False)}"]
+        options += ["--run-config", f"{key}={json.dumps(value, ensure_ascii=False)}"]
     if superlink is None:
         federation = f"num-supernodes={run.nodes} client-resources-num-cpus=1"
-        command += ["--federation-config", federation]
+        options += ["--federation-config", federation]
     try:
-        answer = _answer(command, env)
+        answer = flwr.answer("run", str(run.options.app), options=options)
     except KeyboardInterrupt:
         if superlink is None:
             raise
         raise LaunchFailed(
             "interrupted while Flower was starting the run: the run may have started and continue; "
-            + _how_to_stop("ID", connection)
+            + flwr.how_to_stop("ID")
         ) from None
     if not answer.get("success"):
         raise LaunchFailed(f"flwr run failed: {answer.get('error-message', answer)}")
     run_id = str(answer["run-id"])
     try:
-        outcome = _finished(run_id, connection, env, log)
+        outcome = flwr.follow(run_id, log)
     except KeyboardInterrupt:
         if superlink is not None:
-            _stop(run_id, connection, env)
+            flwr.stop(run_id)
         raise
     if outcome["status"] == "finished:stopped":
         raise LaunchFailed(f"somebody stopped run {run_id}: {outcome['status-details']}")
@@ -121,66 +121,81 @@ def run_on_superlink(run: PreparedRun, env: Mapping[str, str], log: RunLog) -> N
         )
 
 
-def _finished(
-    run_id: str, connection: Sequence[str], env: Mapping[str, str], log: RunLog
-) -> dict[str, Any]:
-    """Stream a run's log until the run has finished; return the SuperLink's entry for the run.
+@dataclass(frozen=True)
+class Flwr:
+    """Flower's command ``flwr`` on one SuperLink.
 
-    The function waits up to `PATIENCE` seconds for a SuperLink that does not answer, because the
-    ServerApp may still be running.
+    Parameters
+    ----------
+    connection : Sequence[str]
+        The connection's name in Flower's configuration; empty for the default connection.
+    env : Mapping[str, str]
+        Environment variables of the command.
     """
-    words = [executable("flwr"), "log", run_id, *connection, "--stream"]
-    program = Followed(words, log, env)
-    try:
-        program.tell()
-        program.wait()
-    finally:
-        program.process.kill()
-    last_answer = time.monotonic()
-    while True:
+
+    connection: Sequence[str]
+    env: Mapping[str, str]
+
+    def answer(self, *words: str, options: Sequence[str] = ()) -> dict[str, Any]:
+        """Return the JSON that a command prints, such as ``answer("stop", run_id)``."""
+        done = subprocess.run(
+            [*self._words(*words), *options, "--format", "json"],
+            capture_output=True,
+            text=True,
+            check=False,
+            env=self.env,
+        )
+        try:  # where flwr fails early, it prints text in spite of --format
+            answer: dict[str, Any] = json.loads(done.stdout)
+        except ValueError:
+            raise LaunchFailed(f"flwr {words[0]} failed: {done.stdout}{done.stderr}") from None
+        return answer
+
+    def follow(self, run_id: str, log: RunLog) -> dict[str, Any]:
+        """Stream a run's log until the run has finished; return the SuperLink's entry for the run.
+
+        The method waits up to `PATIENCE` seconds for a SuperLink that does not answer, because the
+        ServerApp may still be running.
+        """
+        program = Followed([*self._words("log", run_id), "--stream"], log, self.env)
         try:
-            (outcome,) = _answer(["list", *connection, "--run-id", run_id], env)["runs"]
-        except (LaunchFailed, KeyError) as error:
-            if time.monotonic() - last_answer > PATIENCE:
-                raise LaunchFailed(
-                    f"the SuperLink has not answered for {PATIENCE} s; run {run_id} may still be "
-                    "running: look at its run directory, and run `flwr list` once the SuperLink is "
-                    "back"
-                ) from error
-        else:
-            last_answer = time.monotonic()
-            if str(outcome["status"]).startswith("finished"):
-                return dict(outcome)
-        time.sleep(3)
+            program.tell()
+            program.wait()
+        finally:
+            program.process.kill()
+        last_answer = time.monotonic()
+        while True:
+            try:
+                (outcome,) = self.answer("list", options=["--run-id", run_id])["runs"]
+            except (LaunchFailed, KeyError) as error:
+                if time.monotonic() - last_answer > PATIENCE:
+                    raise LaunchFailed(
+                        f"the SuperLink has not answered for {PATIENCE} s; run {run_id} may still "
+                        "be running: look at its run directory, and run `flwr list` once the "
+                        "SuperLink is back"
+                    ) from error
+            else:
+                last_answer = time.monotonic()
+                if str(outcome["status"]).startswith("finished"):
+                    return dict(outcome)
+            time.sleep(3)
 
+    def stop(self, run_id: str) -> None:
+        """Stop a run, which would outlive this command and spend privacy budget."""
+        try:
+            answer = self.answer("stop", run_id)
+            if not answer.get("success"):
+                raise LaunchFailed(str(answer.get("error-message", answer)))
+        except (LaunchFailed, KeyError, KeyboardInterrupt) as error:
+            raise LaunchFailed(
+                f"interrupted, but run {run_id} could not be stopped: it may continue and spend "
+                f"privacy budget; {self.how_to_stop(run_id)} ({error})"
+            ) from None
 
-def _stop(run_id: str, connection: Sequence[str], env: Mapping[str, str]) -> None:
-    try:  # the run would outlive this command, and spend privacy budget
-        answer = _answer(["stop", run_id, *connection], env)
-        if not answer.get("success"):
-            raise LaunchFailed(str(answer.get("error-message", answer)))
-    except (LaunchFailed, KeyError, KeyboardInterrupt) as error:
-        raise LaunchFailed(
-            f"interrupted, but run {run_id} could not be stopped: it may continue and spend "
-            f"privacy budget; {_how_to_stop(run_id, connection)} ({error})"
-        ) from None
+    def how_to_stop(self, run_id: str) -> str:
+        """Return the commands by which a person stops a run."""
+        where = "".join(f" {name}" for name in self.connection)
+        return f"`flwr list{where}` shows it, `flwr stop {run_id}{where}` ends it"
 
-
-def _how_to_stop(run_id: str, connection: Sequence[str]) -> str:
-    where = "".join(f" {name}" for name in connection)
-    return f"`flwr list{where}` shows it, `flwr stop {run_id}{where}` ends it"
-
-
-def _answer(arguments: Sequence[str], env: Mapping[str, str]) -> dict[str, Any]:
-    done = subprocess.run(
-        [executable("flwr"), *arguments, "--format", "json"],
-        capture_output=True,
-        text=True,
-        check=False,
-        env=env,
-    )
-    try:  # where flwr fails early, it prints text in spite of --format
-        answer: dict[str, Any] = json.loads(done.stdout)
-    except ValueError:
-        raise LaunchFailed(f"flwr {arguments[0]} failed: {done.stdout}{done.stderr}") from None
-    return answer
+    def _words(self, *words: str) -> list[str]:
+        return [executable("flwr"), *words, *self.connection]

@@ -20,10 +20,10 @@ USER = "user"
 
 @dataclass(frozen=True, kw_only=True)
 class LinkedTable:
-    """What `write_linked` has written: the number of rows and people, and the columns kept.
+    """A table that `write_linked` has written.
 
-    ``texts`` holds, for each column with values that are neither empty nor numbers, how many there
-    are.
+    ``columns`` are the columns kept, and ``texts`` the numbers of values, in some of these columns,
+    that are neither empty nor numbers.
     """
 
     num_rows: int

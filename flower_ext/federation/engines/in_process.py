@@ -149,6 +149,7 @@ class InProcessGrid(Grid):
         return self.workers.ask(messages)
 
     def _answer_here(self, messages: Sequence[Message]) -> list[Message]:
+        """Run clients in the process that calls this method: this one, or a worker."""
         contexts = [self.contexts[message.metadata.dst_node_id] for message in messages]
         return answer_all(self._app, messages, contexts, memory_limit=self._memory_limit)
 

@@ -107,52 +107,52 @@ class VirtualGrid(Grid):
         """
         messages = list(messages)
         most = replies_in_memory(messages[0], MEMORY_LIMIT) if messages else 1
-        turns: dict[int, dict[int, list[Message]]] = defaultdict(lambda: defaultdict(list))
-        for message, (turn, node) in zip(messages, self._parcels(messages, most), strict=True):
-            turns[turn][node].append(message)
-        answers = (self._answered(turns[turn], timeout) for turn in sorted(turns))
+        exchanges = self._exchanges(messages, most)
+        answers = (self._answered(by_node, timeout) for by_node in exchanges)
         return chain(iter(next(answers, [])), chain.from_iterable(answers))
 
-    def _parcels(self, messages: Sequence[Message], most: int) -> list[tuple[int, int]]:
-        """Return a pair for each message: the number of the exchange that sends it, and its node.
+    def _exchanges(
+        self, messages: Sequence[Message], most: int
+    ) -> list[Mapping[int, Sequence[Message]]]:
+        """Divide messages into exchanges; return the messages of each exchange by node.
 
         An exchange sends one packed message to each node and waits for the replies. No exchange
         asks a client twice. About ``most`` messages go to a node in one exchange.
         """
-        turns: Counter[int] = Counter()
+        exchanges: dict[int, dict[int, list[Message]]] = defaultdict(lambda: defaultdict(list))
+        earlier: Counter[int] = Counter()
         sent: Counter[int] = Counter()
-        parcels = []
         for message in messages:
             client, node = message.metadata.dst_node_id, self._place(message)[0]
             # A client's second message waits for the next exchange, because the node stores the
             # client's state only at the end of an exchange.
-            parcels.append((turns[client] + sent[node] // most, node))
-            turns[client] += 1
+            exchanges[earlier[client] + sent[node] // most][node].append(message)
+            earlier[client] += 1
             sent[node] += 1
-        return parcels
+        return [exchanges[number] for number in sorted(exchanges)]
 
     def _answered(
         self, by_node: Mapping[int, Sequence[Message]], timeout: float | None
     ) -> list[Message]:
         """Send one packed message to each node; return the replies of the clients that answered."""
-        parcels: dict[int, Message] = {}
+        waiting: dict[int, Message] = {}
         for node, messages in by_node.items():
             slots = [self._place(message)[1] for message in messages]
-            parcels[node] = pack(messages, node, slots, self.clients_per_node)
-        singles: list[Message] = []
-        for reply in private.replies(self._grid, list(parcels.values()), timeout=timeout):
+            waiting[node] = pack(messages, node, slots, self.clients_per_node)
+        answers: list[Message] = []
+        for reply in private.replies(self._grid, list(waiting.values()), timeout=timeout):
             node = reply.metadata.src_node_id
             # Unpacked replies look like answers to our messages, so unpack only real answers.
-            if node in parcels and not origin_fault(reply, parcels[node]):
-                del parcels[node]
-                singles += unpack(reply, by_node[node])
+            if node in waiting and not origin_fault(reply, waiting[node]):
+                del waiting[node]
+                answers += unpack(reply, by_node[node])
             else:
                 log.warning(
                     "node %d: the server ignores a reply, because it answers no message that waits "
                     "for a reply",
                     node,
                 )
-        return singles
+        return answers
 
     def _place(self, message: Message) -> tuple[int, int]:
         """Return the node of the client that a message is for, and the client's slot on it."""
