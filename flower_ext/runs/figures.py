@@ -69,11 +69,6 @@ class Chart:
         """True if the bands must be faint, and the labels beside the axes."""
         return len(self.lines) > 6
 
-    @property
-    def has_bands(self) -> bool:
-        """True if a label has several runs, and so a deviation over runs."""
-        return any(len(runs) > 1 for runs in self.lines.values())
-
 
 def draw_figures(run: RunDirectory, folder: Path) -> dict[str, str]:
     """Draw the run's measurements; return the titles of the figures by the SVGs' file names."""
@@ -197,7 +192,8 @@ def draw_lines(folder: Path, name: str, chart: Chart) -> Path:
     elif len(chart.labels) > 1:
         axes.legend(frameon=False)
     columns = ("line", chart.xlabel, chart.ylabel, "std")
-    shown = len(columns) if chart.has_bands else len(columns) - 1
+    # The last column would hold only zeros if each line were a single run.
+    shown = 4 if any(len(runs) > 1 for runs in chart.lines.values()) else 3
     return save_figure(figure, folder, name, columns[:shown], [row[:shown] for row in rows])
 
 
