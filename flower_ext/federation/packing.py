@@ -105,6 +105,7 @@ def answer_packed(
 
 
 def _check_requests(entries: Mapping[str, Any]) -> None:
+    """Refuse requests that the clients of this node could not get if each were alone on a node."""
     per_node, slots = entries[_PER_NODE], entries[_SLOTS]
     are_slots = all(type(slot) is int and 0 <= slot < per_node for slot in slots)
     if not are_slots or len(set(slots)) < len(slots):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
+from itertools import product
 
 import numpy as np
 
@@ -15,6 +16,7 @@ from flower_ext.check import recognise
 from flower_ext.check.findings.finding import Finding, Rule, found
 from flower_ext.check.held_run import TRAIN
 from flower_ext.check.measured import Measured, release_gap, upload_gap
+from flower_ext.check.mechanisms import Noise
 from flower_ext.check.observe import Observed
 from flower_ext.check.probes import AGAIN, QUIET, Probes, exceeds, spread
 from flower_ext.check.vectors import HELD
@@ -74,33 +76,31 @@ def _compared(gap: np.ndarray, size: float, what: str) -> Iterator[Finding]:
 
 def exceeded_bounds(probes: Probes) -> Iterator[Finding]:
     """Find where one client moves its upload or the model farther than clipping permits."""
-    facts = probes.facts
-    if (noise := facts.noise) is None or not facts.holds:
+    if probes.facts.noise is None or not probes.facts.holds:
         return
+    is_exact, past = probes.is_exact, set[str]()
+    for number, run in product(probes.comparable, ("huge", "heavy")):
+        for what, moved, bound, stddev in _movements(probes, probes.facts.noise, run, number):
+            if what in past or moved is None:
+                continue
+            if exceeds(abs(moved), bound, 0.0 if is_exact else stddev):
+                past.add(what)
+                yield _unbounded(what, number, abs(moved), bound, weighs=run == "heavy")
+
+
+def _movements(
+    probes: Probes, noise: Noise, run: str, number: int
+) -> Iterator[tuple[str, float | None, float, float]]:
+    """Yield (what, how far, bound, noise) for each value that the changed client moves."""
+    facts = probes.facts
     clients_clip = facts.has(recognise.CLIENT_SIDE) or facts.has(recognise.CLIENT_ADAPTIVE)
-    clients_clip = clients_clip or bool(facts.local) or any(noise.upload_stddev.values())
-    noisy, past = not probes.is_exact, set()
-    largest = noise.clipping_norm * (2 if noise.bounds_models else 1)
-    for number in probes.comparable:
-        size = probes.cohort(QUIET, number)
-        for name in ("huge", "heavy"):
-            grown = probes.upload_growth(name, number) if clients_clip else None
-            moved = probes.movement(name, number) if noise.cohort else None
-            limits = (
-                (grown, largest, noise.of_upload(size), "its upload"),
-                (
-                    moved,
-                    noise.clipping_norm / (noise.cohort or 1),
-                    noise.release_stddev,
-                    "the model",
-                ),
-            )
-            for value, bound, stddev, what in limits:
-                if value is None or what in past:
-                    continue
-                if exceeds(abs(value), bound, noisy * stddev):
-                    past.add(what)
-                    yield _unbounded(what, number, abs(value), bound, weighs=name == "heavy")
+    if clients_clip or facts.local or any(noise.upload_stddev.values()):
+        bound = noise.clipping_norm * (2 if noise.bounds_models else 1)
+        stddev = noise.of_upload(probes.cohort(QUIET, number))
+        yield "its upload", probes.upload_growth(run, number), bound, stddev
+    if noise.cohort:
+        bound = noise.clipping_norm / noise.cohort
+        yield "the model", probes.movement(run, number), bound, noise.release_stddev
 
 
 def other_epsilon(second: Measured | None) -> Iterator[Finding]:
