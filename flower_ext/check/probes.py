@@ -122,7 +122,7 @@ class Probes:
 
     @property
     def facts(self) -> Facts:
-        """What the first run showed of the app's live objects."""
+        """The facts that the app's live objects showed after the first run."""
         assert self._facts is not None
         return self._facts
 
