@@ -46,10 +46,10 @@ class HiddenSum:
     bound : float
         Largest L2 distance by which one unit can move the sum, as in `BoundedSum`.
     encrypt : Callable[[Params], Mapping[str, np.ndarray]]
-        Function that takes this client's share of the noise, in float64, and returns the encrypted
-        upload: the sum plus noise, in integer multiples of a public step. Do not round the noise
-        before: the function itself rounds it to multiples of the step, and the noise on a coarser
-        grid would not hide the multiples between.
+        Function that takes this client's share of the noise, in float64, and returns the upload:
+        the sum plus the noise, as encrypted integer multiples of a public step. Pass the noise
+        unrounded. The function rounds it to multiples of the step; noise that was already rounded
+        to a coarser grid would not hide multiples of the step between the grid's points.
     """
 
     bound: float
@@ -64,7 +64,7 @@ def answer(
     Parameters
     ----------
     message : Mapping[str, ndarray]
-        The record of the weighted sum in the server's message.
+        The arrays of the server's message that concern the weighted sum.
     data, partition
         The data and the number of this silo.
     vault : ClientVault
@@ -94,20 +94,23 @@ def answer(
 
 
 def _begin(content: bytes, partition: int, vault: ClientVault, may_simulate: bool) -> SiloParty:
-    """Return a silo with fresh keys, for the protocol and the settings that the server sent."""
+    """Return a silo with fresh keys, for the protocol and the settings in the server's message.
+
+    Refuse a run for which this silo has keys, and insecure settings outside simulation.
+    """
     before = stored_silo(vault)
     with knowing_no_data():
         kind = protocol_of(content).silo_type
         settings = kind.settings_type.from_bytes(content)
         if before is not None and before.settings.run == settings.run:
             raise ProtocolError(
-                "the server begins the set-up of a run for which this silo has keys: expected a "
+                "the server begins a set-up, but this silo already has keys of this run: start a "
                 "new run"
             )
         if settings.insecurity and not may_simulate:
             raise PermissionError(
-                f"the server asks for {settings.insecurity}: this client takes part only in "
-                "simulation (client_app(..., allow_seeded_noise=True))"
+                f"the server asks for {settings.insecurity}: this client accepts them only in "
+                "simulation, with client_app(..., allow_seeded_noise=True)"
             )
         silo = kind(settings, partition)
         silo.save = vault.store
@@ -115,10 +118,10 @@ def _begin(content: bytes, partition: int, vault: ClientVault, may_simulate: boo
 
 
 def counts_of(data: ClientData, users: int, most: int) -> list[int]:
-    """Return each user's number of records in this silo, or ``most`` if the user has more.
+    """Return the number of records that each user has in this silo, but at most ``most``.
 
-    A refusal would tell everybody that this silo has a user with more records. The weights of each
-    user still sum to one.
+    A user with more records is counted as one with ``most`` records. An error instead would tell
+    everybody that this silo has such a user. The weights of each user still sum to one.
 
     Raises
     ------
@@ -128,8 +131,9 @@ def counts_of(data: ClientData, users: int, most: int) -> list[int]:
     counts = torch.bincount(owned(data, users).owners.cpu().long(), minlength=users)
     if above := int((counts > most).sum()):
         log.warning(
-            "%d users have more records in this silo than the %d that the settings allow, and get "
-            "the weight of a user with %d records: agree with the other silos on larger limits",
+            "%d users have more records in this silo than the %d that the settings allow, so they "
+            "get the weight of a user with %d records; to change this, agree with the other silos "
+            "on a larger limit",
             above,
             most,
             most,
@@ -138,7 +142,7 @@ def counts_of(data: ClientData, users: int, most: int) -> list[int]:
 
 
 def stored_silo(vault: ClientVault) -> SiloParty | None:
-    """Return the silo that was stored last, whatever its protocol; None if none was stored."""
+    """Return the silo that the vault holds, whatever its protocol; None if the vault is empty."""
     if (stored := vault.load()) is None:
         return None
     silo = protocol_of(stored).silo_type.from_bytes(stored)
@@ -160,8 +164,15 @@ def open_part(
 ) -> SiloPart | LostPart | None:
     """Begin this silo's contribution to the weighted sum of round ``number``.
 
-    ``message`` is the record of the weighted sum in the server's request. If it is None, the method
-    weights the users itself, and the function returns None. ``users`` is the number of users.
+    Return a `SiloPart`, to which updates are added; or a `LostPart` if this silo has lost its keys.
+    Return None if ``message`` is None, because the method then weights the users itself.
+
+    Parameters
+    ----------
+    message : Mapping[str, ndarray], optional
+        The arrays of the server's request that concern the weighted sum.
+    users : int
+        Number of users over all silos.
 
     Raises
     ------
@@ -177,7 +188,7 @@ def open_part(
         if users != silo.settings.users:
             raise ProtocolError(
                 f"the server asks for a round with {users} users: expected {silo.settings.users}, "
-                "as in the set-up"
+                "the number of users in the set-up"
             )
         return SiloPart(silo, number, weights, clipping_norm)
 
@@ -200,9 +211,10 @@ class LostPart:
 class SiloPart:
     """A silo's contribution to a round: one clipped update of each user whom the set-up counted.
 
-    A silo that lost its data, or whose users came or left after the set-up, still sends a sum. In
-    it, the update of a user without records is zero. A silo that cannot encrypt an update, because
-    a record is unusual, sends a sum of zeros: a missing sum would reveal the record.
+    The silo sends a sum even if its data were lost, or if users came or left after the set-up. If a
+    user has no records any more, the user's update in the sum is zero. If the silo cannot encrypt
+    an update, because a record is unusual, it sends a sum of zeros: a missing sum would reveal that
+    there is such a record.
 
     Parameters
     ----------
@@ -222,7 +234,7 @@ class SiloPart:
 
     @property
     def value(self) -> HiddenSum:
-        """The sum, to which `seal` adds noise and masks before it leaves the silo."""
+        """The sum so far; its ``encrypt`` is `seal`, which adds noise and masks."""
         return HiddenSum(bound=self._norm, encrypt=self.seal)
 
     def counts(self, user: int) -> bool:
@@ -232,8 +244,8 @@ class SiloPart:
     def add(self, users: Sequence[int], rows: Params) -> None:
         """Clip one row of ``rows`` for each of ``users``, and add the rows to the sum.
 
-        The function keeps an error for `seal`, because several silos may train in one batch, and an
-        error of one silo must not end the work of the others.
+        If the sum raises an error, the function stores it, and `seal` deals with it. Several silos
+        may train in one batch, and an error of one silo must not end the work of the others.
         """
         clipped = clip_each_row(rows, self._norm)
         vectors = torch.cat([flat_rows(clipped[name]) for name in sorted(clipped)], dim=1)
@@ -244,7 +256,9 @@ class SiloPart:
             self._error = error
 
     def seal(self, noise: Params) -> Arrays:
-        """Return the masked sum with this silo's noise, or a sum of zeros if encryption fails.
+        """Add this silo's noise to the sum and encrypt it, and return the upload.
+
+        If an update cannot be encrypted, encrypt zeros and the noise instead.
 
         Raises
         ------
