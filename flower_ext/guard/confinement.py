@@ -62,7 +62,8 @@ def confine(readable: Sequence[str], scratch_bytes: int, *, close: int) -> None:
     scratch_bytes : int
         Largest size of all files that the app writes.
     close : int
-        Descriptor of an open file. The waiting process closes it, so only the new process keeps it.
+        Descriptor of an open file. The waiting process closes it; only the new process may keep it
+        open.
     """
     Path("/proc/self/oom_score_adj").write_text("1000")  # the first to go if memory runs out
     # Otherwise the app could make a user namespace, in which it would have all capabilities again.

@@ -133,9 +133,9 @@ class PairKeys:
     ) -> list[mpz]:
         """Return this silo's masks: ``count`` numbers that are invertible modulo ``modulus``.
 
-        At each position, the product of all silos' masks is one. Let ``modulus`` have large prime
-        factors only: a random number then has an inverse except with negligible probability, about
-        one over the smallest prime factor.
+        At each position, the product of all silos' masks is one. A random number has no inverse
+        with a probability of about one over the smallest prime factor of ``modulus``. If
+        ``modulus`` is the product of two large primes, this probability is negligible.
 
         Raises
         ------

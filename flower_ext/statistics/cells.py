@@ -22,7 +22,9 @@ from flower_ext.statistics.statistic import NORMAL_QUANTILE, Columns, Statistic
 
 @dataclass(frozen=True)
 class Bins:
-    """Bins of equal width between public bounds, and bins for values below, above and missing.
+    """Bins of equal width between public bounds.
+
+    Three more bins count the values below the bounds, the values above them, and missing values.
 
     Parameters
     ----------

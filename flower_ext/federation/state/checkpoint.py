@@ -38,8 +38,8 @@ QUERY = "query"
 class BegunRound:
     """A training round that the server began: its number, and the units whose data it uses.
 
-    ``requests`` and ``uploads`` are the two numbers that `OpenSum.exposure` returns, from which the
-    noise of the round's sum follows. ``uploads`` is None as long as it is unknown.
+    ``requests`` and ``uploads`` are the two counts that `OpenSum.exposure` returns, from which the
+    noise in the round's sum is computed. ``uploads`` is None as long as it is unknown.
     """
 
     training: int
@@ -149,8 +149,8 @@ class Checkpoints:
     def abandoned(self, *, after: int) -> list[BegunRound]:
         """Return the training rounds with numbers above ``after`` that the server began.
 
-        A resumed run repeats them, but their privacy loss counts as well. The list is empty if
-        rounds repeat bit for bit, because a repeated round then counts once.
+        A resumed run repeats these rounds, but their first attempts cost privacy as well. The list
+        is empty if rounds repeat bit for bit, because a repeated round then counts once.
         """
         if self.repeats:
             return []

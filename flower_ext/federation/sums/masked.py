@@ -143,11 +143,11 @@ class OpenMaskedSum(OpenSum):
         self.cohort = replace(opening.cohort, partitions=ready)
 
     def exposure(self, answered: int | None = None) -> tuple[int, int | None]:
-        """Return two numbers of uploads that give the noise of a sum; see `OpenSum.exposure`.
+        """Return the two counts of uploads that `OpenSum.exposure` describes.
 
-        The first is the least number of answers in an unmasked sum. The second is the least number
-        of them that come from honest clients. After the answers arrived and before the unmasking
-        begins, the second number is 0, because nobody can see a sum if the round ends there.
+        The first is the least number of answers in an unmasked sum. The second is how many of them
+        come from honest clients at least. If the answers have arrived and the unmasking has not
+        begun, the second count is 0, because nobody can see a sum yet.
         """
         least, honest = self.parameters.least_answers, self.parameters.honest_answers
         return least, honest if answered is None or self._unmasking else 0

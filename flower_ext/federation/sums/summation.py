@@ -93,11 +93,11 @@ class OpenSum(ABC):
         """
 
     def exposure(self, answered: int | None = None) -> tuple[int, int | None]:
-        """Return two numbers of uploads that give the noise of this sum.
+        """Return two counts of uploads, from which the noise in this sum is computed.
 
-        The first is the number of uploads whose noise together is all the noise of the plan. The
-        second is the number of uploads from honest clients that the sum holds; None as long as it
-        is unknown. By default, these are the size of the cohort, and ``answered``.
+        The first is how many uploads together carry all the noise of the plan. The second is how
+        many uploads in the sum come from honest clients; None as long as this is unknown. By
+        default, the first count is the size of the cohort, and the second is ``answered``.
 
         ``answered`` is the number of contributions that arrived, or None before the server asks the
         clients.

@@ -128,7 +128,7 @@ class WeightedSum(Summation):
         """Number of sums so far if all were spoiled; None after a sum that was not spoiled."""
 
     def check(self, method: MethodTraits, *, diagnostics: bool) -> None:
-        """Refuse diagnostics, and every method but one with ``weighting="by-records"``."""
+        """Refuse diagnostics, and a method that does not have ``weighting="by-records"``."""
         if method.num_silos is None or method.weighting != "by-records":
             raise InvalidValue(
                 f"sum=weighted_sum(…) with weighting={method.weighting!r}: expected "
@@ -331,7 +331,7 @@ class OpenWeightedSum(OpenSum):
 
 
 def _converse(dialogue: Dialogue[T], clients: Clients) -> T:
-    """Ask the silos for every step of a dialogue, and return the dialogue's result.
+    """Ask the silos for every step that a dialogue yields, and return the dialogue's result.
 
     Raises
     ------

@@ -138,8 +138,8 @@ def calibrate_rounds(
 ) -> int:
     """Return the largest number of rounds that meets the target; 0 if not even one does.
 
-    A result below 65,536 is exact. A larger result may be too small by one thousandth, but it is
-    never too large. If more than half of `MAX_ROUNDS` rounds meet the target, the search ends
+    A result below 65,536 is exact. A larger result may be too small by a thousandth of itself, but
+    it is never too large. If more than half of `MAX_ROUNDS` rounds meet the target, the search ends
     early, and the result may be too small by more.
     """
     _check_target(epsilon, rounds=1)
@@ -172,7 +172,7 @@ def calibrate_sampling_rate(
 ) -> float:
     """Return the largest Poisson sampling rate that meets the target.
 
-    The result may be too small by one thousandth, but it is never too large.
+    The result may be too small by a thousandth of itself, but it is never too large.
 
     Raises
     ------

@@ -78,12 +78,12 @@ class Participations(JsonRecord):
 
     @property
     def in_sums(self) -> float:
-        """Largest total weight of any unit, for an adversary who sees each released sum."""
+        """Largest weight that any unit has, for an adversary who sees each released sum."""
         return max(self.weights_in_sums.values(), default=0.0)
 
     @property
     def in_uploads(self) -> float:
-        """Largest total weight of any unit, for an adversary who sees each upload."""
+        """Largest weight that any unit has, for an adversary who sees each upload."""
         return max(self.weights_in_uploads.values(), default=0.0)
 
     def level(self, units: Iterable[int]) -> None:
