@@ -1,6 +1,6 @@
-"""What a client remembers between messages, such as a personal model, a control variate, or keys.
+"""A client's memory between messages, such as a personal model, a control variate, or keys.
 
-This memory is in Flower's ``context.state``, or in a folder that the client's owner names
+The memory is in Flower's ``context.state``, or in a folder that the client's owner names
 (`folder`). Flower's state lasts as long as a simulated run, or as the process of a SuperNode. The
 folder outlives both. No reply ever contains memory.
 """

@@ -100,10 +100,10 @@ class NoiseStream:
             self._advance(like, source)
         if self._number != number - 1:
             raise InvalidValue(
-                f"the stored noise is the noise of round {self._number}: expected round {number - 1}"
-                f". {FILE} in the run directory is missing, or {FILE} or the checkpoints are an old "
-                "copy. Begin a new run: a second release of the same round with other noise would "
-                "reveal its updates"
+                f"the stored noise is the noise of round {self._number}: expected round "
+                f"{number - 1}. {FILE} in the run directory is missing, or {FILE} or the "
+                "checkpoints are an old copy. Begin a new run: a second release of the same round "
+                "with other noise would reveal its updates"
             )
         self._advance(like, source)
         assert self._past is not None

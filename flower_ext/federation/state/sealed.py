@@ -24,7 +24,7 @@ class Damaged(InvalidValue):
 
 @dataclass(frozen=True)
 class Packed:
-    """What `unpack` returns: plain values, and groups of named arrays in their original order."""
+    """The result of `unpack`: plain values, and groups of named arrays in their original order."""
 
     values: dict[str, Any]
     arrays: dict[str, Arrays]

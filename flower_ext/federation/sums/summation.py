@@ -18,7 +18,7 @@ from flower_ext.privacy.mechanisms.run_summary import MethodTraits
 
 @dataclass(frozen=True, kw_only=True)
 class Opening:
-    """What a sum needs to know of its round.
+    """Everything that a sum needs to know of its round.
 
     Parameters
     ----------
