@@ -40,7 +40,7 @@ _PDEATHSIG, _DUMPABLE, _SECCOMP, _CAPBSET_DROP, _NO_NEW_PRIVS = 1, 4, 22, 24, 38
 _SECCOMP_FILTER, _LAST_CAPABILITY, _CAPABILITIES_3 = 2, 63, 0x20080522
 _AF_UNIX, _EPERM = 1, 1
 _ARCHITECTURES = {"x86_64": (0xC000003E, 41), "aarch64": (0xC00000B7, 198)}
-"""By machine: the architecture's number for seccomp, and that of the system call ``socket``."""
+"""By machine: number of the architecture for seccomp, and number of the system call ``socket``."""
 _IO_URING_SETUP, _X32 = 425, 0x40000000
 _KEYS = {"x86_64": 248, "aarch64": 217}
 """By machine: number of ``add_key``; ``request_key`` and ``keyctl`` have the next two numbers."""

@@ -107,7 +107,7 @@ class Checkpoints:
         if self.open is not None:
             self.open.uploads = uploads
             self._note(training=self.open.training, uploads=uploads)
-            self.open = None  # from here on the strategy counts the round
+            self.open = None  # the caller now counts the round's participations
 
     def save(self, round: int, values: Mapping[str, Any], groups: Mapping[str, Arrays]) -> None:
         """Write a checkpoint of the state after a round, and keep the previous checkpoint.
@@ -156,7 +156,7 @@ class Checkpoints:
             return []
         file = self._folder() / BEGUN
         lines = whole_lines(file)
-        if file.exists():  # drop a torn last line: it was not yet on disk, so nobody was asked
+        if file.exists():  # drop a torn last line: the server asked nobody before it was whole
             write_whole(file, b"".join(line + b"\n" for line in lines))
         abandoned: dict[int, BegunRound] = {}
         for entry in map(json.loads, lines):

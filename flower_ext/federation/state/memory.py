@@ -29,7 +29,7 @@ _EARLIER = 2
 """Number of older versions in a folder. If a checkpoint is damaged, a repeated round needs them."""
 
 _PERMANENT = "permanent"
-"""Ending of the names of records that nobody removes."""
+"""Ending of the names of permanent records, which are never removed."""
 
 _SECRETS_SECONDS = 24 * 60 * 60
 """Age in seconds at which a run's secrets are removed when another run begins. Younger secrets may

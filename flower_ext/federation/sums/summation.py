@@ -115,7 +115,7 @@ class Summation(ABC):
     """
 
     secure_sum: str = ""
-    """Assumption under which the server sees no single contribution; empty if it sees them."""
+    """Assumption under which the server sees no single contribution; empty if it sees them all."""
     hidden_draw: str = ""
     """Assumption under which no party knows the drawn units; empty if the server draws."""
     repeats: bool = True
@@ -123,7 +123,7 @@ class Summation(ABC):
     brings_weights: bool = False
     """True if the sum itself weights the contributions, with weights unknown to the method."""
     disclosures: Sequence[str] = ()
-    """Facts about clients' data that the sums reveal without a guarantee, a line each."""
+    """One line for each fact about clients' data that the sums reveal without a guarantee."""
 
     def __init__(self, mechanism: RoundMechanism) -> None:
         self.mechanism = mechanism

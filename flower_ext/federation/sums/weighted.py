@@ -56,12 +56,13 @@ T = TypeVar("T")
 log = getLogger("flwr")
 
 WEIGHTS, SUM, LOST = "weights", "sum", "lost"
-"""Names of the only array in a message: weights to train with, or in a reply a masked sum or a
-notice of lost keys. In any other message, and in its answer, the array has the name of the step."""
+"""Names of the only array in a message. The server sends `WEIGHTS` for a round. A silo replies with
+its masked `SUM`, or with a notice that it has `LOST` its keys. In all other messages, and in their
+answers, the array has the name of the protocol's step."""
 _SPOILED_AT_FIRST = 3
-"""Number of sums after which a run ends if all were spoiled, that is, too large to be real sums."""
+"""A run ends if its first sums, this many, were all spoiled: too large for sums of honest silos."""
 _STATE, _COSTS = "sum.costs", ("sensitivity", "approximation_error")
-"""A group of the state, and its numbers, which are fields of the mechanism."""
+"""Name of the group of numbers in `state`, and names of its numbers: fields of the mechanism."""
 
 
 def weighted_sum(
@@ -99,7 +100,7 @@ class WeightedSum(Summation):
         The plan is not a `ReleasePlan`, has noise placement `SecureSum`, or clips adaptively.
     """
 
-    repeats = False  # secret keys, blinds and dither are new
+    repeats = False  # a repeated round has new secret keys and new random numbers
     brings_weights = True
     mechanism: NoisedSum
 
@@ -123,7 +124,7 @@ class WeightedSum(Summation):
         self._num_silos = 0
         self._server: ServerParty[Any, Any] | None = None
         self.keys_lost = False
-        """True if all silos must set up new keys before the next round, as keys may be lost."""
+        """True if all silos must set up new keys before the next round: some keys may be lost."""
         self.spoiled: int | None = 0
         """Number of sums so far if all were spoiled; None after a sum that was not spoiled."""
 

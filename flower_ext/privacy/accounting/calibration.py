@@ -23,7 +23,8 @@ from flower_ext.privacy.units import NeighboringRelation
 MAX_NOISE_MULTIPLIER = 1e6
 MAX_ROUNDS = 10_000_000
 _EXACT_ROUNDS = 100_000
-"""Up to this number, the search for the most rounds is exact; beyond it, PLD takes too long."""
+"""The search for the most rounds is exact if its upper end is at most this number. For more rounds,
+an exact search takes too long."""
 _LEAST_NOISE = 1e-3
 """Below this noise multiplier, which hides nothing, the search for the least noise ends."""
 

@@ -43,7 +43,7 @@ if TYPE_CHECKING:  # importing it takes a second, so only the functions that nee
     import dp_accounting
 
 MOST_NOISE = 1e7
-"""Largest relative noise in the accounting. RDP overflows with more, so more counts as this."""
+"""Largest relative noise in the accounting. More noise would overflow RDP, so it counts as this."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -30,7 +30,7 @@ from flower_ext.privacy.accounting.pld import FINEST_INTERVAL, WIDEST_INTERVAL, 
 _NEGLIGIBLE = 1e-30
 """An outcome of a step that is less probable than this counts as the largest outcome."""
 _NO_PRIVACY = 1e4
-"""If ε of a single step is larger, sampling is ignored, because no grid can hold such losses."""
+"""If a single step has a larger ε, sampling is ignored, because no grid can hold such losses."""
 
 
 @dataclass(frozen=True, kw_only=True)

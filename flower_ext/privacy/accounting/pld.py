@@ -18,7 +18,7 @@ from flower_ext.privacy.accounting.events import PrivacyLoss, Release
 _ROUNDING = 1e-15
 """Bound on the δ that Fourier transforms lose in each composed step, 10 times the measured one."""
 FINEST_INTERVAL, WIDEST_INTERVAL = 1e-5, 100.0
-"""Limits of a grid's interval: with a smaller one, rounding loses δ; a wider one overflows exp."""
+"""Limits of a grid's interval. With a smaller one, rounding loses δ; a wider one overflows exp."""
 _MOST_CELLS = 50_000
 """Largest number of grid intervals for the losses of one release, which takes half a second."""
 _MOST_AT_ONCE = 4096

@@ -245,7 +245,7 @@ class SumServer:
         self._require(3)
         self._next(set())
         context, digest = self._context, self._context.digest
-        # The server learns one secret of each member, because both would unmask its vector.
+        # Rebuild only one secret of each member: with both, the server could unmask its vector.
         seeds = {member: self._rebuild(member, OF_SEED) for member in sorted(self._answered)}
         lost = sorted(self._sharing - self._answered)
         privates = {member: self._rebuild(member, OF_KEY) for member in lost}

@@ -21,7 +21,7 @@ from flower_ext.errors import InvalidValue
 from flower_ext.json_record import JsonRecord
 
 Graph: TypeAlias = Sequence[Sequence[int]]
-"""The neighbours of every member, ascending, in the order of the members."""
+"""For each member, in the order of their numbers, its neighbours in ascending order."""
 GRAPH_BYTES = 32
 
 
