@@ -6,8 +6,8 @@ Source: Bonawitz et al. 2017, on the graph of Bell et al. 2020, against a semi-h
 2. It splits two secrets into shares, one for each neighbour (`Member.share`). The first secret is
    the seed of a mask that only this member knows. The second is its mask key: the private key from
    which it computes the masks that it has in common with its neighbours.
-3. It adds all these masks to its vector, and sends the result (`Member.mask`). The mask of two
-   neighbours cancels in the sum, because one of them subtracts it.
+3. It sends its vector under all these masks (`Member.mask`). Of two neighbours, one adds their
+   common mask, and the other subtracts it. In the sum, the mask cancels.
 4. For each neighbour, it reveals one share (`Member.unmask`): a share of the neighbour's seed if
    the neighbour's vector arrived, and a share of the neighbour's mask key if the neighbour was
    lost. `SumServer.total` rebuilds these secrets, and removes the masks that did not cancel.

@@ -290,9 +290,9 @@ class SumServer:
         return published == share_hash(digest, share, owner=owner, holder=holder, kind=kind)
 
     def _fits(self, member: int, kind: bytes, secret: bytes) -> bool:
-        """Return True if a rebuilt secret is the one that the member used.
+        """Return True if a rebuilt secret fits what the member published.
 
-        A seed must have the hash that the member published; a mask key must give its public key.
+        A seed must have the published hash, and a mask key must give the published public key.
         """
         if kind == OF_SEED:
             published = self._shared[member].commitment
