@@ -37,10 +37,10 @@ class HiddenSum:
     bound : float
         Largest L2 distance by which one unit can move the sum, as in `BoundedSum`.
     encrypt : Callable[[Params], Mapping[str, np.ndarray]]
-        Function that takes this client's share of the noise, in float64, and returns the encrypted
-        upload: the sum plus noise, in integer multiples of a public step. Do not round the noise
-        before: the function itself rounds it to multiples of the step, and the noise on a coarser
-        grid would not hide the multiples between.
+        Function that takes this client's share of the noise, in float64, and returns the upload:
+        the sum plus the noise, as encrypted integer multiples of a public step. Pass the noise
+        unrounded. The function rounds it to multiples of the step; noise that was already rounded
+        to a coarser grid would not hide multiples of the step between the grid's points.
     """
 
     bound: float
@@ -52,8 +52,15 @@ def open_part(
 ) -> SiloPart | LostPart | None:
     """Begin this silo's contribution to the weighted sum of round ``number``.
 
-    ``message`` is the record of the weighted sum in the server's request. If it is None, the method
-    weights the users itself, and the function returns None. ``users`` is the number of users.
+    Return a `SiloPart`, to which updates are added; or a `LostPart` if this silo has lost its keys.
+    Return None if ``message`` is None, because the method then weights the users itself.
+
+    Parameters
+    ----------
+    message : Mapping[str, ndarray], optional
+        The arrays of the server's request that concern the weighted sum.
+    users : int
+        Number of users over all silos.
 
     Raises
     ------
@@ -69,7 +76,7 @@ def open_part(
         if users != silo.settings.users:
             raise ProtocolError(
                 f"the server asks for a round with {users} users: expected {silo.settings.users}, "
-                "as in the set-up"
+                "the number of users in the set-up"
             )
         return SiloPart(silo, number, weights, clipping_norm)
 
@@ -111,7 +118,7 @@ class SiloPart:
 
     @property
     def value(self) -> HiddenSum:
-        """The sum, to which `seal` adds noise and masks before it leaves the silo."""
+        """The sum so far; its ``encrypt`` is `seal`, which adds noise and masks."""
         return HiddenSum(bound=self._norm, encrypt=self.seal)
 
     def counts(self, user: int) -> bool:
