@@ -198,8 +198,8 @@ class Apple(Method):
     def begin_round(self, cohort: Cohort, model: Arrays, state: State) -> Cohort:
         """Send each client all core models.
 
-        The message's model is the client's own core model. The others have their clients' numbers
-        as names.
+        The message's model is the client's own core model. The names of
+        the others end in their clients' numbers.
         """
         cores = {int(client): records.to_record(core) for client, core in state.server.items()}
         # All messages share these records, so each core is converted only once.

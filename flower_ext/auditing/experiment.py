@@ -65,8 +65,8 @@ def projected(
     """Return a score that projects an observation on the canary's direction.
 
     Under Gaussian noise, no score better tells runs with the canary from runs without it. In a
-    secure round this score
-    projects the sum that the server computes, or an upload of the canary that no mask hides.
+    secure round this score projects the sum that the server computes, or an upload of the canary
+    that no mask hides.
 
     Parameters
     ----------

@@ -55,7 +55,8 @@ class Turns:
 def pulls(*forces: float, size: int = SIZE) -> Examples:
     """Return one record for each number in ``forces``.
 
-    A record pulls the first weight, and the bias if there is one, with the force of its number.
+    The number is the force with which the record pulls the first weight, and the bias if there is
+    one.
     """
     return Examples(torch.eye(1, size).repeat(len(forces), 1), torch.tensor(forces))
 
@@ -166,7 +167,7 @@ def silo_data(owners: Sequence[int], forces: Sequence[float]) -> SiloData:
 def plain_app(task: Task) -> ClientApp:
     """Return a ClientApp that takes one step in plain PyTorch.
 
-    This package's Flower mod clips the update that the app returns, and adds noise.
+    This package's Flower mod then protects the update as the plan says.
     """
     app = ClientApp(mods=[client_level_dp_mod()])
 

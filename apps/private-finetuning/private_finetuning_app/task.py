@@ -78,7 +78,7 @@ def build(source: Pictures | Texts, tune: str) -> nn.Module:
 
 @lru_cache(maxsize=1)
 def features(source: Pictures | Texts, shares: Shares, folder: Path | None) -> Features:
-    """Return a function of a client's number, which returns its examples as features.
+    """Return a function that takes a client's number and returns its examples as features.
 
     The frozen model computes the features. They are cached for one run at a time.
     """

@@ -77,12 +77,12 @@ def refuse_untrained(adapted: nn.Module) -> None:
     if not any(w.any() for name, w in adapted.named_parameters() if ".lora_B." in name):
         raise InvalidValue(
             "lora_B is zero in all layers, so the model equals its base: expected a run whose "
-            "rounds moved it (method='alone' shares nothing)"
+            "rounds changed the adapters (with method='alone', clients share none)"
         )
 
 
 def refuse_another_model(adapted: nn.Module, folder: Path, inputs: torch.Tensor) -> None:
-    """Load the model in ``folder``, and refuse it unless its outputs equal those of ``adapted``.
+    """Load the model in ``folder``, and refuse it unless its outputs agree with ``adapted``'s.
 
     Parameters
     ----------

@@ -51,7 +51,7 @@ def private_functions() -> tuple[tuple[str, ...], ...]:
 def _modules() -> tuple[list[Path], list[Path]]:
     """Return the files of the public modules, and the files of the private modules.
 
-    The digest of a module's name decides to which half it belongs, and its place there.
+    The digest of a module's name decides in which list its file is, and at which place.
     """
     library = Path(sysconfig.get_paths()["stdlib"])
     public, private = {}, {}

@@ -73,7 +73,8 @@ def _mainly_in_one(
 ) -> list[np.ndarray]:
     """Return the owner of each block, one array per silo.
 
-    Users choose silos one after another, in random order, for as long as a silo has room.
+    Users choose silos for their blocks one after another, in random order. A silo without room is
+    not chosen.
     """
     room, silos = room.copy(), len(room)
     chosen: list[list[int]] = [[] for _ in range(silos)]

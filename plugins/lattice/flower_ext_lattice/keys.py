@@ -12,7 +12,10 @@ from flower_ext_lattice.samplers import Stream, public_polynomial
 
 
 class SecretKey:
-    """The server's secret polynomial s, as transforms. ``seed`` (32 bytes) determines it."""
+    """The transforms of the server's secret ternary polynomial s.
+
+    ``seed`` (32 bytes) determines s.
+    """
 
     def __init__(self, seed: bytes) -> None:
         self._seed = seed

@@ -147,8 +147,8 @@ class LatticeSettings(PartySettings):
         Given the dithers, an error of t steps in a coordinate moves its rounded sum by at most
         t + 1 steps. The errors e_u add at most `error_bound` for every user, drawn or not. Rounding
         and re-randomising add less than 2⁻⁷ steps per silo. The noise of all |S| silos is √|S|
-        times as large as one silo's share. One
-        silo's share alone must hide these errors, so this property multiplies their sum by √|S|.
+        times as large as one silo's share. One silo's share alone must hide these errors, so this
+        property multiplies their sum by √|S|.
         """
         carries = (1 + self.silos * _ROUNDED) * math.sqrt(self.coordinates) * self.step
         errors = self.users * self.error_bound
