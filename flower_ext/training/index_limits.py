@@ -128,7 +128,7 @@ def require_usable(task: Task, examples: Examples) -> None:
     Raises
     ------
     IndexError
-        A model on a CPU raises the same type of error.
+        An example has such an integer. A model on a CPU raises the same type of error.
     """
     usable = usable_rows(task, examples.features, examples.targets)
     if not usable.all():
