@@ -185,7 +185,7 @@ class WeightedSum(Summation):
         except FederationNotReady as missing:
             self.keys_lost = self.keys_lost or self.hidden_draw != ""
             raise RoundDiscarded(
-                f"{stage} failed, because a silo gave no valid answer ({missing})"
+                f"{stage} failed, because a silo gave no valid answer: {missing}"
             ) from missing
         seconds = {"encryption_seconds": time.monotonic() - started}
         return OpenWeightedSum(self, opening, bytes_record(WEIGHTS, weights), seconds)

@@ -332,7 +332,7 @@ def test_a_server_refuses_malformed_answers():
     for step, forge, said in (
         ("begin", lambda a: a.update({1: a[2]}), "silos 1 and 2: expected a different public key"),
         ("begin", lambda a: a.update({1: bytes(32)}), "silo 1: public key: expected .* low order"),
-        ("begin", lambda a: a.update({1: a[1][1:]}), "silo 1: public key: expected 32 bytes"),
+        ("begin", lambda a: a.update({1: a[1][1:]}), "silo 1: public key: expected the 32 bytes"),
         ("keys", lambda a: a.update({0: a[0][1:]}), "sealed seeds of 119 bytes: expected 120"),
         ("count", lambda a: a.update({0: b""}), "counts of silo 0 of 0 bytes"),
         ("count", lambda a: a.update({0: a[0][size:]}), "counts of silo 0 of"),
