@@ -31,6 +31,7 @@ from flower_ext.errors import InvalidValue
 from flower_ext.federation.engines.virtual import clients_of
 from flower_ext.federation.method import Method
 from flower_ext.federation.recording import first_config, record, recorded_run
+from flower_ext.federation.run_files import attach
 from flower_ext.federation.server_optimizers import (
     Adagrad,
     Adam,
@@ -402,7 +403,7 @@ def start(
                 "run, which cannot change. To train longer under that epsilon, begin a new run: "
                 f"leave out --resume, and give --set rounds={last}"
             )
-        base.run.attach(run, limit=limit)
+        attach(base.run, run, limit=limit)
         record(
             run,
             base if wrapper is None else wrapper(base),

@@ -20,6 +20,7 @@ from flower_ext import runs
 from flower_ext.errors import InvalidValue
 from flower_ext.federation.method import Method
 from flower_ext.federation.query_round import use_records
+from flower_ext.federation.run_files import attach
 from flower_ext.federation.strategy import FederatedStrategy
 from flower_ext.privacy import Guarantee
 from flower_ext.runs import RunDirectory, RunWriter, new_run_path
@@ -202,7 +203,7 @@ def record(
     """
     base = base_of(strategy)
     if base.run.checkpoints.directory is not run:
-        base.run.attach(run)
+        attach(base.run, run)
     result = strategy.start(grid, initial_arrays, **options)
     run.save_model(result.arrays.to_torch_state_dict())
     run.save_client_metrics(

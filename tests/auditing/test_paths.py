@@ -43,7 +43,7 @@ from flower_ext.federation import (
     client_level_mod,
     records,
 )
-from flower_ext.federation.client import cohort_app, protecting
+from flower_ext.federation.client import cohort_app
 from flower_ext.federation.engines import workers
 from flower_ext.federation.records import Update, UploadReply
 from flower_ext.federation.sums import masked, plain, weighted_silo
@@ -475,7 +475,7 @@ PATHS = {
     ),
     "users' sum of gradients": Path(
         run=partial(users, method=UldpSgd),
-        through=((protections, "sum_clipped_rows"), (protecting, "_noised_sum")),
+        through=((protections, "sum_clipped_rows"), (ClipAndNoise, "released_sum")),
         direction=AXIS,
     ),
     "users' sum, weighted by records": Path(

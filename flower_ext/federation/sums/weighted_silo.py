@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from logging import getLogger
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar, NoReturn
 
 import numpy as np
 import torch
@@ -20,12 +20,14 @@ from flwr.app import ArrayRecord
 
 from flower_ext.data import ClientData
 from flower_ext.data.examples import owned
-from flower_ext.errors import ProtocolError, knowing_no_data, tellable
+from flower_ext.errors import InvalidValue, ProtocolError, knowing_no_data, tellable
 from flower_ext.federation import records
 from flower_ext.federation.records import Arrays, arrays_of, bytes_record, flattened, single_message
 from flower_ext.federation.state.memory import ClientVault
 from flower_ext.federation.sums.weighted import LOST, SUM, WEIGHTS
+from flower_ext.privacy import NoiseSource
 from flower_ext.privacy.mechanisms.bounds import clip_each_row
+from flower_ext.privacy.mechanisms.protections import ClipAndNoise
 from flower_ext.secure.weighting.agreement import BEGIN, COUNT, DRAW, KEYS
 from flower_ext.secure.weighting.protocol import protocol_of
 from flower_ext.training import Params
@@ -45,6 +47,8 @@ class HiddenSum:
     ----------
     bound : float
         Largest L2 distance by which one unit can move the sum, as in `BoundedSum`.
+    like : Params
+        Names and shapes of the sum.
     encrypt : Callable[[Params], Mapping[str, np.ndarray]]
         Function that takes this client's share of the noise, in float64, and returns the encrypted
         upload: the sum plus noise, in integer multiples of a public step. Do not round the noise
@@ -53,7 +57,20 @@ class HiddenSum:
     """
 
     bound: float
+    like: Params
     encrypt: Callable[[Params], Mapping[str, np.ndarray]]
+    cell: ClassVar[None] = None
+
+    def noised(self, protection: ClipAndNoise, noise: NoiseSource) -> Mapping[str, np.ndarray]:
+        """Return the encrypted sum of the units and one client's share of the noise."""
+        zeros = {n: torch.zeros_like(p, dtype=torch.float64) for n, p in self.like.items()}
+        return self.encrypt(noise.gaussian(zeros, protection.noise_stddev))
+
+    def in_numbers(self) -> NoReturn:
+        """Refuse to return the sum, because it leaves the client only in encrypted form."""
+        raise InvalidValue.tellable(
+            "diagnostics=True: expected False, because the client encrypts its sum"
+        )
 
 
 def answer(
@@ -156,12 +173,18 @@ def _protocol_errors() -> Iterator[None]:
 
 
 def open_part(
-    message: Arrays | None, vault: ClientVault, number: int, users: int, clipping_norm: float
+    message: Arrays | None,
+    vault: ClientVault,
+    number: int,
+    users: int,
+    clipping_norm: float,
+    like: Params,
 ) -> SiloPart | LostPart | None:
     """Begin this silo's contribution to the weighted sum of round ``number``.
 
     ``message`` is the record of the weighted sum in the server's request. If it is None, the method
-    weights the users itself, and the function returns None. ``users`` is the number of users.
+    weights the users itself, and the function returns None. ``users`` is the number of users, and
+    ``like`` has the names and shapes of an update.
 
     Raises
     ------
@@ -171,7 +194,7 @@ def open_part(
     if message is None:
         return None
     if (silo := stored_silo(vault)) is None:
-        return LostPart(clipping_norm)
+        return LostPart(clipping_norm, like)
     with _protocol_errors():
         _, weights = single_message(message, WEIGHTS)
         if users != silo.settings.users:
@@ -179,15 +202,15 @@ def open_part(
                 f"the server asks for a round with {users} users: expected {silo.settings.users}, "
                 "as in the set-up"
             )
-        return SiloPart(silo, number, weights, clipping_norm)
+        return SiloPart(silo, number, weights, clipping_norm, like)
 
 
 class LostPart:
     """The contribution of a silo that has lost its keys: a notice to the server, and no sum."""
 
-    def __init__(self, clipping_norm: float) -> None:
+    def __init__(self, clipping_norm: float, like: Params) -> None:
         lost = {LOST: np.zeros(1, dtype=np.uint8)}
-        self.value = HiddenSum(bound=clipping_norm, encrypt=lambda noise: lost)
+        self.value = HiddenSum(bound=clipping_norm, like=like, encrypt=lambda noise: lost)
 
     def counts(self, user: int) -> bool:
         """Return False, because a silo without keys adds no user's update."""
@@ -212,18 +235,22 @@ class SiloPart:
     weights : bytes
         The server's message of the round.
     clipping_norm : float
+    like : Params
+        Names and shapes of an update.
     """
 
-    def __init__(self, silo: SiloParty, number: int, weights: bytes, clipping_norm: float) -> None:
+    def __init__(
+        self, silo: SiloParty, number: int, weights: bytes, clipping_norm: float, like: Params
+    ) -> None:
         self._begin = partial(silo.open_sum, number, weights)
-        self._norm, self._counted = clipping_norm, frozenset(silo.counted)
+        self._norm, self._like, self._counted = clipping_norm, like, frozenset(silo.counted)
         self._sum = self._begin()
         self._error: Exception | None = None
 
     @property
     def value(self) -> HiddenSum:
         """The sum, to which `seal` adds noise and masks before it leaves the silo."""
-        return HiddenSum(bound=self._norm, encrypt=self.seal)
+        return HiddenSum(bound=self._norm, like=self._like, encrypt=self.seal)
 
     def counts(self, user: int) -> bool:
         """Return True if the set-up counted the user; the weight of any other user is zero."""

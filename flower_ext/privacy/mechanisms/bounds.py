@@ -22,7 +22,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import array_api_compat as api
 import numpy as np
@@ -41,10 +41,32 @@ from flower_ext.privacy.mechanisms.updates import (
 )
 from flower_ext.privacy.units import NeighboringRelation
 
+if TYPE_CHECKING:
+    from flower_ext.privacy.mechanisms.noise import NoiseSource
+    from flower_ext.privacy.mechanisms.protections import ClipAndNoise
+
 _MARGIN = 1.0 - 1e-9
 """Factor that leaves room for rounding in float64, in any order of summation. It covers the norm of
 up to 10⁷ numbers (2⁻⁵⁴ each). It also covers a sum of up to a thousand units of equal length, in
 which one unit changes the rounding of all others (2⁻⁵² n² in all)."""
+
+
+class UnitSum(Protocol):
+    """Sum over units that states how far one unit moves it, and to which noise can be added."""
+
+    @property
+    def bound(self) -> float:
+        """Largest L2 distance by which adding, removing or zeroing one unit moves the sum."""
+
+    @property
+    def cell(self) -> float | None:
+        """Step of a public grid, if the sum counts such steps in whole numbers; else None."""
+
+    def noised(self, protection: ClipAndNoise, noise: NoiseSource) -> NamedArrays:
+        """Return the sum with one client's share of the noise."""
+
+    def in_numbers(self) -> NamedArrays:
+        """Return the sum in real numbers, without noise; refuse if the sum is encrypted."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,6 +95,10 @@ class BoundedSum:
         """Return the sum in real numbers; convert it if ``value`` counts steps of a grid."""
         cell = self.cell
         return self.value if cell is None else {name: a * cell for name, a in self.value.items()}
+
+    def noised(self, protection: ClipAndNoise, noise: NoiseSource) -> NamedArrays:
+        """Return the sum with one client's share of the noise."""
+        return protection.noised(self.value, noise)
 
     def sensitivity(self, relation: NeighboringRelation) -> float:
         """Return the largest L2 distance by which one unit can move the sum."""
