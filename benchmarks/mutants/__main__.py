@@ -135,6 +135,8 @@ TESTS = {
     "federation/replies.py": ("federation/test_records.py", "federation/test_hostile.py"),
     "federation/round.py": ("federation/test_round.py", "federation/test_hostile.py", *_OF_RUNS),
     "federation/run.py": _OF_RUNS,
+    "federation/claims.py": _OF_RUNS,
+    "federation/run_files.py": ("federation/test_resume.py", *_OF_RUNS),
     "federation/query_round.py": ("federation/test_query_round.py", *_OF_MASKS),
     "federation/spending.py": ("federation/test_spending.py", "privacy/test_shared_ledger.py"),
     "federation/strategy.py": _OF_RUNS,
