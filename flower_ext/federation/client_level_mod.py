@@ -147,17 +147,18 @@ def _requested(
             "strategy, another mod has removed the settings of the protection from the message: "
             "put client_level_dp_mod first in ClientApp(mods=...)"
         )
-    arrays = message.content.array_records
-    sums = {n: records.to_arrays(arrays[n]) for n in (records.SECURE_SUM,) if n in arrays}
-    request = UploadRequest(protection=protection, entries=entries, sums=sums)
-    noise = NodePolicy(context, allow_seeded_noise).admit(request)
-    if protection.cell is not None and not sums:
+    sums = {}
+    if protection.cell is not None:
         # One client's share of the noise alone would protect little.
-        raise InvalidValue(
-            "the server's message asks for the protection ClipToCells without a secure sum: "
-            f"expected the record {records.SECURE_SUM!r}, too"
-        )
-    return request, noise
+        if records.SECURE_SUM not in message.content:
+            raise InvalidValue(
+                "the server's message asks for the protection ClipToCells without a secure sum: "
+                f"expected the record {records.SECURE_SUM!r}, too"
+            )
+        arrays = message.content.array_records[records.SECURE_SUM]
+        sums[records.SECURE_SUM] = records.to_arrays(arrays)
+    request = UploadRequest(protection=protection, entries=entries, sums=sums)
+    return request, NodePolicy(context, allow_seeded_noise).admit(request)
 
 
 def _refuse_outside_sums(context: Context) -> None:

@@ -25,9 +25,8 @@ from flower_ext.federation import records
 from flower_ext.federation.records import Arrays, arrays_of, bytes_record, flattened, single_message
 from flower_ext.federation.state.memory import ClientVault
 from flower_ext.federation.sums.weighted import LOST, SUM, WEIGHTS
-from flower_ext.privacy import NoiseSource
-from flower_ext.privacy.mechanisms.bounds import clip_each_row
-from flower_ext.privacy.mechanisms.protections import ClipAndNoise
+from flower_ext.privacy.mechanisms.bounds import ArraysMap, clip_each_row
+from flower_ext.privacy.mechanisms.updates import NamedArrays
 from flower_ext.secure.weighting.agreement import BEGIN, COUNT, DRAW, KEYS
 from flower_ext.secure.weighting.protocol import protocol_of
 from flower_ext.training import Params
@@ -61,10 +60,10 @@ class HiddenSum:
     encrypt: Callable[[Params], Mapping[str, np.ndarray]]
     cell: ClassVar[None] = None
 
-    def noised(self, protection: ClipAndNoise, noise: NoiseSource) -> Mapping[str, np.ndarray]:
+    def noised(self, add_noise: ArraysMap, draw_noise: ArraysMap) -> NamedArrays:
         """Return the encrypted sum of the units and one client's share of the noise."""
         zeros = {n: torch.zeros_like(p, dtype=torch.float64) for n, p in self.like.items()}
-        return self.encrypt(noise.gaussian(zeros, protection.noise_stddev))
+        return self.encrypt(dict(draw_noise(zeros)))
 
     def in_numbers(self) -> NoReturn:
         """Refuse to return the sum, because it leaves the client only in encrypted form."""

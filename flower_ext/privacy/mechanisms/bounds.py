@@ -20,9 +20,9 @@ empty (no elements)     kept, adds nothing; `ValueError` if all arrays are empty
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import array_api_compat as api
 import numpy as np
@@ -41,9 +41,8 @@ from flower_ext.privacy.mechanisms.updates import (
 )
 from flower_ext.privacy.units import NeighboringRelation
 
-if TYPE_CHECKING:
-    from flower_ext.privacy.mechanisms.noise import NoiseSource
-    from flower_ext.privacy.mechanisms.protections import ClipAndNoise
+ArraysMap = Callable[[NamedArrays], NamedArrays]
+"""A function of named arrays that keeps their names and shapes."""
 
 _MARGIN = 1.0 - 1e-9
 """Factor that leaves room for rounding in float64, in any order of summation. It covers the norm of
@@ -62,8 +61,12 @@ class UnitSum(Protocol):
     def cell(self) -> float | None:
         """Step of a public grid, if the sum counts such steps in whole numbers; else None."""
 
-    def noised(self, protection: ClipAndNoise, noise: NoiseSource) -> NamedArrays:
-        """Return the sum with one client's share of the noise."""
+    def noised(self, add_noise: ArraysMap, draw_noise: ArraysMap) -> NamedArrays:
+        """Return the sum with one client's share of the noise.
+
+        ``add_noise`` adds the noise to arrays. ``draw_noise`` returns noise with the shapes of
+        arrays, for a sum that is encrypted together with its noise.
+        """
 
     def in_numbers(self) -> NamedArrays:
         """Return the sum in real numbers, without noise; refuse if the sum is encrypted."""
@@ -96,9 +99,9 @@ class BoundedSum:
         cell = self.cell
         return self.value if cell is None else {name: a * cell for name, a in self.value.items()}
 
-    def noised(self, protection: ClipAndNoise, noise: NoiseSource) -> NamedArrays:
+    def noised(self, add_noise: ArraysMap, draw_noise: ArraysMap) -> NamedArrays:
         """Return the sum with one client's share of the noise."""
-        return protection.noised(self.value, noise)
+        return add_noise(self.value)
 
     def sensitivity(self, relation: NeighboringRelation) -> float:
         """Return the largest L2 distance by which one unit can move the sum."""

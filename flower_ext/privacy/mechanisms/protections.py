@@ -199,7 +199,10 @@ class ClipAndNoise(_Noised):
         if not total.bound <= self.clipping_norm or total.cell != self.cell:  # also if it is NaN
             expected = _bound_text(self.clipping_norm, self.cell)
             raise _unfit_bound(_bound_text(total.bound, total.cell), expected)
-        return total.noised(self, noise)
+        return total.noised(
+            lambda value: self.noised(value, noise),
+            lambda like: noise.gaussian(like, self.noise_stddev),
+        )
 
     def sum_units(self, rows: NamedArrays, weights: Sequence[float]) -> BoundedSum:
         """Clip each unit's update; return the weighted sum, in cells if ``cell`` is given.
