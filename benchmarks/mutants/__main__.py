@@ -90,12 +90,13 @@ TESTS = {
     ),
     "privacy/accounting/sampling.py": ("privacy/accounting/test_sampling.py",),
     "privacy/mechanisms/noised_sum.py": _OF_SUMS,
+    "privacy/mechanisms/masked_noised_sum.py": _OF_SUMS,
     "privacy/mechanisms/quantization.py": (
         "privacy/mechanisms/test_quantization.py",
         "auditing/test_paths.py",
     ),
     "privacy/mechanisms/secure_sum.py": ("privacy/mechanisms/test_secure_sum.py",),
-    "privacy/mechanisms/secure_scores.py": ("privacy/mechanisms/test_secure_scores.py",),
+    "privacy/queries/secure_scores.py": ("privacy/queries/test_secure_scores.py",),
     "privacy/mechanisms/discrete_gaussian.py": ("privacy/mechanisms/test_discrete_gaussian.py",),
     "training/trials/trainings_in_turn.py": ("training/trials/test_trainings_in_turn.py",),
     "training/dp/clipped_gradient.py": (

@@ -11,7 +11,7 @@ from unittest import mock
 import numpy as np
 
 from flower_ext.privacy import FullParticipation, ReleasePlan, SecureNoise, SecureSum
-from flower_ext.privacy.mechanisms.noised_sum import NoisedSum
+from flower_ext.privacy.mechanisms.masked_noised_sum import MaskedNoisedSum
 from flower_ext.secure.aggregation import (
     Invitation,
     Member,
@@ -65,17 +65,18 @@ class Clock:
         return result
 
 
-def mechanism_of(members: int) -> NoisedSum:
+def mechanism_of(members: int) -> MaskedNoisedSum:
     """Return the measured mechanism: γ = δ = 0.1, σ = 1."""
-    plan = ReleasePlan(
+    mechanism = ReleasePlan(
         sampling=FullParticipation(members),
         clipping_norm=1.0,
         noise_multiplier=1.0,
         rounds=1,
         delta=1e-5,
         noise_placement=SecureSum(colluding=0.1, dropouts=0.1),
-    )
-    return plan.mechanism()
+    ).mechanism()
+    assert isinstance(mechanism, MaskedNoisedSum)
+    return mechanism
 
 
 def round_cost(members: int, length: int) -> Cost:
@@ -144,7 +145,7 @@ def round_cost(members: int, length: int) -> Cost:
     )
 
 
-def _noising(mechanism: NoisedSum, length: int) -> float:
+def _noising(mechanism: MaskedNoisedSum, length: int) -> float:
     """Return CPU seconds of clipping, rounding and noise, without the tables of the first call."""
     update = {"w": np.random.default_rng(1).standard_normal(length).astype(np.float32)}
     protection = mechanism.cells_protection

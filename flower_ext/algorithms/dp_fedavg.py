@@ -33,7 +33,7 @@ from flower_ext.federation import (
     Summation,
 )
 from flower_ext.privacy import Guarantee, PrivacyPlan
-from flower_ext.privacy.mechanisms.run_summary import RunSummary
+from flower_ext.privacy.run_summary import RunSummary
 from flower_ext.privacy.theorems.dp2_fedsam_theorem import theorem2_of_plan
 from flower_ext.training import LocalTraining, Params
 

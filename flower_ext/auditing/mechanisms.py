@@ -56,6 +56,7 @@ from flower_ext.privacy import (
 )
 from flower_ext.privacy.mechanisms.adaptive_clipping import SIDE
 from flower_ext.privacy.mechanisms.correlated_noise import StrategyMatrix, Vector
+from flower_ext.privacy.plans.spaced_release import SpacedRelease
 from flower_ext.training import DpSgdTraining, LocalTraining
 
 DELTA = 1e-5
@@ -152,9 +153,9 @@ _IN_TURNS = release_plans(_TURNS, correlation=CorrelatedNoise(), noise_placement
 
 
 def _in_turns_matrix(rounds: int) -> StrategyMatrix:
-    matrix = _IN_TURNS(1.0, rounds).mechanism().strategy_matrix
-    assert matrix is not None
-    return matrix
+    mechanism = _IN_TURNS(1.0, rounds).mechanism()
+    assert isinstance(mechanism, SpacedRelease)
+    return mechanism.strategy
 
 
 def of_correlated(moves: Vector) -> Score:
@@ -311,7 +312,7 @@ _OF_USERS = (
         plan=release_plans(
             PoissonSampling(3, 0.05), noise_multiplier=1.0, noise_placement=_HONEST_SUM
         ),
-        strategy=lambda plan: _run(UldpAvg(num_silos=3, silos_draw=True, local=ONE_STEP), plan),
+        strategy=lambda plan: _run(UldpAvg(num_silos=3, user_draw="silos", local=ONE_STEP), plan),
         without=[_OTHER_USERS] * 3,
         present=[silo_data([0, 1, 2], [BEYOND, 0.0, 0.0])] * 3,
         views=(AdversaryView.RELEASED_MODELS, AdversaryView.SUM_ONLY),

@@ -257,9 +257,9 @@ def _guarantees(strategy: FederatedStrategy, rounds: int) -> list[Guarantee]:
         cohort = ahead.draw(generator)
         size = len(cohort.partitions)
         ahead.count(cohort.units, size, requests=size)
-    for query in run.mechanism.queries:
-        while ahead.participations.answers[query.name] < query.times:
-            run.mechanism.count_answer(query, ahead.participations)
+    for sums in run.query_sums:
+        while ahead.participations.answers[sums.query.name] < sums.query.times:
+            sums.count_answer(ahead.participations)
     return claims_of(run, replace(summary_of(run), participations=ahead.participations))
 
 

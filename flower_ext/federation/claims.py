@@ -8,8 +8,8 @@ from flower_ext.federation.method import State
 from flower_ext.federation.run import Run
 from flower_ext.privacy import Guarantee
 from flower_ext.privacy.accounting.participations import Participations
-from flower_ext.privacy.mechanisms.run_summary import RunSummary
-from flower_ext.privacy.mechanisms.vector_query import VectorQuery
+from flower_ext.privacy.mechanisms.masked_noised_sum import QuerySum
+from flower_ext.privacy.run_summary import RunSummary
 
 _ROUNDS_ALONE = "the published claim covers training rounds only"
 
@@ -76,7 +76,7 @@ def spent_by(run: Run) -> dict[str, float]:
 def not_covered(run: Run) -> list[str]:
     """Return, one per line, what leaves the clients in this run without a guarantee."""
     exposed = ["whether and when each client answered"]
-    noised = any(query.schedule == "in evaluations" for query in run.mechanism.queries)
+    noised = any(sums.query.schedule == "in evaluations" for sums in run.query_sums)
     if run.evaluate_every and not noised:
         exposed.append(
             "scores and test-set sizes that clients report un-noised at evaluation "
@@ -104,7 +104,7 @@ def check_training(run: Run) -> None:
 
 
 def charge(
-    run: Run, server_round: int, after: Participations, *, query: VectorQuery | None = None
+    run: Run, server_round: int, after: Participations, *, answered: QuerySum | None = None
 ) -> None:
     """Charge a round to the run's budget before the server asks any client.
 
@@ -115,8 +115,8 @@ def charge(
         Number of the round, for the message.
     after : Participations
         Participations of all units once every asked client has answered.
-    query : VectorQuery, optional
-        The query whose answer the round releases; None for a training round.
+    answered : QuerySum, optional
+        The mechanism of the query whose answer the round releases; None for a training round.
 
     Raises
     ------
@@ -128,4 +128,4 @@ def charge(
         return
     summary = replace(summary_of(run), participations=after)
     claims = [] if budget.ledger is None else claims_of(run, summary)
-    run.spending.charge(run.mechanism, server_round, summary, claims, query=query)
+    run.spending.charge(run.mechanism, server_round, summary, claims, answered=answered)

@@ -102,9 +102,9 @@ def _check_foreign(run: Run, *, mod: bool) -> None:
     """If the method or the plan needs a ClientApp of this package, refuse any other."""
     roster, mechanism = run.clients.roster, run.mechanism
     assert roster is not None
-    if run.mechanism.queries:
+    if run.query_sums:
         raise InvalidValue(
-            f"queries={[query.name for query in run.mechanism.queries]}: expected none, because "
+            f"queries={[sums.query.name for sums in run.query_sums]}: expected none, because "
             "the nodes' ClientApp does not use this package and cannot answer a query with noise; "
             "build it with client_app(task)"
         )

@@ -44,8 +44,8 @@ from flower_ext.federation.server_optimizers import MEAN, ModelAverage, ServerOp
 from flower_ext.federation.sums.summation import Summation
 from flower_ext.privacy import Guarantee, PrivacyPlan
 from flower_ext.privacy.mechanisms.round_mechanism import RoundMechanism
-from flower_ext.privacy.mechanisms.run_summary import MethodTraits, RunSummary
-from flower_ext.privacy.mechanisms.vector_query import VectorQuery
+from flower_ext.privacy.queries.vector_query import VectorQuery
+from flower_ext.privacy.run_summary import MethodTraits, RunSummary
 from flower_ext.training import LocalTraining, Task
 
 T = TypeVar("T")

@@ -15,6 +15,7 @@ from flwr.app import ArrayRecord
 
 from flower_ext.privacy import FullParticipation, Sampling
 from flower_ext.privacy.accounting.participations import Participations
+from flower_ext.privacy.units import UserDraw
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -162,20 +163,20 @@ class HiddenUsers(UsersInSilos):
     ----------
     sampling, num_silos
         See `UsersInSilos`.
-    oblivious : bool
-        True if the server learns nothing about the draw, so any user may have been drawn. False if
-        it draws indices in a secret order of the users, which only the silos know.
+    draw : UserDraw
+        The party that draws. If its draw is hidden, any user may have been drawn. Otherwise the
+        server draws indices in a secret order of the users, which only the silos know.
     """
 
     repeats = False  # new secret keys change the draw
 
-    def __init__(self, sampling: Sampling, num_silos: int, *, oblivious: bool) -> None:
+    def __init__(self, sampling: Sampling, num_silos: int, draw: UserDraw) -> None:
         super().__init__(sampling, num_silos)
-        self.oblivious = oblivious
+        self._is_hidden = draw.is_hidden
 
     def draw(self, rng: np.random.Generator) -> Cohort:
-        """Draw indices in the silos' secret order of the users; draw all users if ``oblivious``."""
-        if not self.oblivious:
+        """Draw indices in the silos' secret order; draw all users if the draw is hidden."""
+        if not self._is_hidden:
             return super().draw(rng)
         return self._cohort(range(self.sampling.population))
 
@@ -185,7 +186,7 @@ class HiddenUsers(UsersInSilos):
 
     def columns(self, drawn: Cohort) -> Mapping[str, int]:
         """Return the number of drawn users; nothing if the server does not know it."""
-        return {} if self.oblivious else super().columns(drawn)
+        return {} if self._is_hidden else super().columns(drawn)
 
     def count(self, units: Sequence[int], uploads: int, *, requests: int) -> None:
         """Count an upload of every silo, because a weighted sum needs all of them.

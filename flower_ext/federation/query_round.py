@@ -27,7 +27,7 @@ from flower_ext.federation.run import Run
 from flower_ext.federation.sums.masked import MaskedSum
 from flower_ext.federation.sums.summation import Opening
 from flower_ext.privacy import BudgetExhausted
-from flower_ext.privacy.mechanisms.vector_query import VectorQuery
+from flower_ext.privacy.mechanisms.masked_noised_sum import QuerySum
 
 log = getLogger("flwr")
 
@@ -56,11 +56,9 @@ def use_records(run: Run) -> dict[str, ConfigRecord]:
 class QueryRound:
     """One round in which all clients answer a query of the plan."""
 
-    def __init__(self, run: Run, server_round: int, query: VectorQuery) -> None:
-        self._run, self._query = run, query
-        self._summation = MaskedSum(run.mechanism.of_query(query))
-        self._mechanism = self._summation.mechanism
-        self._number = run.participations.answers[query.name] + 1
+    def __init__(self, run: Run, server_round: int, mechanism: QuerySum) -> None:
+        self._run, self._mechanism, self._query = run, mechanism, mechanism.query
+        self._number = run.participations.answers[mechanism.query.name] + 1
         self._server_round = server_round
         self._round: Round | None = None
 
@@ -70,8 +68,8 @@ class QueryRound:
         server_round = self._server_round
         try:
             participations_after = deepcopy(run.participations)
-            run.mechanism.count_answer(query, participations_after)
-            charge(run, server_round, participations_after, query=query)
+            self._mechanism.count_answer(participations_after)
+            charge(run, server_round, participations_after, answered=self._mechanism)
             identity = run.release_identity(query.name, number)
             run.spending.reserve(self._mechanism.release, server_round, identity)
         except BudgetExhausted as reason:
@@ -79,7 +77,7 @@ class QueryRound:
             return []
         # Count before asking any client: from here on, clients may have sent their vectors.
         run.checkpoints.begin_query(query.name, number)
-        run.mechanism.count_answer(query, run.participations)
+        self._mechanism.count_answer(run.participations)
         nodes = [*run.clients.nodes]
         opening = Opening(
             clients=run.clients,
@@ -91,7 +89,7 @@ class QueryRound:
             like={VECTOR: np.zeros(query.size)},
             read=_read_nothing,
         )
-        opened = self._round = Round("evaluate", self._summation, opening, run.spending)
+        opened = self._round = Round("evaluate", MaskedSum(self._mechanism), opening, run.spending)
         if not opened.cohort.partitions:
             self.close([])
             return []
@@ -165,17 +163,15 @@ def evaluation(run: Run, server_round: int) -> ReportedScores | QueryRound:
     InvalidValue
         The run asks for losses on training records, but the plan evaluates by a noised sum.
     """
-    query = next(
-        (query for query in run.mechanism.queries if query.schedule == "in evaluations"), None
-    )
-    if query is None:
+    scores = [sums for sums in run.query_sums if sums.query.schedule == "in evaluations"]
+    if not scores:
         return ReportedScores(run, server_round)
     if run.training_loss:
         raise InvalidValue(
-            f"training_loss=True with {type(query).__name__} in the plan: expected False; to "
-            "release losses, name 'training_loss' with its bounds in SecureScores"
+            f"training_loss=True with {type(scores[0].query).__name__} in the plan: expected "
+            "False; to release losses, name 'training_loss' with its bounds in SecureScores"
         )
-    return QueryRound(run, server_round, query)
+    return QueryRound(run, server_round, scores[0])
 
 
 def _read_nothing(reply: Message) -> records.Update:

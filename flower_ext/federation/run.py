@@ -5,8 +5,8 @@ The guarantees of a run are in `claims`, and its files in `run_files`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import InitVar, dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import InitVar, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -36,7 +36,10 @@ from flower_ext.privacy import (
     seeded_generator,
 )
 from flower_ext.privacy.accounting.participations import Participations
+from flower_ext.privacy.mechanisms.correlated_noise import StrategyMatrix
+from flower_ext.privacy.mechanisms.masked_noised_sum import MaskedNoisedSum, QuerySum
 from flower_ext.privacy.mechanisms.round_mechanism import RoundMechanism
+from flower_ext.privacy.plans.spaced_release import SpacedRelease
 from flower_ext.privacy.randomness import derived_seed
 from flower_ext.runs import RunWriter
 from flower_ext.training import matches
@@ -150,6 +153,12 @@ class Run:
         return self.summation.mechanism
 
     @property
+    def query_sums(self) -> Sequence[QuerySum]:
+        """The plan's queries, each with the mechanism of its answers."""
+        mechanism = self.mechanism
+        return mechanism.query_sums if isinstance(mechanism, MaskedNoisedSum) else ()
+
+    @property
     def participations(self) -> Participations:
         """Participations of each unit in the rounds so far."""
         return self.population.participations
@@ -237,12 +246,12 @@ class Run:
 
     def _open_stream(self, directory: RunWriter | None) -> None:
         """Begin the correlated noise of a run, or continue it in a resumed run."""
-        matrix, folder = self.mechanism.strategy_matrix, None
-        if matrix is None:
+        mechanism, folder = self.mechanism, None
+        if not isinstance(mechanism, SpacedRelease) or mechanism.strategy == StrategyMatrix():
             return
         if directory is not None and not self.repeats:
             key = None if self.state_key_file is None else read_key(self.state_key_file)
             folder = StateFolder(path=directory.path, sync=True, key=key)
-        self._stream = NoiseStream(matrix, folder)
+        self._stream = NoiseStream(mechanism.strategy, folder)
         # A resumed run keeps its first matrix: another computer may find another optimum.
-        self.summation.mechanism = self.mechanism.with_strategy(self._stream.matrix)
+        self.summation.mechanism = replace(mechanism, strategy=self._stream.matrix)

@@ -115,10 +115,11 @@ class RunLoop:
     def _ask_first_queries(self, server_round: int) -> None:
         """Ask the queries with the schedule "first", before the first training round."""
         run = self.run
-        for query in run.mechanism.queries:
-            if query.schedule == "first" and run.participations.answers[query.name] < query.times:
+        for sums in run.query_sums:
+            answered = run.participations.answers[sums.query.name]
+            if sums.query.schedule == "first" and answered < sums.query.times:
                 connect(run, self.grid, self.result.arrays)
-                query_round = QueryRound(run, server_round, query)
+                query_round = QueryRound(run, server_round, sums)
                 messages = query_round.ask(run.model, self.evaluate_config)
                 query_round.close(self._replies(messages))
                 run.progress.count_as_query()  # this was no evaluation, and scored nobody
@@ -227,10 +228,10 @@ class RunLoop:
         for begun in abandoned:
             run.count_abandoned(begun)
         run.count_unnoted()
-        for query in run.mechanism.queries:
-            counted = run.participations.answers[query.name]
-            for _ in range(counted, run.checkpoints.times_asked(query.name)):
-                run.mechanism.count_answer(query, run.participations)
+        for sums in run.query_sums:
+            counted = run.participations.answers[sums.query.name]
+            for _ in range(counted, run.checkpoints.times_asked(sums.query.name)):
+                sums.count_answer(run.participations)
         roster = run.clients.roster
         if is_unfinished and not (roster is not None and roster.known):
             run.population.equalise_counts()  # a node may have had another partition before

@@ -16,9 +16,9 @@ from flower_ext.errors import InvalidValue
 from flower_ext.privacy import Budget, BudgetExhausted, Guarantee, Ledger, Release, epsilon_text
 from flower_ext.privacy.guarantee import claim_against
 from flower_ext.privacy.ledger import Reservation
+from flower_ext.privacy.mechanisms.masked_noised_sum import QuerySum
 from flower_ext.privacy.mechanisms.round_mechanism import RoundMechanism
-from flower_ext.privacy.mechanisms.run_summary import RunSummary
-from flower_ext.privacy.mechanisms.vector_query import VectorQuery
+from flower_ext.privacy.run_summary import RunSummary
 from flower_ext.privacy.shared_ledger import Charge, charge, note_claims, note_uncovered
 from flower_ext.privacy.study_composition import WITHOUT_NOISE
 from flower_ext.privacy.units import AdversaryView
@@ -95,7 +95,7 @@ class Spending:
         run: RunSummary,
         claims: Sequence[Guarantee],
         *,
-        query: VectorQuery | None = None,
+        answered: QuerySum | None = None,
     ) -> None:
         """Charge a round, or an evaluation; refuse one that brings the provable ε above the budget.
 
@@ -111,9 +111,9 @@ class Spending:
             The run, including that round.
         claims : Sequence[Guarantee]
             The guarantees of such a run, which a shared account records.
-        query : VectorQuery, optional
-            The query whose answer the round releases; None for a training round. The account
-            lists the answers to a query as a separate run.
+        answered : QuerySum, optional
+            The mechanism of the query whose answer the round releases; None for a training round.
+            The account lists the answers to a query as a separate run.
 
         Raises
         ------
@@ -125,17 +125,17 @@ class Spending:
         epsilon = mechanism.spent(run).get("epsilon_provable", float("inf"))
         if self.budget.ledger is None:
             if epsilon > self.budget.epsilon:
-                what = f"{query.name + ' after ' if query else ''}round {server_round}"
+                what = f"{answered.query.name + ' after ' if answered else ''}round {server_round}"
                 raise BudgetExhausted(
                     f"{what} would bring the provable spend to ε = {epsilon_text(epsilon)}, "
                     f"above the budget of {self.budget.epsilon:g}"
                 )
             return
-        number = run.participations.rounds
+        name, number = "", run.participations.rounds
         release = mechanism.release_in(number)
-        if query is not None:
-            release = mechanism.of_query(query).release
-            number = run.participations.answers[query.name]
+        if answered is not None:
+            name, release = answered.query.name, answered.release
+            number = run.participations.answers[name]
         # The account lists what no ε covers, whatever becomes of this round.
         for exposure in self.exposed:
             note_uncovered(self.budget.ledger, **self.identity, what=exposure)
@@ -147,7 +147,7 @@ class Spending:
         assert claim is not None  # every adversary sees the released models
         new = Charge(
             **self.identity,
-            query="" if query is None else query.name,
+            query=name,
             start=self.start,
             training=number,
             repeatable=self.repeatable,

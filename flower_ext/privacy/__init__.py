@@ -17,7 +17,7 @@ from flower_ext.privacy.accounting.sampling import (
     SpacedSampling,
     size_for_rate,
 )
-from flower_ext.privacy.base_plan import NonPrivatePlan, PrivacyPlan
+from flower_ext.privacy.base_plan import PrivacyPlan
 from flower_ext.privacy.guarantee import Condition, Guarantee, epsilon_text
 from flower_ext.privacy.ledger import Budget, BudgetExhausted, Ledger, LedgerCorrupt
 from flower_ext.privacy.mechanisms.adaptive_clipping import AdaptiveClipping
@@ -25,14 +25,15 @@ from flower_ext.privacy.mechanisms.bounds import clip
 from flower_ext.privacy.mechanisms.correlated_noise import CorrelatedNoise
 from flower_ext.privacy.mechanisms.noise import NoiseSource, SecureNoise, SeededNoise
 from flower_ext.privacy.mechanisms.protections import ObjectivePerturbation, OutputPerturbation
-from flower_ext.privacy.mechanisms.secure_scores import SecureScores
 from flower_ext.privacy.mechanisms.secure_sum import SecureSum
 from flower_ext.privacy.mechanisms.updates import NonFiniteUpdate
-from flower_ext.privacy.mechanisms.vector_query import VectorQuery
 from flower_ext.privacy.plans.group_plan import GroupPlan
 from flower_ext.privacy.plans.perturbation_plan import PerturbationPlan
+from flower_ext.privacy.plans.plain_average import NonPrivatePlan
 from flower_ext.privacy.plans.record_level_plan import RecordLevelPlan
 from flower_ext.privacy.plans.release_plan import ReleasePlan
+from flower_ext.privacy.queries.secure_scores import SecureScores
+from flower_ext.privacy.queries.vector_query import VectorQuery
 from flower_ext.privacy.randomness import secure_generator, seeded_generator
 from flower_ext.privacy.theorems.clipped_steps import ClippedSteps
 from flower_ext.privacy.theorems.local_objective import LocalObjective

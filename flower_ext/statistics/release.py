@@ -43,7 +43,7 @@ from flower_ext.federation import (
 from flower_ext.federation.client.preparing import NO_DATA
 from flower_ext.privacy import FullParticipation, Guarantee, PrivacyPlan, ReleasePlan
 from flower_ext.privacy.mechanisms.round_mechanism import RoundMechanism
-from flower_ext.privacy.mechanisms.run_summary import RunSummary
+from flower_ext.privacy.run_summary import RunSummary
 from flower_ext.privacy.theorems.uldp import Weighting
 from flower_ext.statistics.statistic import Estimate, JointStatistics, Statistic
 from flower_ext.training import LocalTraining, Params, Task

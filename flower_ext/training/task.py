@@ -73,7 +73,7 @@ class Task:
         of adapters.
     draw_key : bytes, optional
         Secret that all silos share and the server does not have (`data.linkage.read_key`). With
-        ``UldpAvg(silos_draw=True)``, silos draw the users of a round from this key.
+        ``UldpAvg(user_draw="silos")``, silos draw the users of a round from this key.
     """
 
     model: Callable[[], nn.Module]

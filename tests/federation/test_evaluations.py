@@ -88,7 +88,7 @@ def test_the_epsilon_is_that_of_rounds_and_evaluations_and_is_on_the_ledger(tmp_
     strategy = scored(ledger=ledger, seeded_noise=False)
     run(strategy, rounds=3)
     own = strategy.run.mechanism
-    releases = {own.release: 3, own.of_query(FINE).release: 3}
+    releases = {own.release: 3, own.query_sums[0].release: 3}
     expected = privacy_loss_of(releases, delta=own.delta).epsilon
     assert strategy.spent()["epsilon_provable"] == pytest.approx(expected)
     assert ledger.releases == 6

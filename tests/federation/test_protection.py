@@ -49,8 +49,8 @@ from flower_ext.privacy.mechanisms.protections import (
     ProtectedByTraining,
     Protection,
 )
-from flower_ext.privacy.mechanisms.run_summary import MethodTraits, RunSummary
 from flower_ext.privacy.plans.release_mechanism import ReleaseMechanism
+from flower_ext.privacy.run_summary import MethodTraits, RunSummary
 from flower_ext.privacy.theorems.upcycled import perturbation_guarantees, upcycled_theorem_6_3
 from flower_ext.training import LocalTraining, Task
 from tests.support import worlds

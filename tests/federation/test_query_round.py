@@ -88,11 +88,8 @@ def test_queries_rounds_and_evaluations_are_counted_in_one_epsilon_and_one_ledge
     strategy = asking(coarse, ledger=ledger, **options)
     run(strategy, rounds=2)
     mechanism = strategy.run.mechanism
-    releases = {
-        mechanism.release: 2,
-        mechanism.of_query(coarse).release: 1,
-        mechanism.of_query(scores).release: 2,
-    }
+    of_coarse, of_scores = mechanism.query_sums
+    releases = {mechanism.release: 2, of_coarse.release: 1, of_scores.release: 2}
     expected = privacy_loss_of(releases, delta=mechanism.delta).epsilon
     assert strategy.spent()["epsilon_provable"] == pytest.approx(expected)
     assert ledger.spent(mechanism.delta).epsilon == pytest.approx(expected)

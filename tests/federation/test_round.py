@@ -19,7 +19,7 @@ from flower_ext.federation.population import Cohort
 from flower_ext.federation.round import norm_columns, read_honest_update
 from flower_ext.privacy import FullParticipation, NonPrivatePlan, RecordLevelPlan, ReleasePlan
 from flower_ext.privacy.accounting.participations import Participations
-from flower_ext.privacy.mechanisms.run_summary import MethodTraits, RunSummary
+from flower_ext.privacy.run_summary import MethodTraits, RunSummary
 from flower_ext.training import LocalTraining
 from tests.support.replies import reply
 from tests.support.worlds import initial, task

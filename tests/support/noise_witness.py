@@ -35,7 +35,7 @@ from flower_ext.federation import (
 )
 from flower_ext.federation.state.noise_stream import NoiseStream
 from flower_ext.privacy import CorrelatedNoise, ReleasePlan, SpacedSampling, gaussian_loss
-from flower_ext.privacy.mechanisms.correlated_noise import PreparedNoise, StrategyMatrix
+from flower_ext.privacy.mechanisms.correlated_noise import PreparedNoise
 from flower_ext.runs import RunDirectory
 from flower_ext.training import LocalTraining
 from tests.support.worlds import task
@@ -235,8 +235,7 @@ def faults_of(trial: Trial) -> list[str]:
         if any(b - a < SAMPLING.rounds_apart for a, b in itertools.pairwise(numbers)):
             found.append(f"client {client} took part too soon")
     # The guarantee covers all that was asked for.
-    matrix = trial.plan.mechanism().strategy_matrix
-    assert matrix is not None
+    matrix = trial.plan.mechanism().strategy
     limits = {"rounds_apart": 2, "participations": 3}
     moves = matrix.row_moves(max([number for number, _ in asked], default=1), **limits)
     mu = float(np.linalg.norm(moves)) / (SIGMA * matrix.sensitivity(**limits))
@@ -250,7 +249,7 @@ def faults_of(trial: Trial) -> list[str]:
 def _broken_correlation(trial: Trial, drawn: list[dict[str, Any]], by_place: Any) -> list[str]:
     """Check C y = z over the noise that was released, and the last drawn where nothing was."""
     last = {entry["place"]: entry for entry in drawn}
-    matrix = trial.plan.mechanism().strategy_matrix or StrategyMatrix()
+    matrix = trial.plan.mechanism().strategy
     column, found = matrix.coefficients(len(last) + 1), []
     noise = {
         place: np.asarray(next(iter(by_place[place]))[0] if place in by_place else entry["noise"])

@@ -3,8 +3,8 @@
 from dataclasses import replace
 
 from flower_ext.privacy import ClippedSteps, PoissonSampling, ReleasePlan
-from flower_ext.privacy.mechanisms.run_summary import MethodTraits
 from flower_ext.privacy.plans.release_mechanism import ReleaseMechanism
+from flower_ext.privacy.run_summary import MethodTraits
 
 
 def plan(sampling=None, **changes) -> ReleasePlan:

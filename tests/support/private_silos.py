@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from flwr.app import ArrayRecord, RecordDict
+from flwr.app import ArrayRecord, Context, RecordDict
 
 from flower_ext.algorithms.uldp import PrivateWeighting, UldpAvg, UldpSgd
 from flower_ext.federation import InProcessGrid, records
@@ -122,3 +122,9 @@ class Owned(Forgetful):
         super().__init__(*args, **options)
         for context in self.contexts.values():
             context.node_config["state-folder"] = str(folder / str(context.node_id))
+
+
+def fresh_context():
+    """Return the context of silo 1, which has stored nothing."""
+    node = {"partition-id": 1}
+    return Context(run_id=1, node_id=1_001, node_config=node, state=RecordDict(), run_config={})

@@ -1,7 +1,7 @@
 """Summaries of runs, as privacy plans receive them."""
 
 from flower_ext.privacy.accounting.participations import Participations
-from flower_ext.privacy.mechanisms.run_summary import MethodTraits, RunSummary
+from flower_ext.privacy.run_summary import MethodTraits, RunSummary
 
 METHOD = MethodTraits(name="method")
 

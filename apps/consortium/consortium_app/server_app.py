@@ -73,7 +73,7 @@ def main(grid: Grid, context: Context) -> None:
     method = UldpAvg(
         num_silos=silos,
         weighting="by-records",
-        silos_draw=settings.draws == "silos",
+        user_draw=settings.draws,
         local=configured.training(settings),
         **configured.server(settings, learning_rate=rate),
     )

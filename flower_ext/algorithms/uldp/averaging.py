@@ -28,7 +28,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from logging import getLogger
-from typing import get_args
+from typing import Literal, get_args
 
 import numpy as np
 
@@ -45,6 +45,7 @@ from flower_ext.algorithms.uldp.weights import (
     user_weights,
     users_records,
 )
+from flower_ext.checks import require_at_least_one
 from flower_ext.data import Examples
 from flower_ext.data.examples import owned
 from flower_ext.errors import InvalidValue
@@ -65,17 +66,18 @@ from flower_ext.federation import (
 )
 from flower_ext.federation.population import HiddenUsers, UsersInSilos
 from flower_ext.privacy import Guarantee, PrivacyPlan
-from flower_ext.privacy.mechanisms.noised_sum import NoisedSum
+from flower_ext.privacy.mechanisms.masked_noised_sum import MaskedNoisedSum
 from flower_ext.privacy.mechanisms.protections import ClipAndNoise
 from flower_ext.privacy.mechanisms.round_mechanism import RoundMechanism
-from flower_ext.privacy.mechanisms.run_summary import MethodTraits, RunSummary
-from flower_ext.privacy.theorems.silo_claims import SECURE_SUM, batching_assumption
+from flower_ext.privacy.run_summary import MethodTraits, RunSummary
+from flower_ext.privacy.theorems.silo_claims import SECURE_SUM, DrawAndSum, batching_assumption
 from flower_ext.privacy.theorems.uldp import (
     Weighting,
     check_silos_can_draw,
-    check_user_plan,
+    sums_of_users,
     uldp_avg_guarantees,
 )
+from flower_ext.privacy.units import UserDraw
 from flower_ext.training import LocalTraining
 
 log = getLogger("flwr")
@@ -135,11 +137,12 @@ class UldpAvg(Method):
     weighting : {"equal", "by-records"}
         "equal" sets w_{s,u} = 1/|S|, and "by-records" sets n_{s,u}/N_u. For "by-records", silos
         send the server how many records each user has, unless the run uses a `weighted_sum`.
-    silos_draw : bool
-        True if the silos draw the users from a key that the server does not have
-        (`Task.draw_key`). The server then does not learn who takes part, so sampling also lowers
-        the ε against the server. Every silo learns who takes part. The plan needs a
-        `PoissonSampling` and a `SecureSum` without colluding silos.
+    user_draw : {"server", "silos"}
+        The party that draws the users of a round, unless a `weighted_sum` with ``draw_choices``
+        draws them. "silos" draw from a key that the server does not have (`Task.draw_key`). The
+        server then does not learn who takes part, so sampling also lowers the ε against the server.
+        Every silo learns who takes part. The plan needs a `PoissonSampling` and a `SecureSum`
+        without colluding silos.
     local : LocalTraining
         Training of the whole model on one user's records.
     **options
@@ -157,50 +160,60 @@ class UldpAvg(Method):
 
     num_silos: int
     weighting: Weighting = "equal"
-    silos_draw: bool = False
+    user_draw: Literal["server", "silos"] = "server"
     local: LocalTraining = LocalTraining()
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        require_at_least_one("num_silos", self.num_silos)
         if self.weighting not in (rules := get_args(Weighting)):
             raise InvalidValue(f"weighting={self.weighting!r}: expected {' or '.join(rules)}")
+        if self.user_draw not in ("server", "silos"):
+            raise InvalidValue(f"user_draw={self.user_draw!r}: expected 'server' or 'silos'")
 
     @property
     def traits(self) -> MethodTraits:
         """The method's traits, with its number of silos and its weighting."""
         return replace(super().traits, num_silos=self.num_silos, weighting=self.weighting)
 
-    def check(self, plan: PrivacyPlan) -> None:
-        """Refuse a plan that does not protect users whose records lie in this method's silos."""
-        check_user_plan(plan, self.num_silos)
-        if self.silos_draw:
-            check_silos_can_draw(plan)
+    def mechanism(self, plan: PrivacyPlan) -> RoundMechanism:
+        """Return the mechanism of the silos' sum.
+
+        Raises
+        ------
+        InvalidValue
+            The plan does not protect users whose records lie in this method's silos.
+        """
+        sums = sums_of_users(super().mechanism(plan))
+        if self.user_draw == "silos":
+            check_silos_can_draw(sums)
+        return sums
 
     def population(self, plan: PrivacyPlan, summation: Summation) -> Population:
-        """Return the users: `HiddenUsers` with a weighted sum, or if silos draw the users."""
-        if not (summation.brings_weights or self.silos_draw):
-            return UsersInSilos(plan.sampling, self.num_silos)
-        is_oblivious = self.silos_draw or summation.hidden_draw != ""
-        return HiddenUsers(plan.sampling, self.num_silos, oblivious=is_oblivious)
+        """Return the users: `HiddenUsers` with a weighted sum, or if silos draw users."""
+        draw = self._draw(summation)
+        if summation.brings_weights or draw.is_hidden:
+            return HiddenUsers(plan.sampling, self.num_silos, draw)
+        return UsersInSilos(plan.sampling, self.num_silos)
 
     def settings(self, plan: PrivacyPlan) -> Mapping[str, float]:
         """Return what silos need: the number of users |U|, and the rate q if silos draw users."""
-        rate = {RATE: plan.sampling.sampling_rate} if self.silos_draw else {}
+        rate = {RATE: plan.sampling.sampling_rate} if self.user_draw == "silos" else {}
         return {USERS: plan.sampling.population, **rate}
 
     def connect(self, connected: Connected, state: State) -> State:
         """Check that all silos can take part; ask for users' record counts if weights need them."""
-        sums = _of_users(connected.summation.mechanism)
+        mechanism = connected.summation.mechanism
         brings_weights = connected.summation.brings_weights
         one_by_one, histogram = ask_silos(
             connected.clients,
-            sums.sampling.population,
+            mechanism.sampling.population,
             trainings=self.training,
             histogram=self.weighting == "by-records" and not brings_weights,
-            silos_draw=self.silos_draw,
+            silos_draw=self.user_draw == "silos",
         )
-        if sums.secure_sum is not None:
-            _warn_of_rounding(sums, connected.model, self.num_silos)
+        if isinstance(mechanism, MaskedNoisedSum):
+            _warn_of_rounding(mechanism, connected.model, self.num_silos)
         weights = {} if brings_weights else {WEIGHTS: user_weights(self.weighting, histogram)}
         return state.updated(server={SILOS: {ONE_BY_ONE: one_by_one, **weights}})
 
@@ -246,20 +259,17 @@ class UldpAvg(Method):
     ) -> list[Guarantee]:
         """Return Theorem 5, and the provable guarantees of this run against each adversary."""
         apart = state.server.get(SILOS, {}).get(ONE_BY_ONE, np.empty(0, dtype=bool))
-        claims = uldp_avg_guarantees(
-            _of_users(summation.mechanism),
-            run,
-            secure_sum=summation.secure_sum or SECURE_SUM,
+        protocol = DrawAndSum(
+            draw=self._draw(summation),
             hidden_draw=summation.hidden_draw,
-            silos_draw=self.silos_draw,
+            secure_sum=summation.secure_sum or SECURE_SUM,
+            assumptions=summation.assumptions,
             batching=batching_assumption(dict(enumerate(apart.tolist()))),
         )
-        return [
-            replace(claim, assumptions=(*claim.assumptions, *summation.assumptions(claim.view)))
-            if claim.basis == "provable"
-            else claim
-            for claim in claims
-        ]
+        return uldp_avg_guarantees(sums_of_users(summation.mechanism), run, protocol)
+
+    def _draw(self, summation: Summation) -> UserDraw:
+        return UserDraw.PROTOCOL if summation.hidden_draw else UserDraw(self.user_draw)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -285,13 +295,7 @@ class UldpSgd(UldpAvg):
             )
 
 
-def _of_users(mechanism: RoundMechanism) -> NoisedSum:
-    """Return the mechanism as a `NoisedSum`, which `check_user_plan` makes sure of."""
-    assert isinstance(mechanism, NoisedSum)
-    return mechanism
-
-
-def _warn_of_rounding(sums: NoisedSum, model: Arrays, num_silos: int) -> None:
+def _warn_of_rounding(sums: MaskedNoisedSum, model: Arrays, num_silos: int) -> None:
     """Warn if the grid's cells are so wide that most numbers of a user's update round to zero."""
     numbers = sum(array.size for array in model.values())
     cells = sums.clipping_norm / sums.cell / num_silos

@@ -51,7 +51,7 @@ from flower_ext.privacy import (
     secure_generator,
     seeded_generator,
 )
-from flower_ext.privacy.mechanisms.run_summary import RunSummary
+from flower_ext.privacy.run_summary import RunSummary
 from flower_ext.training import DpSgdTraining, LocalTraining, train_dp_sgd
 
 LIMITS = "limits"

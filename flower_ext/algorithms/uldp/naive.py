@@ -20,13 +20,13 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from flower_ext.algorithms import dp_fedavg
+from flower_ext.checks import require_at_least_one
 from flower_ext.errors import InvalidValue
 from flower_ext.federation import ClientMethod, Memory, Method, State, Summation
 from flower_ext.privacy import FullParticipation, Guarantee, PrivacyPlan
-from flower_ext.privacy.mechanisms.noised_sum import NoisedSum
 from flower_ext.privacy.mechanisms.round_mechanism import RoundMechanism
-from flower_ext.privacy.mechanisms.run_summary import MethodTraits, RunSummary
-from flower_ext.privacy.theorems.uldp import check_user_plan, uldp_naive_guarantees
+from flower_ext.privacy.run_summary import MethodTraits, RunSummary
+from flower_ext.privacy.theorems.uldp import sums_of_users, uldp_naive_guarantees
 from flower_ext.training import LocalTraining
 
 
@@ -59,9 +59,12 @@ class UldpNaive(Method):
     num_silos: int
     local: LocalTraining = LocalTraining()
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_at_least_one("num_silos", self.num_silos)
+
     def check(self, plan: PrivacyPlan) -> None:
-        """Refuse a plan that does not protect users, or that samples them."""
-        check_user_plan(plan, self.num_silos)
+        """Refuse a plan that samples users."""
         if not isinstance(plan.sampling, FullParticipation):
             raise InvalidValue(
                 "sampling of the plan: expected FullParticipation, because ULDP-NAIVE does not "
@@ -79,8 +82,7 @@ class UldpNaive(Method):
         The sum of the silos' noise has standard deviation σC|S|, and one user can move each silo's
         update by 2C.
         """
-        sums = super().mechanism(plan)
-        assert isinstance(sums, NoisedSum)
+        sums = sums_of_users(super().mechanism(plan))
         return replace(
             sums,
             sampling=FullParticipation(self.num_silos),
@@ -92,6 +94,5 @@ class UldpNaive(Method):
         self, plan: PrivacyPlan, run: RunSummary, state: State, summation: Summation
     ) -> list[Guarantee]:
         """Return Theorem 3, and the provable guarantees against a server that sees each upload."""
-        sums = super().mechanism(plan)
-        assert isinstance(sums, NoisedSum)
+        sums = sums_of_users(super().mechanism(plan))
         return uldp_naive_guarantees(sums, run)

@@ -19,7 +19,7 @@ from flower_ext.federation.client.client_side import ClientSide
 from flower_ext.federation.client.cohort_app import Answer, CohortApp
 from flower_ext.federation.roster import IDENTITY, identity
 from flower_ext.privacy import SecureScores
-from flower_ext.privacy.mechanisms.vector_query import VectorQuery
+from flower_ext.privacy.queries.vector_query import VectorQuery
 from flower_ext.training import Task
 
 

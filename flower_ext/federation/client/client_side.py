@@ -28,7 +28,7 @@ from flower_ext.federation.client.preparing import work_of
 from flower_ext.federation.client.protecting import upload_of
 from flower_ext.federation.client.requests import read_each
 from flower_ext.federation.failures import attempt_each, attempt_in_turn
-from flower_ext.privacy.mechanisms.vector_query import VectorQuery
+from flower_ext.privacy.queries.vector_query import VectorQuery
 from flower_ext.training import MEMORY_LIMIT, Params, Task
 from flower_ext.training.side_by_side import Steps, check_whole, completed, side_by_side
 

@@ -18,7 +18,7 @@ from flower_ext.federation.client.client_method import ClientWork
 from flower_ext.federation.client.requests import ClientRequest
 from flower_ext.federation.failures import attempt_each
 from flower_ext.federation.replies import LARGEST_VALUE
-from flower_ext.privacy.mechanisms.vector_query import VectorQuery
+from flower_ext.privacy.queries.vector_query import VectorQuery
 from flower_ext.training import Params, evaluate_each
 from flower_ext.training.isolation import isolated
 

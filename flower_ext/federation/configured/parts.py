@@ -35,7 +35,7 @@ from flower_ext.privacy import (
     size_for_rate,
 )
 from flower_ext.privacy.accounting.calibration import default_relation
-from flower_ext.privacy.mechanisms.secure_scores import ACCURACY, Bounds
+from flower_ext.privacy.queries.secure_scores import ACCURACY, Bounds
 from flower_ext.privacy.theorems.dp2_fedsam_theorem import dp2_fedsam_theorem2_noise_multiplier
 from flower_ext.runs.settings import Settings, UnfitSetting
 from flower_ext.runs.shared_settings import (

@@ -46,7 +46,7 @@ from flower_ext.federation.records import Arrays, bytes_record, flattened, shape
 from flower_ext.federation.replies import LONGEST_REASON, RefusedReply, read_answer, read_metrics
 from flower_ext.federation.state.memory import ClientVault
 from flower_ext.federation.sums.summation import Opening, OpenSum, Summation
-from flower_ext.privacy.mechanisms.noised_sum import NoisedSum
+from flower_ext.privacy.mechanisms.masked_noised_sum import MaskedNoisedSum
 from flower_ext.privacy.mechanisms.round_mechanism import Aggregate, RoundDiscarded
 from flower_ext.privacy.mechanisms.secure_sum import SumParameters
 from flower_ext.privacy.randomness import secure_generator
@@ -85,11 +85,11 @@ class MaskedSum(Summation):
 
     Parameters
     ----------
-    mechanism : NoisedSum
+    mechanism : MaskedNoisedSum
         Mechanism of a plan with ``noise_placement=SecureSum(…)``.
     """
 
-    mechanism: NoisedSum
+    mechanism: MaskedNoisedSum
 
     def open(self, opening: Opening) -> OpenMaskedSum:
         """Let the cohort agree on masks; clients that fail to agree leave the cohort."""
@@ -105,7 +105,7 @@ class OpenMaskedSum(OpenSum):
         Too few clients are left.
     """
 
-    def __init__(self, mechanism: NoisedSum, opening: Opening) -> None:
+    def __init__(self, mechanism: MaskedNoisedSum, opening: Opening) -> None:
         self._mechanism, self._opening = mechanism, opening
         self._clients = opening.clients
         self._partitions = list(opening.cohort.partitions)
@@ -168,7 +168,7 @@ class OpenMaskedSum(OpenSum):
         ------
         RoundDiscarded
             Too few clients answered in one of the stages, so nobody learns any part of a sum. Or
-            the sum is larger than a sum of honest clients can be (`NoisedSum.aggregate_sum`).
+            the sum is larger than a sum of honest clients can be (`MaskedNoisedSum.aggregate_sum`).
         """
         try:
             requests = self._server.unmask_requests()

@@ -13,7 +13,7 @@ from flower_ext.federation.population import Cohort, Population
 from flower_ext.federation.records import Arrays, Update
 from flower_ext.privacy import AdversaryView, NoiseSource
 from flower_ext.privacy.mechanisms.round_mechanism import Aggregate, RoundMechanism
-from flower_ext.privacy.mechanisms.run_summary import MethodTraits
+from flower_ext.privacy.run_summary import MethodTraits
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -42,9 +42,10 @@ from flower_ext.federation.replies import RefusedReply, read_answer, read_metric
 from flower_ext.federation.roster import FederationNotReady
 from flower_ext.federation.sums.summation import Opening, OpenSum, Summation
 from flower_ext.privacy import AdversaryView, FullParticipation, SecureNoise
+from flower_ext.privacy.mechanisms.masked_noised_sum import MaskedNoisedSum
 from flower_ext.privacy.mechanisms.noised_sum import NoisedSum
 from flower_ext.privacy.mechanisms.round_mechanism import Aggregate, RoundDiscarded, RoundMechanism
-from flower_ext.privacy.mechanisms.run_summary import MethodTraits
+from flower_ext.privacy.run_summary import MethodTraits
 from flower_ext.secure.weighting.agreement import Dialogue, ProtocolStep
 from flower_ext.secure.weighting.protocol import WeightingProtocol, load_protocol
 
@@ -104,7 +105,7 @@ class WeightedSum(Summation):
     def __init__(self, protocol: WeightingProtocol, mechanism: RoundMechanism) -> None:
         if not isinstance(mechanism, NoisedSum):
             raise InvalidValue(f"plan={type(mechanism).__name__}: expected a ReleasePlan of users")
-        if mechanism.secure_sum is not None:
+        if isinstance(mechanism, MaskedNoisedSum):
             raise InvalidValue(
                 "noise_placement=SecureSum(…) of the plan: expected 'client', because a weighted "
                 "sum is a secure sum itself"

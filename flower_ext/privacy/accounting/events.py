@@ -33,6 +33,7 @@ from flower_ext.errors import InvalidValue
 from flower_ext.json_record import JsonRecord
 from flower_ext.privacy.accounting.sampling import (
     FixedSizeSampling,
+    FullParticipation,
     PoissonSampling,
     Sampling,
     SpacedSampling,
@@ -142,8 +143,10 @@ class Release(Checked, JsonRecord):
 
         This holds only for a release that sampling does not amplify.
         """
-        noise = self.relative_noise * relation.sensitivity_factor
-        return replace(self, relation=relation, noise_multiplier=noise)
+        noise, sampling = self.relative_noise * relation.sensitivity_factor, self.sampling
+        if isinstance(sampling, PoissonSampling):  # at rate 1, which draws all units
+            sampling = FullParticipation(sampling.population)
+        return replace(self, sampling=sampling, relation=relation, noise_multiplier=noise)
 
 
 Counts = tuple[tuple[Release, int], ...]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 from flower_ext.checks import (
@@ -18,24 +18,25 @@ from flower_ext.checks import (
     require_positive,
 )
 from flower_ext.errors import InvalidValue
+from flower_ext.privacy.accounting.accountant import privacy_loss_of
 from flower_ext.privacy.accounting.calibration import default_relation
 from flower_ext.privacy.accounting.events import Release
-from flower_ext.privacy.accounting.sampling import FullParticipation, PoissonSampling, Sampling
+from flower_ext.privacy.accounting.participations import Participations
+from flower_ext.privacy.accounting.sampling import Sampling
 from flower_ext.privacy.mechanisms.adaptive_clipping import AdaptiveClipping
 from flower_ext.privacy.mechanisms.bounds import ClippedSum
-from flower_ext.privacy.mechanisms.discrete_gaussian import share_stddev
 from flower_ext.privacy.mechanisms.noise import NoiseSource, largest_noised_norm, noise_grid
-from flower_ext.privacy.mechanisms.protections import ClipAndNoise
-from flower_ext.privacy.mechanisms.quantization import Cells, cell_of, check_cell, out_of_cells
+from flower_ext.privacy.mechanisms.protections import ClipAndNoise, ProtectedByServer, Protection
 from flower_ext.privacy.mechanisms.round_mechanism import (
     Aggregate,
     RoundDiscarded,
     RoundMechanism,
     divided,
 )
-from flower_ext.privacy.mechanisms.secure_sum import SecureSum, SumParameters, ring_bits
+from flower_ext.privacy.mechanisms.secure_sum import SecureSum
 from flower_ext.privacy.mechanisms.updates import NamedArrays, RunningSum, l2_norm
-from flower_ext.privacy.mechanisms.vector_query import VectorQuery
+from flower_ext.privacy.queries.vector_query import VectorQuery
+from flower_ext.privacy.run_summary import RunSummary
 from flower_ext.privacy.units import NeighboringRelation, PrivacyUnit
 
 NoisePlacement = Literal["client", "server"]
@@ -108,7 +109,7 @@ class NoisedSum(ReleaseTerms, RoundMechanism):
         As for `ReleasePlan`.
     silos : int, optional
         Number of silos, among which each user's data may be divided. The server asks all of them
-        in every round, and they are the members of a secure sum. None if each unit is a client.
+        in every round. None if each unit is a client.
     sensitivity : float
         Largest L2 distance by which one unit moves a sum, in clipping norms. It is at least 1, and
         more if a unit contributes to several uploads.
@@ -130,40 +131,12 @@ class NoisedSum(ReleaseTerms, RoundMechanism):
                 f"sensitivity={self.sensitivity!r}: expected 1 or more, because one unit can move "
                 "a sum by a whole clipping norm"
             )
-        if self.secure_sum is not None:
-            check_cell(self.cell, self.clipping_norm)
-            if self.silos is None and isinstance(self.sampling, PoissonSampling):
-                raise InvalidValue(
-                    "noise_placement=SecureSum(…) with Poisson sampling: expected cohorts of a "
-                    "fixed size (FixedSizeSampling), because a sum's noise would reveal how many "
-                    "clients were drawn, and amplification needs that number to be secret"
-                )
-            _ = self.sum_bits  # refuses a cohort for which there is no secure sum
-        if self.queries and self.silos is not None:
-            raise InvalidValue(
-                f"queries={[query.name for query in self.queries]} with users in silos: expected "
-                "none, because nothing bounds what one user contributes to a silo's answer. Leave "
-                "the queries out; silos then report scores without noise, unless evaluate_every=0"
-            )
-        for query in self.queries:
-            self.of_query(query)  # refuses a query for whose noise there is no secure sum
         _ = self.release  # refuses a relation that does not fit the sampling
 
     @property
     def unit(self) -> PrivacyUnit:
         """The privacy unit: a client, or a user whose data lie in several silos."""
         return PrivacyUnit.CLIENT if self.silos is None else PrivacyUnit.USER
-
-    def of_query(self, query: VectorQuery) -> NoisedSum:
-        """Return the mechanism of one answer to a query, which is a secure sum over all clients."""
-        return replace(
-            self,
-            sampling=FullParticipation(self.sampling.population),
-            clipping_norm=query.norm,
-            noise_multiplier=query.noise_multiplier,
-            rounds=query.times,
-            queries=(),
-        )
 
     @property
     def assumptions(self) -> tuple[str, ...]:
@@ -213,90 +186,34 @@ class NoisedSum(ReleaseTerms, RoundMechanism):
         return self.noise_stddev / math.sqrt(cohort_size)
 
     @property
-    def cell(self) -> float:
-        """Step (cell) of the grid on which secure sums are computed, the same in every round."""
-        return cell_of(self.noise_stddev)
+    def client_protects(self) -> bool:
+        """True if clients add the noise."""
+        return not self.noised_by_server
 
-    @property
-    def cohort_size(self) -> int:
-        """Number of clients in each secure sum, the same in every round.
+    def protection(self, run: RunSummary, cohort_size: int) -> Protection | None:
+        """Return the protection that bounds an upload and adds one client's share of the noise.
 
-        With ``silos``, this is the number of all silos. The server then asks the same clients,
-        however many users are drawn, and the noise of each silo and of the sum is the same. Users
-        may therefore be drawn by Poisson sampling, whose amplification needs the number of drawn
-        users to be secret.
+        The share depends on ``cohort_size``. The protection is None if no client is asked.
         """
-        return round(self.sampling.expected_cohort_size) if self.silos is None else self.silos
-
-    @property
-    def num_clients(self) -> int:
-        """Number of clients from which the members of secure sums are drawn."""
-        return self.sampling.population if self.silos is None else self.silos
-
-    @property
-    def sum_parameters(self) -> SumParameters:
-        """Parameters of the secure sums of all rounds, whose members are drawn from all clients."""
-        assert self.secure_sum is not None
-        return self.secure_sum.for_cohort(
-            self.cohort_size, population=self.num_clients, rounds=self.rounds
-        )
-
-    @property
-    def cells_protection(self) -> ClipAndNoise:
-        """Protection that a client applies to its upload to a secure sum."""
-        least = self.sum_parameters.least_answers
-        share = share_stddev(self.noise_stddev / self.cell, least)
+        if cohort_size == 0:  # nobody is asked; the server adds the whole noise
+            return None
+        if self.noised_by_server:
+            return ProtectedByServer()
         return ClipAndNoise(
-            clipping_norm=self.clipping_norm, noise_stddev=share * self.cell, cell=self.cell
+            of_units=run.method.bounds_units,
+            clipping_norm=self.clipping_norm,
+            noise_stddev=self.client_noise_stddev(cohort_size),
+            noise_grid=self.noise_grid,
         )
 
-    @property
-    def sum_bits(self) -> int:
-        """Number of bits of the ring of secure sums: enough for a sum over the whole population."""
-        noise = self.cells_protection.noise_stddev / self.cell * math.sqrt(self.cohort_size)
-        return ring_bits(self.largest_sum / self.cell, noise)
+    def releases(self, participations: Participations) -> dict[Release, int]:
+        """Return all releases of the run so far, each with its count."""
+        return {self.release: participations.rounds}
 
-    @property
-    def largest_sum(self) -> float:
-        """Largest norm of a secure sum before noise, if every unit contributes a norm of C."""
-        units = self.cohort_size if self.silos is None else self.sampling.population
-        return units * self.clipping_norm
-
-    def aggregate_sum(
-        self, cells: Cells, *, answered: int, noise: NoiseSource, like: NamedArrays
-    ) -> Aggregate:
-        """Return the average of a round, from the result of its secure sum.
-
-        The server adds the noise shares of the clients that did not answer. The noise of the
-        release thus does not depend on the number of answers.
-
-        Parameters
-        ----------
-        cells : Mapping[str, ndarray]
-            Sum of the answers' noised updates, in whole numbers of cells.
-        answered : int
-            Number of answers in the sum. It is at least ``sum_parameters.least_answers``, so the
-            sum carries noise of stddev σC or more.
-        noise : NoiseSource
-            The server's source of noise.
-        like : NamedArrays
-            Names, shapes and types of the result.
-
-        Raises
-        ------
-        RoundDiscarded
-            The sum is larger than honest members' answers could make it.
-        """
-        # Shares are sized for the least number of answers, so more answers carry more noise.
-        share = self.cells_protection.noise_stddev
-        missing = share * math.sqrt(self.cohort_size - answered)
-        # Discrete noise has a smallest stddev above 0, so the case without missing shares is apart.
-        noised = noise.add_discrete_gaussian(cells, missing / self.cell) if missing else cells
-        value = out_of_cells(noised, self.cell, like)
-        stddev = share * math.sqrt(self.cohort_size)
-        self.refuse_spoiled(value, bound=self.largest_sum, stddev=stddev)
-        mean = divided(value, self.sampling.expected_cohort_size, like)
-        return Aggregate(value=mean, answered=answered, topped_up_stddev=missing)
+    def spent(self, run: RunSummary) -> dict[str, float]:
+        """Return ε against an adversary that sees the released models."""
+        loss = privacy_loss_of(self.releases(run.participations), delta=self.delta)
+        return {"epsilon_provable": loss.epsilon}
 
     @staticmethod
     def refuse_spoiled(value: NamedArrays, *, bound: float, stddev: float) -> None:
@@ -336,11 +253,6 @@ class NoisedSum(ReleaseTerms, RoundMechanism):
 
     def begin_sum(self, like: NamedArrays) -> RunningSum:
         """Return an empty sum. If the server adds the noise, the sum clips each added upload."""
-        if self.secure_sum is not None:
-            raise InvalidValue(
-                "begin_sum: expected a plan without noise_placement=SecureSum(…), because the "
-                "protocol of a secure sum adds up the uploads; pass its result to aggregate_sum"
-            )
         return ClippedSum(like, self.clipping_norm) if self.noised_by_server else RunningSum(like)
 
     def aggregate(self, summed: RunningSum, *, cohort_size: int, noise: NoiseSource) -> Aggregate:

@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import array_api_compat as api
 
 from flower_ext.privacy.accounting.events import Release
-from flower_ext.privacy.accounting.participations import Participations
 from flower_ext.privacy.accounting.sampling import Sampling
 from flower_ext.privacy.guarantee import Guarantee
-from flower_ext.privacy.mechanisms.correlated_noise import StrategyMatrix
 from flower_ext.privacy.mechanisms.noise import NoiseSource
 from flower_ext.privacy.mechanisms.protections import Protection
-from flower_ext.privacy.mechanisms.run_summary import RunSummary
-from flower_ext.privacy.mechanisms.secure_sum import SecureSum
 from flower_ext.privacy.mechanisms.updates import NamedArrays, RunningSum
-from flower_ext.privacy.mechanisms.vector_query import VectorQuery
+from flower_ext.privacy.run_summary import RunSummary
 
 
 class RoundDiscarded(RuntimeError):
@@ -46,8 +42,6 @@ class RoundMechanism(ABC):
         Draws the cohorts.
     delta : float, optional
         As in `PrivacyPlan`.
-    queries : Sequence[VectorQuery]
-        Queries that clients answer in addition to training; ε covers the answers as well.
     """
 
     tells_sizes: ClassVar[bool] = False
@@ -57,12 +51,6 @@ class RoundMechanism(ABC):
 
     sampling: Sampling
     delta: float | None
-    queries: Sequence[VectorQuery] = ()
-
-    @property
-    def secure_sum(self) -> SecureSum | None:
-        """Settings of the secure sums that hide single uploads; None without secure sums."""
-        return None
 
     @property
     def release(self) -> Release | None:
@@ -76,15 +64,6 @@ class RoundMechanism(ABC):
     def release_in(self, number: int) -> Release | None:
         """Return the release of training round ``number``; by default, it is always `release`."""
         return self.release
-
-    @property
-    def strategy_matrix(self) -> StrategyMatrix | None:
-        """Matrix that correlates the server's noise over rounds; None for independent noise."""
-        return None
-
-    def with_strategy(self, matrix: StrategyMatrix) -> RoundMechanism:
-        """Return the mechanism with ``matrix``; a resumed run passes the matrix it began with."""
-        raise NotImplementedError(f"{type(self).__name__} has no strategy matrix")
 
     @property
     def mean_noise_stddev(self) -> float:
@@ -103,14 +82,6 @@ class RoundMechanism(ABC):
         A plan with a guarantee never does so, because that number is private data.
         """
         return False
-
-    def of_query(self, query: VectorQuery) -> RoundMechanism:
-        """Return the mechanism that releases one answer to ``query``, which is one of `queries`."""
-        raise NotImplementedError(f"{type(self).__name__} has no queries")
-
-    def count_answer(self, query: VectorQuery, participations: Participations) -> None:
-        """Count one released answer to ``query``, which is one of `queries`."""
-        raise NotImplementedError(f"{type(self).__name__} has no queries")
 
     def check_training(self, run: RunSummary) -> None:  # noqa: B027 - by default any
         """Refuse local training that the plan does not cover; by default, accept any.

@@ -1,10 +1,10 @@
-"""The mechanism of a `ReleasePlan` whose clipping norm follows a quantile of the updates."""
+"""The mechanisms of a `ReleasePlan` whose clipping norm follows a quantile of the updates."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from flower_ext.checks import require_positive
@@ -14,13 +14,11 @@ from flower_ext.privacy.mechanisms.adaptive_clipping import (
     SidedSum,
     with_room_for_side,
 )
-from flower_ext.privacy.mechanisms.noised_sum import NoisedSum
 from flower_ext.privacy.mechanisms.protections import ClipAndNoise, Protection
 from flower_ext.privacy.mechanisms.round_mechanism import Aggregate
-from flower_ext.privacy.mechanisms.run_summary import RunSummary
 from flower_ext.privacy.mechanisms.updates import NamedArrays, RunningSum
-from flower_ext.privacy.mechanisms.vector_query import VectorQuery
-from flower_ext.privacy.plans.release_mechanism import ReleaseMechanism
+from flower_ext.privacy.plans.release_mechanism import MaskedRelease, ReleaseMechanism
+from flower_ext.privacy.run_summary import RunSummary
 
 _ADAPTIVE = (
     "the clipping norm of a round is a function of earlier releases and public numbers, so rounds "
@@ -66,11 +64,6 @@ class AdaptiveRelease(ReleaseMechanism):
         """κ, the factor of each side: noise σC' on the sum of κ·side is noise σ_b on sides."""
         return self.noise_stddev / self._count_noise
 
-    def of_query(self, query: VectorQuery) -> NoisedSum:
-        """Return the mechanism of one answer to a query, whose clipping norm is fixed."""
-        terms = {part.name: getattr(self, part.name) for part in fields(ReleaseMechanism)}
-        return ReleaseMechanism(**terms).of_query(query)
-
     def upload_like(self, model: dict[str, Any]) -> dict[str, Any]:
         """Return arrays with the names, shapes and types of an upload.
 
@@ -111,3 +104,8 @@ class AdaptiveRelease(ReleaseMechanism):
     def assumptions(self) -> tuple[str, ...]:
         """The assumption about the norm."""
         return (_ADAPTIVE,)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MaskedAdaptiveRelease(AdaptiveRelease, MaskedRelease):
+    """An `AdaptiveRelease` whose sums are secure sums."""

@@ -6,11 +6,11 @@ from dataclasses import dataclass
 
 from flower_ext.errors import InvalidValue
 from flower_ext.privacy.accounting.sampling import Sampling
-from flower_ext.privacy.base_plan import PlainAverage
 from flower_ext.privacy.guarantee import Basis, Guarantee
 from flower_ext.privacy.mechanisms.protections import ClipSteps, OutputPerturbation, Protection
 from flower_ext.privacy.mechanisms.round_mechanism import RoundMechanism
-from flower_ext.privacy.mechanisms.run_summary import MethodTraits, RunSummary
+from flower_ext.privacy.plans.plain_average import PlainAverage
+from flower_ext.privacy.run_summary import MethodTraits, RunSummary
 from flower_ext.privacy.theorems.clipped_steps import ClippedSteps, composed_noise_stddev
 from flower_ext.privacy.theorems.dp_ditto_theorem import (
     RecordLevelTerms,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,10 +13,10 @@ from flower_ext.privacy.base_plan import PrivacyPlan
 from flower_ext.privacy.mechanisms.adaptive_clipping import AdaptiveClipping
 from flower_ext.privacy.mechanisms.correlated_noise import CorrelatedNoise, StrategyMatrix
 from flower_ext.privacy.mechanisms.noised_sum import ReleaseTerms
-from flower_ext.privacy.mechanisms.run_summary import MethodTraits, RunSummary
-from flower_ext.privacy.plans.adaptive_release import AdaptiveRelease
-from flower_ext.privacy.plans.release_mechanism import ReleaseMechanism
+from flower_ext.privacy.plans.adaptive_release import AdaptiveRelease, MaskedAdaptiveRelease
+from flower_ext.privacy.plans.release_mechanism import MaskedRelease, ReleaseMechanism
 from flower_ext.privacy.plans.spaced_release import SpacedRelease
+from flower_ext.privacy.run_summary import MethodTraits, RunSummary
 
 _OF_CLIENTS = MethodTraits(name="a method of clients")
 
@@ -130,11 +129,12 @@ class ReleasePlan(ReleaseTerms, PrivacyPlan):
             **options,
         }
         besides: dict[Release, int] = {}
-        if queries := options.get("queries"):
-            # The releases of queries do not depend on the rounds' noise and norm, so any will do.
+        if options.get("queries"):
+            # The answers' releases do not depend on the rounds' noise and norm, so any will do.
             known = {**terms, "clipping_norm": 1.0}
-            of_clients = cls(noise_multiplier=1.0, **known).mechanism()
-            besides = {of_clients.of_query(query).release: query.times for query in queries}
+            masked = cls(noise_multiplier=1.0, **known).mechanism()
+            assert isinstance(masked, MaskedRelease)  # no other plan accepts queries
+            besides = {sums.release: sums.query.times for sums in masked.query_sums}
         multiplier = calibrate_noise_multiplier(
             besides=besides,
             epsilon=epsilon,
@@ -179,40 +179,46 @@ class ReleasePlan(ReleaseTerms, PrivacyPlan):
                 "ReleasePlan hides; expected NonPrivatePlan, or PerturbationPlan or "
                 "RecordLevelPlan for record-level privacy"
             )
-        terms = {**vars(self)}
-        correlation = terms.pop("correlation")
-        if isinstance(sampling := self.sampling, SpacedSampling):
-            return self._spaced(method, sampling, terms, correlation)
-        if not isinstance(norm := terms.pop("clipping_norm"), AdaptiveClipping):
-            return ReleaseMechanism(clipping_norm=norm, **terms, silos=method.num_silos)
-        if method.num_silos is not None and not method.bounds_units:
+        masked, silos = self.secure_sum is not None, method.num_silos
+        if isinstance(self.sampling, SpacedSampling):
+            strategy = self._strategy_matrix(method, self.sampling)
+            return self._make(SpacedRelease, clipping_norm=self.clipping_norm, strategy=strategy)
+        if not isinstance(norm := self.clipping_norm, AdaptiveClipping):
+            kind = MaskedRelease if masked else ReleaseMechanism
+            return self._make(kind, clipping_norm=norm, silos=silos)
+        if silos is not None and not method.bounds_units:
             raise InvalidValue(
                 f"clipping_norm={norm!r} with {method.name}: expected a number, because "
                 "AdaptiveClipping needs a method whose silos clip each user's update, such as "
                 "UldpAvg"
             )
-        return AdaptiveRelease(
-            clipping=norm, update_norm=norm.initial, **terms, silos=method.num_silos
+        adaptive = MaskedAdaptiveRelease if masked else AdaptiveRelease
+        return self._make(adaptive, clipping=norm, update_norm=norm.initial, silos=silos)
+
+    def _make(self, kind: type[ReleaseMechanism], **rules: Any) -> ReleaseMechanism:
+        """Return a mechanism of this kind on the plan's terms; ``rules`` are its further fields."""
+        return kind(
+            sampling=self.sampling,
+            noise_multiplier=self.noise_multiplier,
+            rounds=self.rounds,
+            delta=self.delta,
+            relation=self.relation,
+            noise_placement=self.noise_placement,
+            queries=self.queries,
+            **rules,
         )
 
-    @staticmethod
-    def _spaced(
-        method: MethodTraits,
-        sampling: SpacedSampling,
-        terms: Mapping[str, Any],
-        correlation: CorrelatedNoise | None,
-    ) -> SpacedRelease:
+    def _strategy_matrix(self, method: MethodTraits, sampling: SpacedSampling) -> StrategyMatrix:
         if method.num_silos is not None or method.bounds_units:
             raise InvalidValue(
                 f"sampling={sampling!r} with {method.name}: expected another kind of sampling, "
                 "because a user may take part through several silos, and SpacedSampling needs "
                 "participations that are counted in all silos together"
             )
-        matrix = StrategyMatrix()
-        if correlation is not None:
-            matrix = correlation.matrix(
-                terms["rounds"],
-                rounds_apart=sampling.rounds_apart,
-                participations=sampling.participations,
-            )
-        return SpacedRelease(strategy=matrix, **terms)
+        if self.correlation is None:
+            return StrategyMatrix()
+        return self.correlation.matrix(
+            self.rounds,
+            rounds_apart=sampling.rounds_apart,
+            participations=sampling.participations,
+        )

@@ -12,8 +12,8 @@ from flower_ext.privacy.accounting.participations import Participations
 from flower_ext.privacy.accounting.sampling import SpacedSampling
 from flower_ext.privacy.guarantee import Guarantee
 from flower_ext.privacy.mechanisms.correlated_noise import StrategyMatrix
-from flower_ext.privacy.mechanisms.run_summary import RunSummary
 from flower_ext.privacy.plans.release_mechanism import ReleaseMechanism
+from flower_ext.privacy.run_summary import RunSummary
 from flower_ext.privacy.units import AdversaryView
 
 
@@ -46,15 +46,6 @@ class SpacedRelease(ReleaseMechanism):
             "rounds_apart": sampling.rounds_apart,
             "participations": sampling.participations,
         }
-
-    @property
-    def strategy_matrix(self) -> StrategyMatrix | None:
-        """The matrix that correlates the noise; None if the noise is independent."""
-        return None if self.strategy == StrategyMatrix() else self.strategy
-
-    def with_strategy(self, matrix: StrategyMatrix) -> SpacedRelease:
-        """Return the mechanism with ``matrix`` as its strategy."""
-        return replace(self, strategy=matrix)
 
     @property
     def noise_stddev(self) -> float:

@@ -2,14 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from flower_ext.privacy.accounting.events import Counts, PrivacyLoss
 from flower_ext.privacy.guarantee import Condition, Guarantee
 from flower_ext.privacy.mechanisms.noise import IMPROBABLE
 from flower_ext.privacy.units import AdversaryView, NeighboringRelation, PrivacyUnit
+
+OfView = Callable[[AdversaryView], Sequence[str]]
+"""Assumptions of the guarantee against each view."""
+
+
+class Bound(NamedTuple):
+    """A provable bound against one adversary: a row in a theorem's table of views.
+
+    Its ``assumptions`` come in addition to the run's. By default, its ``relation`` is the run's.
+    """
+
+    view: AdversaryView
+    loss: PrivacyLoss
+    source: str
+    assumptions: Sequence[str] = ()
+    relation: NeighboringRelation | None = None
+    conditions: tuple[Condition, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,34 +65,25 @@ class Claims:
             **details,
         )
 
-    def provable(
-        self,
-        view: AdversaryView,
-        loss: PrivacyLoss,
-        source: str,
-        *assumptions: str,
-        relation: NeighboringRelation | None = None,
-        conditions: tuple[Condition, ...] = (),
-    ) -> Guarantee:
-        """Return a provable guarantee against one view.
-
-        It needs the assumptions of the run and the further ``assumptions``. By default, its
-        relation is the run's.
-        """
-        return Guarantee(
-            unit=self.unit,
-            relation=relation or self.relation,
-            view=view,
-            epsilon=loss.epsilon,
-            delta=self.delta,
-            releases=_under(relation or self.relation, loss.releases),
-            basis="provable",
-            accountant=loss.accountant,
-            source=source,
-            assumptions=(*self.assumptions, *assumptions),
-            conditions=conditions,
-            not_covered=tuple(self.not_covered),
-        )
+    def provable(self, *bounds: Bound, of_view: OfView = lambda view: ()) -> list[Guarantee]:
+        """Return a provable guarantee for each bound; ``of_view`` adds assumptions by view."""
+        return [
+            Guarantee(
+                unit=self.unit,
+                relation=(relation := bound.relation or self.relation),
+                view=bound.view,
+                epsilon=bound.loss.epsilon,
+                delta=self.delta,
+                releases=_under(relation, bound.loss.releases),
+                basis="provable",
+                accountant=bound.loss.accountant,
+                source=bound.source,
+                assumptions=(*self.assumptions, *bound.assumptions, *of_view(bound.view)),
+                conditions=bound.conditions,
+                not_covered=tuple(self.not_covered),
+            )
+            for bound in bounds
+        ]
 
 
 def _under(relation: NeighboringRelation, releases: Counts | None) -> Counts | None:
@@ -177,3 +185,22 @@ NOISE_OF_OTHERS = (
     f"{IMPROBABLE:g}, which δ does not count",
 )
 """The assumptions about released models if the clients add the noise."""
+
+
+class SumAssumptions(NamedTuple):
+    """Assumptions about the sums of a mechanism, and words for the bounds that rest on them."""
+
+    noise: str
+    parties: tuple[str, ...] = ()
+    """About the parties that add the noise."""
+    models: tuple[str, ...] = NOISE_OF_OTHERS
+    """Further assumptions against an adversary that sees the released models."""
+    sums: tuple[str, ...] = ()
+    """Further assumptions against a server that sees the sums."""
+    published: tuple[str, ...] = ()
+    """Assumptions of a published theorem about sums, which counts the noise of all parties."""
+    share: str = ""
+    """Number of noise shares in a sum: the noise multiplier of one upload is σ/√share."""
+    on_sums: str = ""
+    on_uploads: str = ""
+    """Ends of the texts about bounds on sums, and about bounds on uploads."""

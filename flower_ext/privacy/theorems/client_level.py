@@ -15,14 +15,13 @@ from flower_ext.privacy.accounting.sampling import (
     SpacedSampling,
 )
 from flower_ext.privacy.guarantee import Guarantee
+from flower_ext.privacy.mechanisms.masked_noised_sum import MaskedNoisedSum
 from flower_ext.privacy.mechanisms.noised_sum import NoisedSum
-from flower_ext.privacy.mechanisms.run_summary import RunSummary
-from flower_ext.privacy.mechanisms.secure_sum import SecureSum
+from flower_ext.privacy.run_summary import RunSummary
 from flower_ext.privacy.theorems.claims import (
     DISCRETE,
     HIDDEN_DRAW,
     NO_SECURE_SUM,
-    NOISE_OF_OTHERS,
     NONE_OF_THEM,
     ON_A_GRID,
     ONE_ANSWER,
@@ -31,7 +30,9 @@ from flower_ext.privacy.theorems.claims import (
     SIGNED_SUM,
     WHAT_REVEALS_A_DRAW,
     WHOLE_UPLOADS,
+    Bound,
     Claims,
+    SumAssumptions,
     draw_assumption,
     noise_assumption,
 )
@@ -42,6 +43,7 @@ _ALWAYS = (
     "clients' answers, and their absence, depend on no other client's data",
     OUTLIVES,
 )
+_SHARES = "clients clip and add their share of noise"
 _HIDDEN_PLACES = f"the adversary does not know who was drawn: {WHAT_REVEALS_A_DRAW}"
 _MEMORY = (
     "clients keep values between rounds (a personal head) or may keep them (a ClientApp of "
@@ -83,23 +85,16 @@ def client_level_guarantees(
             f"silos={mechanism.silos!r} and sensitivity={mechanism.sensitivity!r}: expected None "
             "and 1, because these guarantees hold only if each unit is a client with one upload"
         )
-    participations = run.participations
-    sums = mechanism.secure_sum
-    if mechanism.noised_by_server:
-        sharing: tuple[str, ...] = ()
-        release: tuple[str, ...] = ()
-    else:
-        sharing = ("clients clip and add their share of noise",)
-        release = (NONE_OF_THEM,) if sums else NOISE_OF_OTHERS
+    sums, participations = _sums_of(mechanism), run.participations
     claims = Claims(
         unit=mechanism.unit,
         relation=NeighboringRelation.REPLACE_SPECIAL,
         delta=mechanism.delta,
         assumptions=(
             *_ALWAYS,
-            ON_A_GRID if sums is None else DISCRETE,
+            sums.noise,
             noise_assumption(run.secure_noise),
-            *sharing,
+            *sums.parties,
             *mechanism.assumptions,
         ),
         not_covered=run.not_covered,
@@ -108,43 +103,65 @@ def client_level_guarantees(
     # Amplification is proved for the sampling's relation, which removes or replaces the unit.
     relation = mechanism.release.relation
     answers = "".join(f", {n} sums of {query}" for query, n in participations.answers.items())
-    models = claims.provable(
+    models = Bound(
         AdversaryView.RELEASED_MODELS,
         privacy_loss_of(releases, delta=mechanism.delta),
         f"{mechanism.sampling.describe()}, noise multiplier {mechanism.noise_multiplier:.4g}, "
         f"{participations.rounds} rounds{answers}"
         + (", sensitivity 2C" if relation.sensitivity_factor == 2 else ""),
-        *release,
-        *_hidden_cohorts(mechanism, run),
-        "the server follows the protocol and keeps uploads to itself",
-        relation=relation,
+        (
+            *sums.models,
+            *_hidden_cohorts(mechanism, run),
+            "the server follows the protocol and keeps uploads to itself",
+        ),
+        relation,
     )
     if mechanism.noised_by_server:
-        return [models, *_nothing_before_noise(mechanism)]
+        return [*claims.provable(models), *_nothing_before_noise(mechanism)]
 
     def most_exposed(weight: float) -> PrivacyLoss:
         """Return the largest loss of any client, against a server that sees who took part."""
         # The server knows the cohorts, so sampling amplifies nothing.
         return gaussian_loss(mechanism.noise_multiplier, releases=weight, delta=mechanism.delta)
 
-    return [
+    in_sums, in_uploads = participations.in_sums, participations.in_uploads
+    return claims.provable(
         models,
-        claims.provable(
+        Bound(
             AdversaryView.SUM_ONLY,
-            most_exposed(participations.in_sums),
-            f"most exposed client: {participations.in_sums:.4g} sums' worth{answers}"
-            + (", colluders' noise not counted" if sums else ""),
-            *((WHOLE_UPLOADS, NO_SECURE_SUM) if sums is None else of_secure_sum(mechanism, sums)),
+            most_exposed(in_sums),
+            f"most exposed client: {in_sums:.4g} sums' worth{answers}{sums.on_sums}",
+            sums.sums,
         ),
-        claims.provable(
+        Bound(
             AdversaryView.EACH_UPLOAD,
-            most_exposed(participations.in_uploads),
-            f"noise multiplier σ/√{'cohort' if sums is None else 'least answers'} of a "
-            "single upload; most exposed client: "
-            f"{participations.in_uploads:.4g} sums' worth{answers}"
-            + (", if its masks fall" if sums else ""),
+            most_exposed(in_uploads),
+            f"noise multiplier σ/√{sums.share} of a single upload; most exposed client: "
+            f"{in_uploads:.4g} sums' worth{answers}{sums.on_uploads}",
         ),
-    ]
+    )
+
+
+def _sums_of(mechanism: NoisedSum) -> SumAssumptions:
+    """Return the assumptions about sums to which the server, or the clients, add the noise."""
+    if mechanism.noised_by_server:
+        return SumAssumptions(noise=ON_A_GRID, models=())
+    if not isinstance(mechanism, MaskedNoisedSum):
+        return SumAssumptions(
+            noise=ON_A_GRID,
+            parties=(_SHARES,),
+            sums=(WHOLE_UPLOADS, NO_SECURE_SUM),
+            share="cohort",
+        )
+    return SumAssumptions(
+        noise=DISCRETE,
+        parties=(_SHARES,),
+        models=(NONE_OF_THEM,),
+        sums=of_secure_sum(mechanism),
+        share="least answers",
+        on_sums=", colluders' noise not counted",
+        on_uploads=", if its masks fall",
+    )
 
 
 def _hidden_cohorts(mechanism: NoisedSum, run: RunSummary) -> tuple[str, ...]:
@@ -165,12 +182,13 @@ def _nothing_before_noise(mechanism: NoisedSum) -> list[Guarantee]:
     loss = PrivacyLoss(epsilon=math.inf, delta=mechanism.delta, accountant="none")
     source = "the server adds the noise after it has seen the uploads"
     views = (AdversaryView.SUM_ONLY, AdversaryView.EACH_UPLOAD)
-    return [claims.provable(view, loss, source) for view in views]
+    return claims.provable(*(Bound(view, loss, source) for view in views))
 
 
-def of_secure_sum(mechanism: NoisedSum, sums: SecureSum) -> tuple[str, ...]:
+def of_secure_sum(mechanism: MaskedNoisedSum) -> tuple[str, ...]:
     """Return the assumptions under which a secure sum protects against its own server."""
-    parameters, clients = mechanism.sum_parameters, mechanism.num_clients
+    sums, parameters = mechanism.secure_sum, mechanism.sum_parameters
+    clients = mechanism.num_clients
     drawn = "" if parameters.members == clients else ", all but surely (1 - 2^-40 a run)"
     return (
         SIGNED_SUM if sums.signed else SECURE_SUM,

@@ -47,6 +47,7 @@ from flower_ext.privacy.theorems.claims import (
     ON_A_GRID,
     OUTLIVES,
     OWN_GRADIENTS,
+    Bound,
     Claims,
     noise_assumption,
 )
@@ -190,5 +191,5 @@ def dp_ditto_guarantees(
                 ),
             ),
         ),
-        claims.provable(AdversaryView.EACH_UPLOAD, loss, source),
+        *claims.provable(Bound(AdversaryView.EACH_UPLOAD, loss, source)),
     ]

@@ -20,13 +20,26 @@ the silos, so sampling amplifies nothing against a server that sees sums.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
+from flower_ext.errors import InvalidValue
+from flower_ext.privacy.mechanisms.masked_noised_sum import MaskedNoisedSum
 from flower_ext.privacy.mechanisms.noised_sum import NoisedSum
-from flower_ext.privacy.mechanisms.run_summary import RunSummary
-from flower_ext.privacy.theorems.claims import DISCRETE, NOT_PROVIDED, ON_A_GRID, OUTLIVES, Claims
+from flower_ext.privacy.run_summary import RunSummary
+from flower_ext.privacy.theorems.claims import (
+    DISCRETE,
+    NONE_OF_THEM,
+    NOT_PROVIDED,
+    ON_A_GRID,
+    OUTLIVES,
+    WHOLE_UPLOADS,
+    Claims,
+    OfView,
+    SumAssumptions,
+)
 from flower_ext.privacy.theorems.claims import SECURE_SUM as PROTOCOL
 from flower_ext.privacy.theorems.client_level import of_secure_sum
-from flower_ext.privacy.units import NeighboringRelation, PrivacyUnit
+from flower_ext.privacy.units import NeighboringRelation, PrivacyUnit, UserDraw
 
 _OF_DATA = (
     "the numbers of users, silos and rounds are public",
@@ -34,16 +47,34 @@ _OF_DATA = (
     "no user's records keep a silo from loading its data (Task.data)",
     OUTLIVES,
 )
-OF_SILOS = (
-    *_OF_DATA,
-    "silos train, clip and add noise as instructed, and do not collude",
-    ON_A_GRID,
-)
-OF_SILOS_IN_CELLS = (*_OF_DATA, "silos train, clip, round and add noise as instructed", DISCRETE)
-"""Assumptions about silos that send whole numbers to a secure sum."""
+_SILOS = "silos train, clip and add noise as instructed, and do not collude"
+OF_SILOS = (*_OF_DATA, _SILOS, ON_A_GRID)
 _OWN_RECORDS = "ε covers only those of a user's records that no colluding silo holds"
 SECURE_SUM = f"secure aggregation, {NOT_PROVIDED}: the server sees no silo's upload"
 """Assumption of guarantees about sums, if silos send their uploads without a secure sum."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DrawAndSum:
+    """The draw of users and the sum of their updates, with the assumptions on which they rest."""
+
+    draw: UserDraw = UserDraw.SERVER
+    hidden_draw: str = ""
+    """Assumption under which a protocol hides the drawn users, if it draws them."""
+    secure_sum: str = SECURE_SUM
+    """Assumption under which the server sees no single upload."""
+    assumptions: OfView = lambda view: ()
+    """Further assumptions of the sum."""
+    batching: str = ""
+    """Assumption under which no bit of a user's training depends on other users (see
+    `batching_assumption`)."""
+
+    def __post_init__(self) -> None:
+        if (self.hidden_draw != "") != (self.draw is UserDraw.PROTOCOL):
+            raise InvalidValue(
+                f"hidden_draw={self.hidden_draw!r} with draw={self.draw.value!r}: expected a text "
+                "if a protocol draws the users, and none otherwise"
+            )
 
 
 def user_claims(delta: float, *assumptions: str, not_covered: Sequence[str] = ()) -> Claims:
@@ -57,21 +88,29 @@ def user_claims(delta: float, *assumptions: str, not_covered: Sequence[str] = ()
     )
 
 
-def sum_assumptions(mechanism: NoisedSum) -> tuple[str, ...]:
-    """Return the assumptions about the silos' secure sum; empty if there is no secure sum."""
-    if mechanism.secure_sum is None:
-        return ()
-    return (*of_secure_sum(mechanism, mechanism.secure_sum), _OWN_RECORDS)
+def sums_of_silos(mechanism: NoisedSum, secure_sum: str = SECURE_SUM) -> SumAssumptions:
+    """Return the assumptions about the silos' sums.
 
-
-def published_sum_assumptions(mechanism: NoisedSum) -> tuple[str, ...]:
-    """Return the assumptions of a published theorem about sums.
-
-    Such a theorem counts the noise of all silos, so it assumes that no silo colludes.
+    ``secure_sum`` is the assumption that hides uploads which silos send without masks.
     """
-    if mechanism.secure_sum is None:
-        return (SECURE_SUM,)
-    return (PROTOCOL, "silos do not collude with the server")
+    if not isinstance(mechanism, MaskedNoisedSum):
+        return SumAssumptions(
+            noise=ON_A_GRID,
+            parties=(*_OF_DATA, _SILOS),
+            sums=(WHOLE_UPLOADS, secure_sum),
+            published=(SECURE_SUM,),
+            share="|S|",
+        )
+    return SumAssumptions(
+        noise=DISCRETE,
+        parties=(*_OF_DATA, "silos train, clip, round and add noise as instructed"),
+        models=(NONE_OF_THEM,),
+        sums=(*of_secure_sum(mechanism), _OWN_RECORDS),
+        published=(PROTOCOL, "silos do not collude with the server"),
+        share="least answers",
+        on_sums=", colluders' noise not counted",
+        on_uploads=", should all masks fall",
+    )
 
 
 def batching_assumption(apart: Mapping[int, bool]) -> str:
@@ -101,10 +140,9 @@ def exposures(mechanism: NoisedSum, run: RunSummary) -> tuple[float, float]:
     """
     in_sums = run.participations.in_sums
     in_uploads = float(max(run.participations.uploads.values(), default=0))
-    if mechanism.secure_sum is None:
+    if not isinstance(mechanism, MaskedNoisedSum):
         # The adversary also saw refused uploads, and sums with too little noise count more.
         return max(in_sums, in_uploads), max(in_sums, in_uploads)
-    parameters = mechanism.sum_parameters
     if run.method.weighting == "equal":  # collusion costs nothing (see the top of this module)
-        in_sums *= parameters.honest_answers / parameters.least_answers
+        in_sums *= mechanism.honest_noise
     return in_sums, in_uploads

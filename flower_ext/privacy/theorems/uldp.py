@@ -25,7 +25,7 @@ from typing import Literal
 
 import numpy as np
 
-from flower_ext.checks import require_at_least_one, require_count, require_delta, require_positive
+from flower_ext.checks import require_count, require_delta, require_positive
 from flower_ext.errors import InvalidValue
 from flower_ext.privacy.accounting.accountant import privacy_loss_of
 from flower_ext.privacy.accounting.approximation import with_approximation_error
@@ -37,28 +37,24 @@ from flower_ext.privacy.accounting.sampling import (
     FullParticipation,
     PoissonSampling,
 )
-from flower_ext.privacy.base_plan import PrivacyPlan
 from flower_ext.privacy.guarantee import Condition, Guarantee, epsilon_text
-from flower_ext.privacy.mechanisms.noised_sum import NoisedSum, ReleaseTerms
-from flower_ext.privacy.mechanisms.run_summary import RunSummary
+from flower_ext.privacy.mechanisms.masked_noised_sum import MaskedNoisedSum
+from flower_ext.privacy.mechanisms.noised_sum import NoisedSum
+from flower_ext.privacy.mechanisms.round_mechanism import RoundMechanism
+from flower_ext.privacy.run_summary import RunSummary
 from flower_ext.privacy.theorems.claims import (
     HIDDEN_DRAW,
-    NOISE_OF_OTHERS,
-    NONE_OF_THEM,
-    WHOLE_UPLOADS,
+    Bound,
     draw_assumption,
     noise_assumption,
 )
 from flower_ext.privacy.theorems.silo_claims import (
-    OF_SILOS,
-    OF_SILOS_IN_CELLS,
-    SECURE_SUM,
+    DrawAndSum,
     exposures,
-    published_sum_assumptions,
-    sum_assumptions,
+    sums_of_silos,
     user_claims,
 )
-from flower_ext.privacy.units import AdversaryView, NeighboringRelation
+from flower_ext.privacy.units import AdversaryView, NeighboringRelation, UserDraw
 
 Weighting = Literal["equal", "by-records"]
 """Rule for w_{s,u}: 1/|S| for all users, or the silo's share of the user's records."""
@@ -107,42 +103,36 @@ def uldp_naive_guarantees(mechanism: NoisedSum, run: RunSummary) -> list[Guarant
     rounds, sigma, delta = run.participations.rounds, mechanism.noise_multiplier, mechanism.delta
     loss = gaussian_loss(sigma / 2, releases=rounds, delta=delta)
     source = f"noise multiplier {sigma:.4g}, {rounds} rounds, sensitivity 2C of every silo's update"
-    shield = sum_assumptions(mechanism)
+    sums = sums_of_silos(mechanism)
     claims = user_claims(
         delta,
-        *(OF_SILOS_IN_CELLS if shield else OF_SILOS),
+        *sums.parties,
+        sums.noise,
         noise_assumption(run.secure_noise),
         not_covered=run.not_covered,
     )
-    sums = [claims.provable(AdversaryView.SUM_ONLY, loss, source, *shield)] if shield else []
-    return [
-        claims.published(
-            AdversaryView.SUM_ONLY,
-            uldp_closed_form(noise_multiplier=sigma, rounds=rounds, delta=delta),
-            accountant="closed form (RDP)",
-            source="Kato et al., Uldp-FL, Theorem 3",
-            assumptions=published_sum_assumptions(mechanism),
-            conditions=(
-                Condition(
-                    "one user moves a silo's clipped update by at most C (what holds is 2C: "
-                    "without the user, training may end at the other side of the ball)",
-                    False,
-                ),
+    theorem_3 = claims.published(
+        AdversaryView.SUM_ONLY,
+        uldp_closed_form(noise_multiplier=sigma, rounds=rounds, delta=delta),
+        accountant="closed form (RDP)",
+        source="Kato et al., Uldp-FL, Theorem 3",
+        assumptions=sums.published,
+        conditions=(
+            Condition(
+                "one user moves a silo's clipped update by at most C (what holds is 2C: "
+                "without the user, training may end at the other side of the ball)",
+                False,
             ),
         ),
-        *sums,
-        claims.provable(AdversaryView.EACH_UPLOAD, loss, source),
-    ]
+    )
+    bounds = [Bound(AdversaryView.EACH_UPLOAD, loss, source)]
+    if isinstance(mechanism, MaskedNoisedSum):
+        bounds.insert(0, Bound(AdversaryView.SUM_ONLY, loss, source, sums.sums))
+    return [theorem_3, *claims.provable(*bounds)]
 
 
 def uldp_avg_guarantees(
-    mechanism: NoisedSum,
-    run: RunSummary,
-    *,
-    secure_sum: str = SECURE_SUM,
-    hidden_draw: str = "",
-    silos_draw: bool = False,
-    batching: str = "",
+    mechanism: NoisedSum, run: RunSummary, protocol: DrawAndSum
 ) -> list[Guarantee]:
     """Return the guarantees of ULDP-AVG and ULDP-SGD: Theorem 5, and a provable one for each view.
 
@@ -161,92 +151,81 @@ def uldp_avg_guarantees(
     run : RunSummary
         A run of a method with silos. With secure sums, its participations count only the noise of
         honest silos, unless the silos draw the users.
-    secure_sum : str
-        Assumption under which the server sees no single upload.
-    hidden_draw : str
-        Assumption under which the server does not know the sample; empty if it knows the sample.
-    silos_draw : bool
-        True if the silos draw the users with a secret key, so that the server does not know the
-        sample.
-    batching : str
-        Assumption under which no bit of a user's training depends on other users (see
-        `batching_assumption`).
+    protocol : DrawAndSum
+        The draw of users, and the sum of their updates.
     """
-    rounds = run.participations.rounds
-    if silos_draw:
-        hidden_draw = _drawn_by_silos(mechanism, rounds)
-    amplified = privacy_loss_of({mechanism.release: rounds}, delta=mechanism.delta)
-    shield = sum_assumptions(mechanism)
-    in_sums, in_uploads = exposures(mechanism, run)
+    rounds, is_hidden = run.participations.rounds, protocol.draw.is_hidden
+    from_server = (_assumed_draw(mechanism, rounds, protocol),) if is_hidden else ()
+    sums = sums_of_silos(mechanism, protocol.secure_sum)
     claims = user_claims(
         mechanism.delta,
-        *(OF_SILOS_IN_CELLS if shield else OF_SILOS),
+        *sums.parties,
+        sums.noise,
         "a user's weights depend on that user's records alone and sum to at most 1 over the silos",
         "a user's training sees that user's records and the model, nothing of others",
-        *((batching,) if batching else ()),
+        *((protocol.batching,) if protocol.batching else ()),
         noise_assumption(run.secure_noise),
         *mechanism.assumptions,
         not_covered=run.not_covered,
     )
 
-    def in_rounds(mechanism: NoisedSum) -> str:
-        multiplier = f"noise multiplier {mechanism.noise_multiplier:.4g}"
-        return f"{mechanism.sampling.describe()}, {multiplier}, {rounds} rounds"
-
-    def at_server(exposure: float, mechanism: NoisedSum) -> tuple[PrivacyLoss, str]:
-        """Return the loss of a user against a server, and a description of this loss.
-
-        ``exposure`` is the user's weight. The server knows the sample unless a protocol hides it.
-        """
-        if hidden_draw:
-            loss = privacy_loss_of({mechanism.release: rounds}, delta=mechanism.delta)
-            return loss, in_rounds(mechanism)
-        # A protocol's errors add up over all rounds, not only the most exposed user's rounds.
-        loss = with_approximation_error(
-            lambda delta: gaussian_loss(
-                mechanism.release.noise_multiplier, releases=exposure, delta=delta
-            ),
-            {mechanism.release: rounds},
-            mechanism.delta,
-        )
-        return loss, f"most exposed user: {exposure:.4g} sums' worth"
-
-    spread, of_one_share = _share_of_noise(mechanism, run)
-    # Exposures count the noise of honest silos only. Without exposures, the noise itself counts so.
-    seen_sum = _with_least_noise(mechanism, run) if hidden_draw else mechanism
-    to_sums, in_all_sums = at_server(in_sums, seen_sum)
-    # For the accountant, one upload is a sum with less noise, so the same formula holds.
-    in_shares = replace(mechanism, noise_multiplier=mechanism.noise_multiplier / spread)
-    to_uploads, in_all_uploads = at_server(in_uploads, in_shares)
-    from_server = (hidden_draw,) if hidden_draw else ()
-    return [
-        _theorem_5(mechanism, rounds),
-        claims.provable(
+    # For the accountant, one upload is a sum with less noise, so the same formulas hold.
+    spread, of_share = _share_of_noise(mechanism, run, sums.share)
+    upload = replace(mechanism, noise_multiplier=mechanism.noise_multiplier / spread)
+    if is_hidden:
+        # Exposures count the noise of honest silos only. Without them, the noise itself counts so.
+        to_sums, in_sums = _amplified(_with_least_noise(mechanism, run), rounds)
+        to_uploads, in_uploads = _amplified(upload, rounds)
+    else:
+        of_sums, of_uploads = exposures(mechanism, run)
+        to_sums, in_sums = _exposed(mechanism, rounds, of_sums)
+        to_uploads, in_uploads = _exposed(upload, rounds, of_uploads)
+    bounds = (
+        Bound(
             AdversaryView.RELEASED_MODELS,
-            amplified,
-            in_rounds(mechanism),
-            _two_numbers(mechanism, rounds),
-            "the server follows the protocol and keeps sums and uploads to itself",
-            *((NONE_OF_THEM,) if shield else NOISE_OF_OTHERS),
-            *_hidden_sample(mechanism, run.secure_cohorts or bool(hidden_draw)),
+            *_amplified(mechanism, rounds),
+            (
+                _two_numbers(mechanism, rounds),
+                "the server follows the protocol and keeps sums and uploads to itself",
+                *sums.models,
+                *_hidden_sample(mechanism, run.secure_cohorts or is_hidden),
+            ),
         ),
-        claims.provable(
+        Bound(
             AdversaryView.SUM_ONLY,
             to_sums,
-            in_all_sums + (", colluders' noise not counted" if shield else ""),
-            *(shield or (WHOLE_UPLOADS, secure_sum)),
-            *from_server,
-            relation=_AT_SERVER,
+            f"{in_sums}{sums.on_sums}",
+            (*sums.sums, *from_server),
+            _AT_SERVER,
         ),
-        claims.provable(
+        Bound(
             AdversaryView.EACH_UPLOAD,
             to_uploads,
-            f"all uploads together: noise multiplier σ{of_one_share}; {in_all_uploads}"
-            + (", should all masks fall" if shield else ""),
-            *from_server,
-            relation=_AT_SERVER,
+            f"all uploads together: noise multiplier σ{of_share}; {in_uploads}{sums.on_uploads}",
+            from_server,
+            _AT_SERVER,
         ),
-    ]
+    )
+    return [_theorem_5(mechanism, rounds), *claims.provable(*bounds, of_view=protocol.assumptions)]
+
+
+def _amplified(mechanism: NoisedSum, rounds: int) -> tuple[PrivacyLoss, str]:
+    """Return the loss of a user, and words for it, if the adversary does not know the sample."""
+    loss = privacy_loss_of({mechanism.release: rounds}, delta=mechanism.delta)
+    multiplier = f"noise multiplier {mechanism.noise_multiplier:.4g}"
+    return loss, f"{mechanism.sampling.describe()}, {multiplier}, {rounds} rounds"
+
+
+def _exposed(mechanism: NoisedSum, rounds: int, exposure: float) -> tuple[PrivacyLoss, str]:
+    """Return the loss of a user whose weight in all rounds is ``exposure``, and words for it."""
+    multiplier = mechanism.release.noise_multiplier
+    # A protocol's errors add up over all rounds, not only the most exposed user's rounds.
+    loss = with_approximation_error(
+        lambda delta: gaussian_loss(multiplier, releases=exposure, delta=delta),
+        {mechanism.release: rounds},
+        mechanism.delta,
+    )
+    return loss, f"most exposed user: {exposure:.4g} sums' worth"
 
 
 def _with_least_noise(mechanism: NoisedSum, run: RunSummary) -> NoisedSum:
@@ -254,27 +233,24 @@ def _with_least_noise(mechanism: NoisedSum, run: RunSummary) -> NoisedSum:
 
     With equal weights, a sum of fewer silos also holds less of a user, so that ε does not grow.
     """
-    if mechanism.secure_sum is None or run.method.weighting == "equal":
+    if not isinstance(mechanism, MaskedNoisedSum) or run.method.weighting == "equal":
         return mechanism
-    parameters = mechanism.sum_parameters
-    part = math.sqrt(parameters.honest_answers / parameters.least_answers)
+    part = math.sqrt(mechanism.honest_noise)
     return replace(mechanism, noise_multiplier=mechanism.noise_multiplier * part)
 
 
-def _share_of_noise(mechanism: NoisedSum, run: RunSummary) -> tuple[float, str]:
+def _share_of_noise(mechanism: NoisedSum, run: RunSummary, share: str) -> tuple[float, str]:
     """Return the number that divides σ if the server sees each upload, and a text for it.
 
     With weights by records, a user may have all its weight in one silo. Only that silo's share of
     the noise then hides the user.
     """
-    if run.method.weighting == "equal":
+    shares = mechanism.silos or 1
+    if isinstance(mechanism, MaskedNoisedSum):
+        shares = mechanism.sum_parameters.least_answers
+    if shares == 1 or run.method.weighting == "equal":
         return 1.0, ""
-    if mechanism.secure_sum is None:
-        assert run.method.num_silos is not None
-        shares, factor = run.method.num_silos, "/√|S|"
-    else:
-        shares, factor = mechanism.sum_parameters.least_answers, "/√least answers"
-    return math.sqrt(shares), factor if shares > 1 else ""
+    return math.sqrt(shares), f"/√{share}"
 
 
 def _hidden_sample(mechanism: NoisedSum, secure: bool) -> tuple[str, ...]:
@@ -284,13 +260,17 @@ def _hidden_sample(mechanism: NoisedSum, secure: bool) -> tuple[str, ...]:
     return (HIDDEN_DRAW, draw_assumption("sampled users", secure))
 
 
-def _drawn_by_silos(mechanism: NoisedSum, rounds: int) -> str:
-    """Return the assumption about users whom silos draw, with the ε against one of the silos.
+def _assumed_draw(mechanism: NoisedSum, rounds: int, protocol: DrawAndSum) -> str:
+    """Return the assumption that hides the sample from the server.
 
-    A silo knows the draws, so sampling amplifies nothing against it. It can also subtract its own
-    share of the noise. Every user counts as drawn in every round, because the server, which counts
-    participations, does not know in which rounds a user was drawn.
+    If silos draw, it gives ε against one of them. A silo knows the draws, so sampling amplifies
+    nothing against it. It can also subtract its own share of the noise. Every user counts as drawn
+    in every round, because the server, which counts participations, does not know in which rounds
+    a user was drawn.
     """
+    if protocol.draw is UserDraw.PROTOCOL:
+        return protocol.hidden_draw
+    assert isinstance(mechanism, MaskedNoisedSum)  # see `check_silos_can_draw`
     parameters = mechanism.sum_parameters
     others = parameters.honest_answers - 1
     of_others = mechanism.noise_multiplier * math.sqrt(others / parameters.least_answers)
@@ -334,35 +314,53 @@ def _epsilon_of_two_numbers(release: Release, rounds: int, delta: float) -> floa
 
 
 def _theorem_5(mechanism: NoisedSum, rounds: int) -> Guarantee:
+    claims = user_claims(mechanism.delta)
     if isinstance(mechanism.sampling, FullParticipation):
-        accountant, view = "closed form (RDP)", AdversaryView.SUM_ONLY
-        source, assumptions = (
-            "Kato et al., Uldp-FL, Theorem 5",
-            published_sum_assumptions(mechanism),
+        sigma = mechanism.noise_multiplier
+        return claims.published(
+            AdversaryView.SUM_ONLY,
+            uldp_closed_form(noise_multiplier=sigma, rounds=rounds, delta=mechanism.delta),
+            accountant="closed form (RDP)",
+            source="Kato et al., Uldp-FL, Theorem 5",
+            assumptions=(*sums_of_silos(mechanism).published, *mechanism.assumptions),
         )
-        epsilon = uldp_closed_form(
-            noise_multiplier=mechanism.noise_multiplier, rounds=rounds, delta=mechanism.delta
-        )
-    else:
-        accountant, view = "RDP", AdversaryView.RELEASED_MODELS
-        source = "Kato et al., Uldp-FL, Theorem 5 and Remark 1"
-        assumptions = ("who was sampled stays secret",)
-        # The theorem covers no approximation error of a protocol, and no second upload of a user.
-        exact = replace(mechanism, sensitivity=1.0, approximation_error=0.0)
-        epsilon = privacy_loss_of(
-            {exact.release: rounds}, delta=mechanism.delta, accountant="rdp"
-        ).epsilon
-    return user_claims(mechanism.delta).published(
-        view,
-        epsilon,
-        accountant=accountant,
-        source=source,
-        assumptions=(*assumptions, *mechanism.assumptions),
+    # The theorem covers no approximation error of a protocol, and no second upload of a user.
+    release = replace(mechanism, sensitivity=1.0, approximation_error=0.0).release
+    loss = privacy_loss_of({release: rounds}, delta=mechanism.delta, accountant="rdp")
+    return claims.published(
+        AdversaryView.RELEASED_MODELS,
+        loss.epsilon,
+        accountant="RDP",
+        source="Kato et al., Uldp-FL, Theorem 5 and Remark 1",
+        assumptions=("who was sampled stays secret", *mechanism.assumptions),
     )
 
 
-def check_silos_can_draw(plan: PrivacyPlan) -> None:
-    """Refuse a plan with which silos cannot draw the users secretly, unknown to the server.
+def sums_of_users(mechanism: RoundMechanism) -> NoisedSum:
+    """Return the mechanism that a plan made, if the methods of Uldp-FL can train with it.
+
+    Raises
+    ------
+    InvalidValue
+        A field of the plan does not fit; the message names it.
+    """
+    if not isinstance(mechanism, NoisedSum):
+        raise InvalidValue(f"plan={type(mechanism).__name__}: expected a ReleasePlan of users")
+    if mechanism.noised_by_server:
+        raise InvalidValue(
+            "noise_placement='server' of the plan: expected 'client' or a SecureSum, because the "
+            "silos, which are the clients, add the noise"
+        )
+    if isinstance(mechanism.sampling, FixedSizeSampling):
+        raise InvalidValue(
+            f"sampling={mechanism.sampling!r} of the plan: expected FullParticipation or "
+            "PoissonSampling"
+        )
+    return mechanism
+
+
+def check_silos_can_draw(mechanism: NoisedSum) -> None:
+    """Refuse a mechanism with which silos cannot draw the users secretly, unknown to the server.
 
     Raises
     ------
@@ -370,37 +368,14 @@ def check_silos_can_draw(plan: PrivacyPlan) -> None:
         The sampling is not Poisson sampling, or the server sees uploads, or a silo may collude with
         the server.
     """
-    assert isinstance(plan, ReleaseTerms)
-    if not isinstance(plan.sampling, PoissonSampling):
+    if not isinstance(mechanism.sampling, PoissonSampling):
         raise InvalidValue(
-            f"silos_draw=True with sampling={plan.sampling!r}: expected PoissonSampling, because "
-            "silos draw every user independently"
+            f"user_draw='silos' with sampling={mechanism.sampling!r}: expected PoissonSampling, "
+            "because silos draw every user independently"
         )
-    if plan.secure_sum is None or plan.secure_sum.colluding:
+    if not isinstance(mechanism, MaskedNoisedSum) or mechanism.secure_sum.colluding:
         raise InvalidValue(
-            f"silos_draw=True with noise_placement={plan.noise_placement!r}: expected "
+            f"user_draw='silos' with noise_placement={mechanism.noise_placement!r}: expected "
             "SecureSum(colluding=0), because the server may see only sums, and a silo that "
             "colludes with the server could tell it which users were drawn"
         )
-
-
-def check_user_plan(plan: PrivacyPlan, num_silos: int) -> None:
-    """Refuse a plan with which the methods of Uldp-FL cannot train.
-
-    Raises
-    ------
-    ValueError
-        A field of the plan does not fit; the message names it.
-    """
-    if not isinstance(plan, ReleaseTerms):
-        raise InvalidValue(f"plan={type(plan).__name__}: expected a ReleasePlan of users")
-    if plan.noised_by_server:
-        raise InvalidValue(
-            "noise_placement='server' of the plan: expected 'client' or a SecureSum, because the "
-            "silos, which are the clients, add the noise"
-        )
-    if isinstance(plan.sampling, FixedSizeSampling):
-        raise InvalidValue(
-            f"sampling={plan.sampling!r} of the plan: expected FullParticipation or PoissonSampling"
-        )
-    require_at_least_one("num_silos", num_silos)

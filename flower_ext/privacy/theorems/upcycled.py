@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from flower_ext.checks import require_at_least_one, require_count, require_delta, require_positive
 from flower_ext.errors import InvalidValue
@@ -35,8 +36,15 @@ from flower_ext.privacy.mechanisms.protections import (
     OutputPerturbation,
     Perturbation,
 )
-from flower_ext.privacy.mechanisms.run_summary import RunSummary
-from flower_ext.privacy.theorems.claims import LOADS, ON_A_GRID, OUTLIVES, Claims, noise_assumption
+from flower_ext.privacy.run_summary import RunSummary
+from flower_ext.privacy.theorems.claims import (
+    LOADS,
+    ON_A_GRID,
+    OUTLIVES,
+    Bound,
+    Claims,
+    noise_assumption,
+)
 from flower_ext.privacy.theorems.local_objective import LocalObjective, large_enough, refuse_unless
 from flower_ext.privacy.units import AdversaryView, NeighboringRelation, PrivacyUnit
 
@@ -178,63 +186,93 @@ def perturbation_guarantees(
     by_client = epsilons(perturbation, objective, run, delta=delta)
     published, provable = zip(*by_client.values(), strict=True) if by_client else ((), ())
     sizes = [run.num_examples.get(client) for client in by_client]
-    conditions: tuple[Condition, ...]
-    needed: tuple[Condition, ...] = ()
-    finite: tuple[str, ...] = ()
     if isinstance(perturbation, OutputPerturbation):
-        source, closed_form = f"{_SOURCE} 6.2", "closed form (moments accountant)"
-        accountant, arithmetic = EXACT_GAUSSIAN, ON_A_GRID
-        tau, reason = perturbation.clipping_norm, _how_sensitive(perturbation, objective, sizes)
-        holds = all(
-            size is not None and sensitivity(perturbation, objective, size) <= tau / size
-            for size in sizes
-        )
-        claimed = (
-            f"one record moves a clipped local model by at most τ/|D_i| (what holds is {reason})"
-        )
-        conditions = (Condition(claimed, holds),)
+        theorem = _theorem_6_2(perturbation, objective, sizes)
     else:
-        source, closed_form, delta = f"{_SOURCE} 6.3", "closed form (pure DP)", 0.0
-        reason = source
-        accountant, arithmetic = "sum over releases (pure DP)", _IN_FLOATS
-        # Training adds the noise, so a client must not send a model whose training failed.
-        finite = ("training ends without an error, and finite, for every record",)
-        smallest = large_enough(objective, min((size or 0 for size in sizes), default=0))
-        of_loss, of_solver = objective.theorem_6_3_conditions(), objective.solution_conditions()
-        conditions = needed = (*of_loss, smallest, *of_solver)
+        theorem, delta = _theorem_6_3(objective, sizes), 0.0
     claims = Claims(
         unit=PrivacyUnit.RECORD,
         relation=NeighboringRelation.REPLACE_ONE,
         delta=delta,
         assumptions=(
             "clients train, clip and add noise as instructed",
-            *finite,
+            *theorem.finite,
             "the planned rounds and each client's number of examples are public",
             "bounds on the loss hold for every possible record",
             LOADS,
             OUTLIVES,
-            arithmetic,
+            theorem.arithmetic,
             noise_assumption(run.secure_noise),
         ),
         not_covered=run.not_covered,
     )
-    loss = PrivacyLoss(epsilon=max(provable, default=0.0), delta=delta, accountant=accountant)
+    largest = max(provable, default=0.0)
+    loss = PrivacyLoss(epsilon=largest, delta=delta, accountant=theorem.accountant)
+    reason = f"{theorem.reason}; {_spread(provable)}"
     return [
         claims.published(
             AdversaryView.EACH_UPLOAD,
             max(published, default=0.0),
-            accountant=closed_form,
-            source=f"{source}; {_spread(published)}",
-            conditions=conditions,
+            accountant=theorem.closed_form,
+            source=f"{theorem.source}; {_spread(published)}",
+            conditions=theorem.conditions,
             not_covered=tuple(run.not_covered),
         ),
-        claims.provable(
-            AdversaryView.EACH_UPLOAD,
-            loss,
-            f"{reason}; {_spread(provable)}",
-            conditions=needed,
+        *claims.provable(
+            Bound(AdversaryView.EACH_UPLOAD, loss, reason, conditions=theorem.needed),
         ),
     ]
+
+
+class _Theorem(NamedTuple):
+    """A theorem as published, and the reason, accountant and conditions of what is provable."""
+
+    source: str
+    closed_form: str
+    conditions: tuple[Condition, ...]
+    reason: str
+    accountant: str
+    arithmetic: str
+    needed: tuple[Condition, ...] = ()
+    finite: tuple[str, ...] = ()
+
+
+def _theorem_6_2(
+    perturbation: OutputPerturbation, objective: LocalObjective, sizes: Sequence[int | None]
+) -> _Theorem:
+    reason, tau = _how_sensitive(perturbation, objective, sizes), perturbation.clipping_norm
+    claimed = f"one record moves a clipped local model by at most τ/|D_i| (what holds is {reason})"
+    holds = all(
+        size is not None and sensitivity(perturbation, objective, size) <= tau / size
+        for size in sizes
+    )
+    return _Theorem(
+        source=f"{_SOURCE} 6.2",
+        closed_form="closed form (moments accountant)",
+        conditions=(Condition(claimed, holds),),
+        reason=reason,
+        accountant=EXACT_GAUSSIAN,
+        arithmetic=ON_A_GRID,
+    )
+
+
+def _theorem_6_3(objective: LocalObjective, sizes: Sequence[int | None]) -> _Theorem:
+    conditions = (
+        *objective.theorem_6_3_conditions(),
+        large_enough(objective, min((size or 0 for size in sizes), default=0)),
+        *objective.solution_conditions(),
+    )
+    return _Theorem(
+        source=f"{_SOURCE} 6.3",
+        closed_form="closed form (pure DP)",
+        conditions=conditions,
+        reason=f"{_SOURCE} 6.3",
+        accountant="sum over releases (pure DP)",
+        arithmetic=_IN_FLOATS,
+        needed=conditions,
+        # Training adds the noise, so a client must not send a model whose training failed.
+        finite=("training ends without an error, and finite, for every record",),
+    )
 
 
 def _how_sensitive(

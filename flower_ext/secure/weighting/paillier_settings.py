@@ -9,7 +9,7 @@ from functools import cached_property
 
 from gmpy2 import mpz
 
-from flower_ext.checks import Count, Positive
+from flower_ext.checks import require_at_least_one, require_positive
 from flower_ext.errors import InvalidValue
 from flower_ext.secure.messages import ProtocolMessage, pack_numbers, unpack_numbers
 from flower_ext.secure.weighting.agreement import PartySettings, SumMessage
@@ -22,48 +22,39 @@ _MOST_RECORDS = 2**24
 
 
 @dataclass(frozen=True, kw_only=True)
-class PaillierSettings(PartySettings):
-    """Public settings of one run of the protocol, checked before any encryption.
+class PaillierOptions:
+    """The fields that `PrivateWeighting`, which describes them, and a run's settings share."""
 
-    Parameters
-    ----------
-    run, users, silos, coordinates, draw_choices, winning_choices
-        See `PartySettings`.
-    max_records_per_user, allowed_totals, silo_record_limits
-        See `PrivateWeighting`. If few totals are allowed, their least common multiple is small, so
-        that many coordinates fit one plaintext. Without ``silo_record_limits``, only the decrypted
-        sum shows the server that a user has too many records over all silos (see
-        `PaillierServer.close_round`).
-    precision, key_bits, allow_insecure_key_size
-        See `PrivateWeighting`.
-    update_bound : float
-        Largest magnitude of an update's coordinate. The clipping norm is such a bound.
-    noise_bound : float
-        Largest magnitude of one silo's noise in a coordinate. A generous bound costs little.
-
-    Raises
-    ------
-    ValueError
-        A field is out of range, or the sum could reach half the modulus (condition 2 of Theorem 1).
-    """
-
-    kind = "paillier"
-
-    max_records_per_user: Count = 2000
+    max_records_per_user: int = 2000
     allowed_totals: tuple[int, ...] | None = None
     silo_record_limits: tuple[int, ...] | None = None
-    update_bound: float
-    noise_bound: float
-    precision: Positive = 1e-10
+    precision: float = 1e-10
     key_bits: int = SECURE_KEY_BITS
     allow_insecure_key_size: bool = False
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def check_options(self) -> None:
+        """Raise a ValueError for a field that suits no run."""
+        require_at_least_one("max_records_per_user", self.max_records_per_user)
+        require_positive("precision", self.precision)
         check_key_bits(self.key_bits, allow_insecure_key_size=self.allow_insecure_key_size)
-        self._check_totals()
-        self._check_silo_limits()
-        _ = self.encoding, self.noise_encoding, self.packing  # each checks its own sizes
+        most, totals = self.max_records_per_user, self.allowed_totals
+        if most > _MOST_RECORDS:
+            raise InvalidValue(
+                f"max_records_per_user={most}: expected fewer records per user, at most "
+                f"{_MOST_RECORDS}"
+            )
+        if totals is not None and not (totals and all(1 <= total <= most for total in totals)):
+            raise InvalidValue(
+                f"allowed_totals={totals!r}: expected integers from 1 to "
+                f"max_records_per_user={most}"
+            )
+        limits = self.silo_record_limits
+        if limits is not None and not (limits and min(limits) >= 0 and sum(limits) <= most):
+            raise InvalidValue(
+                f"silo_record_limits={limits!r}: expected integers >= 0 that sum to at most "
+                f"max_records_per_user={most}"
+            )
+        _ = self.common_multiple  # refuses numbers of records that need a larger key
 
     @cached_property
     def common_multiple(self) -> int:
@@ -84,6 +75,45 @@ class PaillierSettings(PartySettings):
                     "bits: expected fewer records per user, fewer allowed totals, or a larger key"
                 )
         return multiple
+
+
+@dataclass(frozen=True, kw_only=True)
+class PaillierSettings(PaillierOptions, PartySettings):
+    """Public settings of one run of the protocol, checked before any encryption.
+
+    If few totals are allowed, their least common multiple is small, so that many coordinates fit
+    one plaintext. Without ``silo_record_limits``, only the decrypted sum shows the server that a
+    user has too many records over all silos (see `PaillierServer.close_round`).
+
+    Parameters
+    ----------
+    update_bound : float
+        Largest magnitude of an update's coordinate. The clipping norm is such a bound.
+    noise_bound : float
+        Largest magnitude of one silo's noise in a coordinate. A generous bound costs little.
+    **options
+        Fields of `PartySettings` and of `PrivateWeighting`.
+
+    Raises
+    ------
+    ValueError
+        A field is out of range, or the sum could reach half the modulus (condition 2 of Theorem 1).
+    """
+
+    kind = "paillier"
+
+    update_bound: float
+    noise_bound: float
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.check_options()
+        if self.silo_record_limits is not None and len(self.silo_record_limits) != self.silos:
+            raise InvalidValue(
+                f"silo_record_limits={self.silo_record_limits!r}: expected {self.silos} integers, "
+                "one for each silo"
+            )
+        _ = self.encoding, self.noise_encoding, self.packing  # each checks its own sizes
 
     @property
     def step(self) -> float:
@@ -156,31 +186,6 @@ class PaillierSettings(PartySettings):
         """Return the most records that one user may have in ``silo``."""
         limits = self.silo_record_limits
         return self.max_records_per_user if limits is None else limits[silo]
-
-    def _check_totals(self) -> None:
-        totals = self.allowed_totals
-        if self.max_records_per_user > _MOST_RECORDS:
-            raise InvalidValue(
-                f"max_records_per_user={self.max_records_per_user}: expected fewer records per "
-                f"user, at most {_MOST_RECORDS}"
-            )
-        if totals is not None and not (
-            totals and all(1 <= total <= self.max_records_per_user for total in totals)
-        ):
-            raise InvalidValue(
-                f"allowed_totals={totals!r}: expected integers from 1 to "
-                f"max_records_per_user={self.max_records_per_user}"
-            )
-
-    def _check_silo_limits(self) -> None:
-        limits = self.silo_record_limits
-        if limits is None:
-            return
-        if len(limits) != self.silos or min(limits) < 0 or sum(limits) > self.max_records_per_user:
-            raise InvalidValue(
-                f"silo_record_limits={limits!r}: expected {self.silos} integers >= 0 that sum to "
-                f"at most max_records_per_user={self.max_records_per_user}"
-            )
 
 
 @dataclass(frozen=True, kw_only=True)

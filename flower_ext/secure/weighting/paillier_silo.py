@@ -2,33 +2,26 @@
 
 from __future__ import annotations
 
-import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import count
-from typing import Any
 
 import gmpy2
-import numpy as np
 from gmpy2 import mpz
-from numpy.typing import NDArray
 
-from flower_ext.errors import InvalidValue, ProtocolError
+from flower_ext.errors import ProtocolError
 from flower_ext.secure.labels import derive
 from flower_ext.secure.messages import check_later, check_length, pack_numbers
 from flower_ext.secure.pair_keys import uniform_residues
 from flower_ext.secure.threads import map_slices
-from flower_ext.secure.weighting.encoding import FixedPoint
-from flower_ext.secure.weighting.multiexp import column_products
 from flower_ext.secure.weighting.paillier import PublicKey
 from flower_ext.secure.weighting.paillier_settings import (
     PaillierSettings,
-    PaillierSum,
     PaillierWeights,
-    pack_ciphertexts,
     unpack_ciphertexts,
 )
+from flower_ext.secure.weighting.paillier_sum import PaillierOpenSum
 from flower_ext.secure.weighting.silo_party import COUNTS, SetUpStage, SiloParty
 
 _SUM = "sum"
@@ -63,9 +56,17 @@ class PaillierSilo(SiloParty):
         if message.round_number != number:
             raise ProtocolError(f"weights of round {message.round_number}: expected round {number}")
         check_later("round", number, self.last_round)
-        return PaillierOpenSum(self, message)
+        return PaillierOpenSum(
+            self.settings,
+            message,
+            silo=self.index,
+            users=self.counted,
+            public=self.public,
+            weights=lambda: self._weights(message),
+            masks=self._use_round,
+        )
 
-    def weights(self, message: PaillierWeights) -> list[mpz]:
+    def _weights(self, message: PaillierWeights) -> list[mpz]:
         """Return Enc(n_su / N_u · C_LCM) of each user with records in this silo.
 
         This takes one long exponentiation for each user, instead of one for each coordinate.
@@ -97,7 +98,7 @@ class PaillierSilo(SiloParty):
         receiver = self._draw_receiver(message.round_number, message.offer)
         return b"".join(receiver.open(message.weights, self.settings.ciphertext_bytes))
 
-    def use_round(self, number: int, count: int) -> list[mpz]:
+    def _use_round(self, number: int, count: int) -> list[mpz]:
         """Store that the round is used, and return masks for ``count`` ciphertexts.
 
         Raises
@@ -109,18 +110,6 @@ class PaillierSilo(SiloParty):
         self.last_round = number
         self.save(self.to_bytes())
         return self._pairs.multiplicative_masks(_SUM, number, count, self.public.n_squared)
-
-    def rerandomise(self, ciphertexts: list[mpz], number: int) -> None:
-        """Re-randomise, in place, the ciphertexts for which this silo is responsible.
-
-        For each ciphertext one silo is responsible, and the silos take turns from round to round.
-        The server made the encryptions. Without this step, it could predict the randomness of the
-        product of all uploads for any guess of the updates.
-        """
-        silos = self.settings.silos
-        turns = range((self.index - number) % silos, len(ciphertexts), silos)
-        for at, zero in zip(turns, self.public.zeros(len(turns)), strict=True):
-            ciphertexts[at] = ciphertexts[at] * zero % self.public.n_squared
 
     @cached_property
     def public(self) -> PublicKey:
@@ -142,83 +131,5 @@ class PaillierSilo(SiloParty):
         return user_blinds(self.seed, self.settings.users, self.public.n)
 
 
-class PaillierOpenSum:
-    """A silo's sum of one round. It keeps all encoded updates, and adds them up in `finish`."""
-
-    def __init__(self, silo: PaillierSilo, weights: PaillierWeights) -> None:
-        self._silo, self._settings, self._weights = silo, silo.settings, weights
-        self._rows = {user: row for row, user in enumerate(silo.counted)}
-        self._updates = np.zeros((len(self._rows), self._settings.coordinates), dtype=np.int64)
-
-    def add(self, updates: Mapping[int, NDArray[Any]]) -> None:
-        """Encode and keep updates: see `SiloSum.add`."""
-        if unknown := sorted(updates.keys() - self._rows.keys()):
-            raise InvalidValue(
-                f"updates of users {unknown}: expected users with records in this silo"
-            )
-        for user, update in updates.items():
-            encoded = self._encoded("updates", self._settings.encoding, update)
-            self._updates[self._rows[user]] = encoded
-
-    def finish(self, noise: NDArray[Any]) -> bytes:
-        """Return Σ_u (n_su / N_u) Δ_su + z_s under encryption, masked and re-randomised."""
-        silo, settings, public = self._silo, self._settings, self._silo.public
-        number, n_squared = self._weights.round_number, public.n_squared
-        encoded_noise = self._encoded("noise", settings.noise_encoding, noise)
-        name = f"silo {silo.index}, round {number}: coordinates"
-        products = column_products(
-            silo.weights(self._weights),
-            self._updates,
-            n_squared,
-            largest=settings.encoding.largest,
-            name=name,
-        )
-        ciphertexts = _packed(products, settings, public)
-        noises = settings.packing.pack([dithered(int(value), settings) for value in encoded_noise])
-        # The silo draws masks from here on. An error before this line leaves the round unused.
-        masks = silo.use_round(number, len(ciphertexts))
-        for at, mask in enumerate(masks):
-            # The noise needs no encryption of its own: the mask hides the whole product.
-            masked = ciphertexts[at] * public.plain(noises[at]) % n_squared
-            ciphertexts[at] = masked * mask % n_squared
-        silo.rerandomise(ciphertexts, number)
-        return PaillierSum(
-            round_number=number,
-            silo=silo.index,
-            ciphertexts=pack_ciphertexts(ciphertexts, settings),
-        ).to_bytes()
-
-    def _encoded(self, name: str, encoding: FixedPoint, values: NDArray[Any]) -> NDArray[np.int64]:
-        encoded = encoding.encode(values, name=name)
-        if encoded.shape != (self._settings.coordinates,):
-            raise InvalidValue(
-                f"{name} of shape {encoded.shape}: expected ({self._settings.coordinates},)"
-            )
-        return encoded
-
-
 def _key_of(modulus: bytes) -> PublicKey:
     return PublicKey(mpz.from_bytes(modulus, "big"))
-
-
-def dithered(encoded: int, settings: PaillierSettings) -> int:
-    """Return encoded noise times C_LCM, plus a uniform dither of at most half a step."""
-    multiple = settings.common_multiple
-    return encoded * multiple + secrets.randbelow(multiple) - multiple // 2
-
-
-def _packed(products: Sequence[mpz], settings: PaillierSettings, public: PublicKey) -> list[mpz]:
-    """Combine ciphertexts of single coordinates into ciphertexts of packed plaintexts."""
-    slots, shift = settings.packing.slots, mpz(1) << settings.packing.slot_bits
-
-    def join(starts: Sequence[int]) -> list[mpz]:
-        joined = []
-        for start in starts:
-            # Horner's rule in the exponent: each power shifts the coordinates so far by one slot.
-            *rest, total = products[start : start + slots]
-            for product in reversed(rest):
-                total = gmpy2.powmod(total, shift, public.n_squared) * product % public.n_squared
-            joined.append(total)
-        return joined
-
-    return map_slices(join, range(0, len(products), slots))

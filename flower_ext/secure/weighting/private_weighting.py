@@ -12,7 +12,7 @@ from flower_ext.privacy import AdversaryView
 from flower_ext.privacy.mechanisms.noised_sum import NoisedSum
 from flower_ext.privacy.theorems.claims import HONEST_COUNTS
 from flower_ext.secure.weighting.paillier_server import PaillierServer
-from flower_ext.secure.weighting.paillier_settings import PaillierSettings
+from flower_ext.secure.weighting.paillier_settings import PaillierOptions, PaillierSettings
 from flower_ext.secure.weighting.paillier_silo import PaillierSilo
 from flower_ext.secure.weighting.protocol import WeightingProtocol
 
@@ -24,7 +24,7 @@ _LARGEST_STEP = 0.25
 
 
 @dataclass(frozen=True, kw_only=True)
-class PrivateWeighting(WeightingProtocol):
+class PrivateWeighting(PaillierOptions, WeightingProtocol):
     """Options of Protocol 1 over Paillier. A run whose sums could overflow is refused at its start.
 
     Parameters
@@ -62,22 +62,9 @@ class PrivateWeighting(WeightingProtocol):
         "Paillier encryption, X25519 and ChaCha20 are not broken"
     )
 
-    allowed_totals: tuple[int, ...] | None = None
-    precision: float = 1e-10
-    key_bits: int = 3072
-    allow_insecure_key_size: bool = False
-
     def __post_init__(self) -> None:
-        # Construct the settings of the smallest possible run, because that checks every option.
-        PaillierSettings(
-            **asdict(self),
-            run="check",
-            users=1,
-            silos=2 if self.silo_record_limits is None else len(self.silo_record_limits),
-            coordinates=1,
-            update_bound=self.precision,
-            noise_bound=self.precision,
-        )
+        super().__post_init__()
+        self.check_options()
 
     @property
     def assumed_totals(self) -> str:

@@ -41,7 +41,6 @@ HIDDEN_BY_TRANSFER = (
     "follow the protocol; the computational Diffie-Hellman problem is hard in the prime-order "
     "group of Ed25519, and BLAKE2b acts as a random oracle"
 )
-"""Assumption under which no party knows the drawn users."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,30 +49,34 @@ class WeightingProtocol(ABC):
 
     Parameters
     ----------
-    max_records_per_user : int
-        The most records of one user, in one silo or in all silos together; each protocol says
-        which.
-    silo_record_limits : tuple of int, optional
-        The most records of one user in each silo.
     draw_choices : int, optional
         If given, users are drawn by 1-out-of-``draw_choices`` oblivious transfer. No party then
         learns which users take part, so the draw amplifies privacy against the server as well. The
         plan's ``sampling_rate`` must be a multiple of 1 / ``draw_choices``.
+
+    Raises
+    ------
+    ValueError
+        A field is out of range.
     """
 
     server_type: ClassVar[type[ServerParty[Any, Any]]]
     silo_type: ClassVar[type[SiloParty]]
     secure_sum: ClassVar[str]
     """Assumption under which the server sees no silo's upload."""
+    secret_draw: ClassVar[str] = HIDDEN_BY_TRANSFER
+    """Assumption under which, with ``draw_choices``, no party knows the drawn users."""
 
-    max_records_per_user: int = 2000
-    silo_record_limits: tuple[int, ...] | None = None
     draw_choices: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.draw_choices is not None and self.draw_choices < 2:
+            raise InvalidValue(f"draw_choices={self.draw_choices!r}: expected an integer >= 2")
 
     @property
     def hidden_draw(self) -> str:
         """Assumption under which no party knows the drawn users; empty if the server draws."""
-        return "" if self.draw_choices is None else HIDDEN_BY_TRANSFER
+        return "" if self.draw_choices is None else self.secret_draw
 
     @property
     def disclosures(self) -> Sequence[str]:

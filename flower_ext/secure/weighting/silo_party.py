@@ -5,14 +5,12 @@ from __future__ import annotations
 import operator
 import secrets
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from functools import cached_property
 from logging import getLogger
-from typing import Any, ClassVar, Protocol
-
-from numpy.typing import NDArray
+from typing import ClassVar
 
 from flower_ext.errors import InvalidValue, ProtocolError
 from flower_ext.json_record import JsonRecord
@@ -32,6 +30,7 @@ from flower_ext.secure.weighting.agreement import (
     PartySettings,
 )
 from flower_ext.secure.weighting.oblivious import Receiver
+from flower_ext.secure.weighting.silo_sum import SiloSum
 
 log = getLogger("flwr")
 
@@ -46,37 +45,6 @@ class SetUpStage(Enum):
     NEW = auto()
     KEYED = auto()
     COUNTED = auto()
-
-
-class SiloSum(Protocol):
-    """A silo's sum of one round, which takes updates while other users still train."""
-
-    def add(self, updates: Mapping[int, NDArray[Any]]) -> None:
-        """Add clipped updates, each of shape (coordinates,), by user.
-
-        Every user must have records in this silo, and may be added once.
-
-        Raises
-        ------
-        ValueError
-            A user has no records in this silo, a shape is wrong, or a value is not finite or out of
-            bounds.
-        """
-        ...
-
-    def finish(self, noise: NDArray[Any]) -> bytes:
-        """Return the masked sum with this silo's share of the noise, and mark the round as used.
-
-        A user with records in this silo but without an update counts as zero. If the silo refused
-        to send a sum instead, the refusal would reveal that the silo holds an unusual record.
-
-        Raises
-        ------
-        ProtocolError, ValueError
-            The weights are malformed, the noise is out of bounds, or a later round was used
-            meanwhile. Nothing has left the silo then, and the round is unused.
-        """
-        ...
 
 
 @dataclass(repr=False)

@@ -73,19 +73,17 @@ class LatticeWeighting(WeightingProtocol):
         f"word of a sum one silo's noise and dither are as the protocol says; {_RING}; "
         f"{_TRANSFER}; X25519 and ChaCha20 are not broken"
     )
+    secret_draw: ClassVar[str] = f"{HIDDEN_BY_TRANSFER}; {_RING}"
+
+    max_records_per_user: int = 2000
+    silo_record_limits: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         require_at_least_one("max_records_per_user", self.max_records_per_user)
-        if self.draw_choices is not None and self.draw_choices < 2:
-            raise InvalidValue(f"draw_choices={self.draw_choices!r}: expected an integer >= 2")
         limits = self.silo_record_limits
         if limits is not None:
             object.__setattr__(self, "silo_record_limits", tuple(limits))
-
-    @property
-    def hidden_draw(self) -> str:
-        """Assumption that hides the drawn users from the server; empty without ``draw_choices``."""
-        return "" if self.draw_choices is None else f"{HIDDEN_BY_TRANSFER}; {_RING}"
 
     def assumptions(self, view: AdversaryView) -> Sequence[str]:
         """Return the assumptions of a guarantee against ``view``, besides ``secure_sum``."""

@@ -38,7 +38,8 @@ from flower_ext.privacy import (
     privacy_loss_of,
 )
 from flower_ext.privacy.mechanisms.protections import ClipAndNoise
-from flower_ext.privacy.mechanisms.run_summary import RunSummary
+from flower_ext.privacy.run_summary import RunSummary
+from flower_ext.privacy.theorems.silo_claims import DrawAndSum
 from flower_ext.privacy.theorems.uldp import uldp_avg_guarantees, uldp_closed_form
 from flower_ext.training import DpSgdTraining, LocalTraining, Task
 from tests.support.grids import grid
@@ -531,7 +532,8 @@ def test_the_guarantees_are_those_of_the_plan_and_the_log_has_both_epsilons():
         secure_noise=False,
         secure_cohorts=False,
     )
-    expected = uldp_avg_guarantees(mechanism_of(plan(sampling), silos=SILOS), facts)
+    sums = mechanism_of(plan(sampling), silos=SILOS)
+    expected = uldp_avg_guarantees(sums, facts, DrawAndSum())
     ours = strategy.guarantees()
     assert [g.epsilon for g in ours] == [g.epsilon for g in expected]
     assert all(g.unit is PrivacyUnit.USER for g in ours[1:])
@@ -932,6 +934,8 @@ def test_a_user_whose_training_diverges_adds_nothing_and_nobody_sees_it():
         ),
         (lambda: strategy_of(UldpAvg, plan=plan(), **{**COMMON, "num_silos": 0}), "num_silos=0"),
         (lambda: strategy_of(UldpAvg, plan=plan(), weighting="fair", **COMMON), "weighting='fair'"),
+        (lambda: UldpAvg(num_silos=SILOS, user_draw="protocol"), "user_draw='protocol': expected"),
+        (lambda: UldpNaive(num_silos=0), "num_silos=0"),
         (
             lambda: strategy_of(UldpSgd, plan=plan(), local=LOCAL, **COMMON),
             "ULDP-SGD has no local training",

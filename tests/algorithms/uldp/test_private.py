@@ -25,7 +25,7 @@ from flower_ext.federation import (
     records,
 )
 from flower_ext.federation.population import Cohort, UsersInSilos
-from flower_ext.federation.sums import weighted_silo
+from flower_ext.federation.sums import weighted_setup
 from flower_ext.privacy import (
     AdversaryView,
     FullParticipation,
@@ -37,7 +37,8 @@ from flower_ext.privacy.theorems.claims import HONEST_COUNTS
 from flower_ext.secure.weighting import protocol as protocols
 from flower_ext.secure.weighting.encoding import from_residue
 from flower_ext.secure.weighting.paillier_server import PaillierServer
-from flower_ext.secure.weighting.paillier_silo import PaillierOpenSum
+from flower_ext.secure.weighting.paillier_silo import PaillierSilo
+from flower_ext.secure.weighting.paillier_sum import PaillierOpenSum
 from tests.support.plans import mechanism_of
 from tests.support.private_silos import (
     EVERY,
@@ -70,7 +71,7 @@ from tests.support.weighting import numbers
 
 
 def kept(grid, number=0):
-    return weighted_silo.stored_silo(vault(grid, number))
+    return weighted_setup.stored_silo(vault(grid, number))
 
 
 def is_draw(message):
@@ -162,16 +163,14 @@ HIDDEN = replace(SMALL, draw_choices=5)
 @pytest.mark.full
 def test_users_drawn_by_oblivious_transfer_are_those_whom_all_silos_took(monkeypatch):
     """Only a test, which acts for all parties at once, can know who was drawn."""
-    rounds, finish = {}, PaillierOpenSum.finish
+    rounds, opened = {}, PaillierSilo._opened
 
-    def watched(self, noise):
-        message, size = self._weights, self._settings.ciphertext_bytes
-        rounds.setdefault(message.round_number, set()).add(
-            tuple(numbers(self._silo._opened(message), size))
-        )
-        return finish(self, noise)
+    def watched(self, message):
+        texts, size = opened(self, message), self.settings.ciphertext_bytes
+        rounds.setdefault(message.round_number, set()).add(tuple(numbers(texts, size)))
+        return texts
 
-    monkeypatch.setattr(PaillierOpenSum, "finish", watched)
+    monkeypatch.setattr(PaillierSilo, "_opened", watched)
     strategy = make(protocol=HIDDEN, sampling=PoissonSampling(USERS, 0.4))
     grid, model = start(strategy)
     assert strategy.refusals == []
@@ -676,7 +675,7 @@ def test_a_client_that_fails_does_not_use_up_the_round_of_the_others(monkeypatch
     finish = PaillierOpenSum.finish
 
     def full(self, noise):
-        if self._silo.index == 1:
+        if self._silo == 1:
             raise OSError("no space left on device")
         return finish(self, noise)
 

@@ -30,7 +30,7 @@ from flower_ext.privacy import (
     privacy_loss_of,
 )
 from flower_ext.privacy.mechanisms.protections import ClipAndNoise
-from flower_ext.privacy.plans.release_mechanism import ReleaseMechanism
+from flower_ext.privacy.plans.release_mechanism import MaskedRelease
 from flower_ext.training import DpSgdTraining, LocalTraining
 from tests.support.losing import Losing, stage_of
 from tests.support.silos import COMMON, LOCAL, SEED, SILOS, USERS, plan, silo, silos, task
@@ -332,7 +332,7 @@ def test_private_weighting_has_a_secure_sum_of_its_own():
 def test_a_silo_refuses_a_protection_that_bounds_no_single_user(monkeypatch):
     strategy = strategy_of(UldpAvg, plan=secure(), local=LOCAL, **COMMON)
     of_clients = ClipAndNoise(clipping_norm=0.7, noise_stddev=1.0, cell=2.0**-9)
-    monkeypatch.setattr(ReleaseMechanism, "protection", lambda *_: of_clients)
+    monkeypatch.setattr(MaskedRelease, "protection", lambda *_: of_clients)
     with pytest.raises(
         RuntimeError, match="asks for the protection ClipAndNoise: expected one that clips"
     ):

@@ -32,7 +32,7 @@ def secure(sampling=SAMPLED_USERS, sums=HONEST, **changes):
 
 
 def strategy_that_draws(method=UldpAvg, **options):
-    options = {"plan": secure(), "silos_draw": True, **COMMON, **options}
+    options = {"plan": secure(), "user_draw": "silos", **COMMON, **options}
     return strategy_of(method, **options)
 
 
@@ -163,7 +163,7 @@ def test_silos_without_a_common_key_are_refused_before_any_round(key, message):
 )
 def test_a_plan_that_would_show_the_draw_or_has_none_is_refused(unfit, message):
     with pytest.raises(ValueError, match=message):
-        FederatedStrategy(UldpAvg(num_silos=SILOS, silos_draw=True), unfit)
+        FederatedStrategy(UldpAvg(num_silos=SILOS, user_draw="silos"), unfit)
 
 
 def test_runs_that_share_a_state_folder_draw_each_their_own_users(tmp_path):

@@ -26,8 +26,8 @@ from flower_ext.privacy.mechanisms.adaptive_clipping import (
     with_side,
 )
 from flower_ext.privacy.mechanisms.round_mechanism import Aggregate
-from flower_ext.privacy.mechanisms.run_summary import MethodTraits, RunSummary
 from flower_ext.privacy.mechanisms.updates import l2_norm
+from flower_ext.privacy.run_summary import MethodTraits, RunSummary
 
 NORM, SIGMA, COHORT = 0.3, 1.5, 40
 LIKE = {"a": np.zeros((2, 3), np.float32), "b": np.zeros(4, np.float32)}
@@ -229,7 +229,7 @@ def test_a_query_keeps_its_own_norm_and_the_model_must_leave_the_name_free():
     query = SecureScores(noise_multiplier=3.0)
     secure = {"noise_placement": PLACEMENTS[2], "sampling": FixedSizeSampling(80, COHORT)}
     mechanism = plan(**secure, queries=(query,)).mechanism()
-    of_query = mechanism.of_query(query)
+    (of_query,) = mechanism.query_sums
     assert of_query.clipping_norm == query.norm
     assert of_query.upload_like({"vector": np.zeros(2)}).keys() == {"vector"}
     assert mechanism.unit is PrivacyUnit.CLIENT

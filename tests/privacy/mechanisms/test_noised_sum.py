@@ -18,8 +18,8 @@ from flower_ext.privacy import (
 from flower_ext.privacy.accounting.participations import Participations
 from flower_ext.privacy.mechanisms.bounds import ClippedSum
 from flower_ext.privacy.mechanisms.noise import largest_noised_norm
-from flower_ext.privacy.mechanisms.run_summary import MethodTraits, RunSummary
 from flower_ext.privacy.mechanisms.updates import RunningSum
+from flower_ext.privacy.run_summary import MethodTraits, RunSummary
 from tests.support.plans import mechanism_of
 
 POISSON = PoissonSampling(50, 0.2)

@@ -26,7 +26,8 @@ from flower_ext.privacy import (
     privacy_loss_of,
 )
 from flower_ext.privacy.accounting.participations import Participations
-from flower_ext.privacy.mechanisms.run_summary import MethodTraits, RunSummary
+from flower_ext.privacy.mechanisms.correlated_noise import StrategyMatrix
+from flower_ext.privacy.run_summary import MethodTraits, RunSummary
 from flower_ext.privacy.shared_ledger import Charge, charge
 from flower_ext.privacy.study_composition import total_spent
 from tests.support.sums import aggregate
@@ -260,7 +261,7 @@ def test_all_rounds_of_correlated_noise_are_one_gaussian_however_many_there_are(
 
 def test_independent_noise_in_turns_is_a_composition_of_the_participations():
     mechanism = spaced(None)
-    assert mechanism.strategy_matrix is None
+    assert mechanism.strategy == StrategyMatrix()
     assert mechanism.noise_stddev == pytest.approx(0.8 * 0.5 * math.sqrt(4))
     participations = Participations()
     for _ in range(8):  # the most exposed client takes part in rounds 1, 4 and 7

@@ -18,14 +18,16 @@ from flower_ext.privacy import (
     gaussian_loss,
     privacy_loss_of,
 )
-from flower_ext.privacy.mechanisms.run_summary import MethodTraits, RunSummary
+from flower_ext.privacy.run_summary import MethodTraits, RunSummary
+from flower_ext.privacy.theorems.silo_claims import DrawAndSum
 from flower_ext.privacy.theorems.uldp import (
-    check_user_plan,
+    sums_of_users,
     uldp_avg_guarantees,
     uldp_closed_form,
     uldp_naive_guarantees,
 )
 from flower_ext.privacy.theorems.uldp_group import uldp_group_guarantees
+from flower_ext.privacy.units import UserDraw
 from tests.support.guarantees import by_basis
 from tests.support.plans import mechanism_of
 from tests.support.run_summary import run_summary, worst_case
@@ -66,7 +68,8 @@ def averaging_guarantees(
     seen.rounds = rounds
     run = RunSummary(method=method, participations=seen, **facts)
     sums = mechanism_of(plan, silos=num_silos, sensitivity=sensitivity)
-    return uldp_avg_guarantees(sums, run, hidden_draw=hidden_draw)
+    draw = UserDraw.PROTOCOL if hidden_draw else UserDraw.SERVER
+    return uldp_avg_guarantees(sums, run, DrawAndSum(draw=draw, hidden_draw=hidden_draw))
 
 
 def naive_guarantees(*, rounds=10, noise_multiplier=5.0, **facts):
@@ -182,7 +185,7 @@ def test_seeds_are_named_as_simulation():
 )
 def test_plans_of_other_methods_are_refused(changes, num_silos, said):
     with pytest.raises(ValueError, match=said):
-        check_user_plan(plan(**changes), num_silos)
+        sums_of_users(mechanism_of(plan(**changes), silos=num_silos))
 
 
 @pytest.mark.parametrize(
@@ -298,7 +301,7 @@ def test_a_server_that_lies_to_silos_that_draw_sees_the_noise_of_honest_answers_
     assert parameters.honest_answers == (6 if signed else 8)
     part = parameters.honest_answers / parameters.least_answers if weighting != "equal" else 1
     seen = replace(mechanism, noise_multiplier=mechanism.noise_multiplier * math.sqrt(part))
-    claims = uldp_avg_guarantees(mechanism, run, silos_draw=True)
+    claims = uldp_avg_guarantees(mechanism, run, DrawAndSum(draw=UserDraw.SILOS))
     (of_sums,) = (c for c in claims if c.view is AdversaryView.SUM_ONLY and c.basis == "provable")
     expected = privacy_loss_of({seen.release: 10}, delta=mechanism.delta).epsilon
     assert of_sums.epsilon == pytest.approx(expected, rel=1e-9)

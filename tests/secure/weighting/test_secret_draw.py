@@ -13,7 +13,7 @@ from flower_ext.secure.weighting.paillier_settings import (
     PaillierSum,
     PaillierWeights,
 )
-from flower_ext.secure.weighting.paillier_silo import PaillierOpenSum
+from flower_ext.secure.weighting.paillier_silo import PaillierSilo
 from tests.support.grids import grid
 from tests.support.weighting import World, draw_counts, key, weigh, weighting_settings
 
@@ -49,13 +49,13 @@ def users_in(world, message):
 
 def test_the_sum_is_that_of_the_users_whom_all_silos_took(rng, monkeypatch):
     world = World(facts(), draw_counts(rng, facts()))
-    seen, finish = [], PaillierOpenSum.finish
+    seen, weights = [], PaillierSilo._weights
 
-    def watched(self, noise):
-        seen.append(opened(world, self._weights, self._silo.index))
-        return finish(self, noise)
+    def watched(self, message):
+        seen.append(opened(world, message, self.index))
+        return weights(self, message)
 
-    monkeypatch.setattr(PaillierOpenSum, "finish", watched)
+    monkeypatch.setattr(PaillierSilo, "_weights", watched)
     samples = []
     for number in range(1, ROUNDS + 1):
         updates, noise = world.draw(rng)

@@ -136,7 +136,7 @@ def test_rounds_and_evaluations_together_keep_to_the_target(sampling):
     for _ in range(20):
         done.record(range(10), 9, asked=10)
     for _ in range(4):
-        found.count_answer(scores, done)
+        found.query_sums[0].count_answer(done)
     epsilon = privacy_loss_of(found.releases(done), delta=1e-3).epsilon
     assert 1.9 < epsilon <= 2.0
     less = replace(planned, noise_multiplier=0.9 * planned.noise_multiplier).mechanism()
@@ -163,7 +163,7 @@ def test_each_adversary_pays_for_evaluations_by_the_noise_that_it_sees():
     for _ in range(3):
         done.record(range(100), 80, asked=90)
     for _ in range(4):
-        own.count_answer(SCORES, done)
+        own.query_sums[0].count_answer(done)
     found = by_view(own, done)
     precision = 3 / 1.0**2 + 4 / 3.0**2
     for view, factor in (
@@ -178,7 +178,7 @@ def test_each_adversary_pays_for_evaluations_by_the_noise_that_it_sees():
 
 def test_a_sum_of_scores_is_one_of_all_clients_whoever_trains():
     drawn = plan(sampling=FixedSizeSampling(population=100, size=40)).mechanism()
-    own = drawn.of_query(SCORES)
+    (own,) = drawn.query_sums
     assert own.cohort_size == 100
     assert own.sum_parameters.members == 100
     assert own.release.relation == drawn.release.relation
@@ -190,7 +190,7 @@ def test_a_sum_of_scores_is_one_of_all_clients_whoever_trains():
 def test_participations_remember_answers():
     done = Participations()
     done.record([1], 1)
-    plan().mechanism().count_answer(SCORES, done)
+    plan().mechanism().query_sums[0].count_answer(done)
     again = Participations.from_dict(done.to_dict())
     assert again.answers == {"scores": 1}
     assert (again.in_sums, again.in_uploads) == (done.in_sums, done.in_uploads)

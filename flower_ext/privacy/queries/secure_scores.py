@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from flower_ext.checks import is_number
 from flower_ext.errors import InvalidValue
-from flower_ext.privacy.mechanisms.vector_query import LocalView, VectorQuery
+from flower_ext.privacy.queries.vector_query import LocalView, VectorQuery
 
 Bounds = tuple[tuple[str, float, float], ...]
 """Names of scores, each with its smallest and its largest value."""

@@ -1,0 +1,96 @@
+"""Plans that take the plain mean of the replies, and the plan of a run without privacy."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from flower_ext.errors import InvalidValue
+from flower_ext.privacy.accounting.sampling import Sampling
+from flower_ext.privacy.base_plan import PrivacyPlan
+from flower_ext.privacy.mechanisms.noise import NoiseSource
+from flower_ext.privacy.mechanisms.round_mechanism import (
+    Aggregate,
+    RoundDiscarded,
+    RoundMechanism,
+    divided,
+)
+from flower_ext.privacy.mechanisms.updates import RunningSum
+from flower_ext.privacy.run_summary import MethodTraits
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlainAverage(PrivacyPlan, RoundMechanism):
+    """A plan that takes the plain mean of the replies. A subclass may add a guarantee.
+
+    The mechanism does not depend on the method, so the plan itself is the mechanism.
+    """
+
+    tells_sizes = True
+
+    sampling: Sampling
+
+    def mechanism(self, method: MethodTraits) -> RoundMechanism:
+        """Return this plan, which is its own mechanism."""
+        return self
+
+    def aggregate(self, summed: RunningSum, *, cohort_size: int, noise: NoiseSource) -> Aggregate:
+        """Return the mean of the uploads; ``noise`` is not used.
+
+        Raises
+        ------
+        RoundDiscarded
+            No client answered.
+        """
+        if not summed.count:
+            raise RoundDiscarded(f"none of {cohort_size} clients answered, so there is no mean")
+        mean = divided(summed.value, summed.count, summed.like)
+        return Aggregate(value=mean, answered=summed.count, topped_up_stddev=0.0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class NonPrivatePlan(PlainAverage):
+    """Plain averaging without clipping or noise. It guarantees nothing.
+
+    Use it to compare a private method with the same method without privacy.
+
+    Parameters
+    ----------
+    sampling : Sampling
+    weighting : {"clients", "examples"}
+        "clients" gives all clients the same weight in the mean, as all private plans do.
+        "examples" weighs each client by its number of training examples, as FedAvg does.
+    """
+
+    weighting: Literal["clients", "examples"] = "clients"
+
+    delta = None
+
+    def __post_init__(self) -> None:
+        if self.weighting not in ("clients", "examples"):
+            raise InvalidValue(f"weighting={self.weighting!r}: expected 'clients' or 'examples'")
+
+    @property
+    def weighs_examples(self) -> bool:
+        """True if ``weighting`` is "examples"."""
+        return self.weighting == "examples"
+
+    def mechanism(self, method: MethodTraits) -> RoundMechanism:
+        """Return this plan, which is its own mechanism.
+
+        Raises
+        ------
+        ValueError
+            ``weighting`` is "examples", but the method weights the updates by a rule of its own.
+        """
+        if self.weighs_examples and method.weighs_updates:
+            raise InvalidValue(
+                f"weighting='examples': expected 'clients', because the server's step of "
+                f"{method.name} weights clients by a different rule"
+            )
+        return self
+
+    def describe(self) -> str:
+        """Describe the plan in words, for the log."""
+        by = ", weighted by examples" if self.weighs_examples else ""
+        return f"{self.sampling.describe()} · no privacy{by}"

@@ -1,0 +1,1 @@
+"""Queries in addition to training, each of which releases one noised sum of vectors."""
