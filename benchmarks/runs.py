@@ -20,7 +20,7 @@ from rich.progress import track
 
 from flower_ext.federation.engines.run_app import run_app
 from flower_ext.runs import RunDirectory
-from flower_ext.runs.figures import Line, draw_lines
+from flower_ext.runs.figures import Chart, Line, draw_lines
 from flower_ext.runs.presets import preset
 from flower_ext.runs.settings import num_nodes
 
@@ -172,7 +172,8 @@ class Experiment:
         **options: Any,
     ) -> str:
         """Draw a figure of lines, and return the Markdown that shows it."""
-        path = draw_lines(self.folder / "figures", name, title, ylabel, lines, **options)
+        chart = Chart(title=title, ylabel=ylabel, lines=lines, **options)
+        path = draw_lines(self.folder / "figures", name, chart)
         return f"![{title}](figures/{path.name})"
 
     def write(self, name: str, *parts: str) -> None:

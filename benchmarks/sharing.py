@@ -41,7 +41,7 @@ from flower_ext.privacy import (
     PrivacyPlan,
     ReleasePlan,
 )
-from flower_ext.runs.figures import Line, draw_lines
+from flower_ext.runs.figures import Chart, Line, draw_lines
 from flower_ext.training import LocalTraining, Task
 
 CLASSES, HIDDEN, BATCH = 10, 32, 10
@@ -218,9 +218,13 @@ def draw(rows: Sequence[Row], folder: Path) -> None:
         if sizes:
             values = [statistics.mean(private_gains(where(line, examples=n))[1]) for n in sizes]
             lines[f"{clients} clients, {classes} classes each"] = sizes, values
-    title = "What sharing at ε = 2 gains over a client alone"
-    shown = {name: [line] for name, line in lines.items()}
-    draw_lines(folder, "sharing", title, "percentage points", shown, xlabel="examples a client")
+    chart = Chart(
+        title="What sharing at ε = 2 gains over a client alone",
+        xlabel="examples a client",
+        ylabel="percentage points",
+        lines={name: [line] for name, line in lines.items()},
+    )
+    draw_lines(folder, "sharing", chart)
 
 
 if __name__ == "__main__":

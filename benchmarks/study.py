@@ -27,7 +27,7 @@ from benchmarks.released_statistics import rounds_of, terms_of
 from flower_ext.data import find_files
 from flower_ext.data.linkage import write_key
 from flower_ext.privacy import ReleasePlan, SecureSum
-from flower_ext.runs.figures import draw_lines
+from flower_ext.runs.figures import Chart, draw_lines
 from flower_ext.statistics import read_statistics
 
 USERS, SILOS, DAYS, INTERVALS = 10_000, 5, 3600, 12
@@ -103,9 +103,9 @@ def survival(folder: Path | None, output: Path) -> tuple[Path, float, float]:
         "95 % interval, lower": [(places, [each.lower for each in curve])],
         "95 % interval, upper": [(places, [each.upper for each in curve])],
     }
-    figure = draw_lines(
-        output, "survival", "Kaplan–Meier curve of TcgaBrca", "share alive", lines, xlabel="days"
-    )
+    title = "Kaplan–Meier curve of TcgaBrca"
+    chart = Chart(title=title, xlabel="days", ylabel="share alive", lines=lines)
+    figure = draw_lines(output, "survival", chart)
     gap = max(abs(each.value - truth) for each, truth in zip(curve, exact, strict=True))
     return figure, gap, max(each.standard_error for each in curve)
 

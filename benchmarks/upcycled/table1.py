@@ -186,7 +186,8 @@ def written(pairs: Sequence[Pair]) -> tuple[str, str]:
         "coefficient",
         "paper",
     )
-    up = sum(pair.mean > 0 for pair in pairs)
+    # Of equal accuracies, the difference of two means may be 1e-17.
+    up = sum(round(pair.mean, 2) > 0 for pair in pairs)
     surely = sum(pair.mean > 2 * pair.error for pair in pairs)
     worse = sum(pair.mean < -2 * pair.error for pair in pairs)
     verdict = (

@@ -16,6 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from flwr.clientapp import ClientApp
+from flwr.serverapp import ServerApp
 
 from flower_ext.check import stand_in
 from flower_ext.check.app_folder import AppFolder
@@ -24,7 +26,7 @@ from flower_ext.check.instruments import Instruments
 from flower_ext.check.observe import Observed
 from flower_ext.check.probes import REAL, ProbeRequest, Probes
 from flower_ext.check.repair import repaired
-from flower_ext.check.verdict import DELTA, verdict
+from flower_ext.check.verdict import DELTA, Verdict, verdict
 from flower_ext.federation.engines.run_app import load_app
 
 _DATA_WORDS = ("flwr_datasets", "datasets", "Connection", "Timeout", "HTTPError", "FileNotFound")
@@ -62,62 +64,48 @@ def checked(
         The app does not load, or no client trains.
     """
     torch.set_num_threads(1)  # so that two equal runs compute equal numbers
-    app, log, start = AppFolder(Path(request.app)), Path(request.log), 0
-    instruments = Instruments()
+    app, instruments = AppFolder(Path(request.app)), Instruments()
     instruments.install()
     if request.random_data:
         columns = {name: (kind, tuple(shape)) for name, (kind, shape) in request.columns.items()}
         stand_in.install(columns)
-
-    def new_log() -> str:
-        nonlocal start
-        text = log.read_bytes()[start:]
-        start += len(text)
-        return text.decode(errors="replace")
-
-    try:
-        server, client = load_app(app.path)
-    except (Exception, SystemExit) as error:
-        traceback.print_exc()
-        raise NotChecked(f"the app does not load: {_described(error, app)}") from None
+    server, client = _loaded(app)
     instruments.limit_rounds(request.rounds)
     if any("opacus" in (app.path / path).read_text(encoding="utf-8") for path in app.modules):
         instruments.count_engines()
-    probes = Probes(
-        server=server,
-        client=client,
-        request=request,
-        instruments=instruments,
-        log=new_log,
-        place=app.place,
-        tell=tell,
-    )
-    import_once()
-    if (hugging_face := sys.modules.get("flower_ext.training.models.hugging_face")) is not None:
-        with suppress(Exception):  # the run says what is missing
-            hugging_face.libraries("")
-    real = probes.run(REAL, 1)
-    if real is None:
-        raise NotChecked(f"the app's first run did not end in {request.seconds:g} s, or crashed")
-    _refuse_failed(real)
-    probes.run_all(has_task=real.facts.has_task)
-    opinion = verdict(probes, app)
-    noise = real.facts.noise
-    diff = ""
-    if opinion.unproven or any(finding.refutes for finding in opinion.findings):
-        claim = max(opinion.claims, key=lambda claim: claim["delta"], default=None)
-        diff = repaired(
-            app,
-            epsilon=8.0 if claim is None else claim["epsilon"],
-            delta=DELTA if claim is None or not claim["delta"] else claim["delta"],
-            clipping_norm=1.0 if noise is None else noise.clipping_norm,
-            clients=request.clients,
+    import_slow_modules()
+    with Path(request.log).open("rb") as log:
+        probes = Probes(
+            app=app,
+            server=server,
+            client=client,
+            request=request,
+            instruments=instruments,
+            log=lambda: log.read().decode(errors="replace"),
+            tell=tell,
         )
-    return {**opinion.to_dict(), "diff": diff}
+        real = probes.run(REAL, 1)
+        if real is None:
+            raise NotChecked(
+                f"the app's first run did not end in {request.seconds:g} s, or crashed"
+            )
+        _refuse_failed(real)
+        probes.run_all()
+    opinion = verdict(probes)
+    return {**opinion.to_dict(), "diff": _change(probes, opinion)}
 
 
-def import_once() -> None:
-    """Import two slow modules that apps import: one for accounting, one for optimizers of torch.
+def _loaded(app: AppFolder) -> tuple[ServerApp, ClientApp]:
+    """Return the app's two sides; if the app does not load, name the line that failed."""
+    try:
+        return load_app(app.path)
+    except (Exception, SystemExit) as error:
+        traceback.print_exc()
+        raise NotChecked(f"the app does not load: {_described(error, app)}") from None
+
+
+def import_slow_modules() -> None:
+    """Import what apps import late: accounting, optimizers of torch, and Hugging Face's libraries.
 
     Each run is a fork of this process. Without this function each fork would import the modules
     anew, which takes longer than the run itself.
@@ -125,18 +113,35 @@ def import_once() -> None:
     import dp_accounting  # noqa: F401
     import torch._dynamo  # noqa: F401
 
+    if (hugging_face := sys.modules.get("flower_ext.training.models.hugging_face")) is not None:
+        with suppress(Exception):  # the run says what is missing
+            hugging_face.libraries("")
+
+
+def _change(probes: Probes, opinion: Verdict) -> str:
+    """Return a change of the app that makes an ε provable; "" if the app needs none."""
+    if not (opinion.unproven or any(finding.refutes for finding in opinion.findings)):
+        return ""
+    claim = max(opinion.claims, key=lambda claim: claim["delta"], default=None)
+    noise = probes.facts.noise
+    return repaired(
+        probes.app,
+        epsilon=8.0 if claim is None else claim["epsilon"],
+        delta=DELTA if claim is None or not claim["delta"] else claim["delta"],
+        clipping_norm=1.0 if noise is None else noise.clipping_norm,
+        clients=probes.request.clients,
+    )
+
 
 def _refuse_failed(real: Observed) -> None:
-    trained = any(reply.kind == TRAIN and not reply.error for reply in real.replies)
-    if trained and not real.ended:
-        return
-    reason = real.ended or (real.client_errors or ["no client sent a training reply"])[0]
-    if trained and real.rounds > 0 and not real.ended:
-        return
-    raise NotChecked(f"the app failed: {reason}{_advice(reason)}")
+    """Refuse an app whose first run ended with an error, or in which no client trained."""
+    if real.ended or not real.answers(TRAIN):
+        reason = real.ended or (real.client_errors or ["no client sent a training reply"])[0]
+        raise NotChecked(f"the app failed: {reason}{_advice(reason)}")
 
 
 def _described(error: BaseException, app: AppFolder) -> str:
+    """Return the type of an error and the app's line that raised it, without data of the app."""
     frames = traceback.extract_tb(error.__traceback__)
     inside = [f for f in frames if Path(f.filename).is_relative_to(app.path)]
     where = f" at {app.place(inside[-1].filename, inside[-1].lineno or 0)}" if inside else ""
@@ -146,6 +151,7 @@ def _described(error: BaseException, app: AppFolder) -> str:
 
 
 def _advice(reason: str) -> str:
+    """Return the option of ``flower-ext check`` that may help; "" if none is known."""
     if any(word in reason for word in _DATA_WORDS):
         return "; if its data cannot be loaded here, add --data random"
     if "FederationNotReady" in reason:

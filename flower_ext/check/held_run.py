@@ -19,6 +19,7 @@ from flwr.app import Array, ArrayRecord, Error, Message, RecordDict
 
 from flower_ext.check.vectors import direction, held_step
 from flower_ext.data import Examples, SiloData, trees
+from flower_ext.federation._flower_private import FIRST_CLIENT_ID
 from flower_ext.federation.client.client_method import ClientWork
 from flower_ext.federation.client.preparing import NO_DATA
 from flower_ext.federation.failures import CLIENT_APP_RAISED
@@ -174,7 +175,7 @@ def category_of(message: Message) -> str:
 
 def partition_of(message: Message) -> int:
     """Return the partition of the client that gets a message."""
-    return int(message.metadata.dst_node_id) - 1_000
+    return int(message.metadata.dst_node_id) - FIRST_CLIENT_ID
 
 
 def received_like(record: ArrayRecord, content: RecordDict) -> ArrayRecord | None:

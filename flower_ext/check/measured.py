@@ -18,7 +18,6 @@ from scipy.special import log_ndtr
 
 from flower_ext.check.mechanisms import Declared
 from flower_ext.check.probes import AGAIN, OTHER, QUIET, REAL, Probes, spread
-from flower_ext.check.recognise import Facts
 from flower_ext.privacy import FixedSizeSampling, NeighboringRelation, PoissonSampling
 from flower_ext.privacy.guarantee import epsilon_text
 
@@ -44,19 +43,20 @@ class Measured:
         return self.low <= self.stated * _SLACK
 
 
-def measured(probes: Probes, facts: Facts) -> Measured | None:
+def measured(probes: Probes) -> Measured | None:
     """Return ε as computed from the measurements; None if they do not determine ε."""
+    facts = probes.facts
     declared, noise, stated = facts.ours.declared, facts.noise, facts.stated
     if declared is None or noise is None or stated is None:
         return None
-    if (gap := _pooled_gap(probes, facts)) is None:
+    if (gap := _pooled_gap(probes)) is None:
         return None
     ratio, size = spread(gap), probes.cohort(AGAIN, 1)
     in_upload, sampling = noise.of_upload(size), declared.release.sampling.describe()
     stddev = in_upload * size**0.5 or noise.release_stddev * noise.cohort
     if noise.bounds_models:  # the adversary sees each upload
         stddev, sampling = in_upload / max(1, noise.steps) ** 0.5, "each upload alone"
-    moves = declared.moves * max(1.0, _growth(probes, facts))
+    moves = declared.moves * max(1.0, _growth(probes))
     multipliers = [stddev * value / moves for value in (ratio.value, ratio.high, ratio.low)]
     epsilon, low, high = (
         second_epsilon(declared, multiplier, stated.delta) for multiplier in multipliers
@@ -74,33 +74,33 @@ def measured(probes: Probes, facts: Facts) -> Measured | None:
     )
 
 
-def unmeasured(probes: Probes, facts: Facts) -> str:
+def unmeasured(probes: Probes) -> str:
     """Return why `measured` has no ε for an app of this package; "" if the app states no ε."""
-    if facts.stated is None:
+    if probes.facts.stated is None:
         return ""
-    if facts.ours.unmeasured:
-        return facts.ours.unmeasured
+    if reason := probes.facts.ours.unmeasured:
+        return reason
     held = [name for name in (AGAIN, OTHER) if (run := probes.runs.get(name)) is None or run.ended]
     if held:
         return "a run with other random numbers did not end in time, or failed"
     return "no upload and no released mean shows the noise in the first round"
 
 
-def _pooled_gap(probes: Probes, facts: Facts) -> np.ndarray | None:
+def _pooled_gap(probes: Probes) -> np.ndarray | None:
     """Return all differences that show noise: those of noised uploads, or else of means."""
     for gap in (upload_gap, release_gap):
-        gaps = (gap(probes, facts, number) for number in facts.comparable(probes.request.rounds))
+        gaps = (gap(probes, number) for number in probes.comparable)
         if parts := [part for part in gaps if part is not None]:
             return np.concatenate(parts)
     return None
 
 
-def _growth(probes: Probes, facts: Facts) -> float:
+def _growth(probes: Probes) -> float:
     """Return how far one unit was measured to move the noised value, divided by the app's bound.
 
     The result is 0 if no run shows the movement.
     """
-    noise, declared = facts.noise, facts.ours.declared
+    noise, declared = probes.facts.noise, probes.facts.ours.declared
     assert noise is not None
     assert declared is not None
     if noise.steps:
@@ -108,7 +108,7 @@ def _growth(probes: Probes, facts: Facts) -> float:
         return 0.0 if moved is None else moved / declared.moves
     if noise.bounds_models:
         return 0.0
-    if facts.ours.of_units:
+    if probes.facts.ours.of_units:
         moved = probes.unit_movement(1, noise.cohort) if probes.is_exact else None
         return 0.0 if moved is None else moved / noise.clipping_norm
     by_client = any(noise.upload_stddev.values())
@@ -116,26 +116,26 @@ def _growth(probes: Probes, facts: Facts) -> float:
     return 0.0 if bound is None else bound / noise.clipping_norm
 
 
-def upload_gap(probes: Probes, facts: Facts, number: int) -> np.ndarray | None:
+def upload_gap(probes: Probes, number: int) -> np.ndarray | None:
     """Return the differences of two runs' uploads, divided by the promised standard deviation.
 
     None if the uploads carry no noise, or no two uploads can be compared.
     """
-    if (noise := facts.noise) is None or not any(noise.upload_stddev.values()):
+    if (noise := probes.facts.noise) is None or not any(noise.upload_stddev.values()):
         return None
-    pair = (AGAIN, OTHER) if facts.holds else (REAL, AGAIN)
+    pair = (AGAIN, OTHER) if probes.facts.holds else (REAL, AGAIN)
     sizes = [probes.cohort(name, number) for name in pair]
     stddev = math.hypot(*(noise.of_upload(size) for size in sizes))
     parts = probes.upload_noise(*pair, number)
     return np.concatenate(list(parts.values())) / stddev if parts and stddev else None
 
 
-def release_gap(probes: Probes, facts: Facts, number: int) -> np.ndarray | None:
+def release_gap(probes: Probes, number: int) -> np.ndarray | None:
     """Return the difference of two runs' releases, divided by the promised standard deviation.
 
     None if no noise is promised in the release, or the releases cannot be compared.
     """
-    if (noise := facts.noise) is None or not noise.release_stddev or not facts.holds:
+    if (noise := probes.facts.noise) is None or not noise.release_stddev or not probes.facts.holds:
         return None
     step = probes.release_noise(AGAIN, OTHER, number)
     return None if step is None else step / (noise.release_stddev * 2**0.5)

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import random
 import traceback
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any
@@ -75,8 +76,11 @@ class Observed:
     """Type and place of the error that ended the run."""
     client_errors: list[str] = field(default_factory=list)
     template: dict[str, RecordDict] = field(default_factory=dict)
-    facts: Any = None
     log: str = ""
+
+    def answers(self, kind: str) -> list[Reply]:
+        """Return the replies to messages of a kind, except errors."""
+        return [reply for reply in self.replies if reply.kind == kind and not reply.error]
 
     def uploads(self, round: int) -> dict[int, Vector]:
         """Return the uploads of a training round, by partition."""
@@ -185,25 +189,18 @@ class Watch:
         """Return one client's reply; seed the global generators for this client alone."""
         partition = self.answering = partition_of(message)
         turn = self._turns[partition] = self._turns.get(partition, 0) + 1
-        before = random.getstate(), np.random.get_state(), torch.get_rng_state()  # noqa: NPY002 - apps draw from it
-        seed_all(self.seed, partition, turn)
-        is_ours = isinstance(app, CohortApp)
+        content, is_ours = message.content, isinstance(app, CohortApp)
         try:
-            if is_ours:
-                reply = answer_all(app, [message], [context])[0]
-            else:
-                content, message.content = message.content, deepcopy(message.content)
-                try:
+            with _seeded(self.seed, partition, turn):
+                if is_ours:
+                    (reply,) = answer_all(app, [message], [context])
+                else:
+                    message.content = deepcopy(content)  # the app may write into what it gets
                     reply = app(message, context)
-                finally:
-                    message.content = content
         except Exception as error:  # whatever the app raises becomes an error reply, as in Flower
             self.observed.client_errors.append(self.described(error))
             reply = Message(Error(code=CLIENT_APP_RAISED, reason=""), reply_to=message)
-        finally:
-            random.setstate(before[0])
-            np.random.set_state(before[1])  # noqa: NPY002 - apps draw from it
-            torch.set_rng_state(before[2])
+        message.content = content
         if is_ours and self.held is not None:
             reply = self.held.changed_reply(message, reply)
         self.note(message, reply)
@@ -310,7 +307,7 @@ def observe(
         state=RecordDict(),
         run_config=dict(config),
     )
-    seed_all(watch.seed, 0, 0)
+    _seed(watch.seed, 0, 0)
     try:
         server(grid, context)
     except Enough:
@@ -322,7 +319,20 @@ def observe(
     return watch.observed
 
 
-def seed_all(*path: int) -> None:
+@contextmanager
+def _seeded(*path: int) -> Iterator[None]:
+    """Seed the global generators for the block, and restore them afterwards."""
+    before = random.getstate(), np.random.get_state(), torch.get_rng_state()  # noqa: NPY002 - apps draw from it
+    _seed(*path)
+    try:
+        yield
+    finally:
+        random.setstate(before[0])
+        np.random.set_state(before[1])  # noqa: NPY002 - apps draw from it
+        torch.set_rng_state(before[2])
+
+
+def _seed(*path: int) -> None:
     """Seed the global generators, which apps draw from."""
     seed = int(np.random.SeedSequence(path).generate_state(1)[0])
     random.seed(seed)

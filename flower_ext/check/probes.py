@@ -16,11 +16,12 @@ from flwr.clientapp import ClientApp
 from flwr.serverapp import ServerApp
 from scipy.stats import chi2
 
+from flower_ext.check.app_folder import AppFolder
 from flower_ext.check.forks import in_fork
 from flower_ext.check.held_run import Change, HeldRun
 from flower_ext.check.instruments import Instruments
 from flower_ext.check.observe import Observed, Watch, observe
-from flower_ext.check.recognise import facts_of
+from flower_ext.check.recognise import Facts, facts_of
 from flower_ext.check.stand_in import Column
 from flower_ext.check.vectors import HELD, Vector
 
@@ -91,26 +92,45 @@ class Probes:
 
     Parameters
     ----------
+    app : AppFolder
     server, client
-        The app.
+        The app's two sides, loaded from ``app``.
     request : ProbeRequest
     instruments : Instruments
     log : Callable
         Returns what the app printed since the last call.
-    place : Callable
-        Returns the name of a file and line for messages, such as ``client_app.py:12``.
     tell : Callable
         Shows the user a text on how long the check takes.
     """
 
+    app: AppFolder
     server: ServerApp
     client: ClientApp
     request: ProbeRequest
     instruments: Instruments
     log: Callable[[], str]
-    place: Callable[[str, int], str]
     tell: Callable[[str], object] = lambda text: None
     runs: dict[str, Observed | None] = field(default_factory=dict)
+    _facts: Facts | None = None
+
+    @property
+    def real(self) -> Observed:
+        """The first run, in which clients learn; it exists once that run has ended in time."""
+        real = self.runs[REAL]
+        assert real is not None
+        return real
+
+    @property
+    def facts(self) -> Facts:
+        """The facts that the app's live objects showed after the first run."""
+        assert self._facts is not None
+        return self._facts
+
+    @property
+    def comparable(self) -> range:
+        """The rounds whose noise, in held runs, has the standard deviation of the app's noise."""
+        rounds = self.request.rounds if self.facts.rounds_alike else 1
+        return range(1, rounds + 1)
 
     def run(
         self, name: str, seed: int, change: Change = "", *, quiet: bool = False
@@ -121,27 +141,32 @@ class Probes:
         """
         real = self.runs.get(REAL)
         held = None if real is None else HeldRun(template=real.template, change=change, quiet=quiet)
-        watch = Watch(seed=seed, rounds=self.request.rounds, held=held, place=self.place)
+        watch = Watch(seed=seed, rounds=self.request.rounds, held=held, place=self.app.place)
         start = time.monotonic()
-        self.runs[name] = in_fork(partial(self._observed, watch), seconds=self.request.seconds)
+        result = in_fork(partial(self._observed, watch), seconds=self.request.seconds)
+        observed = self.runs[name] = None if result is None else result[0]
         if name == REAL and (taken := time.monotonic() - start) > _LONG:
             self.tell(
                 f"The app's first run took {taken:.0f} s; up to 9 follow, most of them faster"
             )
-        if (observed := self.runs[name]) is not None:
-            observed.log = self.log()
+        if result is None or observed is None:
+            return None
+        if name == REAL:
+            self._facts = result[1]
+        observed.log = self.log()
         return observed
 
-    def _observed(self, watch: Watch) -> Observed:
+    def _observed(self, watch: Watch) -> tuple[Observed, Facts | None]:
+        """Run the app; return what was observed and, after the first run, the app's facts."""
         self.instruments.watch = watch
         observed = observe(
             self.server, self.client, self.request.config, self.request.clients, watch
         )
-        if REAL not in self.runs:
-            observed.facts = facts_of(self.instruments, self.client, observed)
-        return observed
+        if REAL in self.runs:
+            return observed, None
+        return observed, facts_of(self.instruments, self.client, observed)
 
-    def run_all(self, *, has_task: bool) -> None:
+    def run_all(self) -> None:
         """Make all held runs, which follow the first run."""
         self.run(AGAIN, 1)
         self.run(OTHER, 2)
@@ -149,7 +174,7 @@ class Probes:
             self.run(change, 1, change)
         self.run(QUIET, 1, quiet=True)
         self.run("huge", 1, "huge", quiet=True)
-        if not has_task:
+        if not self.facts.has_task:
             self.run("huge, other", 2, "huge")
             self.run("heavy", 1, "huge and heavy", quiet=True)
             self.run("zero", 1, "zero")

@@ -103,11 +103,12 @@ class Facts:
     engines_per_client: int
     """The largest number of privacy engines of Opacus that one client made."""
 
-    def comparable(self, rounds: int) -> range:
-        """Return the rounds whose noise, in held runs, has the standard deviation of `noise`."""
-        adaptive = self.has(SERVER_ADAPTIVE) or self.has(CLIENT_ADAPTIVE)
-        ours = self.has(FederatedStrategy.__name__)
-        return range(1, 2 if adaptive or (ours and not self.ours.rounds_alike) else rounds + 1)
+    @property
+    def rounds_alike(self) -> bool:
+        """True if, in held runs, the noise of every round has the standard deviation of `noise`."""
+        if self.has(FederatedStrategy.__name__) and not self.ours.rounds_alike:
+            return False
+        return not (self.has(SERVER_ADAPTIVE) or self.has(CLIENT_ADAPTIVE))
 
     @property
     def stated(self) -> Guarantee | None:

@@ -13,7 +13,7 @@ from flower_ext.check.findings import Finding, findings
 from flower_ext.check.measured import Measured, measured, unmeasured
 from flower_ext.check.mechanisms import promised
 from flower_ext.check.observe import Observed
-from flower_ext.check.probes import REAL, Probes
+from flower_ext.check.probes import Probes
 from flower_ext.check.recognise import Claim, Facts
 from flower_ext.privacy import Guarantee, PrivacyUnit, privacy_loss_of
 
@@ -73,18 +73,16 @@ class Verdict:
         }
 
 
-def verdict(probes: Probes, app: AppFolder) -> Verdict:
+def verdict(probes: Probes) -> Verdict:
     """Return the verdict after all runs."""
-    real = probes.runs[REAL]
-    assert real is not None
-    facts: Facts = real.facts
+    real, facts = probes.real, probes.facts
     planned = facts.planned
-    second = measured(probes, facts)
-    every_finding = findings(probes, app, second)
+    second = measured(probes)
+    every_finding = findings(probes, second)
     claims = [*facts.claims, *_configured(probes.request.config, planned), *_reported(real)]
     delta = max((claim.delta for claim in claims), default=0.0) or DELTA
     refuted = next((finding for finding in every_finding if finding.refutes), None)
-    provable = list(_provable(facts, refuted, planned, delta))
+    provable = list(_provable(facts, refuted, delta))
     conditional = {}
     if facts.release is not None:
         conditional = {
@@ -101,20 +99,19 @@ def verdict(probes: Probes, app: AppFolder) -> Verdict:
         clients=probes.request.clients,
         provable=provable,
         measured=second,
-        unmeasured="" if second is not None else unmeasured(probes, facts),
+        unmeasured="" if second is not None else unmeasured(probes),
         conditional=conditional,
         claims=[
-            {**asdict(claim), "provable": not refuted and _follows(claim, facts, planned)}
+            {**asdict(claim), "provable": not refuted and _follows(claim, facts)}
             for claim in claims
         ],
         findings=every_finding,
-        messages=list(_messages(real, app)),
+        messages=list(_messages(real, probes.app)),
     )
 
 
-def _provable(
-    facts: Facts, refuted: Finding | None, planned: int, delta: float
-) -> Iterator[Provable]:
+def _provable(facts: Facts, refuted: Finding | None, delta: float) -> Iterator[Provable]:
+    """Yield a provable ε, or the reason why there is none, for each privacy unit."""
     proved = [
         claim
         for claim in facts.guarantees
@@ -139,7 +136,7 @@ def _provable(
             )
         if fitting:
             continue
-        if unit is not PrivacyUnit.USER and (epsilon := facts.epsilon(planned, delta)):
+        if unit is not PrivacyUnit.USER and (epsilon := facts.epsilon(facts.planned, delta)):
             yield Provable(
                 unit=unit.value,
                 epsilon=epsilon,
@@ -152,12 +149,13 @@ def _provable(
             yield Provable(unit=unit.value, epsilon=None, delta=None, text=text)
 
 
-def _follows(claim: Claim, facts: Facts, planned: int) -> bool:
+def _follows(claim: Claim, facts: Facts) -> bool:
+    """Return True if a claim states no less than a provable ε for as many rounds."""
     limit = claim.epsilon * _SLACK
     if facts.release is not None:
         epsilon = facts.epsilon(claim.rounds, claim.delta or DELTA)
         return epsilon is not None and epsilon <= limit
-    guarantees = facts.guarantees if claim.rounds >= planned else facts.guarantees_now
+    guarantees = facts.guarantees if claim.rounds >= facts.planned else facts.guarantees_now
     return any(
         guarantee.basis == "provable"
         and guarantee.conditions_hold
@@ -167,6 +165,7 @@ def _follows(claim: Claim, facts: Facts, planned: int) -> bool:
 
 
 def _epsilon_at(guarantee: Guarantee, delta: float) -> float:
+    """Return ε of a guarantee at ``delta``, or at the guarantee's δ if ``delta`` is 0."""
     if not delta or guarantee.delta <= delta * _SLACK:
         return guarantee.epsilon
     if guarantee.releases is None:
@@ -175,6 +174,7 @@ def _epsilon_at(guarantee: Guarantee, delta: float) -> float:
 
 
 def _configured(config: Mapping[str, Any], planned: int) -> Iterator[Claim]:
+    """Yield the ε in the app's settings."""
     numbers = {
         name: float(value)
         for name, value in config.items()

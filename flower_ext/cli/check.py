@@ -14,9 +14,9 @@ from typing import Annotated, Any, Literal
 import typer
 from rich.markdown import Markdown
 
-from flower_ext.cli.preparing import checked_settings
 from flower_ext.cli.screen import console, say
 from flower_ext.errors import FlowerExtError
+from flower_ext.runs.app_settings import checked_settings
 from flower_ext.runs.page import to_markdown
 from flower_ext.runs.settings import clients_setting, num_nodes
 

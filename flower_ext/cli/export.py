@@ -18,7 +18,6 @@ import typer
 from flwr.app import ConfigRecord, Context, RecordDict
 from safetensors.torch import load_file, save
 
-from flower_ext.cli.preparing import checked_settings
 from flower_ext.cli.screen import say
 from flower_ext.errors import InvalidValue
 from flower_ext.federation import ClientMemory, InProcessGrid, records
@@ -27,6 +26,7 @@ from flower_ext.federation.client.client_side import ClientSide
 from flower_ext.federation.engines.run_app import load_app
 from flower_ext.files import write_whole
 from flower_ext.privacy import AdversaryView
+from flower_ext.runs.app_settings import checked_settings
 from flower_ext.runs.directory import RunDirectory
 from flower_ext.training import Params, clone
 

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import codecs
-import csv
-import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -24,6 +21,7 @@ from flower_ext.data.linkage import (
     shared_counts,
     write_key,
 )
+from flower_ext.data.linked_tables import write_linked
 from flower_ext.data.pseudonym_files import (
     read_numbers,
     read_pseudonyms,
@@ -36,8 +34,6 @@ from flower_ext.files import whole_file
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 
-USER = "user"
-"""Name of the column with a person's number."""
 _ROWS_PER_NOTICE = 100_000
 
 Table = Annotated[Path, typer.Argument(help="CSV or Parquet file of this silo.")]
@@ -162,7 +158,7 @@ def users(
         number_of = partial(bucket, num_buckets=buckets)
     else:
         raise InvalidValue("buckets: expected either --buckets or --numbers")
-    persons = _rewrite(
+    persons = _write(
         RecordFile(path=table, encoding=encoding), pseudonyms, number_of, output, skip_unusable
     )
     common = pseudonyms.fingerprint if buckets is None else f"{pseudonyms.fingerprint}-{buckets}"
@@ -191,7 +187,7 @@ def _pseudonyms(
     return Pseudonyms(read_key(key), (*texts, *dates))
 
 
-def _rewrite(
+def _write(
     source: RecordFile,
     pseudonyms: Pseudonyms,
     number: Callable[[bytes], int],
@@ -199,43 +195,19 @@ def _rewrite(
     skip_unusable: bool,
 ) -> int:
     """Write the table with numbers in place of the identifier; return the number of people."""
-    names = source.column_names()
-    if USER in names:
-        raise InvalidValue(
-            f"{source.path}: the table has a column {USER!r} already; rename that column"
-        )
-    identifier = set(source.positions([part.column for part in pseudonyms.fields]))
-    kept = [position for position in range(len(names)) if position not in identifier]
-    persons: set[bytes] = set()
     unusable: Counter[str] = Counter()
-    texts: Counter[int] = Counter()
-    num_rows = 0
+    rows = _watched(pseudonyms.of_rows(source, unusable))
     with whole_file(output) as stream:
-        writer = csv.writer(codecs.getwriter("utf-8")(stream))
-        writer.writerow([USER, *(names[position] for position in kept)])
-        for row, pseudonym in _watched(pseudonyms.of_rows(source, unusable)):
-            persons.add(pseudonym)
-            writer.writerow([number(pseudonym), *(row[position] for position in kept)])
-            texts.update(position for position in kept if _is_text(row[position]))
-            num_rows += 1
+        linked = write_linked(stream, source, pseudonyms, rows, number)
         _refuse(source.path, unusable, skip_unusable)
-    say(f"{output}: {num_rows:,} rows of {len(persons):,} people")
-    say(f"Columns kept: {', '.join(names[position] for position in kept)}")
-    for position, count in texts.items():
+    say(f"{output}: {linked.num_rows:,} rows of {linked.num_people:,} people")
+    say(f"Columns kept: {', '.join(linked.columns)}")
+    for column, count in linked.texts.items():
         say(
-            f"Column {names[position]!r}: {count:,} of {num_rows:,} values are not numbers (they "
+            f"Column {column!r}: {count:,} of {linked.num_rows:,} values are not numbers (they "
             "may be words, or decimals with a comma); apps that expect numbers take them as missing"
         )
-    return len(persons)
-
-
-def _is_text(value: object) -> bool:
-    """Return True for a value that is neither empty nor a number."""
-    text = "" if value is None else str(value).strip()
-    try:
-        return bool(text) and math.isnan(float(text) * 0)
-    except ValueError:
-        return True
+    return linked.num_people
 
 
 def _watched(

@@ -10,9 +10,9 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
-from flower_ext.cli.preparing import declared_settings
 from flower_ext.cli.screen import console, titled_table
 from flower_ext.errors import InvalidValue
+from flower_ext.runs.app_settings import declared_settings
 from flower_ext.runs.presets import SettingsFile, presets
 from flower_ext.runs.settings import Declaration
 

@@ -9,9 +9,9 @@ from typing import Annotated
 
 import typer
 
+from flower_ext.cli.launching import launch
 from flower_ext.cli.preparing import Overrides, RunOptions, RunsFolder, prepare
 from flower_ext.cli.processes import signals_as_interrupts
-from flower_ext.cli.run_command import launch
 from flower_ext.cli.screen import console, say, titled_table
 from flower_ext.runs.settings import UnfitSetting
 from flower_ext.statistics import read_statistics

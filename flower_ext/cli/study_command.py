@@ -1,29 +1,5 @@
 """``flower-ext study``: link tables, and run the stages of a study that share one account.
 
-A study is a TOML file::
-
-    title = "Three hospitals"
-    app = "apps/consortium"
-
-    [settings]                       # of all stages, as for `flower-ext run --set`
-    num-silos = 3
-
-    [[link]]                         # options of `flower-ext link users`, once for each silo
-    table = "north.csv"
-    by = ["surname", "given"]
-    key = "study.key"
-    buckets = 100000
-    output = "linked/silo-0.csv"
-
-    [[stage]]
-    name = "statistics"
-    settings = { method = "statistics", epsilon = 0.3 }
-
-    [[stage]]
-    name = "training"
-    uses = ["statistics/standardise.toml"]      # files of settings that earlier stages wrote
-    settings = { epsilon = 1.0 }
-
 The run directory of each stage is in the study's folder, beside the account. Repeat the command to
 continue a study: a complete stage is kept, and an interrupted stage is resumed.
 """
@@ -32,81 +8,26 @@ from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any, Self
+from typing import Annotated, Any
 
 import typer
 
 from flower_ext.cli import link
+from flower_ext.cli.launching import launch
 from flower_ext.cli.preparing import PreparedRun, RunOptions, RunsFolder, prepare
 from flower_ext.cli.processes import Interrupted, LaunchFailed, signals_as_interrupts
 from flower_ext.cli.reporting import ledger
-from flower_ext.cli.run_command import launch
 from flower_ext.cli.screen import console, say, titled_table
 from flower_ext.errors import InvalidValue
-from flower_ext.files import from_table, read_toml
 from flower_ext.runs.directory import RunDirectory
-from flower_ext.runs.presets import SettingsFile
-from flower_ext.runs.settings import INCIDENTAL, OF_NODES, nearest
+from flower_ext.runs.settings import INCIDENTAL, nearest
+from flower_ext.runs.study import ACCOUNT, Stage, Study
 
-ACCOUNT = "account.jsonl"
-"""File in a study's folder with the privacy that all stages have spent."""
 _LINK_PATHS = ("table", "key", "output", "numbers")
 _LINK_OPTIONS = tuple(name.replace("_", "-") for name in inspect.signature(link.users).parameters)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Stage:
-    """A run of a study: its name, its settings, and the files of earlier stages that it uses."""
-
-    name: str
-    settings: Mapping[str, Any] = field(default_factory=dict)
-    uses: Sequence[str] = ()
-
-
-@dataclass(frozen=True, kw_only=True)
-class Study:
-    """The content of a study's file; paths in it are relative to the file's folder."""
-
-    path: Path
-    app: str
-    stage: Sequence[Stage]
-    title: str = ""
-    settings: Mapping[str, Any] = field(default_factory=dict)
-    link: Sequence[Mapping[str, Any]] = ()
-
-    @classmethod
-    def read(cls, path: Path) -> Self:
-        """Read a study.
-
-        Raises
-        ------
-        InvalidValue
-            There is no such file, it is not TOML, or it lacks the form shown at the top of this
-            module.
-        """
-        content, where = read_toml(path), f"study {path}"
-        stages = [
-            from_table(Stage, each, f"{where}: [[stage]]") for each in content.pop("stage", [])
-        ]
-        study = from_table(cls, {**content, "path": path, "stage": stages}, where)
-        if not stages or len({stage.name for stage in stages}) < len(stages):
-            raise InvalidValue(f"{where}: expected tables [[stage]], each with a different name")
-        for entry in study.link:
-            for name in entry:
-                if name not in _LINK_OPTIONS:
-                    raise InvalidValue(
-                        f"study {path}: [[link]] has no {name!r}; {nearest(name, _LINK_OPTIONS)}"
-                    )
-            if not {"table", "key", "output"} <= set(entry):
-                raise InvalidValue(f"study {path}: expected table, key and output in each [[link]]")
-        return study
-
-    def placed(self, path: str) -> Path:
-        """Return a path in the study's file as an absolute path."""
-        return (self.path.parent / Path(path).expanduser()).absolute()
 
 
 def study(
@@ -125,6 +46,7 @@ def study(
     Example: flower-ext study study.toml
     """
     plan = Study.read(file)
+    _check_links(plan)
     place = (folder or runs / file.stem).absolute()
     for entry in plan.link:
         _link(plan, entry)
@@ -153,6 +75,20 @@ def study(
         ledger(account)
 
 
+def _check_links(plan: Study) -> None:
+    """Refuse a table ``[[link]]`` that ``flower-ext link users`` could not read."""
+    for entry in plan.link:
+        if unknown := [name for name in entry if name not in _LINK_OPTIONS]:
+            raise InvalidValue(
+                f"study {plan.path}: [[link]] has no {unknown[0]!r}; "
+                f"{nearest(unknown[0], _LINK_OPTIONS)}"
+            )
+        if not {"table", "key", "output"} <= set(entry):
+            raise InvalidValue(
+                f"study {plan.path}: expected table, key and output in each [[link]]"
+            )
+
+
 def _link(plan: Study, entry: Mapping[str, Any]) -> None:
     """Write a silo's linked table.
 
@@ -172,17 +108,7 @@ def _link(plan: Study, entry: Mapping[str, Any]) -> None:
 
 def _prepared(plan: Study, stage: Stage, place: Path, superlink: str | None) -> PreparedRun:
     """Return the run of a stage, ready to start."""
-    settings = {"run-directory": str(place / stage.name), **plan.settings}
-    if "population-epsilon" in settings:
-        settings.setdefault("budget-ledger", str(place / ACCOUNT))
-    for name in OF_NODES:
-        if settings.get(name):
-            settings[name] = str(plan.placed(settings[name]))
-    for name in stage.uses:
-        if not (path := place / name).exists():
-            raise InvalidValue(f"`uses` names {path}, but no earlier stage has written this file")
-        settings |= SettingsFile.read(path).settings(settings)
-    settings |= stage.settings
+    settings = plan.settings_of(stage, place)
     options = RunOptions(
         app=plan.placed(plan.app),
         superlink=superlink,
@@ -210,38 +136,28 @@ def _run(run: PreparedRun, path: Path) -> None:
         directory = RunDirectory.open(path)
         before = directory.config
         changed = [
-            f"{each} = {before.get(each)!r}, now {value!r}"
-            for each, value in run.config.items()
-            if each not in INCIDENTAL and before.get(each) != value
+            f"{name} = {before.get(name)!r}, now {value!r}"
+            for name, value in run.config.items()
+            if name not in INCIDENTAL and before.get(name) != value
         ]
-        if changed and _has_begun(directory):
+        if changed and directory.has_used_data():
             raise InvalidValue(
                 f"the stage began in {path} with different settings ({'; '.join(changed)}): undo "
                 "these, or give the stage another name"
             )
         if changed:
             path.rename(path.with_name(f"{path.name}-{directory.id[:8]}"))
-            _launched(run, path)
-            return
-        if directory.status == "completed":
+        elif directory.status == "completed":
             _check_released(directory)
             say(f"{path}: complete, kept")
             return
-        app, superlink = run.options.app, run.options.superlink
-        again = RunOptions(
-            app=app, superlink=superlink, in_process=run.options.in_process, resume=path
-        )
-        run = prepare(again)
-    _launched(run, path)
+        else:
+            run = prepare(replace(run.options, settings=(), resume=path))
+    _launch(run, path)
 
 
-def _has_begun(directory: RunDirectory) -> bool:
-    """Return True if a run may have used anybody's data."""
-    marks = (directory.path / "ledger.jsonl", directory.path / "checkpoints" / "begun.jsonl")
-    return bool(directory.metrics()) or any(mark.exists() and mark.stat().st_size for mark in marks)
-
-
-def _launched(run: PreparedRun, path: Path) -> None:
+def _launch(run: PreparedRun, path: Path) -> None:
+    """Run a stage to its end, and refuse a run that leaves nothing for later stages."""
     launch(run)
     if not (path / "run.json").exists():
         raise LaunchFailed(

@@ -29,8 +29,8 @@ class DatasetInfo:
     Parameters
     ----------
     files : tuple of tuple of str
-        Alternative sets of files, as paths below the data folder; one complete set suffices. Any
-        data set may also lie in one file ``NAME.npz``. Empty if the data set needs no file.
+        Alternative sets of files, as paths below the data folder; one complete set suffices. The
+        tuple is empty if the data set needs no file. `load` also accepts one file ``NAME.npz``.
     advice : str
         How to get the files, for the error about missing ones.
     """
@@ -91,9 +91,10 @@ def load(name: str, folder: Path | None = None) -> Examples:
     """Load a data set: features float32 (n, channels, height, width), targets int64 (n,).
 
     A file ``.npz`` has images ``x`` as bytes (n, height, width) or (n, height, width, 3) and labels
-    ``y``, or both as ``x_train``, ``y_train``, ``x_test`` and ``y_test``. ``mnist`` and
-    ``fashion-mnist`` are also read from their four usual files. ``femnist`` holds the digits of
-    FEMNIST; ``letters`` are ten classes of letters, for example a e i o u A E I O U of NIST.
+    ``y``. Instead of ``x`` and ``y``, it may have ``x_train``, ``y_train``, ``x_test`` and
+    ``y_test``, which are joined. ``mnist`` and ``fashion-mnist`` are also read from their four
+    usual files. ``femnist`` holds the digits of FEMNIST. ``letters`` holds images of ten letters,
+    one class each, for example a e i o u A E I O U of NIST.
 
     Pixels are scaled to [0, 1]; CIFAR-10 is standardised by its channel means and deviations.
 
@@ -172,7 +173,7 @@ def _read_idx(path: Path) -> np.ndarray:
 
 
 def _examples(name: str, info: DatasetInfo, images: np.ndarray, labels: np.ndarray) -> Examples:
-    """Convert uint8 images (n, height, width[, channels]) and their labels."""
+    """Convert uint8 images (n, height, width[, channels]) and labels (n,) to `Examples`."""
     if labels.shape != (len(images),):
         raise InvalidValue(
             f"{name}: labels of shape {labels.shape}; expected one for each of {len(images)} images"
@@ -184,7 +185,10 @@ def _examples(name: str, info: DatasetInfo, images: np.ndarray, labels: np.ndarr
             f"expected uint8 of {info.input_shape}"
         )
     if not np.isin(labels, np.arange(info.num_classes)).all():
-        raise InvalidValue(f"{name}: expected labels 0 … {info.num_classes - 1}")
+        raise InvalidValue(
+            f"{name}: expected labels 0 … {info.num_classes - 1}, but the file has others; get it "
+            "again"
+        )
     # Convert once and scale in place, because every worker process holds a copy of the data set.
     pixels = torch.from_numpy(np.ascontiguousarray(channels_first)).float().div_(255)
     if name == "cifar10":

@@ -74,7 +74,7 @@ class Examples:
 
     @property
     def row_type(self) -> tuple[Hashable, ...]:
-        """Shape and type of one example: of its features and of its target."""
+        """Shape and type of one example's features, and of its target."""
         return trees.row_type(self.features), trees.row_type(self.targets)
 
     def subset(self, indices: np.ndarray | Sequence[int]) -> Examples:
@@ -121,7 +121,8 @@ class SiloData(ClientData):
     Parameters
     ----------
     owners : Tensor
-        User of each training example, integers >= 0 (n,). A user has the same number in all silos.
+        Number of the user to whom each training example belongs: integers >= 0 (n,). A user has the
+        same number in all silos.
     """
 
     owners: Tensor
@@ -152,9 +153,10 @@ class SiloData(ClientData):
         return replace(self, train=train, owners=self.owners[kept])
 
     def by_user(self) -> dict[int, Examples]:
-        """Return the training examples of each user; the users ascend.
+        """Return the training examples of each user, by the user's number in ascending order.
 
-        A user's examples keep their order. They are views of one sorted copy.
+        A user's examples keep their order. Their tensors are views of one sorted copy of all
+        examples.
         """
         # A stable sort keeps the order of each user's examples.
         order = torch.argsort(self.owners, stable=True)
@@ -169,9 +171,9 @@ class SiloData(ClientData):
         }
 
     def limited(self, limits: np.ndarray, rng: np.random.Generator) -> SiloData:
-        """Return a silo with at most ``limits[u]`` training examples of each user u.
+        """Return the data with at most ``limits[u]`` training examples of each user u.
 
-        The examples are chosen at random; all of a user's examples are equally likely.
+        If a user has more, the ones to keep are chosen at random, all with the same probability.
 
         Raises
         ------
@@ -207,7 +209,7 @@ def owned(data: ClientData, num_users: int) -> SiloData:
     if len(data.owners) and int(data.owners.max()) >= num_users:
         raise InvalidValue(
             f"owners: found user {int(data.owners.max())}, expected users 0 … {num_users - 1}, "
-            f"because the plan's population is {num_users}; renumber the users or enlarge it"
+            f"because the plan's population is {num_users}; renumber the users, or raise population"
         )
     return data
 
@@ -216,8 +218,8 @@ def within_unit_ball(devices: Sequence[ClientData]) -> list[ClientData]:
     """Return the clients' data with each record's features x scaled to x / max(1, ‖x‖₂).
 
     Objective perturbation requires features of norm at most 1. Each record is scaled by its own
-    norm alone, so changing one record changes no other. A scaled record ends 1e-6 inside the ball,
-    so that rounding cannot put it outside.
+    norm alone, so changing one record changes no other. A record that is scaled gets a norm 1e-6
+    below 1, so that rounding cannot raise it above 1.
 
     Raises
     ------
@@ -229,7 +231,8 @@ def within_unit_ball(devices: Sequence[ClientData]) -> list[ClientData]:
         features = examples.features
         if not isinstance(features, Tensor):
             raise InvalidValue(
-                "features are a tuple or mapping: expected one tensor, whose norms are bounded"
+                "features are a tuple or mapping: expected one tensor, because objective "
+                "perturbation needs features of norm at most 1"
             )
         norms = torch.linalg.vector_norm(features.flatten(1).double(), dim=1)
         divisors = torch.where(norms > 1, norms * (1 + 1e-6), 1.0)

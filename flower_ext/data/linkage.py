@@ -7,11 +7,11 @@ ways:
 
 * **Buckets** need no message: a number is the pseudonym modulo the number of buckets. Two people in
   one bucket count as one user. Both stay protected, but they share one bound.
-* A **numbered union** needs a coordinator, who holds no key: silos send their pseudonyms, and the
-  coordinator numbers the union in random order. If it numbered
-  them in sorted order, two consecutive numbers would show that the union has no pseudonym between
-  theirs. A silo with the key could then compute a person's pseudonym, find it in such a gap, and
-  learn that the person is in no silo.
+* A **numbered union** needs a coordinator, who holds no key. Silos send it their pseudonyms, and it
+  numbers the union of them in random order. Sorted order would reveal absent people: two
+  consecutive numbers would show that the union has no pseudonym between two known ones. A silo with
+  the key could then compute a person's pseudonym, find it in such a gap, and learn that the person
+  is in no silo.
 
 A person whose identifier is spelled in j ways has j numbers. The guarantee for that person is that
 of a group of j users.
@@ -42,7 +42,10 @@ _DECIMALS = re.compile(r"\s*[+-]?\d+[.,]\d*\s*")
 
 
 class UnusableValue(InvalidValue):
-    """A value of an identifier is empty or of the wrong kind; the message hides the value."""
+    """A value in a column of the identifier is empty, or of the wrong kind.
+
+    The message names the column, but not the value.
+    """
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,8 +70,8 @@ class IdentifierField:
         require_one_of("kind", self.kind, ("text", "date"))
         if self.date_format != "iso" and not _tells_all_days_apart(self.date_format):
             raise InvalidValue(
-                f"date_format={self.date_format!r}: expected iso, or a form of day, month and year "
-                "with its century, such as %d.%m.%Y; a year of two digits hides its century"
+                f"date_format={self.date_format!r}: expected iso, or a format with day, month, "
+                "year and century, such as %d.%m.%Y; a year of two digits lacks the century"
             )
 
     def normalised(self, value: object) -> str:
@@ -83,7 +86,8 @@ class IdentifierField:
         if self.kind == "date":
             if (day := _iso_date(text, self.date_format)) is None:
                 raise UnusableValue(
-                    f"column {self.column!r} has no date of the form {self.date_format}"
+                    f"column {self.column!r} has a value that is no date in the format "
+                    f"{self.date_format}"
                 )
             return day
         if _DECIMALS.fullmatch(text):
@@ -96,14 +100,17 @@ class IdentifierField:
 
 
 def _tells_all_days_apart(form: str) -> bool:
-    """Return True if a format has day, month and full year; ``%y`` would read 1931 as 2031."""
+    """Return True if a format has day, month and full year.
+
+    Years of two digits (``%y``) do not suffice: the year 1931 would be read as 2031.
+    """
     day = date(1931, 12, 30)
     return _iso_date(day.strftime(form), form) == day.isoformat()
 
 
 @lru_cache(maxsize=2**16)
 def _folded(text: str) -> str:
-    """Return the letters, digits and accents of a text without their case."""
+    """Return the letters, digits and accents of a text, in lower case."""
     folded = unicodedata.normalize("NFKC", text).casefold()
     folded = unicodedata.normalize("NFKC", folded)  # folding may split off an accent
     return "".join(sign for sign in folded if unicodedata.category(sign)[0] in "LMN")
@@ -142,7 +149,7 @@ class Pseudonyms:
             raise InvalidValue("fields: expected at least one column of the identifier")
 
     def of(self, values: Sequence[object]) -> bytes:
-        """Return the pseudonym of the person with these values of the fields.
+        """Return the pseudonym of a person; ``values`` are the person's values of `fields`.
 
         Raises
         ------
@@ -172,7 +179,10 @@ class Pseudonyms:
 
     @property
     def fingerprint(self) -> str:
-        """Eight hexadecimal digits, equal in silos with the same key and kinds of fields."""
+        """Eight hexadecimal digits by which silos compare their settings.
+
+        They are equal in silos that have the same key, and fields of the same kinds.
+        """
         kinds = ",".join(part.kind for part in self.fields)
         return hmac.digest(self.key, f"fingerprint {kinds}".encode(), "sha256")[:4].hex()
 
@@ -221,9 +231,10 @@ def expected_shared_pairs(num_people: int, num_buckets: int) -> float:
 
 
 def number_union(silos: Sequence[Collection[bytes]]) -> list[dict[bytes, int]]:
-    """Return a number below N for every pseudonym of each silo, where N is the size of the union.
+    """Give each pseudonym a number; return the numbers of each silo's pseudonyms as a mapping.
 
-    The numbers are in a secret random order, so a silo learns only N from its numbers.
+    The numbers are 0 … N − 1, where N counts the different pseudonyms in all silos. They are in a
+    secret random order, so a silo learns only N from its numbers.
     """
     union = sorted(set().union(*silos))
     secrets.SystemRandom().shuffle(union)
@@ -232,9 +243,10 @@ def number_union(silos: Sequence[Collection[bytes]]) -> list[dict[bytes, int]]:
 
 
 def shared_counts(silos: Sequence[Collection[bytes]]) -> dict[tuple[int, ...], int]:
-    """Return, for each set of silos, how many people are in these and in no other silos.
+    """Return how many people are in exactly these silos, for each set of silos.
 
-    The coordinator learns these numbers.
+    The key ``(0, 2)``, for example, counts the people who are in silos 0 and 2 and in no other. The
+    coordinator learns these numbers.
     """
     homes: dict[bytes, tuple[int, ...]] = {}
     for silo, pseudonyms in enumerate(silos):

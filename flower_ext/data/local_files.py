@@ -18,7 +18,9 @@ class DataNotFound(FlowerExtError, FileNotFoundError):
 def find_files(
     name: str, files: Sequence[Sequence[str]], folder: Path | None = None, *, advice: str = ""
 ) -> list[Path]:
-    """Return the files of the first complete alternative, below the data folder or directly in it.
+    """Return the files of a data set: those of the first set in ``files`` that is complete.
+
+    Files may be at their paths below the data folder, or all directly in it.
 
     Parameters
     ----------
@@ -62,6 +64,9 @@ def read_bytes(path: Path) -> bytes:
 
 
 def _plain_or_gzipped(path: Path) -> list[Path]:
-    """Return the first file among the path and the path with ``.gz``; empty if neither exists."""
+    """Return a list with the file ``path``, or with the file of the same name plus ``.gz``.
+
+    The plain file has priority. The list is empty if neither exists.
+    """
     candidates = (path, path.with_name(f"{path.name}.gz"))
     return [candidate for candidate in candidates if candidate.is_file()][:1]

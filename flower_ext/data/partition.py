@@ -4,8 +4,8 @@ Each function takes the targets of a pool and returns one array of indices per c
 is assigned twice. ``pathological``, ``dirichlet`` and ``split`` read a target as a class. They
 refuse targets that consist of several numbers, and targets that are NaN.
 
-flwr-datasets has partitioners of the same names, but they read Hugging Face tables, and its
-pathological partition may deal classes unequally often, or leave some out.
+flwr-datasets has partitioners of the same names, but they read Hugging Face tables. In its
+pathological partition, some classes may go to more clients than others, or to none.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def pathological(
     slots = num_partitions * classes_per_partition
     if slots < len(classes):
         raise InvalidValue(
-            f"{num_partitions} clients of {classes_per_partition} classes cannot hold "
+            f"{num_partitions} clients with {classes_per_partition} classes each cannot hold "
             f"{len(classes)} classes; raise num_partitions or classes_per_partition"
         )
     held = _deal_classes(len(classes), num_partitions, classes_per_partition, rng)
@@ -101,11 +101,11 @@ def pathological(
 def _deal_classes(
     num_classes: int, num_partitions: int, classes_per_partition: int, rng: np.random.Generator
 ) -> np.ndarray:
-    """Return a boolean array (clients, classes) that gives S classes to each client.
+    """Return booleans (clients, classes): True if a client gets examples of a class.
 
-    The numbers of clients per class differ by at most one.
-
-    Each client takes the S classes with the fewest holders so far; ties break at random.
+    Each client gets S = ``classes_per_partition`` classes: those that the fewest clients have so
+    far, and random ones if several have equally few. The numbers of clients per class therefore
+    differ by at most one.
     """
     held = np.zeros((num_partitions, num_classes), dtype=bool)
     for client in rng.permutation(num_partitions):
@@ -161,7 +161,7 @@ def dirichlet(
 
 
 def iid(targets: np.ndarray, *, num_partitions: int, rng: np.random.Generator) -> list[np.ndarray]:
-    """Divide a pool into random shares whose sizes differ by at most one."""
+    """Divide a pool at random into equal parts. Their sizes differ by at most one."""
     _check_count(targets, num_partitions)
     return [
         np.sort(share) for share in np.array_split(rng.permutation(len(targets)), num_partitions)
@@ -175,7 +175,9 @@ def split(
     train_fraction: float = 0.9,
     rng: np.random.Generator,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Divide one client's examples into training and test, class by class; neither is empty.
+    """Return the indices of one client's training examples, and of its test examples.
+
+    Both have about the same share of each class, and neither is empty.
 
     Raises
     ------

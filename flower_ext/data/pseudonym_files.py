@@ -18,7 +18,7 @@ _MAGIC = "flower-ext pseudonyms"
 
 
 def write_pseudonyms(path: Path, fingerprint: str, people: Iterable[bytes]) -> None:
-    """Write the pseudonyms of a silo's people, sorted, so that their order reveals nothing."""
+    """Write the pseudonyms of a silo's people. They are sorted, so their order reveals nothing."""
     _write(path, fingerprint, sorted(person.hex() for person in people))
 
 
@@ -74,7 +74,11 @@ def read_numbers(path: Path, pseudonyms: Pseudonyms) -> Callable[[bytes], int]:
 
 
 def _read(path: Path) -> tuple[str, list[tuple[bytes, list[str]]]]:
-    """Return a file's fingerprint, and each other line's pseudonym with the words after it."""
+    """Return the fingerprint in a file, and a pair for each person.
+
+    The pair has the person's pseudonym and a list: the person's number as a text, or nothing in a
+    file without numbers.
+    """
     try:
         header, *lines = path.read_text(encoding="ascii").splitlines()
         if header.startswith(_MAGIC):

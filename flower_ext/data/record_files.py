@@ -19,16 +19,17 @@ DELIMITERS = ",;\t|"
 class RecordFile:
     """A CSV file whose first line names the columns, or a Parquet file (extra ``parquet``).
 
-    No error shows a value of the file or its first line. If the file has no line of names, its
-    first line is a person's record.
+    Errors show no value of the file. They do not show the first line either, because it is a
+    person's record if the file has no line of column names.
 
     Parameters
     ----------
     path : Path
         A file whose name ends in .parquet is Parquet; any other file is CSV.
     encoding : str
-        Encoding of a CSV file, which may have a byte order mark; latin-1 is read as cp1252. A UTF-8
-        file is refused under another encoding, because that would change names.
+        Encoding of a CSV file. If the file has a byte order mark, the mark decides instead. latin-1
+        is read as cp1252. If the file is UTF-8, another encoding is refused, because it would
+        change letters in names.
     """
 
     path: Path

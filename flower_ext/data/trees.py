@@ -51,7 +51,7 @@ def named(name: str, tree: Tree) -> Iterator[tuple[str, Any]]:
 
 
 def first(tree: Tree) -> Tensor:
-    """Return some leaf; all leaves have the same length and device."""
+    """Return the first leaf. All leaves have its length and its device."""
     while not isinstance(tree, Tensor):
         tree = next(iter(_children(tree).values()))
     return tree
@@ -71,9 +71,10 @@ def row_type(tree: Tree) -> tuple[Hashable, ...]:
 
 
 def mapped(function: Callable[..., Any], tree: Tree, *more: Tree) -> Tree:
-    """Apply a function to the leaves of trees of one structure; return the tree of its results.
+    """Apply a function to the leaves of one or several trees; return a tree of its results.
 
-    The function gets one leaf of each tree, all from the same place.
+    All trees have the same structure. The function gets one leaf of each tree, all from the same
+    place.
     """
     if isinstance(tree, Tensor) or (children := _children(tree)) is None:
         return function(tree, *more)
@@ -101,7 +102,7 @@ def split(tree: Tree, sizes: int | list[int]) -> Sequence[Tree]:
 
 
 def each(tree: Tree) -> Sequence[Tree]:
-    """Return the rows one by one, without the leading dimension."""
+    """Return a sequence of trees, one for each row. They lack the leading dimension."""
     return _cut(Tensor.unbind, tree)
 
 
@@ -111,7 +112,7 @@ def to(tree: Tree, device: torch.device) -> Tree:
 
 
 def double(tree: Tree) -> Tree:
-    """Convert floating-point leaves to double precision; leave others, such as tokens."""
+    """Convert floating-point leaves to double precision. Others, such as tokens, stay unchanged."""
     return mapped(lambda leaf: leaf.double() if leaf.is_floating_point() else leaf, tree)
 
 

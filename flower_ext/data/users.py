@@ -48,9 +48,10 @@ def limit_contributions(
 
 
 def choose(owners: np.ndarray, limits: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-    """Return a mask of at most ``limits[u]`` records of each user u, all equally likely.
+    """Return booleans (n,): True for at most ``limits[u]`` records of each user u.
 
-    For the same state of ``rng`` a user's choice does not depend on other users' records.
+    All records of a user are equally likely to be chosen. For the same state of ``rng``, the choice
+    among a user's records does not depend on other users' records.
     """
     order = np.argsort(owners, kind="stable")
     grouped = owners[order]
@@ -65,7 +66,7 @@ def choose(owners: np.ndarray, limits: np.ndarray, rng: np.random.Generator) -> 
 
 
 def _scrambled(numbers: np.ndarray) -> np.ndarray:
-    """Return 64-bit numbers that look random, from numbers that do not (SplitMix64)."""
+    """Turn each 64-bit number into one that looks random. Equal numbers stay equal (SplitMix64)."""
     z = numbers * np.uint64(0x9E3779B97F4A7C15)
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -73,9 +74,11 @@ def _scrambled(numbers: np.ndarray) -> np.ndarray:
 
 
 def group_size(histogram: np.ndarray, size: int | Literal["max", "median"]) -> int:
-    """Return the k of ULDP-GROUP-k: a number, or the maximum or median of users' record counts.
+    """Return k for ULDP-GROUP-k.
 
-    The median is over users who own a record, rounded down.
+    If ``size`` is a number, k is this number. If ``size`` is a word, k is the maximum or the median
+    of the users' numbers of records. The median leaves out users without a record, and is rounded
+    down.
 
     Raises
     ------

@@ -17,6 +17,8 @@ from flwr.supercore.run import Run
 from flwr.supercore.task_identity import TaskIdentity
 
 SERVER_NODE_ID = 1
+FIRST_CLIENT_ID = 1_000
+"""First node id that an engine of this package gives to a client, above the server's id."""
 
 _FIRST_PAUSE, _LONGEST_PAUSE, _PART = 0.05, 1.0, 0.1
 """The pause between two polls for replies is the share `_PART` of the waiting time so far, but at

@@ -8,9 +8,9 @@ method                 what the bound uses                                holds 
 =====================  =================================================  =======================
 
 Sources: Clopper and Pearson (1934); Kairouz, Oh, Viswanath (2015) for rates under (ε, δ); Dong,
-Roth, Su (2022) and Nasr et al. (2023) for μ. Some trials choose the threshold, and the bound uses
-only the others. Several bounds hold at once by Bonferroni's inequality: each takes its share of the
-failure probability.
+Roth, Su (2022) and Nasr et al. (2023) for μ. Some trials choose the threshold, and only the others
+count for the bound. Several bounds hold at once by Bonferroni's inequality: each may fail with its
+share of the failure probability.
 """
 
 from __future__ import annotations
@@ -72,7 +72,10 @@ class BoundTerms(Checked):
 
 @dataclass(frozen=True, kw_only=True)
 class LowerBound:
-    """Lower bound on the mechanism's ε, at least 0, at the δ and confidence of ``terms``."""
+    """A lower bound on the mechanism's ε. ``terms`` has its δ and its confidence.
+
+    ``epsilon`` is at least 0.
+    """
 
     epsilon: float
     method: str
@@ -92,9 +95,11 @@ class LowerBound:
 
 
 def by_rates(without: Scores, present: Scores, terms: BoundTerms) -> LowerBound:
-    """Bound ε by the rates of the best test "the score is above t" or "below t".
+    """Bound ε by how well a threshold t on the score tells apart the two worlds.
 
-    (ε, δ) implies TPR ≤ e^ε FPR + δ, and the same for the opposite test with the worlds exchanged.
+    One test says "with the canary" if the score is above t, another if it is below t; the better
+    one counts. If the mechanism is (ε, δ)-private, the rates of true and false positives of a test
+    satisfy TPR ≤ e^ε FPR + δ. The same holds for the opposite test with the worlds exchanged.
 
     Parameters
     ----------
@@ -118,7 +123,7 @@ def by_rates(without: Scores, present: Scores, terms: BoundTerms) -> LowerBound:
 
 
 def if_gaussian(without: Scores, present: Scores, terms: BoundTerms) -> LowerBound:
-    """Bound ε of a Gaussian mechanism by the shift μ that the rates of one threshold prove.
+    """Bound ε of a Gaussian mechanism by its shift μ, which the rates of one threshold bound.
 
     Every μ-Gaussian DP mechanism has μ ≥ Φ⁻¹(TPR) − Φ⁻¹(FPR), and its ε at δ is known exactly. For
     another mechanism, such as a sub-sampled one, the result may be too large.
@@ -163,7 +168,10 @@ Value = Callable[[np.ndarray, np.ndarray], np.ndarray]
 
 
 def _proved(without: Scores, present: Scores, terms: BoundTerms, value: Value) -> float:
-    """Return the value that the best test "the score is above t" or "below t" proves."""
+    """Return the bound that the best test "the score is above t" or "below t" proves.
+
+    ``value`` turns a false-positive rate and a true-positive rate into this bound, such as an ε.
+    """
     choosing, testing = _held_out(without, present)
     failure = terms.failure / 2  # two rates
     # The opposite test exchanges the worlds and negates the scores.
@@ -174,7 +182,10 @@ def _proved(without: Scores, present: Scores, terms: BoundTerms, value: Value) -
 
 
 def _held_out(without: Scores, present: Scores) -> tuple[Pair, Pair]:
-    """Split both worlds' trials: the first pair chooses the threshold, the second tests it."""
+    """Divide the trials of both worlds into two pairs (trials without the canary, with it).
+
+    The first pair chooses the threshold, the second tests it.
+    """
     choosing, testing = [], []
     for name, scores in (("without", without), ("present", present)):
         trials = np.asarray(scores, dtype=np.float64)
@@ -195,10 +206,10 @@ def _turned(worlds: Pair, sign: int) -> Pair:
 def _best_threshold(
     zero: np.ndarray, one: np.ndarray, failure: float, value: Value
 ) -> tuple[float, float]:
-    """Return the largest value that these trials prove, and the threshold that proves it.
+    """Return the largest bound that these trials prove, and the threshold that proves it.
 
-    The bounds on the rates assume no more trials than these. Otherwise they would favour thresholds
-    that look good only because a few trials passed them by luck.
+    The bounds on the rates count only these trials, although the others will test the threshold. A
+    larger count would favour thresholds that look good because a few trials passed them by luck.
     """
     points = np.unique(np.concatenate([zero, one]))
     if len(points) == 1:

@@ -12,8 +12,9 @@ bound                         largest chance of c correct guesses         holds 
 ============================  ==========================================  ==========================
 
 Both bounds grow with c. So each is wrong only if c reaches a certain number, an event of
-probability 1 − ``confidence`` at most. If either is wrong, c has reached the smaller of both
-numbers. Both bounds therefore hold at once, without Bonferroni's inequality.
+probability 1 − ``confidence`` at most. If at least one is wrong, c has reached the smaller of the
+two numbers. Both bounds therefore hold at once with this confidence, without Bonferroni's
+inequality.
 
 `refutes` bounds the chance of c correct guesses as follows. Let p_i be the probability of exactly i
 correct guesses, and P_i the probability of at least i. For one canary, consider the event that its

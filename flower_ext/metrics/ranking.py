@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 def roc_auc(outputs: Tensor, targets: Tensor) -> float:
     """Return the area under the ROC curve.
 
-    It is the probability that a record of class 1 scores above one of class 0; NaN if a class is
-    missing or an output is not finite.
+    It is the probability that a random record of class 1 has a higher score than a random record of
+    class 0. The result is NaN if a class is missing or an output is not finite.
 
     Parameters
     ----------
@@ -33,8 +33,9 @@ def roc_auc(outputs: Tensor, targets: Tensor) -> float:
 def average_precision(outputs: Tensor, targets: Tensor) -> float:
     """Return the area under the precision-recall curve, as a sum of steps.
 
-    Parameters, and the cases of NaN, are as for `roc_auc`. A model that guesses has an average
-    precision equal to the share of class 1, and a ROC-AUC of 0.5.
+    Parameters, and the cases in which the result is NaN, are as for `roc_auc`. The average
+    precision of a model that guesses is the share of class 1, while its area under the ROC curve is
+    0.5.
     """
     return _of_scores("average_precision_score", outputs, targets)
 

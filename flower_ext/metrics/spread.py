@@ -1,4 +1,4 @@
-"""Scores of many clients: the spread of a score, and the number of clients that report it."""
+"""Scores of many clients: how a score varies over clients, and how many clients report it."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
 """Search for rounds and weight of the global model by short training runs: DP-Ditto, Section V-C.
 
-It serves where the unfairness R(λ) has no formula, so that `best_schedule` cannot compute λ*.
+T is the number of rounds, λ the weight of the global model. If there is a formula for the
+unfairness R(λ), `best_schedule` computes the best λ. Use this search if there is none.
 """
 
 from __future__ import annotations
@@ -15,7 +16,10 @@ from flower_ext.planning.convergence import check_global_weight
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """Result of a short run: mean training loss, and its spread over clients. Less is better."""
+    """Result of a short run: the mean training loss, and how it varies over clients.
+
+    Lower values are better for both.
+    """
 
     loss: float
     unfairness: float
@@ -23,11 +27,11 @@ class Outcome:
 
 @dataclass(frozen=True, kw_only=True)
 class EmpiricalSchedule:
-    """(T*, λ*) found by short training runs.
+    """The best ``rounds`` (T*) and ``global_weight`` (λ*) that short training runs have found.
 
-    ``settled`` is true if the search ended at one pair (T*, λ*). If it went round a cycle of pairs,
-    the result is the pair of the cycle with the smallest loss. ``outcomes`` holds the outcome of
-    every run.
+    ``settled`` is true if a further step of the search would change neither T* nor λ*. It is false
+    if the search ran in a cycle of several pairs (T, λ). The result is then the pair of this cycle
+    with the smallest loss. ``outcomes`` holds the outcome of every run, by (T, λ).
     """
 
     rounds: int
@@ -43,14 +47,16 @@ def alternating_search(
     global_weights: Sequence[float],
     start: float | None = None,
 ) -> EmpiricalSchedule:
-    """Search T by loss, then λ by fairness, and repeat until neither changes (Section V-C).
+    """Search the T with the lowest loss, then the λ with the lowest unfairness, and repeat.
+
+    The search ends when neither changes, or when it comes back to an earlier pair (Section V-C).
 
     Parameters
     ----------
     run : Callable[[int, float], Outcome]
-        Trains for T rounds at λ under the noise that T rounds need. The search calls it at most
-        once for each pair (T, λ). For a run that diverged it may return NaN or infinity, which
-        count as worse than every number.
+        Takes T and λ, trains for T rounds with λ and the noise that T rounds need, and returns the
+        outcome. The search calls it at most once for each pair (T, λ). If a run diverges, it may
+        return NaN or infinity, which count as worse than every number.
     rounds, global_weights : Sequence
         Candidates for T and for λ. Of equally good candidates, the search takes the first.
     start : float, optional

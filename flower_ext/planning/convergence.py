@@ -14,8 +14,8 @@ G₀, M                 ``gradient_bound``, ``model_spread``
 h(T, λ)               ``ConvergenceBound.after``
 ====================  =====================================================
 
-Theorem 1 unrolls two recursions. With e_t the gap of the global model and a_t the squared distance
-of the personal one,
+Theorem 1 follows from two recursions over the rounds t. Let e_t be the gap F(w) − F* of the global
+model, and a_t the squared distance of the personal model from its optimum. Then
 
     e_{t+1} ≤ ε_G e_t + φ_L T        a_{t+1} ≤ ε_L a_t + residual + β e_t
 
@@ -117,7 +117,7 @@ class DittoProblem(Checked):
 
 @dataclass(frozen=True, kw_only=True)
 class ConvergenceBound:
-    """The bound h(T, λ) of Theorem 1 for one λ, as coefficients of the two recursions.
+    """The bound h(T, λ) of Theorem 1 for one λ, as coefficients of the module's two recursions.
 
     ``conditions`` are the conditions of Lemma 1; each says whether it holds.
     """
@@ -137,7 +137,7 @@ class ConvergenceBound:
         return 0 <= self.personal_rate < 1 and 0 <= self.global_rate < 1
 
     def after(self, rounds: ArrayLike) -> NDArray[np.float64]:
-        """Return h(T, λ) for each T >= 0, one number or many.
+        """Return h(T, λ) for each number of rounds T >= 0; ``rounds`` is one number or an array.
 
         The result is infinite where h overflows. It is also infinite if ``personal_rate`` is
         negative, because a squared distance cannot be below 0.
@@ -159,9 +159,9 @@ class ConvergenceBound:
         return np.where(np.isnan(h) | ((a < 0) & (T > 0)), math.inf, h)
 
     def best_rounds(self, max_rounds: int) -> int:
-        """Return T*, the number of rounds up to ``max_rounds`` at which the bound h is smallest.
+        """Return T*, the number of rounds from 0 to ``max_rounds`` at which h is smallest.
 
-        0 means that no number of rounds makes the bound smaller than at the start.
+        T* = 0 means that no number of rounds makes the bound h smaller than at the start.
         """
         require_at_least_one("max_rounds", max_rounds)
         return int(np.argmin(self.after(np.arange(max_rounds + 1))))
@@ -174,15 +174,17 @@ def convergence_bound(
     variance_per_round: float,
     basis: Basis = "provable",
 ) -> ConvergenceBound:
-    """Return the bound h(·, λ) for a problem, where h(T, λ) assumes the noise that T rounds need.
+    """Return the bound h of a problem for one λ.
+
+    For each number of rounds T, h(T, λ) assumes the noise that T rounds need.
 
     Parameters
     ----------
     global_weight : float
         λ in [0, 2].
     variance_per_round : float
-        σ_u²/T: the variance of the noise on each weight of an upload, divided by the planned
-        rounds. It is the same for all T, under the published and the provable calibration.
+        σ_u²/T: the variance of the noise on each weight of an upload, divided by the planned number
+        of rounds T. Under both calibrations, published and provable, it is the same for all T.
     basis : {"provable", "published"}
         Whether to use Lemma 1 as published, or the recursion that this module proves.
 
@@ -234,13 +236,13 @@ def check_global_weight(global_weight: float) -> None:
 
 
 def _gradient_square(problem: DittoProblem, weight: float) -> float:
-    """Return G of Lemma 1."""
+    """Return G of Lemma 1, a bound on a squared gradient."""
     G0, M = problem.gradient_bound, problem.model_spread
     for name, value in (("gradient_bound", G0), ("model_spread", M)):
         if math.isinf(value):
             raise InvalidValue(
                 f"{name}={value!r}: expected a finite number, because the published bound needs "
-                "it; or take basis='provable'"
+                "it; if you do not know it, set basis='provable'"
             )
     return ((1 - weight / 2) * G0 + weight * (G0 / problem.strong_convexity + M)) ** 2
 
@@ -251,7 +253,10 @@ def _sum_of_powers(rate: float, T: NDArray[np.float64]) -> NDArray[np.float64]:
 
 
 def _crossed(a: float, b: float, T: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return Σ_{x<T} a^x b^(T−1−x), without cancellation where a and b are close."""
+    """Return Σ_{x<T} a^x b^(T−1−x).
+
+    The function avoids the difference of two almost equal numbers where a and b are close.
+    """
     large, small = max(a, b), min(a, b)
     if large == small:
         return np.where(T > 0, T * large ** np.maximum(T - 1, 0), 0.0)

@@ -1,7 +1,9 @@
 """Fairness of personal models, and the fairest λ: DP-Ditto, Section V.
 
-Personalised Bayesian linear regression: u_n* = w* + N(0, ζ² I), Y_n = X_n u_n* + N(0, σ² I) and
-X_nᵀX_n = ρI. The server sees û_n + z_n; a personal model is (1 − α₀) û_n + α₀ times their mean.
+The setting is personalised Bayesian linear regression. Client n has the true model
+u_n* = w* + N(0, ζ² I) and the labels Y_n = X_n u_n* + N(0, σ² I), with X_nᵀX_n = ρI. It estimates
+û_n, and uploads û_n + z_n with noise z_n. Its personal model v_n is (1 − α₀) û_n plus α₀ times the
+mean of all uploads.
 
 ====================  =====================================================
 paper                 here
@@ -62,9 +64,9 @@ class LinearFairness(Checked):
         σ², the variance of the noise in labels, and ζ², the variance between the clients' true
         models.
     given_moments : tuple[float, float], optional
-        G₁ and G₂ − G₁²: N² times the mean of ‖û_n − ū‖² over clients, and N⁴ times its variance
-        over clients. By default, the means of both over the random û_n, which the other fields
-        determine.
+        G₁ and G₂ − G₁². With ū the mean of all û_n, G₁ is N² times the mean of ‖û_n − ū‖² over
+        clients, and G₂ − G₁² is N⁴ times the variance of ‖û_n − ū‖² over clients. By default, both
+        are the expected values for random û_n, which follow from the other fields.
     """
 
     num_clients: Count
@@ -82,7 +84,7 @@ class LinearFairness(Checked):
 
     @property
     def moments(self) -> tuple[float, float]:
-        """G₁ and G₂ − G₁²: the ``given_moments``, or by default their means over the random û_n."""
+        """G₁ and G₂ − G₁²: the ``given_moments``; without these, the expected values."""
         if self.given_moments is not None:
             return self.given_moments
         N, d = self.num_clients, self.dimension
@@ -91,13 +93,13 @@ class LinearFairness(Checked):
         return N**2 * (1 - 1 / N) * d * spread, N**4 * variance
 
     def interpolation(self, global_weight: float) -> float:
-        """Return α₀(λ), the share of the global model in a personal one."""
+        """Return the share α₀ of the global model in a personal model, for ``global_weight`` λ."""
         check_global_weight(global_weight)
         pull = self.num_examples * global_weight
         return pull / ((LARGEST_WEIGHT - global_weight) * self.feature_energy + pull)
 
     def global_weight(self, interpolation: float) -> float:
-        """Return the λ of an α₀; the inverse of `interpolation`."""
+        """Return the λ at which the global model's share is α₀: the inverse of `interpolation`."""
         if not 0 <= interpolation <= 1:
             raise InvalidValue(f"interpolation={interpolation!r}: expected a number in [0, 1]")
         pull = self.feature_energy * interpolation
@@ -105,18 +107,18 @@ class LinearFairness(Checked):
 
     @property
     def shrinkage(self) -> float:
-        """N S₁: the mean's weight in the best noiseless estimate of a client's true model."""
+        """N S₁: the mean's weight in the best estimate of a client's true model, without noise."""
         noise = self.label_variance
         return noise / (noise + self.feature_energy * self.model_variance)
 
     @property
     def posterior_variance(self) -> float:
-        """τ²: the variance of a client's true model that remains when w* is known."""
+        """τ²: the variance of a client's true model, given the client's data and w*."""
         return self.shrinkage * self.model_variance
 
     @property
     def shared_variance(self) -> float:
-        """σ_w² − τ²: the variance of the error in w*, which all clients' estimates share."""
+        """σ_w² − τ²: the variance that the error in w*, which all clients share, adds to each."""
         spread = self.label_variance / self.feature_energy + self.model_variance
         return self.shrinkage**2 * spread / self.num_clients
 
@@ -134,7 +136,10 @@ class LinearFairness(Checked):
         return np.concatenate([np.zeros(4 - len(derivative)), derivative])
 
     def best_global_weight(self, *, upload_variance: float, basis: Basis = "provable") -> float:
-        """Return λ* of Theorem 3: the fairest λ among 0, 2, and those at real roots of `cubic`."""
+        """Return λ* of Theorem 3, the λ with the smallest R.
+
+        Candidates are 0, 2, and each λ whose α₀ is a real root of `cubic`.
+        """
         roots = np.roots(self.cubic(upload_variance=upload_variance, basis=basis))
         # Rounding gives real roots a small imaginary part.
         real = roots[np.abs(roots.imag) < 1e-7].real
@@ -145,8 +150,8 @@ class LinearFairness(Checked):
     def uniqueness(self, *, clipping_norm: float, basis: Basis = "provable") -> Condition:
         """Return the condition of Theorem 3 under which R has one minimum, whatever the noise.
 
-        R is convex in α₀ if D > 2 G₁ S₁². Models of norm at most C, the ``clipping_norm``, have
-        G₁ ≤ N² C². The published condition, C < √d / (2 N S₁), uses G₁ ≤ 4 N² C² instead.
+        R is convex in α₀ if D > 2 G₁ S₁². If models have norm at most C, the ``clipping_norm``,
+        then G₁ ≤ N² C². The published condition, C < √d / (2 N S₁), uses G₁ ≤ 4 N² C² instead.
         """
         require_positive("clipping_norm", clipping_norm)
         N, d = self.num_clients, self.dimension

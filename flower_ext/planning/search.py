@@ -1,12 +1,13 @@
 """Search for the number of rounds and the weight of the global model: DP-Ditto, Section V-B.
 
-If the unfairness R(λ) is known, Eqn 33 applies: find for every T the fairest λ*(T) under the noise
-that T rounds need, then the T whose bound h(T, λ*(T)) is smallest. If R is not known, use
+T is the number of rounds, and λ the weight of the global model. If there is a formula for the
+unfairness R(λ), Eqn 33 applies. It takes for every T the fairest λ*(T) under the noise that T
+rounds need, and then the T whose bound h(T, λ*(T)) is smallest. If there is no formula, use
 `alternating_search`.
 
-h bounds the distance to v_n*(λ), an optimum that moves with λ. So h tells how many rounds a λ
-needs, and R tells which λ is best. `planned_schedules` does this for a privacy budget, by the
-published and by the provable formulas.
+h bounds the distance to v_n*(λ), an optimum that depends on λ. So h tells how many rounds a λ
+needs, and R tells which λ is best. `planned_schedules` searches the best T and λ for a privacy
+budget, by the published and by the provable formulas.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from flower_ext.privacy.theorems.dp_ditto_theorem import dp_ditto_guarantees
 
 @dataclass(frozen=True, kw_only=True)
 class Schedule:
-    """The best number of rounds T*, the best weight λ*, and the bound h(·, λ*).
+    """The best number of rounds T*, the best weight λ* of the global model, and the bound h for λ*.
 
     T* is 0 if no number of rounds makes the bound smaller than at the start.
     """
@@ -58,8 +59,8 @@ def best_schedule(
     Parameters
     ----------
     global_weight : float | LinearFairness
-        With a number, λ is fixed and only T* is searched. With a fairness problem, each T gets its
-        fairest λ*(T), and T* is searched among these pairs (Eqn 33 of the paper).
+        If it is a number, λ is fixed, and only T* is searched. If it is a fairness problem, the
+        fairest λ*(T) is computed for each T, and the best of these pairs is returned (Eqn 33).
     variance_per_round, basis
         See `convergence_bound`.
     max_rounds : int
@@ -68,8 +69,8 @@ def best_schedule(
     Raises
     ------
     ValueError
-        A parameter is out of range, or ``global_weight`` is a fairness problem with another number
-        of clients or a different dimension from ``problem``.
+        A parameter is out of range, or ``global_weight`` is a fairness problem whose number of
+        clients or dimension differs from that of ``problem``.
     """
 
     def bound_at(weight: float) -> ConvergenceBound:
@@ -102,17 +103,17 @@ def best_schedule(
 
 
 PlanOf = Callable[[int, Basis], RecordLevelPlan]
-"""Function of a number of rounds and a basis: it returns the plan that keeps the budget."""
+"""Takes a number of rounds and a basis; returns the plan that keeps the privacy budget."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedSchedule:
-    """A schedule, and the plan whose noise keeps the budget according to one basis.
+    """A schedule, and a plan with enough noise to keep the privacy budget.
 
     Attributes
     ----------
     basis : {"published", "provable"}
-        The basis by which the noise was calibrated.
+        Whether the noise was calibrated by the paper's formulas or by provable ones.
     schedule : Schedule
         T* and λ*.
     plan : RecordLevelPlan or None
@@ -133,10 +134,10 @@ class PlannedSchedule:
 
     @property
     def epsilons(self) -> dict[str, float]:
-        """ε of the plan, by the way in which it is computed.
+        """The plan's ε by up to three computations; empty without a plan.
 
-        "as published" follows the paper. "worst case" holds for Algorithm 1, which clips models
-        but no gradients. "gradients clipped" is there only if the plan's ``steps`` clip gradients.
+        "as published" follows the paper. "worst case" holds for Algorithm 1, which clips models but
+        no gradients. "gradients clipped" is present only if the plan's ``steps`` clip gradients.
         """
         plan = self.plan
         if plan is None:
@@ -157,9 +158,11 @@ def planned_schedules(
     *,
     max_rounds: int,
 ) -> list[PlannedSchedule]:
-    """Return a published schedule (only if G₀ and M are known), then a provable one.
+    """Return a list of one or two schedules.
 
-    ``global_weight`` is λ, or the fairness problem that determines λ.
+    The schedule by the provable formulas is always there, as the last one. The schedule by the
+    published formulas comes before it if ``problem`` has G₀ and M. ``global_weight`` is λ, or the
+    fairness problem that determines λ.
     """
     bases: list[Basis] = ["provable"]
     if math.isfinite(problem.gradient_bound) and math.isfinite(problem.model_spread):
@@ -190,7 +193,10 @@ def planned_schedules(
 
 
 def _one_full_step(steps: ClippedSteps | None) -> Condition:
-    """Return the condition of Theorem 1 that a round is one step on all records."""
+    """Return the condition of Theorem 1 that each round is a single step on all records.
+
+    The condition also says whether it holds for ``steps``.
+    """
     if steps is None:
         return Condition("one full-gradient step a round", True)
     batch = steps.batch_size or steps.num_examples

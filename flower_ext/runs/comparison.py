@@ -11,7 +11,7 @@ import numpy as np
 from flower_ext.metrics import summarize
 from flower_ext.privacy import AdversaryView, Guarantee, epsilon_text
 from flower_ext.runs.directory import NotARun, RunDirectory
-from flower_ext.runs.figures import Line, cumulative, draw_lines
+from flower_ext.runs.figures import Chart, Line, cumulative, draw_lines
 from flower_ext.runs.page import write_page
 from flower_ext.runs.settings import INCIDENTAL
 
@@ -170,14 +170,19 @@ def _figures(groups: Mapping[str, Sequence[RunDirectory]], folder: Path) -> dict
         ("epsilon_published", "Privacy spent, as published", "ε", lines("epsilon_published")),
     ):
         if measured:
-            drawn[title] = draw_lines(folder, name, title, ylabel, measured, labels=labels)
+            chart = Chart(title=title, ylabel=ylabel, lines=measured, labels=labels)
+            drawn[title] = draw_lines(folder, name, chart)
     accuracy, messages = lines("accuracy_mean"), sums("messages")
     if len(messages) == len(groups):
-        title, name = "Mean accuracy for the messages it took", "accuracy_by_messages"
-        x = "training messages"
-        drawn[title] = draw_lines(
-            folder, name, title, "accuracy", accuracy, xlabel=x, against=messages, labels=labels
+        chart = Chart(
+            title="Mean accuracy for the messages it took",
+            xlabel="training messages",
+            ylabel="accuracy",
+            lines=accuracy,
+            against=messages,
+            labels=labels,
         )
+        drawn[chart.title] = draw_lines(folder, "accuracy_by_messages", chart)
     return drawn
 
 

@@ -29,7 +29,6 @@ import math
 import platform
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -41,6 +40,7 @@ import numpy as np
 from flower_ext.errors import InvalidValue
 from flower_ext.files import LAST_MOMENTS, append_line, lock, write_rows, write_whole
 from flower_ext.privacy import Budget, Guarantee, Ledger
+from flower_ext.runs.rounds import Rounds
 
 if TYPE_CHECKING:
     import torch
@@ -56,8 +56,6 @@ _METADATA = {"id", "config", "status", "started", "starts", "versions"}
 """Entries that every ``run.json`` has."""
 _RENEWED = ("guarantee.json", "clients.csv", "use.json")
 """Files that a run rewrites when it is resumed or ends."""
-_CLIENTS, _MEAN, _ERROR = "scored_clients", "_mean", "_mean_error"
-"""Name and endings of a secure evaluation's numbers in ``metrics.jsonl``."""
 _BEFORE_A_RUN = (LOCK, f".{RUN_FILE}.*.draft")
 """Patterns of files that a run leaves if it ends before its ``run.json`` is written."""
 _ENDED = ("reason", "finished", "summary", "accounted")
@@ -67,51 +65,6 @@ _PACKAGES = ("flower-ext", "flwr", "torch", "numpy", "opacus", "dp-accounting", 
 
 class NotARun(InvalidValue):
     """A path is not a run directory, cannot become one, or holds a file that cannot be read."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class NoisedScores:
-    """Mean scores over all clients that a secure evaluation released, with noise.
-
-    ``round`` is the round after which clients were evaluated, and ``clients`` the noised number of
-    clients with scores. ``errors`` holds the standard errors of ``means`` due to noise.
-    """
-
-    round: int
-    clients: float
-    means: Mapping[str, float]
-    errors: Mapping[str, float]
-
-
-class Rounds(list[dict[str, float]]):
-    """The metrics of a run's rounds, one row per round and in order."""
-
-    @property
-    def last(self) -> float:
-        """Number of the last round; 0 without rounds."""
-        return max((row["round"] for row in self), default=0)
-
-    def series(self, name: str) -> tuple[list[float], list[float]]:
-        """Return (rounds, values) of one metric, for the rounds that measured it."""
-        rows = [row for row in self if name in row]
-        return [row["round"] for row in rows], [row[name] for row in rows]
-
-    def total(self, *names: str) -> float:
-        """Return the sum of metrics over all rounds."""
-        return sum(row.get(name, 0) for row in self for name in names)
-
-    def noised_scores(self) -> NoisedScores | None:
-        """Return the last noised scores; None if no secure evaluation released any."""
-        for row in reversed(self):
-            if _CLIENTS in row:
-                names = [key.removesuffix(_ERROR) for key in row if key.endswith(_ERROR)]
-                return NoisedScores(
-                    round=int(row["round"]),
-                    clients=row[_CLIENTS],
-                    means={name: row[name + _MEAN] for name in names},
-                    errors={name: row[name + _ERROR] for name in names},
-                )
-        return None
 
 
 class RunDirectory:
@@ -176,6 +129,11 @@ class RunDirectory:
     def resumed(self) -> bool:
         """True if the run was continued after its first start."""
         return len(self.metadata["starts"]) > 1
+
+    def has_used_data(self) -> bool:
+        """Return True if the run may have used anybody's data."""
+        marks = (self.ledger_path, self.path / "checkpoints" / "begun.jsonl")
+        return bool(self.metrics()) or any(m.exists() and m.stat().st_size for m in marks)
 
     @property
     def ledger_path(self) -> Path:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import chain, count
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,7 +15,8 @@ from numpy.typing import NDArray
 
 from flower_ext.files import write_rows, write_whole
 from flower_ext.metrics.spread import reported_by_most
-from flower_ext.runs.directory import Rounds, RunDirectory
+from flower_ext.runs.directory import RunDirectory
+from flower_ext.runs.rounds import Rounds
 
 if TYPE_CHECKING:  # a SuperNode imports this package for every message, but draws nothing
     from matplotlib.axes import Axes
@@ -25,6 +27,47 @@ COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#0
 DASHES = ("solid", "dashed", "dashdot", "dotted")
 
 Line = tuple[Sequence[float], Sequence[float]]
+"""Rounds, and the values measured in these rounds."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chart:
+    """Lines with one label each: a line is the mean over runs, in a band of one sample deviation.
+
+    Parameters
+    ----------
+    title, xlabel, ylabel : str
+    lines : Mapping[str, Sequence[Line]]
+        The runs of each label, as (rounds, values). Only the rounds that all runs of a label
+        measured are drawn.
+    against : Mapping[str, Sequence[Line]], optional
+        Values for the horizontal axis, as (rounds, values) of the same runs: the axis shows their
+        mean over runs. By default, the axis shows the round.
+    labels : Sequence[str], optional
+        Labels of all charts of a page, so that a label has the same colour in all of them; by
+        default those of ``lines``.
+    log : bool
+        Use a logarithmic vertical axis.
+    from_zero : bool
+        Begin the vertical axis at zero, unless a value is negative.
+    """
+
+    title: str
+    ylabel: str
+    lines: Mapping[str, Sequence[Line]]
+    xlabel: str = "round"
+    against: Mapping[str, Sequence[Line]] = field(default_factory=dict)
+    labels: Sequence[str] = ()
+    log: bool = False
+    from_zero: bool = False
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "labels", self.labels or list(self.lines))
+
+    @property
+    def is_crowded(self) -> bool:
+        """True if the bands must be faint, and the labels beside the axes."""
+        return len(self.lines) > 6
 
 
 def draw_figures(run: RunDirectory, folder: Path) -> dict[str, str]:
@@ -32,14 +75,11 @@ def draw_figures(run: RunDirectory, folder: Path) -> dict[str, str]:
     drawn: dict[str, str] = {}
     rounds, clients = run.metrics(), run.client_metrics()
     names = qualities(rounds, clients)
-    for name, title, ylabel, lines in _measurements(rounds, names):
-        measured = {label: [line] for label, line in lines.items() if line[0]}
-        if measured:
+    for name, chart in _charts(rounds, names):
+        if chart.lines:
             stem = _unused(name, drawn)
-            drawn[f"{stem}.svg"] = title
-            last = [values[-1] for [(_, values)] in measured.values()]
-            log = name == "epsilon" and max(last) > 20 * min(last)
-            draw_lines(folder, stem, title, ylabel, measured, log=log, from_zero=True)
+            drawn[f"{stem}.svg"] = chart.title
+            draw_lines(folder, stem, chart)
     for name in names:
         scored = ((place, row) for place, row in enumerate(clients) if name in row)
         of_clients = [(row.get("partition", place), row[name]) for place, row in scored]
@@ -50,38 +90,47 @@ def draw_figures(run: RunDirectory, folder: Path) -> dict[str, str]:
     return drawn
 
 
-def _measurements(
-    rounds: Rounds, names: Iterable[str]
-) -> Iterator[tuple[str, str, str, Mapping[str, Line]]]:
-    """Yield (name, title, label of the vertical axis, lines) of each figure against rounds."""
+def _charts(rounds: Rounds, names: Iterable[str]) -> Iterator[tuple[str, Chart]]:
+    """Yield the charts of one run by name; a chart without measurements has no lines."""
     for name in names:
         noised = ", with noise" if rounds.series(f"{name}_mean_error")[0] else ""
         quality = {
             f"mean over clients{noised}": rounds.series(f"{name}_mean"),
             "worst tenth of clients": rounds.series(f"{name}_worst_decile"),
         }
-        yield name, f"Test {in_words(name)} of the clients' models", in_words(name), quality
-    yield "epsilon", "Privacy spent", "ε", epsilon_lines(rounds)
+        title = f"Test {in_words(name)} of the clients' models"
+        yield name, _of_one_run(title, in_words(name), quality)
+    privacy = _of_one_run("Privacy spent", "ε", epsilon_lines(rounds))
+    last = [values[-1] for [(_, values)] in privacy.lines.values()]
+    yield "epsilon", replace(privacy, log=bool(last) and max(last) > 20 * min(last))
     messages = {"to and from clients": cumulative(rounds.series("messages"))}
-    yield "messages", "Training messages", "messages, cumulative", messages
+    yield "messages", _of_one_run("Training messages", "messages, cumulative", messages)
     megabytes = {
         "to clients": cumulative(rounds.series("bytes_down"), scale=1e-6),
         "from clients": cumulative(rounds.series("bytes_up"), scale=1e-6),
     }
-    yield "traffic", "Model arrays sent for training", "megabytes, cumulative", megabytes
+    title = "Model arrays sent for training"
+    yield "traffic", _of_one_run(title, "megabytes, cumulative", megabytes)
     seconds = {
         "training": cumulative(rounds.series("training_seconds")),
         "with evaluation": cumulative(rounds.series("seconds")),
     }
-    yield "time", "Time of the rounds", "seconds, cumulative", seconds
+    yield "time", _of_one_run("Time of the rounds", "seconds, cumulative", seconds)
     spread = {"standard deviation over clients": rounds.series("training_loss_std")}
     title = "Spread of the clients' training losses"
-    yield "training_loss_spread", title, "loss", spread
-    norm = {"mean over the cohort": rounds.series("update_norm_mean")}
+    yield "training_loss_spread", _of_one_run(title, "loss", spread)
     clipping = {"clipping norm": rounds.series("clipping_norm")}
     title = "Clipping norm that follows a quantile of the updates' norms"
-    yield "clipping_norm", title, "L2 norm", clipping
-    yield "update_norm", "Norm of local updates before clipping", "L2 norm", norm
+    yield "clipping_norm", _of_one_run(title, "L2 norm", clipping)
+    norm = {"mean over the cohort": rounds.series("update_norm_mean")}
+    title = "Norm of local updates before clipping"
+    yield "update_norm", _of_one_run(title, "L2 norm", norm)
+
+
+def _of_one_run(title: str, ylabel: str, lines: Mapping[str, Line]) -> Chart:
+    """Return a chart of the lines that have measurements."""
+    measured = {label: [line] for label, line in lines.items() if line[0]}
+    return Chart(title=title, ylabel=ylabel, lines=measured, from_zero=True)
 
 
 def qualities(rounds: Rounds, clients: Iterable[Mapping[str, float]]) -> list[str]:
@@ -130,67 +179,39 @@ def cumulative(line: Line, *, scale: float = 1.0) -> Line:
     return line[0], (np.cumsum(line[1]) * scale).tolist()
 
 
-def draw_lines(
-    folder: Path,
-    name: str,
-    title: str,
-    ylabel: str,
-    lines: Mapping[str, Sequence[Line]],
-    *,
-    xlabel: str = "round",
-    against: Mapping[str, Sequence[Line]] | None = None,
-    labels: Sequence[str] = (),
-    log: bool = False,
-    from_zero: bool = False,
-) -> Path:
-    """Draw one line per label: the mean over runs, in a band of one sample standard deviation.
-
-    A line has only the rounds that all runs of its label measured. The function returns the path
-    of the SVG.
-
-    Parameters
-    ----------
-    lines : Mapping[str, Sequence[Line]]
-        The runs of each label, as (rounds, values).
-    against : Mapping[str, Sequence[Line]], optional
-        Values for the horizontal axis, as (rounds, values) of the same runs: the axis shows their
-        mean over runs. By default, the axis shows the round.
-    labels : Sequence[str], optional
-        Labels of all figures of a page, so that a label has the same colour in all of them.
-    log : bool
-        Use a logarithmic vertical axis.
-    from_zero : bool
-        Begin the vertical axis at zero, unless a value is negative.
-    """
-    figure, axes = canvas(title, xlabel, ylabel)
-    faint = 0.15 if len(lines) <= 6 else 0.05
-    rows: list[tuple[str, float, float, float]] = []
-    labels = labels or list(lines)
-    for label, runs in lines.items():
-        number = labels.index(label)
-        x, mean, deviation = _mean_and_deviation(runs, (against or {}).get(label, ()))
-        if not len(x):
-            continue
-        colour = COLOURS[number % len(COLOURS)]
-        dash = DASHES[number // len(COLOURS) % len(DASHES)]
-        # A line through one point is invisible; a dot is not.
-        marker = "o" if len(x) == 1 else ""
-        axes.plot(x, mean, label=label, color=colour, linestyle=dash, marker=marker)
-        if len(runs) > 1:
-            axes.fill_between(x, mean - deviation, mean + deviation, color=colour, alpha=faint)
-        rows += [(label, *row) for row in np.column_stack([x, mean, deviation]).tolist()]
-    if log:
+def draw_lines(folder: Path, name: str, chart: Chart) -> Path:
+    """Draw a chart as ``name.svg``, with its numbers in ``name.csv``; return the SVG's path."""
+    figure, axes = canvas(chart.title, chart.xlabel, chart.ylabel)
+    rows = [row for label in chart.lines for row in _draw_line(axes, chart, label)]
+    if chart.log:
         axes.set_yscale("log")
-    elif from_zero and all(mean >= 0 for _, _, mean, _ in rows):
+    elif chart.from_zero and all(mean >= 0 for _, _, mean, _ in rows):
         axes.set_ylim(bottom=0)
-    if len(lines) > 6:  # inside the axes, the legend would hide the lines
+    if chart.is_crowded:  # inside the axes, the legend would hide the lines
         figure.legend(loc="outside right center", frameon=False, fontsize=8)
-    elif len(labels) > 1:
+    elif len(chart.labels) > 1:
         axes.legend(frameon=False)
-    columns = ("line", xlabel, ylabel, "std")
-    if all(len(runs) == 1 for runs in lines.values()):
-        return save_figure(figure, folder, name, columns[:3], [row[:3] for row in rows])
-    return save_figure(figure, folder, name, columns, rows)
+    columns = ("line", chart.xlabel, chart.ylabel, "std")
+    # The last column would hold only zeros if each line were a single run.
+    shown = 4 if any(len(runs) > 1 for runs in chart.lines.values()) else 3
+    return save_figure(figure, folder, name, columns[:shown], [row[:shown] for row in rows])
+
+
+def _draw_line(axes: Axes, chart: Chart, label: str) -> list[tuple[str, float, float, float]]:
+    """Draw the line of a label and its band; return (label, x, mean, deviation) of each point."""
+    runs, number = chart.lines[label], chart.labels.index(label)
+    x, mean, deviation = _mean_and_deviation(runs, chart.against.get(label, ()))
+    if not len(x):
+        return []
+    colour = COLOURS[number % len(COLOURS)]
+    dash = DASHES[number // len(COLOURS) % len(DASHES)]
+    # A line through one point is invisible; a dot is not.
+    marker = "o" if len(x) == 1 else ""
+    axes.plot(x, mean, label=label, color=colour, linestyle=dash, marker=marker)
+    if len(runs) > 1:
+        faint = 0.05 if chart.is_crowded else 0.15
+        axes.fill_between(x, mean - deviation, mean + deviation, color=colour, alpha=faint)
+    return [(label, *row) for row in np.column_stack([x, mean, deviation]).tolist()]
 
 
 def _mean_and_deviation(

@@ -35,9 +35,10 @@ from flower_ext.privacy.study_composition import (
     total_spent,
 )
 from flower_ext.privacy.theorems.claims import NOT_PROVIDED
-from flower_ext.runs.directory import Rounds, RunDirectory
+from flower_ext.runs.directory import RunDirectory
 from flower_ext.runs.figures import draw_figures, in_words, qualities
 from flower_ext.runs.page import Markup, to_markdown, write_page
+from flower_ext.runs.rounds import Rounds
 
 _MOST_SHOWN = 10
 """Largest number of scores that the report names, of those that few clients report."""

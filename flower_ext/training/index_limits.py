@@ -1,13 +1,14 @@
-"""Limits on integers, such as labels, that a model and its loss can look up on an accelerator.
+"""Find the integers, such as labels and words, that a model and its loss accept.
 
 On a CPU, a label or a word that is out of range raises an error that concerns one client only. On
 an accelerator it ends all further computation of the process, so one record would stop every
-client. To find the limits, this module calls the model and the loss on the CPU, on an example that
-consists of zeros and one other integer. The result depends on that integer alone, so no record
-changes which integers another client may use.
+client. Examples are therefore checked before they reach an accelerator. To find the accepted
+integers, this module calls the model and the loss on the CPU, on an example that consists of zeros
+and one other integer. The result depends on that integer alone, so no record changes which integers
+another client may use.
 
-The limits are wrong for two kinds of models: those that compute indices from real numbers, and
-those that accept some integer but not all non-negative integers below it.
+The result is wrong for two kinds of models: those that compute indices from real numbers, and those
+that accept some integer but not all non-negative integers below it.
 """
 
 from __future__ import annotations
@@ -38,8 +39,9 @@ _MARKS = 16
 class IndexLimits:
     """The integers that a task accepts, for each tensor of its features and targets.
 
-    A task accepts non-negative integers up to some limit, for example the length of a table. Some
-    negative integers may mark a label or a word to leave out, so each of them is tried by itself.
+    A task accepts non-negative integers up to some limit, for example the length of a table. It may
+    also accept single negative integers, as marks for a label or a word to leave out. Each negative
+    integer is therefore tried by itself.
     """
 
     def __init__(self, kind: TrainingKind) -> None:
@@ -64,11 +66,14 @@ class IndexLimits:
         return usable
 
     def _refused(self, name: str, values: list[int]) -> list[int]:
-        """Return which of the ascending ``values`` the task refuses in the tensor ``name``."""
+        """Return those of ``values`` that the task does not accept in the tensor ``name``.
+
+        ``values`` must ascend.
+        """
         if not self._takes(name, 0):
             log.warning(
-                "the model or the loss fails on an example of zeros, so labels and other integers "
-                "are not checked before training"
+                "the model or the loss raises an error for an example that consists of zeros, so "
+                "training begins without a check of labels and other integers"
             )
             return []
         refused = self._refused_negatives(name, [value for value in values if value < 0])
@@ -93,7 +98,10 @@ class IndexLimits:
         return self._tried[name, value]
 
     def _passes(self, name: str, value: int) -> bool:
-        """Return True if model and loss accept zeros, with ``value`` in the tensor ``name``."""
+        """Return True if model and loss run without an error on the following example.
+
+        The tensor ``name`` consists of ``value``, and all other tensors consist of zeros.
+        """
 
         def filled(leaf: Tensor) -> Tensor:
             return torch.full_like(leaf, value) if leaf is chosen else leaf.clone()
@@ -126,12 +134,13 @@ def require_usable(task: Task, examples: Examples) -> None:
     if not usable.all():
         raise IndexError(
             f"{int((~usable).sum())} of {len(examples)} examples hold integers, such as labels or "
-            "words, that the model or the loss cannot look up"
+            "words, that the model or the loss does not accept: expected, for example, labels "
+            "below the number of classes; correct these examples, or leave them out"
         )
 
 
 def on_device(task: Task, examples: Examples) -> Examples:
-    """Return examples on the task's device, after `require_usable` if it is an accelerator."""
+    """Move examples to the task's device. If it is an accelerator, call `require_usable` first."""
     device = task.torch_device()
     if device.type != "cpu" and len(examples):
         require_usable(task, examples)

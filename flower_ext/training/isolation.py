@@ -42,8 +42,8 @@ class isolated:
     Raises
     ------
     ClientCrashed
-        The block raises a BaseException that is not an Exception. A KeyboardInterrupt by the
-        user passes unchanged.
+        The client's code raises a BaseException that is not an Exception, such as SystemExit. A
+        KeyboardInterrupt by the user passes unchanged.
     """
 
     __slots__ = ("_before",)
@@ -67,7 +67,10 @@ class isolated:
 
 
 def attempted(step: Callable[..., R], *arguments: Any) -> R | Exception:
-    """Return the result of one client's step, or its error, which affects no other client."""
+    """Call one client's ``step``; return its result. If it raises an error, return the error.
+
+    The caller can then go on with other clients.
+    """
     try:
         with isolated():
             return step(*arguments)

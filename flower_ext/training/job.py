@@ -133,10 +133,11 @@ class LocalTraining(Checked):
         return self.epochs * math.ceil(num_examples / self.batch_size)
 
     def effective_steps(self, num_examples: int) -> float:
-        """Return the sum of the factors with which a local training's gradients move the model.
+        """Return how many steps without momentum would move the model as far as this training.
 
-        Without momentum each factor is 1, and the sum is the number of steps K. With momentum β a
-        gradient also acts in all later steps, and the sum is Σ_k (1 − βᵏ) / (1 − β) over k = 1 … K.
+        The comparison assumes that all gradients are equal. Without momentum, the result is the
+        number of steps K. With momentum β, a gradient also acts in all later steps. The result is
+        then the sum of (1 − βᵏ) / (1 − β) over k = 1 … K.
         """
         steps, beta = self.num_steps(num_examples), self.momentum
         return (steps - beta * (1 - beta**steps) / (1 - beta)) / (1 - beta)
@@ -144,7 +145,7 @@ class LocalTraining(Checked):
 
 @dataclass(frozen=True, kw_only=True)
 class StepNoise(Checked):
-    """Protection of the records in each step of a local training.
+    """Clipping and noise that protect the records in each step of a local training.
 
     Parameters
     ----------
@@ -162,11 +163,11 @@ class StepNoise(Checked):
 
 @dataclass(kw_only=True)
 class Job:
-    """One local training: its start, its examples and its settings.
+    """One local training: its initial model, its examples and its settings.
 
-    ``generator`` draws the mini-batches, and determines the model's own random numbers, such as
-    those of dropout. With ``noise``, every step clips each example's gradient and adds noise. In
-    that case ``terms`` must not depend on any record.
+    ``generator`` draws the mini-batches. Its state also determines the model's own random numbers,
+    such as those of dropout. With ``noise``, every step clips each example's gradient and adds
+    noise. In that case ``terms`` must not depend on any record.
     """
 
     params: Mapping[str, Tensor]
@@ -178,7 +179,7 @@ class Job:
 
     @property
     def objective(self) -> Sequence[Term]:
-        """All terms that are added to the loss, including the proximal term around ``params``."""
+        """All terms that are added to the loss: ``terms``, and the proximal term if it is set."""
         if not self.training.proximal_weight:
             return self.terms
         return [*self.terms, Proximal(weight=self.training.proximal_weight, anchor=self.params)]

@@ -55,7 +55,7 @@ def train(task: Task, job: Job, *, trained: Callable[[str], bool] = lambda name:
         ``training.tolerance`` cannot be reached.
     """
     if len(job.examples) == 0:
-        raise InvalidValue("cannot train on a client without examples: leave it out")
+        raise InvalidValue("cannot train on a client without examples: leave the client out")
     with seeded_by(job.generator, task.torch_device()):
         if job.training.tolerance and job.noise is None:
             return _exact_minimiser(task, job, trained)

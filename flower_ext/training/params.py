@@ -27,7 +27,10 @@ def to_device(params: Mapping[str, Tensor], device: torch.device) -> Params:
 
 
 def flat_rows(stack: Tensor) -> Tensor:
-    """Return the numbers of each row, of shape (rows, numbers); rows may be scalars or empty."""
+    """Flatten each row: return a tensor of shape (rows, numbers in a row).
+
+    Rows may be scalars, and there may be no rows.
+    """
     return stack.unsqueeze(-1).flatten(1)
 
 
@@ -49,10 +52,10 @@ def difference(after: Mapping[str, Tensor], before: Mapping[str, Tensor]) -> Par
 
 
 def shaken(params: Mapping[str, Tensor], generator: torch.Generator) -> Params:
-    """Return parameters to which random numbers, as large as usual initial weights, are added.
+    """Return the parameters plus random numbers that are as large as usual initial weights.
 
-    Trials use such parameters, because a head that begins at zero would give the same output for
-    all examples.
+    Trials use such parameters. A head that begins at zero would give the same output for all
+    examples.
     """
     moved = dict(params)
     for name, weight in params.items():
@@ -98,10 +101,12 @@ def require_modules(
     names: Iterable[str],
     tied: Mapping[str, str] | None = None,
 ) -> None:
-    """Refuse an option with a pattern that matches no parameter among ``names``.
+    """Refuse ``patterns``, the value of ``option``, in two cases.
 
-    ``tied`` maps each further name of a tied parameter to its first name, under which it is sent.
-    The function also refuses a pattern that matches a further name without the first.
+    The first case is a pattern that matches no parameter among ``names``. The second concerns a
+    parameter with several names, of which only one is matched. ``tied`` maps each other name to the
+    first one, for example ``{"head.weight": "embedding.weight"}``. The pattern ``"head"`` is then
+    refused unless ``"embedding"`` is given, too.
     """
     for name, first in (tied or {}).items():
         if matches(name, patterns) and not matches(first, patterns):

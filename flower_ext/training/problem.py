@@ -39,7 +39,7 @@ class Term(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Proximal:
-    """(weight / 2) ‖w − anchor‖², over the names that are trained (FedProx, Ditto)."""
+    """The term (weight / 2) ‖w − anchor‖², where w are the trained parameters (FedProx, Ditto)."""
 
     weight: float
     anchor: Mapping[str, Tensor]
@@ -71,7 +71,10 @@ class Linear:
 
 
 def affine(terms: Sequence[Term]) -> Iterator[tuple[float, float, Mapping[str, Tensor]]]:
-    """Yield (slope, scale, vector) of each term: its gradient is slope · w + scale · vector."""
+    """Yield (slope, scale, vector) for each term.
+
+    The term's gradient at w is slope · w + scale · vector.
+    """
     for term in terms:
         if type(term) is Proximal:  # a subclass may be another function
             yield term.weight, -term.weight, term.anchor
@@ -103,7 +106,10 @@ class LocalProblem:
     """Returns a context manager that restores buffers of the model, such as running means."""
 
     def whole(self, trained: Mapping[str, Tensor], like: Mapping[str, Tensor]) -> Params:
-        """Return the whole model with this trained part, in the devices and types of ``like``."""
+        """Return the whole model with this trained part.
+
+        Each tensor gets the device and the type of the tensor with the same name in ``like``.
+        """
         everything = {**self.rest, **trained}
         return {name: _like(everything[name], p) for name, p in like.items()}
 
@@ -116,7 +122,9 @@ def local_problem(
     terms: Sequence[Term] = (),
     dtype: torch.dtype | None = None,
 ) -> LocalProblem:
-    """Return the local objective on the task's device; parameters not ``trained`` are frozen.
+    """Return the local objective on the task's device.
+
+    ``trained`` selects the parameters that train; all others are frozen.
 
     With a ``dtype``, all floating-point parameters are converted to this type. Parameters may have
     the memory order that is fastest for the model. `LocalProblem.whole` restores the usual order.
@@ -163,10 +171,11 @@ def local_problem(
 def _model_for(
     factory: ModelFactory, params: Params, device: torch.device, dtype: torch.dtype | None
 ) -> SettableModel:
-    """Return a model for a problem: a shared one if no problem can see another problem's numbers.
+    """Return the model that computes a problem's loss.
 
-    A shared model needs known layers, parameters of their usual type, and all of them in
-    ``params``: the model would keep any other parameter from another problem.
+    All problems of a thread share one model if three conditions hold. All layers are known.
+    ``dtype`` is None. And ``params`` has all parameters, in their usual shapes: the shared model
+    would otherwise keep the missing ones from another problem.
     """
     travelling = factory.facts.travelling
     whole = all(n in params and params[n].shape == shape for n, (shape, _) in travelling.items())

@@ -61,7 +61,7 @@ def _outputs(model: SettableModel, features: Tree, batch_size: int = 1024) -> An
 
 
 def _joined(outputs: Sequence[Any], sizes: Sequence[int]) -> Any:
-    """Join the outputs of mini-batches of these sizes."""
+    """Join the outputs of several mini-batches; ``sizes`` are their numbers of examples."""
     if len(outputs) == 1:
         return outputs[0]
     if all(isinstance(output, Tensor) and output.dim() for output in outputs):
@@ -85,12 +85,12 @@ def _cat(*leaves: Any) -> Any:
 
 
 def score_each_alone(task: Task, outputs: Any, targets: Tree) -> dict[str, float]:
-    """Return the mean loss and the task's metrics; NaN stands for a score that raises an error.
+    """Return the mean loss and the task's metrics. A score that raises an error is NaN.
 
     Raises
     ------
     Exception
-        The loss and all metrics raise errors. The first error is raised.
+        The loss and all metrics raise errors. The first of these errors is raised again.
     """
 
     def value(metric: Callable[..., Any]) -> float:
@@ -113,10 +113,11 @@ def score_each_alone(task: Task, outputs: Any, targets: Tree) -> dict[str, float
 def evaluate_each(
     task: Task, models: Sequence[Mapping[str, Tensor]], examples: Sequence[Examples]
 ) -> list[dict[str, float] | Exception]:
-    """Return the scores of `evaluate` for each model on its own examples, or the error it raises.
+    """Return the scores of `evaluate` for each client's model on the client's examples.
 
-    If the loss or a metric raises an error for a client, its value is NaN, and the client's other
-    scores remain. A client's scores do not depend on another client's values or errors.
+    A score that raises an error is NaN, and the client's other scores remain. If all scores of a
+    client raise errors, or its model does, an error takes the place of this client's scores. A
+    client's scores do not depend on another client's values or errors.
     """
     device = task.torch_device()
     # Known layers store nothing in evaluation, so one model of such layers can serve all clients.

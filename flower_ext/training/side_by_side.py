@@ -1,4 +1,7 @@
-"""Run the functions of many clients side by side: batch their trainings, keep errors apart."""
+"""Run the functions of many clients together, and train the models that they ask for in batches.
+
+An error of one client does not stop the others.
+"""
 
 from __future__ import annotations
 
@@ -23,13 +26,14 @@ Work = TypeVar("Work", bound=Job)
 
 
 def check_whole(params: Mapping[str, torch.Tensor], task: Task) -> None:
-    """Refuse ``params`` that lack a part of the model, or that are a training instead of a model.
+    """Refuse ``params`` that lack a part of the model, or that are a `Training`.
 
     Raises
     ------
     ValueError
         Parameters are missing; the message names them and says where a client can get them. Or
-        the ``yield`` before ``work.train(...)`` is missing.
+        ``params`` are a training task, because the method lacks the ``yield`` before
+        ``work.train(...)``.
     """
     check_yielded(params)
     if not params.keys() >= task.shapes.keys():
@@ -43,16 +47,17 @@ def check_whole(params: Mapping[str, torch.Tensor], task: Task) -> None:
 
 
 def check_yielded(model: object) -> None:
-    """Refuse a training where its resulting model is expected.
+    """Refuse a training task that was passed where a trained model is expected.
 
     Raises
     ------
     ValueError
-        The ``yield`` before ``work.train(...)`` is missing.
+        ``model`` is a `Training`, because the method lacks the ``yield`` before
+        ``work.train(...)``.
     """
     if isinstance(model, Training):
         raise InvalidValue.tellable(
-            "got a training instead of a model: write model = yield work.train(...)"
+            "got a training task instead of a trained model: write model = yield work.train(...)"
         )
 
 
@@ -101,7 +106,7 @@ class Training:
 def one_by_one(
     solve: Callable[[Task, Work, Callable[[str], bool]], R],
 ) -> Callable[..., Iterator[R]]:
-    """Turn a function for one job into a ``solve`` of `Training`, which runs jobs in sequence."""
+    """Turn a function for one job into a ``solve`` for `Training`, which runs jobs one by one."""
 
     def solve_each(
         task: Task, jobs: Sequence[Work], *, trained: Callable[[str], bool], memory_limit: int
@@ -116,14 +121,14 @@ Steps = Generator[Training, Any, T]
 
 
 def completed(run: T | Steps[T]) -> Steps[T]:
-    """Return the value of ``run``: a function that yields trainings, or the value itself."""
+    """Return ``run``; if it is a generator that yields trainings, run it, and return its result."""
     return (yield from run) if isinstance(run, Generator) else run
 
 
 def side_by_side(
     runs: Iterable[Steps[T] | Exception], *, memory_limit: int = MEMORY_LIMIT
 ) -> list[T | Exception]:
-    """Run all ``runs`` to their ends; return the value of each, or its error.
+    """Run all ``runs`` to their ends; return the value of each, or the error of a run that fails.
 
     The function batches the trainings that several runs yield. It gives a run its trained model as
     soon as the model is ready: the model is then still in the processor's caches, and the models

@@ -50,10 +50,11 @@ class Task:
     model : Callable[[], nn.Module]
         Builds a fresh model. All models that the function builds must have the same architecture
         and settings, because facts about the first model are reused for the others. Use another
-        function for other settings. The model gets features as `Examples` says. A method's
-        ``personal`` names refer to its parameter names. Parameters without ``requires_grad`` are
-        frozen: they do not train, are not sent, and do not count in a norm. Every node takes them
-        from its own ``model()``, and the buffers of frozen layers stay constant.
+        function for other settings. `Examples` says with which arguments the model is called. The
+        option ``personal`` of a method lists names of this model's modules or parameters.
+        Parameters without ``requires_grad`` are frozen: they do not train, are not sent, and do not
+        count in a norm. Every node takes them from its own ``model()``, and the buffers of frozen
+        layers stay constant.
     data : Callable[[int], ClientData]
         Returns training and test examples of partition ``i``.
     loss : Callable[..., Tensor]
@@ -61,9 +62,10 @@ class Task:
         not a mean over examples has a third parameter ``present``: booleans that distinguish
         examples from padding (see `cox_loss`).
     metrics : Mapping[str, Callable[[Any, Any], float]]
-        Named quality measures: functions of all test outputs of one client and its targets. If a
-        client has several mini-batches, outputs must be tensors with one row per example, or
-        tuples, mappings or dataclasses of such tensors (see `evaluate`).
+        Quality measures by name. Each is a function of the model's outputs for all test examples of
+        a client, and of their targets. If a client has several mini-batches, outputs must be
+        tensors with one row per example, or tuples, mappings or dataclasses of such tensors (see
+        `evaluate`).
     device : str
         ``"auto"`` uses a CUDA device if there is one.
     trainable : Sequence[str], optional
@@ -161,7 +163,7 @@ class Task:
 
 
 def _hashable(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the same function, wrapped if it is an object without a hash."""
+    """Return the function itself. If it is an object without a hash, wrap it in one with a hash."""
     try:
         hash(function)
     except TypeError:

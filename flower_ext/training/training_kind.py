@@ -1,4 +1,7 @@
-"""The kind of a training: every fact that may change the result of a trial, and no data."""
+"""The kind of a training: all facts about it that may change the result of a trial.
+
+Values of the data are not among these facts.
+"""
 
 from __future__ import annotations
 
@@ -16,9 +19,9 @@ from flower_ext.training.task import Task
 
 @dataclass(frozen=True)
 class TrainingKind:
-    """The facts on which a trial's result depends: the key under which a process stores it.
+    """The facts on which a trial's result depends. A process stores the result under this key.
 
-    ``features`` and ``targets`` are one example of zeros, with shapes and types of real examples.
+    ``features`` and ``targets`` are one example of zeros, with the shapes and types of real ones.
     """
 
     model: Callable[[], nn.Module]
@@ -38,7 +41,7 @@ class TrainingKind:
 def kind_of(
     task: Task, features: Tree, targets: Tree, params: Mapping[str, Tensor]
 ) -> TrainingKind:
-    """Return the kind of a training of ``params`` on examples like these features and targets."""
+    """Return the kind of a training that starts at ``params``, on examples like the given ones."""
     row_types = trees.row_type(features), trees.row_type(targets)
     device, parts = task.torch_device(), (trees.zeros(features, 1), trees.zeros(targets, 1))
     return TrainingKind(task.model, task.loss, device, sizes(params), row_types, *parts)

@@ -41,9 +41,9 @@ from flower_ext.federation import (
     VirtualGrid,
     client_level_dp_mod,
     client_level_mod,
+    packing,
     records,
 )
-from flower_ext.federation.client import cohort_app
 from flower_ext.federation.engines import workers
 from flower_ext.federation.records import Update, UploadReply
 from flower_ext.federation.sums import masked, plain, weighted_silo
@@ -442,7 +442,7 @@ PATHS = {
         run=partial(sent, grid=packed), through=(CLIPPED, (VirtualGrid, "send_and_receive"))
     ),
     "messages of several clients, the clients clip": Path(
-        run=partial(sent, plan=BY_CLIENTS, grid=packed), through=(ADDED, (cohort_app, "packed"))
+        run=partial(sent, plan=BY_CLIENTS, grid=packed), through=(ADDED, (packing, "_joined"))
     ),
     "another ClientApp, the server clips": Path(
         run=partial(sent, app=partial(foreign, client_level_dp_mod())), through=(CLIPPED,)

@@ -15,7 +15,7 @@ from flower_ext.cli.processes import (
     executable,
     free_port,
 )
-from flower_ext.cli.run_command import simulation_superlink
+from flower_ext.cli.superlink import simulation_superlink
 from flower_ext.runs import RunDirectory
 from tests.support.apps import DP2_FEDSAM
 from tests.support.commands import SETS, Command

@@ -72,7 +72,7 @@ def test_the_union_numbers_everybody_and_names_nobody(link, tmp_path):
         ("users b.csv --by nachname --key study.key --buckets 9 -o l.csv", "encoding"),
         (
             "users b.csv --by-date geboren --encoding latin-1 --key study.key --buckets 9 -o l.csv",
-            "2 rows: column 'geboren' has no date of the form iso. Mend these rows, set",
+            "2 rows: column 'geboren' has a value that is no date in the format iso. Mend",
         ),
         (f"users a.csv {OF_A} --key a.csv --buckets 9 -o l.csv", "chmod 600"),
         (f"users a.csv {OF_A} --key study.key --numbers a.csv -o l.csv", "link union"),

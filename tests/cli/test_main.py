@@ -459,8 +459,9 @@ def test_every_parameter_of_a_command_has_a_help_text_that_is_shown(command):
 
 def test_what_a_terminal_cannot_show_ends_no_command():
     code = (
-        "import sys; from pathlib import Path; from flower_ext.cli import main as cli, preparing; "
-        "preparing.checked_settings(Path('apps/uldp-fl'), []); "
+        "import sys; from pathlib import Path; from flower_ext.cli import main as cli; "
+        "from flower_ext.runs.app_settings import checked_settings; "
+        "checked_settings(Path('apps/uldp-fl'), []); "
         "sys.argv = ['x', 'calibrate', '--help']; cli.main()"
     )
     ascii_only = {"PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "LC_ALL": "C"}

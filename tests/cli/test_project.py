@@ -7,8 +7,8 @@ import pytest
 from typer.testing import CliRunner
 
 from flower_ext.cli.main import app
-from flower_ext.cli.preparing import checked_settings
 from flower_ext.errors import InvalidValue
+from flower_ext.runs.app_settings import checked_settings
 from tests.support.apps import APPS, FOREIGN
 
 REFUSED = {

@@ -6,8 +6,8 @@ import pytest
 from typer.testing import CliRunner
 
 from flower_ext.cli.main import app
-from flower_ext.cli.preparing import checked_settings
 from flower_ext.cli.settings_table import rows_of
+from flower_ext.runs.app_settings import checked_settings
 from tests.support.apps import APPS
 
 FOLDERS = sorted(path.parent for path in APPS.glob("*/pyproject.toml"))

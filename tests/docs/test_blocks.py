@@ -13,7 +13,7 @@ from types import ModuleType
 import pytest
 
 from flower_ext.cli import main as cli
-from flower_ext.cli.preparing import declared_settings
+from flower_ext.runs.app_settings import declared_settings
 from tests.support.pages import ROOT, Block, blocks, commands, is_full, pages
 
 RUN = ("python", "setup", "check")

@@ -4,7 +4,7 @@ import importlib.util
 from pathlib import Path
 from types import SimpleNamespace
 
-from flower_ext.cli.preparing import declared_settings
+from flower_ext.runs.app_settings import declared_settings
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"

@@ -32,9 +32,9 @@ import psutil
 from flwr.app import Context, Message, RecordDict
 from safetensors.numpy import load_file
 
+from flower_ext.cli.launching import launch
 from flower_ext.cli.preparing import RunOptions, prepare
 from flower_ext.cli.processes import LaunchFailed, signal_group
-from flower_ext.cli.run_command import launch
 from flower_ext.federation import InProcessGrid
 from flower_ext.federation.engines.run_app import load_app
 from flower_ext.privacy import AdversaryView, Release, privacy_loss_of

@@ -5,7 +5,7 @@ import pytest
 from matplotlib.axes import Axes
 
 from flower_ext.runs import RunDirectory, RunWriter
-from flower_ext.runs.figures import COLOURS, draw_figures, draw_lines, qualities
+from flower_ext.runs.figures import COLOURS, Chart, draw_figures, draw_lines, qualities
 from tests.support.finished_runs import finished
 
 
@@ -76,7 +76,7 @@ def test_epsilons_far_apart_share_a_logarithmic_axis(tmp_path, published, log):
 
 def test_a_comparison_draws_mean_and_deviation_of_each_group(tmp_path):
     groups = {"a": [([1, 2], [0.0, 0.5]), ([1, 2], [1.0, 0.5])], "b": [([1, 2], [0.3, 0.4])]}
-    draw_lines(tmp_path, "c", "title", "accuracy", groups)
+    draw_lines(tmp_path, "c", Chart(title="title", ylabel="accuracy", lines=groups))
     rows = [
         (r["line"], *(float(r[c]) for c in ("round", "accuracy")))
         for r in rows_of(tmp_path / "c.csv")
@@ -89,17 +89,19 @@ def test_a_comparison_draws_mean_and_deviation_of_each_group(tmp_path):
 
 def test_a_label_has_its_colour_and_its_name_in_a_figure_that_lacks_others(tmp_path):
     line = {"b": [([1, 2], [0.0, 1.0])]}
-    draw_lines(tmp_path, "c", "title", "accuracy", line, labels=["a", "b"])
+    draw_lines(
+        tmp_path, "c", Chart(title="title", ylabel="accuracy", lines=line, labels=["a", "b"])
+    )
     drawn = (tmp_path / "c.svg").read_text(encoding="utf-8").lower()
     assert COLOURS[1].lower() in drawn
     assert COLOURS[0].lower() not in drawn
-    draw_lines(tmp_path, "d", "title", "accuracy", line)
+    draw_lines(tmp_path, "d", Chart(title="title", ylabel="accuracy", lines=line))
     assert len((tmp_path / "d.svg").read_text(encoding="utf-8")) < len(drawn)  # it has no legend
 
 
 def test_more_groups_than_colours_stay_apart(tmp_path):
     groups = {f"m{n}": [([1, 2], [n / 10, n / 10])] for n in range(9)}
-    draw_lines(tmp_path, "c", "title", "accuracy", groups)
+    draw_lines(tmp_path, "c", Chart(title="title", ylabel="accuracy", lines=groups))
     assert len({r["line"] for r in rows_of(tmp_path / "c.csv")}) == 9
 
 
@@ -137,7 +139,11 @@ def test_messages_and_seconds_add_up_over_rounds(tmp_path):
 def test_a_comparison_can_stand_against_something_else_than_rounds(tmp_path):
     groups = {"a": [([2, 4], [0.1, 0.5]), ([2, 4], [0.3, 0.5])]}
     cost = {"a": [([1, 2, 3, 4], [5, 10, 15, 20]), ([1, 2, 3, 4], [7, 12, 17, 22])]}
-    draw_lines(tmp_path, "c", "t", "accuracy", groups, xlabel="messages", against=cost)
+    draw_lines(
+        tmp_path,
+        "c",
+        Chart(title="t", ylabel="accuracy", lines=groups, xlabel="messages", against=cost),
+    )
     rows = [(float(r["messages"]), float(r["accuracy"])) for r in rows_of(tmp_path / "c.csv")]
     assert rows == [(11.0, pytest.approx(0.2)), (21.0, 0.5)]
 
@@ -207,7 +213,11 @@ def test_a_histogram_shows_every_client_under_its_partition(tmp_path, monkeypatc
 def test_scores_below_zero_are_inside_their_figure(tmp_path, monkeypatch):
     limits = []
     monkeypatch.setattr(Axes, "set_ylim", lambda *_, **given: limits.append(given))
-    draw_lines(tmp_path, "r2", "title", "r2", {"mean": [([1, 2], [-3.0, 0.5])]}, from_zero=True)
+    draw_lines(
+        tmp_path,
+        "r2",
+        Chart(title="title", ylabel="r2", lines={"mean": [([1, 2], [-3.0, 0.5])]}, from_zero=True),
+    )
     assert {"bottom": 0} not in limits
 
 
@@ -216,6 +226,10 @@ def test_a_line_of_one_point_is_a_dot(tmp_path, monkeypatch):
     monkeypatch.setattr(
         Axes, "plot", lambda axes, *a, **k: markers.append(k["marker"]) or plot(axes, *a, **k)
     )
-    draw_lines(tmp_path, "c", "title", "y", {"a": [([1], [2.0])], "b": [([1, 2], [2.0, 3.0])]})
-    draw_lines(tmp_path, "d", "title", "accuracy", {"a": [([1], [0.5])]})
+    draw_lines(
+        tmp_path,
+        "c",
+        Chart(title="title", ylabel="y", lines={"a": [([1], [2.0])], "b": [([1, 2], [2.0, 3.0])]}),
+    )
+    draw_lines(tmp_path, "d", Chart(title="title", ylabel="accuracy", lines={"a": [([1], [0.5])]}))
     assert markers == ["o", "", "o"]

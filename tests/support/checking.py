@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from flower_ext.check.app_folder import unpacked
-from flower_ext.check.child import NotChecked, checked, import_once
+from flower_ext.check.child import NotChecked, checked, import_slow_modules
 from flower_ext.check.forks import in_fork
 from flower_ext.check.probes import ProbeRequest
 from flower_ext.files import read_toml
@@ -54,7 +54,7 @@ def result_of(
         except NotChecked as error:
             return {"error": str(error)}
 
-    import_once()
+    import_slow_modules()
     result = in_fork(answer, seconds=300)
     assert result is not None, Path(request.log).read_text()[-3000:]
     return result

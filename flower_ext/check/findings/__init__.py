@@ -18,8 +18,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from flower_ext.check import recognise
-from flower_ext.check.app_folder import AppFolder
-from flower_ext.check.findings.finding import Finding
+from flower_ext.check.findings import structure
+from flower_ext.check.findings.finding import Finding, found
 from flower_ext.check.findings.influence import (
     changed_clients,
     compared_noise,
@@ -27,34 +27,29 @@ from flower_ext.check.findings.influence import (
     other_epsilon,
 )
 from flower_ext.check.findings.messages import unprotected_values
-from flower_ext.check.findings.structure import requests, structure
 from flower_ext.check.measured import Measured
-from flower_ext.check.probes import REAL, Probes
-from flower_ext.check.recognise import Facts
+from flower_ext.check.probes import Probes
 
 __all__ = ["Finding", "findings"]
 
 
-def findings(probes: Probes, app: AppFolder, second: Measured | None) -> list[Finding]:
+def findings(probes: Probes, second: Measured | None) -> list[Finding]:
     """Return all findings of a check; those that refute come first.
 
     ``second`` holds the ε that the check computed from its measurements.
     """
-    real = probes.runs[REAL]
-    assert real is not None
-    facts: Facts = real.facts
     every_finding = [
-        *structure(facts),
-        *requests(real, facts),
-        *compared_noise(probes, facts),
-        *exceeded_bounds(probes, facts),
+        *found(structure.RULES, probes),
+        *compared_noise(probes),
+        *exceeded_bounds(probes),
         *other_epsilon(second),
-        *changed_clients(probes, facts),
-        *unprotected_values(real, facts, app),
+        *changed_clients(probes),
+        *unprotected_values(probes),
     ]
     once: dict[str, Finding] = {}
     for finding in every_finding:
-        once.setdefault(finding.code, replace(finding, place=_place(finding.code, facts, app)))
+        place = _place(finding.code, probes)
+        once.setdefault(finding.code, replace(finding, place=place))
     return sorted(once.values(), key=lambda finding: not finding.refutes)
 
 
@@ -71,8 +66,9 @@ _CLIENT_CALLS = {
 """For each code of a finding, the calls in the client's source that the remedy changes."""
 
 
-def _place(code: str, facts: Facts, app: AppFolder) -> str:
+def _place(code: str, probes: Probes) -> str:
     """Return the place in the app's source that the remedy of a finding changes."""
+    app, facts = probes.app, probes.facts
     if names := _CLIENT_CALLS.get(code):
         return app.call_of("clientapp", *names)
     if facts.local:

@@ -1,8 +1,12 @@
-"""A finding: what the check found in an app, and the remedy."""
+"""A finding: what the check found in an app, and the remedy. A rule: when to report a finding."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from typing import Any
+
+from flower_ext.check.probes import Probes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -15,3 +19,27 @@ class Finding:
     refutes: bool = True
     place: str = ""
     """``path:line`` of the app's call that the remedy changes; "" if the app has none."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rule:
+    """A finding, and the condition under which the runs of an app lead to it."""
+
+    code: str
+    when: Callable[[Probes], Any]
+    """Returns a true value if the app has the fault; text and remedy show the value at each {}."""
+    text: str
+    remedy: str
+    refutes: bool | Callable[[Probes], bool] = True
+
+
+def found(rules: Iterable[Rule], probes: Probes) -> Iterator[Finding]:
+    """Yield the findings of those rules whose conditions hold."""
+    for rule in rules:
+        if value := rule.when(probes):
+            yield Finding(
+                code=rule.code,
+                text=rule.text.format(value),
+                remedy=rule.remedy.format(value),
+                refutes=rule.refutes(probes) if callable(rule.refutes) else rule.refutes,
+            )

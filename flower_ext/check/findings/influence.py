@@ -7,27 +7,29 @@ of what it learned from data, so the check knows each update before clipping and
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
+from itertools import product
 
 import numpy as np
 
 from flower_ext.check import recognise
-from flower_ext.check.findings.finding import Finding
+from flower_ext.check.findings.finding import Finding, Rule, found
 from flower_ext.check.held_run import TRAIN
 from flower_ext.check.measured import Measured, release_gap, upload_gap
-from flower_ext.check.observe import Observed, Reply
+from flower_ext.check.mechanisms import Noise
+from flower_ext.check.observe import Observed
 from flower_ext.check.probes import AGAIN, QUIET, Probes, exceeds, spread
-from flower_ext.check.recognise import Facts
 from flower_ext.check.vectors import HELD
 
 
-def compared_noise(probes: Probes, facts: Facts) -> Iterator[Finding]:
+def compared_noise(probes: Probes) -> Iterator[Finding]:
     """Compare the measured noise with the noise that the app's parameters promise."""
-    again, noise = probes.runs.get(AGAIN), facts.noise
+    again, noise = probes.runs.get(AGAIN), probes.facts.noise
     if again is None or noise is None:
         return
-    for number in facts.comparable(probes.request.rounds):
+    for number in probes.comparable:
         of_uploads: list[Finding] = []
-        if (gap := upload_gap(probes, facts, number)) is not None:
+        if (gap := upload_gap(probes, number)) is not None:
             size = _largest(again, number)
             of_uploads = list(_compared(gap, size, f"uploads of round {number}"))
             yield from of_uploads
@@ -36,9 +38,9 @@ def compared_noise(probes: Probes, facts: Facts) -> Iterator[Finding]:
         if stddev and not of_uploads and changed is not None:
             what = f"a changed client's upload in round {number}"
             # If the noise comes from this package, only one of the two runs adds it.
-            stddev *= 1.0 if facts.has(recognise.OUR_MOD) else 2**0.5
+            stddev *= 1.0 if probes.facts.has(recognise.OUR_MOD) else 2**0.5
             yield from _compared(changed / stddev, np.inf, what)
-        if (gap := release_gap(probes, facts, number)) is not None:
+        if (gap := release_gap(probes, number)) is not None:
             step = again.step(number)
             size = 0.0 if step is None else step.norm
             yield from _compared(gap, size, f"the model of round {number}")
@@ -72,34 +74,33 @@ def _compared(gap: np.ndarray, size: float, what: str) -> Iterator[Finding]:
         )
 
 
-def exceeded_bounds(probes: Probes, facts: Facts) -> Iterator[Finding]:
+def exceeded_bounds(probes: Probes) -> Iterator[Finding]:
     """Find where one client moves its upload or the model farther than clipping permits."""
-    if (noise := facts.noise) is None or not facts.holds:
+    if probes.facts.noise is None or not probes.facts.holds:
         return
+    is_exact, past = probes.is_exact, set[str]()
+    for number, run in product(probes.comparable, ("huge", "heavy")):
+        for what, moved, bound, stddev in _movements(probes, probes.facts.noise, run, number):
+            if what in past or moved is None:
+                continue
+            if exceeds(abs(moved), bound, 0.0 if is_exact else stddev):
+                past.add(what)
+                yield _unbounded(what, number, abs(moved), bound, weighs=run == "heavy")
+
+
+def _movements(
+    probes: Probes, noise: Noise, run: str, number: int
+) -> Iterator[tuple[str, float | None, float, float]]:
+    """Yield (what, how far, bound, noise) for each value that the changed client moves."""
+    facts = probes.facts
     clients_clip = facts.has(recognise.CLIENT_SIDE) or facts.has(recognise.CLIENT_ADAPTIVE)
-    clients_clip = clients_clip or bool(facts.local) or any(noise.upload_stddev.values())
-    noisy, past = not probes.is_exact, set()
-    largest = noise.clipping_norm * (2 if noise.bounds_models else 1)
-    for number in facts.comparable(probes.request.rounds):
-        size = probes.cohort(QUIET, number)
-        for name in ("huge", "heavy"):
-            grown = probes.upload_growth(name, number) if clients_clip else None
-            moved = probes.movement(name, number) if noise.cohort else None
-            limits = (
-                (grown, largest, noise.of_upload(size), "its upload"),
-                (
-                    moved,
-                    noise.clipping_norm / (noise.cohort or 1),
-                    noise.release_stddev,
-                    "the model",
-                ),
-            )
-            for value, bound, stddev, what in limits:
-                if value is None or what in past:
-                    continue
-                if exceeds(abs(value), bound, noisy * stddev):
-                    past.add(what)
-                    yield _unbounded(what, number, abs(value), bound, weighs=name == "heavy")
+    if clients_clip or facts.local or any(noise.upload_stddev.values()):
+        bound = noise.clipping_norm * (2 if noise.bounds_models else 1)
+        stddev = noise.of_upload(probes.cohort(QUIET, number))
+        yield "its upload", probes.upload_growth(run, number), bound, stddev
+    if noise.cohort:
+        bound = noise.clipping_norm / noise.cohort
+        yield "the model", probes.movement(run, number), bound, noise.release_stddev
 
 
 def other_epsilon(second: Measured | None) -> Iterator[Finding]:
@@ -128,74 +129,94 @@ def _unbounded(what: str, number: int, value: float, bound: float, *, weighs: bo
     )
 
 
-def changed_clients(probes: Probes, facts: Facts) -> Iterator[Finding]:
-    """Find what one client's NaN, zero update or failure does to other clients and to the run."""
-    again = probes.runs.get(AGAIN)
-    if again is None or again.ended:
-        return
-    nan, zero, absent = (probes.runs.get(name) for name in ("nan", "zero", "raise"))
-    if nan is not None and not facts.has_task:
-        number = next((r.round for r in nan.replies if _is_nan(r)), None)
-        clients_protect = facts.has(recognise.OUR_MOD) or bool(facts.local)
-        if number is not None and clients_protect:
-            yield _nan(f"a NaN leaves the client in round {number}")
-    if nan is not None and not all(release.finite for release in nan.releases):
-        yield _nan("one client's NaN reaches the model")
-    for name, run, what in (
-        ("nan", nan, "an update of NaN"),
-        ("zero", zero, "an update of zeros"),
-        ("absence", absent, "one client's failure"),
-    ):
-        if name in ("nan", "absence") and run is None and facts.has_task:
-            continue
-        if run is None and name != "zero":
-            yield _ends(name, f"{what} hangs the run")
-        elif run is not None and run.ended:
-            yield _ends(name, f"{what} ends the run ({run.ended})")
-        elif name == "absence" and facts.has_task and facts.ours.holds:
-            continue  # such a client hides its failures: only the network can lose its reply
-        elif run is not None and len(run.releases) < len(again.releases):
-            yield _ends(name, f"{what} keeps the model of a round from being released")
-    if zero is not None and any(reply.error for reply in zero.replies if reply.kind == TRAIN):
-        yield _ends("zero", "an update of zeros makes a mod fail, which the server sees")
-    failed = [] if absent is None or facts.has_task else absent.replies
-    if any(reply.error for reply in failed if reply.kind == TRAIN):
-        yield Finding(
-            code="failures-seen",
-            text="the server sees that a client failed, and Flower sends the error's text",
-            remedy="answer with zeros and noise when training fails",
-            refutes=False,
-        )
-    if nan is not None and not facts.secure_noise and not facts.has_task:
-        target = nan.target(1)
-        one, other = nan.uploads(1), again.uploads(1)
-        if any(
-            not np.array_equal(one[client].sample, other[client].sample)
-            for client in one.keys() & other.keys() - {target}
-        ):
-            yield Finding(
-                code="influence",
-                text="one client's update changes what other clients send in the same round",
-                remedy="keep no state in module variables, which clients of one process share",
-            )
+def _sent_nan(probes: Probes) -> int | None:
+    """Return the first round in which a NaN leaves a client that should protect its upload."""
+    facts = probes.facts
+    if facts.has_task or not (facts.has(recognise.OUR_MOD) or facts.local):
+        return None
+    uploads = ((r.round, r.upload) for r in probes.seen("nan").replies if r.kind == TRAIN)
+    return next((number for number, upload in uploads if upload and not upload.finite), None)
 
 
-def _is_nan(reply: Reply) -> bool:
-    return reply.kind == TRAIN and reply.upload is not None and not reply.upload.finite
+def _ending(change: str, probes: Probes) -> str:
+    """Return how a changed client keeps a model from being released; "" if it does not."""
+    run, facts = probes.runs.get(change), probes.facts
+    if run is None:
+        return "" if change == "zero" or facts.has_task else "hangs the run"
+    if run.ended:
+        return f"ends the run ({run.ended})"
+    if change == "raise" and facts.has_task and facts.ours.holds:
+        return ""  # such a client hides its failures: only the network can lose its reply
+    if len(run.releases) < len(probes.seen(AGAIN).releases):
+        return "keeps the model of a round from being released"
+    is_seen = change == "zero" and _fails(change, probes)
+    return "makes a mod fail, which the server sees" if is_seen else ""
 
 
-def _nan(text: str) -> Finding:
-    return Finding(
+def _fails(change: str, probes: Probes) -> bool:
+    """Return True if the server sees that a client fails in its training."""
+    replies = probes.seen(change).replies
+    return any(reply.error for reply in replies if reply.kind == TRAIN)
+
+
+def _influences_others(probes: Probes) -> bool:
+    """Return True if a client's NaN changes what other clients send in the same round."""
+    if probes.facts.secure_noise or probes.facts.has_task:
+        return False
+    run = probes.seen("nan")
+    uploads, usual = run.uploads(1), probes.seen(AGAIN).uploads(1)
+    others = uploads.keys() & usual.keys() - {run.target(1)}
+    return any(not np.array_equal(uploads[c].sample, usual[c].sample) for c in others)
+
+
+_NO_NAN = "replace an update that is not finite by zeros before the noise"
+_CHANGES = {
+    "nan": ("nan", "an update of NaN"),
+    "zero": ("zero", "an update of zeros"),
+    "raise": ("absence", "one client's failure"),
+}
+"""Code and words of a finding for each `Change` that may end a run."""
+RULES = (
+    Rule(
         code="nan",
-        text=text,
-        remedy="replace an update that is not finite by zeros before the noise",
-    )
+        when=_sent_nan,
+        text="a NaN leaves the client in round {}",
+        remedy=_NO_NAN,
+    ),
+    Rule(
+        code="nan",
+        when=lambda probes: any(not release.finite for release in probes.seen("nan").releases),
+        text="one client's NaN reaches the model",
+        remedy=_NO_NAN,
+    ),
+    *(
+        Rule(
+            code=code,
+            when=partial(_ending, change),
+            text=f"{words} {{}}: whether a model is released depends on one client's data",
+            remedy="let no single reply end a round: sum the replies that arrived, and add noise "
+            "that does not depend on their number",
+        )
+        for change, (code, words) in _CHANGES.items()
+    ),
+    Rule(
+        code="failures-seen",
+        when=lambda probes: not probes.facts.has_task and _fails("raise", probes),
+        text="the server sees that a client failed, and Flower sends the error's text",
+        remedy="answer with zeros and noise when training fails",
+        refutes=False,
+    ),
+    Rule(
+        code="influence",
+        when=_influences_others,
+        text="one client's update changes what other clients send in the same round",
+        remedy="keep no state in module variables, which clients of one process share",
+    ),
+)
 
 
-def _ends(code: str, text: str) -> Finding:
-    return Finding(
-        code=code,
-        text=f"{text}: whether a model is released depends on one client's data",
-        remedy="let no single reply end a round: sum the replies that arrived, and add noise that "
-        "does not depend on their number",
-    )
+def changed_clients(probes: Probes) -> Iterator[Finding]:
+    """Find what one client's NaN, zero update or failure does to other clients and to the run."""
+    usual = probes.runs.get(AGAIN)
+    if usual is not None and not usual.ended:
+        yield from found(RULES, probes)

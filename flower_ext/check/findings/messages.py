@@ -1,82 +1,114 @@
-"""Find what clients send besides the protected update."""
+"""Find what clients send besides the protected update, such as metrics and integer arrays."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
+from typing import Any
 
 from flower_ext.check import recognise
-from flower_ext.check.app_folder import AppFolder
-from flower_ext.check.findings.finding import Finding
+from flower_ext.check.findings.finding import Finding, Rule, found
 from flower_ext.check.held_run import TRAIN
-from flower_ext.check.observe import Observed
-from flower_ext.check.recognise import Facts
+from flower_ext.check.probes import Probes
 from flower_ext.federation import FederatedStrategy
 
 _NORM_BIT = "norm_bit"
+_MOST_SHOWN = 6
 
 
-def unprotected_values(real: Observed, facts: Facts, app: AppFolder) -> Iterator[Finding]:
-    """Find what clients send besides the update, such as metrics and integer arrays."""
-    if facts.has_task:
-        return
-    replies = [reply for reply in real.replies if reply.kind == TRAIN and not reply.error]
-    protects_all = not facts.is_ours or facts.has(recognise.OUR_MOD)
-    allowed = {facts.weighted_by} if facts.weighted_by and not facts.is_ours else set()
+def _metrics(probes: Probes, kind: str, allowed: Collection[str] = ()) -> dict[str, str] | None:
+    """Return a text with the names of the metrics in replies of a kind, except ``allowed``."""
+    names = {name for reply in probes.real.answers(kind) for name in reply.metrics}
+    if not (names := names - set(allowed)):
+        return None
+    shown = list(dict.fromkeys(probes.app.shown(name) for name in sorted(names)))
+    more = f" and {len(shown) - _MOST_SHOWN} more" if len(shown) > _MOST_SHOWN else ""
+    return {"names": ", ".join(shown[:_MOST_SHOWN]) + more}
+
+
+def _training_metrics(probes: Probes) -> dict[str, str] | None:
+    facts, allowed = probes.facts, set[str]()
+    if facts.weighted_by and not facts.is_ours:
+        allowed.add(facts.weighted_by)
     if facts.has(recognise.CLIENT_ADAPTIVE):
         allowed.add(_NORM_BIT)
-    if names := sorted({name for reply in replies for name in reply.metrics} - allowed):
-        yield Finding(
-            code="metrics",
-            text=f"training replies carry values without noise: {_listed(names, app)}",
-            remedy="return no metrics of the data from training",
-            refutes=protects_all,
-        )
-    arrays = [sum(kind == "ArrayRecord" for kind, _ in reply.records) for reply in replies]
-    if facts.strategies and any(count != 1 for count in arrays):
-        yield Finding(
-            code="records",
-            text=f"training replies carry {max(arrays)} records of arrays; clipping and noise "
-            "cover one",
-            remedy="return one ArrayRecord",
-        )
-    if facts.noise is not None and any(reply.integers for reply in replies):
-        yield Finding(
-            code="integers",
-            text="clients send arrays of integers, which Gaussian noise does not cover",
-            remedy="leave counters such as num_batches_tracked out of the ArrayRecord",
-        )
-    if facts.noise is not None and not facts.is_ours and any(reply.scalars for reply in replies):
-        yield Finding(
-            code="scalars",
-            text="a parameter without axes (a single number) leaves clients without clipping",
-            remedy="give each parameter an axis",
-        )
-    layouts = {(reply.records, tuple(reply.metrics)) for reply in replies}
-    if (
-        facts.strategies and len(layouts) > 1
-    ):  # an app's own loop may send several kinds of messages
-        yield Finding(
-            code="names",
-            text="names of records or metrics differ between clients, so they may carry data",
-            remedy="use fixed names",
-        )
+    return _metrics(probes, TRAIN, allowed)
+
+
+def _odd_records(probes: Probes) -> dict[str, int] | None:
+    """Return the largest number of array records in a reply, if some reply has not exactly one."""
+    replies = probes.real.answers(TRAIN)
+    counts = [sum(kind == "ArrayRecord" for kind, _ in reply.records) for reply in replies]
+    is_odd = probes.facts.strategies and any(count != 1 for count in counts)
+    return {"most": max(counts)} if is_odd else None
+
+
+def _layouts_differ(probes: Probes) -> bool:
+    # An app's own loop may send several kinds of messages.
+    layouts = {(reply.records, tuple(reply.metrics)) for reply in probes.real.answers(TRAIN)}
+    return bool(probes.facts.strategies) and len(layouts) > 1
+
+
+def _weights_differ(probes: Probes) -> Any:
+    facts, replies = probes.facts, probes.real.answers(TRAIN)
     weights = {reply.metrics.get(facts.weighted_by) for reply in replies}
-    if facts.noise is not None and facts.noise.cohort and not facts.is_ours and len(weights) > 1:
-        yield Finding(
-            code="weights",
-            text="clients report different weights, which depend on their data",
-            remedy="return the same weight from every client",
-        )
-    scored = [r for r in real.replies if r.kind == "evaluate" and not r.error]
-    if names := sorted({name for reply in scored for name in reply.metrics}):
-        yield Finding(
-            code="evaluation",
-            text=f"evaluation replies carry values without noise: {_listed(names, app)}",
-            remedy="set fraction_evaluate=0.0, or SecureScores in a ReleasePlan",
-            refutes=not facts.has(FederatedStrategy.__name__),
-        )
+    return facts.noise and facts.noise.cohort and not facts.is_ours and len(weights) > 1
 
 
-def _listed(names: list[str], app: AppFolder) -> str:
-    shown = list(dict.fromkeys(app.shown(name) for name in names))
-    return ", ".join(shown[:6]) + (f" and {len(shown) - 6} more" if len(shown) > 6 else "")
+RULES = (
+    Rule(
+        code="metrics",
+        when=_training_metrics,
+        text="training replies carry values without noise: {0[names]}",
+        remedy="return no metrics of the data from training",
+        refutes=lambda probes: not probes.facts.is_ours or probes.facts.has(recognise.OUR_MOD),
+    ),
+    Rule(
+        code="records",
+        when=_odd_records,
+        text="training replies carry {0[most]} records of arrays; clipping and noise cover one",
+        remedy="return one ArrayRecord",
+    ),
+    Rule(
+        code="integers",
+        when=lambda probes: (
+            probes.facts.noise and any(reply.integers for reply in probes.real.answers(TRAIN))
+        ),
+        text="clients send arrays of integers, which Gaussian noise does not cover",
+        remedy="leave counters such as num_batches_tracked out of the ArrayRecord",
+    ),
+    Rule(
+        code="scalars",
+        when=lambda probes: (
+            probes.facts.noise
+            and not probes.facts.is_ours
+            and any(reply.scalars for reply in probes.real.answers(TRAIN))
+        ),
+        text="a parameter without axes (a single number) leaves clients without clipping",
+        remedy="give each parameter an axis",
+    ),
+    Rule(
+        code="names",
+        when=_layouts_differ,
+        text="names of records or metrics differ between clients, so they may carry data",
+        remedy="use fixed names",
+    ),
+    Rule(
+        code="weights",
+        when=_weights_differ,
+        text="clients report different weights, which depend on their data",
+        remedy="return the same weight from every client",
+    ),
+    Rule(
+        code="evaluation",
+        when=lambda probes: _metrics(probes, "evaluate"),
+        text="evaluation replies carry values without noise: {0[names]}",
+        remedy="set fraction_evaluate=0.0, or SecureScores in a ReleasePlan",
+        refutes=lambda probes: not probes.facts.has(FederatedStrategy.__name__),
+    ),
+)
+
+
+def unprotected_values(probes: Probes) -> Iterator[Finding]:
+    """Find what clients send besides the update."""
+    if not probes.facts.has_task:
+        yield from found(RULES, probes)

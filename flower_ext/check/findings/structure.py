@@ -2,66 +2,50 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 from scipy.stats import binom
 
 from flower_ext.check import recognise
-from flower_ext.check.findings.finding import Finding
-from flower_ext.check.observe import Observed
-from flower_ext.check.probes import LUCK
-from flower_ext.check.recognise import APP, Facts
+from flower_ext.check.findings.finding import Rule
+from flower_ext.check.probes import LUCK, Probes
+from flower_ext.check.recognise import APP
 from flower_ext.privacy import PrivacyUnit
 
 
-@dataclass(frozen=True, kw_only=True)
-class Rule:
-    """A finding, and the condition on the facts of an app under which it is reported."""
-
-    code: str
-    when: Callable[[Facts], Any]
-    """Returns a true value if the app has the fault; text and remedy show the value at each {}."""
-    text: str
-    remedy: str
-    refutes: bool = True
-
-    def finding(self, value: Any) -> Finding:
-        """Return the finding, whose text and remedy show ``value``, a true result of `when`."""
-        text, remedy = self.text.format(value), self.remedy.format(value)
-        return Finding(code=self.code, text=text, remedy=remedy, refutes=self.refutes)
+def _apps_strategy(probes: Probes) -> str:
+    """Return the name of a strategy that the app defines; "" if it defines none."""
+    return next((part.name for part in probes.facts.strategies if part.origin == APP), "")
 
 
-def _apps_strategy(facts: Facts) -> str:
-    return next((part.name for part in facts.strategies if part.origin == APP), "")
-
-
-def _missing_mod(facts: Facts) -> str:
+def _missing_mod(probes: Probes) -> str:
     """Return the name of a mod that the strategy needs and the ClientApp lacks; "" if none."""
+    has = probes.facts.has
     pairs = {
         recognise.CLIENT_SIDE: recognise.FIXED_MOD,
         recognise.CLIENT_ADAPTIVE: recognise.ADAPTIVE_MOD,
     }
-    missing = (mod for kind, mod in pairs.items() if facts.has(kind) and not facts.has(mod))
+    missing = (mod for kind, mod in pairs.items() if has(kind) and not has(mod))
     return next(missing, "")
 
 
-def _has_no_noise(facts: Facts) -> bool:
-    noise = facts.noise
+def _has_no_noise(probes: Probes) -> bool:
+    noise = probes.facts.noise
     return noise is not None and not (noise.release_stddev or any(noise.upload_stddev.values()))
 
 
-def _other_than_mean(facts: Facts) -> str:
+def _other_than_mean(probes: Probes) -> str:
     """Return the name of the strategy that a private one wraps if it releases no mean; else ""."""
+    facts = probes.facts
     if not facts.strategies or facts.is_ours or facts.noise is None or not facts.noise.cohort:
         return ""
     last = facts.strategies[-1]
     return last.name if last.origin == "flwr" and not recognise.is_average(last) else ""
 
 
-def _low_sensitivity(facts: Facts) -> Any:
-    local = facts.local
+def _low_sensitivity(probes: Probes) -> Any:
+    """Return the arguments of a `LocalDpMod` whose sensitivity is below its clipping norm."""
+    local = probes.facts.local
     return local if local and local["sensitivity"] < local["clipping_norm"] else None
 
 
@@ -73,14 +57,31 @@ _PROTECTING = (
 )
 
 
-def _mod_outside(facts: Facts) -> dict[str, str] | None:
+def _mod_outside(probes: Probes) -> dict[str, str] | None:
     """Return the names of a mod that may change the protected upload, and of the protection."""
+    facts = probes.facts
     names = [part.name if part.origin != APP else "" for part in facts.mods]
     none = len(names) if facts.has_task else 0
     first = min((names.index(name) for name in _PROTECTING if name in names), default=none)
     outside = [part.name for part in facts.mods[:first] if not recognise.is_silent(part)]
     protection = [*names, "the client side of flower_ext"][first]
     return {"mod": outside[0], "protection": protection} if outside else None
+
+
+def _unplanned_requests(probes: Probes) -> dict[str, Any] | None:
+    """Return the number of requests if it is improbable with the plan's sampling."""
+    real, facts = probes.real, probes.facts
+    if (
+        facts.ours.declared is None
+        or facts.stated is None
+        or facts.stated.unit is not PrivacyUnit.CLIENT
+    ):
+        return None  # no message shows which users or records the plan drew
+    sampling = facts.ours.declared.release.sampling
+    requests, draws = sum(map(len, real.trainings.values())), real.rounds * sampling.population
+    if binom.sf(requests - 1, draws, sampling.sampling_rate) >= LUCK:
+        return None
+    return {"requests": requests, "rounds": real.rounds, "sampling": sampling.describe()}
 
 
 RULES = (
@@ -92,25 +93,25 @@ RULES = (
     ),
     Rule(
         code="foreign-parts",
-        when=lambda facts: ", ".join(facts.foreign),
+        when=lambda probes: ", ".join(probes.facts.foreign),
         text="the app replaces parts on which the guarantee rests: {}",
         remedy="let the guarantee's parts come from flower_ext alone",
     ),
     Rule(
         code="unknown-loop",
-        when=lambda facts: not facts.strategies,
+        when=lambda probes: not probes.facts.strategies,
         text="no strategy of flwr.serverapp runs the rounds; the app's loop may do anything",
         remedy="run the rounds by strategy.start of a known strategy",
     ),
     Rule(
         code="no-mechanism",
-        when=lambda facts: facts.noise is None and not facts.guarantees,
+        when=lambda probes: probes.facts.noise is None and not probes.facts.guarantees,
         text="no mechanism that this check knows bounds what clients send and adds noise to it",
         remedy="protect uploads by FederatedStrategy with a ReleasePlan",
     ),
     Rule(
         code="secure-sum",
-        when=lambda facts: any(map(facts.has, recognise.SECURE_SUM_MODS)),
+        when=lambda probes: any(map(probes.facts.has, recognise.SECURE_SUM_MODS)),
         text="a secure sum hides single uploads from the server, but the sum itself is exact",
         remedy="add noise to the sum: it may reveal one client's data",
         refutes=False,
@@ -123,8 +124,8 @@ RULES = (
     ),
     Rule(
         code="adaptive-clipping",
-        when=lambda facts: any(
-            map(facts.has, (recognise.SERVER_ADAPTIVE, recognise.CLIENT_ADAPTIVE))
+        when=lambda probes: any(
+            map(probes.facts.has, (recognise.SERVER_ADAPTIVE, recognise.CLIENT_ADAPTIVE))
         ),
         text="Flower scales the noise by the clipping norm after its update, not by the norm "
         "that bounded the updates",
@@ -158,48 +159,29 @@ RULES = (
     ),
     Rule(
         code="engine-restarts",
-        when=lambda facts: facts.engines_per_client if facts.engines_per_client > 1 else 0,
+        when=lambda probes: probes.facts.engines_per_client > 1 and probes.facts.engines_per_client,
         text="a client makes a new Opacus engine {} times: each counts its own round "
         "only, so the printed ε leaves out all other rounds",
         remedy="keep the accountant's history in context.state, and add up all rounds",
     ),
+    Rule(
+        code="beside-the-strategy",
+        when=lambda probes: probes.facts.strategies and ", ".join(sorted(probes.real.beside)),
+        text="the app sends clients messages ({}) outside its strategy, and no guarantee counts "
+        "them",
+        remedy="let strategy.start send all messages",
+    ),
+    Rule(
+        code="several-runs",
+        when=lambda probes: probes.real.starts > 1 and probes.real.starts,
+        text="the app starts strategies {} times, each with a guarantee of its own",
+        remedy="start one strategy, or charge all strategies to one ledger",
+    ),
+    Rule(
+        code="sampling",
+        when=_unplanned_requests,
+        text="{0[requests]} requests in {0[rounds]} rounds are more than the plan's sampling "
+        "({0[sampling]}) draws",
+        remedy="ask the cohort that the plan's sampling draws",
+    ),
 )
-
-
-def structure(facts: Facts) -> Iterator[Finding]:
-    """Find the faults that the app's strategies and mods show by themselves."""
-    for rule in RULES:
-        if value := rule.when(facts):
-            yield rule.finding(value)
-
-
-def requests(real: Observed, facts: Facts) -> Iterator[Finding]:
-    """Find messages sent outside the strategy, several started runs, and too large cohorts."""
-    if facts.strategies and real.beside:
-        yield Finding(
-            code="beside-the-strategy",
-            text=f"the app sends clients messages ({', '.join(sorted(real.beside))}) outside its "
-            "strategy, and no guarantee counts them",
-            remedy="let strategy.start send all messages",
-        )
-    if real.starts > 1:
-        yield Finding(
-            code="several-runs",
-            text=f"the app starts strategies {real.starts} times, each with a guarantee of its own",
-            remedy="start one strategy, or charge all strategies to one ledger",
-        )
-    if (
-        facts.ours.declared is None
-        or facts.stated is None
-        or facts.stated.unit is not PrivacyUnit.CLIENT
-    ):
-        return  # no message shows which users or records the plan drew
-    sampling = facts.ours.declared.release.sampling
-    requests, draws = sum(map(len, real.trainings.values())), real.rounds * sampling.population
-    if binom.sf(requests - 1, draws, sampling.sampling_rate) < LUCK:
-        yield Finding(
-            code="sampling",
-            text=f"{requests} requests in {real.rounds} rounds are more than the plan's sampling "
-            f"({sampling.describe()}) draws",
-            remedy="ask the cohort that the plan's sampling draws",
-        )

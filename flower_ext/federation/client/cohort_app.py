@@ -7,36 +7,23 @@ its own partition, state, noise and errors, as if it were alone on its node.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from copy import deepcopy
 from functools import partial
-from typing import Any
 
-from flwr.app import (
-    ArrayRecord,
-    ConfigRecord,
-    Context,
-    Error,
-    Message,
-    MetricRecord,
-    RecordDict,
-)
+from flwr.app import Context, Error, Message, RecordDict
 from flwr.clientapp import ClientApp
 
 from flower_ext.errors import InvalidValue
 from flower_ext.federation import _flower_private as private
 from flower_ext.federation.failures import CLIENT_APP_RAISED, REASON_WITHHELD, failed
+from flower_ext.federation.packing import answer_packed, is_packed
 from flower_ext.federation.records import Update, UploadReply
-from flower_ext.federation.roster import partition_of
 from flower_ext.training import MEMORY_LIMIT
 from flower_ext.training.isolation import isolated
 
 Answer = RecordDict | Update | Exception
 """One client's answer in a list of several clients' answers."""
-Record = ArrayRecord | ConfigRecord | MetricRecord
-
-PACKED = "packed"
-"""Last part of the type of a packed message, and name of the record that lists its contents."""
 
 
 class CohortApp(ClientApp):
@@ -52,8 +39,9 @@ class CohortApp(ClientApp):
         If a client raises an error, the reply is an error reply of `failed`, whose text reveals
         nothing about the client's data.
         """
-        if message.metadata.message_type.endswith(f".{PACKED}"):
-            return _answered(self, message, context, partial(_answer_packed, self))
+        if is_packed(message):
+            answer = partial(answer_packed, answer=partial(answer_all, self))
+            return _answered(self, message, context, answer)
         return _answered(self, message, context, self._answer_alone)
 
     def _answer_alone(self, message: Message, context: Context) -> Message:
@@ -143,93 +131,3 @@ def _answered(
     except Exception as error:  # whatever a ClientApp raises becomes an error reply
         context.state = before
         return failed(app, message, context, error)
-
-
-def _answer_packed(app: CohortApp, message: Message, context: Context) -> Message:
-    """Return one reply to a packed message; each client reads and writes only its own state."""
-    contents, entries = unpacked(message.content)
-    _check_slots(entries)
-    per_node, slots = int(entries["clients-per-node"]), list(entries["slot"])
-    node = partition_of(context.node_config)
-    nodes = int(context.node_config.get("num-partitions", node + 1))
-    states = {str(slot): RecordDict() for slot in slots}
-    held = [key for key in context.state if key.partition("/")[0] in states]
-    for key in held:
-        number, _, name = key.partition("/")
-        states[number][name] = context.state[key]
-    contexts = [
-        Context(
-            run_id=context.run_id,
-            node_id=context.node_id + slot,
-            node_config={
-                **context.node_config,
-                "partition-id": node * per_node + slot,
-                "num-partitions": nodes * per_node,
-            },
-            state=states[str(slot)],
-            run_config=context.run_config,
-        )
-        for slot in slots
-    ]
-    messages = [
-        private.message_like(message, content, message_type=kind)
-        for content, kind in zip(contents, entries["type"], strict=True)
-    ]
-    replies = answer_all(app, messages, contexts)
-    for key in held:
-        del context.state[key]
-    for client, slot in zip(contexts, slots, strict=True):
-        for name, record in client.state.items():
-            context.state[f"{slot}/{name}"] = record
-    errors = {
-        "error-code": [reply.error.code if reply.has_error() else 0 for reply in replies],
-        "error-reason": [reply.error.reason if reply.has_error() else "" for reply in replies],
-    }
-    answers = [RecordDict() if reply.has_error() else reply.content for reply in replies]
-    return Message(packed(answers, errors), reply_to=message)
-
-
-def _check_slots(entries: Mapping[str, Any]) -> None:
-    per_node, slots, kinds = entries["clients-per-node"], entries["slot"], entries["type"]
-    numbers = all(type(slot) is int and 0 <= slot < per_node for slot in slots)
-    if not numbers or len(set(slots)) < len(slots):
-        raise InvalidValue(
-            f"a packed message for the clients {slots} of this node: expected distinct integers "
-            f"in [0, {per_node})"
-        )
-    if any(kind.endswith(f".{PACKED}") for kind in kinds):
-        raise InvalidValue(
-            "a packed message holds another packed message: expected one message for each client"
-        )
-
-
-def packed(contents: Sequence[RecordDict], entries: Mapping[str, Any]) -> RecordDict:
-    """Return one content that holds several contents and the ``entries`` that describe them.
-
-    A record that several contents share is in the result only once.
-    """
-    numbers: dict[int, int] = {}
-    every: dict[str, Record] = {}
-    names: list[str] = []
-    for content in contents:
-        for record in content.values():
-            if id(record) not in numbers:
-                numbers[id(record)] = len(numbers)
-                every[str(numbers[id(record)])] = record
-        names.append("\n".join(f"{numbers[id(record)]} {name}" for name, record in content.items()))
-    every[PACKED] = ConfigRecord({**entries, "records": names})
-    return RecordDict(every)
-
-
-def unpacked(content: RecordDict) -> tuple[list[RecordDict], Mapping[str, Any]]:
-    """Return the contents and the entries from which `packed` made ``content``.
-
-    Contents with the same records become one object.
-    """
-    envelope: Mapping[str, Any] = content.config_records[PACKED]
-    known: dict[str, RecordDict] = {}
-    for names in envelope["records"]:
-        if names not in known:
-            pairs = (line.partition(" ") for line in names.splitlines())
-            known[names] = RecordDict({name: content[number] for number, _, name in pairs})
-    return [known[names] for names in envelope["records"]], envelope

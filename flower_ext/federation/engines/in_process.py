@@ -63,16 +63,16 @@ class InProcessGrid(Grid):
         # keys.
         run_id = randbits(62)
         self.set_run(private.empty_run(run_id))
-        # Node ids start above the server's id.
+        first = private.FIRST_CLIENT_ID
         self.contexts = {
-            partition + 1_000: Context(
+            node: Context(
                 run_id=run_id,
-                node_id=partition + 1_000,
+                node_id=node,
                 node_config={"partition-id": partition, "num-partitions": num_clients},
                 state=RecordDict(),
                 run_config=dict(run_config or {}),
             )
-            for partition in range(num_clients)
+            for partition, node in enumerate(range(first, first + num_clients))
         }
         self._memory_limit = memory_limit // max(1, workers)
         self.workers = Workers(workers, self._answer_here, self.contexts)
@@ -149,6 +149,7 @@ class InProcessGrid(Grid):
         return self.workers.ask(messages)
 
     def _answer_here(self, messages: Sequence[Message]) -> list[Message]:
+        """Run clients in the process that calls this method: this one, or a worker."""
         contexts = [self.contexts[message.metadata.dst_node_id] for message in messages]
         return answer_all(self._app, messages, contexts, memory_limit=self._memory_limit)
 

@@ -14,21 +14,17 @@ from itertools import chain
 from logging import getLogger
 from typing import Any
 
-from flwr.app import Error, Message, RecordDict
+from flwr.app import Message, RecordDict
 from flwr.serverapp import Grid
 
 from flower_ext.errors import InvalidValue
 from flower_ext.federation import _flower_private as private
-from flower_ext.federation.client.cohort_app import PACKED, packed, unpacked
 from flower_ext.federation.exchange import origin_fault
+from flower_ext.federation.packing import pack, unpack
 from flower_ext.federation.records import payload_bytes
 from flower_ext.training import MEMORY_LIMIT
 
 log = getLogger(__name__)
-
-_FIRST_ID = 1_000
-"""First id of virtual clients, above the server's id."""
-_UNREADABLE = 1
 
 _SHARE_OF_REPLIES = 4
 """Waiting replies may take the memory limit of trainings divided by this number."""
@@ -87,7 +83,7 @@ class VirtualGrid(Grid):
         for node in sorted(connected - set(self._nodes.values())):
             self._nodes[len(self._nodes)] = node
         return [
-            _FIRST_ID + number * self.clients_per_node + slot
+            private.FIRST_CLIENT_ID + number * self.clients_per_node + slot
             for number, node in self._nodes.items()
             if node in connected
             for slot in range(self.clients_per_node)
@@ -111,85 +107,60 @@ class VirtualGrid(Grid):
         """
         messages = list(messages)
         most = replies_in_memory(messages[0], MEMORY_LIMIT) if messages else 1
-        turns: dict[int, dict[int, list[Message]]] = defaultdict(lambda: defaultdict(list))
-        for message, (turn, node) in zip(messages, self._parcels(messages, most), strict=True):
-            turns[turn][node].append(message)
-        answers = (self._answered(turns[turn], timeout) for turn in sorted(turns))
+        exchanges = self._exchanges(messages, most)
+        answers = (self._answered(by_node, timeout) for by_node in exchanges)
         return chain(iter(next(answers, [])), chain.from_iterable(answers))
 
-    def _parcels(self, messages: Sequence[Message], most: int) -> list[tuple[int, int]]:
-        """Return a pair for each message: the number of the exchange that sends it, and its node.
+    def _exchanges(
+        self, messages: Sequence[Message], most: int
+    ) -> list[Mapping[int, Sequence[Message]]]:
+        """Divide messages into exchanges; return the messages of each exchange by node.
 
         An exchange sends one packed message to each node and waits for the replies. No exchange
         asks a client twice. About ``most`` messages go to a node in one exchange.
         """
-        turns: Counter[int] = Counter()
+        exchanges: dict[int, dict[int, list[Message]]] = defaultdict(lambda: defaultdict(list))
+        earlier: Counter[int] = Counter()
         sent: Counter[int] = Counter()
-        parcels = []
         for message in messages:
-            client, node = message.metadata.dst_node_id, self._slot(message)[0]
+            client, node = message.metadata.dst_node_id, self._place(message)[0]
             # A client's second message waits for the next exchange, because the node stores the
             # client's state only at the end of an exchange.
-            parcels.append((turns[client] + sent[node] // most, node))
-            turns[client] += 1
+            exchanges[earlier[client] + sent[node] // most][node].append(message)
+            earlier[client] += 1
             sent[node] += 1
-        return parcels
+        return [exchanges[number] for number in sorted(exchanges)]
 
     def _answered(
         self, by_node: Mapping[int, Sequence[Message]], timeout: float | None
     ) -> list[Message]:
-        parcels = {node: self._pack(node, messages) for node, messages in by_node.items()}
-        singles: list[Message] = []
-        for reply in private.replies(self._grid, list(parcels.values()), timeout=timeout):
+        """Send one packed message to each node; return the replies of the clients that answered."""
+        waiting: dict[int, Message] = {}
+        for node, messages in by_node.items():
+            slots = [self._place(message)[1] for message in messages]
+            waiting[node] = pack(messages, node, slots, self.clients_per_node)
+        answers: list[Message] = []
+        for reply in private.replies(self._grid, list(waiting.values()), timeout=timeout):
             node = reply.metadata.src_node_id
             # Unpacked replies look like answers to our messages, so unpack only real answers.
-            if node in parcels and not origin_fault(reply, parcels[node]):
-                del parcels[node]
-                singles += self._unpack(reply, by_node[node])
+            if node in waiting and not origin_fault(reply, waiting[node]):
+                del waiting[node]
+                answers += unpack(reply, by_node[node])
             else:
                 log.warning(
                     "node %d: the server ignores a reply, because it answers no message that waits "
                     "for a reply",
                     node,
                 )
-        return singles
+        return answers
 
-    def _slot(self, message: Message) -> tuple[int, int]:
+    def _place(self, message: Message) -> tuple[int, int]:
         """Return the node of the client that a message is for, and the client's slot on it."""
-        number, slot = divmod(message.metadata.dst_node_id - _FIRST_ID, self.clients_per_node)
+        number, slot = divmod(
+            message.metadata.dst_node_id - private.FIRST_CLIENT_ID, self.clients_per_node
+        )
         if number not in self._nodes:
             raise InvalidValue(
                 f"dst_node_id={message.metadata.dst_node_id}: expected an id from get_node_ids"
             )
         return self._nodes[number], slot
-
-    def _pack(self, node: int, messages: Sequence[Message]) -> Message:
-        slots = [self._slot(message)[1] for message in messages]
-        envelope = {
-            "clients-per-node": self.clients_per_node,
-            "slot": slots,
-            "type": [message.metadata.message_type for message in messages],
-        }
-        kind = messages[0].metadata.message_type.partition(".")[0]
-        return Message(
-            packed([message.content for message in messages], envelope),
-            dst_node_id=node,
-            message_type=f"{kind}.{PACKED}",
-            group_id=messages[0].metadata.group_id,
-        )
-
-    def _unpack(self, reply: Message, requests: Sequence[Message]) -> list[Message]:
-        """Return a reply to each request; an error of the node becomes the reply to each."""
-        if reply.has_error():
-            return [Message(reply.error, reply_to=message) for message in requests]
-        try:
-            contents, entries = unpacked(reply.content)
-            codes, reasons = list(entries["error-code"]), list(entries["error-reason"])
-            answers: list[RecordDict | Error] = [
-                Error(code=code, reason=reason) if code else content
-                for content, code, reason in zip(contents, codes, reasons, strict=True)
-            ]
-            return [Message(each, reply_to=m) for each, m in zip(answers, requests, strict=True)]
-        except Exception as error:  # a hostile node may send anything
-            unreadable = Error(code=_UNREADABLE, reason=f"the node's reply cannot be read: {error}")
-            return [Message(unreadable, reply_to=message) for message in requests]

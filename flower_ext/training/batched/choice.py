@@ -1,24 +1,26 @@
 """Choose the form that trains each job: the fastest one that gives the results of `local.train`.
 
 A caller may ask for batch invariance: no bit of a job's result may depend on the jobs that train
-together with it. The first form of this table that accepts a job trains it:
+together with it. This table says which jobs a form accepts: jobs for which the caller asks this,
+and, if the caller does not ask it, several jobs or a single job. The first form that accepts a job
+trains it.
 
 ===============  ===============  ===============  ===============  =============================
-form             jobs with batch  several jobs     one job          models that it accepts
-                 invariance       without          without
+form             with batch       several jobs     a single job     models that it accepts
+                 invariance       without it       without it
 ===============  ===============  ===============  ===============  =============================
 of a plug-in     if it promises   yes              if it is faster  known layers without a trial,
-                 invariance                                         others after one
-`ConstantShape`  yes              no               no               `consists_of_rows`, after
-                                                                    trials
+                 invariance                                         other layers after one
+`ConstantShape`  yes              no               no               those that `consists_of_rows`
+                                                                    and trials allow
 `Stacked`        no               if it is faster  no               any, after a trial
-`local.train`    yes              yes              yes              any, one by one
+`local.train`    yes              yes              yes              any
 ===============  ===============  ===============  ===============  =============================
 
 `local.train` also trains the jobs for which `_why_never_together` returns a reason. Trials use
-random jobs. They compare a form's results with those of `local.train` (`trains_alike`,
-`why_not_stacked`), or the bits of a stack with those of other stacks (`stack_rounds_alike`). The
-process remembers their outcome.
+random jobs. The trials `trains_alike` and `why_not_stacked` compare a form's results with those of
+`local.train`. The trial `stack_rounds_alike` compares the bits of a stack with the bits of other
+stacks. The process remembers the outcome of each trial.
 """
 
 from __future__ import annotations
@@ -60,7 +62,10 @@ log = getLogger("flwr")
 def assigned(
     task: Task, jobs: Sequence[Job], memory_limit: int, *, batch_invariant: bool
 ) -> Iterator[tuple[list[int], Form | None]]:
-    """Yield the jobs' indices of each group, and its form; the form is None for a single job."""
+    """Yield groups of jobs that train together, as pairs of the jobs' indices and their form.
+
+    A job that `local.train` must train alone forms a group by itself, with None as its form.
+    """
     alike = defaultdict(list)
     for index, job in enumerate(jobs):
         alike[job.examples.row_type].append(index)
@@ -97,7 +102,10 @@ def _forms(task: Task, jobs: Sequence[Job], *, batch_invariant: bool) -> Iterato
 
 
 def _of_constant_shape(task: Task, jobs: Sequence[Job]) -> Iterator[Form]:
-    """Yield a `ConstantShape` for each shape of the jobs, if its stacks are batch-invariant."""
+    """Yield one `ConstantShape` for each `Shape` that a job has.
+
+    A shape is left out if a trial finds that its stacks are not batch-invariant.
+    """
     kind = _kind(task, jobs[0])
     if not consists_of_rows(kind) or _why_not_stacked(kind) is not None:
         return
@@ -121,7 +129,7 @@ def why_not_stacked(task: Task, jobs: Sequence[Job]) -> str | None:
 
 
 def _why_never_together(jobs: Sequence[Job]) -> str | None:
-    """Return a reason that makes jobs of any model train one by one; None if there is none."""
+    """Return why these jobs must train one by one, whatever their model; None if they need not."""
     for part in ("features", "targets"):
         if not isinstance(getattr(jobs[0].examples, part), Tensor):
             return f"{part} are not a single tensor"
@@ -155,13 +163,16 @@ def _why_not_stacked(kind: TrainingKind) -> str | None:
 def trains_alike(kind: TrainingKind, form: Form) -> bool:
     """Return True if a trial finds that a form trains models of this kind as `local.train` does.
 
-    The function returns False for a model whose forward pass changes its own state. A model that
-    counts its passes, for example, could use the count long after the trial.
+    The function also returns False for a model whose forward pass changes its own state. A model
+    that counts its passes, for example, might begin to use the count after the trial has ended.
     """
 
     def train_together(jobs: Sequence[Job]) -> Params:
         if [*form.groups(jobs, MEMORY_LIMIT)] != [[*range(len(jobs))]]:
-            raise InvalidValue("Form.groups(): expected one group of all jobs")
+            raise InvalidValue(
+                f"{type(form).__name__}.groups() does not put the jobs of a trial into one group: "
+                "expected a single group with all jobs"
+            )
         return form.train(jobs, _every_name)
 
     reason = why_changed_by_pass(kind) or why_models_differ(kind, train_together, train)
@@ -170,7 +181,10 @@ def trains_alike(kind: TrainingKind, form: Form) -> bool:
 
 @lru_cache(maxsize=256)
 def stack_rounds_alike(kind: TrainingKind, shape: Shape) -> bool:
-    """Return True if a trial finds no bit of a model that depends on the rest of its stack."""
+    """Return True if a trial finds that no bit of a model depends on the other models of its stack.
+
+    The trial trains stacks of this ``shape``.
+    """
     form = ConstantShape(kind, shape)
     try:
         reason = why_bits_differ(

@@ -1,23 +1,24 @@
 """The form whose stacks have a constant shape, so that no bit of a model depends on the others.
 
-How a library rounds a number depends on the shape of the number's array and on its position there.
-In these stacks the job alone determines both, except for the number of models in the stack, and
-for the place of the job's model among them. Three rules ensure this:
+A stack is a set of models that train together. Each of its arrays holds the numbers of all models.
+How a library rounds a number depends on the shape of the array and on the number's position in it.
+Three rules therefore fix the shape and the positions in advance. The other jobs of a stack can then
+change only two things: the size of the stack, and the place of a model in it.
 
-* Each mini-batch is padded to a number of rows that follows from the job alone.
+* Each mini-batch is padded to a number of rows that follows from its job alone.
 * A stack has 4, 8, 16 or 32 models on a CPU, and 128 on an accelerator. Copies of a job fill the
   free places. A model whose training has ended stays until the stack shrinks to a smaller size.
 * PyTorch rounds the last numbers of an array in another way if they do not fill a register of the
   processor. Four models with eight rows each always fill the registers. Only one thread runs,
   because several threads would divide the arrays. A trial could not replace this rule, because the
-  rounding differs too rarely. Models whose arrays do not consist of rows train in another form
-  (`consists_of_rows`).
+  rounding differs too rarely. The rule covers only arrays with one row per example. Models with
+  other arrays train in another form (`consists_of_rows`).
 
 On an accelerator only deterministic kernels run (`deterministic_kernels`). These compute every
 number of an array in the same way, so models with image layers may use this form there.
 
-The trial `rounds_alike` tests everything else that may depend on size and position, such as matrix
-products.
+The size of the stack and a model's place in it might still change the rounding, for example of
+matrix products. A trial tests this before a shape is used (`choice.stack_rounds_alike`).
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ _ROWS = 8
 
 
 class Shape(NamedTuple):
-    """Shape of a stack's step: the rows of a mini-batch, and the operations that the step needs."""
+    """The rows of a mini-batch, and whether a step has momentum, SAM's ascent and terms."""
 
     rows: int
     has_momentum: bool
@@ -59,7 +60,11 @@ class Shape(NamedTuple):
 
     @classmethod
     def of(cls, job: Job) -> Shape:
-        """Return the shape for a job, with rounded numbers of rows, so that many jobs share it."""
+        """Return the shape for a job.
+
+        Many jobs have the same shape, because the number of rows is rounded up. It becomes a power
+        of two, at least 8. It becomes at most the batch size, rounded up to a multiple of 8.
+        """
         training = job.training
         most = -(-training.batch_size // _ROWS) * _ROWS
         longest = min(len(job.examples), training.batch_size)
@@ -68,7 +73,7 @@ class Shape(NamedTuple):
 
     @property
     def settings(self) -> LocalTraining:
-        """Settings of short trainings of this shape, for trials."""
+        """The settings with which trials train stacks of this shape: one short epoch."""
         return LocalTraining(
             epochs=1,
             batch_size=self.rows,
@@ -79,9 +84,12 @@ class Shape(NamedTuple):
 
 @lru_cache(maxsize=64)
 def consists_of_rows(kind: TrainingKind) -> bool:
-    """Return True if the arrays of these trainings consist of rows, and products are reproducible.
+    """Return True if models of this kind may train in stacks of constant shape.
 
-    The arrays of image layers do not consist of rows, and a model's own code may transform weights.
+    On every device, the loss must accept rows of padding, and all layers with weights must be
+    known: other code may transform weights in any way. On a CPU, there are two more conditions:
+    matrix products must be reproducible (`products_are_reproducible`), and no layer may be an image
+    layer, because its arrays do not have one row per example.
     """
     on_cpu = kind.device.type == "cpu"
     if on_cpu and not products_are_reproducible():
@@ -99,14 +107,19 @@ def sizes_on(device: torch.device) -> tuple[int, ...]:
 
 
 def jobs_for_trial(device: torch.device) -> int:
-    """Return how many jobs a trial needs to use the largest stack, and a smaller one on a CPU."""
+    """Return how many jobs a trial trains together.
+
+    On an accelerator, they fill the only size of a stack. On a CPU, there is one job more than the
+    second largest stack holds: the trial begins with the largest stack, and continues with the
+    second largest when a job has ended.
+    """
     smaller, largest = (0, *sizes_on(device))[-2:]
     return smaller + 1 if smaller else largest
 
 
 @dataclass(frozen=True)
 class ConstantShape(Form):
-    """Stacks of one shape, for small models."""
+    """The form that trains jobs of one `Shape` in stacks. It helps for small models."""
 
     kind: TrainingKind
     shape: Shape
@@ -115,10 +128,10 @@ class ConstantShape(Form):
     def groups(self, jobs: Sequence[Job], memory_limit: int) -> Iterator[list[int]]:
         """Yield groups of the jobs of this shape.
 
-        A job is left out if the largest stack of such jobs would exceed ``memory_limit``, or the
-        processor's caches, beyond which a stack is not faster. This does not depend on the other
-        jobs. A job with an `IGNORED` target is left out too, because the target would change how
-        the loss of the whole stack is computed.
+        Two kinds of jobs are left out, whatever the other jobs are. The first kind is too large:
+        the largest stack of such jobs would exceed ``memory_limit``, or the processor's caches,
+        beyond which a stack is not faster. The second kind has an `IGNORED` target, which would
+        change how the loss of the whole stack is computed.
         """
         most = sizes_on(self.kind.device)[-1]
         members = [
@@ -139,7 +152,7 @@ class ConstantShape(Form):
 
 
 class ConstantStack(Stack):
-    """A stack whose size is one of `sizes_on`, and whose mini-batches all have ``rows`` rows."""
+    """A stack with a fixed size (one of `sizes_on`) and fixed mini-batches (``rows`` rows each)."""
 
     def __init__(
         self, task: Task, jobs: Sequence[Job], trained: Callable[[str], bool], rows: int
@@ -157,7 +170,11 @@ class ConstantStack(Stack):
         return self._ended
 
     def batches(self) -> Iterator[MiniBatches]:
-        """Yield mini-batches of the jobs that still train, and of the jobs that fill the stack."""
+        """Yield the mini-batches of each step.
+
+        They belong to the jobs that still train. Copies of the first of these mini-batches fill
+        the other places of the stack.
+        """
         before = len(self.jobs)
         for x, y, counts in super().batches():
             self._end(slice(len(x), before))
@@ -171,7 +188,11 @@ class ConstantStack(Stack):
             self._ended[name][jobs] = weight[jobs]
 
     def _padded(self, part: Tensor, size: int) -> Tensor:
-        """Repeat features or targets until there are ``size`` models with `_rows` rows each."""
+        """Pad features or targets (jobs, batch, …) to the shape (``size``, `_rows`, …).
+
+        The first row of each mini-batch fills its missing rows. The first job's rows fill the
+        places without a job.
+        """
         count, rows = part.shape[:2]
         padded = part.new_empty((size, self._rows, *part.shape[2:]))
         padded[:count, :rows], padded[:count, rows:] = part, part[:, :1]

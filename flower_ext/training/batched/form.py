@@ -23,9 +23,9 @@ GROUP = "flower_ext.forms"
 class Form(Protocol):
     """A way to train jobs whose examples have one shape and type.
 
-    A form may decline jobs. For a job that it accepts, it must give the result of `local.train`, up
-    to rounding. For every model whose code the package does not know, `choice` compares both
-    results on random jobs.
+    A form may decline jobs. For a job that it accepts, it must return what `local.train` returns,
+    up to rounding. If a model has code that the package does not know, `choice` first compares the
+    results of the form and of `local.train` on random jobs.
     """
 
     batch_invariant: bool
@@ -42,7 +42,9 @@ class Form(Protocol):
         """Yield the indices of the jobs that this form trains, as groups to train together."""
 
     def train(self, jobs: Sequence[Job], trained: Callable[[str], bool]) -> Params:
-        """Return the parameters of a group after `local.train`, stacked, with one row per job.
+        """Train a group of jobs; return parameters by name, with one row per job.
+
+        Row k of each tensor is what `local.train` returns for the k-th job, up to rounding.
 
         Raises
         ------
@@ -63,9 +65,9 @@ The factory returns the same form for all jobs of a kind, so that a trial runs o
 
 
 def longest_first(jobs: Sequence[Job], members: Iterable[int]) -> list[int]:
-    """Return the indices ``members`` of jobs, those with the most steps first.
+    """Return the indices ``members`` in a new order: jobs with more steps come first.
 
-    Jobs of equal length are sorted by their numbers of examples, so that neighbours need less
-    padding.
+    Of jobs with equally many steps, those with more examples come first. Neighbours in this order
+    have mini-batches of similar size, so they need little padding.
     """
     return sorted(members, key=lambda i: (-jobs[i].num_steps, -len(jobs[i].examples)))

@@ -1,8 +1,9 @@
-"""Many local trainings, together where that is faster.
+"""Train many jobs, several at a time where that is faster.
 
-The results are those of `train` for each job, up to the order of floating-point sums. `choice`
-decides which jobs train together, and by which form. `train_groups` trains batch by batch,
-`train_each` yields its models one by one, and `attempt_groups` finds the jobs that raise errors.
+Each job gets the result that `train` gives, up to the order of floating-point sums. `choice`
+decides which jobs train together, and in which form. `train_groups` yields the models of a whole
+batch at a time, `train_each` yields single models, and `attempt_groups` finds the jobs that raise
+errors.
 """
 
 from __future__ import annotations
@@ -32,7 +33,10 @@ _TYPICAL_ROWS = 32
 def attempt_groups(
     solve: Callable[[list[Work]], Iterable[tuple[Sequence[int], R]]], jobs: Sequence[Work]
 ) -> Iterator[tuple[list[int], R | Exception]]:
-    """Yield the indices of jobs with their joint result, or the index of one job with its error.
+    """Train jobs, and find those that raise errors.
+
+    For jobs that trained together without an error, the function yields their indices and their
+    joint result. For a job that raises an error, it yields this job's index and the error.
 
     One record can make a training raise an error, for example by a label out of range. The function
     then starts the jobs without a result again, half of them at a time. These jobs draw the same
@@ -80,16 +84,16 @@ def train_each(
 ) -> Iterator[Params]:
     """Train each job as `train` does; yield the models in order, each as soon as it is ready.
 
-    A job without examples gets its parameters back unchanged. Jobs train one by one if they cannot
-    train together, or if training together would not be faster. Use each model immediately: it is
-    still in the processor's caches, and memory stays bounded.
+    For a job without examples, the function yields the job's parameters unchanged. Jobs train one
+    by one if they cannot train together, or if training together would not be faster. Use each
+    model immediately: it is still in the processor's caches, and memory stays bounded.
 
     Parameters
     ----------
     memory_limit : int
         Most bytes for parameters, gradients, examples and activations of one batch, by an estimate.
     batch_invariant : bool
-        The option of `train_groups`.
+        As for `train_groups`.
 
     Raises
     ------
@@ -129,21 +133,23 @@ def train_groups(
     memory_limit: int = MEMORY_LIMIT,
     batch_invariant: bool = False,
 ) -> Iterator[tuple[list[int], Params]]:
-    """Train as `train_each` does, but yield the models batch by batch, with their jobs' indices.
+    """Train as `train_each` does, but yield the models of a whole batch at a time.
 
-    The models of a batch are stacked: the first dimension of each parameter is the job's place in
-    the batch. The caller may change the arrays. Parameters and buffers that no job of a batch
-    trains may be absent. A caller that needs only sums over models never holds more than one batch.
+    Each batch is a pair: the indices of its jobs, and their parameters by name. Row k of each
+    tensor belongs to the k-th of these indices. The caller may change the tensors. Parameters and
+    buffers that no job of a batch trains may be absent. A caller that needs only sums over models
+    never holds more than one batch.
 
     Parameters
     ----------
     batch_invariant : bool
-        If True, no bit of a model depends on other jobs. If False, rounding depends on them, and
-        unstable training amplifies rounding errors. A guarantee that bounds each job by itself
-        needs True. Models for which no batch-invariant form exists train one by one.
+        If True, no bit of a model depends on other jobs; models for which no form promises this
+        train one by one. If False, a model's rounding depends on the other jobs, and unstable
+        training amplifies rounding errors. A privacy guarantee needs True if it assumes that the
+        data of one job change no other job's model.
     """
     if any(len(job.examples) == 0 for job in jobs):
-        raise InvalidValue("cannot train on a client without examples: leave it out")
+        raise InvalidValue("cannot train on a client without examples: leave the client out")
     for group, form in assigned(task, jobs, memory_limit, batch_invariant=batch_invariant):
         members = [jobs[index] for index in group]
         if form is not None:

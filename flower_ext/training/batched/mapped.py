@@ -28,7 +28,7 @@ BatchLoss = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Target:
-    """Tensor to which ``factor`` times a parameter's gradient is added."""
+    """A tensor, to which a backward pass adds ``factor`` times a parameter's gradient."""
 
     tensor: Tensor
     factor: float = 1.0
@@ -38,13 +38,16 @@ class Target:
         self.tensor.add_(gradient, alpha=self.factor)
 
     def add_product(self, a: Tensor, b: Tensor) -> None:
-        """Add the gradient a @ b, without a tensor for the product itself."""
+        """Add the gradient a @ b. The product is never stored as a tensor."""
         self.tensor.baddbmm_(a, b, alpha=self.factor)
 
 
 @dataclass
 class _Pass:
-    """Gradient targets and random numbers of one pass, and the parameters with sent gradients."""
+    """State of one pass: gradient targets, random numbers, and ``sent``.
+
+    ``sent`` holds the names of parameters whose layer adds the gradient to its target by itself.
+    """
 
     targets: Mapping[str, Target]
     draws: Draws | None
@@ -52,7 +55,10 @@ class _Pass:
     sent: set[str] = field(default_factory=set)
 
     def target(self, name: str) -> Target | None:
-        """Return the target to which a layer sends the gradient of a parameter, if it has one."""
+        """Return the target of a parameter's gradient; None if the parameter has no target.
+
+        The layer that calls this function must add the gradient to the target by itself.
+        """
         if name in self.sent:
             raise RuntimeError(f"parameter {name!r} is used twice")
         if name in self.targets:
@@ -74,7 +80,7 @@ class MappedModel:
     Raises
     ------
     InvalidValue
-        The model has a layer in which a model's numbers would depend on the other models.
+        In a layer of this model, the numbers of each of the K models would depend on the others.
     """
 
     fewest = 5
@@ -209,7 +215,11 @@ class MappedModel:
 
 
 def stacked(many: Sequence[Tensor], device: torch.device) -> Tensor:
-    """Stack tensors on a device as `torch.stack` does, but faster if all are one object."""
+    """Stack tensors on a device as `torch.stack` does.
+
+    The function is faster than `torch.stack` if all of ``many`` are the same object: it moves that
+    object to the device only once.
+    """
     one = many[0]
     if any(other is not one for other in many):
         return torch.stack(list(many)).detach().to(device)
@@ -217,9 +227,9 @@ def stacked(many: Sequence[Tensor], device: torch.device) -> Tensor:
 
 
 def _require_batched(layer: nn.Module, *, on_cpu: bool) -> None:
-    """Refuse a layer that computes other numbers in a batch of models than for one model."""
+    """Refuse a layer that would compute other numbers for a model in a batch than for it alone."""
     if isinstance(layer, nn.modules.batchnorm._BatchNorm) and layer.training:
-        raise InvalidValue("batch normalisation changes the model while it is evaluated")
+        raise InvalidValue("batch normalisation changes the model in each forward pass")
     if _drops(layer) and not (type(layer) is nn.Dropout and on_cpu):
         raise InvalidValue(
             f"{layer} would draw other random numbers in a batch of models than alone"
@@ -237,12 +247,12 @@ def _for_all_models(compute: Callable[..., Tensor], *tensors: Tensor | None) -> 
 
 
 class _ForAllModels(torch.autograd.Function):
-    """A function that computes the values of all models at once. It runs under vmap only."""
+    """Calls ``compute`` once, on the tensors of all models. It works only inside `torch.vmap`."""
 
     @staticmethod
     def forward(compute: Callable[..., Tensor], *tensors: Tensor | None) -> Tensor:
         raise NotImplementedError(
-            "models with equal inputs and weights in a layer cannot train in a batch"
+            "a layer with the same inputs and weights in all models cannot be computed in a batch"
         )
 
     @staticmethod
@@ -271,7 +281,7 @@ class _ForAllModels(torch.autograd.Function):
 class _Product(torch.autograd.Function):
     """x Wᵀ + b, whose backward pass sends the gradients of W and b to their targets.
 
-    ``root`` has one use: it requires a gradient, so that autograd runs a backward pass.
+    ``root`` is a tensor that requires a gradient. Without it, autograd would run no backward pass.
     """
 
     @staticmethod

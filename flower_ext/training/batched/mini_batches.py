@@ -26,7 +26,7 @@ class MiniBatches(NamedTuple):
 
 
 def mini_batches_of(task: Task, jobs: Sequence[Job]) -> Iterator[MiniBatches]:
-    """Yield the mini-batches of each step; the longest job must be the first of ``jobs``."""
+    """Yield the mini-batches of each step. The first of ``jobs`` must have the most steps."""
     device = task.torch_device()
     orders = [[*batch_rows(len(job.examples), job.training, job.generator)] for job in jobs]
     features, targets = (
@@ -50,7 +50,7 @@ def mini_batches_of(task: Task, jobs: Sequence[Job]) -> Iterator[MiniBatches]:
 
 
 class _Rows:
-    """Rows of each job's features or targets, on the device that trains.
+    """The features of all jobs, or the targets of all jobs, on the device that trains.
 
     An accelerator gets the rows of all jobs as one tensor, because one copy per job would take
     longer than the job's training.
@@ -62,7 +62,10 @@ class _Rows:
             self.joined = torch.cat([*tensors]).to(device)
 
     def selected(self, epoch: Sequence[Sequence[Tensor]]) -> Tensor:
-        """Return each job's rows in the steps of ``epoch``, of shape (jobs, steps, rows, …)."""
+        """Return the mini-batches with the row numbers in ``epoch``: (jobs, steps, rows, …).
+
+        ``epoch`` holds for each job, and for each of its steps, the row numbers of a mini-batch.
+        """
         width = max(len(rows) for steps in epoch for rows in steps)
         shape = (len(epoch), len(epoch[0]), width, *self.tensors[0].shape[1:])
         orders = [torch.cat([_padded(rows, width) for rows in steps]) for steps in epoch]
@@ -74,7 +77,11 @@ class _Rows:
         return selected
 
     def _from_joined(self, orders: Sequence[Tensor], length: int) -> Tensor:
-        """Return the rows of each job in ``orders``; its first row fills up to ``length`` rows."""
+        """Return ``length`` rows of each job, one job after the other.
+
+        ``orders`` holds the row numbers of each job. If there are fewer than ``length``, the first
+        of them is repeated.
+        """
         assert self.joined is not None
         first, moved = 0, []
         for tensor, rows in zip(self.tensors, orders, strict=False):
@@ -84,5 +91,5 @@ class _Rows:
 
 
 def _padded(rows: Tensor, length: int) -> Tensor:
-    """Repeat the first row number until there are ``length`` row numbers."""
+    """Return ``length`` row numbers: ``rows``, and then the first of them again and again."""
     return rows if len(rows) == length else torch.cat([rows, rows[:1].expand(length - len(rows))])

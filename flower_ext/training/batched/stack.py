@@ -1,4 +1,4 @@
-"""The form that trains models in stacks of any size, with one backward pass for all of them.
+"""The form that trains models in stacks of any size, with one backward pass for all its models.
 
 SGD and SAM run on padded mini-batches. Each parameter of all models is one tensor. Each job keeps
 its own model, examples, settings, terms and batch order. Momentum, SAM and terms cost a few
@@ -45,9 +45,9 @@ def _models(factory: ModelFactory, device: torch.device, parameters: Sizes) -> M
 
 
 class Stack:
-    """A batch of jobs, sorted from the longest to the shortest.
+    """A batch of jobs that train together; the job with the most steps comes first.
 
-    ``weights`` are the trained parameters by name, each with a first dimension of jobs.
+    ``weights`` are the trained parameters by name. The first dimension of each numbers the jobs.
     """
 
     def __init__(self, task: Task, jobs: Sequence[Job], trained: Callable[[str], bool]) -> None:
@@ -73,7 +73,7 @@ class Stack:
         )
 
     def train(self) -> Params:
-        """Train each job by SGD with momentum, or by SAM, until its end; return ``weights``."""
+        """Train all jobs by SGD, with momentum and SAM where set; return ``weights``."""
         rate, momentum, radius = (
             self.numbers([getattr(job.training, name) for job in self.jobs])
             for name in ("learning_rate", "momentum", "sam_radius")
@@ -114,7 +114,10 @@ class Stack:
         terms: Mapping[str, tuple[Tensor, Tensor]],
         radius: Tensor,
     ) -> Params:
-        """Return the points at which SAM takes its gradients; ``point`` where the radius is 0."""
+        """Return the points at which SAM computes its gradients, one for each job.
+
+        A job whose ``radius`` is 0 does not use SAM, so its part of ``point`` stays the same.
+        """
         gradients = {name: torch.zeros_like(w) for name, w in point.items()}
         targets = {name: Target(g) for name, g in gradients.items()}
         # A copy of the features, because a model may write into them. Jobs that do not climb draw
@@ -143,7 +146,11 @@ class Stack:
         self.models.gradient(everything, batch.x, loss, targets, draws)
 
     def _loss(self, batch: MiniBatches, factors: Tensor | None) -> BatchLoss:
-        """Return the sum over jobs of factor · loss on the first ``counts`` examples."""
+        """Return a function from the outputs of all models to one number.
+
+        The number is the sum over jobs of the job's factor times its mean loss, without padding.
+        Without ``factors``, each factor is 1.
+        """
         _, y, counts = batch
         number = self.numbers(counts).unsqueeze(1)
         real = torch.arange(y.shape[1], device=self.device) < number
@@ -201,8 +208,8 @@ class Stacked(Form):
     def groups(self, jobs: Sequence[Job], memory_limit: int) -> Iterator[list[int]]:
         """Yield groups of jobs, the longest job first; leave out jobs that a stack makes no faster.
 
-        A stack loses models as their jobs end. So it does not help a job that would train far
-        longer than all others.
+        When a job ends, its model leaves the stack. A job with far more steps than all others would
+        spend most of them alone in the stack, so it is left out.
         """
         order = longest_first(jobs, range(len(jobs)))
         steps = [jobs[index].num_steps for index in order]
@@ -245,9 +252,10 @@ def together(task: Task, job: Job, memory_limit: int) -> int:
 def _activations(
     build: Callable[[], nn.Module], shape: torch.Size, dtype: torch.dtype, *, by_products: bool
 ) -> int:
-    """Count the numbers in all layers' outputs for one example, and in the example itself.
+    """Return how many numbers an example and the outputs of all layers for it have together.
 
-    If convolutions are products of matrices, also count the patches that each kernel multiplies.
+    ``by_products`` is true if convolutions are computed as products of matrices. The numbers in the
+    patches that each kernel multiplies are then counted, too.
     """
     count = 2 * math.prod(shape)
 
@@ -273,7 +281,7 @@ def first_models(params: Mapping[str, Tensor], active: int) -> Params:
 
 
 def per_model(values: Tensor, like: Tensor) -> Tensor:
-    """Reshape ``values``, one for each job, so that each multiplies its job's part of ``like``."""
+    """Reshape ``values``, one per job, so that each multiplies its job's part of ``like``."""
     return values.to(like.dtype).view(-1, *(1 for _ in like.shape[1:]))
 
 

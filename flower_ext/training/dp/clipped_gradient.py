@@ -47,10 +47,10 @@ class ClippedGradient:
     Raises
     ------
     ValueError
-        The constructor raises it if the loss compares examples, or the model has batch
-        normalisation. A call raises it if the model or the loss remembers an example, if features
-        have another type than the model's numbers, or if the model learns from no random example by
-        itself (see `why_not_one_by_one`).
+        The constructor raises it if the loss compares examples, or if the model has batch
+        normalisation. A call raises it in three cases. The model or the loss remembers an example.
+        Features have another type than the model's numbers. Or the model cannot learn from one
+        example alone (see `why_not_one_by_one`).
     """
 
     def __init__(
@@ -73,7 +73,10 @@ class ClippedGradient:
         self._logged: set[int] = set()
 
     def __call__(self, params: Mapping[str, Tensor], features: Tree, targets: Tree) -> Params:
-        """Return the sum over the examples at ``params``, the whole model; 0 without examples."""
+        """Return the sum of the examples' clipped gradients at ``params``, which are a whole model.
+
+        Without examples, the sum is 0.
+        """
         summed = {name: torch.zeros_like(params[name], dtype=torch.float64) for name in self.names}
         for name, parameter in self.passes.params.items():
             parameter.copy_(params[name])
@@ -108,9 +111,10 @@ class ClippedGradient:
             summed[name] += part.total(factors).view_as(summed[name])
 
     def _gradients(self, way: GradientMethod, x: Tree, y: Tree) -> tuple[Parts, Tensor]:
-        """Return the gradients of one pass, and a mask of the examples that have a gradient.
+        """Return the gradients from one pass, and booleans: True for an example with a gradient.
 
-        If no example has a gradient, the gradients are an empty mapping.
+        An example has none if its loss raises an error. If this is so for all examples, the
+        gradients are an empty mapping.
         """
         count, device = trees.length(x), trees.first(x).device
         seed, valid = _seed(), torch.ones(count, dtype=torch.bool, device=device)
@@ -126,7 +130,7 @@ class ClippedGradient:
         return parts or {}, functional.pad(valid, (0, self.passes.width(way) - count))
 
     def _pass_alone(self, way: GradientMethod, x: Tree, y: Tree, seed: int) -> list[bool]:
-        """Return one bool for each example: True if it passes without an error."""
+        """Return one bool for each example: False if its loss raises an error."""
         if self._try_pass(way, x, y, seed) is not None:
             return [True] * trees.length(x)
         if trees.length(x) == 1:
@@ -136,7 +140,7 @@ class ClippedGradient:
         return [valid for x, y in halves for valid in self._pass_alone(way, x, y, seed)]
 
     def _try_pass(self, way: GradientMethod, x: Tree, y: Tree, seed: int) -> Parts | None:
-        """Return the gradients of examples that pass together; None if the pass raises an error."""
+        """Return the gradients from one pass over these examples; None if it raises an error."""
         more = self.passes.width(way) - trees.length(x)
 
         def widened(leaf: Tensor) -> Tensor:  # a copy, into which the model may write
@@ -163,7 +167,7 @@ class ClippedGradient:
 def _with_stand_ins(x: Tree, y: Tree, valid: Tensor) -> tuple[Tree, Tree]:
     """Replace every example that is not ``valid`` by the first valid example.
 
-    Every valid example keeps its place, and therefore its random draws.
+    Every valid example keeps its place. Dropout therefore draws the same numbers for it.
     """
     rows = torch.arange(len(valid), device=valid.device)
     stood_in: tuple[Tree, Tree] = trees.rows((x, y), rows.where(valid, valid.int().argmax()))

@@ -1,8 +1,8 @@
 """DP-SGD: clip every example's gradient, and add noise to the sum (see `clipped_gradient`).
 
-Source: Abadi et al. (2016), Algorithm 1. `train_dp_sgd` samples records by Poisson sampling, and
-divides the noised sum by a public number. `noised_step` uses mini-batches of passes over all
-examples instead.
+Source: Abadi et al. (2016), Algorithm 1. `train_dp_sgd` samples the records of each step by Poisson
+sampling, and divides the noised sum by a public number. `noised_step` does not sample: each epoch
+divides all records into mini-batches.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def train_dp_sgd(
     sampling: np.random.Generator,
     noise: NoiseSource,
 ) -> Params:
-    """Train a model by DP-SGD; every step samples its records anew.
+    """Train a model by DP-SGD; every step draws a new sample of records.
 
     Guarantees
     ----------
@@ -73,7 +73,7 @@ def train_dp_sgd(
     Raises
     ------
     ValueError
-        Examples of this task or model have no gradient of their own (see `ClippedGradient`).
+        An example has no gradient of its own with this loss or model (see `ClippedGradient`).
     """
     problem = local_problem(task, params)
     weights, data = clone(problem.start), examples.to(problem.device)
@@ -102,7 +102,11 @@ def train_dp_sgd(
 def noised_step(
     task: Task, job: Job, problem: LocalProblem, weights: Params
 ) -> Callable[[Tree, Tree], None]:
-    """Return a noised step: w ← w − η ((1/B) Σ clip(∇F̂(w; record), G) + ∇terms) + z.
+    """Return a function that moves ``weights`` by one noised step on a mini-batch.
+
+    The step is w ← w − η ((1/B) Σ clip(∇F̂(w; record), G) + ∇terms) + z. The sum is over the
+    mini-batch. F̂ is the loss of one record, η the learning rate, B the batch size, and G the
+    clipping norm.
 
     Guarantees
     ----------
@@ -113,8 +117,8 @@ def noised_step(
     Raises
     ------
     ValueError
-        Examples have no gradient of their own (see `ClippedGradient`), or the settings are not
-        plain SGD.
+        An example has no gradient of its own (see `ClippedGradient`), or the settings are not
+        those of plain SGD.
     """
     training, noise = job.training, job.noise
     assert noise is not None
@@ -151,10 +155,11 @@ def _step(
     seed: int,
     terms: Sequence[Term] = (),
 ) -> Callable[[Tree, Tree], None]:
-    """Return the step w ← w − η ((Σ clipped gradients + noise)/divisor + ∇terms).
+    """Return a function that moves ``weights`` by one step on a mini-batch.
 
-    ``seed`` seeds the model's own random draws, such as dropout, in the first step; each later step
-    uses the next integer.
+    The step is w ← w − η ((Σ clipped gradients + noise)/divisor + ∇terms), where η is the learning
+    rate. ``seed`` seeds the model's own random draws, such as dropout, in the first step. The
+    second step uses ``seed + 1``, and so on.
     """
     clipped_gradient = ClippedGradient(
         task, list(weights), clipping_norm=clipping_norm, batch_size=batch_size

@@ -1,7 +1,7 @@
 """One pass of many examples, which gives each example's loss and every layer's input and output.
 
-Features and outputs may be trees. The loss sees only those outputs that have one row per example,
-because other outputs might mix examples.
+Features and outputs may be trees. The loss sees only those output tensors that have one row per
+example, because other tensors might mix examples.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from flower_ext.training.trials.made_up_examples import deterministic, random_ex
 
 
 class OnePass:
-    """Every example's gradient of the trained layers, from one pass over all examples.
+    """Computes the gradient of every single example, from one pass over all of them.
 
     Parameters
     ----------
@@ -41,7 +41,10 @@ class OnePass:
     def __init__(self, model: nn.Module, names: list[str], layers: Mapping[str, nn.Module]) -> None:
         self.model, self.names, self.layers = model, names, layers
         self.last: Tree | None = None
-        """An extra last example, the same in every pass, without a gradient; None if not needed."""
+        """An extra last example that is the same in every pass; None if passes do not need it.
+
+        Its gradient is never returned.
+        """
 
     def __call__(self, x: Tree, y: Tree, loss: ExampleLoss) -> Parts:
         """Return the gradients of all parameters that the loss depends on."""
@@ -82,12 +85,16 @@ class OnePass:
         return {name: parts[name] for name in self.names if name in parts}
 
     def prepare(self, features: Tree, count: int) -> None:
-        """Set `last`, the extra last example, if passes over ``count`` examples need it.
+        """Set `last` if passes over ``count`` examples need an extra last example.
+
+        Some models choose their operations by a test of feature values, such as "does any mask hide
+        a word?". Such a test could mix examples. An extra example, the same in every pass, decides
+        the test in advance.
 
         Raises
         ------
         ReadsValues
-            The model's operations depend on values of the ``count`` other examples too.
+            Values of the ``count`` examples still decide which operations the model runs.
         """
         generator = torch.Generator().manual_seed(0)
         pair = random_examples(features, 2, generator)
@@ -97,12 +104,12 @@ class OnePass:
                 self.last = None
 
     def reads_last(self, x: Tree) -> bool:
-        """Return True if the values of the last example decide which operations the model runs.
+        """Return True if values of the last example decide which operations the model runs.
 
         Raises
         ------
         ReadsValues
-            The values of other examples decide it too.
+            Values of other examples decide which operations the model runs.
         """
         features = self._with_last(x)
         with watched([leaf for _, leaf in trees.named("", features)], self.model) as watch:

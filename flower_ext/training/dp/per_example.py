@@ -54,7 +54,7 @@ class GradientRows:
         self.factors = (self.rows,)
 
     def only(self, sound: Tensor) -> GradientRows:
-        """Return gradients that are zero except for the ``sound`` examples."""
+        """Return the same gradients, with 0 for every example whose ``sound`` is False."""
         return GradientRows(self.rows.where(sound.unsqueeze(1), 0.0))
 
     def squares(self) -> Tensor:
@@ -91,7 +91,7 @@ class Products:
         self.factors = slopes, inputs
 
     def only(self, sound: Tensor) -> Products:
-        """Return gradients that are zero except for the ``sound`` examples."""
+        """Return the same gradients, with 0 for every example whose ``sound`` is False."""
         rows = sound.view(-1, 1, 1)
         return Products(self.slopes.where(rows, 0.0), self.inputs.where(rows, 0.0))
 
@@ -128,7 +128,7 @@ class Lookups:
         self.factors = slopes, places
 
     def only(self, sound: Tensor) -> Lookups:
-        """Return gradients that are zero except for the ``sound`` examples."""
+        """Return the same gradients, with 0 for every example whose ``sound`` is False."""
         return Lookups(self.slopes.where(sound.view(-1, 1, 1), 0.0), self.places, self.rows)
 
     def squares(self) -> Tensor:
@@ -158,7 +158,7 @@ def _squares_of_sums(products: Tensor, terms: int) -> Tensor:
     products : Tensor
         ⟨g_t, g_u⟩ in float64, of shape (examples, places, places).
     terms : int
-        Number of roundings in each product.
+        Number of operations that round, in the computation of each product.
     """
     squares = products.sum(dim=2).sum(dim=1).clamp_min(0.0)
     sizes = products.diagonal(dim1=1, dim2=2).sqrt().sum(dim=1)
@@ -216,19 +216,28 @@ def _convolution(layer: nn.Conv2d, x: Tensor, slope: Tensor) -> Parts:
 
 
 def _is_better_unwritten(weight: Tensor, places: int) -> bool:
-    """Return True if norms from all pairs of places cost less than storing each gradient."""
+    """Return True if it is faster to keep gradients as two factors (`Products`) than to store them.
+
+    ``places`` is the number of places in an example, such as the words of a text.
+    """
     return places == 1 or weight.numel() > 4 * places * (len(weight) + weight[0].numel())
 
 
 def _patches(layer: nn.Conv2d, images: Tensor) -> Tensor:
-    """Return the inputs that each place of the output reads: (examples, places, numbers)."""
+    """Return the patches of the images: (examples, places, numbers in a patch).
+
+    A place is a pixel of the layer's output. Its patch holds the inputs from which it is computed.
+    """
     assert isinstance(layer.padding, tuple)
     placed = layer.kernel_size, layer.dilation, layer.padding, layer.stride
     return functional.unfold(images, *placed).mT
 
 
 def _grouped(layer: nn.Conv2d, x: Tensor, slope: Tensor) -> Tensor:
-    """Return every example's own gradient, by one convolution with a channel group per example."""
+    """Return the weight's gradient for each example, of shape (examples, numbers in the weight).
+
+    A single convolution computes them all: each example is a group of channels in it.
+    """
     assert isinstance(layer.padding, tuple)
     count, kernels = len(x), layer.weight.shape[1:]
     x, slope = (
@@ -267,15 +276,19 @@ _SAMPLED = {
 
 
 def gradients(layer: nn.Module, x: Tensor, slope: Tensor) -> Parts:
-    """Return the gradients of a layer's parameters, from its input and its output's slope."""
+    """Return each example's gradients of a layer's parameters, by the parameters' names.
+
+    ``x`` is the layer's input, and ``slope`` the gradient of the loss with respect to its output.
+    """
     return _FORMS.get(type(layer), _sampled)(layer, x, slope)
 
 
 def is_known(layer: nn.Module) -> bool:
-    """Return True if `gradients` supports the layer; a trial then checks how the model uses it.
+    """Return True if `gradients` supports the layer.
 
-    This function excludes settings that a few random examples might not reveal: padding by values
-    other than zero, and gradients scaled by the frequency of words.
+    For such a layer, a trial still checks whether the gradients in the model are right. A trial on
+    a few random examples might miss two settings of a layer, so this function returns False for
+    them: padding by values other than zero, and gradients scaled by the frequency of words.
     """
     usual = getattr(layer, "padding_mode", "zeros") == "zeros"
     if not usual or getattr(layer, "scale_grad_by_freq", False):
@@ -284,7 +297,10 @@ def is_known(layer: nn.Module) -> bool:
 
 
 def _sampled(layer: nn.Module, x: Tensor, slope: Tensor) -> dict[str, GradientRows]:
-    """Compute gradients by Opacus, which needs trainable parameters and contiguous tensors."""
+    """Return what `gradients` returns, computed by Opacus.
+
+    Opacus needs parameters that require a gradient, and contiguous tensors.
+    """
     sampler = opacus().GradSampleModule.GRAD_SAMPLERS[type(layer)]
     layer.requires_grad_(True)
     try:

@@ -2,13 +2,14 @@
 
 The fastest way is one pass over a batch (`one_pass`). It gives the inputs and outputs of every
 layer, from which this package computes the norm of each example's gradient, and the sum of the
-clipped gradients. On a CPU, a batch passes in groups that fit into the caches. If a model might mix
-examples, vmap or a loop computes each example's gradient.
+clipped gradients. On a CPU, a batch is divided into several passes that fit into the caches. If a
+model might mix examples, vmap or a loop computes each example's gradient.
 
 Libraries choose their kernels by the number of rows, so an example's gradient would be rounded
 differently if another example joined the pass. At the kink of a ReLU, such a difference in the last
 bit changes the whole gradient. All passes therefore have the same, public number of examples. If a
-trial finds that an example's bits still depend on other examples, examples pass one by one.
+trial finds that the bits of an example's gradient still depend on other examples, each example gets
+a pass of its own.
 """
 
 from __future__ import annotations
@@ -86,7 +87,7 @@ class Passes:
         self._is_dense = all(type(layer) is nn.Linear for layer in holders)
 
     def gradients(self, way: GradientMethod, x: Tree, y: Tree) -> Parts:
-        """Return the gradients of the examples of one pass, which has `width` examples."""
+        """Run one pass over `width` examples; return the gradient of each."""
         if way == GradientMethod.IN_ONE_PASS:
             return self.one_pass(x, y, self.task.loss)
         follow = self.by_vmap if way == GradientMethod.BY_VMAP else self._alone
@@ -101,7 +102,7 @@ class Passes:
         return _width(self.batch_size, written=written)
 
     def by_vmap(self, x: Tree, y: Tree, loss: ExampleLoss) -> Parts:
-        """Return every example's own gradient, for any model that vmap supports."""
+        """Return the gradient of each example, for any model that vmap supports."""
         chosen = {name: self.params[name] for name in self.names}
         buffers = {n: self.params.get(n, b) for n, b in self.model.named_buffers()}
         point = {**self.params, **clone(buffers)}
@@ -113,18 +114,18 @@ class Passes:
         return {name: GradientRows(gradient) for name, gradient in gradients.items()}
 
     def _alone(self, x: Tree, y: Tree, loss: ExampleLoss) -> Parts:
-        """Return the gradient of a pass of one example, for any model."""
+        """Return the gradient of a single example, for any model."""
         (pair,) = trees.each((x, y))
         gradient = gradient_alone(self.model, self.params, self.names, loss, *pair)
         return {name: GradientRows(part.unsqueeze(0)) for name, part in gradient.items()}
 
     def fastest_way(self, features: Tree, targets: Tree) -> GradientMethod:
-        """Return the fastest way that trials allow; the process remembers their results.
+        """Return the fastest way that trials allow. The process remembers the trials' results.
 
         Raises
         ------
         InvalidValue
-            The model remembers an example, or learns from no example by itself (see
+            The model remembers an example, or it cannot learn from one example alone (see
             `why_not_one_by_one`).
         """
         kind = kind_of(self.task, features, targets, self.params)
@@ -137,12 +138,12 @@ class Passes:
 def _tried(
     kind: TrainingKind, names: tuple[str, ...], batch_size: float, threads: int
 ) -> tuple[GradientMethod, Tree | None]:
-    """Return the fastest way that trials allow, and the extra last example of `OnePass`.
+    """Return the fastest way that trials allow, and the extra last example (see `OnePass.last`).
 
-    Trials exclude one pass in four cases: a layer treats patches or times as rows, the model uses
-    a layer twice, the model mixes examples, or feature values decide which operations the model
-    runs (`watched`). Trials exclude one pass and vmap if an example's bits depend on its place or
-    on other examples.
+    Trials exclude the way "in one pass" in four cases. A layer gets rows that are not examples, but
+    patches or times. The model uses a layer twice. The model mixes examples. Or feature values
+    decide which operations the model runs (`watched`). They also exclude one pass, and then vmap,
+    if bits of an example's gradient depend on the example's place or on other examples.
     """
     if reason := why_not_one_by_one(kind.task, names, kind.features, kind.targets):
         raise InvalidValue.tellable(reason)
@@ -173,7 +174,10 @@ def _why_unknown(layers: Mapping[str, nn.Module]) -> str | None:
 
 
 def _why_not(trial: Callable[..., str | None], *arguments: object) -> str | None:
-    """Return a trial's reason, or the error that the trial raises; None if there is neither."""
+    """Return the reason that a trial returns, or None if it returns none.
+
+    If the trial raises an error, return this error as a text.
+    """
     try:
         return trial(*arguments)
     except Exception as error:  # a model may raise anything for random examples
@@ -181,7 +185,10 @@ def _why_not(trial: Callable[..., str | None], *arguments: object) -> str | None
 
 
 def _width(batch_size: float, *, written: bool) -> int:
-    """Return how many examples pass together; ``batch_size`` is the usual size of a batch."""
+    """Return the number of examples of a pass; ``batch_size`` is the usual size of a batch.
+
+    ``written`` is true if the gradient of each example is stored. Passes are then smaller.
+    """
     if written:  # padding costs time, so two or three small passes are better than a large one
         half = math.ceil(min(batch_size, 2 * TOGETHER) / 2)
         return max(_FEWEST, 1 << (half - 1).bit_length())

@@ -50,7 +50,11 @@ def _convolutional(
     pool_last: bool = True,
     batch_norm: bool = False,
 ) -> HeadedModel:
-    """Return convolutions without padding, each pooled 2×2, followed by dense layers."""
+    """Return a model of convolutions without padding and dense layers.
+
+    A 2×2 pooling follows each convolution; without ``pool_last``, the last one has none.
+    ``channels`` and ``dense`` are the widths of the layers, from the input on.
+    """
     layers: list[nn.Module] = []
     for inputs, outputs in pairwise(channels):
         norm = [nn.BatchNorm2d(outputs)] if batch_norm else []
@@ -70,13 +74,13 @@ def _dense(*widths: int, batch_norm: bool = False) -> list[nn.Module]:
 
 
 class BinaryLogistic(HeadedModel):
-    """Logits (0, w·x) of two classes, with one weight per feature; the head may add a bias.
+    """Logistic regression with the logits (0, w·x) of two classes. A bias may be added to w·x.
 
-    Their cross-entropy is the logistic loss of w·x: a generalised linear model.
+    w has one weight per feature. The cross-entropy of these logits is the logistic loss of w·x.
     """
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return logits (n, 2), the first of them 0."""
+        """Return logits (n, 2). The logit of class 0 is always 0."""
         return functional.pad(super().forward(x), (1, 0))
 
 
@@ -88,7 +92,10 @@ def _binary(name: str, inputs: int, bias: bool, num_classes: int = 2) -> BinaryL
 
 def _risk(inputs: int, num_classes: int = 1) -> HeadedModel:
     if num_classes != 1:
-        raise InvalidValue(f"num_classes={num_classes!r}: expected 1, because a risk is one number")
+        raise InvalidValue(
+            f"num_classes={num_classes!r}: expected 1, because a survival model has one output, "
+            "the risk; leave num_classes out"
+        )
     return HeadedModel(nn.Flatten(), nn.Linear(inputs, 1, bias=False))  # Cox's loss ignores a bias
 
 

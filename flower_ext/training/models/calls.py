@@ -61,14 +61,14 @@ class SettableModel:
         ]
 
     def set_params(self, params: Params) -> None:
-        """Put parameters in their places; names that ``params`` lacks keep their tensors."""
+        """Use these tensors in all later calls. Names that ``params`` lacks keep their tensors."""
         self._params = params
         for tensors, leaf, name in self._places:
             if name in params:
                 tensors[leaf] = params[name]
 
     def __call__(self, x: Tree) -> Any:
-        """Call the model with the last parameters, as `call_model` does."""
+        """Call the model, with the tensors of the last `set_params`, on features ``x``."""
         try:
             return call_model(self.model, x)
         except RuntimeError as error:
@@ -81,7 +81,7 @@ class UnlikeTypes(InvalidValue):
 
 
 def _tell_types(error: RuntimeError, params: Params, x: Tree) -> None:
-    """Raise `UnlikeTypes` if features differ in type from the parameters, a likely cause."""
+    """Raise `UnlikeTypes` if ``error`` is about types and ``x`` differs in type from ``params``."""
     types = {p.dtype for p in params.values() if p.is_floating_point()}
     for name, leaf in trees.named("features", x) if "type" in str(error) else ():
         if isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.dtype not in types:

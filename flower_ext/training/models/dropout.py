@@ -21,7 +21,10 @@ AT_A_TIME = 4
 
 
 class Dropout(nn.Dropout):
-    """`nn.Dropout` that, on a CPU, draws 16-bit numbers as `Draws` does, from torch's generator."""
+    """`nn.Dropout` that draws 16-bit numbers on a CPU, as `Draws` does.
+
+    It takes them from torch's own generator.
+    """
 
     def forward(self, x: Tensor) -> Tensor:
         """Return ``x``; in training mode, set a random part to 0, and scale the rest."""
@@ -41,7 +44,7 @@ def own_dropout(model: nn.Module) -> nn.Module:
 
 
 class Draws:
-    """Random numbers for one step of K trainings, each from that training's generator.
+    """Random numbers for one step of K trainings. Each training draws from its own generator.
 
     Parameters
     ----------
@@ -78,7 +81,7 @@ def words(count: int) -> int:
 
 
 def levels_dropped(p: float) -> int:
-    """Return how many of the `LEVELS` 16-bit numbers make dropout drop a value."""
+    """Return for how many of the `LEVELS` possible 16-bit numbers dropout sets a value to 0."""
     return round(p * LEVELS)
 
 

@@ -74,9 +74,9 @@ class ModelFactory:
     Raises
     ------
     ValueError
-        The first call that builds a model raises it: a name of ``trainable`` matches nothing in
-        the model, all parameters are frozen, or a tensor that nodes send has a type in which they
-        cannot send it (half precision, complex numbers).
+        The first call that builds a model raises it in three cases. A name of ``trainable`` matches
+        nothing in the model. All parameters are frozen. Or a tensor that nodes send has a type in
+        which they cannot send it (half precision, complex numbers).
     """
 
     def __init__(
@@ -106,7 +106,7 @@ class ModelFactory:
         return self._templates[device].copy()
 
     def initial(self, seed: int) -> Params:
-        """Return the tensors of a fresh model that nodes send: trained parameters, and buffers."""
+        """Return trained parameters and buffers of a fresh model: the tensors that nodes send."""
         if self.facts.template is None:
             return self._initial(seed)
         if self._last is None or self._last[0] != seed:  # a pretrained model loads slowly
@@ -119,7 +119,11 @@ class ModelFactory:
         return clone({name: state[name] for name in self.facts.travelling})
 
     def like_initial(self, seed: int) -> Params:
-        """Return parameters for trials, like `initial`, but build no pretrained model again."""
+        """Return random parameters for trials, with the names and shapes of `initial`.
+
+        If models share frozen parts, the function builds no new model, because a pretrained model
+        loads slowly. It adds random numbers to the first model's parameters instead.
+        """
         template = self.facts.template
         if template is None:
             return self.initial(seed)
@@ -134,7 +138,7 @@ class ModelFactory:
 
     @cached_property
     def facts(self) -> ModelFacts:
-        """Facts about the models; the first access builds one."""
+        """Facts about the models. The first access builds a model to find them."""
         with seeded(0, devices=torch.cuda.is_available()):
             model = self._built()
         parameters = [*model.parameters()]
@@ -259,8 +263,8 @@ def digest(tensors: Mapping[str, Tensor]) -> str:
 def in_training(model: nn.Module) -> nn.Module:
     """Switch all layers that are not frozen to training mode, and return the model.
 
-    Frozen layers therefore keep their running statistics. Embeddings get dense gradients, because
-    other code adds these to dense gradients.
+    Frozen layers therefore keep their running statistics. Embeddings no longer return sparse
+    gradients, because this package adds up dense tensors.
     """
     model.train()
     for module in model.modules():
@@ -272,7 +276,10 @@ def in_training(model: nn.Module) -> nn.Module:
 
 
 def is_frozen(module: nn.Module) -> bool:
-    """Return True if a module has parameters and none trains, so its buffers stay constant."""
+    """Return True if a module has parameters and none of them trains.
+
+    The buffers of such a module stay constant, too.
+    """
     parameters = [*module.parameters(recurse=False)]
     return bool(parameters) and not any(p.requires_grad for p in parameters)
 

@@ -42,17 +42,17 @@ class Features:
     Parameters
     ----------
     front : Callable[[], nn.Module]
-        Builds the frozen part. The part gets one example at a time, as `Examples` says, in
-        evaluation mode. It must return a tensor (1, …), of the same shape for all examples. Nodes
-        compare only the part's parameters and buffers, so keep other settings, such as an image
-        size, in a buffer.
+        Builds the frozen part, which runs in evaluation mode. It is called on one example at a
+        time, with the arguments that `Examples` describes, and must return a tensor (1, …) of the
+        same shape for all examples. Nodes compare only the part's parameters and buffers, so keep
+        other settings, such as an image size, in a buffer.
     data : Callable[[int], ClientData]
         Returns the examples of a partition, as for `Task`. The users who own a silo's records
         stay as they are.
     folder : Path, optional
-        Folder that stores the features of each example in a file, so that other runs and processes
-        can read them. A file's name depends on the content of the example and of the front's
-        tensors. Empty the folder if the front's code changes. Damaged files are computed again.
+        Folder with one file for each example's features, so that other runs and processes can read
+        them. A file's name depends on the values in the example and in the front's tensors. Empty
+        the folder if the front's code changes. Features in a damaged file are computed again.
     device : str
         Device of the front. With the default, features agree to the last bit on all machines of one
         kind.

@@ -58,8 +58,8 @@ def causal_model(folder: str, *, setting: str) -> nn.Module:
     Raises
     ------
     InvalidValue
-        `pretrained` raises it; or the files lack a weight, which would begin at random, and would
-        stay random if it is frozen. The message names ``setting``.
+        There is no such model, or its files lack a weight. A missing weight would begin at random,
+        and a frozen one would stay so. The message names ``setting``.
     """
     loaded = pretrained(
         "AutoModelForCausalLM", folder, setting=setting, dtype="auto", output_loading_info=True
@@ -67,10 +67,10 @@ def causal_model(folder: str, *, setting: str) -> nn.Module:
     model, missing = loaded[0], sorted(loaded[1]["missing_keys"])
     if missing:
         raise InvalidValue(
-            f"{setting}={folder!r}: its files lack {', '.join(missing[:3])}, which would begin at "
-            f"random: expected a folder that {type(model).__name__}.save_pretrained wrote, with "
-            "all weights. A head that is tied to the embedding needs tie_word_embeddings=true in "
-            "config.json"
+            f"{setting}={folder!r}: its files lack {', '.join(missing[:3])}, and these weights "
+            f"would be random: expected a folder that {type(model).__name__}.save_pretrained "
+            "wrote, with all weights. A head that is tied to the embedding needs "
+            "tie_word_embeddings=true in config.json"
         )
     return deepcopy(cast(nn.Module, model))
 
@@ -78,7 +78,9 @@ def causal_model(folder: str, *, setting: str) -> nn.Module:
 def with_lora(
     model: nn.Module, *, rank: int, only_b: bool, targets: str = "all-linear", **options: Any
 ) -> Any:
-    """Return a PEFT model: ``model``, frozen, with low-rank matrices B·A beside linear layers.
+    """Return a PEFT model: ``model`` with frozen weights, and low-rank matrices B·A that train.
+
+    Each matrix B·A is added to the weight of a linear layer.
 
     Adapters are in float32 whatever the type of ``model``, because sums of noised updates need it.
 

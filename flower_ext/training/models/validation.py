@@ -21,7 +21,7 @@ _MOST_GROUPS, _CHANNELS_IN_A_GROUP = 32, 4
 
 
 class UnshareableModel(InvalidValue):
-    """A layer of the shared part keeps statistics of the data."""
+    """A layer that clients share keeps statistics of the data."""
 
 
 def opacus() -> Any:
@@ -36,13 +36,15 @@ def opacus() -> Any:
 
 
 def objections(layer: nn.Module) -> str:
-    """Return why Opacus refuses a layer under DP-SGD, with its advice; "" if it does not."""
+    """Return why Opacus refuses a layer under DP-SGD, and its advice; "" if Opacus accepts it."""
     validate = opacus().validators.ModuleValidator.VALIDATORS.get(type(layer), lambda layer: ())
     return " ".join(map(str, validate(layer)))
 
 
 def check_shareable(model: nn.Module, personal: Sequence[str] = ()) -> None:
-    """Refuse a model whose shared part holds BatchNorm layers or other data-dependent buffers.
+    """Refuse a model if a shared layer is BatchNorm or has other buffers that depend on the data.
+
+    ``personal`` names the layers that clients keep for themselves. All others are shared.
 
     Raises
     ------

@@ -1,9 +1,11 @@
-"""A check for models that branch on values of their features, through which examples could mix.
+"""A check for models that choose their operations by values of their features.
 
-A model that reads no value applies the same operations to all batches of one shape. One way to read
-values is harmless: a test whether *all* or *any* values are true, if an extra row, the same in
-every batch, decides the answer. Hugging Face's models test in this way whether a mask hides
-anything.
+In such a model, the values of one example may decide which operations run on another. A model that
+reads no value applies the same operations to all batches of one shape.
+
+One way to read values is harmless. Hugging Face's models, for example, test whether all numbers of
+a mask are 1. `OnePass` adds an extra last row to each batch, the same in every batch. If this row
+alone decides the test, its answer does not depend on the examples.
 """
 
 from __future__ import annotations
@@ -28,7 +30,10 @@ _ROW_BY_ROW = {
     *(_aten.le.Scalar, _aten.logical_not.default, _aten.bitwise_not.default),
     *(_aten.slice.Tensor, _aten.index.Tensor, _aten.view.default),
 }
-"""Operations whose output rows belong to single examples if the number of rows stays the same."""
+"""Operations that compute each row of the output from one row of the input.
+
+This holds only if the number of rows stays the same.
+"""
 _OUT_OF_SIGHT = {
     *(Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.__repr__, Tensor.__format__),
     *(Tensor.data_ptr, Tensor.storage, Tensor.untyped_storage, Tensor.__dlpack__),
@@ -88,7 +93,7 @@ class ControlFlowWatch(TorchDispatchMode):
         return out
 
     def is_derived(self, tensor: Tensor) -> bool:
-        """Return True if a tensor was derived from features."""
+        """Return True if a tensor was computed from features."""
         return _storage(tensor) in self._derived
 
     def _mark_derived(self, tensor: Tensor) -> None:
@@ -96,7 +101,11 @@ class ControlFlowWatch(TorchDispatchMode):
             self._derived[storage] = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
 
     def _note_decision(self, func: Any, args: tuple[Any, ...], tested: Tensor, out: Tensor) -> None:
-        """Record ``out`` if it is the answer of a test that the last row alone decides."""
+        """Remember ``out`` if it is the answer to a harmless test, which the last row decides.
+
+        ``func`` is the operation that returned ``out`` for ``tested``. It asks, for example, if all
+        numbers in ``tested`` are true. If the last row has a zero, the answer is always False.
+        """
         if func == _aten.eq.Scalar and any(
             tested is count and args[1] == most for count, most in self._counts
         ):
@@ -112,7 +121,7 @@ class ControlFlowWatch(TorchDispatchMode):
     def _note_rows(
         self, func: Any, args: tuple[Any, ...], inputs: Sequence[Tensor], out: Tensor
     ) -> None:
-        """Record ``out`` if each of its rows depends on one example alone."""
+        """Remember ``out`` if each of its rows was computed from the same row of the features."""
         if func not in _ROW_BY_ROW or not _is_among(inputs[0], self._by_row):
             return
         along_rows = (func == _aten.slice.Tensor and args[1:2] in [(), (0,)]) or (
@@ -138,7 +147,7 @@ class _OutOfSight(TorchFunctionMode):
 
 @contextmanager
 def watched(features: Sequence[Tensor], model: nn.Module) -> Iterator[ControlFlowWatch]:
-    """Raise `ReadsValues` if ``model`` reads or stores a value of ``features`` in the block."""
+    """Raise `ReadsValues` if ``model`` reads or stores a value of ``features`` in this context."""
     with _OutOfSight(watch := ControlFlowWatch(features, model)), watch:
         yield watch
 

@@ -1,7 +1,7 @@
 """A trial that passes examples through a model and its loss one at a time, before DP-SGD.
 
-While an example passes through the model, only buffers may change, because the next example would
-see any other change. Buffers are reset for every example.
+While an example passes through the model, only buffers may change, because they are reset for every
+example. The next example would see any other change.
 """
 
 from __future__ import annotations
@@ -43,14 +43,15 @@ def why_not_one_by_one(
 ) -> str | None:
     """Return why a model or a loss cannot learn from one example at a time; None if it can.
 
-    One possible reason is that the model or the loss remembers an example; the text then names the
-    variable that changes. The other is that the model or the loss learns from no example alone (see
+    There are two possible reasons. First, the model or the loss remembers an example; the text then
+    names the variable that changes. Second, the model cannot learn from any single example (see
     `why_nothing_learned`). The text may reach the server.
 
     Random and unusual examples pass one by one through a fresh model, and in reversed order through
-    another fresh model. One order alone could hide a change, if an earlier example had already made
-    it. The examples have only the shapes and types of real ones. On an accelerator, integer
-    features are zeros and ones; on a CPU the trial uses other integers too (see `unlike_examples`).
+    another fresh model. In a single order, an example's change would stay hidden if an earlier
+    example had already made the same change. The examples have only the shapes and types of real
+    ones. On an accelerator, integer features are zeros and ones; on a CPU the trial uses other
+    integers too (see `unlike_examples`).
 
     Parameters
     ----------
@@ -82,7 +83,10 @@ def why_not_one_by_one(
 
 
 def _remembering_place(forwards: _Passed, backwards: _Passed) -> str | None:
-    """Return the variable in which the model or the loss remembers an example; None without one."""
+    """Return the variable in which the model or the loss remembers an example.
+
+    The result is None if there is no such variable.
+    """
     if place := forwards.changed or backwards.changed:
         return place
     # The first pass may store something, such as a table of positions. What it stores must not
@@ -104,7 +108,11 @@ def _outputs_of(model: nn.Module, x: Tree) -> Tree:
 
 
 def _usual_examples(features: Tree, targets: Tree) -> list[tuple[Tree, Tree]]:
-    """Return random examples, and examples of only zeros or ones, as models of counts need."""
+    """Return examples from which a model should be able to learn.
+
+    Most are random. One consists of zeros and one of ones, because a model of counts might accept
+    no others.
+    """
     x = random_examples(features, TRIED, torch.Generator().manual_seed(0))
     examples = [*trees.each((x, trees.zeros(targets, TRIED)))]
     # The loss may ignore a class, so try every example with another target as well.
@@ -114,7 +122,10 @@ def _usual_examples(features: Tree, targets: Tree) -> list[tuple[Tree, Tree]]:
 
 
 def _random_model(task: Task, names: Sequence[str]) -> nn.Module:
-    """Return a model with random weights: a head of zeros would make all outputs equal."""
+    """Return a model whose trained weights are random.
+
+    A head that begins at zero would make all outputs equal.
+    """
     with seeded(0, devices=task.torch_device().type != "cpu"):
         model = model_of_single_examples(task, names)
     weights = {name: w for name, w in model.named_parameters() if name in names}
@@ -131,7 +142,10 @@ class _Passed:
     prepared: Snapshot
     gradients: dict[int, Params | Exception] = field(default_factory=dict)
     changed: str | None = None
-    """A variable that an example after the first changes: then no further example passes."""
+    """The variable that an example after the first has changed; None if no such example did.
+
+    After such a change, no further example passes.
+    """
 
 
 def _passed(

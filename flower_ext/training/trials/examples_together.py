@@ -36,7 +36,7 @@ _ALIKE, _ROUNDED = 1e-3, 1e-6
 
 
 class ExampleGradients(Protocol):
-    """Gradients of one parameter, by example (see `training.dp.per_example`)."""
+    """Gradients of one parameter, one for each example (see `training.dp.per_example`)."""
 
     @property
     def factors(self) -> tuple[Tensor, ...]:
@@ -77,9 +77,10 @@ class BatchInvarianceTrial:
     def why_gradients_differ(
         self, features: Tree, targets: Tree, loss: ExampleLoss, follow: Follow, count: int
     ) -> str | None:
-        """Return why gradients from a pass over ``count`` examples differ from each example's own.
+        """Return why an example has another gradient in a pass over ``count`` examples than alone.
 
-        None if they are equal, up to rounding. The trial compares only three of the examples.
+        The result is None if both gradients are equal, up to rounding. The trial compares only
+        three of the examples.
 
         Raises
         ------
@@ -108,11 +109,11 @@ class BatchInvarianceTrial:
     def why_bits_differ(
         self, features: Tree, targets: Tree, loss: ExampleLoss, follow: Follow, count: int
     ) -> str | None:
-        """Return why a bit of an example's gradient depends on the rest of its batch; None if not.
+        """Return why a bit of an example's gradient depends on the rest of its batch.
 
-        The batch has ``count`` examples, and an example's place in the batch must not matter
-        either. If the trial returns a reason, it is certain; None is only evidence, for this
-        processor and this number of threads.
+        The batch has ``count`` examples. An example's place in the batch must not matter, either. A
+        reason that the trial returns is certain. If the trial finds none, it returns None, which is
+        only evidence, for this processor and this number of threads.
         """
         with self._random_weights() as generator:
             x, directions = self._examples(features, count, generator)
@@ -136,8 +137,8 @@ class BatchInvarianceTrial:
     ) -> str | None:
         """Return why examples with integers above 1 have other gradients together than alone.
 
-        Examples for which the model raises an error do not count: the model may look up an integer
-        in a table that is too short.
+        The result is None if no gradients differ. Examples for which the model raises an error do
+        not count: the model may look up an integer in a table that is too short.
         """
         for examples, extremes in integer_examples(x, self.model, generator):
             # On an accelerator such a look-up would end the process, so check first whether the
@@ -155,7 +156,10 @@ class BatchInvarianceTrial:
         return None
 
     def _takes(self, x: Tree) -> bool:
-        """Return True if the model has finite outputs for each example, and for all together."""
+        """Return True if the model raises no error for each example alone, and for all together.
+
+        The outputs for each example alone must also be finite.
+        """
         model = self.model if trees.first(x).is_cpu else copy.deepcopy(self.model).cpu()
         x = trees.mapped(lambda leaf: leaf.cpu().clone(), x)
         try:
@@ -195,10 +199,10 @@ class BatchInvarianceTrial:
 
 
 def _pass_apart(examples: Tree, extremes: Sequence[Tree], directions: Tree, follow: Follow) -> bool:
-    """Return True if examples in a batch have the same gradients as alone.
+    """Return True if examples in a batch have the same gradients as alone, up to rounding.
 
-    The function also replaces the first example by each of ``extremes``. No bit of the other
-    gradients may change.
+    ``extremes`` are variants of the batch with another first example. In each of them, all bits of
+    the other examples' gradients must be the same as before. ``follow`` computes the gradients.
     """
     together = _followed(follow, examples, directions, _along)
     rows = torch.arange(TRIED, device=trees.first(examples).device)
@@ -221,7 +225,7 @@ def _followed(follow: Follow, x: Tree, y: Tree, by: ExampleLoss) -> Mapping[str,
 
 
 def _rows(gradients: Mapping[str, ExampleGradients], rows: Tensor, count: int) -> Params:
-    """Return the gradients of the examples with the numbers ``rows``, out of ``count``."""
+    """Return the gradients of some of ``count`` examples; ``rows`` are the examples' numbers."""
     one_hot = torch.eye(count, device=rows.device)[rows]
     return {n: torch.stack([part.total(one) for one in one_hot]) for n, part in gradients.items()}
 
@@ -229,7 +233,10 @@ def _rows(gradients: Mapping[str, ExampleGradients], rows: Tensor, count: int) -
 def _random_directions(
     outputs: Any, rows: int, count: int, generator: torch.Generator
 ) -> dict[str, Tensor]:
-    """Return ``count`` random directions for each of the outputs that has ``rows`` rows."""
+    """Return ``count`` random directions for each output tensor, by the tensor's name.
+
+    A tensor that does not have ``rows`` rows, one for each example, is left out.
+    """
     return {
         name: torch.randn(count, *leaf.shape[1:], generator=generator).to(leaf.device)
         for name, leaf in trees.named("", outputs)
@@ -238,13 +245,19 @@ def _random_directions(
 
 
 def _along(outputs: Any, directions: Mapping[str, Tensor]) -> Tensor:
-    """Return the sum of outputs along directions, a loss that depends on every output."""
+    """Return the sum of the products of outputs and ``directions``.
+
+    Trials use it as a loss that depends on every output.
+    """
     leaves = dict(trees.named("", outputs))
     return torch.stack([(leaves[n] * along).sum() for n, along in directions.items()]).sum()
 
 
 def _numbers(gradients: Mapping[str, ExampleGradients]) -> list[Tensor]:
-    """Return all factors and squared norms, each with one row per example."""
+    """Return all tensors that determine the gradients, and the squared norms.
+
+    Each tensor has one row per example.
+    """
     return [tensor for part in gradients.values() for tensor in (*part.factors, part.squares())]
 
 
@@ -254,11 +267,12 @@ def _equal(ours: Sequence[Tensor], theirs: Sequence[Tensor], rows: slice = slice
 
 
 def _agree(gradients: Params, expected: Params, *, may_vanish: bool) -> bool:
-    """Return True if all rows agree, and each parameter has a row that is not zero.
+    """Return True if the gradients equal the expected ones, up to rounding.
 
-    With ``may_vanish``, all rows of a parameter may be zero. The gradient of a bias may consist of
-    rounding errors alone, as under softmax. A bias may therefore differ by rounding errors of the
-    size that is usual for the weight of the same layer.
+    Both have one row per example. Without ``may_vanish``, the function returns False if all rows of
+    a parameter are zero. The gradient of a bias may consist of rounding errors alone, as under
+    softmax. A bias may therefore differ by rounding errors of the size that is usual for the weight
+    of the same layer.
     """
     if any(part.any() for name, part in expected.items() if name not in gradients):
         return False

@@ -41,11 +41,11 @@ def why_nothing_learned(
     examples: Sequence[tuple[Tree, Tree]],
     gradients: Sequence[Params | Exception],
 ) -> str | None:
-    """Return why a model cannot learn from any example alone; None if it can.
+    """Return why a model cannot learn from any single example; None if it can.
 
     There are three possible reasons. The loss raises an error for every example, as for labels that
-    do not begin at 0. No example has a finite gradient other than zero. Or all examples, each
-    passed alone, have equal outputs.
+    do not begin at 0. No example has a finite gradient other than zero. Or the outputs for all
+    examples are equal, if each passes alone.
 
     Parameters
     ----------
@@ -54,8 +54,8 @@ def why_nothing_learned(
     outputs_of : Callable[[Tree], Tree]
         Returns the model's outputs for a batch of features.
     examples, gradients : sequence
-        Examples without a batch dimension, of which the first `TRIED` are random; and each
-        example's gradient, or the error that it raises.
+        Examples without a batch dimension, of which the first `TRIED` are random. For each example
+        there is its gradient, or the error that it raises.
     """
     for gradient in gradients:
         if isinstance(gradient, UnlikeTypes):
@@ -77,7 +77,10 @@ def why_nothing_learned(
 
 
 def _why_no_gradient(gradient: Params | Exception) -> str | None:
-    """Return why an example has no gradient; "" if the gradient is zero, None if it is usable."""
+    """Return why an example has no finite gradient; "" if the gradient is zero.
+
+    The result is None for any other gradient.
+    """
     if isinstance(gradient, Exception):
         text = str(gradient).partition("\n")[0].rstrip(". ")
         return f"a random example raises {type(gradient).__name__}: {text}"
@@ -105,7 +108,7 @@ def _outputs(outputs_of: Callable[[Tree], Tree], examples: Tree) -> Iterator[Ten
 
 
 def _is_constant(outputs_of: Callable[[Tree], Tree], x: Tree) -> bool:
-    """Return True if the outputs of single examples do not depend on the example."""
+    """Return True if a model has the same outputs for each example alone, whatever the example."""
     try:
         together = [*_outputs(outputs_of, x)]
         each = [_outputs(outputs_of, row) for row in trees.split(x, 1)]

@@ -37,8 +37,9 @@ _DROPPING = {
 def random_examples(features: Tree, count: int, generator: torch.Generator) -> Tree:
     """Return random examples with the shapes and types of ``features``.
 
-    Integers are ones and zeros. If an example has several integers, the first is 1, as in masks.
-    The first example consists of ones, and the last example ends with a zero.
+    Integers are ones and zeros. If an example has several integers, three rules hold, as in masks
+    for texts: the first integer of each example is 1, the first example consists of ones, and the
+    last example ends with a zero.
     """
 
     def draw(leaf: Tensor) -> Tensor:
@@ -54,7 +55,10 @@ def random_examples(features: Tree, count: int, generator: torch.Generator) -> T
 
 
 def with_odd_rows(examples: Tree, rows: int | slice, odd: float) -> Tree:
-    """Return a copy of examples in which some rows consist of one unusual value."""
+    """Return a copy of examples in which the given ``rows`` consist of the value ``odd``.
+
+    Tensors of integers get 1 instead, or 0 if ``odd`` is 0.
+    """
 
     def fill(leaf: Tensor) -> Tensor:
         leaf = leaf.clone()
@@ -75,11 +79,11 @@ def unlike_examples(
     Parameters
     ----------
     model : nn.Module
-        One example for each embedding table of the model has the table's last row number as its
-        integer features.
+        For each embedding table of the model, there is an example whose integer features are the
+        number of the table's last row.
     integers : bool
-        True to try integers other than zeros and ones. A table that lacks such a row raises an
-        error, which on an accelerator ends the process.
+        True to try integers other than zeros and ones. A table without a row of that number raises
+        an error, which on an accelerator ends the process.
     """
     x = random_examples(features, TRIED, torch.Generator().manual_seed(0))
     first, zero = trees.mapped(lambda leaf: leaf[:1], x), trees.zeros(targets, 1)
@@ -100,8 +104,9 @@ def integer_examples(
 ) -> Iterator[tuple[Tree, list[Tree]]]:
     """Yield variants of examples in which one of the features consists of random integers.
 
-    Each variant comes with up to two copies. In a copy, the first example consists of the smallest
-    integer of the variant's range, or of the largest.
+    The integers of a variant come from a range such as 0 … 255. Each variant comes with two further
+    copies. In the first copy, all integers of the first example are the smallest of the range; in
+    the second, the largest. A copy that equals the variant is left out.
     """
     for _, leaf in trees.named("", x):
         for low, high in _ranges(leaf.dtype, model):
@@ -122,7 +127,7 @@ def integer_examples(
 
 
 def _ranges(dtype: torch.dtype, model: nn.Module) -> list[tuple[int, int]]:
-    """Return pairs of the smallest and the largest integer to draw as random features."""
+    """Return ranges of integer features to try: pairs of the smallest and the largest integer."""
     if dtype == torch.bool or dtype.is_floating_point or dtype.is_complex:
         return []
     ranges = {(0, high) for high in _HIGHEST}
@@ -140,7 +145,10 @@ def _tables(model: nn.Module) -> Iterator[nn.Embedding | nn.EmbeddingBag]:
 
 
 def _odd_examples(examples: Tree) -> Tree:
-    """Return one example for each value in `ODD`; only for 1 and 0 if all features are integers."""
+    """Return one example for each value in `ODD`, which consists of that value.
+
+    If all tensors have integers, there are only two examples: one of ones, and one of zeros.
+    """
     odd = trees.zeros(examples, len(ODD))
     for row, value in enumerate(ODD):
         odd = with_odd_rows(odd, row, value)
@@ -150,7 +158,7 @@ def _odd_examples(examples: Tree) -> Tree:
 
 
 def _with_odd_integers(example: Tree, values: Sequence[int]) -> Iterator[Tree]:
-    """Yield copies of an example, in each of which one tensor consists of one odd integer."""
+    """Yield copies of an example. In each, one tensor of integers consists of one of ``values``."""
     for _, leaf in trees.named("", example):
         if leaf.dtype == torch.bool or leaf.is_floating_point() or leaf.is_complex():
             continue

@@ -1,10 +1,11 @@
 """Snapshots of everything that a model can store between two passes, to find what a pass changes.
 
 A pass may change a module's attributes, its weights, an attribute of its class, a variable that a
-function or a hook encloses, or a global variable. It may also change such variables of functions
-and classes that the module uses, if they belong to the same project. All these are called places. A
-`snapshot` holds the values at all places, and `changed_places` names the places where two snapshots
-differ. To find changes elsewhere, the trials also compare results.
+function or a hook encloses, or a global variable. Functions and classes that the module uses have
+such variables, too; they count if they belong to the same project. All these variables are called
+places. A `snapshot` holds the values at all places, and `changed_places` names the places where two
+snapshots differ. A change elsewhere can only be found by its effect, so the trials also compare
+results.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ class _Itself:
 
 
 def snapshot(**roots: Any) -> Snapshot:
-    """Return the value at each place that can be reached from ``roots``, by the place's name."""
+    """Return the values at all places that can be reached from ``roots``, by the places' names."""
     reading = _Reading()
     for name, root in roots.items():
         reading.read(name, root, 0)
@@ -82,7 +83,10 @@ def same_params(one: Params | None, other: Params | None) -> bool:
 
 @dataclass(frozen=True)
 class _Kind:
-    """A way to read the values of a type: as a whole, in parts, or not at all."""
+    """A way to read the values of a type.
+
+    ``whole`` reads a value as a whole, ``parts`` reads its parts. Without both, it is not read.
+    """
 
     whole: Callable[[Any], Hashable] | None = None
     parts: Callable[[str, Any, Snapshot], Iterable[tuple[str, Any]]] | None = None
@@ -134,7 +138,10 @@ def _as_text(value: Any) -> Hashable:
 
 
 def _of_mapping(name: str, value: Any, values: Snapshot) -> Iterator[tuple[str, Any]]:
-    """Return pairs of a place and its part; add the mapping's type and length to ``values``."""
+    """Return the name of a place and the value there, for each key of the mapping ``value``.
+
+    The mapping's own type and length are added to ``values``.
+    """
     values[name] = type(value), len(value)
     return ((_inner(name, key), inner) for key, inner in [*value.items()])
 
@@ -214,10 +221,11 @@ def _slots(value: Any) -> Iterator[str]:
 
 
 def _pickled(value: Any) -> Any:
-    """Return the pickled state of an object such as an iterator, a queue or a random generator.
+    """Return the state of an object that does not keep it in its attributes.
 
-    The result is None for an object that pickles only its attributes. An object that cannot be
-    pickled is compared by its identity.
+    Iterators, queues and random generators are such objects: pickling them reveals their state. The
+    result is None for any other object, because the snapshot reads its attributes. An object that
+    cannot be pickled is compared by its identity.
     """
     pickles_itself = any("__reduce__" in vars(base) for base in type(value).__mro__[:-1])
     if isinstance(getattr(value, "__dict__", None), dict) and not pickles_itself:
@@ -232,10 +240,10 @@ def _pickled(value: Any) -> Any:
 
 
 def _is_near(value: Any, function: types.FunctionType) -> bool:
-    """Return True if ``value`` is in the project of ``function``.
+    """Return True if a snapshot that reads ``function`` should also read ``value``, which it uses.
 
-    In an installed library, both must be in the same module. Otherwise, a walk through functions
-    and classes would reach whole libraries.
+    Both must be in the same project. If the function is in an installed library, both must be in
+    the same module, because the snapshot would otherwise reach whole libraries.
     """
     if "site-packages" in function.__code__.co_filename:
         return bool(value.__module__ == function.__module__)
@@ -244,7 +252,7 @@ def _is_near(value: Any, function: types.FunctionType) -> bool:
 
 @cache
 def _names(code: types.CodeType) -> tuple[str, ...]:
-    """Return the names that a function uses, and those of the functions within it."""
+    """Return the names that a function uses, and the names that functions within it use."""
     inner = (const for const in code.co_consts if isinstance(const, types.CodeType))
     return (*code.co_names, *chain.from_iterable(map(_names, inner)))
 
@@ -271,4 +279,7 @@ _KINDS: tuple[tuple[Any, _Kind], ...] = (
     (classmethod | staticmethod, _Kind(parts=lambda name, value, _: [(name, value.__func__)])),
     (torch.Generator, _Kind(parts=lambda name, value, _: [(name, value.get_state())])),
 )
-"""Types, and how to read their values: the first that fits counts, and `_of_object` is last."""
+"""Types, and how to read their values. The first type that fits counts.
+
+If no type fits, `_of_object` reads the value.
+"""

@@ -46,8 +46,8 @@ _GENERATORS = "the global generator of numpy.random or random (draw from torch.r
 def why_state_is_shared(task: Task, examples: Examples, train: Train) -> str | None:
     """Return why a training changes later trainings of the process; None if a trial finds nothing.
 
-    Only the shapes and types of the examples matter. The process remembers the result, which
-    depends on no data, so it may reach the server.
+    Only the shapes and types of the examples matter. The result depends on no data, so it may reach
+    the server. The process remembers it.
 
     Parameters
     ----------
@@ -69,7 +69,10 @@ def why_state_is_shared(task: Task, examples: Examples, train: Train) -> str | N
 
 @lru_cache(maxsize=64)
 def _shared_place(kind: TrainingKind, train: Train) -> str | None:
-    """Return a variable that a training changes and others read; None if a trial finds none."""
+    """Return a variable that a training changes and other trainings see.
+
+    The result is None if a trial finds no such variable.
+    """
     # Seed the generators, because only the first training of a process runs the trial, and the
     # trial's draws must not change later draws. Use deterministic kernels, because other kernels of
     # accelerators may round differently each time, most of all in half precision.
@@ -125,5 +128,8 @@ def _trained(
 
 
 def _positions() -> bytes:
-    """Return the states of the global generators of NumPy and Python, as bytes to compare."""
+    """Return the states of the global random generators of NumPy and Python.
+
+    They are pickled, because bytes are easy to compare.
+    """
     return pickle.dumps((np.random.get_state(legacy=False), random.getstate()))  # noqa: NPY002

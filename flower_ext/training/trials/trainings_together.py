@@ -1,8 +1,8 @@
 """Trials of ways to train several models together, on random jobs, before real data are touched.
 
-A model that trains together with others must end as it ends alone: up to rounding
-(`why_models_differ`), or to the last bit where a guarantee needs it (`why_bits_differ`). The
-callers pass the functions that train.
+A job that trains together with others must end with the same model as alone. `why_models_differ`
+allows differences by rounding. Where a guarantee allows none, `why_bits_differ` tests whether the
+other jobs change any bit. The callers pass the functions that train.
 """
 
 from __future__ import annotations
@@ -47,9 +47,10 @@ def random_job(kind: TrainingKind, count: int) -> Job:
 def why_models_differ(
     kind: TrainingKind, train_together: TrainTogether, train: Callable[[Task, Job], Params]
 ) -> str | None:
-    """Return why two jobs that train together end otherwise than alone; None if they do not.
+    """Return why a job that trains together with another ends with another model than alone.
 
-    ``train`` is `local.train`, which trains one job.
+    The result is None if the models are equal, up to rounding. ``train_together`` trains two jobs
+    together. ``train`` is `local.train`, which trains one job.
     """
 
     # Numbers of examples differ, so that one of the two jobs is padded.
@@ -76,7 +77,10 @@ def why_models_differ(
 
 
 def why_changed_by_pass(kind: TrainingKind) -> str | None:
-    """Return what a forward pass changes in the model, or the pass's error; None for neither."""
+    """Return a text that says what a forward pass changes in the model; None if nothing.
+
+    If the pass raises an error, the text names this error.
+    """
     with torch.random.fork_rng(devices=[]):
         try:
             model = in_training(kind.model())
@@ -96,11 +100,12 @@ def why_bits_differ(
     terms: bool,
     count: int = 17,
 ) -> str | None:
-    """Return why a bit of a model depends on the other models; None if the trial finds no such bit.
+    """Return why a bit of a job's model depends on the jobs that train together with it.
 
-    If the trial returns a reason, it is certain; None is only evidence, for this processor. The
-    result depends on nobody's data. The trial trains ``count`` jobs together, and several
-    selections of these jobs.
+    The trial trains ``count`` random jobs together, and then several selections of these jobs. Each
+    job must always end with the same model. The result depends on nobody's data. A reason that the
+    trial returns is certain. If the trial finds none, it returns None, which is only evidence, for
+    this processor.
     """
     half = count // 2
     selections = (
@@ -114,7 +119,7 @@ def why_bits_differ(
     )
 
     def job(number: int, value: float | None) -> Job:
-        """Return a job of 1 or 2 steps; if ``value`` is given, all its features have this value."""
+        """Return a job of 1 or 2 steps. All its features are ``value``; None means random ones."""
         made = random_job(kind, 1 + number * (2 * training.batch_size - 1) // (count - 1))
         features, targets = made.examples.features, made.examples.targets
         if value is not None:
@@ -130,7 +135,10 @@ def why_bits_differ(
     def models(
         numbers: Sequence[int], values: Sequence[float | None] = (None,)
     ) -> dict[int, Params]:
-        """Train jobs together, job k with value number k % len(values); return models by k."""
+        """Train the jobs with these numbers together; return the models by the jobs' numbers.
+
+        Job k gets ``values[k % len(values)]`` as its features; None means random features.
+        """
         order = sorted(numbers, reverse=True)  # the longest job first
         rows = train_together([job(number, values[number % len(values)]) for number in order])
         return {k: {n: w[row] for n, w in rows.items()} for row, k in enumerate(order)}

@@ -1,0 +1,174 @@
+"""Launch a prepared run and show its log; record a failure or an interruption in its directory."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping
+from contextlib import nullcontext, suppress
+from pathlib import Path
+
+from flower_ext.cli.preparing import PreparedRun, RunOptions
+from flower_ext.cli.processes import (
+    GRACE,
+    Ended,
+    Followed,
+    Interrupted,
+    LaunchFailed,
+    RunLog,
+    environment,
+)
+from flower_ext.cli.reaper import reaped
+from flower_ext.cli.superlink import run_on_superlink, simulation_superlink
+from flower_ext.files import LAST_MOMENTS, InUse
+from flower_ext.privacy import LedgerCorrupt
+from flower_ext.runs.directory import NotARun, RunWriter
+from flower_ext.runs.report import write_report
+
+_PROGRAM = "flower_ext.federation.engines.run_app"
+"""Module that a run in one process executes.
+
+It runs in a process of its own, so that after Ctrl-C the run can still write its last files.
+"""
+
+
+def launch(run: PreparedRun, *, env: Mapping[str, str] | None = None) -> Path | None:
+    """Run an app and stream its log; return its run directory, if it has one on this machine.
+
+    Parameters
+    ----------
+    run : PreparedRun
+    env : Mapping[str, str], optional
+        Variables for Flower's commands; by default `environment`.
+
+    Raises
+    ------
+    LaunchFailed
+        ``flwr run`` refused, or the run failed.
+    Interrupted
+        Ctrl-C, SIGTERM or SIGHUP ended the run; the message says how to continue it.
+    """
+    options = run.options
+    log = RunLog()
+    # A SuperLink that others started may have to outlive this command.
+    ending = reaped() if options.superlink is None else nullcontext()
+    try:
+        with ending:
+            _run(run, env or environment(), log)
+    except KeyboardInterrupt as error:
+        raise _interrupted(run, error, log.directory) from None
+    except LaunchFailed as error:
+        _note_failure(run, str(error))
+        raise
+    return run.path
+
+
+def _run(run: PreparedRun, env: Mapping[str, str], log: RunLog) -> None:
+    if run.options.in_process:
+        _in_one_process(run, log)
+    elif run.options.superlink is not None:
+        run_on_superlink(run, env, log)
+    else:
+        with simulation_superlink(env) as variables:
+            run_on_superlink(run, variables, log)
+
+
+def _in_one_process(run: PreparedRun, log: RunLog) -> None:
+    """Run an app in one new process, which starts further workers if the options ask for them.
+
+    The function passes an interruption on as SIGTERM. The run then has `GRACE` seconds to write
+    its last files, unless Ctrl-C comes again.
+
+    Raises
+    ------
+    LaunchFailed
+        The run failed.
+    KeyboardInterrupt
+        The run was interrupted, and its process has ended.
+    """
+    words = [run.options.app, run.options.workers, run.nodes]
+    command = [sys.executable, "-m", _PROGRAM, *map(str, words)]
+    program = Followed(command, log)
+    try:
+        program.tell(json.dumps(dict(run.config)))
+        status = program.wait()
+    except KeyboardInterrupt:
+        print(
+            f"Interrupted: the run has {GRACE} s to write its last files; Ctrl-C again ends it now",
+            file=sys.stderr,
+            flush=True,
+        )
+        program.process.terminate()
+        try:
+            program.wait(GRACE)
+        except (KeyboardInterrupt, subprocess.TimeoutExpired):
+            program.process.kill()
+            program.wait()
+        raise
+    if status in (-signal.SIGTERM, 128 + signal.SIGTERM):  # sent to that process only
+        raise Ended(signal.SIGTERM)
+    if status:
+        cause = f"signal {-status}" if status < 0 else "the error above"
+        raise LaunchFailed(f"the run was ended by {cause}")
+
+
+def _interrupted(run: PreparedRun, error: KeyboardInterrupt, named: str | None) -> Interrupted:
+    """Record that a signal ended the run; return an error that says how to continue it.
+
+    ``named`` is the run directory that the log names. It may be on the ServerApp's machine.
+    """
+    number = error.number if isinstance(error, Ended) else int(signal.SIGINT)
+    how = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
+    sentence = f"the run was interrupted by {how}"
+    is_here = run.path is not None and (run.options.superlink is None or run.path.exists())
+    if is_here and _note_failure(run, sentence):
+        lines = [sentence, f"Run directory: {run.path} (see report.html)"]
+    elif not is_here and named is not None:
+        lines = [sentence, f"Run directory, on the machine of its ServerApp: {named}"]
+    else:
+        return Interrupted(f"{sentence} before it began; nobody's data were used", number)
+    if "resume" in run.config:  # the app's runs can be resumed
+        again = shlex.join(_words_to_resume(run.options, run.path or named))
+        lines.append(f"To continue it: {again}")
+    return Interrupted("\n".join(lines), number)
+
+
+def _note_failure(run: PreparedRun, reason: str) -> bool:
+    """Record in the run directory that the run failed, and write its report.
+
+    A process that still writes to the directory has some seconds to end. If it does not, the run
+    continues or belongs to another command, and the function changes nothing.
+
+    Returns
+    -------
+    bool
+        True if there is such a run directory on this machine.
+    """
+    if run.path is None or not (run.path / "run.json").is_file():
+        return False
+    directory = RunWriter.open(run.path)
+    with suppress(NotARun, LedgerCorrupt, InUse, OSError):  # these must not hide the run's error
+        directory.check_free(seconds=GRACE if run.options.superlink else LAST_MOMENTS)
+        if directory.status == "running":
+            directory.finish("failed", reason)
+        if directory.status == "failed":
+            write_report(directory)
+    return True
+
+
+def _words_to_resume(options: RunOptions, path: Path | str | None) -> list[str]:
+    """Return the command that continues a run: this command, with the path of the run."""
+    words = ["flower-ext", *sys.argv[1:]]
+    if sys.argv[1:2] != ["run"]:  # another command started the run
+        words = ["flower-ext", "run", str(options.app)]
+        words += [options.superlink] if options.superlink else []
+        words += ["--in-process"] if options.in_process else []
+    if options.resume is not None:
+        return words
+    if options.superlink is None:
+        return [*words, "--resume", str(path)]
+    # Only the machine of the ServerApp can read the run directory.
+    return [*words, "--set", f"run-directory={path}", "--set", "resume=true"]

@@ -1,0 +1,201 @@
+"""Run an app on a SuperLink by Flower's own commands, and wait for the run's end.
+
+Plain ``flwr run`` returns 0 for a failed run, simulates two nodes regardless of the app, and
+installs the app's dependencies again unless a variable forbids it.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from flower_ext.cli.preparing import PreparedRun
+from flower_ext.cli.processes import (
+    HOST,
+    Followed,
+    LaunchFailed,
+    RunLog,
+    end_groups,
+    executable,
+    free_port,
+    wait_for_port,
+)
+
+PATIENCE = 180
+"""Seconds to wait for a SuperLink that does not answer, before the command gives up."""
+
+
+@contextmanager
+def simulation_superlink(env: Mapping[str, str]) -> Iterator[dict[str, str]]:
+    """Start a SuperLink for one simulation; yield the variables with which ``flwr`` finds it.
+
+    ``flwr run`` starts a SuperLink that stays and that all simulations of a user share. The
+    SuperLink of this function has its own port and home and no database, and ends with the block,
+    so that no other run depends on it. Use the function inside `flower_ext.cli.reaper.reaped`,
+    which ends Ray's processes.
+
+    ``env`` holds the environment variables of Flower's processes. The SuperLink's home is a folder
+    below ``FLWR_HOME``.
+
+    Raises
+    ------
+    LaunchFailed
+        The SuperLink does not start.
+    """
+    base = Path(env.get("FLWR_HOME") or Path.home() / ".flwr").expanduser().absolute()
+    base.mkdir(parents=True, exist_ok=True)
+    with TemporaryDirectory(prefix="simulation-", dir=base, ignore_cleanup_errors=True) as home:
+        port, log = free_port(), Path(home, "superlink.log")
+        Path(home, "config.toml").write_text(
+            f'[superlink]\ndefault = "simulation"\n\n'
+            f'[superlink.simulation]\naddress = "{HOST}:{port}"\ninsecure = true\n',
+            encoding="utf-8",
+        )
+        env = {**env, "FLWR_HOME": home}
+        words = [executable("flower-superlink"), "--insecure", "--simulation"]
+        words += ["--isolation", "subprocess", "--host", HOST, "--port", str(port)]
+        with log.open("wb") as stream:
+            # Its own session keeps the terminal's Ctrl-C away from the SuperLink, so that the run
+            # ends first.
+            process = subprocess.Popen(
+                words, env=env, stdout=stream, stderr=stream, start_new_session=True
+            )
+        try:
+            wait_for_port(port, process, log)
+            yield env
+        finally:
+            end_groups([process])
+
+
+def run_on_superlink(run: PreparedRun, env: Mapping[str, str], log: RunLog) -> None:
+    """Run an app on the SuperLink that a connection of Flower's configuration names.
+
+    A run without such a connection uses the default one, which is that of `simulation_superlink`.
+    This SuperLink simulates the run's nodes, and ends with this command.
+
+    Raises
+    ------
+    LaunchFailed
+        Flower refused the run, or the run failed.
+    KeyboardInterrupt
+        The caller was interrupted. If the SuperLink outlives this command, the run was stopped.
+    """
+    superlink, options = run.options.superlink, list[str]()
+    flwr = Flwr([] if superlink is None else [superlink], env)
+    for key, value in run.changes.items():
+        # TOML reads these values as JSON writes them, unless JSON escapes characters beyond U+FFFF.
+        options += ["--run-config", f"{key}={json.dumps(value, ensure_ascii=False)}"]
+    if superlink is None:
+        federation = f"num-supernodes={run.nodes} client-resources-num-cpus=1"
+        options += ["--federation-config", federation]
+    try:
+        answer = flwr.answer("run", str(run.options.app), options=options)
+    except KeyboardInterrupt:
+        if superlink is None:
+            raise
+        raise LaunchFailed(
+            "interrupted while Flower was starting the run: the run may have started and continue; "
+            + flwr.how_to_stop("ID")
+        ) from None
+    if not answer.get("success"):
+        raise LaunchFailed(f"flwr run failed: {answer.get('error-message', answer)}")
+    run_id = str(answer["run-id"])
+    try:
+        outcome = flwr.follow(run_id, log)
+    except KeyboardInterrupt:
+        if superlink is not None:
+            flwr.stop(run_id)
+        raise
+    if outcome["status"] == "finished:stopped":
+        raise LaunchFailed(f"somebody stopped run {run_id}: {outcome['status-details']}")
+    if outcome["status"] != "finished:completed":
+        raise LaunchFailed(
+            f"run {run_id} ended as {outcome['status']}: {outcome['status-details']}"
+        )
+
+
+@dataclass(frozen=True)
+class Flwr:
+    """Flower's command ``flwr`` on one SuperLink.
+
+    Parameters
+    ----------
+    connection : Sequence[str]
+        The connection's name in Flower's configuration; empty for the default connection.
+    env : Mapping[str, str]
+        Environment variables of the command.
+    """
+
+    connection: Sequence[str]
+    env: Mapping[str, str]
+
+    def answer(self, *words: str, options: Sequence[str] = ()) -> dict[str, Any]:
+        """Return the JSON that a command prints, such as ``answer("stop", run_id)``."""
+        done = subprocess.run(
+            [*self._words(*words), *options, "--format", "json"],
+            capture_output=True,
+            text=True,
+            check=False,
+            env=self.env,
+        )
+        try:  # where flwr fails early, it prints text in spite of --format
+            answer: dict[str, Any] = json.loads(done.stdout)
+        except ValueError:
+            raise LaunchFailed(f"flwr {words[0]} failed: {done.stdout}{done.stderr}") from None
+        return answer
+
+    def follow(self, run_id: str, log: RunLog) -> dict[str, Any]:
+        """Stream a run's log until the run has finished; return the SuperLink's entry for the run.
+
+        The method waits up to `PATIENCE` seconds for a SuperLink that does not answer, because the
+        ServerApp may still be running.
+        """
+        program = Followed([*self._words("log", run_id), "--stream"], log, self.env)
+        try:
+            program.tell()
+            program.wait()
+        finally:
+            program.process.kill()
+        last_answer = time.monotonic()
+        while True:
+            try:
+                (outcome,) = self.answer("list", options=["--run-id", run_id])["runs"]
+            except (LaunchFailed, KeyError) as error:
+                if time.monotonic() - last_answer > PATIENCE:
+                    raise LaunchFailed(
+                        f"the SuperLink has not answered for {PATIENCE} s; run {run_id} may still "
+                        "be running: look at its run directory, and run `flwr list` once the "
+                        "SuperLink is back"
+                    ) from error
+            else:
+                last_answer = time.monotonic()
+                if str(outcome["status"]).startswith("finished"):
+                    return dict(outcome)
+            time.sleep(3)
+
+    def stop(self, run_id: str) -> None:
+        """Stop a run, which would outlive this command and spend privacy budget."""
+        try:
+            answer = self.answer("stop", run_id)
+            if not answer.get("success"):
+                raise LaunchFailed(str(answer.get("error-message", answer)))
+        except (LaunchFailed, KeyError, KeyboardInterrupt) as error:
+            raise LaunchFailed(
+                f"interrupted, but run {run_id} could not be stopped: it may continue and spend "
+                f"privacy budget; {self.how_to_stop(run_id)} ({error})"
+            ) from None
+
+    def how_to_stop(self, run_id: str) -> str:
+        """Return the commands by which a person stops a run."""
+        where = "".join(f" {name}" for name in self.connection)
+        return f"`flwr list{where}` shows it, `flwr stop {run_id}{where}` ends it"
+
+    def _words(self, *words: str) -> list[str]:
+        return [executable("flwr"), *words, *self.connection]
