@@ -214,6 +214,15 @@ def test_different_releases_compose_to_at_least_each_part_and_at_most_the_worst(
     assert privacy_loss_of([weak] * 10 + [strong] * 10, delta=1e-3).epsilon == both
 
 
+def test_poisson_sampling_at_rate_1_has_the_loss_of_full_participation_under_any_relation():
+    sampling = PoissonSampling(9, 1.0)
+    usual = Release(sampling=sampling, noise_multiplier=2.0, relation=ADD_OR_REMOVE)
+    special = usual.under(SPECIAL)
+    assert special.sampling == FullParticipation(9)
+    losses = [privacy_loss_of({release: 3}, delta=1e-5).epsilon for release in (usual, special)]
+    assert losses[0] == losses[1]
+
+
 def test_releases_under_different_relations_are_not_composed():
     mixed = [
         Release(sampling=EVERYONE, noise_multiplier=1.0, relation=relation)

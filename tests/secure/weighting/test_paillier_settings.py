@@ -4,6 +4,7 @@ import time
 import numpy as np
 import pytest
 
+from flower_ext.secure.weighting.private_weighting import PrivateWeighting
 from tests.support.weighting import weighting_settings
 
 
@@ -30,6 +31,13 @@ from tests.support.weighting import weighting_settings
 def test_unfit_fields_are_refused_by_name(changes, match):
     with pytest.raises(ValueError, match=match):
         weighting_settings(**changes)
+
+
+def test_options_and_settings_share_their_fields_and_the_wire_holds_each_beside_the_others():
+    options = {**vars(PrivateWeighting(max_records_per_user=60))}
+    del options["common_multiple"]  # computed, not sent
+    run = {"run", "users", "silos", "coordinates", "winning_choices", "update_bound", "noise_bound"}
+    assert weighting_settings().to_dict().keys() == {*options, *run, "kind"}
 
 
 def test_the_sum_must_stay_below_half_the_modulus_whatever_the_key():
