@@ -87,7 +87,9 @@ def require_one_of(name: str, value: str, expected: Sequence[str]) -> None:
 
 
 class Checked:
-    """Base class of dataclasses that check each field by the field's type.
+    """Base class of dataclasses that check the value of each field when they are made.
+
+    The types in the module's table, such as `Positive`, say which values a field accepts.
 
     Raises
     ------
@@ -107,7 +109,8 @@ class Checked:
 def _rules(kind: type) -> list[tuple[str, Rule, bool]]:
     """Return (name, rule, True if None is accepted) for each field whose type has a rule.
 
-    If a subclass gives a field a type without a rule, the rule of the base class holds.
+    A subclass may give a field of its base class a type without a rule. The field then keeps the
+    rule of the base class.
     """
     rules: dict[str, tuple[str, Rule, bool]] = {}
     for owner in kind.__mro__:

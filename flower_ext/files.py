@@ -175,8 +175,8 @@ LAST_MOMENTS = 5
 def lock(path: Path, *, seconds: float = LAST_MOMENTS) -> IO[str]:
     """Take a lock, which the caller releases by closing the returned file.
 
-    The lock ends at the latest when this process and all processes that it forked have ended. The
-    file's content names this process.
+    The lock also ends when this process and all processes that it forked have ended. The file
+    names this process, and the errors of other processes that want the lock show the name.
 
     Raises
     ------
@@ -224,7 +224,10 @@ def _opened(path: Path, how: int, sync: bool, *, private: bool) -> Iterator[IO[b
 
 
 def _remove_drafts_of_the_dead(path: Path) -> None:
-    """Remove drafts of a file that killed local processes left behind; they may hold secrets."""
+    """Remove drafts of a file that processes of this machine left behind when they were killed.
+
+    A draft may hold secrets.
+    """
     for draft in path.parent.glob(f".{escape(path.name)}.*-*.draft"):
         writer = draft.name.rsplit(".", 2)[1].partition("-")[0]
         if writer.isdecimal() and not psutil.pid_exists(int(writer)):

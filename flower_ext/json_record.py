@@ -22,9 +22,9 @@ _EXPECTED = "expected JSON with a value for each of its fields"
 class JsonRecord:
     """Base class of dataclasses that are written as JSON, and read by the types of their fields.
 
-    JSON holds bytes in hexadecimal, enumerations by value, and an infinite number as null. A field
-    may hold another record. If a field may hold records of several classes, each of these classes
-    needs a name ``kind``, which the JSON holds in addition to the fields.
+    JSON holds bytes in hexadecimal, enumerations as their values, and an infinite number as null.
+    A field may hold another record. If a field may hold records of several classes, each of these
+    classes needs a name ``kind``, which the JSON holds in addition to the fields.
 
     A record may hold a party's secrets in the clear: store its bytes where nobody else can read
     them.
@@ -44,7 +44,7 @@ class JsonRecord:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
-        """Return the record that `to_dict` turned into ``values``.
+        """Undo `to_dict`: return the record from which it made ``values``.
 
         Raises
         ------
@@ -71,7 +71,7 @@ class JsonRecord:
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Self:
-        """Return the record that `to_bytes` turned into ``data``.
+        """Undo `to_bytes`: return the record from which it made ``data``.
 
         Raises
         ------
@@ -109,7 +109,7 @@ def _plain(value: Any) -> Any:
 
 
 def _read(kind: Any, value: Any) -> Any:
-    """Return the object of type ``kind`` that `_plain` turned into ``value``."""
+    """Undo `_plain`: return the object of type ``kind`` from which it made ``value``."""
     origin, parts = get_origin(kind) or kind, get_args(kind)
     if origin in (Union, UnionType):
         return _read_one_of(parts, value)

@@ -43,7 +43,7 @@ _OF_PROTECTION = (
 _OF_SUMS = (
     "privacy/mechanisms/test_noised_sum.py",
     "privacy/plans/test_release_plan.py",
-    "privacy/mechanisms/test_secure_sum.py",
+    "privacy/mechanisms/test_masked_noised_sum.py",
     "auditing/test_paths.py",
     "auditing/test_noise.py",
 )

@@ -60,7 +60,10 @@ WEIGHT = "mixture/α"
 
 @dataclass(kw_only=True)
 class LocalGlobalMixture(Job):
-    """Job that trains v_i and α_i (the ``params``) along with w_i, which starts at ``shared``."""
+    """Job that trains three values together: v_i and α_i in ``params``, and w_i.
+
+    w_i starts at the received model ``shared``.
+    """
 
     shared: Params
     weight_rate: float
@@ -108,7 +111,7 @@ def descend_mixture(task: Task, job: LocalGlobalMixture, trained: Callable[[str]
 
 
 def number_of(alpha: float) -> Tensor:
-    """Return α as a tensor, without rounding."""
+    """Return α as a float64 tensor, which holds it exactly."""
     return torch.tensor(alpha, dtype=torch.float64)
 
 

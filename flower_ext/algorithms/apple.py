@@ -69,7 +69,8 @@ CORE, PERSONAL, RELATION = "core", "personal", "relation"
 class CoreModelMixture(Job):
     """Job that trains the model Σ_j p_j w_j by changing p and the client's own core model.
 
-    ``params`` is w_j for j = ``index``; ``others`` maps every other client to its core model.
+    The client has the number ``index``, and its own core model is ``params``. ``others`` maps the
+    number of every other client to that client's core model. ``relation`` is the vector p.
     """
 
     others: Mapping[int, Params]
@@ -195,7 +196,11 @@ class Apple(Method):
         return State(server={str(client): model for client in range(population)})
 
     def begin_round(self, cohort: Cohort, model: Arrays, state: State) -> Cohort:
-        """Send each client its own core model, and the others under their clients' numbers."""
+        """Send each client all core models.
+
+        The message's model is the client's own core model. The names of
+        the others end in their clients' numbers.
+        """
         cores = {int(client): records.to_record(core) for client, core in state.server.items()}
         # All messages share these records, so each core is converted only once.
         named = {client: (f"{CORE}.{client}", core) for client, core in cores.items()}

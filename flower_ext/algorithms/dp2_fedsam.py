@@ -52,7 +52,7 @@ def local_update(work: ClientWork) -> Steps[LocalResult]:
 def local_model(work: ClientWork) -> Steps[Params]:
     """Return (φ, h): the received extractor with the client's own head.
 
-    If the server asks for it, the client first adapts its head to this extractor.
+    With ``adapt_before_evaluation``, the client first trains its head on this extractor.
     """
     head = personal_part(work)
     model = {**work.received, **head}

@@ -59,7 +59,7 @@ def train_personal_model(work: ClientWork) -> Steps[Params]:
 
 
 def drawn(start: Params, work: ClientWork) -> Params:
-    """Return ϖ after a round with λ = 2, in which the personal objective uses no data.
+    """Return ϖ after a round with λ = 2. The personal objective then depends on no data.
 
     Each step multiplies the difference ϖ − ω by 1 − 2η_L.
     """

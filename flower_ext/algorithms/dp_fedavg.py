@@ -45,7 +45,7 @@ def local_update(work: ClientWork) -> Steps[LocalResult]:
 
 
 def local_model(work: ClientWork) -> Steps[Params]:
-    """Return the received model, after fine-tuning if the server asks."""
+    """Return the received model. If ``fine_tuning`` is set, train it on the client's data first."""
     if "fine_tuning" not in work.training:
         return work.received
     tuned: Params = yield work.train("fine_tuning", work.received)

@@ -61,16 +61,19 @@ ADAPTIVE = "adaptive."
 
 @dataclass(kw_only=True)
 class Aggregation(Job):
-    """A job that trains mixing weights between the local model ``params`` and ``shared``."""
+    """A job that trains how to mix two models: the local one (``params``) and the shared one.
+
+    The trained values are the aggregation weights ``weights``, not the models.
+    """
 
     shared: Params
     weights: Params
 
 
 def local_update(work: ClientWork) -> Steps[LocalResult]:
-    """Mix the client's last model with the shared one by trained weights W_i, and train the mix.
+    """Train W_i, mix the client's last model with the shared one by W_i, and train the mixture.
 
-    A client that has not trained before trains the shared model.
+    A client that has no model from an earlier round trains the shared model instead.
     """
     kept = work.memory or {}
     weights = part(kept, WEIGHTS)
@@ -84,9 +87,9 @@ def local_update(work: ClientWork) -> Steps[LocalResult]:
 
 
 def aggregation(work: ClientWork, local: Params, weights: Params) -> Training:
-    """Return the training of the aggregation weights W_i on a random part of the client's records.
+    """Return the training of W_i, which uses a random part of the client's records.
 
-    The part is drawn anew in each round. In a client's first training of W_i, W_i starts at ones
+    Every round draws another part. In a client's first training of W_i, W_i starts at ones
     and trains for ``first_passes`` passes.
     """
     modules = [name.removeprefix(ADAPTIVE) for name in work.settings if name.startswith(ADAPTIVE)]
@@ -112,13 +115,13 @@ def aggregation(work: ClientWork, local: Params, weights: Params) -> Training:
 
 
 def mixed(local: Mapping[str, Tensor], shared: Mapping[str, Tensor], weights: Params) -> Params:
-    """Return Θ_i + (Θ − Θ_i) ⊙ W_i, over the names that have weights."""
+    """Return Θ_i + (Θ − Θ_i) ⊙ W_i for the parameters that have weights W_i, and no others."""
     return {n: local[n] + (shared[n] - local[n]) * w for n, w in weights.items()}
 
 
 @one_by_one
 def train_weights(task: Task, job: Aggregation, trained: Callable[[str], bool]) -> Params:
-    """Train and return W of one job; parameters without weights W have their shared values."""
+    """Train and return W of one job. Parameters without W keep the values of the shared model."""
     frozen = {name: p for name, p in job.shared.items() if not trained(name)}
     problem = local_problem(task, {**job.params, **frozen}, trained=trained)
     device = problem.device

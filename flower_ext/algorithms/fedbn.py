@@ -37,8 +37,8 @@ NORMALISATION = (_NormBase, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm)
 class FedBN(FedPer):
     """Federated averaging with local normalisation layers.
 
-    The method suits clients whose features differ, such as images from different cameras. The same
-    plans fit as for `FedPer`, and the mean weights clients in the same way.
+    The method suits clients whose features differ, such as images from different cameras. It
+    accepts the same plans as `FedPer`, and clients count in the mean as they do there.
 
     Parameters
     ----------

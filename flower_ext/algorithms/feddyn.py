@@ -43,7 +43,10 @@ H = "h"
 
 
 def local_update(work: ClientWork) -> Steps[LocalResult]:
-    """Minimise L_k(θ) − ⟨∇L_k(θ_k), θ⟩ + (α/2) ‖θ − θ_server‖², then update the gradient."""
+    """Minimise L_k(θ) − ⟨∇L_k(θ_k), θ⟩ + (α/2) ‖θ − θ_server‖², where θ_server was received.
+
+    Then update the gradient ∇L_k(θ_k) in the client's memory.
+    """
     alpha, server = work.settings["regularization"], work.received
     gradient = work.memory or {name: torch.zeros_like(p) for name, p in server.items()}
     terms: list[Term] = [
@@ -60,7 +63,7 @@ def local_update(work: ClientWork) -> Steps[LocalResult]:
 
 @dataclass(frozen=True, kw_only=True)
 class FedDyn(Method):
-    """Dynamic regularisation; the mean over a cohort weights every client equally.
+    """Federated averaging with dynamic regularisation. All clients count alike in a cohort's mean.
 
     Parameters
     ----------

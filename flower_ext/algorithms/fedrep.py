@@ -29,8 +29,8 @@ from flower_ext.training import LocalTraining
 class FedRep(Centaur):
     """Personal heads on a shared representation, both trained by plain SGD as in `Centaur`.
 
-    Only the defaults differ: ten epochs of the head, one of the representation. Both classes have
-    the same client side, and the same plans fit both (see `FedPer`).
+    Only the defaults differ from `Centaur`: a client trains its head for ten epochs and the
+    representation for one. Both classes accept the plans that `FedPer` accepts.
     """
 
     head: LocalTraining = LocalTraining(epochs=10)

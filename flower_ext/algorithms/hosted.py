@@ -1,4 +1,7 @@
-"""Run a Flower strategy's server step, while this package draws cohorts and checks replies."""
+"""Let a Flower strategy compute each new model, while this package does the rest of the round.
+
+This package draws the cohorts, and checks the replies before the strategy sees them.
+"""
 
 from __future__ import annotations
 
@@ -32,9 +35,9 @@ class Hosted(DPFedAvg):
 
     The Flower strategy is FedAvg or a subclass that sends only the model and the configuration:
     FedAvgM, FedProx, FedAdam, FedYogi, FedMedian and others. It never sees a reply that fails a
-    check of this package. It receives round numbers that count its own steps from 1, because
-    FedAdam's bias correction needs that. A round that is discarded, or abandoned and repeated, does
-    not count as a step.
+    check of this package. It sees the round numbers 1, 2, 3, …, one for each model that it
+    computes, because FedAdam's bias correction needs that. A round without a new model does not
+    count.
 
     Any plan fits except a `ReleasePlan` and a plan with Poisson sampling: Flower's strategies wait
     for a cohort of a fixed size.
@@ -78,7 +81,8 @@ class Hosted(DPFedAvg):
             if self.local.proximal_weight not in (0.0, weight):
                 raise InvalidValue(
                     f"local.proximal_weight={self.local.proximal_weight!r}: expected FedProx's "
-                    f"proximal_mu={weight!r}, or the default 0.0, which stands for proximal_mu"
+                    f"proximal_mu={weight!r}; leave proximal_weight at 0.0, which means "
+                    "proximal_mu, or set both to the same number"
                 )
             object.__setattr__(self, "local", replace(self.local, proximal_weight=weight))
 
@@ -120,7 +124,7 @@ class Hosted(DPFedAvg):
     def _configured(
         self, config: ConfigRecord, model: records.Arrays, state: State, cohort: int
     ) -> FedAvg:
-        """Return a copy of the Flower strategy that has begun a round from ``state``."""
+        """Return a copy of the Flower strategy that began a round with ``state``'s moments."""
         # Work on a copy: after a discarded round, the user's strategy must be as it was given.
         server = deepcopy(self.strategy)
         self._restore(server, state)
@@ -131,7 +135,7 @@ class Hosted(DPFedAvg):
         return server
 
     def check_update(self, update: records.Update) -> None:
-        """Refuse an update without the metric by which the Flower strategy weights it."""
+        """Refuse an update that lacks its weight: the metric that ``weighted_by_key`` names."""
         if not update.metrics.get(self.strategy.weighted_by_key, 0) > 0:
             raise RefusedReply(
                 f"metric {self.strategy.weighted_by_key!r} is missing or not above 0"
@@ -150,7 +154,7 @@ class Hosted(DPFedAvg):
         return records.to_arrays(arrays), self._state(server, steps=_steps(state) + 1)
 
     def _reply(self, base: records.Arrays, partition: int, update: records.Update) -> Message:
-        """Return an accepted update in the form of a ClientApp's reply, for Flower's strategy."""
+        """Return the reply that a ClientApp would send for an accepted update."""
         model = {name: base[name] + update.arrays[name] for name in base}
         weight = {self.strategy.weighted_by_key: update.metrics[self.strategy.weighted_by_key]}
         content = RecordDict(
@@ -164,7 +168,7 @@ class Hosted(DPFedAvg):
     def _state(self, server: FedAvg, *, steps: int) -> State:
         """Return the number of steps, and the Flower strategy's moments and momenta.
 
-        Any attribute of the strategy that is a dict or a list of arrays counts as such state.
+        Every attribute of the strategy that is a dict or a list of arrays is part of the result.
         """
         groups: dict[str, records.Arrays] = {_STEPS: {"taken": np.array([steps])}}
         for name, value in vars(server).items():
@@ -177,7 +181,7 @@ class Hosted(DPFedAvg):
         return State(server=groups)
 
     def _restore(self, server: FedAvg, state: State) -> None:
-        """Give the Flower strategy its moments and momenta."""
+        """Set the Flower strategy's moments and momenta to those in ``state``."""
         for group, members in state.server.items():
             if group != _STEPS:
                 kind, _, name = group.partition(".")
@@ -191,10 +195,11 @@ def _steps(state: State) -> int:
 
 @dataclass(frozen=True)
 class _Cohort:
-    """Stand-in for a Grid, from which a Flower strategy reads the connected nodes.
+    """Stand-in for a Grid that tells a Flower strategy which nodes are connected.
 
-    It has as many nodes as a cohort, because no cohort is drawn yet when a strategy configures a
-    round. The messages that the strategy makes for these nodes are not sent.
+    When the strategy configures a round, this package has not drawn the cohort yet. The stand-in
+    therefore names as many invented nodes as a cohort has. Nobody sends the strategy's messages
+    to these nodes.
     """
 
     nodes: Sequence[int]

@@ -15,8 +15,8 @@ K, η_l                ``local``: its `effective_steps`, its learning rate
 A client uploads y_i − x and K_i. From them the server computes Δc_i = −c − (y_i − x) / (K_i η_l),
 so Δc_i is not sent and reveals nothing beyond the perturbed y_i. The client updates c_i from the
 same perturbed y_i, so c stays the mean of all c_i. Option II requires that c_i is a mean of
-gradients. With momentum, which the paper does not use, a gradient moves the model in several steps,
-and K counts every one of these moves.
+gradients. With momentum, which the paper does not use, a gradient also moves the model in later
+steps. K is then the sum of all factors with which gradients move the model.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ CONTROL = "control"
 
 
 def local_update(work: ClientWork) -> Steps[LocalResult]:
-    """Train under the correction c − c_i, then update c_i (lines 6–13, option II)."""
+    """Train with c − c_i added to every gradient, then update c_i (lines 6–13, option II)."""
     control = work.state[CONTROL]
     client_control = work.memory or {name: torch.zeros_like(c) for name, c in control.items()}
     correction = Linear(direction=difference(control, client_control))
@@ -68,7 +68,10 @@ def local_update(work: ClientWork) -> Steps[LocalResult]:
 
 @dataclass(frozen=True, kw_only=True)
 class Scaffold(Method):
-    """Stochastic controlled averaging. The plan weights clients in x; in c they weigh the same.
+    """Stochastic controlled averaging.
+
+    In the mean that moves the model x, clients count as the plan says. In the control variate c,
+    all clients count alike.
 
     Any plan but a `ReleasePlan` fits, because the server needs each client's update.
 
@@ -104,12 +107,12 @@ class Scaffold(Method):
         return super().init(model, population).updated(everyone={CONTROL: control})
 
     def check_update(self, update: Update) -> None:
-        """Refuse an update without its number of local steps."""
+        """Refuse an update that does not say how many local steps the client took."""
         if not update.metrics.get(STEPS, 0) >= 1:
             raise RefusedReply(f"metric {STEPS!r} is missing or below 1")
 
     def step(self, model: Arrays, released: Released, state: State) -> tuple[Arrays, State]:
-        """Move x along the mean of y_i − x, and c by (1/N) Σ Δc_i (lines 16–17)."""
+        """Move x along the mean of y_i − x, and move c by (1/N) Σ Δc_i (lines 16–17)."""
         updates = released.updates.values()
         learning_rate = self.local.in_round(released.round).learning_rate
         control = {}

@@ -52,7 +52,10 @@ Coefficient = Callable[[int], float]
 
 @dataclass(frozen=True)
 class Decaying(Checked):
-    """c / √m: the increasing penalties under which Corollary 5.8's rate O(1/√M) holds."""
+    """The coefficient c / √m of the m-th even round: the penalties λ_m increase with m.
+
+    Corollary 5.8 proves the rate O(1/√M) for such penalties.
+    """
 
     first: NotNegative
 
@@ -75,12 +78,13 @@ class Upcycled(Strategy):
     correction needs that. Its clients see the same numbers in ``server-round``. A base strategy of
     this package counts training rounds itself and sees 1, 3, 5, …, as in its records.
 
-    The base evaluates in every round. It weights clients in the mean as it does without this
+    The base evaluates in every round. Clients count in the mean as they do without this
     wrapper. All other attributes of the base (``guarantees()``, ``stopped``, …) are available here.
 
-    In even rounds the state of the base's server optimiser stays unchanged, and the extrapolated
-    model replaces the copy of the global model that FedAvgM keeps. A strategy of your own must not
-    keep such a copy: it has to take the ``arrays`` of every `configure_train`.
+    Even rounds do not change the state of the base's server optimiser. If you write a base
+    strategy, let it begin each round from the ``arrays`` that `configure_train` receives. A copy
+    of the model that it keeps from an earlier round would lack the extrapolation. (FedAvgM keeps
+    such a copy; this class replaces it.)
 
     Parameters
     ----------
@@ -272,7 +276,7 @@ def _follow(base: Strategy, arrays: ArrayRecord) -> None:
 
 @contextmanager
 def _routed(base: Strategy, **methods: Callable[..., Any]) -> Iterator[None]:
-    """Replace methods of ``base`` by ``methods`` for the duration of the block."""
+    """During the block, let calls of the base's methods run ``methods`` instead."""
     replaced = {name: vars(base)[name] for name in methods if name in vars(base)}
     vars(base).update(methods)
     try:

@@ -1,4 +1,4 @@
-"""Audits: run a strategy in two worlds, and bound its ε from below by an attack."""
+"""Audits: run a strategy with and without one unit's data, and bound its ε from below."""
 
 from flower_ext.auditing.experiment import Experiment, Observation, World, projected
 from flower_ext.auditing.harness import Audit, ViewAudit, audit, audit_in_one_run

@@ -1,4 +1,7 @@
-"""Two worlds that differ in one unit (the canary), and scores that detect it in a run."""
+"""Two situations (*worlds*) that differ in one unit's data, and scores that tell them apart.
+
+That unit is the *canary*: its data are present in one world and absent in the other.
+"""
 
 from __future__ import annotations
 
@@ -61,8 +64,9 @@ def projected(
 ) -> Score:
     """Return a score that projects an observation on the canary's direction.
 
-    Under Gaussian noise, no score separates the two worlds better. In a secure round this score
-    projects the sum that the server computes, or an upload of the canary that no mask hides.
+    Under Gaussian noise, no score better tells runs with the canary from runs without it. In a
+    secure round this score projects the sum that the server computes, or an upload of the canary
+    that no mask hides.
 
     Parameters
     ----------
@@ -70,7 +74,8 @@ def projected(
         Direction of the canary's contribution, by names of arrays of models and uploads. An array
         counts as zero if it is missing here or among the arrays that the adversary sees.
     signs : Sequence[float]
-        Sign of the canary's pull by round. The last sign of a shorter list holds for later rounds.
+        For each round, the sign with which the canary moves the model along ``direction``. If the
+        list is shorter than the run, its last sign holds for all later rounds.
     partitions : Sequence[int], optional
         Partitions whose uploads contain the canary, for an adversary that sees each upload; by
         default all.
@@ -130,7 +135,9 @@ def of_scores(name: str) -> Score:
 
 @dataclass(frozen=True, kw_only=True)
 class World:
-    """Everything that a run in one world needs.
+    """One of the two situations that an audit compares, with all that a run in it needs.
+
+    In one situation the canary's data are present, in the other they are absent.
 
     Parameters
     ----------
@@ -146,7 +153,7 @@ class World:
 
 @dataclass(frozen=True, kw_only=True)
 class Experiment:
-    """Two worlds that differ in one unit, and an adversary's score of a run.
+    """The two worlds that an audit compares, and the score by which an adversary tells them apart.
 
     The audit is tight if the canary contributes to an upload in a known direction, with a norm far
     above the bound, and all other units contribute nothing.

@@ -1,4 +1,4 @@
-"""The guard's release as an experiment: a hostile app answers for one of two opposite data sets.
+"""An experiment on the guard: a hostile app answers for one of two opposite data sets.
 
 The app moves the model as far as it can, and adds metrics that name its data. The guard must let
 the adversary tell the two data sets apart no better than its ledger says.
@@ -26,7 +26,11 @@ _AXIS = np.eye(1, _SIZE)[0]
 
 
 def guard_experiment(noise_multiplier: float = 1.0) -> Experiment:
-    """Return two worlds whose only client answers with an update of norm 1e6 or −1e6."""
+    """Return the experiment, in which a single client answers with a huge update.
+
+    The update moves one weight by −1e6 in the world without the canary, and by 1e6 in the world
+    with it. The guard clips the update and adds noise.
+    """
     policy = MessagePolicy(
         release=UPDATE, clipping_norm=1.0, noise_multiplier=noise_multiplier, constants={"n": 1}
     )
@@ -60,7 +64,7 @@ def _strategy() -> FedAvg:
 
 
 def _guarded(pull: float, policy: MessagePolicy) -> ClientApp:
-    """Return a ClientApp that answers as the guard does after a hostile app moved the model."""
+    """Return a ClientApp that moves one weight by ``pull`` and sends what the guard releases."""
     app = ClientApp()
 
     @app.train()

@@ -34,7 +34,10 @@ from flower_ext.privacy.accounting.gaussian import EXACT_GAUSSIAN
 
 
 class ReportedEpsilon(NamedTuple):
-    """The ε that a strategy reports as provable for one view; infinite if it reports none."""
+    """The ε and δ that a strategy reports as provable against one adversary's view.
+
+    ``epsilon`` is infinite if the strategy reports none for this view.
+    """
 
     epsilon: float
     delta: float
@@ -42,20 +45,20 @@ class ReportedEpsilon(NamedTuple):
 
     @property
     def methods(self) -> list[Callable[..., LowerBound]]:
-        """The functions whose lower bounds hold for the mechanism."""
+        """Functions that bound ε: `by_rates`, and for Gaussian mechanisms also `if_gaussian`."""
         return [by_rates, if_gaussian] if self.gaussian else [by_rates]
 
 
 @dataclass(frozen=True, kw_only=True)
 class ViewAudit:
-    """The audit of one view: lower bounds on ε that the scores in both worlds prove."""
+    """The lower bounds on ε that an audit found for one adversary's view."""
 
     view: AdversaryView
     bounds: tuple[LowerBound, ...]
 
     @property
     def best(self) -> LowerBound:
-        """The largest bound; its ``terms`` hold the reported ε and its δ."""
+        """The largest lower bound. Its ``terms`` hold the ε and δ that the strategy reports."""
         return max(self.bounds, key=lambda bound: bound.epsilon)
 
     def to_dict(self) -> dict[str, Any]:

@@ -39,7 +39,7 @@ ONE_STEP = LocalTraining(steps=1, batch_size=64, learning_rate=1.0)
 
 @dataclass(eq=False)  # compared by identity, because caches have `loss` as a key
 class Turns:
-    """A public schedule: the loss changes its sign in every round."""
+    """A loss that changes its sign in every round, on a schedule that the adversary knows."""
 
     sign: float = 1.0
 
@@ -48,17 +48,24 @@ class Turns:
         self.sign = 1.0 if number % 2 else -1.0
 
     def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Return the mean output with the round's sign."""
+        """Return the negative mean of output · target, times the sign of this round."""
         return -self.sign * (outputs.squeeze(-1) * targets).mean()
 
 
 def pulls(*forces: float, size: int = SIZE) -> Examples:
-    """Return one record for each of ``forces``, at which records pull the first weight."""
+    """Return one record for each number in ``forces``.
+
+    The number is the force with which the record pulls the first weight, and the bias if there is
+    one.
+    """
     return Examples(torch.eye(1, size).repeat(len(forces), 1), torch.tensor(forces))
 
 
 def axes(size: int) -> dict[str, np.ndarray]:
-    """Return the direction in which a record pulls the model, which has a bias if ``size`` > 1."""
+    """Return the direction in which a record pulls the model: its first weight, and its bias.
+
+    A model with a single weight (``size`` = 1) has no bias.
+    """
     bias = {"bias": np.ones(1)} if size > 1 else {}
     return {"weight": np.eye(1, size), **bias}
 
@@ -158,7 +165,10 @@ def silo_data(owners: Sequence[int], forces: Sequence[float]) -> SiloData:
 
 
 def plain_app(task: Task) -> ClientApp:
-    """Return a ClientApp of plain torch behind this package's mod; it trains for one step."""
+    """Return a ClientApp that takes one step in plain PyTorch.
+
+    This package's Flower mod then protects the update as the plan says.
+    """
     app = ClientApp(mods=[client_level_dp_mod()])
 
     @app.train()

@@ -73,7 +73,10 @@ _record_plan = partial(RecordLevelPlan, sampling=FullParticipation(1), num_examp
 def release_plans(
     sampling: Sampling, *, noise_multiplier: float = 0.5, **options: Any
 ) -> Callable[[float, int], ReleasePlan]:
-    """Return a function of a factor on the noise and a number of rounds, which makes the plan."""
+    """Return a function ``plan(noise, rounds)`` that makes a plan for a number of rounds.
+
+    The plan's noise multiplier is ``noise`` times ``noise_multiplier``.
+    """
     return lambda noise, rounds: ReleasePlan(
         sampling=sampling,
         clipping_norm=1.0,
@@ -116,7 +119,7 @@ _RATE = 1e-2
 
 
 def _adaptive_plans(sampling: Sampling, **options: Any) -> Callable[[float, int], ReleasePlan]:
-    """Return a function like that of `release_plans`, for plans that adapt the clipping norm.
+    """Return a function ``plan(noise, rounds)`` that makes a plan with an adaptive clipping norm.
 
     These plans spend half of the privacy on counting the updates that the norm does not clip.
     """
@@ -132,7 +135,11 @@ def _adaptive_plans(sampling: Sampling, **options: Any) -> Callable[[float, int]
 
 
 def _sided_score(*, silos: int = 1, partitions: Sequence[int] | None = None) -> Score:
-    """Return a score for adaptive clipping, from the update, its entry `SIDE` and the next norm."""
+    """Return a score for adaptive clipping.
+
+    It adds up what three values reveal of the canary: the update, the entry `SIDE` that is sent
+    with it, and the clipping norm of the next round.
+    """
     # `SIDE` says whether the norm clips the update. The canary's entry at `SIDE` is as long as its
     # update, and `axes` has length √2. The next norm reveals this entry.
     norm = 2 * math.sqrt(2) / _RATE / silos
@@ -159,7 +166,7 @@ def _in_turns_matrix(rounds: int) -> StrategyMatrix:
 
 
 def of_correlated(moves: Vector) -> Score:
-    """Return the score that best separates both worlds under correlated noise.
+    """Return the score that best detects the canary under correlated noise.
 
     Let C be the `StrategyMatrix` of the noise. The product of C and the releases has independent
     noise, and the canary moves the product's rows by ``moves``. The score projects the product on
@@ -187,7 +194,7 @@ _CORRELATED = replace(
 
 
 def _scored(*accuracies: float) -> ClientData:
-    """Return the data of a client that trains nothing and scores the mean of ``accuracies``."""
+    """Return data of a client whose update is zero and whose score is the mean accuracy."""
     test = Examples(torch.zeros(len(accuracies), SIZE), torch.tensor(accuracies))
     return ClientData(train=pulls(0.0), test=test)
 

@@ -24,9 +24,9 @@ def observe(
     *,
     trials: int,
 ) -> None:
-    """Run trials, and call ``take`` with each trial's observation and strategy.
+    """Run one world ``trials`` times. After each run, call ``take(observation, strategy)``.
 
-    Clients remember nothing of earlier trials.
+    Clients forget each run before the next one, so that the runs are independent.
     """
     grid = _Listener(world.client_app, world.num_clients, world.run_config)
     with _undisturbed():
@@ -82,7 +82,10 @@ def _next_norm(strategy: Strategy) -> Arrays:
 
 
 class _Listener(InProcessGrid):
-    """A grid that records the clients' uploads in training, and all messages of secure sums."""
+    """A grid that records what an adversary may see.
+
+    It records the models that clients receive, their uploads, and all messages of secure sums.
+    """
 
     def start(self, on_round: Callable[[int], None] | None) -> None:
         """Start a trial with empty records and new clients."""
@@ -95,7 +98,10 @@ class _Listener(InProcessGrid):
             context.state = RecordDict()
 
     def begin(self, number: int) -> None:
-        """Begin a round, which may ask no client."""
+        """Open an empty record for round ``number``, unless that round has begun already.
+
+        It stays empty if the server sends nothing in this round.
+        """
         if number > len(self.uploads):
             self.sent.append({})
             self.uploads.append({})
@@ -137,7 +143,7 @@ class _Listener(InProcessGrid):
 
 
 def _upload(reply: Message, sent: Arrays) -> Arrays | None:
-    """Return the model that a client sent minus the model it received; None for other replies."""
+    """Return the model that a client sent minus the model it received; None for an error."""
     if reply.has_error():
         return None
     # Reading ``content`` would turn the upload into records, which the server reads another way.
@@ -159,7 +165,7 @@ def _wide(arrays: Mapping[str, np.ndarray]) -> Arrays:
 
 @contextmanager
 def _undisturbed() -> Iterator[None]:
-    """Silence logs, and keep the garbage collector from scanning modules, during many runs."""
+    """Silence Flower's log in the block, and keep the garbage collector from scanning modules."""
     log = logging.getLogger("flwr")
     before = log.level
     log.setLevel(logging.ERROR)

@@ -1,4 +1,6 @@
-"""Released statistics as experiments: one person, or one client, moves a sum as far as possible.
+"""Experiments on released statistics: the canary moves the released sum as far as it can.
+
+The canary is one person or one client, whichever the plan protects.
 
 The canary's age is far above the public bound. The vector that it adds to the sum therefore has
 norm 1, and is zero outside cells that no other person fills. All other people have no known age.
@@ -41,7 +43,7 @@ def _silo(owners: Sequence[int], *ages: float) -> SiloData:
 
 
 def canary_part() -> NDArray[np.float64]:
-    """Return the vector (size,) that the canary adds to the sum; its norm is 1."""
+    """Return the vector (size,) that the canary's data add to the sum. Its norm is 1."""
     return JOINT.part(_aged(_CANARY))
 
 
@@ -55,7 +57,7 @@ def _experiment(
     *,
     noise: float = 1.0,
 ) -> Experiment:
-    """Return the experiment that audits a method with the noise multiplier ``noise`` / 2."""
+    """Return the experiment that audits ``method``. Its noise multiplier is ``noise`` / 2."""
     plan = release_plans(FullParticipation(_UNITS), noise_placement=placement)(noise, 1)
 
     def world(data: Sequence[ClientData]) -> World:

@@ -90,9 +90,9 @@ class SecureTranscript:
         """Return the uploads that the server can read in the clear, by node.
 
         A client adds two kinds of masks to its upload: its own mask, and one mask for each of its
-        neighbours. The server learns the seed of a client's own mask and can subtract it. The
-        masks of neighbours must hide the rest; where they are missing, the upload is in the
-        result.
+        neighbours. The server learns the seed of a client's own mask and can subtract it. After
+        that only the masks of neighbours hide the upload. The result holds the uploads on which
+        these masks are missing.
         """
         if self._context is None or not self._is_of(like) or self._context.length < LEAST_NUMBERS:
             return {}

@@ -57,7 +57,8 @@ class IdentifierField:
     column : str
         Name of the column in this silo's file. Silos may use different names.
     kind : {"text", "date"}
-        Texts are compared without case, spaces and punctuation, dates by their day.
+        Texts are compared without case, spaces and punctuation. Dates are compared as days, without
+        the time of day.
     date_format : str
         Format of dates as in `datetime.strptime`; "iso" stands for all forms of ISO 8601.
     """

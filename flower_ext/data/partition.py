@@ -66,8 +66,8 @@ def pathological(
     Raises
     ------
     ValueError
-        S is not between 1 and K; N·S is below K (a class would be left out); a class has too few
-        examples for its clients; or the targets are not classes.
+        S is not between 1 and K. N·S is below K, so a class would be left out. A class has fewer
+        than two examples for each of its clients. Or the targets are not classes.
     """
     _check_classes(targets)
     classes = np.unique(targets)
@@ -129,8 +129,8 @@ def dirichlet(
     Raises
     ------
     ValueError
-        ``alpha`` is not above 0, none of 100 draws gave every client enough examples, or
-        the targets are not classes.
+        ``alpha`` is not above 0. ``min_size`` is out of range. None of 100 draws gave every client
+        enough examples. Or the targets are not classes.
     """
     _check_classes(targets)
     _check_count(targets, num_partitions)

@@ -31,7 +31,7 @@ def answer_of(request: bytes, policy: GuardPolicy, log: IO[bytes]) -> bytes | No
     Parameters
     ----------
     log : file
-        Gets everything that the app prints, at most ``answer_limit`` bytes.
+        Gets what the app prints, up to ``answer_limit`` bytes of it.
     """
     with (
         TemporaryDirectory(ignore_cleanup_errors=True) as home,
@@ -69,7 +69,7 @@ def command(policy: GuardPolicy) -> list[str]:
 
 
 def check_hidden(policy: GuardPolicy, name: str, file: Path) -> None:
-    """Refuse a file of the guard in a folder that apps may read.
+    """Refuse a file of the guard if apps may read it; ``name`` describes it in the message.
 
     Raises
     ------
@@ -79,21 +79,25 @@ def check_hidden(policy: GuardPolicy, name: str, file: Path) -> None:
     for folder in _visible(policy):
         if file.resolve().is_relative_to(Path(folder).resolve()):
             raise InvalidValue(
-                f"apps may read {folder!r}, which holds the guard's {name} {file}: move it to "
-                "another folder"
+                f"apps may read {folder!r}, which holds the guard's {name} {file}: move this "
+                "file to another folder"
             )
 
 
 def check_isolation(policy: GuardPolicy) -> None:
-    """Refuse to run without the isolation that the policy names.
+    """Refuse to start if apps cannot be isolated as the policy says.
 
     Raises
     ------
     InvalidValue
-        The message says why the kernel does not isolate the process, and what to do.
+        The isolation does not work here, apps could read a file of the guard, or ``readable`` names
+        a missing path. The message says what to do.
     """
     if missing := [path for path in policy.readable if not Path(path).exists()]:
-        raise InvalidValue(f"readable lists {missing[0]!r}: expected an existing file or folder")
+        raise InvalidValue(
+            f"`readable` names {missing[0]!r}, which does not exist: expected existing files or "
+            "folders"
+        )
     check_hidden(policy, "policy", policy.path)
     check_hidden(policy, "ledger", policy.ledger)
     if policy.sum is not None:
@@ -113,8 +117,8 @@ def check_isolation(policy: GuardPolicy) -> None:
         reason = (done.stderr.strip().splitlines() or ["no reason given"])[-1]
         raise InvalidValue(
             f"isolation={policy.isolation!r} does not work here ({reason}): permit unprivileged "
-            'user namespaces, name the command of a container, or write isolation="none" to run '
-            "apps with this process's network and files"
+            "user namespaces on this machine, or set isolation to the command of a container, or "
+            'to "none"; with "none", apps can use the network and the files of this process'
         )
 
 
@@ -149,14 +153,17 @@ def _environment(policy: GuardPolicy, home: str) -> dict[str, str]:
 
 
 def _visible(policy: GuardPolicy) -> list[str]:
-    """Return the paths that apps may read, apart from the files of a container's own image."""
+    """Return the paths of this machine that apps may read.
+
+    If apps run in a container, they may also read the files of its image.
+    """
     if policy.isolation == NAMESPACES:
         return [*_SYSTEM, *_python_paths(), *policy.readable]
     return policy.readable
 
 
 def _python_paths() -> list[str]:
-    """Return the folders of this Python, its packages and this package."""
+    """Return the folders of this Python, of its packages, and of this package."""
     interpreter = Path(sys.executable).resolve().parents[1]
     # The first entry of sys.path is the folder of the command, or the present one.
     folders = [Path(path) for path in sys.path[1:] if path and Path(path) != Path.cwd()]
@@ -166,9 +173,10 @@ def _python_paths() -> list[str]:
 
 
 def _packages_in(folder: Path) -> list[Path]:
-    """Return a folder of packages; for a checkout, return only the packages and modules in it.
+    """Return the paths that let an app import the packages in a folder.
 
-    An editable install points to a checkout, which also has private files, such as
+    As a rule, this is the folder itself. If the folder is a checkout, to which an editable install
+    points, return only the packages and modules in it: a checkout also has private files, such as
     ``.git/config``.
     """
     if not any((folder / name).exists() for name in ("pyproject.toml", "setup.py", ".git")):
@@ -180,7 +188,10 @@ def _packages_in(folder: Path) -> list[Path]:
 def _read(
     process: subprocess.Popen[bytes], limit: int, timeout: float, log: IO[bytes]
 ) -> bytes | None:
-    """Return what the process writes; None if it writes too much or takes too long."""
+    """Return what the process writes to its output, and copy what it prints to ``log``.
+
+    Return None if it writes more than ``limit`` bytes, or takes more than ``timeout`` seconds.
+    """
     assert process.stdout is not None
     assert process.stderr is not None
     deadline, answer, printed = time.monotonic() + timeout, bytearray(), 0

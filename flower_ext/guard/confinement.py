@@ -5,10 +5,10 @@ makes a new root folder in memory and binds the listed folders into it, read-onl
 up three rights:
 
 * every capability;
-* sockets other than Unix sockets, because some of them reach the host of a virtual machine in spite
-  of an empty network namespace;
-* the kernel's keys, because to find a key, the kernel may start a program outside all namespaces,
-  and that program may ask a name server.
+* sockets other than Unix sockets: some of them reach the host of a virtual machine, although the
+  network namespace is empty;
+* the system calls for the kernel's keys: to find a key, the kernel may start a program outside all
+  namespaces, and this program may send a request to a name server.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _PDEATHSIG, _DUMPABLE, _SECCOMP, _CAPBSET_DROP, _NO_NEW_PRIVS = 1, 4, 22, 24, 38
 _SECCOMP_FILTER, _LAST_CAPABILITY, _CAPABILITIES_3 = 2, 63, 0x20080522
 _AF_UNIX, _EPERM = 1, 1
 _ARCHITECTURES = {"x86_64": (0xC000003E, 41), "aarch64": (0xC00000B7, 198)}
-"""By machine: the architecture's number for seccomp, and that of the system call ``socket``."""
+"""By machine: number of the architecture for seccomp, and number of the system call ``socket``."""
 _IO_URING_SETUP, _X32 = 425, 0x40000000
 _KEYS = {"x86_64": 248, "aarch64": 217}
 """By machine: number of ``add_key``; ``request_key`` and ``keyctl`` have the next two numbers."""
@@ -62,7 +62,8 @@ def confine(readable: Sequence[str], scratch_bytes: int, *, close: int) -> None:
     scratch_bytes : int
         Largest size of all files that the app writes.
     close : int
-        Descriptor of a file that only the new process may keep open.
+        Descriptor of an open file. The waiting process closes it; only the new process may keep it
+        open.
     """
     Path("/proc/self/oom_score_adj").write_text("1000")  # the first to go if memory runs out
     # Otherwise the app could make a user namespace, in which it would have all capabilities again.
@@ -99,7 +100,7 @@ def confine(readable: Sequence[str], scratch_bytes: int, *, close: int) -> None:
 
 
 def _roots(readable: Sequence[str]) -> list[str]:
-    """Return the existing paths that no other path of the list contains."""
+    """Return the paths that exist, without paths inside another folder of the list."""
     paths: list[str] = []
     existing = filter(os.path.exists, readable)
     for path in sorted({os.path.abspath(path) for path in existing}):  # noqa: PTH100 - keeps links
@@ -109,9 +110,11 @@ def _roots(readable: Sequence[str]) -> list[str]:
 
 
 def _wait_for(process: int, close: int) -> None:
-    """Wait for the app's process. The namespace ends with this process, which is its first.
+    """Wait until the app's process ends, and then end this process.
 
-    The app must not be able to change this process or to keep it from ending with the guard.
+    The exit status is 0 if the app's process succeeded, and 1 otherwise. This process is the first
+    of its namespace, so the kernel ends all processes of the namespace with it. The app must not be
+    able to change this process, or to keep it from ending with the guard.
     """
     _call("prctl", _DUMPABLE, 0, 0, 0, 0)
     os.close(close)

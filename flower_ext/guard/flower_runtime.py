@@ -231,18 +231,18 @@ class RuntimeTask:
 
 
 def reply_bytes(request: RuntimeRequest, content: RecordDict) -> bytes:
-    """Return a reply, whose metadata depend on the request and the present time alone."""
+    """Return a reply as bytes. Its metadata depend on the request and the present time alone."""
     return _with_id(Message(content, reply_to=request.message))
 
 
 def refusal_bytes(request: RuntimeRequest, reason: str) -> bytes:
-    """Return an error reply with a reason that depends on no data."""
+    """Return an error reply as bytes. ``reason`` must not depend on the site's data."""
     error = Error(ErrorCode.CLIENT_APP_RAISED_EXCEPTION, reason)
     return _with_id(Message(error, reply_to=request.message))
 
 
 def context_bytes(context: Context, state: RecordDict | None) -> bytes:
-    """Return a context as bytes; ``state``, unless None, replaces the context's own state."""
+    """Return a context as bytes. If ``state`` is not None, it takes the place of the old state."""
     proto = context_to_proto(context)
     if state is not None:
         proto.state.CopyFrom(recorddict_to_proto(state))
@@ -285,7 +285,7 @@ def joined(*parts: bytes) -> bytes:
 
 
 def only_arrays(content: RecordDict) -> tuple[str, ArrayRecord] | None:
-    """Return the only ArrayRecord with its name; None if there are none or several."""
+    """Return the name and the value of the only ArrayRecord; None if there are none or several."""
     records = list(content.array_records.items())
     return records[0] if len(records) == 1 else None
 
@@ -296,7 +296,7 @@ def parts_of(whole: bytes) -> list[bytes]:
     Raises
     ------
     InvalidValue, struct.error
-        The bytes are of another form.
+        The bytes do not have the form that `joined` gives them.
     """
     parts, start = [], 0
     while start < len(whole):
@@ -314,5 +314,5 @@ def _with_id(message: Message) -> bytes:
 
 
 def _become(task_id: int, run_id: int, node_id: int) -> None:
-    """Let this process create replies: Flower permits this only to a process that runs a task."""
+    """Tell Flower which task this process runs: without a task, it refuses to make replies."""
     TaskIdentity.task_id, TaskIdentity.run_id, TaskIdentity.node_id = task_id, run_id, node_id

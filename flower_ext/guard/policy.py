@@ -42,12 +42,12 @@ class MessagePolicy:
     Parameters
     ----------
     release : {"clipped-noised-update", "secure-sum-contribution", "constants"}
-        An update is bounded and noised by the guard. A contribution is such an update that the
-        guard also masks, so that only a sum over sites becomes known. For "constants" no app runs,
-        and the reply has only the ``constants``.
+        Content of the reply. "clipped-noised-update": an update that the guard bounds and noises.
+        "secure-sum-contribution": an update that the guard bounds, noises and also masks, so that
+        only a sum over sites becomes known. "constants": only the ``constants``; no app runs.
     clipping_norm : float
-        Largest L2 norm of the update, over all its arrays together. The server chooses the norm of
-        a contribution to a sum.
+        Largest L2 norm of the update, over all its arrays together. For a contribution to a sum,
+        leave it out, because the server chooses this norm.
     noise_multiplier : float
         Standard deviation of the guard's noise, divided by the clipping norm. For a contribution,
         it is the smallest multiplier that the server may ask for.
@@ -55,7 +55,7 @@ class MessagePolicy:
         Arrays of the request that the app may update. The guard sends all other arrays, and those
         that are not floating-point, as it received them.
     constants : Mapping[str, int or float]
-        Public numbers that stand in the reply's only MetricRecord, in place of the app's metrics.
+        Public numbers for the reply's only MetricRecord. The app's own metrics never leave.
     """
 
     release: str
@@ -78,13 +78,13 @@ class MessagePolicy:
             require_positive("noise-multiplier", self.noise_multiplier)
             if self.clipping_norm or self.constants or self.arrays != "all":
                 raise InvalidValue(
-                    f'release="{CONTRIBUTION}": the server sets the clipping norm, and only the '
-                    "contribution leaves; remove clipping-norm, constants and arrays"
+                    f'release="{CONTRIBUTION}": remove clipping-norm, constants and arrays; the '
+                    "server sets the clipping norm, and only the contribution leaves"
                 )
         elif self.clipping_norm or self.noise_multiplier or self.arrays != "all":
             raise InvalidValue(
-                f'release="{CONSTANTS}": the reply holds no arrays; remove clipping-norm, '
-                "noise-multiplier and arrays"
+                f'release="{CONSTANTS}": remove clipping-norm, noise-multiplier and arrays; the '
+                "reply holds no arrays"
             )
 
     def covers(self, name: str) -> bool:
@@ -92,12 +92,15 @@ class MessagePolicy:
         return self.arrays == "all" or name in self.arrays
 
     def spend(self, sites: int = 0) -> Release:
-        """Return the `Release` by which one reply is accounted; the unit is the whole site.
+        """Return the `Release` as which accounting counts one reply.
+
+        The privacy unit is the whole site.
 
         Parameters
         ----------
         sites : int
-            Number of sites whose noise is in each sum, from `GuardPolicy.noised_by`.
+            Number of sites whose noise is in each sum, from `GuardPolicy.noised_by`; 0 if the reply
+            goes to no sum.
         """
         return Release(
             sampling=FullParticipation(1),
@@ -118,8 +121,9 @@ class SumPolicy:
     colluders : int
         Number of other sites that may collude with the server.
     honest_answers : int
-        Every sum that becomes known holds at least this many sites that do not collude, this site
-        included. All of these must demand this policy's noise.
+        Least number of sites that do not collude, this site included, in every sum that becomes
+        known. A guarantee for the sums counts the noise of all these sites, so each of them must
+        demand at least the noise of this policy.
 
     Raises
     ------
@@ -139,7 +143,7 @@ class SumPolicy:
 
     @property
     def node_config(self) -> dict[str, str | int]:
-        """The policy's demands as a node config (see `flower_ext.federation.sums.masked`)."""
+        """The policy as settings of a node config; see `flower_ext.federation.sums.masked`."""
         return {
             "sum-identity-key": self.identity_key,
             "sum-members": self.members,
@@ -150,32 +154,33 @@ class SumPolicy:
 
 @dataclass(frozen=True, kw_only=True)
 class GuardPolicy:
-    """Everything that a site permits; the guard refuses all else.
+    """Everything that a site permits. The guard refuses everything else.
 
     Parameters
     ----------
     apps : {"any"} or list of str
         SHA-256 of each permitted app, as ``sha256sum`` prints it for the file of ``flwr build``.
     ledger : Path
-        The site's account. The guard writes every reply to it before the reply leaves.
+        File with the site's privacy account. The guard charges every reply to it before the reply
+        leaves.
     budget : Budget
         The most that all replies of the site may spend together.
     messages : Mapping[str, MessagePolicy]
         Permitted types of messages, such as "train".
     sum : SumPolicy, optional
-        The secure sums to which contributions may go.
+        The secure sums in which the site takes part; needed for a "secure-sum-contribution".
     timeout : float
         Seconds after which the guard ends an app.
     reply_after : float, optional
-        Seconds from the arrival of a message to its reply, however long the app takes. Without it
-        the time of the reply tells how long the app ran.
+        Seconds from the arrival of a message to its reply, however long the app takes. Without this
+        setting, the time of the reply shows how long the app ran.
     answer_limit, scratch_limit : int
         Largest number of bytes of an app's answer, and of all files that the app writes.
     isolation : {"namespaces", "none"} or list of str
-        How the app's process is isolated. A list is a command, such as that of a container, which
-        the guard puts before the app's own.
+        Isolation of the app's process. A list is the beginning of a command, such as the command
+        that starts a container; the guard adds the app's command to it.
     readable : list of str
-        Folders with data that the app may read, besides Python's.
+        Files and folders with data that the app may read. Python's folders need not be listed.
     environment : Mapping[str, str]
         Environment variables of the app.
     path : Path
@@ -214,8 +219,8 @@ class GuardPolicy:
         for name, rule in self.messages.items():
             if rule.release == CONTRIBUTION and (name != TRAIN or self.sum is None):
                 raise InvalidValue(
-                    f'[messages.{name}] has release="{CONTRIBUTION}": expected this only in '
-                    f"[messages.{TRAIN}], in a policy with a section [sum]"
+                    f'[messages.{name}] has release="{CONTRIBUTION}": expected this release only '
+                    f"in [messages.{TRAIN}], and only if the policy has a section [sum]"
                 )
 
     def check_app(self, digest: str) -> None:
@@ -242,7 +247,10 @@ class GuardPolicy:
         return self.messages[message_type]
 
     def noised_by(self, rule: MessagePolicy) -> int:
-        """Return the number of sites whose noise is in each sum; 0 for a rule without sums."""
+        """Return the number of sites whose noise is in each sum to which replies go.
+
+        Return 0 if the rule's replies go to no sum.
+        """
         if rule.release != CONTRIBUTION:
             return 0
         assert self.sum is not None
@@ -250,7 +258,7 @@ class GuardPolicy:
 
 
 def read_policy(path: Path) -> GuardPolicy:
-    """Read a policy from a TOML file, whose names have hyphens in place of underscores.
+    """Read a policy from a TOML file. In the file, names have hyphens in place of underscores.
 
     Raises
     ------
@@ -262,7 +270,7 @@ def read_policy(path: Path) -> GuardPolicy:
         budget = from_table(Budget, values.pop("budget", {}), "[budget]")
         require_positive("epsilon", budget.epsilon)
         if budget.ledger is not None:
-            raise InvalidValue("[budget] has 'ledger': write it at the top of the policy")
+            raise InvalidValue("[budget] sets 'ledger': set it at the top of the policy instead")
         messages = {
             name: from_table(MessagePolicy, table, f"[messages.{name}]")
             for name, table in values.pop("messages", {}).items()

@@ -85,7 +85,10 @@ def _updatable(request: Arrays, policy: MessagePolicy) -> Arrays:
 
 
 def _read(answer: ArrayRecord | None, request: Arrays) -> Arrays:
-    """Return an answer's arrays; none if a name, shape or type differs from the request's."""
+    """Return the arrays of an answer.
+
+    Return no arrays if a name, shape or type differs from the request's.
+    """
     if answer is None:
         return {}
     try:

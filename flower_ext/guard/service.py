@@ -61,7 +61,9 @@ _PAUSE = 0.2
 class Pending:
     """A reply that is ready to leave, with everything that is needed to charge and send it.
 
-    ``sites`` is `GuardPolicy.noised_by`, from which the charge's guarantees are computed.
+    ``charge`` is None if the reply uses no data. The guarantees in the charge depend on ``sites``,
+    the number of sites whose noise is in each sum (`GuardPolicy.noised_by`). ``refusal`` is sent
+    instead of ``message`` if the budget can no longer pay the charge.
     """
 
     token: str
@@ -78,7 +80,7 @@ class Pending:
 
     @classmethod
     def from_bytes(cls, content: bytes) -> Pending:
-        """Return the reply whose file has this content."""
+        """Read a reply from the content of its file, which `to_bytes` made."""
         head, refusal, message, context = parts_of(content)
         return cls(**json.loads(head), refusal=refusal, message=message, context=context)
 
@@ -162,9 +164,10 @@ class Guard:
         )
 
     def _wait(self, answer: _AppAnswer, started: float) -> None:
-        """Wait until ``reply_after``, so that the reply's time does not tell how long the app ran.
+        """Wait until ``reply_after`` seconds have passed since the message arrived.
 
-        A refusal waits as well, because a sum may refuse a message after the app has run.
+        The reply's time then does not show how long the app ran. A refusal waits as well, because
+        in a sum, a message may be refused after the app has run.
         """
         if answer.has_run and self.policy.reply_after is not None:
             time.sleep(max(0.0, started + self.policy.reply_after - time.monotonic()))
@@ -172,7 +175,10 @@ class Guard:
     def _content(
         self, request: RuntimeRequest, rule: MessagePolicy, answer: _AppAnswer
     ) -> tuple[RecordDict, Charge | None]:
-        """Return a reply's content, and its charge, which is None if the content uses no data."""
+        """Run the app if the rule asks for it, and return the reply's content and its charge.
+
+        The charge is None if the content uses no data.
+        """
         content, new = RecordDict(), None
         if rule.release == CONTRIBUTION:
             # Its imports take seconds, and most guards need none of them.
@@ -193,11 +199,11 @@ class Guard:
         return content, new
 
     def _affordable_charge(self, request: RuntimeRequest, rule: MessagePolicy) -> Charge:
-        """Return the charge of the next reply, or refuse the message if the budget is too small.
+        """Return the charge of the next reply; refuse the message if the budget is too small.
 
         The charge has a number that no earlier reply has. If the operator changes the noise
         in the policy, later replies count as replies of another run. Call the function before the
-        app runs, because the time of a later refusal would tell how long the app ran.
+        app runs: the time of a later refusal would show how long the app ran.
         """
         spend = rule.spend(self.policy.noised_by(rule))
         node = request.context.node_id
@@ -226,7 +232,10 @@ class Guard:
         return new
 
     def _deliver(self) -> None:
-        """Charge and send the reply that is ready, if there is one and the SuperNode waits."""
+        """Charge and send the reply that is ready.
+
+        Do nothing if no reply is ready. If the SuperNode no longer waits for it, delete the reply.
+        """
         if not self._pending.exists():
             return
         pending = Pending.from_bytes(self._pending.read_bytes())
@@ -248,7 +257,10 @@ class Guard:
 
 
 class _AppAnswer:
-    """The answer of one app to one message; ``state`` is its memory, None if it is not usable."""
+    """The answer of one app to one message.
+
+    ``state`` is the memory that the app left; None if the app left none that can be read.
+    """
 
     def __init__(self, policy: GuardPolicy, log: Path) -> None:
         self._policy, self._log = policy, log
@@ -256,7 +268,10 @@ class _AppAnswer:
         self.has_run = False
 
     def to(self, request: RuntimeRequest, message: Message) -> ArrayRecord | None:
-        """Run the app on ``message`` instead of the request's message; return None if it fails."""
+        """Run the app on ``message`` in place of the request's message, and return its arrays.
+
+        Return None if the app fails, or does not answer with exactly one ArrayRecord.
+        """
         self.has_run = True
         with _new_private_file(self._log) as log:
             answer = answer_of(replace(request, message=message).to_bytes(), self._policy, log)
@@ -271,7 +286,11 @@ class _AppAnswer:
 
 
 def _claims(new: Charge, sites: int) -> list[Guarantee]:
-    """Return a run's guarantees against an adversary who sees each reply, or only sums of them."""
+    """Return the guarantees of a run, whose latest charge is ``new``.
+
+    The first holds against an adversary who sees each reply. If the replies go to sums, a second
+    one holds against an adversary who sees only the sums.
+    """
     assert new.release is not None
     alone = new.release
     if sites:

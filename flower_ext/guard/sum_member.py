@@ -29,7 +29,7 @@ _MOD = client_level_dp_mod()
 
 
 def asks_for_contribution(message: Message) -> bool:
-    """Return True if a message asks for a vector; other messages of a sum need no app."""
+    """Return True if a message of a sum asks for a vector; no other message needs an app."""
     return records.MODEL in message.content and records.SECURE_SUM in message.content
 
 
@@ -49,8 +49,8 @@ def answer_in_sum(
     Raises
     ------
     Refused
-        The policy does not permit the sum or this site's share of the sum's noise, or the guard
-        cannot read the message. The text depends on no data.
+        The policy does not permit the sum, or the noise that this site would add to it; or the
+        guard cannot read the message. The text depends on no data.
     """
 
     def train(message: Message, context: Context) -> Message:
@@ -68,7 +68,10 @@ def answer_in_sum(
 
 
 def _context(request: RuntimeRequest, policy: GuardPolicy, rule: MessagePolicy) -> Context:
-    """Return the context of the mod; nothing in it comes from the app or the server."""
+    """Return the context for `client_level_dp_mod`.
+
+    Nothing in it comes from the app or the server.
+    """
     assert policy.sum is not None
     node_config = {
         "require-secure-noise": True,

@@ -30,23 +30,25 @@ def public_of(private: bytes) -> bytes:
 
 
 def agreed(private: bytes, public: bytes) -> tuple[bytes, bytes]:
-    """Return the shared secret of two X25519 keys, and the public key that belongs to ``private``.
+    """Return the secret that two X25519 keys share, and the public key that belongs to ``private``.
 
-    Both have 32 bytes. Use the secret only to derive keys.
+    Each has 32 bytes. Use the secret only to derive keys.
 
     Raises
     ------
     InvalidValue
-        The public key does not have 32 bytes, is of low order, or is not written as a number below
-        the field's prime. A key of low order gives the same secret with every private key, and a
-        number above the prime would be a second encoding of another key.
+        The public key does not have 32 bytes, is of low order, or is a number not below the field's
+        prime. A key of low order gives the same secret with every private key. A number above the
+        prime would be a second encoding of some other key.
     """
     key = X25519PrivateKey.from_private_bytes(private)
     return _exchanged(key, public), key.public_key().public_bytes_raw()
 
 
 def _exchanged(private: X25519PrivateKey, public: bytes) -> bytes:
-    refusal = InvalidValue("public key: expected 32 bytes that are an X25519 key of full order")
+    refusal = InvalidValue(
+        "public key: expected the 32 bytes of an X25519 key that is not of low order"
+    )
     if int.from_bytes(public, "little") >= _FIELD:
         raise refusal
     try:
@@ -56,9 +58,10 @@ def _exchanged(private: X25519PrivateKey, public: bytes) -> bytes:
 
 
 def check_public(public: bytes) -> None:
-    """Refuse a public key with which no key exchange works; raise `InvalidValue` as `agreed` does.
+    """Refuse a public key with which `agreed` would raise an `InvalidValue`.
 
-    Every private key is a multiple of 8, the order of the curve's small subgroup. An exchange with
-    any private key therefore fails for every public key of low order.
+    The function tries the key with one fixed private key. This is enough, because an exchange with
+    a public key of low order fails for every private key: private keys are multiples of 8, the
+    order of the curve's small subgroup.
     """
     _exchanged(_ANY_PRIVATE, public)

@@ -17,8 +17,9 @@ class ProtocolMessage:
     """A message: a frozen dataclass of integers, bytes, and mappings from members to bytes.
 
     The encoding begins with the message's kind, and the fields follow in order. An integer takes
-    eight bytes (big-endian). The public settings determine the length of a field of bytes. A
-    mapping comes last and fills the rest with its entries, each a member's number and bytes.
+    eight bytes (big-endian). A field of bytes has a length that follows from the protocol's public
+    settings. If there is a mapping, it is the last field and fills the rest of the message. Each of
+    its entries is a member's number and bytes.
     """
 
     kind: ClassVar[bytes]
@@ -50,7 +51,7 @@ class ProtocolMessage:
 
     @classmethod
     def from_bytes(cls, data: bytes, settings: Any) -> Self:
-        """Undo `to_bytes`.
+        """Read a message from the bytes of `to_bytes`, and check it.
 
         Raises
         ------
@@ -91,10 +92,10 @@ class ProtocolMessage:
 
 
 def _entries(data: bytes, size: int, name: str) -> dict[int, bytes]:
-    """Read ``data`` as entries, each a member's number and ``size`` bytes."""
+    """Read a mapping from ``data``, where each entry is a member's number and ``size`` bytes."""
     step = _MEMBER_BYTES + size
     if len(data) % step:
-        raise InvalidValue(f"{name} of {len(data)} bytes: expected whole entries of {step} bytes")
+        raise InvalidValue(f"{name} of {len(data)} bytes: expected a multiple of {step}")
     starts = range(0, len(data), step)
     members = [int.from_bytes(data[start : start + _MEMBER_BYTES], "big") for start in starts]
     if any(later <= member for member, later in pairwise(members)):
@@ -122,6 +123,6 @@ def check_length(name: str, data: bytes, size: int) -> None:
 
 
 def check_later(name: str, number: int, last: int) -> None:
-    """Raise a ProtocolError unless the number of a round or epoch is above the last one."""
+    """Raise a ProtocolError unless ``number``, of a round or epoch, is above ``last``."""
     if number <= last:
         raise ProtocolError(f"{name} {number}: expected a number above {last}")

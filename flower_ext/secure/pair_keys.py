@@ -4,8 +4,8 @@ Two silos agree on a key by X25519 and HKDF-SHA256 and draw the same numbers fro
 (or multiplies by) them, and the other subtracts (or divides by) them. The masks therefore cancel in
 the sum (or product) over all silos, but not in a sum over fewer silos.
 
-The numbers come from ChaCha20 under a key for one run, pair, purpose and round. Each draw has 128
-bits more than the modulus, so that its remainder is within 2⁻¹²⁸ of uniform.
+The numbers come from ChaCha20 under a key that serves one run, pair, purpose and round. Each number
+is drawn with 128 bits more than the modulus has, so its remainder is within 2⁻¹²⁸ of uniform.
 
 The server relays the public keys. A server that swaps them could read every message. If silos do
 not trust the server to relay keys unchanged, let them compare `PairKeys.fingerprint` over another
@@ -83,7 +83,7 @@ class PairKeys:
         server_key: bytes,
     ) -> None:
         if public_keys[index] != public_of(private):
-            raise InvalidValue(f"public_keys[{index}]: expected this silo's own key")
+            raise InvalidValue(f"public_keys[{index}]: expected the public key of this silo")
         if len(set(public_keys)) != len(public_keys):
             raise InvalidValue("public_keys: expected a different key for every silo")
         self._context, self._index = context, index
@@ -96,7 +96,8 @@ class PairKeys:
                 shared, _ = agreed(private, public)
             except InvalidValue as error:
                 raise InvalidValue(
-                    f"public_keys[{other}]: expected the 32 bytes of an X25519 key of full order"
+                    f"public_keys[{other}]: expected the 32 bytes of an X25519 key that is not of "
+                    "low order"
                 ) from error
             # Both silos of a pair name themselves in the same order, so they derive the same key.
             low, high = sorted((index, other))
@@ -130,16 +131,16 @@ class PairKeys:
     def multiplicative_masks(
         self, purpose: str, round_number: int, count: int, modulus: mpz
     ) -> list[mpz]:
-        """Return this silo's masks: ``count`` units modulo ``modulus``.
+        """Return this silo's masks: ``count`` numbers that are invertible modulo ``modulus``.
 
-        At each position, the product of all silos' masks is one. A random number is not a unit
-        with a probability of about one over the smallest prime factor of ``modulus``. For a
-        product of two large primes, this probability is negligible.
+        At each position, the product of all silos' masks is one. A random number has no inverse
+        with a probability of about one over the smallest prime factor of ``modulus``. If
+        ``modulus`` is the product of two large primes, this probability is negligible.
 
         Raises
         ------
         ProtocolError
-            As `masked`.
+            Masks for this purpose and round were drawn before, as in `masked`.
         """
         above, below = [mpz(1)] * count, [mpz(1)] * count
         for key, divides in self.mask_keys(purpose, round_number):
@@ -149,18 +150,19 @@ class PairKeys:
         return [x * gmpy2.invert(y, modulus) % modulus for x, y in zip(above, below, strict=True)]
 
     def mask_keys(self, purpose: str, round_number: int) -> list[tuple[bytes, bool]]:
-        """Return for each other silo a key, and True if this silo subtracts the key's stream.
+        """Return one pair (key, subtracts) for each other silo.
 
-        Both silos hold the same key. One of them adds the stream, and the other subtracts it.
+        Both silos get the same key, and draw the same mask from it. The silo with ``subtracts``
+        True subtracts the mask, and the other silo adds it.
 
         Raises
         ------
         ProtocolError
-            As `masked`.
+            Masks for this purpose and round were drawn before, as in `masked`.
         """
         if (purpose, round_number) in self._used:
             raise ProtocolError(
-                f"masks for {purpose!r} of round {round_number} were drawn before: expected a new "
+                f"masks for {purpose!r} of round {round_number} were drawn before: use another "
                 "round number"
             )
         self._used.add((purpose, round_number))
@@ -179,7 +181,7 @@ class PairKeys:
         return nonce + cipher.encrypt(nonce, message, self._header(self._index, receiver, purpose))
 
     def open(self, sender: int, purpose: str, sealed: bytes) -> bytes:
-        """Undo `seal`.
+        """Decrypt a message that ``sender`` encrypted with `seal` for this silo.
 
         Raises
         ------
@@ -193,8 +195,8 @@ class PairKeys:
             return cipher.decrypt(nonce, text, self._header(sender, self._index, purpose))
         except (InvalidTag, ValueError) as error:
             raise InvalidValue(
-                f"sealed message from silo {sender} cannot be opened: expected one that the sender "
-                f"sealed for silo {self._index} in this run"
+                f"sealed message from silo {sender} cannot be opened: expected the message as silo "
+                f"{sender} sealed it for silo {self._index} in this run"
             ) from error
 
     def _sealing_key(self, other: int) -> bytes:

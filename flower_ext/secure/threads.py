@@ -34,7 +34,8 @@ def map_slices(
 ) -> list[Result]:
     """Apply ``work`` to slices of ``items``, in a thread for each core; return results in order.
 
-    If ``name`` is given and the work takes longer than ten seconds, the log shows what is left.
+    If ``name`` is given, the log shows every ten seconds how many items are done, and how long the
+    rest will take.
     """
     workers = cores()
     size = min(_LARGEST_SLICE, max(1, len(items) // (_SLICES_PER_WORKER * workers)))

@@ -22,7 +22,9 @@ from flower_ext.statistics.statistic import NORMAL_QUANTILE, Columns, Statistic
 
 @dataclass(frozen=True)
 class Bins:
-    """Bins of equal width between public bounds, and bins for values below, above and missing.
+    """Bins of equal width between public bounds.
+
+    Three more bins count the values below the bounds, the values above them, and missing values.
 
     Parameters
     ----------
@@ -50,13 +52,13 @@ class Bins:
 
     @property
     def names(self) -> list[str]:
-        """Names of the bins: those between the bounds, then below, above and missing."""
+        """Names of the bins: first those between the bounds, then "below", "above", "missing"."""
         *others, last = [f"[{low:g}, {high:g}" for low, high in pairwise(self.edges)]
         between = [*(f"{name})" for name in others), f"{last}]"]
         return [*between, f"below {self.lower:g}", f"above {self.upper:g}", "missing"]
 
     def of(self, values: NDArray[np.float64]) -> NDArray[np.int64]:
-        """Return the number of each value's bin, in the order of `names`."""
+        """Return each value's bin, as its position in `names`."""
         bins = np.searchsorted(self.edges, values, side="right") - 1
         bins = np.where(values == self.upper, self.count - 1, bins)
         bins = np.where(values < self.lower, self.count, bins)
@@ -66,7 +68,10 @@ class Bins:
 
 @dataclass(frozen=True)
 class Histogram(Statistic):
-    """Numbers of people in cells. A cell is one bin, or a combination of several columns' bins.
+    """Numbers of people in cells.
+
+    A histogram of one column has a cell for each bin. A table of several columns has a cell for
+    each combination of their bins.
 
     Parameters
     ----------
@@ -90,7 +95,7 @@ class Histogram(Statistic):
 
     @property
     def names(self) -> Sequence[str]:
-        """Names of the cells, which contain the columns' names if there are several columns."""
+        """Names of the cells: the bins' names, after their columns' names if there are several."""
         if len(self.axes) == 1:
             return self.axes[0].names
         labels = [[f"{bins.column} {name}" for name in bins.names] for bins in self.axes]
@@ -110,7 +115,7 @@ class Histogram(Statistic):
         return ones
 
     def estimate(self, totals: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Return the totals, which are unbiased and therefore sometimes below 0."""
+        """Return the totals themselves. They are unbiased, so noise may move a count below 0."""
         return totals
 
 
@@ -118,15 +123,16 @@ class Histogram(Statistic):
 class SurvivalCurve(Statistic):
     """Kaplan–Meier's curve: shares of people without an event at the end of each interval.
 
-    The released counts are the numbers of events and of censorings in each interval, and of people
-    after the last one. The people at risk in an interval are all people counted in it and after it,
-    so they need no separate count. Within an interval, events are taken to precede censorings.
+    The run releases the number of events and the number of censorings in each interval, and the
+    number of people whose time is after the last interval. The people at risk in an interval are
+    all who are counted in it or later, so they need no separate count. The estimate treats events
+    as if they preceded the censorings of the same interval.
 
     Parameters
     ----------
     times : Bins
-        Intervals of the column with the time to event or censoring. Later times are censored at
-        the end of the last interval.
+        Intervals of the column with each person's time of event or censoring. A time after the last
+        interval counts as censored at the end of this interval.
     event : str
         Column with 1 for an event, 0 for censoring.
     """
@@ -171,7 +177,11 @@ class SurvivalCurve(Statistic):
         return ones
 
     def estimate(self, totals: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Return for each interval the product of 1 − events / people at risk up to its end."""
+        """Return the survival at the end of each interval.
+
+        This is the product of (1 − events / people at risk) over this and all earlier intervals. It
+        is NaN if the noised number of people at risk is not above 0 in one of them.
+        """
         count = self.times.count
         events, leaving = totals[:, :count], totals[:, :count] + totals[:, count:-1]
         at_risk = np.cumsum(np.column_stack([leaving, totals[:, -1]])[:, ::-1], axis=1)[:, :0:-1]
@@ -185,8 +195,9 @@ class Quantiles(Statistic):
     """Quantiles of a column, from counts on every level of a binary tree of bins.
 
     The number of people in any range of bins is a sum of few counts of the tree, so its noise grows
-    only with the logarithm of the number of bins. Without noise, each count equals the sum of two
-    counts of the next level; least squares finds the counts that fit best (Hay et al. 2010).
+    only with the logarithm of the number of bins. Without noise, each count would equal the sum of
+    two counts on the next level. The estimate finds the counts of the bins that fit the noised
+    counts of all levels best, by least squares (Hay et al. 2010).
 
     Parameters
     ----------
@@ -196,7 +207,7 @@ class Quantiles(Statistic):
     probabilities : tuple of float
         In (0, 1), such as 0.5 for the median.
     depth : int
-        The finest level has 2^depth bins, between which quantiles are interpolated.
+        The finest level has 2^depth bins. Within a bin, quantiles are interpolated.
     """
 
     column: str
@@ -254,7 +265,7 @@ class Quantiles(Statistic):
         return nodes
 
     def estimate(self, totals: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Return the quantiles of the distribution function that fits the totals best."""
+        """Return the quantiles of the distribution that fits the totals of all levels best."""
         return self._inverted(self._distributions(totals))
 
     def intervals(
@@ -264,9 +275,10 @@ class Quantiles(Statistic):
         values: NDArray[np.float64],
         errors: NDArray[np.float64],
     ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        """Return for each probability the least and the largest value that its quantile may have.
+        """Return the lower and the upper end of each quantile's 95 % interval.
 
-        Both follow from the error of the distribution function at the edges of the bins.
+        Noise moves the distribution function at the edges of the bins. The ends are the quantiles
+        of two functions: one higher and one lower than the estimate, by 1.96 standard deviations.
         """
         (function,) = self._distributions(total[np.newaxis])
         half = NORMAL_QUANTILE * np.std(self._distributions(moved_totals), axis=0)
@@ -280,7 +292,7 @@ class Quantiles(Statistic):
         return Bins(self.column, self.lower, self.upper, 2**self.depth)
 
     def _distributions(self, totals: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Return the distribution function's values at the edges, of shape (draws, 2^depth + 1)."""
+        """Return the distribution function at the bins' edges, of shape (draws, 2^depth + 1)."""
         sums = np.cumsum(totals @ _tree_inverse(self.depth).T, axis=1)
         with np.errstate(divide="ignore", invalid="ignore"):
             shares = np.where(sums[:, -1:] > 0, sums / sums[:, -1:], np.nan)
@@ -288,7 +300,10 @@ class Quantiles(Statistic):
         return (above + below) / 2  # one of them alone would be biased
 
     def _inverted(self, functions: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Return where rising functions (draws, edges) reach the probabilities; NaN for NaN."""
+        """Return the values at which distribution functions reach `probabilities`.
+
+        ``functions`` has the shape (draws, edges). The result for a function with NaN is NaN.
+        """
         wanted, edges = np.asarray(self.probabilities), self._leaves.edges
         reached = (functions[:, :, np.newaxis] <= wanted).sum(axis=1)
         right = np.clip(reached, 1, len(edges) - 1)
@@ -303,9 +318,9 @@ class Quantiles(Statistic):
 
 
 def _rising(functions: NDArray[np.float64]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Return two rising functions for each function: the least one above it, the largest below it.
+    """Return the least rising function above each function, and the largest rising one below it.
 
-    All have the shape (…, edges).
+    All functions have the shape (…, edges).
     """
     below = np.minimum.accumulate(functions[..., ::-1], axis=-1)[..., ::-1]
     return np.maximum.accumulate(functions, axis=-1), below
@@ -313,7 +328,10 @@ def _rising(functions: NDArray[np.float64]) -> tuple[NDArray[np.float64], NDArra
 
 @cache
 def _tree_inverse(depth: int) -> NDArray[np.float64]:
-    """Return the matrix (leaves, nodes) that fits leaves to a tree's counts by least squares."""
+    """Return the matrix, of shape (leaves, nodes), that takes a tree's counts to its leaves.
+
+    It gives the counts of the leaves that fit the counts of all nodes best, by least squares.
+    """
     leaves = np.arange(2**depth)
     levels = [
         np.arange(2**level)[:, np.newaxis] == leaves >> (depth - level)

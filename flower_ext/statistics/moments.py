@@ -63,7 +63,7 @@ class Mean(Statistic):
 
     @property
     def size(self) -> int:
-        """Number of powers of a value, from the power 0 to ``highest_power``."""
+        """Number of powers in a record's vector: 1, the value, and so on to ``highest_power``."""
         return self.highest_power + 1
 
     @property
@@ -77,7 +77,7 @@ class Mean(Statistic):
         return (f"people with {self.column}", f"mean of {self.column}")
 
     def vectors(self, columns: Columns) -> NDArray[np.float64]:
-        """Return the powers of values scaled to [−1, 1]; zeros for a missing value."""
+        """Scale the values to [−1, 1], and return their powers; zeros for a missing value."""
         values = columns[self.column]
         scaled = (np.clip(values, self.lower, self.upper) - self._middle) / self._half
         powers = np.clip(scaled, -1, 1)[:, np.newaxis] ** np.arange(self.size)
@@ -109,7 +109,10 @@ class Variance(Mean):
         return (*super().names, f"variance of {self.column}")
 
     def estimate(self, totals: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Return number, mean and variance. Noise may move even the variance below 0."""
+        """Return the number of values, their mean and their variance.
+
+        Noise may move all three out of range, even the variance below 0.
+        """
         count, first, second = totals.T
         variance = _ratio(second, count) - _ratio(first, count) ** 2
         return np.column_stack([super().estimate(totals[:, :2]), self._half**2 * variance])
@@ -119,7 +122,8 @@ def check_bounds(column: str, lower: float, upper: float) -> None:
     """Refuse bounds that are not finite, or whose lower bound is not below the upper one."""
     if not (math.isfinite(lower) and math.isfinite(upper) and lower < upper):
         raise InvalidValue(
-            f"bounds {lower:g}:{upper:g} of {column}: expected two finite numbers, the lower first"
+            f"bounds {lower:g}:{upper:g} of {column}: expected two finite numbers, the smaller "
+            "one first"
         )
 
 
@@ -128,7 +132,7 @@ def _num_records(columns: Columns) -> int:
 
 
 def _ratio(numerator: NDArray[np.float64], denominator: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return quotients; NaN where the noised denominator is not above 0."""
+    """Divide; the result is NaN where noise moved the denominator to 0 or below."""
     return np.divide(
         numerator, denominator, out=np.full_like(numerator, np.nan), where=denominator > 0
     )

@@ -1,16 +1,17 @@
 """Methods that release statistics in one training round.
 
-A unit's update is the mean of its records' vectors, instead of a trained model's change.
+Each record has a vector, such as a one in the record's cell of a histogram. In training, a privacy
+unit's update is the change of the model. Here, it is the mean of the unit's vectors.
 
 The "model" of such a run has one parameter: the mean of all units' updates, which is zero before
 the round. Sums, noise, masks, weights, the ledger, guarantees and resumption work as in every other
 method.
 
-* `ClientStatistics`: the unit is a client. All clients take part in the plan, a `ReleasePlan`.
-* `UserStatistics`: the unit is a person with records in several silos. The plan protects users.
-  With weights by records, each person counts as one. With equal weights, a person with records in
-  one of four silos counts as a quarter. To protect records instead of people, give every record a
-  different user number.
+* `ClientStatistics`: the unit is a client. Use a `ReleasePlan` in which all clients take part.
+* `UserStatistics`: the unit is a person with records in several silos. Use a plan that protects
+  users. With weights by records, each person counts as one. With equal weights, each silo has the
+  same weight, so a person with records in only one of four silos counts as a quarter. To protect
+  records instead of people, give every record a different user number.
 """
 
 from __future__ import annotations
@@ -63,19 +64,20 @@ class _Released(nn.Module):
 
 
 def statistics_task(joint: JointStatistics, data: Callable[[int], ClientData]) -> Task:
-    """Return the task of a run that releases statistics of the training examples of ``data``."""
+    """Return the task of a run that releases statistics of the training examples in ``data``."""
     return Task(model=partial(_Released, joint), data=data, metrics={})
 
 
 def _check_columns(task: Task, data: ClientData) -> JointStatistics:
-    """Return the statistics of the task, after a check that the client's table has their columns.
+    """Return the statistics of the task; raise an error if the client's data lack a column.
 
-    The check depends on no unit's records, so an error does not show whose records are present.
+    The error depends on the columns only, so it does not show whose records are present.
     """
     model = task.model()
     if not isinstance(model, _Released):
         raise InvalidValue(
-            f"model={type(model).__name__}: expected the Task that `statistics_task` returns"
+            f"task with the model {type(model).__name__}: expected the Task that `statistics_task` "
+            "returns"
         )
     if data is not NO_DATA:  # data that could not be loaded count as no examples
         model.joint.require_columns(data.train)
@@ -83,9 +85,9 @@ def _check_columns(task: Task, data: ClientData) -> JointStatistics:
 
 
 def answer_with_columns(question: Question) -> Params:
-    """Answer the server's first question, after a check that the silo's table has the columns.
+    """Answer the question that the server asks each silo before the round.
 
-    If a column is missing, the run ends before it spends any ε.
+    Raise an error if the silo's data lack a column. The run then ends before it spends any ε.
     """
     _check_columns(question.task, question.data)
     return answer_server(question)
@@ -99,7 +101,7 @@ def client_part(work: ClientWork) -> LocalResult:
 
 
 def users_parts(work: ClientWork) -> LocalResult:
-    """Return the weighted sum of the vectors of the silo's users, each of norm 1 at most."""
+    """Return the weighted sum of the silo's users' updates, each with a norm of at most 1."""
     joint = _check_columns(work.task, work.data)
     users, total = users_of_round(work)
     numbers = list(users)
@@ -116,8 +118,8 @@ def _check_plan(plan: PrivacyPlan) -> None:
         raise InvalidValue(f"plan={type(plan).__name__}: expected a ReleasePlan")
     if not isinstance(plan.sampling, FullParticipation):
         raise InvalidValue(
-            "sampling of the plan: expected FullParticipation, because a sample would add an error "
-            "of its own to every statistic"
+            "sampling of the plan: expected FullParticipation, because sampling would make every "
+            "statistic less exact"
         )
     if plan.clipping_norm != 1.0:
         raise InvalidValue(
@@ -201,12 +203,14 @@ def estimates(
     plan: PrivacyPlan,
     rng: np.random.Generator,
 ) -> dict[Statistic, list[Estimate]]:
-    """Return the estimates from the model that a run of ``method`` under ``plan`` returned.
+    """Return the estimates of a finished run, from the model that it released.
+
+    ``method`` and ``plan`` are those of the run.
 
     Parameters
     ----------
     model : Mapping[str, ndarray or Tensor]
-        The run's arrays.
+        The arrays of the released model.
     rng : numpy.random.Generator
         Draws noise again to find standard errors; see `Statistic.estimates`.
     """

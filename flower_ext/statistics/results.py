@@ -93,9 +93,9 @@ def write_statistics(run: RunDirectory, results: Mapping[Statistic, list[Estimat
 
 
 def _scales(results: Mapping[Statistic, list[Estimate]]) -> str:
-    """Return the setting ``standardise``: the means and standard deviations of columns.
+    """Return the means and standard deviations of columns, as text for the setting ``standardise``.
 
-    It covers the columns whose estimated variance is above 0.
+    Columns without an estimated variance above 0 are left out.
     """
     scales = [
         f"{statistic.column} {mean.value:.6g} {math.sqrt(variance.value):.6g}"

@@ -93,9 +93,9 @@ class Statistic(ABC):
 
     @abstractmethod
     def estimate(self, totals: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Return the estimates from totals over all units.
+        """Return the estimates that follow from totals over all units.
 
-        The estimates have the shape (draws, names), and the totals the shape (draws, size).
+        The totals have the shape (draws, size), and the estimates the shape (draws, names).
         """
 
     def estimates(
@@ -135,7 +135,16 @@ class Statistic(ABC):
     ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
         """Return the lower and the upper ends of the estimates' 95 % intervals.
 
-        By default, they assume that errors are normally distributed.
+        The default is an interval for normally distributed errors.
+
+        Parameters
+        ----------
+        total : ndarray
+            The noised sum, of shape (size,).
+        moved_totals : ndarray
+            The sum with new noise added many times, of shape (draws, size).
+        values, errors : ndarray
+            The estimates and their standard errors.
         """
         half = NORMAL_QUANTILE * errors
         return values - half, values + half
@@ -143,10 +152,11 @@ class Statistic(ABC):
 
 @dataclass(frozen=True)
 class JointStatistics:
-    """Several statistics that one sum releases together.
+    """Several statistics that one noised sum releases together.
 
-    Each statistic gets an equal share of the privacy budget. If there are m statistics, the vectors
-    of each are scaled to norm 1/√m, so that all vectors of a record together have norm 1 at most.
+    All statistics get equal shares of the privacy budget. If there are m statistics, each
+    statistic's vectors are scaled to a norm of at most 1/√m. The joined vectors of a record then
+    have a norm of at most 1.
     """
 
     statistics: tuple[Statistic, ...]
@@ -161,7 +171,7 @@ class JointStatistics:
         return sum(statistic.size for statistic in self.statistics)
 
     def require_columns(self, examples: Examples) -> None:
-        """Refuse examples that lack a column, even if there are no rows.
+        """Raise an error if the examples lack a column of a statistic, even if there are no rows.
 
         Raises
         ------
@@ -177,7 +187,10 @@ class JointStatistics:
                 )
 
     def part(self, examples: Examples) -> NDArray[np.float64]:
-        """Return the mean of one unit's record vectors, of shape (size,) and L2 norm at most 1."""
+        """Return the mean of the joined vectors of one unit's records.
+
+        It has the shape (size,) and an L2 norm of at most 1.
+        """
         return self.parts([examples]).ravel()
 
     def parts(self, units: Sequence[Examples]) -> NDArray[np.float64]:

@@ -72,8 +72,8 @@ class IndexLimits:
         """
         if not self._takes(name, 0):
             log.warning(
-                "the model or the loss raises an error for an example that consists of zeros, so "
-                "training begins without a check of labels and other integers"
+                "labels and other integers are not checked before training, because the model or "
+                "the loss raises an error for an example that consists of zeros"
             )
             return []
         refused = self._refused_negatives(name, [value for value in values if value < 0])
@@ -128,7 +128,7 @@ def require_usable(task: Task, examples: Examples) -> None:
     Raises
     ------
     IndexError
-        A model on a CPU raises the same type of error.
+        An example has such an integer. A model on a CPU raises the same type of error.
     """
     usable = usable_rows(task, examples.features, examples.targets)
     if not usable.all():

@@ -164,7 +164,7 @@ def test_nodes_with_identities_take_part_in_signed_sums_alone(tmp_path):
     assert run.status == "completed"
     assert [row["answered"] for row in run.metrics()] == [4, 4]
     assert "the server may lie" in (run.path / "report.md").read_text(encoding="utf-8")
-    assert "expected a signed one" in str(refused.error)
+    assert "this round is not signed" in str(refused.error)
 
 
 def test_a_run_outlives_the_superlink_on_the_same_database(deployment, tmp_path):

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+from flower_ext import runs
 from flower_ext.algorithms import DPFedAvg, FedDyn
 from flower_ext.federation import (
     Adam,
@@ -59,10 +60,17 @@ def same(one: RunDirectory, other: RunDirectory) -> bool:
     )
 
 
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """Return a run that nothing interrupted."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(runs, "write_report", lambda run: run.path)
+        return play(tmp_path_factory.mktemp("whole"))[0]
+
+
 @pytest.mark.parametrize("at", ["questions", "answers"])
 @pytest.mark.parametrize("dies_in", grid([1, 3, 5], lambda dies_in: dies_in == 3))
-def test_a_seeded_run_goes_on_as_if_nothing_had_happened(tmp_path, dies_in, at):
-    whole, _ = play(tmp_path / "whole")
+def test_a_seeded_run_goes_on_as_if_nothing_had_happened(whole, tmp_path, dies_in, at):
     with pytest.raises(Died):
         play(tmp_path / "parts", dies_in=dies_in, at=at)
     parts, _ = play(tmp_path / "parts")
@@ -96,9 +104,7 @@ def test_a_clipping_norm_that_adapts_goes_on_bit_for_bit(tmp_path):
     assert resumed.run.mechanism == strategy.run.mechanism
 
 
-@pytest.mark.report
-def test_it_may_die_again_and_again(tmp_path):
-    whole, _ = play(tmp_path / "whole")
+def test_it_may_die_again_and_again(whole, tmp_path):
     for dies_in in (2, 2, 3, 5):
         with pytest.raises(Died):
             play(tmp_path / "parts", dies_in=dies_in)
@@ -106,6 +112,7 @@ def test_it_may_die_again_and_again(tmp_path):
     assert same(parts, whole)
     starts = parts.metadata["starts"]
     assert [start.get("after_round") for start in starts] == [None, 1, 1, 2, 4]
+    write_report(parts)
     assert "Resumed after round 1, 1, 2, 4" in (parts.path / "report.md").read_text(
         encoding="utf-8"
     )
@@ -183,8 +190,9 @@ def test_without_memory_a_run_that_needs_none_goes_on(tmp_path):
 
 
 @pytest.mark.parametrize("harm", ["torn", "altered", "emptied"])
-def test_a_checkpoint_that_was_harmed_is_named_and_the_one_before_it_used(tmp_path, harm, caplog):
-    whole, _ = play(tmp_path / "whole")
+def test_a_checkpoint_that_was_harmed_is_named_and_the_one_before_it_used(
+    whole, tmp_path, harm, caplog
+):
     with pytest.raises(Died):
         play(tmp_path / "parts", dies_in=4)
     _harm(tmp_path / "parts/run/checkpoints/3.checkpoint", harm)
@@ -256,8 +264,7 @@ def test_resuming_needs_a_directory():
         raise AssertionError
 
 
-def test_a_metrics_line_that_was_torn_is_written_again(tmp_path):
-    whole, _ = play(tmp_path / "whole")
+def test_a_metrics_line_that_was_torn_is_written_again(whole, tmp_path):
     with pytest.raises(Died):
         play(tmp_path / "parts", dies_in=4)
     with (tmp_path / "parts/run/metrics.jsonl").open("a") as stream:

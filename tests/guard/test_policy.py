@@ -56,7 +56,11 @@ def test_a_policy_with_a_fault_is_refused_by_name(tmp_path, old, new, words):
             "noise-multiplier = 0.5\nconstants = {n = 1}",
             "sets the clipping norm",
         ),
-        ("[messages.train]", "[messages.evaluate]", "expected this only in [messages.train]"),
+        (
+            "[messages.train]",
+            "[messages.evaluate]",
+            "expected this release only in [messages.train]",
+        ),
         ("colluders = 0", "colluders = -1", "colluders=-1"),
         ("honest-answers = 3", "honest-answers = 0", "honest-answers=0"),
         ("honest-answers = 3", "", "honest_answers"),

@@ -144,7 +144,11 @@ def test_of_a_hostile_app_the_server_gets_nothing_but_masked_bytes(sites, way):
             "requires require-secure-sum",
             marks=pytest.mark.full,
         ),
-        ({"noise_placement": SecureSum(colluding=0.0, dropouts=0.0)}, {}, "expected a signed one"),
+        (
+            {"noise_placement": SecureSum(colluding=0.0, dropouts=0.0)},
+            {},
+            "this round is not signed",
+        ),
         ({}, {"colluders": 1}, "requires least-honest-answers=3"),
         ({}, {"epsilon": 1.0}, "budget of this site is spent"),
     ],

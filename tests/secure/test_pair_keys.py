@@ -125,8 +125,8 @@ def test_public_keys_of_low_order_or_wrong_length_are_refused(public):
 
 def test_foreign_and_repeated_public_keys_are_refused():
     for keys, match in (
-        ([PUBLIC[1], PUBLIC[0]], "own key"),
-        ([PUBLIC[2], PUBLIC[1]], "own key"),
+        ([PUBLIC[1], PUBLIC[0]], "public key of this silo"),
+        ([PUBLIC[2], PUBLIC[1]], "public key of this silo"),
         ([PUBLIC[0], PUBLIC[0]], "a different key"),
         ([*PUBLIC[:2], PUBLIC[1]], "a different key"),
     ):

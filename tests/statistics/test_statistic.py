@@ -151,7 +151,7 @@ def test_columns_of_tables_and_tensors_have_names():
         ("median age 0:1", "expected one of count, mean"),
         ("mean age", "expected mean COLUMN LOWER:UPPER"),
         ("mean age 0:x", "expected mean COLUMN LOWER:UPPER"),
-        ("mean age 9:1", "the lower first"),
+        ("mean age 9:1", "the smaller one first"),
         ("mean age 0:inf", "two finite numbers"),
         ("histogram age 0:9", "LOWER:UPPER:BINS"),
         ("histogram age 0:9:0", "count=0: expected an integer >= 1"),

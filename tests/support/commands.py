@@ -22,7 +22,7 @@ SETTINGS = {
 }
 SETS = [word for name, value in SETTINGS.items() for word in ("--set", f"{name}={value}")]
 """Arguments of a small run of apps/dp2-fedsam."""
-FOREVER = [*SETS, "--set", "rounds=100000"]
+FOREVER = [*SETS, "--set", "batch-size=128", "--set", "rounds=100000"]
 
 
 class Command:

@@ -2,7 +2,13 @@
 
 from dataclasses import replace
 
-from flower_ext.privacy import ClippedSteps, PoissonSampling, ReleasePlan
+from flower_ext.privacy import (
+    ClippedSteps,
+    FullParticipation,
+    PoissonSampling,
+    ReleasePlan,
+    SecureSum,
+)
 from flower_ext.privacy.plans.release_mechanism import ReleaseMechanism
 from flower_ext.privacy.run_summary import MethodTraits
 
@@ -27,6 +33,19 @@ def mechanism_of(plan: ReleasePlan, *, silos=None, **costs) -> ReleaseMechanism:
     """Return the mechanism of a plan among so many silos, with a protocol's costs in privacy."""
     method = MethodTraits(name="a method", num_silos=silos)
     return replace(plan.mechanism(method), **costs)
+
+
+def sums_of(*, silos=None, **changes):
+    """Return the mechanism of a plan of secure sums; among silos if ``silos`` says how many."""
+    facts = {
+        "sampling": FullParticipation(100),
+        "clipping_norm": 0.5,
+        "noise_multiplier": 1.0,
+        "rounds": 3,
+        "delta": 0.01,
+        "noise_placement": SecureSum(),
+    }
+    return mechanism_of(ReleasePlan(**{**facts, **changes}), silos=silos)
 
 
 def steps(**changes) -> ClippedSteps:

@@ -21,10 +21,10 @@ app = ServerApp()
 
 
 class ModelFile(Callback):
-    """Write the trained model as a file of settings, for a run with the method scores.
+    """Write the trained model to ``model.toml``, for a later run with ``method="scores"``.
 
-    The file also has the settings that the coefficients belong to: the scales of the features, and
-    the seed that chose the people who test.
+    The file also has the settings that the coefficients depend on: the scales of the features, and
+    the seed that chose the people whose rows test the model.
     """
 
     def __init__(self, settings: Settings) -> None:
@@ -33,7 +33,7 @@ class ModelFile(Callback):
         self._used = {name: getattr(settings, name) for name in names}
 
     def end(self, run: RunDirectory) -> None:
-        """Write the difference between the two classes' coefficients."""
+        """Write the coefficients of class 1 minus those of class 0."""
         if run.status not in ("completed", "budget-exhausted"):
             return
         from safetensors.numpy import load_file

@@ -116,7 +116,7 @@ def _number(text: object) -> float:
 
 @cache
 def invented(num_silos: int, seed: int) -> list[Table]:
-    """Return silos of invented patients, of whom many have records in several silos.
+    """Return silos of invented patients. Many patients have records in several silos.
 
     Older people, smokers and people with high blood pressure have the disease more often.
     """

@@ -124,7 +124,9 @@ def whole_table(settings: Settings, silo: int) -> SiloData:
 
 
 def scored_table(settings: Settings, silo: int) -> SiloData:
-    """Return the rows of test people, with the model's risk and whether it is correct.
+    """Return the rows of the people who test the model, with two more columns.
+
+    One column is the risk that the model computes, the other is 1 if its prediction is correct.
 
     A row whose target is not 0 or 1 is left out.
     """
@@ -146,8 +148,8 @@ def _rows(columns: dict[str, np.ndarray], users: np.ndarray) -> SiloData:
 def standardised(settings: Settings, silo: int) -> SiloData:
     """Return a silo's rows for training and for tests, standardised by public numbers.
 
-    A missing feature becomes the centre, and a row whose target is not 0 or 1 is left out. No row
-    depends on other rows, neither in its numbers nor in its choice for training or tests.
+    A missing feature becomes the centre, and a row whose target is not 0 or 1 is left out. Other
+    rows change neither the numbers of a row, nor whether it is for training or for tests.
     """
     table = table_of(settings, silo)
     features, target = _features(table, settings), table.columns[settings.outcome]
@@ -178,10 +180,12 @@ def _has_target(table: Table, settings: Settings) -> np.ndarray:
 
 
 def _tests(table: Table, settings: Settings) -> np.ndarray:
-    """Return a mask of the rows of test people, a public choice that is equal in all silos.
+    """Return a mask of the rows whose people test the model.
 
-    The choice is by a person's number. If it were by a row's place, one person who leaves would
-    move other people's rows between training and tests.
+    The people are a public choice, which is the same in all silos.
+
+    It depends on a person's number only. If it depended on a row's place in the table, a person who
+    leaves would move other people's rows between training and tests.
     """
     people = seeded_generator(settings.seed, "tests").random(num_users_of(settings))
     return np.asarray(people[table.users] < TEST_SHARE)

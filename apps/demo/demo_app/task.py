@@ -79,8 +79,8 @@ def digits(dataset: str, folder: str, seed: int) -> tuple[Examples, Examples]:
 def varied(images: Tensor, rng: np.random.Generator) -> Tensor:
     """Turn, scale, move and ink each image a little.
 
-    The limits are 15 degrees, a tenth of the size, three quarters of a pixel (of eight), and three
-    tenths of the ink.
+    Each change is drawn at random, up to a limit: 15 degrees, a tenth of the size, 3/32 of the
+    image's width (three quarters of a pixel in an image of 8 × 8), and three tenths of the ink.
     """
 
     def uniform(bound: float, *shape: int) -> Tensor:

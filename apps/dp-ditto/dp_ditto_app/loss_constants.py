@@ -17,7 +17,10 @@ from flower_ext.errors import InvalidValue
 
 @dataclass(frozen=True, kw_only=True)
 class LossConstants:
-    """Constants of the losses, for ``DittoProblem(**asdict(constants), ...)``."""
+    """The constants of `DittoProblem` that depend on the losses.
+
+    Pass them as ``DittoProblem(**asdict(constants), ...)``.
+    """
 
     strong_convexity: float
     smoothness: float

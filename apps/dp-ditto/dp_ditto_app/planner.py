@@ -41,7 +41,9 @@ class PilotFile(Callback):
 
 
 def pilot_of(settings: Settings, task: Task) -> LossConstants | None:
-    """Return the estimates of a pilot run on the clients' records; None for other planners.
+    """Return the estimates of a pilot run on the clients' records, or None without a pilot run.
+
+    There is a pilot run only if the setting ``planner`` is ``"pilot"``.
 
     Raises
     ------
@@ -66,9 +68,10 @@ def pilot_of(settings: Settings, task: Task) -> LossConstants | None:
 
 
 def problem_of(settings: Settings, task: Task, pilot: LossConstants | None) -> DittoProblem:
-    """Return the constants of Theorem 1; those of the losses are from a pilot run or the settings.
+    """Return the constants of Theorem 1.
 
-    A setting ``gradient-bound`` or ``model-spread`` of 0 stands for an unknown value.
+    The constants of the losses are ``pilot``, or come from the settings if ``pilot`` is None. A
+    setting ``gradient-bound`` or ``model-spread`` of 0 says that the value is not known.
     """
     constants = pilot or LossConstants(
         strong_convexity=settings.strong_convexity,
@@ -93,16 +96,17 @@ def planned_rounds(
     pilot: LossConstants | None,
     plan_of: Callable[[int], PrivacyPlan],
 ) -> int:
-    """Return the number of rounds: without a planner the setting ``rounds``, else T* of Theorem 1.
+    """Return the number of rounds of the run.
 
-    T* is computed for the λ and ε of the settings, and is at most ``rounds``.
+    With ``planner = "none"`` it is the setting ``rounds``. With another planner it is T* of
+    Theorem 1, for the λ and ε of the settings; T* is at most ``rounds``.
 
     Parameters
     ----------
     settings : Settings
     task : Task
     pilot : LossConstants, optional
-        Estimates of a pilot run; None takes the constants of the settings.
+        Estimates of a pilot run. If None, the constants come from the settings.
     plan_of : Callable[[int], PrivacyPlan]
         Function that returns the plan of a run of a given number of rounds.
 
@@ -129,7 +133,7 @@ def planned_rounds(
     )
     if planned.rounds == 0:
         raise UnfitSetting(
-            f"run-config planner={settings.planner!r}: no number of rounds improves the bound on "
-            "the start; take a larger epsilon or other constants"
+            f"run-config planner={settings.planner!r}: no number of rounds improves the bound of "
+            "Theorem 1 on its value before training; take a larger epsilon or other constants"
         )
     return planned.rounds

@@ -26,7 +26,7 @@ def main(grid: Grid, context: Context) -> None:
     if settings.noise == "steps" and method not in ("dp-ditto", *WITHOUT_PRIVACY):
         raise UnfitSetting(
             f"run-config noise='steps' with method={method!r}: expected noise='upload', because "
-            "its uploads also depend on records in other ways than through the noised steps; "
+            "its uploads depend on records not only through the noised steps; "
             "calibration='published' is the noise of the paper"
         )
     task = task_of(context)

@@ -20,7 +20,9 @@ STANDARDISED = {"cifar10": ((0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616))}
 
 
 class Backbone(nn.Module):
-    """A pretrained model without its classifier, for pictures as ``flower_ext.data`` loads them.
+    """A pretrained model without its classifier, which turns pictures into features.
+
+    It takes pictures in the form in which ``flower_ext.data`` loads them.
 
     Parameters
     ----------

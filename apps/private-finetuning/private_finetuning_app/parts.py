@@ -36,7 +36,7 @@ class ChannelAffine(nn.Module):
 
 
 def without_statistics(model: nn.Module) -> nn.Module:
-    """Replace each BatchNorm, whose statistics are data, by a `ChannelAffine`."""
+    """Replace each BatchNorm by a `ChannelAffine`, because its statistics would depend on data."""
     for name, layer in [*model.named_modules()]:
         if isinstance(layer, _BatchNorm):
             model.set_submodule(name, ChannelAffine(layer))

@@ -74,5 +74,5 @@ class Pictures:
 
 @cache
 def width_of(pictures: Pictures) -> int:
-    """Return the width of the features; builds the model once."""
+    """Return how many features the pretrained model computes for a picture."""
     return int(pictures.frozen().width)

@@ -27,7 +27,7 @@ USERS = "uldp-avg-w"
 
 @dataclass(frozen=True, kw_only=True)
 class Shares:
-    """A division of the examples among clients."""
+    """The settings that decide which examples each client gets."""
 
     examples: int
     partition: str
@@ -78,7 +78,10 @@ def build(source: Pictures | Texts, tune: str) -> nn.Module:
 
 @lru_cache(maxsize=1)
 def features(source: Pictures | Texts, shares: Shares, folder: Path | None) -> Features:
-    """Return clients' examples as the frozen model's features, cached for one run at a time."""
+    """Return a function that takes a client's number and returns its examples as features.
+
+    The frozen model computes the features. They are cached for one run at a time.
+    """
     own = partial(client_data, source, shares)
     return Features(source.frozen, own, folder)
 

@@ -1,4 +1,7 @@
-"""Texts of a file that the user names, under a pretrained transformer, with LoRA through peft."""
+"""Texts of a file that the user names, and the pretrained transformer that reads them.
+
+The library peft adds LoRA to the transformer.
+"""
 
 import csv
 from copy import deepcopy

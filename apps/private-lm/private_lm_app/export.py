@@ -38,8 +38,9 @@ def export(run: Path, folder: Path, *, merge: bool = False) -> None:
     Raises
     ------
     InvalidValue
-        The run has not ended or trained nothing, the base model is another one than the run's, the
-        folder exists, or the folder does not give back the model that the run trained.
+        The run has not ended, or its training changed no adapter; the base model is not the one of
+        the run; the folder exists already; or the model that is loaded from the new folder differs
+        from the trained model.
     """
     directory = RunDirectory.open(run)
     if not (directory.path / "model.safetensors").is_file():
@@ -76,12 +77,12 @@ def refuse_untrained(adapted: nn.Module) -> None:
     if not any(w.any() for name, w in adapted.named_parameters() if ".lora_B." in name):
         raise InvalidValue(
             "lora_B is zero in all layers, so the model equals its base: expected a run whose "
-            "rounds moved it (method='alone' shares nothing)"
+            "rounds changed the adapters (with method='alone', clients share none)"
         )
 
 
 def refuse_another_model(adapted: nn.Module, folder: Path, inputs: torch.Tensor) -> None:
-    """Load a folder as a reader would, and refuse it unless it computes what ``adapted`` does.
+    """Load the model in ``folder``, and refuse it unless its outputs agree with ``adapted``'s.
 
     Parameters
     ----------
@@ -91,7 +92,7 @@ def refuse_another_model(adapted: nn.Module, folder: Path, inputs: torch.Tensor)
     Raises
     ------
     InvalidValue
-        The adapters are missing in the folder, or not merged into its model.
+        The outputs differ: the folder has neither the adapters nor a model that includes them.
     """
     loaded = load_exported(folder)
     with torch.no_grad():

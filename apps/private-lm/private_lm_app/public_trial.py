@@ -1,7 +1,9 @@
-"""A trial of the settings on public text, which finds models that learn nothing, before any round.
+"""A trial of the settings on public text, before the first round.
 
-The server trains as one client would, on Python's documentation, which is nobody's private text.
-The trial finds adapters that get no gradient, and a clipping norm that fits no update.
+It finds settings under which the model would learn nothing.
+
+The server trains as a client would, but on Python's documentation, which is public. So it finds
+adapters that get no gradient, and a clipping norm far above or below the norm of an update.
 """
 
 from __future__ import annotations
@@ -30,7 +32,9 @@ _FACTOR = 10.0
 
 
 def try_on_public_text(settings: Settings, task: Task, base: str) -> None:
-    """Refuse settings under which nothing trains; warn of a clipping norm that fits no update.
+    """Train once on public text. Refuse the settings if the adapters do not move, or diverge.
+
+    Warn if the clipping norm is far above or below the norm of the update.
 
     Raises
     ------

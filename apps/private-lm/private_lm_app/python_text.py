@@ -39,13 +39,20 @@ def public_text() -> str:
 
 @cache
 def private_functions() -> tuple[tuple[str, ...], ...]:
-    """Return the functions and methods of each private module that has any, in a random order."""
+    """Return, for each private module, the source code of its functions and methods.
+
+    Modules without functions are left out. The order of the modules looks random, but is always
+    the same.
+    """
     functions = (tuple(_functions(module)) for module in _modules()[1])
     return tuple(filter(None, functions))
 
 
 def _modules() -> tuple[list[Path], list[Path]]:
-    """Return the files of public and of private modules, by the digest of their names."""
+    """Return the files of the public modules, and the files of the private modules.
+
+    The digest of a module's name decides in which list its file is, and at which place.
+    """
     library = Path(sysconfig.get_paths()["stdlib"])
     public, private = {}, {}
     for path in library.rglob("*.py"):
@@ -68,7 +75,10 @@ def _docstrings(module: Path) -> list[str]:
 
 
 def _functions(module: Path) -> Iterator[str]:
-    """Yield the source code of each function that lies in no other one, from its ``def`` on."""
+    """Yield the source code of each function and method, without its decorators.
+
+    A function inside another one is not yielded separately.
+    """
     code = module.read_text(encoding="utf-8")
     lines, nodes = code.split("\n"), [*ast.parse(code).body]
     for node in nodes:

@@ -60,7 +60,7 @@ def texts_of(settings: Settings) -> Texts:
 
 
 def build(base: str, rank: int, only_b: bool, targets: str) -> nn.Module:
-    """Return the base model with adapters, which alone train."""
+    """Return the base model with adapters. Training changes only the adapters."""
     model = causal_model(base, setting="base")
     return LanguageModel(
         with_lora(model, rank=rank, only_b=only_b, targets=targets, task_type="CAUSAL_LM")

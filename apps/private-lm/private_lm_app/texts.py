@@ -42,12 +42,13 @@ class Texts:
     Parameters
     ----------
     of_python : bool
-        The texts are functions of Python's library, and not those of ``folder``.
+        If True, the texts are functions of Python's library; otherwise they are files of
+        ``folder``.
     folder : Path, optional
-        Without sub-folders, its files are those of the only client of this machine; else the
-        sub-folders belong to the clients, in the order of their names.
+        If it has sub-folders, each of them belongs to one client, in the order of their names. If
+        it has none, its files belong to the only client on this machine.
     clients, texts_per_client, users, seed
-        As the settings; ``users`` is 0 if texts have no authors.
+        The settings of these names. ``users`` is 0 if texts have no authors.
     """
 
     of_python: bool
@@ -75,7 +76,7 @@ class Texts:
         if not rows:
             raise InvalidValue(
                 f"max-tokens={max_tokens}: no text of this client leaves a token to learn, so all "
-                "labels would be ignored; expected prompts that are shorter, or more tokens"
+                "labels would be ignored; expected shorter prompts, or a larger max-tokens"
             )
         examples = padded([row[:2] for row in rows], tokenizer.pad_token_id or 0, max_tokens)
         test, train = self._split(rows, client)
@@ -86,7 +87,11 @@ class Texts:
         return SiloData(train=data.train, test=data.test, owners=owners)
 
     def _split(self, rows: Sequence[Row], client: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return the rows for tests and for training, which each author's own texts determine."""
+        """Return the numbers of the rows for tests, and of the rows for training.
+
+        With authors, each author's rows are divided separately, so that one author's texts cannot
+        move the rows of another.
+        """
         by_author: dict[object, list[int]] = {}
         for number, (_, _, author) in enumerate(rows):
             by_author.setdefault(author if self.users else None, []).append(number)
@@ -103,7 +108,9 @@ class Texts:
         author = text.author
         known = type(author) is int and 0 <= author < self.users
         if self.users and not known:
-            log.warning("a text without an author of 0 … %d is left out", self.users - 1)
+            log.warning(
+                "a text is left out, because its author is not a number of 0 … %d", self.users - 1
+            )
         return known or not self.users
 
     def _of_folder(self, client: int) -> Iterator[Text]:
@@ -143,7 +150,10 @@ class Texts:
 
 @dataclass(frozen=True)
 class Text:
-    """A prompt, which may be empty, the text to learn, its author, and the most windows of it."""
+    """A text to learn, and its prompt, which may be empty.
+
+    At most ``most`` windows of the text are used; all of them if it is None.
+    """
 
     prompt: str
     completion: str
@@ -192,7 +202,9 @@ Row = tuple[list[int], list[int], object]
 
 
 def encoded(tokenizer: Any, text: Text, max_tokens: int) -> Iterator[Row]:
-    """Yield the windows of running text, or the one example of a record, at most ``max_tokens``.
+    """Yield the windows of running text, or the single example of a record.
+
+    Each has at most ``max_tokens`` tokens.
 
     A record ends with the end-of-text token, so that generation learns to stop. Examples without a
     token to learn are left out.
@@ -227,7 +239,8 @@ def _ids(tokenizer: Any, text: str) -> list[int]:
 def _shares_of_modules(size: int) -> list[list[tuple[str, ...]]]:
     """Return, for each private module, shares of ``size`` functions.
 
-    Functions of one share lie far apart in the module, so that a test is no copy of its neighbour.
+    Functions of one share lie far apart in their module, so that no function for tests is nearly a
+    copy of a function for training that stands next to it.
     """
     modules = [(functions, len(functions) // size) for functions in private_functions()]
     return [[functions[i::most][:size] for i in range(most)] for functions, most in modules]

@@ -77,7 +77,10 @@ def allocate(
 def _few_labels(
     targets: np.ndarray, sizes: np.ndarray, labels_per_user: int, rng: np.random.Generator
 ) -> np.ndarray:
-    """Return owners with about ``sizes[u]`` records and at most ``labels_per_user`` labels each."""
+    """Return the owner of each record. User u gets about ``sizes[u]`` records.
+
+    No user gets records of more than ``labels_per_user`` labels.
+    """
     labels, counts = np.unique(targets, return_counts=True)
     if not 1 <= labels_per_user <= len(labels):
         raise InvalidValue(f"labels_per_user={labels_per_user!r}: expected 1 … {len(labels)}")

@@ -71,7 +71,11 @@ def allocate_within(
 def _mainly_in_one(
     per_user: np.ndarray, room: np.ndarray, main_share: float, rng: np.random.Generator
 ) -> list[np.ndarray]:
-    """Return the owners of each silo's blocks; users in random order choose silos with room."""
+    """Return the owner of each block, one array per silo.
+
+    Users choose silos for their blocks one after another, in random order. A silo without room is
+    not chosen.
+    """
     room, silos = room.copy(), len(room)
     chosen: list[list[int]] = [[] for _ in range(silos)]
     for user in rng.permutation(len(per_user)):

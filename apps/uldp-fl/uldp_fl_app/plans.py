@@ -12,7 +12,10 @@ PRIVATE = ("uldp-avg-private", "uldp-sgd-private")
 
 
 def plan_of(settings: Settings, method: Method) -> PrivacyPlan:
-    """Return the plan of a run; ULDP-GROUP-k has a plan of a different class."""
+    """Return the plan of a run.
+
+    Without privacy (``method="default"``) it adds no noise; ULDP-GROUP-k makes its plan itself.
+    """
     if settings.method == "default":
         return NonPrivatePlan(sampling=FullParticipation(settings.num_silos))
     if isinstance(method, UldpGroup):
@@ -26,7 +29,10 @@ def plan_of(settings: Settings, method: Method) -> PrivacyPlan:
 
 
 def dp_sgd(settings: Settings) -> DpSgdTraining:
-    """Return DP-SGD that passes over the records ``local_epochs`` times on average."""
+    """Return the settings of a silo's DP-SGD.
+
+    On average, it uses each record ``local_epochs`` times.
+    """
     rate = settings.record_sampling_rate
     return DpSgdTraining(
         steps=max(1, round(settings.local_epochs / rate)),
@@ -39,7 +45,11 @@ def dp_sgd(settings: Settings) -> DpSgdTraining:
 
 
 def server_learning_rate(settings: Settings) -> float:
-    """Return the configured rate; by default the paper's rate for averages over users, else 1."""
+    """Return the server's learning rate: the configured one, if it is not 0.
+
+    At 0, the rate is 1 for ULDP-NAIVE, ULDP-GROUP-k and the method without privacy, and the paper's
+    rate for all other methods.
+    """
     method, rate = settings.method, settings.server_learning_rate
     if rate or method in ("uldp-naive", "uldp-group", "default"):
         return rate or 1.0

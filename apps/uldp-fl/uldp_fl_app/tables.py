@@ -54,8 +54,8 @@ def creditcard(folder: Path | None = None, *, rng: np.random.Generator) -> Clien
 
     The file is Kaggle's ``creditcard.csv``, or a subset of it with a column ``pool``, of which only
     rows with ``random`` count. All frauds are kept, and 28,432 normal transactions, or all of them
-    if the file has fewer. The authors thin out only their training rows, and test on all normal
-    rows of the test part.
+    if the file has fewer. The authors leave out normal transactions from their
+    training rows only. They test on all normal rows of the test part.
 
     Raises
     ------

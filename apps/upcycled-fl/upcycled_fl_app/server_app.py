@@ -82,7 +82,10 @@ def check_method(settings: Settings) -> None:
 
 
 def method_of(plan: NonPrivatePlan | PerturbationPlan, settings: Settings) -> Method:
-    """Return the method; a server learning rate of 0 stands for the method's usual one."""
+    """Return the method that the settings name.
+
+    With ``server-learning-rate = 0`` it uses its usual server learning rate.
+    """
     local, rate = local_training(settings), settings.server_learning_rate
     size = round(plan.sampling.expected_cohort_size)
     nodes = {"min_train_nodes": size, "min_available_nodes": size}

@@ -32,7 +32,10 @@ SMALLEST_DEVICE = 50
 
 @dataclass(frozen=True, kw_only=True)
 class _Kind:
-    """Variance β = γ (None for identical devices), and the sizes from Table 2."""
+    """One kind of synthetic devices: the variance β = γ, and the sizes in Table 2.
+
+    The variance is None if all devices share one model.
+    """
 
     variance: float | None
     samples: int

@@ -78,7 +78,8 @@ def model_name(settings: Settings) -> str:
 def loss_of(settings: Settings) -> LocalObjective:
     """Return the properties of the model's loss that objective perturbation needs.
 
-    The bounds hold for features of norm 1 at most, so there are none without ``unit-features``.
+    The bounds on the loss hold only for features of norm at most 1. Without ``unit-features`` the
+    result therefore has no bounds.
     """
     loss = LOSSES.get(model_name(settings), LocalObjective())
     if settings.unit_features:

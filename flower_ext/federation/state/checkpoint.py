@@ -6,9 +6,9 @@ before the server asks it. Random draws follow from the seed and the number of t
 generator needs to be stored.
 
 A resumed run repeats a round that was not finished. If the second attempt equals the first, bit for
-bit (``repeats``), the round counts once. Under secure noise, the second attempt is another release:
-each unit whose data the first attempt used has taken part in one more round, and the second attempt
-gets the next round number.
+bit (``repeats``), the round counts once. Under secure noise, the second attempt is another release,
+so both attempts count. Each unit whose data the first attempt used has then taken part in one round
+more, and the second attempt gets the next round number.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ QUERY = "query"
 
 @dataclass
 class BegunRound:
-    """A training round that the server began: its number, units, requests and uploads.
+    """A training round that the server began: its number, and the units whose data it uses.
 
-    ``requests`` and ``uploads`` are the numbers that `OpenSum.exposure` returns. ``uploads`` is
-    None as long as it is unknown.
+    ``requests`` and ``uploads`` are the two counts that `OpenSum.exposure` returns, from which the
+    noise in the round's sum is computed. ``uploads`` is None as long as it is unknown.
     """
 
     training: int
@@ -49,12 +49,12 @@ class BegunRound:
 
     @property
     def most_uploads(self) -> int:
-        """The largest number of uploads that the server may have received."""
+        """``uploads`` if it is known; otherwise ``requests``, the largest number possible."""
         return self.requests if self.uploads is None else self.uploads
 
 
 class Checkpoints:
-    """The checkpoints of one run; without a run directory, nothing is written.
+    """The checkpoints of one run. Without a run directory, no method writes a file.
 
     Parameters
     ----------
@@ -72,12 +72,12 @@ class Checkpoints:
         """The round that the server began, until its uploads are counted."""
 
     def begin(self, begun: BegunRound) -> None:
-        """Write to disk which units' data the server is about to use.
+        """Write to disk which units' data the next training round will use.
 
         Raises
         ------
         OSError
-            The record could not be written, so the server must not ask.
+            The record could not be written, so the server must not ask any client.
         """
         self.open = begun
         self._note(**vars(begun))
@@ -90,22 +90,24 @@ class Checkpoints:
         Raises
         ------
         OSError
-            The record could not be written, so the server must not ask.
+            The record could not be written, so the server must not ask any client.
         """
         self._note(**{QUERY: query, "number": number})
 
     def finish(self, uploads: int) -> None:
-        """Write to disk the number of usable uploads, before the server uses them.
+        """Write to disk the number of uploads from honest clients in the round's sum.
+
+        Call this before the server uses the sum.
 
         Raises
         ------
         OSError
-            The record could not be written, so the server must not use the uploads.
+            The record could not be written, so the server must not use the sum.
         """
         if self.open is not None:
             self.open.uploads = uploads
             self._note(training=self.open.training, uploads=uploads)
-            self.open = None  # from here on the strategy counts the round
+            self.open = None  # the caller now counts the round's participations
 
     def save(self, round: int, values: Mapping[str, Any], groups: Mapping[str, Arrays]) -> None:
         """Write a checkpoint of the state after a round, and keep the previous checkpoint.
@@ -141,19 +143,20 @@ class Checkpoints:
                 damage.append(f"{file}: {error}")
                 log.warning("%s; the run continues from an earlier checkpoint", damage[-1])
         if damage:
-            raise Damaged(f"no checkpoint is intact ({'; '.join(damage)}): begin a new run")
+            raise Damaged(f"no checkpoint is intact: begin a new run ({'; '.join(damage)})")
         return None
 
     def abandoned(self, *, after: int) -> list[BegunRound]:
-        """Return the unfinished training rounds above ``after``, whose privacy loss still counts.
+        """Return the training rounds with numbers above ``after`` that the server began.
 
-        The list is empty if rounds repeat bit for bit, because a repeated round then counts once.
+        A resumed run repeats these rounds, but their first attempts cost privacy as well. The list
+        is empty if rounds repeat bit for bit, because a repeated round then counts once.
         """
         if self.repeats:
             return []
         file = self._folder() / BEGUN
         lines = whole_lines(file)
-        if file.exists():  # drop a torn last line: it was not yet on disk, so nobody was asked
+        if file.exists():  # drop a torn last line: the server asked nobody before it was whole
             write_whole(file, b"".join(line + b"\n" for line in lines))
         abandoned: dict[int, BegunRound] = {}
         for entry in map(json.loads, lines):

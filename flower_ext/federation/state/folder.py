@@ -11,9 +11,9 @@ Keys are in the subfolder `SECRETS`. Leave that subfolder out of backups: a clie
 from an older state could use a mask twice, and two messages under one mask reveal their difference.
 
 A SuperNode reads these values from its own node config only, because a server must not name paths
-on other people's machines. In a simulation, where one person owns everything, clients read
-``state-folder`` from the run config. These files outlive the process, but a loss of power may
-destroy the newest of them.
+on other people's machines. In a simulation, one person owns everything, so clients read
+``state-folder`` from the run config too. The files of a simulation outlive the process, but a loss
+of power may destroy the newest files.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class StateFolder:
 
     @classmethod
     def of(cls, context: Context) -> StateFolder | None:
-        """Return the folder of this client, or None if the config has no ``state-folder``.
+        """Return the state folder of this client; None if no config names one.
 
         Raises
         ------
@@ -97,14 +97,14 @@ class StateFolder:
         if self.key is None:
             if sealed:
                 raise Damaged(
-                    f"{file} is encrypted: set state-key-file to the file with its key, on a node "
-                    "in the node config"
+                    f"{file} is encrypted: set state-key-file to the file that holds the key; on a "
+                    "SuperNode, set it in the node config"
                 )
             return content
         if not sealed:
             raise Damaged(
-                f"{file} is not encrypted: expected an encrypted file, because state-key-file is "
-                "set"
+                f"{file} is not encrypted, but state-key-file is set: expected an encrypted file, "
+                "or no state-key-file"
             )
         start = len(_SEALED) + _NONCE_BYTES
         try:
@@ -113,13 +113,17 @@ class StateFolder:
             )
         except InvalidTag:
             raise Damaged(
-                f"{file} was altered, moved, or encrypted with a key other than the one in the "
-                "state-key-file: expected the file as it was written, and its own key"
+                f"{file} cannot be decrypted, because it was altered or moved, or state-key-file "
+                "holds another key: expected the file as it was written, and the key that "
+                "encrypted it"
             ) from None
 
     @contextmanager
     def one_at_a_time(self, folder: str) -> Iterator[Path]:
-        """Keep other processes out of the block, and yield the path of the subfolder ``folder``."""
+        """Let only one process at a time enter the block; the others wait.
+
+        The block gets the path of the subfolder ``folder``, which holds the lock.
+        """
         self._make(Path(folder))
         with held(self.path / folder / ".lock"):
             yield self.path / folder
@@ -164,7 +168,7 @@ def read_key(file: Path) -> bytes:
 
 
 def safe_name(text: str) -> str:
-    """Return a name from a message, if it is safe as the name of a folder.
+    """Return ``text``, a name from a message, unchanged if it is safe as the name of a folder.
 
     Raises
     ------

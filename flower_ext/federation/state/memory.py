@@ -1,4 +1,4 @@
-"""A client's memory between messages: personal head, personal model, control variate, keys.
+"""A client's memory between messages, such as a personal model, a control variate, or keys.
 
 The memory is in Flower's ``context.state``, or in a folder that the client's owner names
 (`folder`). Flower's state lasts as long as a simulated run, or as the process of a SuperNode. The
@@ -29,7 +29,7 @@ _EARLIER = 2
 """Number of older versions in a folder. If a checkpoint is damaged, a repeated round needs them."""
 
 _PERMANENT = "permanent"
-"""Ending of the names of records that nobody removes."""
+"""Ending of the names of permanent records, which are never removed."""
 
 _SECRETS_SECONDS = 24 * 60 * 60
 """Age in seconds at which a run's secrets are removed when another run begins. Younger secrets may
@@ -39,9 +39,9 @@ be those of a run in progress: it stores them anew in each round that the client
 class ClientMemory:
     """One client's memory of one method in one run.
 
-    There may be several versions of the memory, each with the number of the training round that
-    stored it. A repeated round begins with the same version as the first attempt: the newest one
-    of an earlier round.
+    Each training round stores a new version of the memory, under the number of the round. Older
+    versions are kept for a while, because a resumed run may repeat a round. The repeated round
+    begins with the newest version that an earlier round stored, as the first attempt did.
 
     Parameters
     ----------
@@ -49,8 +49,8 @@ class ClientMemory:
     method : str
         Name of the method.
     run : str
-        The run's id, which a resumed run keeps, unlike Flower's run id. Without ``run``, the memory
-        is in the context's state only.
+        The id of the run; a resumed run has the same id, but another run id of Flower. If ``run``
+        is empty, the memory is in the context's state only.
     """
 
     def __init__(self, context: Context, method: str, run: str = "") -> None:
@@ -63,9 +63,9 @@ class ClientMemory:
             self._versions = _InFolder(folder, inside)
 
     def load(self, before: int | None = None) -> Params | None:
-        """Return the newest memory that a training round below ``before`` stored, or None.
+        """Return the newest memory that a training round below ``before`` stored; None if none did.
 
-        If the memory is in a context's state, ``before`` has no effect.
+        If the memory is in a context's state, return the newest memory of all rounds.
 
         Raises
         ------
@@ -80,8 +80,8 @@ class ClientMemory:
     ) -> None:
         """Store ``params`` as what this client remembers after training round ``version``.
 
-        A folder also keeps the two previous versions. A context's state keeps only one previous
-        version if ``and_before`` is set, and none otherwise.
+        A folder also keeps the two previous versions. A context's state keeps one previous version
+        if ``and_before`` is True, and none otherwise. All other versions are deleted.
 
         Raises
         ------
@@ -167,23 +167,25 @@ class _InFolder:
 class ClientVault:
     """Secret bytes of one client and method: keys, and a record of their use.
 
-    A SuperNode saves the context's state only after the ClientApp has replied, and loses this state
-    when it stops. If the owner names a folder (``--node-config "state-folder='/path'"``), every
-    change is on disk before `store` returns, in a file that only the owner can read.
+    Without a folder, the bytes are in the context's state. A SuperNode saves this state only after
+    the ClientApp has replied, and loses it when it stops. If the owner names a folder
+    (``--node-config "state-folder='/path'"``), `store` writes the bytes to disk before it returns,
+    in a file that only the owner can read.
 
     Load the bytes, take one step of the protocol, store the new bytes, and only then send a
-    message. If two processes do so at the same time, the folder accepts the bytes of one, and the
-    other sends nothing.
+    message. If two processes do this at the same time with a folder, the second call of `store`
+    raises an error, so only one process sends a message.
 
     Parameters
     ----------
     context : Context
     method : str
-        Name of the method, or of its part that keeps the bytes.
+        Name of the method, or of the part of the method that keeps the bytes.
     is_permanent : bool
-        True for a record of a step that this client must never repeat in the run. The record is
-        never removed. It belongs to the partition, because the server may give a node another id.
-        False for keys: old keys may be removed, because a client without keys answers nothing.
+        True for the record of a step that this client must never repeat in the run. The record is
+        never removed. The name of its file has the client's partition instead of the node's id,
+        because the server may give the node another id. False for keys, which are removed when they
+        are old. This is safe, because a client without keys answers nothing.
     """
 
     def __init__(self, context: Context, method: str, *, is_permanent: bool = False) -> None:
@@ -196,14 +198,14 @@ class ClientVault:
 
     @property
     def outlives_process(self) -> bool:
-        """True if the bytes survive a restart, or if this is a simulation.
+        """True if the owner names a folder, so that the bytes survive a restart of the process.
 
-        A simulation that starts again is a new run, which needs no bytes of the earlier run.
+        Also True in a simulation: when it starts again, it is a new run, which needs no old bytes.
         """
         return StateFolder.of(self._context) is not None or private.in_simulation()
 
     def load(self) -> bytes | None:
-        """Return the bytes that were stored last, or None."""
+        """Return the bytes that were stored last; None if none were stored."""
         self._loaded = True
         folder = StateFolder.of(self._context)
         if folder is not None:
@@ -229,7 +231,7 @@ class ClientVault:
                 # Another process may have answered meanwhile, under the same masks.
                 if self._loaded and before != self._on_disk:
                     raise ProtocolError(
-                        "this client's state changed while it answered, so it answers nothing: "
+                        "this client's state changed while it answered, so it sends no answer: "
                         "expected one process for each client, and one answer to each message"
                     )
                 if before is None:
@@ -240,11 +242,11 @@ class ClientVault:
 
 
 def forget_client(context: Context, runs: Sequence[str]) -> None:
-    """Delete everything that a client keeps of ``runs``: the memory of all methods, and its keys.
+    """Delete what a client keeps of ``runs``: the memory of all methods, and its keys.
 
-    Permanent records stay, because they tell what the client did and nothing about its data. If
-    there is no folder, the function deletes only the memory of the context's run; memory of other
-    runs vanishes when the SuperNode's process ends.
+    Permanent records stay, because they say what the client did, and nothing about its data. If
+    there is no folder, the function deletes only what the context's state holds, that is, the
+    memory and keys of one run. The memory of other runs vanishes when the SuperNode's process ends.
     """
     for name in [*context.state]:
         if name.startswith("flower_ext.") and not name.endswith(f".{_PERMANENT}"):
@@ -260,7 +262,10 @@ def forget_client(context: Context, runs: Sequence[str]) -> None:
 
 
 def _remove_old(secrets: Path) -> None:
-    """Remove old secrets, because Flower does not tell a client that their run has ended."""
+    """Remove secrets that are a day old.
+
+    They are probably of a run that has ended, but Flower does not tell a client when a run ends.
+    """
     for file in secrets.glob("*.secret"):
         if time.time() - file.stat().st_mtime > _SECRETS_SECONDS:
             file.unlink()

@@ -1,8 +1,9 @@
 """Secret state from which the server continues the correlated noise of its rounds.
 
-The state of training round t holds the noise of that round, and the earlier noise that the next
-round needs. It is on disk before the server asks any client of round t. A resumed run therefore
-knows the noise of every model that has left the server, and never draws that noise again:
+With correlated noise, the noise of a round depends on the noise of earlier rounds. The state of
+training round t holds the noise of round t, and all earlier noise that round t + 1 needs. The
+server writes it to disk before it asks any client of round t. A resumed run therefore knows the
+noise of every model that has left the server, and never draws that noise again:
 
 ======================================  =======================================================
 the process ends                        the resumed run
@@ -12,10 +13,11 @@ after the state of round t is stored    counts round t, even if no client was as
                                         with round t + 1
 ======================================  =======================================================
 
-Noise serves at most one attempt of one round, so a discarded round has used up its noise. The run
-does not continue if its state is older than its checkpoint, or more than one round newer: one of
-them is then an older copy, and the run would use noise twice. Under a seed (``repeats``) no state
-is stored, because the seed gives all numbers again.
+Noise is never used for a second round, or for a second attempt of the same round. The noise of a
+discarded round is therefore lost. A run does not continue if its state is older than its
+checkpoint, or more than one round newer: somebody then restored an old copy of one of them, and the
+run would use noise twice. Under a seed (``repeats``) no state is stored, because the seed gives the
+same numbers again.
 """
 
 from __future__ import annotations
@@ -39,7 +41,7 @@ class NoiseStream:
     Parameters
     ----------
     matrix : StrategyMatrix
-        Matrix of a new run; a resumed run keeps the matrix with which it began.
+        Matrix for a new run. A resumed run takes the matrix in the stored state instead.
     folder : StateFolder, optional
         Folder of the state file; None to keep the state in memory only.
 
@@ -57,11 +59,12 @@ class NoiseStream:
             self._restore(unpack(content))
 
     def has_unnoted(self, rounds: int) -> bool:
-        """Return True if noise is stored for one round more than ``begun.jsonl`` records.
+        """Return True if noise is stored for a round that ``begun.jsonl`` does not record.
 
-        As a rule, the process then ended before it recorded the round and asked a client. But
-        somebody may also have restored an older ``begun.jsonl``, after a model with that noise left
-        the server. The round therefore counts for its cohort, and no other round uses its noise.
+        This is the round after the last recorded one. Usually, the process ended after it stored
+        the noise, and before it asked a client. But somebody may also have restored an older
+        ``begun.jsonl`` after a model with this noise left the server. The caller must therefore
+        count the round for its cohort, and let no other round use its noise.
 
         Parameters
         ----------
@@ -87,9 +90,9 @@ class NoiseStream:
         Raises
         ------
         InvalidValue
-            The state is not that of the previous round.
+            The stored state does not belong to the previous round.
         OSError
-            The state cannot be stored, so the server must not ask.
+            The state cannot be stored, so the server must not ask any client.
         """
         if repeats and self._number >= number:
             self._number, self._past = 0, None  # all numbers are drawn again
@@ -97,10 +100,10 @@ class NoiseStream:
             self._advance(like, source)
         if self._number != number - 1:
             raise InvalidValue(
-                f"the stored noise is that of round {self._number}: expected round {number - 1}; "
-                f"{FILE} in the run directory is missing, or {FILE} or the checkpoints are an "
-                "older copy; begin a new run, because a second release of a round, with different "
-                "noise, would reveal its updates"
+                f"the stored noise is the noise of round {self._number}: expected round "
+                f"{number - 1}. {FILE} in the run directory is missing, or {FILE} or the "
+                "checkpoints are an old copy. Begin a new run: a second release of the same round "
+                "with other noise would reveal its updates"
             )
         self._advance(like, source)
         assert self._past is not None
@@ -112,7 +115,7 @@ class NoiseStream:
         self._past, self._number = past, self._number + 1
 
     def _drawn(self, like: Arrays, source: Callable[[int], NoiseSource]) -> Past:
-        """Return the noise of the next round."""
+        """Draw the noise of the next round, and return it with what later rounds need of it."""
         return self.matrix.next(source(self._number + 1).gaussian(like, 1.0), self._past)
 
     def _store(self, number: int, past: Past) -> None:

@@ -24,7 +24,7 @@ class Damaged(InvalidValue):
 
 @dataclass(frozen=True)
 class Packed:
-    """Plain values, and arrays by group and name, in their original order."""
+    """The result of `unpack`: plain values, and groups of named arrays in their original order."""
 
     values: dict[str, Any]
     arrays: dict[str, Arrays]
@@ -42,7 +42,7 @@ def pack(values: Mapping[str, Any], arrays: Mapping[str, Mapping[str, np.ndarray
 
 
 def unpack(content: bytes) -> Packed:
-    """Return the values and arrays of packed bytes; the inverse of `pack`.
+    """Return the values and arrays that `pack` put into these bytes.
 
     Raises
     ------
@@ -51,7 +51,7 @@ def unpack(content: bytes) -> Packed:
     """
     body = content[_START:]
     if not content.startswith(_MAGIC) or content[len(_MAGIC) : _START] != _digest(body):
-        raise Damaged("torn or altered: its checksum does not match")
+        raise Damaged("torn or altered: the checksum does not match the content")
     header = json.loads(body[8 : 8 + int.from_bytes(body[:8], "little")])["__metadata__"]
     arrays = load(body)
     numbers = iter(range(len(arrays)))

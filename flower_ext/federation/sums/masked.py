@@ -15,9 +15,10 @@ stage         message of the server                     answer of a client
 
 A client that fails or is silent in one of these stages drops out of the round.
 
-A client stores its secrets in its `ClientVault` before a reply leaves, and the vault refuses to
-store if another process did so meanwhile. A client therefore never answers a message twice, even if
-its process is restarted or a second process runs at the same time.
+A client stores its secrets in its `ClientVault` before a reply leaves. If another process has
+stored secrets since this process read them, the vault raises an error, and no reply leaves. A
+client therefore never answers a message twice, even if its process is restarted or a second process
+runs at the same time.
 
 The first message of a round is an `Invitation`. Every later message begins with the digest of the
 round's `RoundContext`.
@@ -142,10 +143,11 @@ class OpenMaskedSum(OpenSum):
         self.cohort = replace(opening.cohort, partitions=ready)
 
     def exposure(self, answered: int | None = None) -> tuple[int, int | None]:
-        """Return the least number of answers in a sum, and the least number of honest answers.
+        """Return the two counts of uploads that `OpenSum.exposure` describes.
 
-        The second number is 0 if answers have arrived and unmasking has not begun, because nobody
-        can then see a sum.
+        The first is the least number of answers in an unmasked sum. The second is how many of them
+        come from honest clients at least. If the answers have arrived and the unmasking has not
+        begun, the second count is 0, because nobody can see a sum yet.
         """
         least, honest = self.parameters.least_answers, self.parameters.honest_answers
         return least, honest if answered is None or self._unmasking else 0
@@ -156,7 +158,10 @@ class OpenMaskedSum(OpenSum):
         return {records.SECURE_SUM: bytes_record(DELIVERY, delivery.to_bytes())}
 
     def read(self, reply: Message) -> records.Update:
-        """Read a masked contribution and add it; sums of integers do not depend on the order."""
+        """Read a masked contribution and add it to the sum.
+
+        `add` has nothing left to do, because a sum of integers does not depend on the order.
+        """
         metrics, arrays = read_metrics(reply), read_answer(reply, records.UPDATE)
         self._server.add_masked(self._message(reply, arrays, MaskedInput))
         return records.Update(arrays, metrics)
@@ -167,7 +172,7 @@ class OpenMaskedSum(OpenSum):
         Raises
         ------
         RoundDiscarded
-            Too few clients answered in one of the stages, so nobody learns any part of a sum. Or
+            Too few clients answered in one of the stages, and nobody learns any part of a sum; or
             the sum is larger than a sum of honest clients can be (`MaskedNoisedSum.aggregate_sum`).
         """
         try:
@@ -189,7 +194,10 @@ class OpenMaskedSum(OpenSum):
         )
 
     def _agree(self) -> Mapping[int, Delivery]:
-        """Let the members agree on masks; return messages for the members that can contribute."""
+        """Let the members agree on masks, and return the next message to each remaining member.
+
+        The message holds the shares that the member's neighbours encrypted for it.
+        """
         server = self._server
         self._ask(BEGIN, server.invitations(), Advert, server.add_advert)
         self._ask(KEYS, server.keys(), SealedShares, server.add_shares)
@@ -215,7 +223,7 @@ class OpenMaskedSum(OpenSum):
             pass  # an answer that breaks the protocol is refused like any other reply
 
     def _message(self, reply: Message, arrays: Arrays, kind: type[T]) -> T:
-        """Return the message in a reply; refuse it if it names another member than the sender."""
+        """Return the message in a reply; refuse a message in the name of another member."""
         _, data = single_message(arrays, SENT)
         message = kind.from_bytes(data, self._context)
         partition = self._clients.partition_of(reply)
@@ -227,7 +235,7 @@ class OpenMaskedSum(OpenSum):
         return message
 
     def _report_faults(self) -> None:
-        """Report the clients whose shares could not be opened, or did not fit the other shares."""
+        """Log each fault that the server found in a client's shares, and add it to the refusals."""
         for (member, fault), neighbours in sorted(
             self._server.faults.items(), key=lambda entry: entry[0][0]
         ):
@@ -290,9 +298,10 @@ def check_limits(context: RoundContext, node_config: Mapping[str, Any]) -> None:
 
 
 def identities_of(node_config: Mapping[str, Any]) -> Identities | None:
-    """Return the node's signing key and the members' public keys; None if it names none.
+    """Return the node's signing key and the public keys of the members that its owner trusts.
 
-    With these keys, the node takes part in signed sums only; without them, in unsigned sums only.
+    The node then takes part in signed sums only. Return None if the node config names no keys: the
+    node then takes part in unsigned sums only.
 
     Raises
     ------
@@ -302,13 +311,16 @@ def identities_of(node_config: Mapping[str, Any]) -> Identities | None:
     key, members = (node_config.get(name) for name in ("sum-identity-key", "sum-members"))
     if (key is None) != (members is None):
         raise InvalidValue.tellable(
-            "node config: expected both sum-identity-key and sum-members, or none"
+            "node config: expected both sum-identity-key and sum-members, or neither of them"
         )
     return None if key is None else Identities.read(str(key), str(members))
 
 
 def _honest_answers(context: RoundContext, colluders: int) -> int:
-    """Return the least number of honest members in a sum; 0 if colluders can unmask one member."""
+    """Return the least number of honest members in a sum that the server can unmask.
+
+    Return 0 if the server and ``colluders`` members could unmask a single member's vector.
+    """
     if 2 * context.threshold <= context.neighbours + colluders:
         return 0
     return SumParameters(
@@ -322,7 +334,7 @@ def _honest_answers(context: RoundContext, colluders: int) -> int:
 
 
 def answer(message: Message, context: Context, method: str) -> Message:
-    """Answer a stage other than the training: advertise keys, share secrets, or help to unmask.
+    """Answer a message of the stage ``begin``, ``keys`` or ``question``; see the module's table.
 
     Raises
     ------
@@ -330,7 +342,7 @@ def answer(message: Message, context: Context, method: str) -> Message:
         The server's message is malformed or out of order, or the signature of a key is missing or
         wrong.
     PermissionError
-        The sum is smaller than the node's owner permits.
+        The sum shows the server more than the node's owner permits; see `check_limits`.
     """
     # Read files outside the block below, because the server must not see an error in reading them.
     identities = identities_of(context.node_config)
@@ -355,7 +367,7 @@ def answer(message: Message, context: Context, method: str) -> Message:
 
 
 def seal(cells: Mapping[str, np.ndarray], message: Arrays, context: Context, method: str) -> Arrays:
-    """Return a masked contribution as the arrays of an upload.
+    """Mask this client's contribution, and return the arrays of the upload.
 
     Parameters
     ----------
@@ -363,7 +375,7 @@ def seal(cells: Mapping[str, np.ndarray], message: Arrays, context: Context, met
         The noised update, as int64 multiples of the plan's grid step (`Protection.cell`). The
         client sends these integers modulo a power of two, in the order of their names.
     message : Mapping[str, ndarray]
-        The record of the secure sum in the server's training message.
+        The arrays of the server's training message that concern the secure sum.
 
     Raises
     ------
@@ -407,7 +419,7 @@ def _is_of(stored: bytes, begun: RoundContext) -> bool:
 def _stored(vault: ClientVault) -> Member:
     if (stored := vault.load()) is None:
         raise ProtocolError(
-            "this client has no keys of the round, because no invitation came first; if the "
-            "SuperNode was restarted, name a state-folder in its node config"
+            "this client has no keys of the round, because it got no invitation, or the SuperNode "
+            "was restarted and lost them; to keep keys, name a state-folder in its node config"
         )
     return Member.from_bytes(stored)

@@ -1,4 +1,4 @@
-"""The interface of all sums of clients' contributions, whose mean the mechanism releases."""
+"""Interface of the sums of clients' contributions. A mechanism releases the mean of each sum."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from flower_ext.privacy.run_summary import MethodTraits
 
 @dataclass(frozen=True, kw_only=True)
 class Opening:
-    """Facts of a round that its sum needs.
+    """Everything that a sum needs to know of its round.
 
     Parameters
     ----------
     clients : Clients
     population : Population
-        Counts the rounds of each unit. If the silos order their users anew in secret, the sum calls
-        `HiddenUsers.forget_order`.
+        Counts in how many rounds each unit took part. If the silos put their users in a new secret
+        order, the sum calls `HiddenUsers.forget_order`.
     cohort : Cohort
-        The clients to ask.
+        The clients that the server will ask to contribute.
     number : int
         Number of the training round, or of the evaluation.
     server_round : int
-        Round number in the messages.
+        Round number that the messages carry.
     noise : NoiseSource
         Source of the server's noise.
     like : Mapping[str, ndarray]
@@ -51,28 +51,32 @@ class Opening:
 
 
 class OpenSum(ABC):
-    """The sum of one round. Call `read` for each reply, `add` for its result, and at last `close`.
+    """The sum of one round.
+
+    Call `read` for each reply when it arrives. When all replies are there, call `add` for each
+    contribution that `read` returned, in the order of partitions, and then `close`.
 
     Attributes
     ----------
     cohort : Cohort
-        The clients that contribute: those of the `Opening` that have not dropped out.
+        The clients of the `Opening` that have not dropped out.
     measures : Mapping[str, float]
-        Numbers for the metrics of the round, such as seconds.
+        Numbers for the metrics of the round, such as the seconds that encryption took.
     """
 
     cohort: Cohort
     measures: Mapping[str, float] = {}
 
     def request(self, partition: int) -> Mapping[str, ArrayRecord]:
-        """Return the records that one client's request carries for this sum; none by default."""
+        """Return the records that a request to one client carries for this sum; none by default."""
         return {}
 
     @abstractmethod
     def read(self, reply: Message) -> Update:
-        """Read a client's contribution when it arrives; raise an error to refuse it.
+        """Return the contribution in a client's reply; raise an error to refuse it.
 
-        If the order of additions does not matter, the class adds contributions here, not in `add`.
+        A class whose sums do not depend on the order of additions may add the contribution here.
+        Its `add` then does nothing.
         """
 
     def add(self, update: Update) -> None:  # noqa: B027 - most sums add in `read`
@@ -89,10 +93,14 @@ class OpenSum(ABC):
         """
 
     def exposure(self, answered: int | None = None) -> tuple[int, int | None]:
-        """Return how many noise shares the sum needs, and how many honest clients' shares it has.
+        """Return two counts of uploads, from which the noise in this sum is computed.
 
-        The second number is None as long as it is unknown. ``answered`` is the number of
-        contributions that arrived, or None before the server asks the clients.
+        The first is how many uploads together carry all the noise of the plan. The second is how
+        many uploads in the sum come from honest clients; None as long as this is unknown. By
+        default, the first count is the size of the cohort, and the second is ``answered``.
+
+        ``answered`` is the number of contributions that arrived, or None before the server asks the
+        clients.
         """
         return len(self.cohort.partitions), answered
 
@@ -107,7 +115,7 @@ class Summation(ABC):
     """
 
     secure_sum: str = ""
-    """Assumption under which the server sees no single contribution; empty if it sees them."""
+    """Assumption under which the server sees no single contribution; empty if it sees them all."""
     hidden_draw: str = ""
     """Assumption under which no party knows the drawn units; empty if the server draws."""
     repeats: bool = True
@@ -115,7 +123,7 @@ class Summation(ABC):
     brings_weights: bool = False
     """True if the sum itself weights the contributions, with weights unknown to the method."""
     disclosures: Sequence[str] = ()
-    """Facts about clients' data that the sums reveal without a guarantee, a line each."""
+    """One line for each fact about clients' data that the sums reveal without a guarantee."""
 
     def __init__(self, mechanism: RoundMechanism) -> None:
         self.mechanism = mechanism
@@ -136,7 +144,7 @@ class Summation(ABC):
     def connect(self, clients: Clients, model: Arrays) -> Mapping[str, float]:
         """Set up keys between the clients, once per process of the server.
 
-        Return numbers to record, such as the seconds that it took.
+        Return numbers for the record of the run, such as the seconds that the set-up took.
         """
         return {}
 

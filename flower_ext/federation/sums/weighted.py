@@ -1,4 +1,4 @@
-"""Weighted sums: users' updates weighted by n_su / N_u, which no party learns.
+"""Weighted sums: the update of user u in silo s has the weight n_su / N_u, which no party learns.
 
 n_su is the number of records of user u in silo s, and N_u is the sum of n_su over all silos.
 
@@ -15,10 +15,11 @@ set-up     a query for each `ProtocolStep`          the answer to that step
 training   encrypted weights, with the query        its masked sum, or a notice of lost keys
 =========  =======================================  ===============================================
 
-Only some protocols have the stage (draw), in which the protocol itself draws the users of a round.
-Otherwise the server draws places in an order of the users that only the silos know. Silos do not
-learn which users were drawn: they train all their users, and users that were not drawn have weight
-zero under encryption. If a silo does not answer, nothing is decrypted.
+The stage (draw) exists only in protocols that draw the users of a round themselves. In all other
+protocols, the silos number the users in an order that the server does not know, and the server
+draws some of these numbers. Silos do not learn which users were drawn: a silo trains all its users,
+and the encrypted weight of a user that was not drawn is zero. If a silo does not answer, the server
+decrypts nothing.
 """
 
 from __future__ import annotations
@@ -56,27 +57,29 @@ T = TypeVar("T")
 log = getLogger("flwr")
 
 WEIGHTS, SUM, LOST = "weights", "sum", "lost"
-"""Names of the only array in a message: weights to train with, or in a reply a masked sum or a
-notice of lost keys. In any other message, and in its answer, the array has the name of the step."""
+"""Names of the only array in a message. The server sends `WEIGHTS` for a round. A silo replies with
+its masked `SUM`, or with a notice that it has `LOST` its keys. In all other messages, and in their
+answers, the array has the name of the protocol's step."""
 _SPOILED_AT_FIRST = 3
-"""Number of sums after which a run ends if all were spoiled, that is, too large to be real sums."""
+"""A run ends if its first sums, this many, were all spoiled: too large for sums of honest silos."""
 _STATE, _COSTS = "sum.costs", ("sensitivity", "approximation_error")
-"""A group of the state, and its numbers, which are fields of the mechanism."""
+"""Name of the group of numbers in `state`, and names of its numbers: fields of the mechanism."""
 
 
 def weighted_sum(
     protocol: str | WeightingProtocol = "paillier",
 ) -> Callable[[RoundMechanism], WeightedSum]:
-    """Return the ``sum=`` of a `FederatedStrategy` whose method is `UldpAvg` or `UldpSgd`.
+    """Return a value for the parameter ``sum`` of a `FederatedStrategy`.
 
-    Each coordinate of a sum equals that of a plain sum with ``UldpAvg(weighting="by-records")``,
-    within the precision of ``protocol``. If a silo does not answer, the round is discarded.
+    The strategy's method must be `UldpAvg` or `UldpSgd`. Each coordinate of a sum equals the same
+    coordinate of a plain sum with ``UldpAvg(weighting="by-records")``, within the precision of
+    ``protocol``. If a silo does not answer, the round is discarded.
 
     Parameters
     ----------
     protocol : str or WeightingProtocol
-        Settings of a protocol, or the name of a protocol with default settings: ``"paillier"``
-        (`PrivateWeighting`), or the name of an installed plug-in.
+        Settings of a protocol, such as a `PrivateWeighting`. Or a name, for a protocol with default
+        settings: ``"paillier"`` for `PrivateWeighting`, or the name of an installed plug-in.
     """
     settings = load_protocol(protocol)() if isinstance(protocol, str) else protocol
     return partial(WeightedSum, settings)
@@ -89,16 +92,16 @@ class WeightedSum(Summation):
     ----------
     protocol : WeightingProtocol
     mechanism : NoisedSum
-        The plan's mechanism. After the set-up, it also counts the privacy loss that the protocol
-        itself adds.
+        The plan's mechanism. After the set-up, its guarantees include the privacy loss that comes
+        from the protocol, such as from rounding.
 
     Raises
     ------
     InvalidValue
-        The plan has no releases of users, a `SecureSum`, or adaptive clipping.
+        The plan is not a `ReleasePlan`, has noise placement `SecureSum`, or clips adaptively.
     """
 
-    repeats = False  # secret keys, blinds and dither are new
+    repeats = False  # a repeated round has new secret keys and new random numbers
     brings_weights = True
     mechanism: NoisedSum
 
@@ -122,12 +125,12 @@ class WeightedSum(Summation):
         self._num_silos = 0
         self._server: ServerParty[Any, Any] | None = None
         self.keys_lost = False
-        """True if all silos must set up new keys before the next round, as keys may be lost."""
+        """True if all silos must set up new keys before the next round: some keys may be lost."""
         self.spoiled: int | None = 0
         """Number of sums so far if all were spoiled; None after a sum that was not spoiled."""
 
     def check(self, method: MethodTraits, *, diagnostics: bool) -> None:
-        """Refuse diagnostics, and a method that does not weight users in silos by their records."""
+        """Refuse diagnostics, and a method that does not have ``weighting="by-records"``."""
         if method.num_silos is None or method.weighting != "by-records":
             raise InvalidValue(
                 f"sum=weighted_sum(…) with weighting={method.weighting!r}: expected "
@@ -136,7 +139,7 @@ class WeightedSum(Summation):
         if diagnostics:
             raise InvalidValue(
                 "diagnostics=True with sum=weighted_sum(…): expected False, because a weighted sum "
-                "hides every update and its norm"
+                "hides the updates, which diagnostics show"
             )
         self._num_silos = method.num_silos
         # Refuse settings that do not fit the plan before the server asks a silo.
@@ -159,13 +162,13 @@ class WeightedSum(Summation):
     def open(self, opening: Opening) -> OpenSum:
         """Encrypt the weights of the round's users.
 
-        If a silo has lost its keys, all silos first set up new keys, and a new secret order of
+        If a silo has lost its keys, all silos first set up new keys and a new secret order of the
         users.
 
         Raises
         ------
         RoundDiscarded
-            A silo did not answer in the new set-up, or in a secret draw of users.
+            A silo gave no valid answer in the new set-up, or in a secret draw of users.
         """
         population = opening.population
         assert isinstance(population, HiddenUsers)
@@ -182,18 +185,24 @@ class WeightedSum(Summation):
         except FederationNotReady as missing:
             self.keys_lost = self.keys_lost or self.hidden_draw != ""
             raise RoundDiscarded(
-                f"{stage} failed, because a silo gave no valid answer: {missing}"
+                f"{stage} failed, because a silo gave no valid answer ({missing})"
             ) from missing
         seconds = {"encryption_seconds": time.monotonic() - started}
         return OpenWeightedSum(self, opening, bytes_record(WEIGHTS, weights), seconds)
 
     def state(self) -> Mapping[str, Arrays]:
-        """Return the numbers by which the protocol itself costs privacy, for a checkpoint."""
+        """Return the mechanism's sensitivity and approximation error, for a checkpoint.
+
+        Through these two numbers, the protocol makes ε larger.
+        """
         costs = {name: np.asarray(getattr(self.mechanism, name)) for name in _COSTS}
         return {_STATE: costs}
 
     def restore(self, state: Mapping[str, Arrays]) -> None:
-        """Raise the protocol's privacy costs to those in ``state``, if those are larger."""
+        """Raise the mechanism's sensitivity and approximation error to those in ``state``.
+
+        A number that is already larger than in ``state`` stays.
+        """
         self._raise_costs(*(float(state[_STATE][name]) for name in _COSTS))
 
     @property
@@ -204,7 +213,11 @@ class WeightedSum(Summation):
         return self._server
 
     def _set_up(self, clients: Clients, model: Arrays) -> None:
-        """Set up fresh keys, seeds and counts; raise the privacy costs if these cost more."""
+        """Let the silos set up fresh keys and seeds, and count their records.
+
+        If the new settings have a larger sensitivity or approximation error, the mechanism takes
+        the larger number.
+        """
         coordinates = sum(array.size for array in model.values())
         settings = self.protocol.settings_of(
             self.mechanism, silos=self._num_silos, coordinates=coordinates
@@ -250,7 +263,7 @@ class OpenWeightedSum(OpenSum):
         arrays = read_answer(reply, records.UPDATE)
         name, data = single_message(arrays, SUM, LOST)
         if name == LOST and data != b"\0":
-            raise RefusedReply(f"the notice of lost keys, {LOST!r}: expected one zero byte")
+            raise RefusedReply(f"notice of lost keys (array {LOST!r}): expected one zero byte")
         silo = self._opening.clients.partition_of(reply)
         if name == LOST:
             self._messages[silo] = None
@@ -266,17 +279,17 @@ class OpenWeightedSum(OpenSum):
         Raises
         ------
         RoundDiscarded
-            A silo's sum is missing, a silo has lost its keys, or the sum is spoiled, that is, too
-            large for a sum of honest silos.
+            A silo's sum is missing, a silo has lost its keys, or the sum is spoiled. A spoiled sum
+            is too large for a sum of honest silos.
         FederationNotReady
-            All sums of the run so far were spoiled.
+            The first `_SPOILED_AT_FIRST` sums of the run were all spoiled.
         """
         if lost := sorted(silo for silo, message in self._messages.items() if message is None):
             self._summation.keys_lost = True
             raise RoundDiscarded(
-                f"silos {lost} have lost their keys, so nothing was decrypted; all silos will set "
-                "up new keys before the next round: name a state-folder in the node config, so "
-                "that keys outlive the SuperNode"
+                f"silos {lost} have lost their keys, so nothing was decrypted, and all silos will "
+                "set up new keys before the next round; to keep keys when a SuperNode restarts, "
+                "name a state-folder in its node config"
             )
         started, summation = time.monotonic(), self._summation
         like, mechanism = self._opening.like, summation.mechanism
@@ -291,7 +304,7 @@ class OpenWeightedSum(OpenSum):
         except IncompleteRound as missing:
             raise RoundDiscarded(f"{missing}; nothing was decrypted") from missing
         except OverflowError as error:
-            raise self._discarding(f"{error}, or a silo sent something other than a sum") from error
+            raise self._discarding(f"{error}, or a silo sent bytes that are no sum") from error
         except RoundDiscarded as reason:
             raise self._discarding(str(reason)) from reason
         summation.spoiled = None
@@ -304,22 +317,23 @@ class OpenWeightedSum(OpenSum):
         return replace(released, answered=len(self._messages))
 
     def _discarding(self, reason: str) -> RoundDiscarded | FederationNotReady:
-        """Return the error for a spoiled sum, which discards the round.
+        """Return the error to raise for a spoiled sum.
 
-        If the first `_SPOILED_AT_FIRST` sums were all spoiled, the error ends the run.
+        A RoundDiscarded discards the round. If the first `_SPOILED_AT_FIRST` sums of the run were
+        all spoiled, the error is a FederationNotReady, which ends the run.
         """
         if self._summation.spoiled is not None:
             self._summation.spoiled += 1
             if self._summation.spoiled >= _SPOILED_AT_FIRST:
                 return FederationNotReady(
-                    f"the first {self._summation.spoiled} sums were all spoiled, so later sums "
-                    f"will be as well, and each costs privacy: {reason}"
+                    f"the first {self._summation.spoiled} sums were all spoiled, so the run ends: "
+                    f"later sums would be spoiled as well, and each costs privacy: {reason}"
                 )
         return RoundDiscarded(reason)
 
 
 def _converse(dialogue: Dialogue[T], clients: Clients) -> T:
-    """Take all steps of a dialogue with the silos, and return its result.
+    """Ask the silos for every step that a dialogue yields, and return the dialogue's result.
 
     Raises
     ------

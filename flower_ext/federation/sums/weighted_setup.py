@@ -37,7 +37,7 @@ def answer(
     Parameters
     ----------
     message : Mapping[str, ndarray]
-        The record of the weighted sum in the server's message.
+        The arrays of the server's message that concern the weighted sum.
     data, partition
         The data and the number of this silo.
     vault : ClientVault
@@ -67,20 +67,23 @@ def answer(
 
 
 def _begin(content: bytes, partition: int, vault: ClientVault, may_simulate: bool) -> SiloParty:
-    """Return a silo with fresh keys, for the protocol and the settings that the server sent."""
+    """Return a silo with fresh keys, for the protocol and the settings in the server's message.
+
+    Refuse a run for which this silo has keys, and insecure settings outside simulation.
+    """
     before = stored_silo(vault)
     with knowing_no_data():
         kind = protocol_of(content).silo_type
         settings = kind.settings_type.from_bytes(content)
         if before is not None and before.settings.run == settings.run:
             raise ProtocolError(
-                "the server begins the set-up of a run for which this silo has keys: expected a "
+                "the server begins a set-up, but this silo already has keys of this run: start a "
                 "new run"
             )
         if settings.insecurity and not may_simulate:
             raise PermissionError(
-                f"the server asks for {settings.insecurity}: this client takes part only in "
-                "simulation (client_app(..., allow_seeded_noise=True))"
+                f"the server asks for {settings.insecurity}: this client accepts them only in "
+                "simulation, with client_app(..., allow_seeded_noise=True)"
             )
         silo = kind(settings, partition)
         silo.save = vault.store
@@ -88,10 +91,10 @@ def _begin(content: bytes, partition: int, vault: ClientVault, may_simulate: boo
 
 
 def counts_of(data: ClientData, users: int, most: int) -> list[int]:
-    """Return each user's number of records in this silo, or ``most`` if the user has more.
+    """Return the number of records that each user has in this silo, but at most ``most``.
 
-    A refusal would tell everybody that this silo has a user with more records. The weights of each
-    user still sum to one.
+    A user with more records is counted as one with ``most`` records. An error instead would tell
+    everybody that this silo has such a user. The weights of each user still sum to one.
 
     Raises
     ------
@@ -101,8 +104,9 @@ def counts_of(data: ClientData, users: int, most: int) -> list[int]:
     counts = torch.bincount(owned(data, users).owners.cpu().long(), minlength=users)
     if above := int((counts > most).sum()):
         log.warning(
-            "%d users have more records in this silo than the %d that the settings allow, and get "
-            "the weight of a user with %d records: agree with the other silos on larger limits",
+            "%d users have more records in this silo than the %d that the settings allow, so they "
+            "get the weight of a user with %d records; to change this, agree with the other silos "
+            "on a larger limit",
             above,
             most,
             most,
@@ -111,7 +115,7 @@ def counts_of(data: ClientData, users: int, most: int) -> list[int]:
 
 
 def stored_silo(vault: ClientVault) -> SiloParty | None:
-    """Return the silo that was stored last, whatever its protocol; None if none was stored."""
+    """Return the silo that the vault holds, whatever its protocol; None if the vault is empty."""
     if (stored := vault.load()) is None:
         return None
     silo = protocol_of(stored).silo_type.from_bytes(stored)

@@ -40,10 +40,10 @@ class HiddenSum:
     like : Params
         Names and shapes of the sum.
     encrypt : Callable[[Params], Mapping[str, np.ndarray]]
-        Function that takes this client's share of the noise, in float64, and returns the encrypted
-        upload: the sum plus noise, in integer multiples of a public step. Do not round the noise
-        before: the function itself rounds it to multiples of the step, and the noise on a coarser
-        grid would not hide the multiples between.
+        Function that takes this client's share of the noise, in float64, and returns the upload:
+        the sum plus the noise, as encrypted integer multiples of a public step. Pass the noise
+        unrounded. The function rounds it to multiples of the step; noise that was already rounded
+        to a coarser grid would not hide multiples of the step between the grid's points.
     """
 
     bound: float
@@ -91,7 +91,7 @@ def open_part(
         if users != silo.settings.users:
             raise ProtocolError(
                 f"the server asks for a round with {users} users: expected {silo.settings.users}, "
-                "as in the set-up"
+                "the number of users in the set-up"
             )
         return SiloPart(silo, number, weights, clipping_norm, like)
 
@@ -137,7 +137,7 @@ class SiloPart:
 
     @property
     def value(self) -> HiddenSum:
-        """The sum, to which `seal` adds noise and masks before it leaves the silo."""
+        """The sum so far; its ``encrypt`` is `seal`, which adds noise and masks."""
         return HiddenSum(bound=self._norm, like=self._like, encrypt=self.seal)
 
     def counts(self, user: int) -> bool:

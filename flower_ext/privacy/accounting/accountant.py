@@ -3,8 +3,8 @@
 The result is the smallest of all upper bounds on ε that apply. Usually the accountant PLD (privacy
 loss distributions) gives it. For a tiny δ or very many rounds, PLD's Fourier transforms lose
 precision, and the accountant RDP (Rényi divergences) gives the smaller bound. If sampling hides
-nothing, the bound that ignores sampling is the smallest. If δ is at least the probability that a
-unit is ever drawn, ε is 0 with any noise above 0.
+next to nothing, the bound that ignores sampling may be the smallest. If δ is at least the
+probability that a unit is ever drawn, ε is 0 with any noise above 0.
 """
 
 from __future__ import annotations
@@ -54,10 +54,10 @@ def privacy_loss_of(
     delta : float
         In (0, 1).
     accountant : {"pld", "rdp"}
-        "pld" returns the smallest of all bounds that apply, and "rdp" returns the RDP bound. PLD
-        does not cover sampling without replacement; with such releases, both choices return the
-        smaller of the RDP bound and the bound that ignores sampling. The result names the
-        accountant that gave it.
+        "pld" returns the smallest of all bounds that apply, which may be another than PLD's, and
+        "rdp" returns the RDP bound. PLD does not cover sampling without replacement. If there are
+        such releases, both choices return the smaller of two bounds: the RDP bound, and the bound
+        that ignores sampling. The field ``accountant`` of the result names the bound.
 
     Raises
     ------
@@ -72,8 +72,8 @@ def privacy_loss_of(
     relations = {release.relation for release in counts}
     if len(relations) > 1:
         raise InvalidValue(
-            f"releases under different relations {sorted(r.value for r in relations)} "
-            "do not compose: account for each relation separately"
+            f"releases have different relations {sorted(r.value for r in relations)}: account for "
+            "the releases of each relation separately"
         )
     exact: Counter[Release] = Counter()
     for release, count in counts.items():
@@ -87,12 +87,14 @@ def privacy_loss_of(
 def joint_loss(
     releases: Mapping[Release, int], spends: Sequence[PrivacyLoss], *, delta: float
 ) -> PrivacyLoss:
-    """Bound (ε, δ) of releases together with other mechanisms, whose (ε, δ) alone is known.
+    """Bound (ε, δ) of releases together with other mechanisms, of which only (ε, δ) is known.
 
-    The result is the smaller of two bounds. Basic composition subtracts the mechanisms' δ's from
-    ``delta``, computes ε of the releases at the remaining δ, and adds the mechanisms' ε's. Optimal
-    composition (Kairouz et al. 2015) replaces each mechanism by the worst mechanism with the same
-    (ε, δ), and composes its privacy losses with those of the releases.
+    The result is the smaller of two bounds, or the first one where PLD does not cover a release:
+
+    * Basic composition subtracts the mechanisms' δ's from ``delta``, computes ε of the releases at
+      the remaining δ, and adds the mechanisms' ε's.
+    * Optimal composition (Kairouz et al. 2015) replaces each mechanism by the worst mechanism with
+      the same (ε, δ), and composes its privacy losses with those of the releases.
 
     Parameters
     ----------

@@ -1,9 +1,10 @@
 """Extra privacy cost of sums that differ a little from the accountant's sampled Gaussians.
 
-A protocol that computes sums under encryption changes each sum a little. A unit that was not drawn
-may also move a sum a little; this is the unit's trace. `with_approximation_error` adds the cost of
-both errors to the accountant's loss. The proof goes from the real run with a unit to the real run
-without that unit, through three imagined runs:
+A protocol that computes sums under encryption changes each sum a little. Besides, a unit that was
+not drawn may still move a sum a little; call this small change the unit's trace.
+`with_approximation_error` adds the cost of both errors to the accountant's loss. The proof compares
+the real run with a unit, A, to the real run without the unit, E. It goes from A to E through three
+imagined runs:
 
 * A: the real run with the unit;
 * B: its sums are exact, except for the unit's trace;
@@ -11,9 +12,9 @@ without that unit, through three imagined runs:
 * D: exact sums without the unit and its trace;
 * E: the real run without the unit.
 
-The accountant's loss (ε₁, δ₁) covers the step from B to C. In each of the three other steps, both
-runs are Gaussians whose means lie at most a distance μ apart, in standard deviations of the noise.
-Such a step costs (ε₂, δ₂) with ε₂ = μ²/2 + μ √(2 ln 1/δ₂), because its privacy loss is Gaussian
+The accountant's loss (ε₁, δ₁) covers the step from B to C. In each of the three other steps, the
+two runs are Gaussians with means that are at most μ standard deviations of the noise apart. Such a
+step costs (ε₂, δ₂) with ε₂ = μ²/2 + μ √(2 ln 1/δ₂), because its privacy loss is Gaussian
 with mean μ²/2 and standard deviation μ. All steps together cost ε₁ + 3ε₂ and a δ of at most
 e^(3ε₂) (δ₁ + 3 e^ε₁ δ₂).
 """

@@ -23,7 +23,8 @@ from flower_ext.privacy.units import NeighboringRelation
 MAX_NOISE_MULTIPLIER = 1e6
 MAX_ROUNDS = 10_000_000
 _EXACT_ROUNDS = 100_000
-"""Up to this number, the search for the most rounds is exact; beyond it, PLD takes too long."""
+"""The search for the most rounds is exact if its upper end is at most this number. For more rounds,
+an exact search takes too long."""
 _LEAST_NOISE = 1e-3
 """Below this noise multiplier, which hides nothing, the search for the least noise ends."""
 
@@ -33,9 +34,11 @@ class TargetOutOfReach(InvalidValue):
 
 
 def default_relation(sampling: Sampling) -> NeighboringRelation:
-    """Return the relation for which amplification by this sampling is proved.
+    """Return the neighbouring relation to use with ``sampling`` if the caller names none.
 
-    Spaced sampling amplifies nothing. Its cohorts are visible, so its relation is replace-special.
+    For Poisson and fixed-size sampling, it is the relation for which amplification is proved. Full
+    participation has add-or-remove-one. Spaced sampling amplifies nothing, and its cohorts are
+    visible, so it has replace-special.
     """
     if isinstance(sampling, SpacedSampling):
         return NeighboringRelation.REPLACE_SPECIAL
@@ -53,7 +56,9 @@ def calibrate_noise_multiplier(
     tolerance: float = 1e-3,
     besides: Mapping[Release, int] | None = None,
 ) -> float:
-    """Return the smallest noise multiplier, to a relative ``tolerance``, that meets the target.
+    """Return the smallest noise multiplier that meets the target.
+
+    The result may be too large by the fraction ``tolerance``, but it is never too small.
 
     A result of about 0.001 hides nothing. It means that ``delta`` is at least the probability that
     one unit is ever drawn, so that ε is 0 with any noise; choose a smaller ``delta``.
@@ -93,7 +98,9 @@ def calibrate_noise_multiplier(
 def least_noise_multiplier(
     fits: Callable[[float], bool], target: str, *, tolerance: float = 1e-3
 ) -> float:
-    """Return the smallest noise multiplier, to a relative ``tolerance``, that ``fits`` accepts.
+    """Return the smallest noise multiplier that ``fits`` accepts.
+
+    The result may be too large by the fraction ``tolerance``, but it is never too small.
 
     Parameters
     ----------
@@ -132,9 +139,9 @@ def calibrate_rounds(
 ) -> int:
     """Return the largest number of rounds that meets the target; 0 if not even one does.
 
-    Above 100,000 the result may be too small by a thousandth of it, but it is never too large. If
-    more than half of `MAX_ROUNDS` rounds meet the target, the search ends, and the result may be
-    too small by more.
+    A result below 65,536 is exact. A larger result may be too small by a thousandth of itself, but
+    it is never too large. If more than half of `MAX_ROUNDS` rounds meet the target, the search ends
+    early, and the result may be too small by more.
     """
     _check_target(epsilon, rounds=1)
     release = Release(
@@ -164,7 +171,9 @@ def calibrate_sampling_rate(
     noise_multiplier: float,
     rounds: int,
 ) -> float:
-    """Return the largest Poisson sampling rate that meets the target, to a relative 0.001.
+    """Return the largest Poisson sampling rate that meets the target.
+
+    The result may be too small by a thousandth of itself, but it is never too large.
 
     Raises
     ------

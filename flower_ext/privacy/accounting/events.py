@@ -1,17 +1,17 @@
 """Releases: noised sums as accounting sees them, and their events in dp-accounting.
 
-The two accountants of dp-accounting 0.6 read replace-one differently: PLD doubles a Gaussian's
-sensitivity, RDP does not. This module therefore passes a Gaussian of sensitivity 2 for replace-one
-and asks no accountant to double it.
+Under replace-one, the two accountants of dp-accounting 0.6 differ: PLD doubles a Gaussian's
+sensitivity, and RDP does not. For replace-one, this module therefore passes a Gaussian that already
+has sensitivity 2, and asks no accountant to double it.
 
 =========================  =======================  ====================================
 sampling                   relation                 accounted as
 =========================  =======================  ====================================
-Poisson                    add-or-remove-one        sub-sampled Gaussian, PLD or RDP
-                                                    (or unamplified, if that is smaller)
+Poisson                    add-or-remove-one        sub-sampled Gaussian, PLD or RDP; or as if
+                                                    all took part, if ε is then smaller
 Poisson                    any other                refused: no accountant covers it
-fixed size                 replace-one              sub-sampled without replacement, RDP
-                                                    (or unamplified, if that is smaller)
+fixed size                 replace-one              sub-sampled without replacement, RDP; or as
+                                                    if all took part, if ε is then smaller
 fixed size                 replace-special          Gaussian composition, no amplification
 fixed size                 add-or-remove-one        refused: an added unit takes another's place,
                                                     which moves the sum by 2C
@@ -44,7 +44,7 @@ if TYPE_CHECKING:  # importing it takes a second, so only the functions that nee
     import dp_accounting
 
 MOST_NOISE = 1e7
-"""Largest relative noise in the accounting. RDP overflows with more, so more counts as this."""
+"""Largest relative noise in the accounting. More noise would overflow RDP, so it counts as this."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,8 +56,9 @@ class PrivacyLoss:
     epsilon, delta : float
     accountant : str
     releases : Counts, optional
-        Releases that together have at most this loss. Compose them, rather than (ε, δ), with other
-        releases. None if only (ε, δ) is known.
+        Releases that together have at most this loss. To compose the loss with other releases,
+        compose these releases, because (ε, δ) alone give a larger bound. None if only (ε, δ) is
+        known.
     """
 
     epsilon: float
@@ -78,9 +79,9 @@ class Release(Checked, JsonRecord):
         contribution. It does not depend on the relation.
     relation : NeighboringRelation
     approximation_error : float
-        Bound on each of two errors, in standard deviations of the noise: the L2 distance of the sum
-        from the exact sum, and the L2 distance by which a unit that was not drawn moves the sum.
-        See `with_approximation_error`.
+        Bound on two errors of the sum, each in standard deviations of the noise. The first is the
+        L2 distance between the sum and the exact sum. The second is the L2 distance by which a unit
+        that was not drawn moves the sum. See `with_approximation_error`.
     """
 
     sampling: Sampling
@@ -94,20 +95,19 @@ class Release(Checked, JsonRecord):
         if poisson and self.relation is not NeighboringRelation.ADD_OR_REMOVE_ONE:
             raise InvalidValue(
                 f"relation={self.relation.value!r} with Poisson sampling: no accountant covers it; "
-                "expected 'add-or-remove-one', or fixed-size sampling for 'replace-one'"
+                "use 'add-or-remove-one', or fixed-size sampling with 'replace-one'"
             )
         drawn = isinstance(self.sampling, FixedSizeSampling)
         if drawn and self.relation is NeighboringRelation.ADD_OR_REMOVE_ONE:
             raise InvalidValue(
                 f"relation={self.relation.value!r} with fixed-size sampling: an added unit takes "
-                "another's place, which moves a sum by 2C; expected 'replace-one', or Poisson "
-                "sampling"
+                "another's place, which moves a sum by 2C; use 'replace-one', or Poisson sampling"
             )
         spaced = isinstance(self.sampling, SpacedSampling)
         if spaced and self.relation is NeighboringRelation.ADD_OR_REMOVE_ONE:
             raise InvalidValue(
                 f"relation={self.relation.value!r} with spaced sampling: an added unit delays the "
-                "turns of all others; expected 'replace-special' or 'replace-one'"
+                "turns of all others; use 'replace-special' or 'replace-one'"
             )
 
     @property
@@ -122,7 +122,7 @@ class Release(Checked, JsonRecord):
 
     @property
     def event(self) -> dp_accounting.DpEvent:
-        """The release as an event of dp-accounting; a sensitivity of 2 stands for replace-one."""
+        """The release as an event of dp-accounting; for replace-one, one with sensitivity 2."""
         import dp_accounting
 
         gaussian = dp_accounting.GaussianDpEvent(self.relative_noise)
@@ -141,7 +141,7 @@ class Release(Checked, JsonRecord):
     def under(self, relation: NeighboringRelation) -> Release:
         """Return a release that has the same loss under another relation.
 
-        This holds only for a release that sampling does not amplify.
+        Call it only for a release that sampling does not amplify.
         """
         noise, sampling = self.relative_noise * relation.sensitivity_factor, self.sampling
         if isinstance(sampling, PoissonSampling):  # at rate 1, which draws all units

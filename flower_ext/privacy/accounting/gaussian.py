@@ -25,9 +25,10 @@ def gaussian_loss(noise_multiplier: float, *, releases: float, delta: float) -> 
         σ: standard deviation of the noise, divided by the largest L2 distance by which one unit
         moves a sum.
     releases : float
-        Number of releases. A release with noise multiplier σ_t instead of σ counts (σ/σ_t)² times.
-        If the adversary sees who took part, count for each unit the releases to which it
-        contributed, and pass the largest count. It must not depend on anybody's data.
+        Number of releases. If a release has the noise multiplier σ_t instead of σ, count it as
+        (σ/σ_t)² releases. If the adversary sees who took part, count for each unit the releases to
+        which it contributed, and pass the largest of these counts. The number must not depend on
+        anybody's data.
 
     Raises
     ------
@@ -51,7 +52,8 @@ def gaussian_loss(noise_multiplier: float, *, releases: float, delta: float) -> 
 def without_amplification(counts: Iterable[tuple[Release, int]], delta: float) -> PrivacyLoss:
     """Return the loss of releases as if no sampling amplified them.
 
-    Gaussians with noise multipliers σ_i have the same loss as one Gaussian with (Σ σ_i⁻²)^(−1/2).
+    Gaussians with noise multipliers σ_i together have the same loss as one Gaussian with the noise
+    multiplier (Σ σ_i⁻²)^(−1/2).
     """
     precision = sum(count / release.relative_noise**2 for release, count in counts)
     return _one_gaussian(1 / math.sqrt(precision), delta)

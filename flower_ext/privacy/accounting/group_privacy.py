@@ -30,12 +30,12 @@ from flower_ext.privacy.accounting.pld import FINEST_INTERVAL, WIDEST_INTERVAL, 
 _NEGLIGIBLE = 1e-30
 """An outcome of a step that is less probable than this counts as the largest outcome."""
 _NO_PRIVACY = 1e4
-"""If ε of a single step is larger, sampling is ignored, because no grid can hold such losses."""
+"""If a single step has a larger ε, sampling is ignored, because no grid can hold such losses."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DpSgd(Checked):
-    """The parameters of one silo's DP-SGD, over one local training or several.
+    """The parameters of one silo's DP-SGD, in one local training or in several together.
 
     Parameters
     ----------
@@ -44,7 +44,7 @@ class DpSgd(Checked):
     sampling_rate : float
         Probability with which a step samples each record, independently (Poisson).
     steps : int
-        Number of steps over all these trainings.
+        Number of steps in all these trainings together.
     """
 
     noise_multiplier: Positive
@@ -93,10 +93,10 @@ def group_loss(silo: DpSgd, *, group_size: int, delta: float) -> PrivacyLoss:
 
 
 def _binomial(count: int, rate: float) -> tuple[list[float], list[float]]:
-    """Return values and their probabilities: Binomial(count, rate), or a little larger.
+    """Return the values of Binomial(count, rate), and their probabilities.
 
-    Values of negligible probability are replaced by ``count``. This is safe, because a larger shift
-    never has a smaller privacy loss.
+    Values of negligible probability are left out, and ``count``, the largest value, gets their
+    probability. This is safe, because a larger shift never has a smaller privacy loss.
     """
     from scipy import stats
 
@@ -110,9 +110,9 @@ def _binomial(count: int, rate: float) -> tuple[list[float], list[float]]:
 
 
 def _by_central_limit(silo: DpSgd, group_size: int, delta: float) -> float:
-    """Return a rough ε, from which the grid is chosen, as if all steps were one Gaussian.
+    """Return a rough estimate of ε, which treats all steps as one Gaussian. It may be 0.
 
-    It may be 0.
+    The grid for the exact computation is chosen from it.
     """
     exponent = silo.noise_multiplier**-2
     if exponent > 100:

@@ -1,7 +1,8 @@
 """Counts of the rounds in which each unit took part, for adversaries who see the cohorts.
 
 Cohorts never depend on data: they are drawn at random, or follow a fixed order. A guarantee may
-therefore be stated for the participations that took place, rather than for their distribution.
+therefore be stated for the participations that took place. It need not average over all that were
+possible.
 """
 
 from __future__ import annotations
@@ -35,10 +36,10 @@ class Participations(JsonRecord):
     def record(self, cohort: Sequence[int], answered: int, *, asked: int | None = None) -> None:
         """Count one round.
 
-        If each client adds a share of the noise, a sum of ``answered`` uploads carries
-        ``answered``/``asked`` of the noise's variance, and a single upload carries 1/``asked``. An
-        adversary may also see uploads that the server refused or that came too late. Every upload
-        that the server asked for therefore counts as seen.
+        If each client adds a share of the noise, a single upload has 1/``asked`` of the variance
+        that the plan requires, and a sum of ``answered`` uploads has ``answered``/``asked`` of it.
+        An adversary may also see uploads that the server refused or that came too late, so every
+        upload that the server asked for counts as seen.
 
         Parameters
         ----------
@@ -77,18 +78,19 @@ class Participations(JsonRecord):
 
     @property
     def in_sums(self) -> float:
-        """Largest total weight of any unit, for an adversary who sees each released sum."""
+        """Largest weight that any unit has, for an adversary who sees each released sum."""
         return max(self.weights_in_sums.values(), default=0.0)
 
     @property
     def in_uploads(self) -> float:
-        """Largest total weight of any unit, for an adversary who sees each upload."""
+        """Largest weight that any unit has, for an adversary who sees each upload."""
         return max(self.weights_in_uploads.values(), default=0.0)
 
     def level(self, units: Iterable[int]) -> None:
-        """Give all ``units`` the largest count, the largest weights and the last round of any unit.
+        """Set every number of all ``units`` to the largest number that any unit has.
 
-        Call this if the server no longer knows which counts belong to which unit.
+        These are the number of uploads, both weights, and the number of the last round. Call this
+        if the server no longer knows which counts belong to which unit.
         """
         units = list(units)
         most = max(self.uploads.values(), default=0)

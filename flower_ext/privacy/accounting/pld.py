@@ -1,6 +1,7 @@
-"""Bounds on ε by privacy loss distributions (PLD) on a grid.
+"""Bounds on ε by privacy loss distributions (PLD).
 
-Fourier transforms compose the distributions.
+A distribution is stored on a grid of privacy losses. Fourier transforms compose the distributions
+of several releases.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from flower_ext.privacy.accounting.events import PrivacyLoss, Release
 _ROUNDING = 1e-15
 """Bound on the δ that Fourier transforms lose in each composed step, 10 times the measured one."""
 FINEST_INTERVAL, WIDEST_INTERVAL = 1e-5, 100.0
-"""Limits of a grid's interval: with a smaller one, rounding loses δ; a wider one overflows exp."""
+"""Limits of a grid's interval. With a smaller one, rounding loses δ; a wider one overflows exp."""
 _MOST_CELLS = 50_000
 """Largest number of grid intervals for the losses of one release, which takes half a second."""
 _MOST_AT_ONCE = 4096
@@ -26,7 +27,7 @@ the tails of a composition is loose for more copies, and its transforms become l
 
 
 def pld_loss(counts: Sequence[tuple[Release, int]], delta: float, *, rough: float) -> PrivacyLoss:
-    """Return the bound on ε of releases.
+    """Return PLD's bound on ε of releases.
 
     ``rough`` is an estimate of ε, from which the interval of the grid is chosen.
     """
@@ -40,7 +41,7 @@ def pld_loss(counts: Sequence[tuple[Release, int]], delta: float, *, rough: floa
 
 
 def has_grid(release: Release) -> bool:
-    """Return True if a grid can hold the privacy losses of a release."""
+    """Return True if PLD covers a release: it does not cover sampling without replacement."""
     import dp_accounting
 
     return not isinstance(release.event, dp_accounting.SampledWithoutReplacementDpEvent)
@@ -56,8 +57,9 @@ def optimal_loss(
 ) -> PrivacyLoss:
     """Return the bound on ε of releases together with other mechanisms.
 
-    Each of ``spends`` is the (ε, δ) of one other mechanism. The bound replaces it by the worst
-    mechanism with this (ε, δ).
+    Each of ``spends`` is the (ε, δ) of one other mechanism. The bound replaces the mechanism by the
+    worst mechanism with this (ε, δ). ``rough`` is an estimate of ε, from which the interval of the
+    grid is chosen.
     """
     from dp_accounting.pld.common import DifferentialPrivacyParameters
 
@@ -73,9 +75,10 @@ def optimal_loss(
 
 
 def _widest_step(counts: Iterable[tuple[Release, int]]) -> float:
-    """Return the widest range of any release's privacy losses, for noise within ten stddevs.
+    """Return the width of the widest range of privacy losses that one release needs on a grid.
 
-    All equal releases without sub-sampling are composed to one Gaussian first.
+    A release's range has the losses for noise of at most ten standard deviations. Equal releases
+    without sub-sampling count as one Gaussian.
     """
     widest = 0.0
     for release, count in counts:
@@ -92,7 +95,7 @@ def _widest_step(counts: Iterable[tuple[Release, int]]) -> float:
 
 
 def _grid_interval(epsilon: float, delta: float, *, steps: int) -> float:
-    """Return a grid interval that makes ε larger by about a thousandth.
+    """Return an interval of the grid for which the rounding makes ε larger by about a thousandth.
 
     Many steps together are nearly one Gaussian. If its mean moves by μ standard deviations, its ε
     at δ is about μ²/2 + μ √(2 log 1/δ), and its privacy loss has variance μ². A grid of interval w
@@ -105,11 +108,11 @@ def _grid_interval(epsilon: float, delta: float, *, steps: int) -> float:
 
 
 def pld_epsilon(events: Sequence[tuple[Any, int]], delta: float, *, interval: float) -> float:
-    """Return ε of events, from a grid to which privacy losses are rounded up.
+    """Return a bound on ε of events. It is safe, because losses are rounded up to the grid.
 
-    ``events`` are pairs of a dp-accounting event and its count. A `DifferentialPrivacyParameters`
-    stands for the worst mechanism with this (ε, δ). The result is infinite if the rounding errors
-    of the Fourier transforms could reach ``delta``.
+    ``events`` are pairs of a dp-accounting event and its count. An event that is a
+    `DifferentialPrivacyParameters` stands for the worst mechanism with this (ε, δ). The result is
+    infinite if the rounding errors of the Fourier transforms could reach ``delta``.
     """
     from dp_accounting import pld
 
@@ -123,7 +126,10 @@ def pld_epsilon(events: Sequence[tuple[Any, int]], delta: float, *, interval: fl
 
 
 def _grid_of(event: Any, count: int, interval: float) -> tuple[Any, int]:
-    """Return the grid of an event's privacy losses, and the number of times to compose it."""
+    """Return an event's privacy losses on a grid, and how many copies of them to compose.
+
+    One copy is enough for ``count`` Gaussians, because they have the losses of a single Gaussian.
+    """
     import dp_accounting
     from dp_accounting.pld import privacy_loss_distribution as grids
 
@@ -150,7 +156,7 @@ def _grid_of(event: Any, count: int, interval: float) -> tuple[Any, int]:
 
 @lru_cache(maxsize=32)  # after each round, ε is mostly computed from this same grid
 def _sampled_grid(noise_multiplier: float, sampling_rate: float, interval: float) -> Any:
-    """Return the grid of one sub-sampled Gaussian's privacy losses, which takes long to compute."""
+    """Return one sub-sampled Gaussian's privacy losses on a grid; this takes long to compute."""
     from dp_accounting.pld import privacy_loss_distribution as grids
 
     return grids.from_gaussian_mechanism(
@@ -159,7 +165,7 @@ def _sampled_grid(noise_multiplier: float, sampling_rate: float, interval: float
 
 
 def _composed(losses: Any, count: int) -> Any:
-    """Compose ``count`` copies of a grid of privacy losses, in blocks if there are many."""
+    """Compose ``count`` copies of privacy losses on a grid, in blocks if there are many copies."""
     if count <= _MOST_AT_ONCE:
         return losses.self_compose(count)
     blocks, left = divmod(count, _MOST_AT_ONCE)

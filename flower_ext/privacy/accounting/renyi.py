@@ -4,10 +4,10 @@ The module computes the divergence of one Poisson sub-sampled Gaussian sum witho
 
 Source: Mironov, Talwar and Zhang, Rényi differential privacy of the sampled Gaussian mechanism
 (2019). With z ~ N(0, σ²) and u = γ (exp((2z - 1)/2σ²) - 1), the divergence of order α is
-log E[(1 + u)^α] / (α - 1). The expectation is 1 plus a remainder, which is tiny if noise is large.
-A computation that adds up the whole expectation would lose the remainder, or make it negative.
-Since E[u] = 0, the remainder is the mean of (1 + u)^α - 1 - αu. This function is never negative, so
-its mean, added up without the 1, keeps its relative precision.
+log E[(1 + u)^α] / (α - 1). The expectation is 1 plus a remainder, which is tiny if the noise is
+large. A computation of the whole expectation would lose the remainder to rounding, or make it
+negative. So the module computes the remainder alone. Since E[u] = 0, the remainder is the mean of
+(1 + u)^α - 1 - αu. This function is never negative, so the mean keeps its relative precision.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ _MARGIN = 1e-9
 
 
 def renyi_loss(counts: Iterable[tuple[Release, int]], delta: float) -> PrivacyLoss:
-    """Return the bound on ε at the order with the smallest bound.
+    """Return RDP's bound on ε, at the order that gives the smallest one.
 
-    The computed divergence is above 0 at every order, so that no loss is rounded to 0.
+    The computed divergence is above 0 at every order, so no loss is rounded to 0.
     """
     from dp_accounting import rdp
 
@@ -52,9 +52,10 @@ def renyi_loss(counts: Iterable[tuple[Release, int]], delta: float) -> PrivacyLo
 
 
 def without_replacement_loss(counts: Sequence[tuple[Release, int]], delta: float) -> PrivacyLoss:
-    """Return the bound on ε for sampling without replacement, at the order with the smallest bound.
+    """Return RDP's bound on ε for sampling without replacement.
 
-    The function tries every fourth order, then all orders near the best of these.
+    It is the bound at the order that gives the smallest one. The function tries every fourth order,
+    and then all orders near the best of these.
     """
     from dp_accounting import rdp
 
@@ -92,8 +93,9 @@ def sampled_gaussian_renyi(
 ) -> np.ndarray:
     """Return an upper bound on the divergence of one sum at each order, tight to 1e-8.
 
-    For noise below 0.2, the two nearest integer orders bound a fractional order, because (α - 1)
-    times the divergence is convex in α.
+    If ``noise_multiplier`` is below 0.2, the divergence at a fractional order is bounded by those
+    at the two nearest integer orders. This is possible because (α - 1) times the divergence is
+    convex in α.
 
     Parameters
     ----------

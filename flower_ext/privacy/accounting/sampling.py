@@ -1,4 +1,4 @@
-"""Samplers, which draw each round's cohort. The accountant reads the same objects."""
+"""Samplers, which draw each round's cohort. The accountant computes ε from the same objects."""
 
 from __future__ import annotations
 
@@ -106,9 +106,9 @@ class FullParticipation(Checked, JsonRecord):
 
 @dataclass(frozen=True)
 class SpacedSampling(Checked, JsonRecord):
-    """Take units in turn: each at most k times, and at least b rounds apart.
+    """Take units in turn: a unit takes part at most k times, and its rounds are at least b apart.
 
-    Units that never took part come first, in the order of their indices, and then the units that
+    Units that never took part come first, in the order of their indices. Then come the units that
     have waited longest. Cohorts are neither random nor secret, so sampling amplifies nothing. A
     unit that is asked and does not answer has used one of its k turns.
 
@@ -175,5 +175,5 @@ Sampling = PoissonSampling | FixedSizeSampling | FullParticipation | SpacedSampl
 
 
 def size_for_rate(population: int, rate: float) -> int:
-    """Return the whole cohort size nearest to ``rate * population``, at least 1."""
+    """Return ``rate * population``, rounded to the nearest whole cohort size of at least 1."""
     return max(1, math.floor(rate * population + 0.5))

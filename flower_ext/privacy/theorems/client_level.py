@@ -148,10 +148,7 @@ def _sums_of(mechanism: NoisedSum) -> SumAssumptions:
         return SumAssumptions(noise=ON_A_GRID, models=())
     if not isinstance(mechanism, MaskedNoisedSum):
         return SumAssumptions(
-            noise=ON_A_GRID,
-            parties=(_SHARES,),
-            sums=(WHOLE_UPLOADS, NO_SECURE_SUM),
-            share="cohort",
+            noise=ON_A_GRID, parties=(_SHARES,), sums=(WHOLE_UPLOADS, NO_SECURE_SUM), share="cohort"
         )
     return SumAssumptions(
         noise=DISCRETE,

@@ -28,6 +28,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from flower_ext.checks import (
     Checked,
@@ -82,6 +83,12 @@ class RecordLevelTerms(Checked):
         """σ_u: stddev of the noise in each weight of an upload, from all ``steps`` together."""
         return self.noise_stddev * (1.0 if self.steps is None else self.steps.upload_stddev(1.0))
 
+    @property
+    def upload_sensitivity(self) -> float:
+        """Largest L2 distance by which replacing one record moves an upload without noise."""
+        diameter = 2 * self.clipping_norm  # of the ball of clipped models
+        return diameter if self.steps is None else min(diameter, self.steps.upload_sensitivity)
+
 
 def dp_ditto_noise_stddev(
     *,
@@ -123,29 +130,16 @@ def dp_ditto_guarantees(
     whole model limits its influence. With ``terms.steps``, each local step clips every record's
     gradient and adds noise. ``rounds`` is the number of rounds so far.
     """
-    steps, delta, num_examples = terms.steps, terms.delta, terms.num_examples
-    num_clients, moved = terms.sampling.population, 2 * terms.clipping_norm
-    if steps is None:
-        loss = gaussian_loss(terms.noise_stddev / moved, releases=rounds, delta=delta)
-        source = f"{rounds} uploads, sensitivity 2C = {moved:.4g}"
-    else:
-        # Two bounds hold: the diameter of the ball of clipped models, and the length of all steps.
-        moved = min(moved, steps.upload_sensitivity)
-        loss = steps.loss(terms.noise_stddev, delta=delta, rounds=rounds)
-        source = (
-            f"{rounds} rounds of {steps.local_steps} noised steps, {steps.uses_per_round} of them "
-            f"with any one record, sensitivity 2ηG/B = {steps.sensitivity:.4g} of a step"
-        )
     claims = Claims(
         unit=PrivacyUnit.RECORD,
         relation=NeighboringRelation.REPLACE_ONE,
-        delta=delta,
+        delta=terms.delta,
         assumptions=(
             "clients train, clip and add noise as instructed",
             "personal models, and all else that depends on a client's records, stay on the client",
             "the planned rounds and each client's number of examples are public",
             "arithmetic in floating point stays within the margins of clipping",
-            *(() if steps is None else (OWN_GRADIENTS,)),
+            *(() if terms.steps is None else (OWN_GRADIENTS,)),
             LOADS,
             OUTLIVES,
             ON_A_GRID,
@@ -153,43 +147,63 @@ def dp_ditto_guarantees(
         ),
         not_covered=not_covered,
     )
+    return [
+        claims.published(AdversaryView.EACH_UPLOAD, **_eqns_7_8(terms, rounds)),
+        *claims.provable(_provable_bound(terms, rounds)),
+    ]
+
+
+def _eqns_7_8(terms: RecordLevelTerms, rounds: int) -> dict[str, Any]:
+    """Return ε of Eqns 7–8, as published, with its source and its conditions."""
+    clients, moved = terms.sampling.population, terms.upload_sensitivity
+    claimed = 2 * terms.clipping_norm / terms.num_examples
     # By Eqns 7–8 ε is inversely proportional to the noise, so the noise for ε = 1 gives every ε.
     for_one = dp_ditto_noise_stddev(
         epsilon=1.0,
-        delta=delta,
+        delta=terms.delta,
         rounds=rounds,
-        num_clients=num_clients,
-        num_examples=num_examples,
+        num_clients=clients,
+        num_examples=terms.num_examples,
         clipping_norm=terms.clipping_norm,
     )
-    published, claimed = for_one / terms.upload_stddev, 2 * terms.clipping_norm / num_examples
+    epsilon, multiplier = for_one / terms.upload_stddev, terms.upload_stddev / claimed
     # The published proof assumes that sampling with q = 1/N reduces T releases to qT.
-    thinned = gaussian_loss(
-        terms.upload_stddev / claimed, releases=rounds / num_clients, delta=delta
-    )
-    return [
-        claims.published(
-            AdversaryView.EACH_UPLOAD,
-            published,
-            accountant="closed form (moments accountant)",
-            source="Zhao et al., DP-Ditto, Eqns 7–8",
-            conditions=(
-                Condition(
-                    f"1/N is a sampling rate (q = 1/{num_clients}; every client takes part in "
-                    "every round, so q = 1)",
-                    num_clients == 1,
-                ),
-                Condition(
-                    f"one record moves a clipped local model by at most 2C/|D_n| = {claimed:.4g} "
-                    f"(what holds is {moved:.4g})",
-                    moved <= claimed,
-                ),
-                Condition(
-                    f"the closed form covers qT Gaussians of its own sensitivity (exactly ε = "
-                    f"{thinned.epsilon:.4g}, claimed {published:.4g})",
-                    thinned.epsilon <= published,
-                ),
-            ),
+    thinned = gaussian_loss(multiplier, releases=rounds / clients, delta=terms.delta).epsilon
+    conditions = (
+        Condition(
+            f"1/N is a sampling rate (q = 1/{clients}; every client takes part in every round, so "
+            "q = 1)",
+            clients == 1,
         ),
-        *claims.provable(Bound(AdversaryView.EACH_UPLOAD, loss, source)),
-    ]
+        Condition(
+            f"one record moves a clipped local model by at most 2C/|D_n| = {claimed:.4g} (what "
+            f"holds is {moved:.4g})",
+            moved <= claimed,
+        ),
+        Condition(
+            "the closed form covers qT Gaussians of its own sensitivity (exactly ε = "
+            f"{thinned:.4g}, claimed {epsilon:.4g})",
+            thinned <= epsilon,
+        ),
+    )
+    return {
+        "epsilon": epsilon,
+        "accountant": "closed form (moments accountant)",
+        "source": "Zhao et al., DP-Ditto, Eqns 7–8",
+        "conditions": conditions,
+    }
+
+
+def _provable_bound(terms: RecordLevelTerms, rounds: int) -> Bound:
+    """Return the bound of noised uploads or, with ``steps``, of noised steps."""
+    steps, stddev, moved = terms.steps, terms.noise_stddev, terms.upload_sensitivity
+    if steps is None:
+        loss = gaussian_loss(stddev / moved, releases=rounds, delta=terms.delta)
+        source = f"{rounds} uploads, sensitivity 2C = {moved:.4g}"
+    else:
+        loss = steps.loss(stddev, delta=terms.delta, rounds=rounds)
+        source = (
+            f"{rounds} rounds of {steps.local_steps} noised steps, {steps.uses_per_round} of them "
+            f"with any one record, sensitivity 2ηG/B = {steps.sensitivity:.4g} of a step"
+        )
+    return Bound(AdversaryView.EACH_UPLOAD, loss, source)

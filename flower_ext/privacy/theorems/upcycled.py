@@ -218,9 +218,7 @@ def perturbation_guarantees(
             conditions=theorem.conditions,
             not_covered=tuple(run.not_covered),
         ),
-        *claims.provable(
-            Bound(AdversaryView.EACH_UPLOAD, loss, reason, conditions=theorem.needed),
-        ),
+        *claims.provable(Bound(AdversaryView.EACH_UPLOAD, loss, reason, conditions=theorem.needed)),
     ]
 
 

@@ -36,7 +36,7 @@ _DIGEST_BYTES = 32
 
 
 def key_pair(keys: bytes) -> tuple[bytes, bytes]:
-    """Return the two public keys of a member: one for masks, one for sealing."""
+    """Split the bytes of a member's keys into its two public keys: for masks, and for sealing."""
     return keys[:KEY_BYTES], keys[KEY_BYTES : 2 * KEY_BYTES]
 
 
@@ -44,8 +44,8 @@ def key_pair(keys: bytes) -> tuple[bytes, bytes]:
 class _RoundMessage(ProtocolMessage):
     """A message of one round.
 
-    ``sizes`` gives the length in bytes of each field, or of each entry of a mapping, whose length
-    is the same in every round.
+    ``sizes`` gives the length in bytes of those fields whose length is the same in every round. For
+    a mapping, it is the length of one entry.
     """
 
     sizes: ClassVar[Mapping[str, int]] = {}
@@ -90,7 +90,7 @@ class Advert(_RoundMessage):
 
 @dataclass(frozen=True, kw_only=True)
 class Keys(_RoundMessage):
-    """The public keys of a member, and of those of its neighbours that sent keys."""
+    """A member's public keys, and the public keys that its neighbours sent."""
 
     kind = b"K"
     keys: Mapping[int, bytes]
@@ -98,10 +98,11 @@ class Keys(_RoundMessage):
 
 @dataclass(frozen=True, kw_only=True)
 class SealedShares(_RoundMessage):
-    """A hash of the member's seed, and shares of its seed and mask key that neighbours can open.
+    """A hash of the member's seed, and encrypted shares of its seed and mask key.
 
-    The hashes of a neighbour's two shares follow its sealed shares. By these hashes, the server
-    recognises a wrong share.
+    ``sealed`` has one entry for each neighbour. The entry holds one share of each secret, encrypted
+    so that only this neighbour can read them, and then a hash of each share. If the neighbour later
+    reveals a wrong share, the server recognises it by the hash.
     """
 
     kind = b"S"
@@ -155,7 +156,7 @@ class UnmaskRequest(_RoundMessage):
         if not 0 <= self.answers <= context.members:
             raise InvalidValue(f"answers={self.answers}: expected 0 to {context.members}")
         if not set(self.kinds.values()) <= {OF_SEED, OF_KEY}:
-            raise InvalidValue(f"kinds: expected {OF_SEED!r} or {OF_KEY!r} for each member")
+            raise InvalidValue(f"kinds: expected {OF_SEED!r} or {OF_KEY!r} for each neighbour")
         super().check(context)
 
 

@@ -41,7 +41,7 @@ M = TypeVar("M", Advert, SealedShares, MaskedInput, Revealed)
 
 
 class ShareFault(Enum):
-    """Fault in a member's shares. Its value is a sentence in which "it" is the member."""
+    """Fault in a member's shares. The value is a sentence for a report; "it" is the member."""
 
     UNOPENED = "its sealed shares could not be opened by {neighbours}"
     WRONG = (
@@ -54,11 +54,12 @@ class ShareFault(Enum):
 class SumServer:
     """The server of one round.
 
-    A round has four stages. In each, the server collects messages in any order and then closes the
-    stage: `add_advert` and `keys`, `add_shares` and `deliveries`, `add_masked` and
-    `unmask_requests`, `add_revealed` and `total`. It refuses a member's second message of a stage,
-    and messages of a closed stage. A refused message changes nothing, and the caller continues
-    without it. The server adds masked vectors up as they arrive and keeps none.
+    A round has four stages. Each has a method that takes one member's message, and a method that
+    closes the stage: `add_advert` and `keys`, `add_shares` and `deliveries`, `add_masked` and
+    `unmask_requests`, `add_revealed` and `total`. Messages of a stage may come in any order. The
+    server refuses a member's second message of a stage, and every message of a closed stage. A
+    refused message changes nothing, and the caller continues without it. The server adds masked
+    vectors up as they arrive and keeps none.
 
     Parameters
     ----------
@@ -70,8 +71,8 @@ class SumServer:
     Attributes
     ----------
     faults : dict[tuple[int, ShareFault], set[int]]
-        The key is a member and a fault of its shares. The value holds the neighbours that the
-        fault's sentence names.
+        Faults that the server found so far. The key is a member and the fault in its shares. The
+        value holds the members to name as ``{neighbours}`` in the fault's sentence.
     """
 
     def __init__(self, context: RoundContext, graph: Graph) -> None:
@@ -110,14 +111,15 @@ class SumServer:
         ProtocolError
             The message is late, early, repeated, from another round, or from a member that left.
         InvalidValue
-            The message is malformed, or one of its keys is of low order, repeated, or sent by
-            another member.
+            The message is malformed, its two keys are equal, or one of them is of low order or
+            was sent by another member.
         """
         self._check(0, message)
         pair = set(key_pair(message.keys))
         if len(pair) < 2 or pair & self._known_keys:
             raise InvalidValue(
-                f"keys of member {message.member}: expected two keys that nobody else sent"
+                f"keys of member {message.member}: expected two different keys that no other "
+                "member sent"
             )
         for public in pair:
             check_public(public)
@@ -131,8 +133,8 @@ class SumServer:
         Raises
         ------
         IncompleteRound
-            Fewer members than ``least_answers`` are left. Members with fewer neighbours than the
-            threshold do not count.
+            Fewer members than ``least_answers`` are left. A member that has fewer neighbours left
+            than the threshold leaves the round as well.
         """
         self._require(0)
         staying = self._close(set(self._keys))
@@ -150,7 +152,8 @@ class SumServer:
         expected = set(self._near(message.member, self._expected))
         if set(message.sealed) != expected:
             raise InvalidValue(
-                f"shares of member {message.member}: expected shares for each of {sorted(expected)}"
+                f"shares of member {message.member}: expected shares for exactly its neighbours "
+                f"{sorted(expected)}"
             )
         self._shared[message.member] = message
         self._heard.add(message.member)
@@ -161,7 +164,7 @@ class SumServer:
         Raises
         ------
         IncompleteRound
-            As `keys`.
+            Too few members are left, as in `keys`.
         """
         self._require(1)
         self._sharing = self._close(set(self._shared))
@@ -204,13 +207,16 @@ class SumServer:
         }
 
     def add_revealed(self, message: Revealed) -> None:
-        """Take the shares that a member reveals; raise the errors of `add_advert`."""
+        """Take the shares that a member reveals; raise the errors of `add_advert`.
+
+        Wrong and missing shares raise no error: `faults` records them.
+        """
         self._check(3, message)
         kinds = self._kinds(message.member)
         if not {o: share[:1] for o, share in message.shares.items()}.items() <= kinds.items():
             raise InvalidValue(
-                f"shares of member {message.member}: expected the kinds of share that the server "
-                "requested"
+                f"shares of member {message.member}: expected only the kinds of share that the "
+                "server requested"
             )
         for other, kind in kinds.items():
             if other not in message.shares:
@@ -233,13 +239,13 @@ class SumServer:
         Raises
         ------
         IncompleteRound
-            A secret cannot be rebuilt, because too few valid shares of it arrived. The round is
-            discarded.
+            A secret cannot be rebuilt, because too few valid shares of it arrived, or because they
+            give another secret than the member published. The round is discarded.
         """
         self._require(3)
         self._next(set())
         context, digest = self._context, self._context.digest
-        # The server learns one secret of each member, because both would unmask its vector.
+        # Rebuild only one secret of each member: with both, the server could unmask its vector.
         seeds = {member: self._rebuild(member, OF_SEED) for member in sorted(self._answered)}
         lost = sorted(self._sharing - self._answered)
         privates = {member: self._rebuild(member, OF_KEY) for member in lost}
@@ -261,8 +267,8 @@ class SumServer:
         what = "seed" if kind == OF_SEED else "mask key"
         if len(shares) < self._context.threshold:
             raise IncompleteRound(
-                f"{what} of member {member}: {len(shares)} valid shares, expected "
-                f"{self._context.threshold}; the round is discarded"
+                f"{what} of member {member}: expected at least {self._context.threshold} valid "
+                f"shares, but {len(shares)} arrived; the round is discarded"
             )
         # Hashes check each share. The member may still have shared a different secret than it used.
         with suppress(InvalidValue):  # raised if the shares rebuild no secret of 32 bytes
@@ -276,7 +282,7 @@ class SumServer:
         )
 
     def _is_right(self, holder: int, owner: int, revealed: bytes) -> bool:
-        """Return True if a revealed share has the hash that its owner published."""
+        """Return True if the share that ``holder`` revealed has the hash from its ``owner``."""
         kind, share = revealed[:1], revealed[1:]
         start = SEALED_BYTES + HASH_BYTES * (kind == OF_KEY)
         published = self._shared[owner].sealed[holder][start : start + HASH_BYTES]
@@ -284,14 +290,20 @@ class SumServer:
         return published == share_hash(digest, share, owner=owner, holder=holder, kind=kind)
 
     def _fits(self, member: int, kind: bytes, secret: bytes) -> bool:
-        """Return True if the secret fits the hash or public key that the member published."""
+        """Return True if a rebuilt secret fits what the member published.
+
+        A seed must have the published hash, and a mask key must give the published public key.
+        """
         if kind == OF_SEED:
             published = self._shared[member].commitment
             return published == commitment(self._context.digest, secret, member)
         return public_of(secret) == key_pair(self._keys[member])[0]
 
     def _kinds(self, member: int) -> dict[int, bytes]:
-        """Return, for each neighbour that sent shares, the kind of share that a member reveals."""
+        """Return the kind of share that ``member`` is to reveal for each neighbour.
+
+        Only neighbours that sent shares of their secrets are included.
+        """
         return {
             other: OF_SEED if other in self._answered else OF_KEY
             for other in self._near(member, self._sharing)
@@ -301,7 +313,11 @@ class SumServer:
         return [other for other in self._graph[member] if other in among]
 
     def _close(self, left: set[int]) -> set[int]:
-        """Drop members with too few neighbours until all have enough; open the next stage."""
+        """Open the next stage for the members in ``left``, and return those that stay.
+
+        Members that have fewer neighbours in ``left`` than the threshold are dropped, until every
+        member that is left has enough.
+        """
         while True:  # a member that leaves may leave its neighbours with too few
             few = {m for m in left if len(self._near(m, left)) < self._context.threshold}
             if not few:
@@ -332,6 +348,6 @@ class SumServer:
         message.check(self._context)
         self._require(stage)
         if message.member in self._heard:
-            raise ProtocolError(f"member {message.member} sent its {_STAGES[stage]} before")
+            raise ProtocolError(f"member {message.member} has already sent its {_STAGES[stage]}")
         if message.member not in self._expected:
-            raise ProtocolError(f"member {message.member} left this round before")
+            raise ProtocolError(f"member {message.member} has already left this round")

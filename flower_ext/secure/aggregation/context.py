@@ -1,7 +1,8 @@
 """Public values of one round: all parties agree on them, and all keys and messages depend on them.
 
-A member shares keys with k neighbours: the nearest members on a circle in a secretly drawn order (a
-circulant or Harary graph). O(log n) neighbours suffice (Bell et al. 2020).
+A member agrees on masks with k of the n members, its neighbours. The server places all members on a
+circle in a random order, which it keeps secret. A member's neighbours are the k members nearest to
+it on the circle (a circulant or Harary graph). O(log n) neighbours suffice (Bell et al. 2020).
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from flower_ext.errors import InvalidValue
 from flower_ext.json_record import JsonRecord
 
 Graph: TypeAlias = Sequence[Sequence[int]]
-"""The neighbours of every member, ascending, in the order of the members."""
+"""For each member, in the order of their numbers, its neighbours in ascending order."""
 GRAPH_BYTES = 32
 
 
@@ -77,7 +78,10 @@ class RoundContext(Checked, JsonRecord):
         super().__post_init__()
         size = self.members
         if len(self.graph) != GRAPH_BYTES:
-            raise InvalidValue(f"graph of {len(self.graph)} bytes: expected {GRAPH_BYTES}")
+            raise InvalidValue(
+                f"graph of {len(self.graph)} bytes: expected the {GRAPH_BYTES} bytes of a "
+                "graph_digest"
+            )
         if self.bits not in (32, 64):
             raise InvalidValue(f"bits={self.bits}: expected 32 or 64")
         if degree(size, self.neighbours) != self.neighbours:
@@ -97,8 +101,8 @@ class RoundContext(Checked, JsonRecord):
             )
         if self.signed and self.neighbours < size - 1:
             raise InvalidValue(
-                f"neighbours={self.neighbours} of a signed round: expected {size - 1}, because all "
-                "other members must be neighbours"
+                f"neighbours={self.neighbours} of a signed round: expected {size - 1}, because "
+                "every member of a signed round is a neighbour of all others"
             )
 
     @property
@@ -147,17 +151,17 @@ class Invitation(JsonRecord):
             )
         if not len(self.neighbours) == len(near) == context.neighbours:
             raise InvalidValue(
-                f"{len(near)} different neighbours: expected {context.neighbours}, "
-                "the number in the context"
+                f"neighbours={list(self.neighbours)}: expected {context.neighbours} different "
+                "members, the number of neighbours in the context"
             )
 
 
 def degree(members: int, neighbours: int) -> int:
     """Round ``neighbours`` up to a number of neighbours that every member can have.
 
-    The number is even, because half of a member's neighbours are on each side of it on a circle.
-    The exception is ``members - 1``, with which every member is a neighbour of all others. If
-    ``neighbours`` is above ``members - 1``, the result is ``members - 1``.
+    The result is the next even number, because members are on a circle, and half of a member's
+    neighbours are on each side of it. If that number is above ``members - 1``, the result is
+    ``members - 1``: every member is then a neighbour of all others.
 
     Raises
     ------
@@ -172,11 +176,12 @@ def degree(members: int, neighbours: int) -> int:
 
 
 def graph_of(order: Sequence[int], neighbours: int) -> Graph:
-    """Return each member's neighbours, in ascending order, if ``order`` places members on a circle.
+    """Return each member's neighbours, in ascending order.
 
-    If a member is another member's neighbour, the reverse holds too. ``neighbours`` must come from
-    `degree`. Draw ``order`` uniformly with randomness of the operating system. An adversary that
-    predicts it can surround a member with neighbours that collude.
+    ``order`` gives the members' places on a circle. A member's neighbours are the ``neighbours``
+    members nearest to it, so if A is a neighbour of B, then B is a neighbour of A. ``neighbours``
+    must come from `degree`. Draw ``order`` uniformly with randomness of the operating system,
+    because an adversary that predicts it can surround a member with neighbours that collude.
     """
     size = len(order)
     if neighbours >= size - 1:

@@ -2,7 +2,8 @@
 
 A member's identity is an Ed25519 key that outlives rounds. In a signed round, the member sends its
 two fresh public keys, its identity, and a signature over the round, the member's number and the two
-keys. Each member accepts only the identities that its owner listed, and accepts no identity twice.
+keys. Another member accepts these keys only if its owner listed the identity, and if no other
+member of the round has the same identity.
 """
 
 from __future__ import annotations
@@ -43,8 +44,8 @@ class Identities:
         Raises
         ------
         InvalidValue
-            A file cannot be read, contains a key twice, or contains a key that is not an Ed25519
-            key or needs a password.
+            A file cannot be read, a key is not an Ed25519 key, the private key needs a password,
+            or the list contains a key twice.
         """
         try:
             private = load_ssh_private_key(Path(key_file).read_bytes(), password=None)
@@ -75,7 +76,9 @@ class Identities:
         return self.public + self.private.sign(_statement(context, member, keys))
 
     def check(self, context: RoundContext, entries: Mapping[int, bytes]) -> None:
-        """Refuse other members' keys unless a different trusted identity signed each member's keys.
+        """Refuse other members' keys unless a trusted identity signed each member's keys.
+
+        No two members, this one included, may have the same identity.
 
         Parameters
         ----------
@@ -93,11 +96,12 @@ class Identities:
             keys, identity = entry[: 2 * KEY_BYTES], entry[2 * KEY_BYTES :][:IDENTITY_BYTES]
             if identity not in self.trusted:
                 raise ProtocolError(
-                    f"member {member}: expected an identity that sum-members of this node lists"
+                    f"identity of member {member}: expected one of the public keys in the file "
+                    "that sum-members names in this node's config"
                 )
             if identity in known:
                 raise ProtocolError(
-                    f"member {member}: expected a different identity for each member"
+                    f"identity of member {member}: expected a different identity for each member"
                 )
             known.add(identity)
             signature = entry[2 * KEY_BYTES + IDENTITY_BYTES :]
@@ -107,10 +111,11 @@ class Identities:
                 )
             except InvalidSignature:
                 raise ProtocolError(
-                    f"member {member}: expected keys that its identity signed for this round"
+                    f"signature of member {member}: expected a signature by its identity over its "
+                    "keys and this round"
                 ) from None
 
 
 def _statement(context: RoundContext, member: int, keys: bytes) -> bytes:
-    """Return what a member signs; every part has a fixed length."""
+    """Return the bytes that a member signs: the round, its number and its two public keys."""
     return _DOMAIN + context.digest + member.to_bytes(8, "big") + b"".join(key_pair(keys))

@@ -47,7 +47,7 @@ def apply_mask(key: bytes, values: Residues, *, subtract: bool = False) -> None:
 def pair_mask_key(
     digest: bytes, private: bytes, *, member: int, other: int, other_public: bytes
 ) -> bytes:
-    """Return the key of the mask that ``member`` and ``other`` share; both compute the same."""
+    """Return the key of the mask that ``member`` and ``other`` share; both compute the same key."""
     shared, public = agreed(private, other_public)
     keys = {member: public, other: other_public}
     low, high = sorted(keys)
@@ -55,26 +55,29 @@ def pair_mask_key(
 
 
 def self_mask_key(digest: bytes, seed: bytes, member: int) -> bytes:
-    """Return the key of a member's own mask."""
+    """Return the key of the mask that only this member knows, from its ``seed``."""
     return derive(seed, "sum: self mask", digest, member)
 
 
 def commitment(digest: bytes, seed: bytes, member: int) -> bytes:
-    """Return a hash by which the server recognises a rebuilt seed.
+    """Return a hash of a member's seed, which the member publishes.
 
-    It reveals nothing about the seed, because nobody can search through 256 random bits.
+    When the server later rebuilds the seed, it compares the hash. The hash reveals nothing about
+    the seed, because nobody can search through 256 random bits.
     """
     return derive(seed, "sum: commitment", digest, member)
 
 
 def share_hash(digest: bytes, share: bytes, *, owner: int, holder: int, kind: bytes) -> bytes:
-    """Return a hash by which the server recognises the share of a secret that ``holder`` reveals.
+    """Return a hash of the share of ``owner``'s secret that ``holder`` receives.
 
-    An adversary that lacks one share of a secret knows how every other share, and the secret,
-    depends linearly on one unknown number of 256 bits. A share serves as the key of its hash, so
-    the adversary sees hashes under related keys. These hashes reveal nothing if HKDF-SHA256 is a
-    random oracle. A pseudorandom function would not be enough, because its outputs under related
-    keys may be related.
+    The owner publishes the hash. When the holder reveals the share, the server compares the hash.
+
+    The share is the key of its hash. An adversary that lacks only one share to rebuild a secret
+    knows every further share as a linear function of one unknown number of 256 bits. It therefore
+    sees hashes under related keys. If HKDF-SHA256 is a random oracle, these hashes reveal nothing.
+    A pseudorandom function would not be enough, because its outputs under related keys may be
+    related.
     """
     return derive(share, "sum: share", digest, owner, holder, kind)
 

@@ -58,18 +58,19 @@ class MemberStage(Enum):
 class Member(JsonRecord):
     """One member of one round. Call `advertise`, `share`, `mask` and `unmask` in order, each once.
 
-    Store `to_bytes` after each call and before you send its reply, because a member restored from
-    an older state could answer twice. These bytes hold secrets without encryption: store them on
-    this node only. A call that raises an error changes nothing.
+    After each call, store the bytes of `to_bytes` before you send the call's reply. A member that
+    is restored from an older state could answer one message in two ways. The bytes hold secrets
+    without encryption: store them on this node only. A call that raises an error changes nothing.
 
     Parameters
     ----------
     invitation : Invitation
         The server's first message.
     **state
-        What later steps need from the steps so far; `from_bytes` restores it. ``keys`` holds the
-        neighbours' public keys. ``held`` holds the shares of each neighbour's seed and mask key
-        that this member received; empty bytes stand for shares that it could not open.
+        Values that earlier steps keep for later steps. Leave them out for a new member;
+        `from_bytes` restores them. ``keys`` maps each neighbour to its public keys. ``held`` maps
+        each neighbour to the shares of its seed and mask key that this member received, or to
+        empty bytes if this member could not open them.
     """
 
     kind = "member"
@@ -108,8 +109,8 @@ class Member(JsonRecord):
         Raises
         ------
         ProtocolError
-            The call is out of order, a signed round lacks ``identities``, or a round without
-            signatures has them.
+            The call is out of order, the round is signed and ``identities`` is None, or the round
+            is not signed and ``identities`` is given.
         """
         self._expect(MemberStage.NEW)
         self._check_signed(identities)
@@ -134,9 +135,9 @@ class Member(JsonRecord):
         Raises
         ------
         ProtocolError
-            The call is out of order, the message belongs to another round, this member's key was
-            changed, fewer neighbours than the threshold have keys, or a signature is missing, wrong
-            or of an identity that is not trusted.
+            The call is out of order, the message belongs to another round or has other keys for
+            this member than it sent, fewer neighbours than the threshold sent keys, or a
+            neighbour's signature is missing, wrong or made by an identity that is not trusted.
         InvalidValue
             A key is malformed, of low order, given twice, or does not belong to a neighbour.
         """
@@ -146,7 +147,9 @@ class Member(JsonRecord):
         keys = dict(message.keys)
         self._check_signed(identities)
         if b"".join(key_pair(keys.pop(index, b""))) != self._public:
-            raise ProtocolError(f"keys[{index}]: expected this member's own keys, unchanged")
+            raise ProtocolError(
+                f"keys[{index}]: expected the keys that this member sent, unchanged"
+            )
         self._check_neighbours(set(keys))
         if identities is not None:
             identities.check(context, keys)
@@ -176,13 +179,14 @@ class Member(JsonRecord):
         return SealedShares(digest=context.digest, member=index, commitment=hashed, sealed=sealed)
 
     def mask(self, message: Delivery, values: Residues) -> MaskedInput:
-        """Return ``values`` under the member's mask and a mask per neighbour that sent shares.
+        """Add masks to ``values``: this member's, and one for each neighbour that sent shares.
 
-        The member then forgets its own secrets, so that it can mask nothing else. Shares that it
-        cannot open do not end the round: the member masks as usual, and later reveals no share of
-        the neighbour that sent them. The server then uses the shares that other members hold. It
-        also learns that the missing share could not be opened: the neighbour sealed it wrongly, or
-        the server changed it.
+        The member then forgets its secrets, so that it can mask nothing else.
+
+        If it cannot open the shares from a neighbour, the neighbour sealed them wrongly, or the
+        server changed them. The member masks as usual, and later reveals no share for this
+        neighbour. The server then knows that the shares could not be opened, and rebuilds the
+        neighbour's secret from the shares of other members.
 
         Parameters
         ----------
@@ -195,9 +199,10 @@ class Member(JsonRecord):
         ------
         ProtocolError
             The call is out of order or repeated, the message belongs to another round, or fewer
-            neighbours than the threshold shared.
+            neighbours than the threshold sent shares.
         InvalidValue
-            Shares do not come from a neighbour, or ``values`` has a wrong shape or type.
+            Some shares come from a member that is no neighbour, or ``values`` has a wrong shape or
+            type.
         """
         self._expect(MemberStage.SHARED)
         context = self.context
@@ -209,7 +214,9 @@ class Member(JsonRecord):
             )
         self._check_neighbours(set(message.sealed))
         if not set(message.sealed) <= set(self.keys):
-            raise ProtocolError("sealed: expected shares only from neighbours with known keys")
+            raise ProtocolError(
+                "sealed: expected shares only from neighbours that sent keys before"
+            )
         held = {other: self._open(other, sealed) for other, sealed in message.sealed.items()}
         masked: Residues = np.array(values, dtype=context.dtype)
         apply_mask(self_mask_key(context.digest, self.seed, self.index), masked)
@@ -227,24 +234,27 @@ class Member(JsonRecord):
         return MaskedInput(digest=context.digest, member=self.index, values=masked.tobytes())
 
     def unmask(self, request: UnmaskRequest) -> Revealed:
-        """Return seed shares of neighbours that answered and key shares of those that were lost.
+        """Return one share for each neighbour that sent shares to this member.
 
-        The member then forgets all other shares. It repeats its answer to the same request.
+        If the neighbour's vector arrived, this is a share of its seed; if the neighbour was lost, a
+        share of its mask key. The member then forgets the other share of each neighbour. If the
+        same request comes again, the member returns the same answer.
 
         Raises
         ------
         ProtocolError
-            The call is out of order; this member answered another request before; fewer members
-            than ``least_answers`` answered; or the request is not for exactly the neighbours that
-            shared secrets with this member.
+            The call is out of order; this member answered a different request before; fewer
+            members than ``least_answers`` answered; the request names more lost neighbours than
+            there are members without an answer; or it does not name exactly the neighbours that
+            sent shares to this member.
         """
         context = self.context
         request.check(context)
         if self.stage is MemberStage.UNMASKED:
             if request.to_bytes() != self.request:
                 raise ProtocolError(
-                    "request: expected the request that this member answered before, because two "
-                    "answers could reveal both secrets of one neighbour"
+                    "request: expected the same request that this member answered before, because "
+                    "answers to two different requests could reveal both secrets of a neighbour"
                 )
             return Revealed.from_bytes(self.answer, context)
         self._expect(MemberStage.MASKED)
@@ -256,14 +266,14 @@ class Member(JsonRecord):
         lost = sum(kind == OF_KEY for kind in request.kinds.values())
         if lost > context.members - request.answers:
             raise ProtocolError(
-                f"{lost} lost neighbours: expected at most "
-                f"{context.members - request.answers}, because {request.answers} of "
+                f"request with {lost} lost neighbours: expected at most "
+                f"{context.members - request.answers}, because it says that {request.answers} of "
                 f"{context.members} members answered"
             )
         if set(request.kinds) != set(self.held):
             raise ProtocolError(
-                f"neighbours {sorted(request.kinds)}: expected all neighbours that shared secrets "
-                f"with this member, {sorted(self.held)}"
+                f"request for neighbours {sorted(request.kinds)}: expected exactly the neighbours "
+                f"that sent shares to this member, {sorted(self.held)}"
             )
         shares = {}
         for other, both in self.held.items():
@@ -295,10 +305,10 @@ class Member(JsonRecord):
     def _check_signed(self, identities: Identities | None) -> None:
         if self.context.signed != (identities is not None):
             raise ProtocolError(
-                "signed round: expected a node config with sum-identity-key and sum-members"
+                "this round is signed: set sum-identity-key and sum-members in the node config"
                 if self.context.signed
-                else "unsigned round: expected a signed one, because the node config names "
-                "sum-members; set signed-sums=true"
+                else "this round is not signed, but the node config sets sum-members, so this node "
+                "takes part in signed rounds only: set signed-sums=true in the run config"
             )
 
     def _check_neighbours(self, members: set[int]) -> None:
@@ -321,7 +331,10 @@ class Member(JsonRecord):
         )
 
     def _open(self, other: int, sealed: bytes) -> bytes:
-        """Return a neighbour's shares of seed and key, or no bytes if they cannot be opened."""
+        """Decrypt a neighbour's two shares, of its seed and of its mask key, and return both.
+
+        Return empty bytes if the shares cannot be decrypted or are malformed.
+        """
         cipher = self._cipher(self.keys[other], sender=other, receiver=self.index)
         nonce, text = sealed[:_NONCE_BYTES], sealed[_NONCE_BYTES:]
         try:

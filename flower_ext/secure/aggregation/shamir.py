@@ -1,4 +1,4 @@
-"""Shamir's sharing of 32-byte secrets: any t shares give the secret, t - 1 reveal nothing."""
+"""Shamir's sharing of 32-byte secrets: any t shares give the secret, and t - 1 reveal nothing."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def split(
     secret : bytes
         32 bytes.
     points : Sequence[int]
-        Different positive numbers at which the polynomial is evaluated.
+        Different positive numbers. Each share is the value of a random polynomial at one of them.
     threshold : int
         Number of shares that suffice to rebuild the secret.
     token_bytes : Callable[[int], bytes]
@@ -73,7 +73,7 @@ def combine(shares: Mapping[int, bytes], threshold: int) -> bytes:
                 denominator = denominator * (other - point) % PRIME
         secret = (secret + value * numerator * pow(denominator, -1, PRIME)) % PRIME
     if secret >> (8 * SECRET_BYTES):
-        raise InvalidValue("shares: expected shares of one secret of 32 bytes")
+        raise InvalidValue("shares: expected unchanged shares of one secret of 32 bytes")
     return secret.to_bytes(SECRET_BYTES, "big")
 
 
@@ -91,5 +91,5 @@ def _check_points(points: Sequence[int], threshold: int) -> None:
     if not 1 <= threshold <= len(points):
         raise InvalidValue(
             f"threshold={threshold}: expected 1 to {len(points)}, the number of shares; "
-            "wait for more shares or share with more members"
+            "wait for more shares, or split the secret among more members"
         )

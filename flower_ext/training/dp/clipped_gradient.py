@@ -1,4 +1,4 @@
-"""The sum of clipped gradients of single examples, computed in the fastest way of `ways`."""
+"""The sum of clipped gradients of single examples, in the fastest way that `ways` finds."""
 
 from __future__ import annotations
 

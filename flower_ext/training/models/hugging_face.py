@@ -132,7 +132,10 @@ def _is_linear(layer: nn.Module) -> bool:
 
 
 def _refuse_tied(model: nn.Module, names: str | list[str]) -> None:
-    """Refuse an adapter on a layer that shares its weight: merging it would change both layers."""
+    """Refuse an adapter on a layer that shares its weight with another layer.
+
+    If the adapter is merged into the weight, it changes both layers.
+    """
     if names == "all-linear":
         return  # PEFT leaves out the head
     first: dict[int, str] = {}

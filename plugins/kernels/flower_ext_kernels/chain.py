@@ -40,10 +40,10 @@ _IMAGE = 3
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """One parameter's place among the numbers of its network.
+    """The place of one parameter in the array that holds all numbers of a network.
 
-    In a network the weight of a convolution has the filters last: (kernel height, kernel width,
-    channels, filters). PyTorch has them first.
+    In this array the weight of a convolution has the shape (kernel height, kernel width, channels,
+    filters). In PyTorch it has the shape (filters, channels, kernel height, kernel width).
     """
 
     start: int
@@ -65,7 +65,7 @@ class Part:
         return moved.flatten()
 
     def of(self, rows: Tensor) -> Tensor:
-        """Return this parameter of all networks in ``rows``, one network per row."""
+        """Return this parameter for all networks, stacked; ``rows`` has one network per row."""
         numbers = rows[:, self.where]
         if not self.turned:
             return numbers.view(-1, *self.shape)
@@ -75,9 +75,9 @@ class Part:
 
 @dataclass(frozen=True)
 class Window:
-    """A window that moves over images; pairs are (height, width).
+    """The window of a convolution or a pooling, which moves over an image.
 
-    ``border`` is the width of the zeros around an image.
+    Pairs are (height, width). ``border`` says how many zeros surround the image on each side.
     """
 
     channels: int
@@ -108,16 +108,17 @@ class Window:
 
     @property
     def row(self) -> list[int]:
-        """The columns of the network's table for this window."""
+        """The numbers that describe this window in a row of `layer_table`'s table."""
         before = [self.channels, *self.size, self.filters, *self.out]
         return [*before, *self.kernel, *self.step, *self.border]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Layer:
-    """A layer of one of `layer_table`'s kinds: its module, name, widths and activation.
+    """One layer of a chain. Its ``kind`` is one of those in `layer_table`.
 
-    `layer_table` explains ``groups`` and ``setting``.
+    `layer_table` also explains ``groups`` and ``setting``. ``inputs`` and ``outputs`` count the
+    numbers of one example before and after the layer.
     """
 
     module: nn.Module
@@ -141,7 +142,10 @@ class Layer:
 
 
 def chain(model: nn.Module, shape: torch.Size) -> list[Layer]:
-    """Return the layers in order; empty if one of them, or an operation, is not known.
+    """Return the layers of a model in order.
+
+    The list is empty if the model is not a chain, if it does not end in one row of numbers, or if
+    machine code cannot run one of its layers.
 
     Parameters
     ----------
@@ -171,7 +175,7 @@ def chain(model: nn.Module, shape: torch.Size) -> list[Layer]:
 
 
 def _flattens(operation: object, shape: torch.Size) -> int | None:
-    """Return how many numbers an example has if ``operation`` makes it one row, else None."""
+    """Return the size of an example if ``operation`` flattens it to one row, else None."""
     if isinstance(operation, nn.Flatten):
         whole = (operation.start_dim, operation.end_dim) == (1, -1)
     else:
@@ -180,7 +184,11 @@ def _flattens(operation: object, shape: torch.Size) -> int | None:
 
 
 def _turned(shape: torch.Size, *, back: bool = False) -> list[Layer]:
-    """Return the layer that moves an image's channels to the last dimension, or ``back`` again."""
+    """Return a list with the layer that moves an image's channels to the last dimension.
+
+    If ``back`` is True, the layer moves them from the last dimension to the first. The list is
+    empty if no number would move.
+    """
     size, channels = shape.numel(), shape[0]
     if len(shape) != _IMAGE or channels in (1, size):
         return []
@@ -209,10 +217,10 @@ def _pooled_first(layers: list[Layer]) -> list[Layer]:
 
 
 def _in_a_row(module: nn.Module, name: str = "") -> list[tuple[str, Any]]:
-    """Return the modules of a sequence with their names, in order; empty for other modules.
+    """Return the names and modules of an `nn.Sequential`, in order; for other models, nothing.
 
-    Sequences are not traced, because each message may bring a new model, and a trace would take
-    longer than its training.
+    A sequence needs no trace. Each message may bring a new model, and a trace would take longer
+    than the training of the model.
     """
     if type(module) is not nn.Sequential:
         return [(name, module)] if name else []
@@ -224,9 +232,10 @@ def _in_a_row(module: nn.Module, name: str = "") -> list[tuple[str, Any]]:
 
 
 def _traced(model: nn.Module) -> list[tuple[str, Any]]:
-    """Return the operations of a model that is a chain, in order, with the names of modules.
+    """Trace a model, and return the names and operations of its chain, in order.
 
-    An operation that cannot be part of a chain is None.
+    None stands for an operation that no chain may have. The result is empty if PyTorch cannot
+    trace the model.
     """
     try:
         nodes = list(fx.Tracer().trace(model).nodes)
@@ -243,9 +252,10 @@ def _traced(model: nn.Module) -> list[tuple[str, Any]]:
 
 
 def _operation(node: fx.Node, model: nn.Module) -> tuple[str, Any]:
-    """Return a step's name and operation: a module, a function, or the shape that a view gives.
+    """Return the name and the operation of one step of a trace.
 
-    The operation is None if it cannot be part of a chain.
+    The operation is a module, a function, or the shape that a view gives to an example. It is None
+    if no chain may have it.
     """
     more, settings = node.args[1:], node.kwargs
     if node.target is functional.max_pool2d and len(more) == 1:
@@ -262,7 +272,7 @@ def _operation(node: fx.Node, model: nn.Module) -> tuple[str, Any]:
 
 
 def _layer(module: Any, name: str, wide: int) -> Layer | None:
-    """Return the layer of a module that has ``wide`` inputs; None for unknown kinds of modules."""
+    """Return the layer for a module on rows of ``wide`` numbers; None if machine code has none."""
     if type(module) is nn.Linear:
         inputs, outputs = module.in_features, module.out_features
         return Layer(module=module, name=name, kind=DENSE, inputs=inputs, outputs=outputs)
@@ -291,7 +301,7 @@ def _layer(module: Any, name: str, wide: int) -> Layer | None:
 
 
 def _on_images(module: Any, name: str, shape: Sequence[int]) -> Layer | None:
-    """Return the layer of a module for images of ``shape``; None for unknown kinds of modules."""
+    """Return the layer for a module on images of ``shape``; None if machine code has none."""
     channels, *size = shape
     filters, groups, setting, kernel = channels, 1, 0, getattr(module, "kernel_size", 1)
     step, border = getattr(module, "stride", 1), getattr(module, "padding", 0)
@@ -333,7 +343,7 @@ def _on_images(module: Any, name: str, shape: Sequence[int]) -> Layer | None:
 
 
 def _parts_of(epsilon: float) -> tuple[int, bool]:
-    """Return 1 / ε rounded to a whole number, and True if rounding moves it by less than 0.1 %."""
+    """Return 1 / ε as a whole number, and whether rounding changed it by at most 0.1 %."""
     setting = round(1 / epsilon) if epsilon > 0 else 0
     return setting, math.isclose(setting * epsilon, 1, rel_tol=1e-3)
 

@@ -56,7 +56,10 @@ _NONE, _NO_TARGETS = torch.zeros(0), torch.zeros(0, dtype=torch.int64)
 
 
 class CompiledNetwork:
-    """A form that trains a chain of layers, which is one array of numbers and a table of layers."""
+    """A way to train models that are a chain of layers.
+
+    One array holds all numbers of a model, and a table describes its layers.
+    """
 
     batch_invariant = True
     """True, because each model trains by itself, and its sums have an order of their own."""
@@ -74,7 +77,11 @@ class CompiledNetwork:
         """True if a layer works on images."""
 
     def takes(self, jobs: Sequence[Job]) -> list[bool]:
-        """Return for each job True if its tensors have usual types and its targets are classes."""
+        """Return, for each job, True if machine code can train it.
+
+        Its parameters and features must be float32 on the CPU, and its targets int64 classes that
+        the last layer has.
+        """
         starts = {id(job.params): job.params for job in jobs}  # often all begin alike
         plain = {key: all(map(_is_plain, params.values())) for key, params in starts.items()}
         targets = [
@@ -91,9 +98,10 @@ class CompiledNetwork:
         return [classes is not None and bool(fit) for classes, fit in pairs]
 
     def groups(self, jobs: Sequence[Job], memory_limit: int) -> list[list[int]]:
-        """Return groups of the jobs that `takes` accepts, as large as memory for results permits.
+        """Return groups of indices of jobs, for `train` to train together.
 
-        Jobs that need too much memory while they train are left out.
+        A group is as large as the memory for results permits. Jobs that `takes` refuses, or that
+        need too much memory while they train, are in no group.
         """
         most, room = min(_TOGETHER * self._threads(), memory_limit // 16), 0
         groups: list[list[int]] = []
@@ -156,7 +164,7 @@ class CompiledNetwork:
         return {name: self.parts[name].of(rows) for name in names}
 
     def _joined(self, params: Mapping[str, Tensor], names: Iterable[str]) -> Tensor:
-        """Return the parameters ``names`` as one row, with zeros in all other places."""
+        """Return a row with the parameters ``names`` in their places, and zeros elsewhere."""
         row = torch.zeros(self.size)
         for name in names:
             part = self.parts[name]
@@ -164,7 +172,10 @@ class CompiledNetwork:
         return row
 
     def _terms(self, job: Job, names: Sequence[str]) -> tuple[float, Tensor]:
-        """Return pull and offset of the terms' gradient pull · w + offset; `_NONE` if no terms."""
+        """Return (pull, offset), where the job's extra terms have the gradient pull · w + offset.
+
+        Without extra terms, they are 0 and `_NONE`.
+        """
         if not (terms := job.objective):
             return 0.0, _NONE
         pull, offset = 0.0, torch.zeros(self.size)
@@ -189,9 +200,9 @@ class CompiledNetwork:
         return draw(count, draws_generator(job.generator)) if count else _NO_TARGETS
 
     def gains_alone(self, job: Job) -> bool:
-        """Return True if a single job, on one thread here, takes no longer than in PyTorch.
+        """Return True if machine code on one thread trains a job at least as fast as PyTorch.
 
-        PyTorch may use more threads, but small networks have little work to share.
+        PyTorch may use more threads, but a small network has little work to divide among them.
         """
         threads = torch.get_num_threads()
         if self.images:
@@ -205,7 +216,10 @@ class CompiledNetwork:
         return torch.get_num_threads() if self.images else 1
 
     def _sizes(self, rows: int) -> list[int]:
-        """Return the sizes of working arrays: outputs, slopes, scratch, norms and three models."""
+        """Return the sizes of the five arrays in which one thread works.
+
+        They hold outputs, slopes, other values of a pass, values of norms, and three models.
+        """
         widths = [layer.outputs for layer in self.layers]
         numbers = rows * (self.layers[0].inputs + sum(widths))
         norms = 2 * numbers if any(layer.kind in (NORM, IMAGE_NORM) for layer in self.layers) else 0
@@ -213,7 +227,7 @@ class CompiledNetwork:
         return [numbers, numbers, beside, norms, 3 * self.size]
 
     def _working(self, job: Job) -> int:
-        """Return the bytes that all threads need to train jobs like this one, for images."""
+        """Return the bytes of all threads' working arrays; 0 for networks without images."""
         return 4 * self._threads() * sum(self._sizes(_batch(job))) if self.images else 0
 
     def _table(self, trained: Sequence[str]) -> np.ndarray:
@@ -263,7 +277,7 @@ def _order(count: int, epochs: int, generator: torch.Generator) -> Tensor:
 
 
 def form_for(task: Task, job: Job) -> CompiledNetwork | None:
-    """Return the network of jobs like this one if machine code can train it, else None."""
+    """Return the network that trains jobs like this one, or None if machine code cannot."""
     if task.loss is not functional.cross_entropy or task.torch_device().type != "cpu":
         return None
     if not _is_usual(job.examples):

@@ -68,7 +68,9 @@ def _groups(settings: LatticeSettings) -> list[Group]:
 
 
 class EncryptedSum:
-    """The sum Σ_u V_su · (b_u, a_u) over added users, and its noised, masked and rounded words.
+    """The encrypted sum Σ_u V_su · (b_u, a_u) over the users that `add` was called with.
+
+    `words` returns it with noise and masks, and rounded.
 
     It takes 32 bytes of memory per coordinate.
 

@@ -12,7 +12,10 @@ from flower_ext_lattice.samplers import Stream, public_polynomial
 
 
 class SecretKey:
-    """The transforms of a ternary polynomial s that ``seed`` (32 bytes) determines."""
+    """The transforms of the server's secret ternary polynomial s.
+
+    ``seed`` (32 bytes) determines s.
+    """
 
     def __init__(self, seed: bytes) -> None:
         self._seed = seed
@@ -57,12 +60,16 @@ def public_key(public_seed: bytes, words: bytes) -> Reals:
 
 
 def key_pairs(first: Reals, second: Reals) -> Reals:
-    """Return transforms (count, 2 primes, 2 parts, DEGREE), reduced, for `ring.add_products`.
+    """Return pairs of polynomials as keys of `ring.add_products`.
+
+    The result holds reduced transforms, (count, 2 primes, 2 parts, DEGREE).
 
     Parameters
     ----------
-    first, second : float64 (2, count, DEGREE)
-        Residues of the first polynomials, and of the transforms of the second.
+    first : float64 (2, count, DEGREE)
+        Residues of the first polynomial of each pair.
+    second : float64 (2, count, DEGREE)
+        Residues of the transform of the second polynomial of each pair.
     """
     pairs = np.empty((first.shape[1], 2, 2, DEGREE))
     for prime in range(len(PRIMES)):

@@ -30,7 +30,7 @@ RESIDUE_BYTES = 6
 
 @dataclass(frozen=True)
 class Prime:
-    """A prime of 48 bits that is 1 modulo 2n, with the powers of a root of X^n + 1."""
+    """A prime of 48 bits that is 1 modulo 2n, and powers of a root of X^n + 1 modulo this prime."""
 
     value: int
 
@@ -40,7 +40,7 @@ class Prime:
         return float(self.value)
 
     def balanced(self, number: int) -> float:
-        """Return ``number`` modulo the prime, of magnitude up to half the prime."""
+        """Return the residue of ``number`` that lies between −prime / 2 and prime / 2."""
         rest = number % self.value
         return float(rest - self.value if 2 * rest > self.value else rest)
 
@@ -55,7 +55,7 @@ class Prime:
 
     @cached_property
     def roots(self) -> Reals:
-        """Powers of the root. The power at j has the exponent j with its 12 bits reversed."""
+        """Powers of the root. The exponent at index j is j with its 12 bits reversed."""
         return self._powers(self._root)
 
     @cached_property
@@ -141,7 +141,10 @@ def add_encoded(
 
 
 def _alternating(polynomials: Reals) -> Reals:
-    """Return up to eight polynomials as eight alternating ones."""
+    """Return up to eight polynomials as one array, in which their coefficients alternate.
+
+    Zeros take the place of missing polynomials.
+    """
     x = np.zeros((DEGREE, LANES))
     x[:, : len(polynomials)] = polynomials.T
     return x.reshape(-1)

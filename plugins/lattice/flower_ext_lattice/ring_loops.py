@@ -154,7 +154,10 @@ def _product(
 def _butterflies(
     typing_context: Any, x: Any, at: Any, width: Any, u: Any, v: Any, w: Any, q: Any, inverse: Any
 ) -> Any:
-    """Take eight neighbours, and those at distances of 1, 2 and 3 ``width``, through two stages."""
+    """Apply two stages of the transform to four vectors of eight numbers.
+
+    The vectors begin at ``at``, and ``width``, 2 ``width`` and 3 ``width`` numbers behind it.
+    """
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         array, at, width, u, v, w, q, inverse = arguments
@@ -182,7 +185,9 @@ _pass_two_stages: Any = intrinsic(_butterflies)
 
 @_fast
 def _two_stages(x: Any, roots: Any, start: Any, groups: Any, q: Any) -> None:
-    """Take ``groups`` groups of neighbours through two stages. Each group becomes four groups.
+    """Apply two stages of the transform to ``groups`` groups of neighbours.
+
+    The stages divide each group into four groups.
 
     ``roots[start + g]`` belongs to group g in the first stage.
     """
@@ -197,7 +202,7 @@ def _two_stages(x: Any, roots: Any, start: Any, groups: Any, q: Any) -> None:
 
 @_fast
 def _add_row(row: Any, key: Any, total: Any, q: Any) -> None:
-    """Add a row, times its words of the key, to ``total``."""
+    """Multiply every eight neighbours in ``row`` by their number in ``key``; add to ``total``."""
     p = 1.0 / q
     for i in range(key.shape[0]):
         _add_product(row, LANES * i, key[i], total, q, p)

@@ -62,7 +62,11 @@ class LatticeServer(ServerParty[LatticeSettings, LatticeSum]):
         return self._epoch
 
     def begin_round(self, number: int, places: Collection[int] | None) -> Dialogue[bytes]:
-        """Begin a round, in a new epoch if users are drawn; return the weights and the opening."""
+        """Begin a round, and return its weights followed by its opening, as one message.
+
+        The round begins a new epoch if users are drawn, by the server (``places``) or secretly, and
+        if there is no epoch yet. Otherwise it uses the weights of the last epoch.
+        """
         if self.settings.draw_choices is not None and places is None:
             weights = yield from self._draw_epoch()
             self._weights = weights.to_bytes()
@@ -144,9 +148,10 @@ class LatticeServer(ServerParty[LatticeSettings, LatticeSum]):
         return self.settings.table_size
 
     def _totals(self, counts: Mapping[int, bytes]) -> list[int]:
-        """Return N_u + ρ_u of every place; compute the keys of its entries, which takes seconds.
+        """Return N_u + ρ_u of every place, and store the keys of the places' entries.
 
-        The silos' choices ρ_u of the oblivious transfer follow the counts of silo 0.
+        The message of silo 0 also holds the silos' choices ρ_u of the oblivious transfer, after
+        the counts. Computing the keys from these choices takes seconds.
         """
         users, answer = self.settings.users, counts[SEEDING_SILO]
         end = users * self.settings.count_bytes
@@ -172,7 +177,7 @@ class LatticeServer(ServerParty[LatticeSettings, LatticeSum]):
         return replace(self._encrypt(drawn), offer=sender.public, columns=sealed)
 
     def _use_epoch(self) -> None:
-        """Abandon the open round, and use a new epoch."""
+        """Abandon the open round, and take the number of the next epoch."""
         self._open_round = self._epoch = None
         self._last_epoch += 1
 

@@ -125,10 +125,11 @@ class LatticeSettings(PartySettings):
     def contribution_bound(self, clipping_norm: float) -> float:
         """Return the largest L2 distance by which one drawn user moves the sum.
 
-        The bound is the sum of ``clipping_norm``, with a slack for rounding in clipping, and
+        The bound is the sum of three parts:
 
-        * 1.5 · √d steps, because encoding moves a coordinate by at most half a step, and the
-          fraction of a step in the weighted sum changes the carry of the dither by at most one;
+        * ``clipping_norm``, with a slack for rounding in clipping.
+        * 1.5 · √d steps. Encoding moves a coordinate by at most half a step. The fraction of a
+          step in the weighted sum changes the carry of the dither by at most one step.
         * `error_bound`, for the errors e_u.
         """
         encoding = 1.5 * math.sqrt(self.coordinates) * self.step
@@ -136,18 +137,18 @@ class LatticeSettings(PartySettings):
 
     @property
     def sensitivity(self) -> float:
-        """Largest change of a decoded sum due to one user, in clipping norms."""
+        """Largest L2 distance by which one drawn user moves the decoded sum, in clipping norms."""
         return self.contribution_bound(self.clipping_norm) / self.clipping_norm
 
     @property
     def approximation_error(self) -> float:
-        """Largest distance, in clipping norms, between a sum and one that reveals no secret.
+        """Largest distance, in clipping norms, between the sum and a sum that reveals no secret.
 
         Given the dithers, an error of t steps in a coordinate moves its rounded sum by at most
         t + 1 steps. The errors e_u add at most `error_bound` for every user, drawn or not. Rounding
         and re-randomising add less than 2⁻⁷ steps per silo. The noise of all |S| silos is √|S|
-        times as large as one silo's share. The share alone must hide these errors, so their sum is
-        multiplied by √|S|.
+        times as large as one silo's share. One silo's share alone must hide these errors, so this
+        property multiplies their sum by √|S|.
         """
         carries = (1 + self.silos * _ROUNDED) * math.sqrt(self.coordinates) * self.step
         errors = self.users * self.error_bound

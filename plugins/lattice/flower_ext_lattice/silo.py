@@ -81,10 +81,11 @@ class LatticeSilo(SiloParty):
             self._weights = self._open(message)
 
     def open_sum(self, number: int, weights: bytes) -> Weighing:
-        """Begin this silo's sum of round ``number``; its epoch then counts as used.
+        """Begin this silo's sum of round ``number``. The round's epoch then counts as used.
 
-        The server sends the weights with every round. If the silo's process no longer holds those
-        of a known epoch, it opens them again, which takes a fraction of a second.
+        ``weights`` holds the server's weights and its opening of the round. The server sends the
+        weights in every round. A silo that was restarted opens them again, which takes a fraction
+        of a second.
         """
         size = LatticeWeights.size(self.settings)
         opening = RoundOpening.from_bytes(weights[size:], self.settings)
@@ -155,7 +156,7 @@ class LatticeSilo(SiloParty):
 
     @cached_property
     def _transfer(self) -> Receiver:
-        """The receiver of the shifts ρ_u, which is the same at all silos."""
+        """The silos' side of the oblivious transfer. It chooses ρ_u, and is equal at all silos."""
         return Receiver(
             self._server_key.transfer,
             derive(self.seed, "transfer"),

@@ -56,7 +56,7 @@ def encrypt(
     columns: Columns,
     keys: Sequence[bytes],
 ) -> LatticeWeights:
-    """Return the weights of an epoch, with fresh a_u, e_u and pads.
+    """Return the encrypted weights of an epoch. Every call draws new a_u, e_u and pads.
 
     Parameters
     ----------

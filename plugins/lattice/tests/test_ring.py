@@ -21,11 +21,13 @@ def work(request, monkeypatch):
 
 
 def python_product(a, b, q) -> list[int]:
-    """Multiply modulo X^n + 1 and q in Python's integers, each coefficient in 136 bits."""
-    bits = 136
-    pack = [sum((int(x) % q) << (bits * i) for i, x in enumerate(p)) for p in (a, b)]
-    product, mask = pack[0] * pack[1], (1 << bits) - 1
-    coefficients = [(product >> (bits * i)) & mask for i in range(2 * DEGREE)]
+    """Multiply modulo X^n + 1 and q in Python's integers, each coefficient in 17 bytes."""
+    size = 17
+    packs = [b"".join((int(x) % q).to_bytes(size, "little") for x in p) for p in (a, b)]
+    one, other = (int.from_bytes(pack, "little") for pack in packs)
+    product = (one * other).to_bytes(2 * DEGREE * size, "little")
+    parts = [product[at : at + size] for at in range(0, len(product), size)]
+    coefficients = [int.from_bytes(part, "little") for part in parts]
     return [(x - y) % q for x, y in zip(coefficients[:DEGREE], coefficients[DEGREE:], strict=True)]
 
 

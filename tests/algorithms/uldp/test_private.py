@@ -535,7 +535,7 @@ def test_a_silos_key_of_low_order_ends_the_set_up_by_its_number():
             replies[1].content["answer"] = records.to_record({"begin": forged})
         return replies
 
-    with pytest.raises(FederationNotReady, match="silo 1: public key: expected .* full order"):
+    with pytest.raises(FederationNotReady, match="silo 1: public key: expected .* low order"):
         start(make(), Meddler, meddle=forge, kind=f"query.{METHOD}", groups=("0",))
 
 

@@ -1,5 +1,6 @@
 """The secret state of correlated noise: where it is, and that no end of a process repeats noise."""
 
+import itertools
 import shutil
 import stat
 
@@ -120,13 +121,17 @@ def test_the_stored_matrix_counts_and_not_the_one_found_today(tmp_path):
     assert NoiseStream(other, folder(tmp_path)).matrix == MATRIX
 
 
-@pytest.mark.parametrize("noise", NOISES)
+DAILY = {
+    ("buffers", 14, True),
+    ("bands", 17, False),
+    ("buffers", 22, True),
+    ("bands", 25, True),
+}
+
+
 @pytest.mark.parametrize(
-    ("write", "after"),
-    grid(
-        [(write, after) for write in range(1, 68) for after in (False, True)],
-        lambda point: point in ((14, True), (17, False), (22, True), (25, True)),
-    ),
+    ("noise", "write", "after"),
+    grid(itertools.product(NOISES, range(1, 68), (False, True)), DAILY.__contains__),
 )
 def test_a_killed_run_repeats_no_noise_and_understates_nothing(tmp_path, noise, write, after):
     """Killed at a durable write; ``tests.support.noise_witness`` does so at every one."""

@@ -89,7 +89,7 @@ def test_one_missing_file_is_named_to_its_owner():
 
 
 def test_a_node_that_signs_refuses_unsigned_sums_and_the_reverse(tmp_path):
-    assert "expected a signed one" in refusals_of(
+    assert "this round is not signed" in refusals_of(
         strategy_of(), write_identities(tmp_path, CLIENTS)
     )
     assert "sum-identity-key" in refusals_of(strategy_of(plan=SIGNED), [{}] * CLIENTS)

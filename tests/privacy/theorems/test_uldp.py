@@ -5,6 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from flower_ext.errors import InvalidValue
 from flower_ext.privacy import (
     AdversaryView,
     DpSgd,
@@ -308,3 +309,9 @@ def test_a_server_that_lies_to_silos_that_draw_sees_the_noise_of_honest_answers_
     full = privacy_loss_of({mechanism.release: 10}, delta=mechanism.delta).epsilon
     assert (of_sums.epsilon > full * 1.05) is (part < 1)
     assert f"noise multiplier {seen.noise_multiplier:.4g}," in of_sums.source
+
+
+@pytest.mark.parametrize(("draw", "hidden"), [("server", TRANSFER), ("protocol", "")])
+def test_a_hidden_draw_without_its_assumption_is_refused(draw, hidden):
+    with pytest.raises(InvalidValue, match=f"with draw='{draw}'"):
+        DrawAndSum(draw=UserDraw(draw), hidden_draw=hidden)

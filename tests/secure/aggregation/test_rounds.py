@@ -69,7 +69,7 @@ def test_fewer_answers_than_the_least_discard_the_round():
 
 def test_too_few_shares_discard_the_round():
     one = Round(round_context(6, 5, 4, least=3))
-    with pytest.raises(IncompleteRound, match="shares, expected 4"):
+    with pytest.raises(IncompleteRound, match="expected at least 4 valid shares"):
         one.run([(), (), (), (0, 1, 2)])
 
 

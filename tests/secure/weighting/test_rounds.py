@@ -296,9 +296,9 @@ def test_a_silo_refuses_malformed_keys_and_seeds():
         (keys[:-32] + server_key, "server's key of 32 bytes: expected 64"),
         (keys + server_key + bytes(32), "server's key of 96 bytes"),
         (keys + bytes(64), "public key of 0 bits"),
-        (keys[32:] + keys[:32] + server_key, "this silo's own key"),
+        (keys[32:] + keys[:32] + server_key, "the public key of this silo"),
         (keys[:32] + keys[:32] + keys[64:] + server_key, "a different key for every silo"),
-        (keys[:32] + bytes(32) + keys[64:] + server_key, "full order"),
+        (keys[:32] + bytes(32) + keys[64:] + server_key, "low order"),
     ):
         with pytest.raises(ValueError, match=said):
             silos[0].answer("keys", wrong)
@@ -331,7 +331,7 @@ def test_a_server_refuses_malformed_answers():
     size = settings.count_bytes
     for step, forge, said in (
         ("begin", lambda a: a.update({1: a[2]}), "silos 1 and 2: expected a different public key"),
-        ("begin", lambda a: a.update({1: bytes(32)}), "silo 1: public key: expected .* full order"),
+        ("begin", lambda a: a.update({1: bytes(32)}), "silo 1: public key: expected .* low order"),
         ("begin", lambda a: a.update({1: a[1][1:]}), "silo 1: public key: expected 32 bytes"),
         ("keys", lambda a: a.update({0: a[0][1:]}), "sealed seeds of 119 bytes: expected 120"),
         ("count", lambda a: a.update({0: b""}), "counts of silo 0 of 0 bytes"),
