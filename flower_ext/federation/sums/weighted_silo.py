@@ -73,9 +73,17 @@ def open_part(
 ) -> SiloPart | LostPart | None:
     """Begin this silo's contribution to the weighted sum of round ``number``.
 
-    ``message`` is the record of the weighted sum in the server's request. If it is None, the method
-    weights the users itself, and the function returns None. ``users`` is the number of users, and
-    ``like`` has the names and shapes of an update.
+    Return a `SiloPart`, to which updates are added; or a `LostPart` if this silo has lost its keys.
+    Return None if ``message`` is None, because the method then weights the users itself.
+
+    Parameters
+    ----------
+    message : Mapping[str, ndarray], optional
+        The arrays of the server's request that concern the weighted sum.
+    users : int
+        Number of users over all silos.
+    like : Params
+        Names and shapes of an update.
 
     Raises
     ------
