@@ -33,7 +33,7 @@ from benchmarks.mutants.faults import Fault, faults_of
 
 ROOT = Path(__file__).parents[2]
 _OF_FAILURES = (
-    "federation/client/test_protecting_failures.py",
+    "federation/client/test_running.py",
     "federation/client/test_failing_clients.py",
 )
 _OF_PROTECTION = (
@@ -128,6 +128,7 @@ TESTS = {
     "secure/weighting/encoding.py": ("secure/weighting/test_encoding.py",),
     "federation/protection.py": _OF_PROTECTION,
     "federation/client/protecting.py": (*_OF_PROTECTION, *_OF_FAILURES),
+    "federation/client/running.py": _OF_FAILURES,
     "federation/client/evaluating.py": _OF_MASKS,
     "federation/client/preparing.py": (*_OF_PROTECTION, *_OF_FAILURES),
     "federation/population.py": ("federation/test_population.py", "auditing/test_cohorts.py"),
@@ -135,6 +136,8 @@ TESTS = {
     "federation/replies.py": ("federation/test_records.py", "federation/test_hostile.py"),
     "federation/round.py": ("federation/test_round.py", "federation/test_hostile.py", *_OF_RUNS),
     "federation/run.py": _OF_RUNS,
+    "federation/claims.py": _OF_RUNS,
+    "federation/run_files.py": ("federation/test_resume.py", *_OF_RUNS),
     "federation/query_round.py": ("federation/test_query_round.py", *_OF_MASKS),
     "federation/spending.py": ("federation/test_spending.py", "privacy/test_shared_ledger.py"),
     "federation/strategy.py": _OF_RUNS,

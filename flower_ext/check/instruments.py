@@ -148,10 +148,10 @@ class Instruments:
         return add(source, value, 0.0) if add.__name__ == "gaussian" else dict(value)
 
     def _closed(self, close: Callable[..., Any], round: Round, replies: Any, **options: Any) -> Any:
-        mean, updates = close(round, replies, **options)
+        mean = close(round, replies, **options)
         if self.watch is not None and mean is not None and round.kind == TRAIN:
             self.watch.mean(mean.value)
-        return mean, updates
+        return mean
 
     def limit_rounds(self, rounds: int) -> None:
         """Make every strategy stop after ``rounds`` rounds, and record how many the app planned."""

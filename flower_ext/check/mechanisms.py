@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from flower_ext.federation import FederatedStrategy
+from flower_ext.federation.claims import summary_of
 from flower_ext.federation.run import Run
 from flower_ext.privacy import (
     FullParticipation,
@@ -126,7 +127,7 @@ def mechanism_of(strategy: FederatedStrategy, rounds: int) -> OurMechanism:
         return _of_local_models(mechanism, rounds)
     if isinstance(mechanism, PerturbationPlan):
         return _of_perturbation(run, mechanism, rounds)
-    protection = mechanism.protection(run.summary, 1)
+    protection = mechanism.protection(summary_of(run), 1)
     return OurMechanism(
         holds=protection is None or protection.hides_failures,
         unmeasured=f"the noise of {type(mechanism).__name__} is inside the training on the client, "
@@ -191,7 +192,7 @@ def _of_perturbation(run: Run, plan: PerturbationPlan, rounds: int) -> OurMechan
             unmeasured="objective perturbation adds its noise, which is not Gaussian, to the "
             "objective that a client minimises, and no message shows it alone",
         )
-    objective, sizes = plan.objective_in(run.summary), run.num_examples.values()
+    objective, sizes = plan.objective_in(summary_of(run)), run.num_examples.values()
     moves = max((sensitivity(perturbation, objective, size) for size in sizes), default=math.inf)
     return OurMechanism(
         noise=Noise(

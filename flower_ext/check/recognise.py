@@ -23,6 +23,7 @@ from flower_ext.check.instruments import Instruments
 from flower_ext.check.mechanisms import Noise, OurMechanism, gaussian_release, mechanism_of
 from flower_ext.check.observe import Observed
 from flower_ext.federation import FederatedStrategy
+from flower_ext.federation.claims import claims_of, summary_of
 from flower_ext.federation.client.cohort_app import CohortApp
 from flower_ext.privacy import (
     AdversaryView,
@@ -260,7 +261,7 @@ def _guarantees(strategy: FederatedStrategy, rounds: int) -> list[Guarantee]:
     for sums in run.query_sums:
         while ahead.participations.answers[sums.query.name] < sums.query.times:
             sums.count_answer(ahead.participations)
-    return run.claims(replace(run.summary, participations=ahead.participations))
+    return claims_of(run, replace(summary_of(run), participations=ahead.participations))
 
 
 def _claims(

@@ -35,9 +35,6 @@ train in a rehearsal, and always reports success.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 import numpy as np
 from flwr.app import ConfigRecord, Context, Message, RecordDict
 from flwr.clientapp.typing import ClientAppCallable, Mod
@@ -45,7 +42,8 @@ from flwr.clientapp.typing import ClientAppCallable, Mod
 from flower_ext.errors import InvalidValue, knowing_no_data
 from flower_ext.federation import records
 from flower_ext.federation._flower_private import message_like
-from flower_ext.federation.client.node import OF_UPLOADS, NodePolicy
+from flower_ext.federation.client.node import NodePolicy
+from flower_ext.federation.client.requests import UploadRequest
 from flower_ext.federation.failures import failed, hidden_errors, log_hidden
 from flower_ext.federation.model_checks import refuse_half_precision
 from flower_ext.federation.protection import KIND, check_entries
@@ -60,7 +58,7 @@ from flower_ext.federation.roster import (
 )
 from flower_ext.federation.sums import masked
 from flower_ext.privacy import NoiseSource
-from flower_ext.privacy.mechanisms.protections import ClipAndNoise, ProtectedByServer, Protection
+from flower_ext.privacy.mechanisms.protections import ClipAndNoise, ProtectedByServer
 from flower_ext.privacy.mechanisms.updates import l2_norm
 from flower_ext.training.isolation import isolated
 
@@ -105,12 +103,12 @@ def client_level_dp_mod(*, allow_seeded_noise: bool = False) -> Mod:
                 if _is_stage_of_sum(message):
                     check_addressee(message, context)
                     return masked.answer(message, context, _NAME)
-                entries, protection, noise = _requested(message, context, allow_seeded_noise)
+                request, noise = _requested(message, context, allow_seeded_noise)
                 received = records.to_arrays(message.content.array_records[records.MODEL])
                 refuse_half_precision(received)
         except Exception as error:  # it depends on no client data: the server may see it
             return failed(mod, message, context, error)
-        if isinstance(protection, ProtectedByServer):
+        if isinstance(request.protection, ProtectedByServer):
             return call_next(message, context)
         still = _zeros(received)
         try:
@@ -121,14 +119,12 @@ def client_level_dp_mod(*, allow_seeded_noise: bool = False) -> Mod:
             log_hidden(error)
             update, norm = {name: still[name] for name in _floating(still)}, 0.0
         try:
-            sent = {**still, **protection.released(update, noise)}
-            if protection.cell is not None:
-                cells = {name: np.asarray(value) for name, value in sent.items()}
-                sent = masked.seal(cells, _of_sum(message), context, _NAME)
+            released = {**still, **request.protection.released(update, noise)}
+            sent = request.seal(released, context, _NAME)
         except Exception as error:
             return failed(mod, message, context, error)
         content = RecordDict({records.UPDATE: records.to_record(sent)})
-        if entries.get("diagnostics"):
+        if request.entries.get("diagnostics"):
             content[records.METRICS] = records.metrics_record({"update-norm": norm})
         return Message(content, reply_to=message)
 
@@ -137,8 +133,8 @@ def client_level_dp_mod(*, allow_seeded_noise: bool = False) -> Mod:
 
 def _requested(
     message: Message, context: Context, allow_seeded_noise: bool
-) -> tuple[Mapping[str, Any], Protection, NoiseSource]:
-    """Return a training message's entries for this mod, and its protection and source of noise."""
+) -> tuple[UploadRequest, NoiseSource]:
+    """Return what a training message asks of this mod, and the source of noise."""
     check_addressee(message, context)
     entries = entries_for_mods(message)
     protection = check_entries(entries) if entries else None
@@ -151,13 +147,18 @@ def _requested(
             "strategy, another mod has removed the settings of the protection from the message: "
             "put client_level_dp_mod first in ClientApp(mods=...)"
         )
-    policy = NodePolicy(context, allow_seeded_noise)
-    in_sum = protection.cell is not None and not entries.get("diagnostics")
-    policy.check_way_out("an update", in_sum=in_sum)
-    policy.check(protection)
+    sums = {}
     if protection.cell is not None:
-        _of_sum(message)  # one client's share of the noise alone would protect little
-    return entries, protection, policy.noise(entries, OF_UPLOADS)
+        # One client's share of the noise alone would protect little.
+        if records.SECURE_SUM not in message.content:
+            raise InvalidValue(
+                "the server's message asks for the protection ClipToCells without a secure sum: "
+                f"expected the record {records.SECURE_SUM!r}, too"
+            )
+        arrays = message.content.array_records[records.SECURE_SUM]
+        sums[records.SECURE_SUM] = records.to_arrays(arrays)
+    request = UploadRequest(protection=protection, entries=entries, sums=sums)
+    return request, NodePolicy(context, allow_seeded_noise).admit(request)
 
 
 def _refuse_outside_sums(context: Context) -> None:
@@ -169,16 +170,6 @@ def _refuse_outside_sums(context: Context) -> None:
 def _is_stage_of_sum(message: Message) -> bool:
     """Return True if a message belongs to the protocol of a masked sum and asks for no training."""
     return records.SECURE_SUM in message.content and records.MODEL not in message.content
-
-
-def _of_sum(message: Message) -> records.Arrays:
-    """Return the arrays with which a training message asks for a masked update."""
-    if records.SECURE_SUM not in message.content:
-        raise InvalidValue(
-            "the server's message asks for the protection ClipToCells without a secure sum: "
-            f"expected the record {records.SECURE_SUM!r}, too"
-        )
-    return records.to_arrays(message.content.array_records[records.SECURE_SUM])
 
 
 def _without_entries(message: Message) -> Message:

@@ -156,9 +156,8 @@ class Released:
     ----------
     mean : Mapping[str, ndarray]
         Mean of the updates, bounded and noised as the plan says.
-    updates : Mapping[int, Update]
-        Single updates by partition; empty under a `ReleasePlan`, which releases only the mean. The
-        updates' arrays are kept only for a method with ``needs_each_update``.
+    kept : Mapping[int, Update], optional
+        Single updates by partition, for a method with ``needs_each_update``; otherwise None.
     round : int
         Number of the training round, from 1.
     population : int
@@ -169,10 +168,27 @@ class Released:
     """
 
     mean: Arrays
-    updates: Mapping[int, Update]
+    kept: Mapping[int, Update] | None = None
     round: int
     population: int
     fraction: float
+
+    @property
+    def updates(self) -> Mapping[int, Update]:
+        """Single updates by partition.
+
+        Raises
+        ------
+        InvalidValue
+            The server added the updates up as they arrived, because the method does not say that
+            its step reads single updates.
+        """
+        if self.kept is None:
+            raise InvalidValue(
+                "the server added the round's updates up as they arrived and did not keep them: "
+                "set needs_each_update = True in a method whose step reads single updates"
+            )
+        return self.kept
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,6 +7,7 @@ for rounds and accounting therefore serves both clients and users in silos.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -92,6 +93,12 @@ class Population:
     def count(self, units: Sequence[int], uploads: int, *, requests: int) -> None:
         """Count a round: its units, its number of usable uploads, and its number of requests."""
         self.participations.record(units, uploads, asked=requests)
+
+    def after(self, cohort: Cohort) -> Participations:
+        """Return the participations after a round in which every client of a cohort answers."""
+        ahead, size = deepcopy(self), len(cohort.partitions)
+        ahead.count(cohort.units, size, requests=size)
+        return ahead.participations
 
     def count_abandoned(self, units: Sequence[int], uploads: int, *, requests: int) -> None:
         """Count a round that was never finished, because clients may already have uploaded."""

@@ -17,6 +17,7 @@ from flwr.app import ConfigRecord, Message
 
 from flower_ext.errors import InvalidValue
 from flower_ext.federation import records
+from flower_ext.federation.claims import charge
 from flower_ext.federation.exchange import Content, Requests
 from flower_ext.federation.population import Cohort
 from flower_ext.federation.protection import to_entries
@@ -68,7 +69,7 @@ class QueryRound:
         try:
             participations_after = deepcopy(run.participations)
             self._mechanism.count_answer(participations_after)
-            run.charge_release(server_round, participations_after, answered=self._mechanism)
+            charge(run, server_round, participations_after, answered=self._mechanism)
             identity = run.release_identity(query.name, number)
             run.spending.reserve(self._mechanism.release, server_round, identity)
         except BudgetExhausted as reason:
@@ -102,7 +103,7 @@ class QueryRound:
         if self._round is None:  # the budget permitted no answer
             return {}
         size, name = self._mechanism.cohort_size, self._query.name
-        released, _ = self._round.close(replies, cohort=size, of=name)
+        released = self._round.close(replies, cohort=size, of=name)
         if released is None:
             reason, number = self._round.discard_reason, self._server_round
             log.warning("no %s after round %d: %s", name, number, reason)

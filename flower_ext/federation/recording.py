@@ -5,9 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import fields, is_dataclass
 from datetime import UTC, datetime
-from enum import Enum
 from logging import getLogger
 from pathlib import Path
 from typing import Any, TypeVar
@@ -18,15 +16,13 @@ from flwr.serverapp.strategy import Result, Strategy
 
 from flower_ext import runs
 from flower_ext.errors import InvalidValue
-from flower_ext.federation.method import Method
 from flower_ext.federation.query_round import use_records
+from flower_ext.federation.run_files import attach
 from flower_ext.federation.strategy import FederatedStrategy
-from flower_ext.privacy import Guarantee
 from flower_ext.runs import RunDirectory, RunWriter, new_run_path
 from flower_ext.runs.callbacks import Callback, Callbacks
 from flower_ext.runs.directory import RUNS_VARIABLE, Status
 from flower_ext.runs.settings import INCIDENTAL, Settings, UnfitSetting
-from flower_ext.training import LocalTraining
 
 log = getLogger("flwr")
 
@@ -202,7 +198,7 @@ def record(
     """
     base = base_of(strategy)
     if base.run.checkpoints.directory is not run:
-        base.run.attach(run)
+        attach(base.run, run)
     result = strategy.start(grid, initial_arrays, **options)
     run.save_model(result.arrays.to_torch_state_dict())
     run.save_client_metrics(
@@ -235,184 +231,3 @@ def settings_of(kind: type[AppSettings], context: Context) -> AppSettings:
     if "draw-key" in node and "draw-key" in config:
         config["draw-key"] = node["draw-key"]
     return kind.of(config)
-
-
-# Any ServerApp, by one added line -------------------------------------------------------------
-
-
-class recorded:
-    """Give a strategy a run directory, so that its ``start`` records the run and can resume it.
-
-    Use it in any ServerApp; the app needs no settings of this package::
-
-        strategy = FederatedStrategy(DPFedAvg(), plan)
-        result = recorded(strategy, "my-run").start(grid, arrays, num_rounds=60)
-
-    The directory holds settings, metrics of every round, checkpoints, the ledger of a
-    `ReleasePlan`, guarantees, the final model, each client's scores, and a report. It also records
-    a failure or an interruption.
-
-    A name stands for one run. If that run was killed, was interrupted or failed, the next start
-    continues it after its last finished round. If the run is complete, a start with a higher
-    ``num_rounds`` continues it, too. Without a name, every start creates a new directory.
-
-    Parameters
-    ----------
-    strategy : Strategy
-        A `FederatedStrategy`, or `Upcycled` around one. Do not give the strategy
-        ``run=`` or ``ledger=``.
-    name : str or Path
-        Path of the directory. A relative path lies in the folder that the environment variable
-        ``FLOWER_EXT_RUNS`` names, by default ``./runs``. Under ``flwr run`` the current folder is
-        that of the SuperLink: look for the line ``Run directory:`` in the log. If the name is
-        empty, the method and the time name the directory.
-    callbacks : Sequence[Callback]
-        User code to call when the run begins, after each round, and when it ends.
-
-    Attributes
-    ----------
-    run : RunWriter or None
-        The directory of the last start; None before the first.
-
-    Raises
-    ------
-    InvalidValue
-        The strategy is not of this package: run Flower's strategies inside `Hosted`.
-    """
-
-    def __init__(
-        self, strategy: Strategy, name: str | Path = "", *, callbacks: Sequence[Callback] = ()
-    ) -> None:
-        self.strategy = strategy
-        self.run: RunWriter | None = None
-        self._base = base_of(strategy)
-        self._path = runs_folder() / Path(name).expanduser() if str(name) else None
-        self._callbacks = callbacks
-
-    def start(
-        self, grid: Grid, initial_arrays: ArrayRecord, num_rounds: int = 3, **options: Any
-    ) -> Result:
-        """Run up to round ``num_rounds`` and record the run, or continue the one in the directory.
-
-        Parameters
-        ----------
-        grid, initial_arrays
-            Arguments of ``strategy.start``.
-        num_rounds : int
-            Number of the last round, counted from the beginning of the run.
-        **options
-            Options of ``strategy.start``: ``timeout``, ``train_config``, ``evaluate_config``,
-            ``evaluate_fn``.
-
-        Raises
-        ------
-        UnfitSetting
-            The directory holds a run with another plan, model or strategy; the message names the
-            differences.
-        InvalidValue
-            The run in the directory is complete, or the directory holds other files.
-        InUse
-            Another process writes to the directory.
-        """
-        method = _method(self.strategy)
-        config: dict[str, Any] = {
-            "method": method,
-            "rounds": num_rounds,
-            **_identity(self.strategy, self._base, initial_arrays),
-        }
-        if self._path is not None:
-            _refuse_complete(self._path, num_rounds)
-            config |= {"run-directory": str(self._path), "resume": True}
-        with recorded_run(config, method, self._callbacks) as run:
-            self.run = run
-            return record(
-                run, self.strategy, grid, initial_arrays, num_rounds=num_rounds, **options
-            )
-
-    def guarantees(self) -> list[Guarantee]:
-        """Return the guarantees of the strategy (see `FederatedStrategy.guarantees`)."""
-        return self._base.guarantees()
-
-
-def _refuse_complete(path: Path, num_rounds: int) -> None:
-    if not (path / "run.json").is_file():
-        return
-    run = RunDirectory.open(path)
-    done = int(run.metrics().last)
-    if run.status == "completed" and num_rounds <= done:
-        raise InvalidValue(
-            f"{path} holds a run that is complete, after {done} rounds: for a new run, give "
-            "recorded(...) another name, or none; to continue this one, give more rounds than "
-            f"num_rounds={num_rounds}"
-        )
-
-
-def _method(strategy: Strategy) -> str:
-    """Return the names of the wrapper, the method and the hosted server of a strategy."""
-    base = getattr(strategy, "base", None)
-    if base is not None:
-        return f"{type(strategy).__name__}-{_method(base)}"
-    if not isinstance(strategy, FederatedStrategy):
-        return type(strategy).__name__
-    method = strategy.method
-    return method.name if method.label == method.name else f"{method.name}-{method.label}"
-
-
-def _identity(strategy: Strategy, base: FederatedStrategy, arrays: ArrayRecord) -> dict[str, Any]:
-    """Return the settings that identify a run: plan, model, options and training."""
-    run, method = base.run, base.method
-    plan = {name: _plain(getattr(run.plan, name)) for name in _names(run.plan)}
-    plan["planned-rounds"] = plan.pop("rounds", 0)
-    identity = {
-        "plan": type(run.plan).__name__,
-        **plan,
-        "parameters": sum(array.numpy().size for array in arrays.values()),
-        **_fields(method),
-        "stragglers": run.stragglers,
-        "seed": run.seed or 0,
-        "seeded-noise": run.seeded_noise,
-        "evaluate-every": run.evaluate_every,
-        "training-loss": run.training_loss,
-        "diagnostics": run.diagnostics,
-        "frozen": run.frozen,
-        "coefficient": getattr(strategy, "coefficient", None),
-    }
-    settings = {name.replace("_", "-"): _plain(value) for name, value in identity.items()}
-    return {name: value for name, value in settings.items() if value not in ("", None)}
-
-
-def _fields(method: Method) -> dict[str, Any]:
-    """Return the fields of a method by name; a local training is named ``training-PHASE``."""
-    values: dict[str, Any] = {}
-    for name in _names(method):
-        value = getattr(method, name)
-        if not isinstance(value, LocalTraining):
-            values[name] = value
-        # A ClientApp that does not use this package defines its own training.
-        elif not method.any_client_app or value != LocalTraining():
-            values[f"training-{name}"] = value
-    return values
-
-
-def _names(value: Any) -> list[str]:
-    return [field.name for field in fields(value)] if is_dataclass(value) else []
-
-
-def _plain(value: Any) -> str | int | float | bool:
-    """Return a value as a number or a text that is the same in every process."""
-    if isinstance(value, Enum):
-        return _plain(value.value)
-    if isinstance(value, str | int | float | bool):
-        return value
-    if value is None:
-        return ""
-    if isinstance(value, tuple | list):
-        return ", ".join(str(_plain(part)) for part in value)
-    # Flower's own strategies are no dataclasses; their numbers are their settings.
-    attributes = getattr(value, "__dict__", {}).items()
-    names = _names(value) or [n for n, v in attributes if isinstance(v, int | float | str)]
-    if names:
-        plain_values = {name: _plain(getattr(value, name)) for name in names}
-        parts = (f"{name}={plain}" for name, plain in plain_values.items() if plain != "")
-        return f"{type(value).__name__}({', '.join(parts)})"
-    return getattr(value, "__qualname__", type(value).__name__)

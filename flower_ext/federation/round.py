@@ -18,6 +18,7 @@ from flwr.app import ConfigRecord, Message
 
 from flower_ext.errors import InvalidValue
 from flower_ext.federation import records
+from flower_ext.federation.claims import charge, check_training, summary_of
 from flower_ext.federation.client.client_method import Memory
 from flower_ext.federation.connection import leave_out_withdrawn, rehearse
 from flower_ext.federation.exchange import Content, Requests
@@ -65,6 +66,10 @@ class Round:
         """The messages to the cohort; None before `ask`."""
         self.discard_reason = ""
         """The reason why the round releases nothing; empty if it releases a mean."""
+        self.metrics: dict[int, Mapping[str, float]] = {}
+        """Metrics of the accepted contributions by partition."""
+        self.kept: dict[int, records.Update] = {}
+        """The accepted contributions by partition, if `close` keeps them."""
         self.sum: OpenSum
         try:
             self.sum = summation.open(opening)
@@ -82,27 +87,21 @@ class Round:
         return self.requests.messages
 
     def close(
-        self, replies: Iterable[Message], *, kept: bool = False, **notes: Any
-    ) -> tuple[Aggregate | None, Mapping[int, records.Update]]:
-        """Read each reply and add its contribution when it arrives; release the mean of all.
+        self, replies: Iterable[Message], *, keep: bool = False, **notes: Any
+    ) -> Aggregate | None:
+        """Read each reply and add its contribution when it arrives; return the mean of all.
+
+        Return None if the round is discarded. The privacy of a discarded round is spent.
 
         Parameters
         ----------
         replies : Iterable[Message]
-        kept : bool
-            True to keep the arrays of each contribution.
+        keep : bool
+            True to keep each contribution in `kept`. By default the round drops its arrays, because
+            a thousand models do not fit into memory at a time.
         **notes
             Further entries of the ledger about this release.
-
-        Returns
-        -------
-        Aggregate or None
-            The released mean; None if the round is discarded. The privacy of a discarded round is
-            spent.
-        Mapping[int, records.Update]
-            The accepted contributions by partition; without ``kept``, only their metrics.
         """
-        updates: dict[int, records.Update] = {}
         # The reserved release closes with the block, discarded or not: it is spent either way.
         with self._spending.closing() as release:
             try:
@@ -111,21 +110,20 @@ class Round:
                 assert self.requests is not None
                 for partition, update in self.requests.accepted(replies, self.sum.read):
                     self.sum.add(update)
-                    # Keep no arrays: a thousand models do not fit into memory at a time.
-                    updates[partition] = (
-                        update if kept else records.Update(_NOT_KEPT, update.metrics)
-                    )
+                    self.metrics[partition] = update.metrics
+                    if keep:
+                        self.kept[partition] = update
                 aggregate = self.sum.close()
             except RoundDiscarded as reason:
                 self.discard_reason = str(reason)
                 release.discard(self.discard_reason)
-                return None, updates
+                return None
             release.note(
                 **{"cohort": len(self.cohort.partitions), **notes},
                 answered=aggregate.answered,
                 topped_up_stddev=aggregate.topped_up_stddev,
             )
-        return aggregate, updates
+        return aggregate
 
 
 class _Unopened(OpenSum):
@@ -143,21 +141,6 @@ class _Unopened(OpenSum):
 
     def close(self) -> NoReturn:
         raise self._reason
-
-
-class _NotKept(dict[str, np.ndarray]):
-    """Takes the place of an update's arrays once the server has added them to the sum."""
-
-    def _refuse(self, *arguments: object) -> NoReturn:
-        raise InvalidValue(
-            "the server added the round's updates up as they arrived and did not keep them: set "
-            "needs_each_update = True in a method whose step reads single updates"
-        )
-
-    __getitem__ = __iter__ = __len__ = keys = values = items = get = _refuse
-
-
-_NOT_KEPT = _NotKept()
 
 
 class TrainingRound:
@@ -196,13 +179,15 @@ class TrainingRound:
             rehearse(run, config)
         # Refuse a round before its sum is opened, because until then no client knows of the round.
         drawn = self._draw()
-        run.check_budget(server_round, drawn)
+        if run.spending.budget is not None:
+            # Even if every client answers, ε must not exceed the budget.
+            charge(run, server_round, run.population.after(drawn))
         # Charge first, and then read withdrawals: a withdrawal before the charge takes effect in
         # this round. A later one may take effect only in the next round.
         leave_out_withdrawn(run)
         drawn = run.population.without(drawn, run.spending.withdrawn)
         self._warn_beyond_plan()
-        run.check_training()
+        check_training(run)
         # Write the privacy cost, then the noise, then the units to disk; only then may clients use
         # any data.
         identity = run.release_identity("release", number)
@@ -230,8 +215,8 @@ class TrainingRound:
         Return None if the round is discarded.
         """
         run = self.run
-        mean, updates = self._round.close(replies, kept=run.method.needs_each_update)
-        self._record(updates)
+        mean = self._round.close(replies, keep=run.method.needs_each_update)
+        self._record()
         if mean is None:
             spent = "" if run.mechanism.delta is None else "; its privacy is spent nevertheless"
             reason = self._round.discard_reason
@@ -240,11 +225,11 @@ class TrainingRound:
         mirrored = run.method.client.memory is Memory.MIRRORED
         # Mirrored memory counts only if the server has stored its counterpart.
         if run.method.client.keeps_memory and not (mirrored and mean is None):
-            run.remembered |= dict.fromkeys(updates, run.participations.rounds)
+            run.remembered |= dict.fromkeys(self._round.metrics, run.participations.rounds)
         if mean is None:
             return None
         mean, run.summation.mechanism = run.mechanism.after(mean)
-        return self._step(mean, updates)
+        return self._step(mean)
 
     def _draw(self) -> Cohort:
         run = self.run
@@ -303,7 +288,7 @@ class TrainingRound:
     def _protection_entries(self) -> dict[str, Any]:
         """Return the entries by which the message asks clients to protect their uploads."""
         run = self.run
-        self._protection = run.mechanism.protection(run.summary, len(self.cohort.partitions))
+        self._protection = run.mechanism.protection(summary_of(run), len(self.cohort.partitions))
         entries = to_entries(self._protection, seeded_noise=run.seeded_noise)
         return {"report-size": True, **entries} if run.mechanism.tells_sizes else entries
 
@@ -327,9 +312,9 @@ class TrainingRound:
         run.method.check_update(update)
         return update
 
-    def _record(self, updates: Mapping[int, records.Update]) -> None:
+    def _record(self) -> None:
         """Count the participations, and note the metrics that came with the updates."""
-        run, answered = self.run, len(updates)
+        run, metrics, answered = self.run, self._round.metrics, len(self._round.metrics)
         needed, honest = self._round.sum.exposure(answered)
         assert honest is not None
         # Write to disk before the step, because a killed server may have released this round's
@@ -338,13 +323,13 @@ class TrainingRound:
         run.population.count(self.cohort.units, honest, requests=needed)
         run.progress.row |= {"answered": answered, **self._round.sum.measures}
         run.ever_answered |= answered > 0
-        run.progress.row |= norm_columns(update.metrics for update in updates.values())
-        for partition, update in updates.items():
-            if "num-examples" in update.metrics:  # keep the smallest: no report makes ε smaller
-                size = int(update.metrics["num-examples"])
+        run.progress.row |= norm_columns(metrics.values())
+        for partition, numbers in metrics.items():
+            if "num-examples" in numbers:  # keep the smallest: no report makes ε smaller
+                size = int(numbers["num-examples"])
                 run.num_examples[partition] = min(size, run.num_examples.get(partition, size))
 
-    def _step(self, mean: Aggregate, updates: Mapping[int, records.Update]) -> records.Arrays:
+    def _step(self, mean: Aggregate) -> records.Arrays:
         """Return the next model, and store the method's next state."""
         run = self.run
         run.progress.row["topped_up_stddev"] = mean.topped_up_stddev
@@ -352,10 +337,11 @@ class TrainingRound:
         population = sampling.population
         released = Released(
             mean=dict(mean.value),
-            updates={} if hidden else updates,  # the model must use only the released mean
+            # Under such a plan the model must use only the released mean.
+            kept=None if hidden or not run.method.needs_each_update else self._round.kept,
             round=self.number,
             population=population,
-            fraction=sampling.sampling_rate if hidden else len(updates) / population,
+            fraction=sampling.sampling_rate if hidden else len(self._round.metrics) / population,
         )
         result = run.method.step(run.model, released, run.method_state)
         model, state = self._checked(result)

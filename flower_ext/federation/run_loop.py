@@ -14,11 +14,13 @@ from flwr.serverapp.strategy import Result, Strategy
 
 from flower_ext.federation import records
 from flower_ext.federation._flower_private import replies
+from flower_ext.federation.claims import spent_by
 from flower_ext.federation.connection import connect
 from flower_ext.federation.query_round import QueryRound
 from flower_ext.federation.replies import RefusedReply, read_answer
 from flower_ext.federation.roster import FederationNotReady
-from flower_ext.federation.run import MODEL, Run
+from flower_ext.federation.run import Run
+from flower_ext.federation.run_files import MODEL, restore, save, save_guarantees
 from flower_ext.privacy import BudgetExhausted
 from flower_ext.privacy.mechanisms.updates import require_finite
 
@@ -102,13 +104,13 @@ class RunLoop:
         is_scored = self._evaluate(server_round)
         self._evaluate_here(server_round)
         if is_scored or server_round == run.last_round:
-            run.progress.row |= run.spent()
-            run.save_guarantees(in_account=server_round == run.last_round)
+            run.progress.row |= spent_by(run)
+            save_guarantees(run, in_account=server_round == run.last_round)
         # Write the row first, and then the checkpoint: a resumed run drops rows without a
         # checkpoint.
         run.progress.row["seconds"] = time.monotonic() - started
         run.progress.end(server_round, run.last_round or server_round)
-        run.save(server_round, records.to_arrays(result.arrays))
+        save(run, server_round, records.to_arrays(result.arrays))
 
     def _ask_first_queries(self, server_round: int) -> None:
         """Ask the queries with the schedule "first", before the first training round."""
@@ -165,10 +167,10 @@ class RunLoop:
         if last and not run.progress.evaluated(last):
             run.progress.row = {}
             if self._evaluate(last):
-                run.progress.row |= run.spent()
+                run.progress.row |= spent_by(run)
                 run.progress.add(last)
-                run.save(last, records.to_arrays(self.result.arrays))
-        run.save_guarantees()
+                save(run, last, records.to_arrays(self.result.arrays))
+        save_guarantees(run)
 
     @contextmanager
     def _guarding(self) -> Iterator[None]:
@@ -181,7 +183,7 @@ class RunLoop:
                     release.discard(f"{type(error).__name__}: {error}")
                 if (abandoned := self.run.checkpoints.open) is not None:
                     self.run.count_abandoned(abandoned)
-                self.run.save_guarantees()
+                save_guarantees(self.run)
             except Exception:  # it must not hide the error that ended the run
                 log.exception("no guarantee could be written")
             raise
@@ -214,7 +216,7 @@ class RunLoop:
             arrays = records.to_record(kept.arrays[MODEL])
             run.check_model(kept.arrays[MODEL])
             is_unfinished = done < self.num_rounds  # a finished run needs no clients
-            run.restore(kept)
+            restore(run, kept)
             # Connect before restoring the sums: each sum keeps the larger privacy cost, of the new
             # set-up or of the checkpoint.
             if is_unfinished:
@@ -233,7 +235,7 @@ class RunLoop:
         roster = run.clients.roster
         if is_unfinished and not (roster is not None and roster.known):
             run.population.equalise_counts()  # a node may have had another partition before
-        run.save_guarantees()
+        save_guarantees(run)
         # A ledger that lacks a release was cut off or exchanged, and would show too much budget
         # left.
         if (ledger := run.spending.ledger) is not None:

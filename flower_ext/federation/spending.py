@@ -6,7 +6,7 @@ spent together.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -88,12 +88,12 @@ class Spending:
                 "budget= in place of ledger="
             )
 
-    def charge_round(
+    def charge(
         self,
         mechanism: RoundMechanism,
         server_round: int,
         run: RunSummary,
-        claims: Callable[[RunSummary], list[Guarantee]],
+        claims: Sequence[Guarantee],
         *,
         answered: QuerySum | None = None,
     ) -> None:
@@ -109,11 +109,11 @@ class Spending:
             Number of the round, for the message.
         run : RunSummary
             The run, including that round.
-        claims : Callable[[RunSummary], list[Guarantee]]
-            Returns the guarantees of a run with such a summary.
+        claims : Sequence[Guarantee]
+            The guarantees of such a run, which a shared account records.
         answered : QuerySum, optional
-            The query whose answer the round releases; None for a training round. The account
-            lists the answers to a query as a separate run.
+            The mechanism of the query whose answer the round releases; None for a training round.
+            The account lists the answers to a query as a separate run.
 
         Raises
         ------
@@ -142,7 +142,7 @@ class Spending:
         if mechanism.delta is None:
             note_uncovered(self.budget.ledger, **self.identity, what=WITHOUT_NOISE)
             return
-        provable = [claim for claim in claims(run) if claim.basis == "provable"]
+        provable = [claim for claim in claims if claim.basis == "provable"]
         claim = claim_against(AdversaryView.RELEASED_MODELS, provable)
         assert claim is not None  # every adversary sees the released models
         new = Charge(

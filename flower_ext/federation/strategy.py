@@ -17,6 +17,7 @@ from flwr.serverapp.strategy import Result, Strategy
 
 from flower_ext.errors import InvalidValue
 from flower_ext.federation import records
+from flower_ext.federation.claims import check_training, guarantees_of, spent_by
 from flower_ext.federation.connection import connect
 from flower_ext.federation.method import Method
 from flower_ext.federation.population import Population
@@ -148,7 +149,7 @@ class FederatedStrategy(Strategy):
             frozen=frozen,
             state_key_file=state_key_file,
         )
-        self.run.check_training()
+        check_training(self.run)
         evaluation(self.run, 0)  # refuses scores that do not fit the plan
         self.training_round: TrainingRound | None = None
         """The newest training round; None before the first."""
@@ -286,11 +287,11 @@ class FederatedStrategy(Strategy):
 
         The provable guarantees use the participations of this run, which depend on nobody's data.
         """
-        return self.run.guarantees()
+        return guarantees_of(self.run)
 
     def spent(self) -> dict[str, float]:
         """Return the ε spent so far and its δ, for the log and the report's figures."""
-        return self.run.spent()
+        return spent_by(self.run)
 
     @property
     def participations(self) -> Participations:

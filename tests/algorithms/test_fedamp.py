@@ -15,7 +15,7 @@ def mix(models, method):
     received = {"w": np.zeros(shape)}
     released = Released(
         mean={},
-        updates={client: Update(model, {}) for client, model in models.items()},
+        kept={client: Update(model, {}) for client, model in models.items()},
         round=1,
         population=len(models),
         fraction=1.0,
@@ -32,7 +32,7 @@ def mixed(distance, caplog, **options):
     again = Released(
         # Each client uploads its difference to the cloud model that it received.
         mean={},
-        updates={i: Update({"w": models[i]["w"] - clouds[i]}, {}) for i in models},
+        kept={i: Update({"w": models[i]["w"] - clouds[i]}, {}) for i in models},
         round=2,
         population=CLIENTS,
         fraction=1.0,

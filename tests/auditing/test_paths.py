@@ -44,7 +44,6 @@ from flower_ext.federation import (
     packing,
     records,
 )
-from flower_ext.federation.client import protecting
 from flower_ext.federation.engines import workers
 from flower_ext.federation.records import Update, UploadReply
 from flower_ext.federation.sums import masked, plain, weighted_silo
@@ -483,7 +482,7 @@ PATHS = {
     ),
     "users' sum of gradients": Path(
         run=partial(users, method=UldpSgd),
-        through=((protections, "sum_clipped_rows"), (protecting, "_noised_sum")),
+        through=((protections, "sum_clipped_rows"), (ClipAndNoise, "released_sum")),
         direction=AXIS,
     ),
     "users' sum, weighted by records": Path(

@@ -11,6 +11,7 @@ from flwr.app import MetricRecord
 from flower_ext.algorithms import DP2FedSAM, DPFedAvg, Upcycled
 from flower_ext.data import Examples
 from flower_ext.federation import records
+from flower_ext.federation.claims import not_covered
 from flower_ext.federation.client import evaluating
 from flower_ext.privacy import Budget, Ledger, SecureScores, SecureSum, privacy_loss_of
 from flower_ext.runs import RunWriter
@@ -71,8 +72,8 @@ def test_scores_are_not_on_the_list_of_what_no_guarantee_covers():
     one, other = scored(), scored(plan=plan())
     for strategy in (one, other):
         run(strategy)
-    assert not any("scores" in text for text in one.run.not_covered())
-    assert any("scores and test-set sizes" in text for text in other.run.not_covered())
+    assert not any("scores" in text for text in not_covered(one.run))
+    assert any("scores and test-set sizes" in text for text in not_covered(other.run))
     bases = {
         guarantee.basis: any("training rounds only" in text for text in guarantee.not_covered)
         for guarantee in one.guarantees()

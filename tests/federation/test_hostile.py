@@ -19,6 +19,7 @@ from flower_ext.federation import (
     VirtualGrid,
     records,
 )
+from flower_ext.federation.claims import summary_of
 from flower_ext.federation.progress import Progress
 from flower_ext.federation.replies import read_answer, read_metrics, read_update
 from flower_ext.federation.roster import Roster
@@ -326,7 +327,7 @@ def test_a_server_that_noises_clips_whatever_comes():
     times(1e6)(replies[0], np.random.default_rng(0))
     strategy.aggregate_train(1, replies)
     assert strategy.refusals == []
-    asked = strategy.run.mechanism.protection(strategy.run.summary, 4)
+    asked = strategy.run.mechanism.protection(summary_of(strategy.run), 4)
     assert asked.largest_upload(9) == math.inf
 
 

@@ -103,7 +103,6 @@ def test_who_needs_each_update_gets_them_whatever_the_parts(strategy):
 def test_a_method_that_reads_updates_without_asking_for_them_is_told_what_to_say():
     class Careless(DPFedAvg):
         def step(self, model, released, state):
-            assert sorted(released.updates) == list(range(CLIENTS))
             first = released.updates[0].arrays
             return {name: model[name] + first[name] for name in model}, state
 

@@ -82,3 +82,17 @@ def test_strangers_count_as_the_one_that_took_part_most():
     clients.count([1], 1, requests=1)
     clients.equalise_counts()
     assert dict(clients.participations.uploads) == dict.fromkeys(range(UNITS), 2)
+
+
+@pytest.mark.parametrize(
+    "clients",
+    [Population(SOME), UsersInSilos(SOME, SILOS), HiddenUsers(SOME, SILOS, UserDraw.SERVER)],
+)
+def test_participations_of_a_round_to_come_are_those_that_its_answers_would_count(clients):
+    cohort = clients.draw(rng())
+    before = clients.participations.to_dict()
+    ahead = clients.after(cohort).to_dict()
+    assert clients.participations.to_dict() == before != ahead
+    size = len(cohort.partitions)
+    clients.count(cohort.units, size, requests=size)
+    assert clients.participations.to_dict() == ahead

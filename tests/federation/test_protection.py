@@ -645,7 +645,11 @@ WHOLE = ClipAndNoise(clipping_norm=2.0, noise_stddev=1.0)
     ("update", "protection", "said"),
     [
         ({"weight": torch.ones(2)}, UNITS, "sets no bound for"),
-        (BoundedSum(value={"weight": torch.ones(2)}, bound=2.0, count=3), None, "a bound of 2"),
+        (
+            BoundedSum(value={"weight": torch.ones(2)}, bound=2.0, count=3),
+            Protection(),
+            "a bound of 2",
+        ),
         (
             BoundedSum(value={"weight": torch.ones(2)}, bound=2.0, count=3),
             WHOLE,
@@ -661,13 +665,17 @@ WHOLE = ClipAndNoise(clipping_norm=2.0, noise_stddev=1.0)
             replace(UNITS, clipping_norm=1.9),
             "a bound of nan",
         ),
-        (HiddenSum(bound=2.0, encrypt=dict), replace(UNITS, clipping_norm=1.9), "a bound of 2"),
         (
-            HiddenSum(bound=2.0, encrypt=dict),
+            HiddenSum(bound=2.0, like={}, encrypt=dict),
+            replace(UNITS, clipping_norm=1.9),
+            "a bound of 2",
+        ),
+        (
+            HiddenSum(bound=2.0, like={}, encrypt=dict),
             WHOLE,
             "the plan expects no bound",
         ),
-        (HiddenSum(bound=2.0, encrypt=dict), Unprotected(), "the plan expects no bound"),
+        (HiddenSum(bound=2.0, like={}, encrypt=dict), Unprotected(), "the plan expects no bound"),
     ],
 )
 def test_what_bounds_the_units_of_a_sum_must_be_what_the_plan_asks_for(update, protection, said):
@@ -696,7 +704,7 @@ def test_a_hidden_sum_is_given_the_noise_that_an_open_one_would_have():
     hidden, opened = (
         leaving(update, received, facts, context=context, allow_seeded_noise=True)
         for update in (
-            HiddenSum(bound=0.5, encrypt=encrypt),
+            HiddenSum(bound=0.5, like=received, encrypt=encrypt),
             BoundedSum(value=value, bound=0.5, count=9),
         )
     )

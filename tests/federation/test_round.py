@@ -8,7 +8,6 @@ import pytest
 from flwr.app import ConfigRecord, MetricRecord, RecordDict
 
 from flower_ext.algorithms import DPFedAvg
-from flower_ext.errors import InvalidValue
 from flower_ext.federation import (
     FederatedStrategy,
     InProcessGrid,
@@ -17,7 +16,7 @@ from flower_ext.federation import (
     records,
 )
 from flower_ext.federation.population import Cohort
-from flower_ext.federation.round import _NOT_KEPT, norm_columns, read_honest_update
+from flower_ext.federation.round import norm_columns, read_honest_update
 from flower_ext.privacy import FullParticipation, NonPrivatePlan, RecordLevelPlan, ReleasePlan
 from flower_ext.privacy.accounting.participations import Participations
 from flower_ext.privacy.run_summary import MethodTraits, RunSummary
@@ -133,9 +132,3 @@ def test_each_client_gets_its_own_records_and_as_many_epochs_as_it_completes():
     assert [p for p, content in contents.items() if "hint" in content] == [1]
     whole = {id(content) for p, content in contents.items() if p != 1 and epochs[p] == 5}
     assert len(whole) == 1  # equal requests share one object
-
-
-@pytest.mark.parametrize("read", [dict, list, len, lambda kept: kept["w"], lambda k: k.items()])
-def test_arrays_of_updates_that_are_not_kept_are_refused_however_they_are_read(read):
-    with pytest.raises(InvalidValue, match="needs_each_update = True"):
-        read(_NOT_KEPT)

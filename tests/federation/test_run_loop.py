@@ -50,7 +50,7 @@ class Unused(Hosted):
             )
             for partition, update in released.updates.items()
         }
-        return super().step(model, replace(released, updates=still), state)
+        return super().step(model, replace(released, kept=still), state)
 
 
 def noised(rounds=5):

@@ -831,16 +831,22 @@ def test_a_method_sees_no_single_update_under_a_release_plan():
     seen = []
 
     class Curious(DPFedAvg):
+        needs_each_update = True
+
         def step(self, model, released, state):
             seen.append(len(released.updates))
             return super().step(model, released, state)
 
-    app = DPFedAvg.client_app(task())
-    free = NonPrivatePlan(sampling=FixedSizeSampling(CLIENTS, 4))
-    for given in (plan(), free):
-        strategy = FederatedStrategy(Curious(local=FAST), given)
-        strategy.start(grid_of(app), initial(), num_rounds=1)
-    assert seen == [0, 4]
+    class Careless(Curious):
+        needs_each_update = False
+
+    app, free = DPFedAvg.client_app(task()), NonPrivatePlan(sampling=FixedSizeSampling(CLIENTS, 4))
+    with pytest.raises(ValueError, match="needs each client's update"):
+        FederatedStrategy(Curious(local=FAST), plan())
+    with pytest.raises(ValueError, match="needs_each_update = True"):
+        FederatedStrategy(Careless(local=FAST), plan()).start(grid_of(app), initial(), num_rounds=1)
+    FederatedStrategy(Curious(local=FAST), free).start(grid_of(app), initial(), num_rounds=1)
+    assert seen == [4]
 
 
 def test_training_beyond_the_rounds_of_the_plan_is_said_once(caplog):

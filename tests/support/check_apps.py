@@ -457,7 +457,7 @@ FAULTS = {
         "foreign-parts",
         {
             "strategy": PLANNED
-            + "strategy.run.claims = type(strategy.run).claims.__get__(strategy.run)"
+            + "strategy.run.noise = type(strategy.run).noise.__get__(strategy.run)"
         },
     ),
     "everybody_asked_in_the_place_of_a_sample": (

@@ -127,7 +127,7 @@ class ClientWork:
         """
         vault = ClientVault(self.policy.context, self.method.name)
         message = self.request.sums.get(records.WEIGHTED_SUM)
-        return open_part(message, vault, self.round, num_users, clipping_norm)
+        return open_part(message, vault, self.round, num_users, clipping_norm, like=self.received)
 
     def draw_users(self, sampling: PoissonSampling) -> list[int]:
         """Return the users that all silos draw for this round; a second call raises an error.

@@ -18,7 +18,6 @@ from flower_ext.federation.client.client_method import ClientWork
 from flower_ext.federation.client.requests import ClientRequest
 from flower_ext.federation.failures import attempt_each
 from flower_ext.federation.replies import LARGEST_VALUE
-from flower_ext.federation.sums import masked
 from flower_ext.privacy.queries.vector_query import VectorQuery
 from flower_ext.training import Params, evaluate_each
 from flower_ext.training.isolation import isolated
@@ -149,9 +148,7 @@ def masked_vector(query: VectorQuery, view: WorkView) -> RecordDict:
         noise = work.policy.noise({**request.entries, "number": number}, f"{OF_QUERY} {query.name}")
     # `released` clips to the norm that the noise is for, whatever norm the query names.
     cells = protection.released({"vector": vector}, noise)
-    whole = {name: np.asarray(array) for name, array in cells.items()}
-    of_sum = request.sums[records.SECURE_SUM]
-    sealed = masked.seal(whole, of_sum, work.policy.context, work.method.name)
+    sealed = request.seal(cells, work.policy.context, work.method.name)
     return RecordDict({records.UPDATE: records.to_record(sealed)})
 
 

@@ -13,8 +13,9 @@ from flower_ext.federation import records
 from flower_ext.federation.failures import attempt_each
 from flower_ext.federation.protection import Unprotected, check_entries
 from flower_ext.federation.roster import check_addressee
+from flower_ext.federation.sums import masked
 from flower_ext.privacy.mechanisms.protections import Protection
-from flower_ext.privacy.mechanisms.updates import check_like, require_finite
+from flower_ext.privacy.mechanisms.updates import NamedArrays, check_like, require_finite
 from flower_ext.training import LocalTraining, Params, Task
 
 T = TypeVar("T")
@@ -26,23 +27,15 @@ _IN_THE_CLEAR = ("report-size", "diagnostics", "training-loss")
 
 
 @dataclass(frozen=True, kw_only=True)
-class ClientRequest:
-    """A request of the server, as read from its message.
+class UploadRequest:
+    """The part of a server's request that says how the client's answer leaves the client."""
 
-    It holds the model, other arrays, the phases of training, and the entries of the round.
-    """
-
-    model: Params
-    training: Mapping[str, LocalTraining]
     kind: str = "train"
     protection: Protection = field(default_factory=Protection)
     entries: Mapping[str, Any] = field(default_factory=lambda: {"number": 1, "seed": 0})
     """Entries of the round's record, including the entries of the protection."""
-    state: Mapping[str, Params] = field(default_factory=dict)
     sums: Mapping[str, records.Arrays] = field(default_factory=dict)
     """The server's messages for the sum of the round, by the record's name."""
-    settings: Mapping[str, float] = field(default_factory=dict)
-    config: Mapping[str, object] = field(default_factory=dict)
     query: Mapping[str, Any] = field(default_factory=dict)
     """Name and fields of a query that is answered by a noised sum; empty without one."""
 
@@ -53,6 +46,45 @@ class ClientRequest:
             return False
         is_masked = records.SECURE_SUM in self.sums and self.protection.cell is not None
         return is_masked and (self.kind == "train" or bool(self.query))
+
+    def seal(self, update: NamedArrays, context: Context, method: str) -> records.Arrays:
+        """Return a protected update as it leaves the client: masked, if the server asks for masks.
+
+        A client encrypts its part of a weighted sum when it adds the noise (see `HiddenSum`).
+
+        Parameters
+        ----------
+        update : Mapping[str, array]
+            The bounded update with noise, in cells if the protection has a ``cell``.
+        context : Context
+            The client's context, whose vault has the secrets of a masked sum.
+        method : str
+            Name of the client method, under which the vault stores them.
+
+        Raises
+        ------
+        ProtocolError, InvalidValue
+            As `masked.seal`; also if the message has no record of the masked sum.
+        """
+        arrays = records.arrays_of(update)
+        if self.protection.cell is None:
+            return arrays
+        # From here on, the server sees the sum of the cohort alone.
+        return masked.seal(arrays, self.sums[records.SECURE_SUM], context, method)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClientRequest(UploadRequest):
+    """A request of the server, as read from its message.
+
+    It holds the model, other arrays, the phases of training, and the entries of the round.
+    """
+
+    model: Params
+    training: Mapping[str, LocalTraining]
+    state: Mapping[str, Params] = field(default_factory=dict)
+    settings: Mapping[str, float] = field(default_factory=dict)
+    config: Mapping[str, object] = field(default_factory=dict)
 
     @property
     def hides_missing_data(self) -> bool:

@@ -20,9 +20,9 @@ empty (no elements)     kept, adds nothing; `ValueError` if all arrays are empty
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import array_api_compat as api
 import numpy as np
@@ -41,10 +41,35 @@ from flower_ext.privacy.mechanisms.updates import (
 )
 from flower_ext.privacy.units import NeighboringRelation
 
+ArraysMap = Callable[[NamedArrays], NamedArrays]
+"""A function of named arrays that keeps their names and shapes."""
+
 _MARGIN = 1.0 - 1e-9
 """Factor that leaves room for rounding in float64, in any order of summation. It covers the norm of
 up to 10⁷ numbers (2⁻⁵⁴ each). It also covers a sum of up to a thousand units of equal length, in
 which one unit changes the rounding of all others (2⁻⁵² n² in all)."""
+
+
+class UnitSum(Protocol):
+    """Sum over units that states how far one unit moves it, and to which noise can be added."""
+
+    @property
+    def bound(self) -> float:
+        """Largest L2 distance by which adding, removing or zeroing one unit moves the sum."""
+
+    @property
+    def cell(self) -> float | None:
+        """Step of a public grid, if the sum counts such steps in whole numbers; else None."""
+
+    def noised(self, add_noise: ArraysMap, draw_noise: ArraysMap) -> NamedArrays:
+        """Return the sum with one client's share of the noise.
+
+        ``add_noise`` adds the noise to arrays. ``draw_noise`` returns noise with the shapes of
+        arrays, for a sum that is encrypted together with its noise.
+        """
+
+    def in_numbers(self) -> NamedArrays:
+        """Return the sum in real numbers, without noise; refuse if the sum is encrypted."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,6 +98,10 @@ class BoundedSum:
         """Return the sum in real numbers; convert it if ``value`` counts steps of a grid."""
         cell = self.cell
         return self.value if cell is None else {name: a * cell for name, a in self.value.items()}
+
+    def noised(self, add_noise: ArraysMap, draw_noise: ArraysMap) -> NamedArrays:
+        """Return the sum with one client's share of the noise."""
+        return add_noise(self.value)
 
     def sensitivity(self, relation: NeighboringRelation) -> float:
         """Return the largest L2 distance by which one unit can move the sum."""

@@ -17,7 +17,7 @@ import numpy as np
 from flower_ext.checks import Checked, Positive, require_positive
 from flower_ext.errors import InvalidValue
 from flower_ext.privacy.mechanisms.adaptive_clipping import rows_with_sides, with_side
-from flower_ext.privacy.mechanisms.bounds import BoundedSum, clip, sum_clipped_rows
+from flower_ext.privacy.mechanisms.bounds import BoundedSum, UnitSum, clip, sum_clipped_rows
 from flower_ext.privacy.mechanisms.discrete_gaussian import worth
 from flower_ext.privacy.mechanisms.noise import NoiseSource, largest_noised_norm
 from flower_ext.privacy.mechanisms.quantization import in_cells, sum_rows_in_cells
@@ -66,6 +66,16 @@ class Protection:
             As `clip`.
         """
         return upload
+
+    def released_sum(self, total: UnitSum, noise: NoiseSource) -> NamedArrays:
+        """Return a sum over units with this client's noise; by default, refuse every such sum.
+
+        Raises
+        ------
+        InvalidValue
+            The sum does not bound each unit's part as the plan requires.
+        """
+        raise _unfit_bound(_bound_text(total.bound, total.cell), _UNBOUNDED)
 
     def largest_upload(self, numbers: int, *, norms: float = 1.0) -> float:
         """Return an L2 norm that an honest upload exceeds with probability `IMPROBABLE` at most.
@@ -158,11 +168,41 @@ class ClipAndNoise(_Noised):
         return worth(self.noise_stddev / self.cell) * self.cell / self.clipping_norm
 
     def released(self, upload: NamedArrays, noise: NoiseSource) -> NamedArrays:
-        """Return the clipped update with noise; if ``cell`` is given, as int64 numbers of cells."""
+        """Return the clipped update with noise; if ``cell`` is given, as int64 numbers of cells.
+
+        Raises
+        ------
+        InvalidValue
+            The upload must be a sum over units: clipping the whole sum would not bound how far one
+            unit moves it.
+        NonFiniteUpdate, TypeError, ValueError
+            As `clip`.
+        """
+        if self.of_units:
+            raise _unfit_bound(_UNBOUNDED, _bound_text(self.clipping_norm, self.cell))
         sided = self._sided(upload, with_side)
         if self.cell is None:
             return self.noised(clip(sided, self.clipping_norm).value, noise)
         return self.noised(in_cells(sided, self.clipping_norm, self.cell), noise)
+
+    def released_sum(self, total: UnitSum, noise: NoiseSource) -> NamedArrays:
+        """Return a sum over units with this client's share of the noise.
+
+        Raises
+        ------
+        InvalidValue
+            The plan expects no such sum, the sum's bound is larger than ``clipping_norm``, or the
+            sum is on another grid than ``cell``.
+        """
+        if not self.of_units:
+            return super().released_sum(total, noise)
+        if not total.bound <= self.clipping_norm or total.cell != self.cell:  # also if it is NaN
+            expected = _bound_text(self.clipping_norm, self.cell)
+            raise _unfit_bound(_bound_text(total.bound, total.cell), expected)
+        return total.noised(
+            lambda value: self.noised(value, noise),
+            lambda like: noise.gaussian(like, self.noise_stddev),
+        )
 
     def sum_units(self, rows: NamedArrays, weights: Sequence[float]) -> BoundedSum:
         """Clip each unit's update; return the weighted sum, in cells if ``cell`` is given.
@@ -292,6 +332,20 @@ class ObjectivePerturbation(Checked, Protection):
             name: part.reshape(tuple(array.shape))
             for (name, array), part in zip(like.items(), parts, strict=True)
         }
+
+
+_UNBOUNDED = "no bound"
+
+
+def _bound_text(bound: float, cell: float | None) -> str:
+    text = f"a bound of {bound:g}"
+    return text if cell is None else f"{text} in cells of {cell:g}"
+
+
+def _unfit_bound(bound: str, expected: str) -> InvalidValue:
+    return InvalidValue.tellable(
+        f"the method sets {bound} for each unit's part of the update: the plan expects {expected}"
+    )
 
 
 Perturbation = OutputPerturbation | ObjectivePerturbation

@@ -11,6 +11,7 @@ from torch import nn
 from flower_ext.algorithms.uldp import UldpAvg, UldpNaive
 from flower_ext.auditing.linear import ONE_STEP, SIZE, axes, silo_data
 from flower_ext.federation import FederatedStrategy, InProcessGrid
+from flower_ext.federation.claims import summary_of
 from flower_ext.federation.sums.weighted import weighted_sum
 from flower_ext.privacy import (
     AdaptiveClipping,
@@ -132,7 +133,7 @@ def test_every_epsilon_is_that_of_a_fixed_norm(placement, sampling):
     fixed = plan_of(1.0, 2, **options)
     method = UldpAvg(num_silos=SILOS, local=ONE_STEP)
     shown, strategy = losses(AdaptiveClipping(initial=1.0))
-    summary = strategy.run.summary
+    summary = summary_of(strategy.run)
     claims = method.claims(fixed, summary, strategy.run.method_state, strategy.run.summation)
     assert shown == [(g.view, g.basis, g.epsilon, g.conditions) for g in claims]
     provable = [g for g in strategy.guarantees() if g.basis == "provable"]

@@ -734,7 +734,7 @@ def test_a_user_whose_training_raises_is_encrypted_as_zero():
     job.users[1].targets[0] = 7
     opened = SimpleNamespace(add=clipped.update)
     silo = SimpleNamespace(counted=tuple(job.users), open_sum=lambda number, weights: opened)
-    part = SiloPart(silo, 1, b"", 0.1)
+    part = SiloPart(silo, 1, b"", 0.1, {})
     hidden = replace(job, total=part)
     silo_training.add_users(task, [hidden], trained=lambda name: True, memory_limit=2**30)
     assert sorted(clipped) == list(job.users)

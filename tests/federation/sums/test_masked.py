@@ -14,7 +14,7 @@ from scipy import stats
 from flower_ext.algorithms import DP2FedSAM, DPFedAvg, Upcycled
 from flower_ext.errors import ProtocolError
 from flower_ext.federation import records
-from flower_ext.federation.client import app, preparing
+from flower_ext.federation.client import client_side, preparing
 from flower_ext.federation.state.memory import ClientVault
 from flower_ext.federation.sums import masked
 from flower_ext.federation.sums.masked import BEGIN, KEYS, QUESTION
@@ -58,7 +58,7 @@ def raw_updates():
     def invariant_work(*args, **options):
         return replace(work_of(*args, **options), batch_invariant=True)
 
-    with patch.object(app, "work_of", invariant_work):
+    with patch.object(client_side, "work_of", invariant_work):
         grid, _ = run(strategy_of(plan=bare, seeded_noise=False))
     return {
         reply.metadata.src_node_id - 1_000: records.to_arrays(reply.content[records.UPDATE])

@@ -14,6 +14,7 @@ from flower_ext.privacy import (
     SecureNoise,
     SeededNoise,
 )
+from flower_ext.privacy.mechanisms.bounds import BoundedSum
 from flower_ext.privacy.mechanisms.protections import (
     ClipAndNoise,
     ClipSteps,
@@ -205,3 +206,28 @@ def test_a_clipped_model_is_never_outside_its_ball():
         model = {"a": rng.normal(size=50).astype(np.float32), "b": rng.normal(size=(3, 3))}
         quiet = OutputPerturbation(clipping_norm=tau, noise_stddev=1e-9 * tau)
         assert l2_norm(quiet.released(model, SecureNoise())) == pytest.approx(tau, rel=1e-6)
+
+
+UNITS = ClipAndNoise(of_units=True, clipping_norm=1.0, noise_stddev=0.5)
+
+
+@pytest.mark.parametrize(
+    ("protection", "bound", "cell"),
+    [
+        *((protection, 0.1, None) for protection in (*CLIPPING, *NOTHING)),
+        (UNITS, 1.1, None),
+        (UNITS, math.nan, None),
+        (UNITS, 1.0, 2.0**-16),
+        (ClipAndNoise(of_units=True, clipping_norm=1.0, noise_stddev=0.5, cell=2.0**-8), 1.0, None),
+    ],
+)
+def test_a_sum_whose_bound_is_not_the_plans_gets_no_noise_and_is_refused(protection, bound, cell):
+    total, silence = BoundedSum(value={"w": np.ones(2)}, bound=bound, count=2, cell=cell), Silence()
+    with pytest.raises(ValueError, match="for each unit's part of the update: the plan expects"):
+        protection.released_sum(total, silence)
+    assert silence.asked == []
+
+
+def test_an_upload_that_must_be_a_sum_over_units_is_never_clipped_as_a_whole():
+    with pytest.raises(ValueError, match="the method sets no bound for each unit's part"):
+        UNITS.released({"w": np.ones(2)}, Silence())

@@ -1,36 +1,15 @@
-"""Build the parts of a run from its settings, and start the run, in the ServerApp of any app.
-
-An app's class of settings inherits the shared ones (`flower_ext.runs.shared_settings`)::
-
-    @dataclass(frozen=True, kw_only=True)
-    class Settings(RunSettings, CohortSettings, ReleaseSettings, TrainingSettings):
-        ...
-
-    @app.main()
-    def main(grid: Grid, context: Context) -> None:
-        settings = configured.settings(Settings, context)
-        plan = configured.release_plan(settings, configured.sampling(settings))
-        method = DPFedAvg(local=configured.training(settings))
-        configured.start(grid, context, settings, task, method, plan)
-
-Each function raises `UnfitSetting` if settings contradict each other.
-"""
+"""Build the parts of a run from its settings: sampling, plan, local training, and server."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
-from flwr.app import ArrayRecord, Context
-from flwr.serverapp import Grid
-from flwr.serverapp.strategy import Strategy
+from flwr.app import Context
 
 from flower_ext.errors import InvalidValue
-from flower_ext.federation.engines.virtual import clients_of
-from flower_ext.federation.method import Method
-from flower_ext.federation.recording import first_config, record, recorded_run
+from flower_ext.federation.recording import first_config
 from flower_ext.federation.server_optimizers import (
     Adagrad,
     Adam,
@@ -40,16 +19,13 @@ from flower_ext.federation.server_optimizers import (
     TailAverage,
     Yogi,
 )
-from flower_ext.federation.strategy import FederatedStrategy
 from flower_ext.privacy import (
     AdaptiveClipping,
-    Budget,
     CorrelatedNoise,
     FixedSizeSampling,
     FullParticipation,
     NonPrivatePlan,
     PoissonSampling,
-    PrivacyPlan,
     ReleasePlan,
     Sampling,
     SecureScores,
@@ -61,8 +37,7 @@ from flower_ext.privacy import (
 from flower_ext.privacy.accounting.calibration import default_relation
 from flower_ext.privacy.queries.secure_scores import ACCURACY, Bounds
 from flower_ext.privacy.theorems.dp2_fedsam_theorem import dp2_fedsam_theorem2_noise_multiplier
-from flower_ext.runs.callbacks import Callback
-from flower_ext.runs.settings import Settings, UnfitSetting, absolute_path
+from flower_ext.runs.settings import Settings, UnfitSetting
 from flower_ext.runs.shared_settings import (
     CohortSettings,
     PrivacySettings,
@@ -71,8 +46,7 @@ from flower_ext.runs.shared_settings import (
     ServerSettings,
     TrainingSettings,
 )
-from flower_ext.training import LocalTraining, Task, check_shareable
-from flower_ext.training.params import require_modules
+from flower_ext.training import LocalTraining
 
 AppSettings = TypeVar("AppSettings", bound=RunSettings)
 
@@ -114,12 +88,15 @@ def non_private_plan(settings: TrainingSettings, sampling: Sampling) -> NonPriva
     UnfitSetting
         The settings ask for secure sums, which need clipped and noised updates.
     """
-    for name in ("aggregation", "evaluation"):
-        if getattr(settings, name, "plain") != "plain":
-            raise UnfitSetting(
-                f"run-config {name}='secure'{_with_method(settings)}: expected 'plain', because "
-                "a secure sum adds up clipped and noised values, and this method adds no noise"
-            )
+    if isinstance(settings, ReleaseSettings):
+        sums = {"aggregation": settings.aggregation, "evaluation": settings.evaluation}
+        for name, value in sums.items():
+            if value != "plain":
+                raise UnfitSetting(
+                    f"run-config {name}={value!r}{_with_method(settings)}: expected 'plain', "
+                    "because a secure sum adds up clipped and noised values, and this method adds "
+                    "no noise"
+                )
     return NonPrivatePlan(sampling=sampling, weighting=settings.weighting)
 
 
@@ -151,10 +128,10 @@ def release_plan(
         Fields of `ReleasePlan` that override the settings; ``noise_multiplier`` cannot be among
         them.
     """
-    if (weighting := getattr(settings, "weighting", "clients")) != "clients":
+    if isinstance(settings, TrainingSettings) and settings.weighting != "clients":
         raise UnfitSetting(
-            f"run-config weighting={weighting!r}{_with_method(settings)}: expected 'clients', "
-            "because a private mean weights all clients equally"
+            f"run-config weighting={settings.weighting!r}{_with_method(settings)}: expected "
+            "'clients', because a private mean weights all clients equally"
         )
     secure = SecureSum(
         colluding=settings.colluding_share,
@@ -179,8 +156,11 @@ def release_plan(
             return ReleasePlan(noise_multiplier=settings.noise_multiplier, **options)
         if settings.calibration == "provable":
             return ReleasePlan.for_target(epsilon=epsilon, **options)
-        for name, value in (("noise", "independent"), ("clipping", "fixed")):
-            if (chosen := getattr(settings, name)) != value:
+        for name, chosen, value in (
+            ("noise", settings.noise, "independent"),
+            ("clipping", settings.clipping, "fixed"),
+        ):
+            if chosen != value:
                 raise UnfitSetting(
                     f"run-config calibration='published' with {name}={chosen!r}: expected "
                     f"'provable', because the published bound needs {name}={value!r}"
@@ -211,6 +191,7 @@ def _correlated(settings: ReleaseSettings, sampling: Sampling, *, of_users: bool
     size = size_for_rate(clients, sampling.sampling_rate)
     apart = settings.rounds_apart or clients // size
     most = settings.participations or -(-settings.rounds // apart)
+    momentum = settings.server_momentum if isinstance(settings, ServerSettings) else 0.0
     with _naming_settings(settings):
         return {
             "sampling": SpacedSampling(
@@ -219,7 +200,7 @@ def _correlated(settings: ReleaseSettings, sampling: Sampling, *, of_users: bool
             "correlation": CorrelatedNoise(
                 buffers=settings.noise_buffers,
                 bands=settings.noise_bands,
-                momentum=getattr(settings, "server_momentum", 0.0),
+                momentum=momentum,
             ),
         }
 
@@ -285,9 +266,15 @@ def _secure_scores(
 
 def training(settings: TrainingSettings, **changes: Any) -> LocalTraining:
     """Return the local training that the settings describe; ``changes`` override its fields."""
-    same = ("batch_size", "learning_rate", "learning_rate_decay", "momentum", "optimizer")
-    options = {name: getattr(settings, name) for name in (*same, "weight_decay")}
-    options["epochs"] = settings.local_epochs
+    options: dict[str, Any] = {
+        "epochs": settings.local_epochs,
+        "batch_size": settings.batch_size,
+        "learning_rate": settings.learning_rate,
+        "learning_rate_decay": settings.learning_rate_decay,
+        "momentum": settings.momentum,
+        "optimizer": settings.optimizer,
+        "weight_decay": settings.weight_decay,
+    }
     with _naming_settings(settings):
         return LocalTraining(**{**options, **changes})
 
@@ -319,134 +306,6 @@ def server(settings: ServerSettings, *, learning_rate: float | None = None) -> d
     return {"server": Sgd(learning_rate=rate, momentum=momentum), "average": average}
 
 
-def start(
-    grid: Grid,
-    context: Context,
-    settings: RunSettings,
-    task: Task,
-    method: Method,
-    plan: PrivacyPlan,
-    *,
-    wrapper: Callable[[FederatedStrategy], Strategy] | None = None,
-    planned_rounds: int | None = None,
-    notes: Mapping[str, Any] | None = None,
-    callbacks: Sequence[Callback] = (),
-    **options: Any,
-) -> None:
-    """Run a method under a plan for ``rounds`` rounds in a run directory, and write its report.
-
-    A run with privacy may end early. It ends when its provable ε reaches ``budget`` (0 means no
-    budget), or the ``epsilon`` for which its noise is provably calibrated. It also ends when all
-    runs that share the account ``budget_ledger`` have spent the account's budget. If the plan is a
-    `ReleasePlan`, the run's ledger records its releases.
-
-    Parameters
-    ----------
-    grid, context
-        The arguments of the ServerApp.
-    settings : RunSettings
-        The run's settings.
-    task : Task
-    method : Method
-    plan : PrivacyPlan
-    wrapper : Callable[[FederatedStrategy], Strategy], optional
-        Wraps the strategy, as `Upcycled` does; the result has the strategy as its ``base``.
-    planned_rounds : int, optional
-        Number of rounds that a planner chose in place of ``rounds``; the run directory records it.
-    notes : Mapping, optional
-        Further entries to record in addition to the settings.
-    callbacks : Sequence[Callback]
-        User code that the run calls when it begins, after each round, and when it ends.
-    **options
-        Options of `FederatedStrategy` that no setting names: ``sum``, ``stragglers``, ``exposed``.
-
-    Raises
-    ------
-    UnshareableModel
-        A layer that clients would share keeps statistics of their data.
-    InvalidValue
-        The method does not fit the plan, or names a ``personal`` part that the model lacks; or
-        `recorded_run` refuses the settings.
-    """
-    config = {**context.run_config, **(notes or {})}
-    # The settings are those that the noise was calibrated for; a resumed run may be longer.
-    number: Any = context.run_config["rounds"]
-    last = replace(settings, rounds=number).rounds  # checks the number of a resumed run, too
-    rounds = last
-    if planned_rounds is not None:
-        rounds += planned_rounds - settings.rounds
-        config["planned-rounds"] = planned_rounds
-    same = ("seeded_noise", "evaluate_every", "training_loss", "diagnostics")
-    base = FederatedStrategy(
-        method,
-        plan,
-        seed=settings.seed or None,
-        timeout=settings.connect_timeout,
-        budget=_budget(settings, plan),
-        # Nodes whose frozen part differs are refused before the first round.
-        frozen=task.fingerprint,
-        state_key_file=absolute_path(getattr(settings, "state_key_file", "")),
-        **{name: getattr(settings, name) for name in same},
-        **options,
-    )
-    name = [str(config[part]) for part in ("method", "dataset") if part in config]
-    with recorded_run(config, "-".join(name) or "run", callbacks) as run:
-        require_modules("personal", method.personal, task.shapes, task.factory.facts.tied)
-        check_shareable(task.model(), method.personal)
-        limit = _calibrated_budget(settings, plan)
-        # Do not check a wrapped strategy, because a wrapper need not train in every round.
-        if run.resumed and wrapper is None and limit is not None and last > settings.rounds:
-            raise UnfitSetting(
-                f"run-config rounds={last} of a resumed run: expected at most {settings.rounds}, "
-                f"because so many rounds spend epsilon={limit.epsilon:g} with the noise of this "
-                "run, which cannot change. To train longer under that epsilon, begin a new run: "
-                f"leave out --resume, and give --set rounds={last}"
-            )
-        base.run.attach(run, limit=limit)
-        record(
-            run,
-            base if wrapper is None else wrapper(base),
-            clients_of(grid, getattr(settings, "clients_per_node", 1)),
-            ArrayRecord(task.initial_params(settings.seed)),
-            num_rounds=rounds,
-            timeout=settings.round_timeout,
-        )
-
-
-def _budget(settings: RunSettings, plan: PrivacyPlan) -> Budget | None:
-    """Return the budget in the settings: that of a shared account, or of this run alone.
-
-    The budget is None if the settings limit neither.
-
-    Raises
-    ------
-    UnfitSetting
-        The settings name an account, but lack the account's ε or δ.
-    """
-    if not isinstance(settings, PrivacySettings):
-        return None
-    if (path := absolute_path(settings.budget_ledger)) is None:
-        is_limited = settings.budget and plan.delta is not None
-        return Budget(epsilon=settings.budget, delta=settings.delta) if is_limited else None
-    for name in ("population_epsilon", "population_delta"):
-        if not getattr(settings, name):
-            raise UnfitSetting(
-                f"run-config {name.replace('_', '-')}={getattr(settings, name)!r} with a "
-                "budget-ledger: expected a number > 0"
-            )
-    return Budget(epsilon=settings.population_epsilon, delta=settings.population_delta, ledger=path)
-
-
-def _calibrated_budget(settings: RunSettings, plan: PrivacyPlan) -> Budget | None:
-    """Return the budget for which the noise is provably calibrated; None if there is none."""
-    if not isinstance(settings, PrivacySettings) or settings.calibration != "provable":
-        return None
-    if settings.target is None or plan.rounds is None:
-        return None
-    assert plan.delta is not None  # noise was chosen for it
-    return Budget(epsilon=settings.target, delta=plan.delta)
-
-
 @contextmanager
 def _naming_settings(settings: Settings) -> Iterator[None]:
     """Replace an error about a field by an error about the setting of the same name."""
@@ -459,7 +318,13 @@ def _naming_settings(settings: Settings) -> Iterator[None]:
         raise UnfitSetting(f"run-config {field.replace('_', '-')}={rest}") from error
 
 
+@runtime_checkable
+class _SeveralMethods(Protocol):
+    """Settings of an app with several methods, one of which the setting ``method`` names."""
+
+    method: str
+
+
 def _with_method(settings: Settings) -> str:
     """Name the method in a message, if the app has several."""
-    method = getattr(settings, "method", None)
-    return "" if method is None else f" with method={method!r}"
+    return f" with method={settings.method!r}" if isinstance(settings, _SeveralMethods) else ""
