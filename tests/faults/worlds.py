@@ -41,7 +41,7 @@ from flower_ext.privacy import (
     RecordLevelPlan,
     ReleasePlan,
 )
-from flower_ext.secure.weighting.protocol import load_protocol, protocols
+from flower_ext.secure.weighting.protocol import WeightingProtocol, load_protocol, protocols
 from flower_ext.training import LocalTraining, Task
 from tests.faults.grid import Rates, times
 from tests.faults.malformed import ENVELOPE, METRICS, TRAIN, Mutation, in_array, metric
@@ -274,6 +274,7 @@ PRIVATE = Case(
 
 def _plug_in(name: str) -> Case:
     """Return private weights under the protocol of a plug-in."""
+    protocol: Callable[..., WeightingProtocol] = load_protocol(name)
     return replace(
         PRIVATE,
         name=f"ULDP-AVG-w, protocol {name}",
@@ -282,7 +283,7 @@ def _plug_in(name: str) -> Case:
             plan=user_plan(),
             num_silos=SILOS,
             local=FAST,
-            protocol=load_protocol(name)(max_records_per_user=60),
+            protocol=protocol(max_records_per_user=60),
             **o,
         ),
     )
