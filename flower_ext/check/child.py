@@ -121,7 +121,7 @@ def import_slow_modules() -> None:
 def _change(probes: Probes, opinion: Verdict) -> str:
     """Return a diff of the app's source that makes an ε provable.
 
-    The text is "" if every claim of the app is provable and no finding refutes them, or if the
+    The text is "" if every ε that the app claims is provable and no finding refutes, or if the
     check finds no place to change.
     """
     if not (opinion.unproven or any(finding.refutes for finding in opinion.findings)):

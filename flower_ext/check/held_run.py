@@ -31,7 +31,8 @@ Change = Literal["", "huge", "huge and heavy", "nan", "zero", "raise"]
 """Misbehaviour of the target in each round: it sends a huge update, a huge update with a huge
 weight, or an update of NaN or of zeros, or it raises an error. "" stands for none of these."""
 HUGE, HEAVY = 1e4, 1000
-"""Norm of a huge update, and factor of a heavy client's metrics."""
+"""Norm of a huge update, and the factor by which the target multiplies its metrics, such as its
+weight."""
 _SLOW = 1e-6
 """Factor on the learning rate: the local steps become so small that only their noise shows."""
 TRAIN = "train"
@@ -46,7 +47,7 @@ class HeldRun:
     template : Mapping[str, RecordDict]
         What the app's function returned in the first run, by category of messages.
     change : Change
-        Misbehaviour of the target, which is then the changed client.
+        Misbehaviour of the target, which is also called the changed client.
     quiet : bool
         True if the noise sources of this package add no noise. The run then shows exactly to what
         norm an update is clipped.
@@ -125,8 +126,8 @@ class HeldRun:
 
         If the client protects its whole upload, its data are taken away. If it adds noise in each
         local step, the steps stay, with a tiny learning rate. In a run without noise, only one
-        such step stays, with the usual learning rate; its first record is huge at the changed
-        client. In a run that shows one unit's influence, the client keeps the records of one unit.
+        such step stays, with the usual learning rate, and a huge update comes from a huge first
+        record. In a run that shows one unit's influence, the client keeps the records of one unit.
         """
         protection, phase = work.protection, work.method.upload_phase
         if self.shows_unit(protection):

@@ -81,7 +81,7 @@ class Declared:
         Largest distance by which one unit moves the value to which noise is added. This value is a
         sum of updates, an upload, or a local step.
     besides : Mapping[Release, int]
-        Other releases of the run, each with its number. The check does not measure them.
+        Other releases of the run, and how often each is made. The check does not measure them.
     """
 
     release: Release
@@ -101,7 +101,7 @@ class OurMechanism:
     declared : Declared, optional
         None if the stated ε does not follow from equal releases of Gaussian noise.
     unmeasured : str
-        The reason why the check cannot measure the noise; "" if it can.
+        The reason why the check cannot measure the noise; "" without such a reason.
     holds : bool
         True if, in a held run, a public update replaces each client's update before the client
         clips it and adds noise.

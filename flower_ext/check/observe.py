@@ -53,7 +53,7 @@ class Reply:
     """Sent model minus received model; None if no array record fits the received model."""
     integers: bool
     scalars: bool
-    """``integers``, ``scalars``: the client sent arrays of integers, or floats without axes."""
+    """The client sent floats without axes; ``integers`` says if it sent arrays of integers."""
 
 
 @dataclass(kw_only=True)
@@ -211,10 +211,10 @@ class Watch:
         return reply
 
     def inner(self, message: Message, context: Context, call_next: Any) -> Message:
-        """Answer for the app's function.
+        """Return a client's reply as it is before any mod of the app sees it.
 
-        In the first run, the mod calls the function and keeps its result. In a held run, it does
-        not call the function, and `HeldRun` gives the answer.
+        In the first run, the app's function makes the reply, and the method keeps a copy. In a held
+        run, `HeldRun` makes the reply.
         """
         category = category_of(message)
         if self.held is not None and category in self.held.template:
@@ -225,11 +225,11 @@ class Watch:
         return reply
 
     def holds_data(self, request: ClientRequest, partition: int) -> bool:
-        """Return True if this client, which is one of this package, must train without its data.
+        """Return True if a client of this package must train without its data.
 
-        In a held run, all clients must, except in a run that shows one unit's influence. In the
-        first run, the first `_LEARNERS` clients train with their data, and all others must train
-        without; no comparison uses the updates of this run.
+        In a held run, all clients train without data, except in a run that shows one unit's
+        influence. In the first run, the first `_LEARNERS` clients train with their data. All other
+        clients train without, because no comparison uses the updates of the first run.
         """
         if request.kind != TRAIN or not request.hides_missing_data:
             return False

@@ -181,7 +181,7 @@ class Probes:
 
     @property
     def is_exact(self) -> bool:
-        """True if the difference between two quiet runs shows no noise.
+        """True if the difference between two quiet runs (`HeldRun.quiet`) shows no noise.
 
         Either quiet runs have no noise, or all runs with the same seed have the same noise.
         """
@@ -247,9 +247,9 @@ class Probes:
         return abs(moved) * cohort + HELD if moved is not None and cohort else None
 
     def upload_growth(self, name: str, round: int) -> float | None:
-        """Return how much farther along `direction` a changed client's upload is than the usual.
+        """Return how far the changed client's upload is from a usual upload, along `direction`.
 
-        The usual upload is the median of the uploads of a quiet run. None if one is missing.
+        The usual upload is the median in a quiet run. None if an upload is missing.
         """
         left, right = self.seen(name).target_upload(round), self.seen(QUIET).uploads(round)
         if left is None or not left.finite or not right:

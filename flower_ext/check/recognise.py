@@ -56,7 +56,7 @@ _KNOWN_PACKAGES = frozenset(
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """A strategy or a mod: its name, and who defines it, "flwr", "flower_ext" or "app"."""
+    """A strategy or a mod: its name, and where it is defined, "flwr", "flower_ext" or "app"."""
 
     name: str
     origin: str
@@ -82,11 +82,11 @@ class Facts:
     """True if a `Task` of this package made the ClientApp."""
     noise: Noise | None
     release: Release | None
-    """The release in one round of Flower's mechanism, from the mechanism's parameters."""
+    """One round of Flower's mechanism; None if it adds no noise, or if the app does not use it."""
     ours: OurMechanism
-    """The mechanism of this package's strategy; without such a strategy, one without noise."""
+    """The mechanism of this package's strategy. Without such a strategy, it has no noise."""
     holds: bool
-    """True if, in held runs, a public update replaces each client's before clipping and noise."""
+    """True if, in held runs, a public update replaces a client's update before its protection."""
     foreign: Sequence[str]
     """Parts of a strategy of this package that the app has replaced."""
     guarantees: Sequence[Guarantee]
@@ -222,7 +222,7 @@ def _flower_noise(
 
 
 def _foreign(strategy: FederatedStrategy | None, client: ClientApp) -> list[str]:
-    """Return the names of parts that the app defines in this package's strategy or ClientApp."""
+    """Return the names of parts of this package's strategy and ClientApp that the app replaced."""
     parts: list[Any] = []
     if isinstance(client, CohortApp):
         parts += [client, *client.cohort_answers.values()]

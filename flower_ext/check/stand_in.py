@@ -55,8 +55,8 @@ def parsed_column(text: str) -> tuple[str, Column]:
 def install(columns: Mapping[str, Column]) -> None:
     """Make ``import flwr_datasets`` give random rows.
 
-    The rows have ``columns``. If it is empty, they have the columns of the data set that the app
-    asks for; this module knows the columns of a few data sets, and refuses all others.
+    The rows have ``columns``. If ``columns`` is empty, the rows are like those of the data set that
+    the app asks for. This module knows the columns of a few data sets, and refuses all others.
     """
 
     class FederatedDataset:

@@ -108,7 +108,8 @@ def _in_one_process(run: PreparedRun, log: RunLog) -> None:
             program.process.kill()
             program.wait()
         raise
-    if status in (-signal.SIGTERM, 128 + signal.SIGTERM):  # sent to that process only
+    # The process got SIGTERM, but this command did not.
+    if status in (-signal.SIGTERM, 128 + signal.SIGTERM):
         raise Ended(signal.SIGTERM)
     if status:
         cause = f"signal {-status}" if status < 0 else "the error above"

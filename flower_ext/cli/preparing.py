@@ -115,7 +115,7 @@ def prepare(options: RunOptions) -> PreparedRun:
     defaults, changes = checked_settings(options.app, options.settings, file)
     if options.resume is not None:
         changes = {**begun_with(options.resume, options.app, defaults), **changes}
-    config = ChainMap(changes, defaults)  # stores in `changes` what is set
+    config = ChainMap(changes, defaults)  # an assignment to `config` changes `changes`
     _choose_clients(options, config)
     if file is not None and "preset" in defaults:
         before = {**defaults, **file.settings(changes, defaults)}

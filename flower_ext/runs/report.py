@@ -49,7 +49,7 @@ _VIEWS = {
     AdversaryView.EACH_UPLOAD: "each upload",
 }
 _RUN_COLUMNS = ("run", "method", "rounds", "δ", *(f"ε: {words}" for words in _VIEWS.values()))
-"""Header of the table of runs: a row has ε of one run alone, with one column per adversary view."""
+"""Header of the table of runs. A row has the ε of one run, in a column for each adversary view."""
 
 
 def write_report(run: RunDirectory) -> Path:

@@ -34,7 +34,7 @@ __all__ = ["Finding", "findings"]
 
 
 def findings(probes: Probes, second: Measured | None) -> list[Finding]:
-    """Return all findings of a check; those after which no ε is provable come first.
+    """Return all findings of a check, beginning with those that leave no ε provable.
 
     ``second`` holds the ε that the check computed from its measurements.
     """
@@ -67,7 +67,7 @@ _CLIENT_CALLS = {
 
 
 def _place(code: str, probes: Probes) -> str:
-    """Return ``path:line`` of the call that the remedy of a finding changes; "" without one."""
+    """Return ``path:line`` of the call that the remedy changes; "" if the app has no such call."""
     app, facts = probes.app, probes.facts
     if names := _CLIENT_CALLS.get(code):
         return app.call_of("clientapp", *names)

@@ -23,7 +23,7 @@ class Finding:
 
 @dataclass(frozen=True, kw_only=True)
 class Rule:
-    """The texts of a finding, and a function that decides from an app's runs if it applies."""
+    """A fault to look for: the texts of its finding, and a function that tells if an app has it."""
 
     code: str
     when: Callable[[Probes], Any]

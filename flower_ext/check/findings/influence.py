@@ -94,7 +94,7 @@ def _movements(
     """Yield the name of each value that the changed client moves, and three numbers.
 
     The numbers are how far the client moved the value (None if this was not measured), how far
-    clipping lets it, and the standard deviation of the noise on the value.
+    clipping lets the client move it, and the standard deviation of the noise on the value.
     """
     facts = probes.facts
     clients_clip = facts.has(recognise.CLIENT_SIDE) or facts.has(recognise.CLIENT_ADAPTIVE)
