@@ -139,7 +139,7 @@ def _answers(
     if group_size is not None:
         if name not in ("epsilon", "noise_multiplier"):
             raise typer.BadParameter(
-                "with --unit user, the command computes --epsilon or --noise-multiplier alone: "
+                "with --unit user, the command computes --epsilon or --noise-multiplier only: "
                 "leave out one of the two, and give all other options"
             )
         target = known.pop("noise_multiplier" if name == "epsilon" else "epsilon")

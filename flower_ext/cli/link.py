@@ -157,7 +157,7 @@ def users(
     elif buckets is not None and numbers is None:
         number_of = partial(bucket, num_buckets=buckets)
     else:
-        raise InvalidValue("buckets: give either --buckets or --numbers, not both")
+        raise InvalidValue("buckets: give one of --buckets and --numbers")
     persons = _write(
         RecordFile(path=table, encoding=encoding), pseudonyms, number_of, output, skip_unusable
     )
