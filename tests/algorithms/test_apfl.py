@@ -48,8 +48,17 @@ PLANS = {
 }
 
 
-@pytest.mark.parametrize("grid", [InProcessGrid, OneByOne])
-@pytest.mark.parametrize(("alpha", "rate"), [(0.3, 0.0), (0.5, 0.2), (1.0, 0.0)])
+@pytest.mark.parametrize(
+    ("alpha", "rate", "grid"),
+    grid(
+        [
+            (*weights, engine)
+            for weights in ((0.3, 0.0), (0.5, 0.2), (1.0, 0.0))
+            for engine in (InProcessGrid, OneByOne)
+        ],
+        {(0.3, 0.0, OneByOne), (0.5, 0.2, InProcessGrid), (1.0, 0.0, InProcessGrid)}.__contains__,
+    ),
+)
 def test_it_equals_the_plain_loop_and_evaluates_the_mixture(grid, alpha, rate):
     method = APFL(personal_weight=alpha, weight_learning_rate=rate, local=SGD)
     shared, memories, strategy, _ = run(method, grid=grid)

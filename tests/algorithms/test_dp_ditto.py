@@ -10,6 +10,7 @@ from flower_ext.algorithms import Apple, DPDitto, FedALA, FedAMP, PFedMe
 from flower_ext.federation import FederatedStrategy, InProcessGrid, client_app, records
 from flower_ext.privacy import ClippedSteps, FullParticipation, NonPrivatePlan, RecordLevelPlan
 from flower_ext.training import LocalTraining, evaluate, part
+from tests.support.grids import grid as grid_of
 from tests.support.reference.comparing import close, flat
 from tests.support.reference.dp_ditto import METHODS, federated
 from tests.support.strategies import strategy_of
@@ -126,7 +127,11 @@ def personal(method, memory):
     return part(memory, KEPT[method]) if KEPT[method] else memory
 
 
-every = pytest.mark.parametrize(("method", "plan"), PAIRS)
+DAILY = {
+    *(("pfedme", "plain"), ("fedala", "plain"), ("fedamp", "noised"), ("apple", "noised")),
+    ("ditto", "steps"),
+}
+every = pytest.mark.parametrize(("method", "plan"), grid_of(PAIRS, DAILY.__contains__))
 
 
 @every

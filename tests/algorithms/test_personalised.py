@@ -13,6 +13,7 @@ from flower_ext.federation import records
 from flower_ext.privacy import AdversaryView, FullParticipation, PoissonSampling, ReleasePlan
 from flower_ext.training import Task
 from tests.support.dying_runs import Died, play
+from tests.support.grids import grid as grid_of
 from tests.support.personalised import CLIENTS, SGD, Normed, run, uneven_task
 from tests.support.travelling import Recorder
 
@@ -23,7 +24,8 @@ METHODS = {
     "APFL": APFL(weight_learning_rate=0.1, local=SGD),
 }
 RELEASE = partial(ReleasePlan, clipping_norm=0.5, rounds=3, delta=0.01)
-every = pytest.mark.parametrize("name", METHODS)
+# FedPer and FedRep keep parameters as FedBN does.
+every = pytest.mark.parametrize("name", grid_of(METHODS, ("FedBN", "APFL").__contains__))
 
 
 def task_of(name):

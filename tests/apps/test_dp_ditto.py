@@ -33,7 +33,7 @@ def run(path, **overrides):
     "method",
     grid(
         [*METHODS, *(f"dp-{method}" for method in METHODS)],
-        lambda method: method in ("dp-ditto", "apple", "dp-fedala"),
+        lambda method: method in ("dp-ditto", "apple"),
     ),
 )
 def test_every_method_leaves_a_complete_run_directory_with_fairness_in_every_evaluation(

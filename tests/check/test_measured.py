@@ -12,19 +12,25 @@ from flower_ext.privacy import (
     Release,
     privacy_loss_of,
 )
+from tests.support.grids import grid
 
 ADD, REPLACE = NeighboringRelation.ADD_OR_REMOVE_ONE, NeighboringRelation.REPLACE_ONE
 
 
-@pytest.mark.parametrize("queries", [0, 4])
 @pytest.mark.parametrize(
-    ("sampling", "relation"),
-    [
-        (FullParticipation(100), ADD),
-        (PoissonSampling(100, 0.2), ADD),
-        (FixedSizeSampling(100, 20), REPLACE),
-    ],
-    ids=["everyone", "poisson", "fixed size"],
+    ("sampling", "relation", "queries"),
+    grid(
+        [
+            pytest.param(sampling, relation, queries, id=f"{name}-{queries}")
+            for queries in (0, 4)
+            for name, sampling, relation in (
+                ("everyone", FullParticipation(100), ADD),
+                ("poisson", PoissonSampling(100, 0.2), ADD),
+                ("fixed size", FixedSizeSampling(100, 20), REPLACE),
+            )
+        ],
+        {"everyone-0", "poisson-4", "fixed size-0"}.__contains__,
+    ),
 )
 def test_the_declared_noise_has_the_epsilon_that_the_package_states(sampling, relation, queries):
     release = Release(sampling=sampling, noise_multiplier=4.0, relation=relation)

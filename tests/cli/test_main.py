@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 from importlib.metadata import version
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -212,14 +213,14 @@ def test_report_of_something_else_exits_with_2(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "rest",
+    ("file", "rest"),
     grid(
-        ["", "[", "null", "{}", "[3]", '{"round', "\xff\n", '"a", 1\n2\n'],
-        lambda rest: rest in ("{}", "\xff\n"),
+        product(
+            ["run.json", "guarantee.json", "metrics.jsonl", "missing.jsonl", "clients.csv"],
+            ["", "[", "null", "{}", "[3]", '{"round', "\xff\n", '"a", 1\n2\n'],
+        ),
+        lambda case: case[1] == ("\xff\n" if case[0].endswith(".jsonl") else "{}"),
     ),
-)
-@pytest.mark.parametrize(
-    "file", ["run.json", "guarantee.json", "metrics.jsonl", "missing.jsonl", "clients.csv"]
 )
 def test_report_of_a_run_with_a_damaged_file_names_the_file_in_one_line(tmp_path, file, rest):
     run = finished(tmp_path / "run")

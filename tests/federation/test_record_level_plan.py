@@ -26,6 +26,7 @@ from flower_ext.privacy import (
     ReleasePlan,
 )
 from flower_ext.training import LocalTraining, Task
+from tests.support.grids import grid as grid_of
 from tests.support.strategies import strategy_of
 from tests.support.travelling import Recorder
 from tests.support.worlds import Net, client_data, task
@@ -124,7 +125,11 @@ def test_without_privacy_personal_parameters_stay_on_the_client_as_well(method, 
     assert not any(is_among(array, secrets) for array in on_the_wire(grid))
 
 
-@every
+@pytest.mark.parametrize(
+    "method",
+    grid_of(METHODS, {DPDitto, FedAMP, Apple}.__contains__),
+    ids=lambda method: method.__name__,
+)
 def test_every_upload_is_the_clipped_local_model_with_the_plans_noise(method):
     """With much noise on few weights: its deviation is the planned one, and not larger."""
     strategy = strategy_of(method, plan=plan(noise_stddev=3.0), local=FAST, evaluate_every=0)

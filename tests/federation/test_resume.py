@@ -189,7 +189,9 @@ def test_without_memory_a_run_that_needs_none_goes_on(tmp_path):
     assert same(parts, whole)
 
 
-@pytest.mark.parametrize("harm", ["torn", "altered", "emptied"])
+@pytest.mark.parametrize(
+    "harm", grid(["torn", "altered", "emptied"], lambda harm: harm != "emptied")
+)
 def test_a_checkpoint_that_was_harmed_is_named_and_the_one_before_it_used(
     whole, tmp_path, harm, caplog
 ):

@@ -1,5 +1,7 @@
 """Federated runs on examples of several tensors equal those on packed examples."""
 
+from itertools import product
+
 import pytest
 import torch
 from flwr.app import ArrayRecord
@@ -10,6 +12,7 @@ from flower_ext.data import ClientData, SiloData
 from flower_ext.federation import FederatedStrategy, InProcessGrid
 from flower_ext.privacy import FullParticipation, NonPrivatePlan, ReleasePlan
 from flower_ext.training import LocalTraining, Task
+from tests.support.grids import grid as grid_of
 from tests.support.trees import FORMS, PACKED, packed
 
 CLIENTS, USERS = 4, 6
@@ -76,8 +79,10 @@ def run(make, data, like):
     return result.arrays.to_torch_state_dict(), result.evaluate_metrics_clientapp[2]
 
 
-@pytest.mark.parametrize("which", FORMS)
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(
+    ("method", "which"),
+    grid_of(product(METHODS, FORMS), [*zip(METHODS, FORMS, strict=True)].__contains__),
+)
 def test_a_run_on_trees_is_the_run_on_packed_examples(method, which):
     make, world = METHODS[method]
     task, form = FORMS[which]

@@ -85,7 +85,10 @@ def share_at_least(rng, correct, guesses, canaries, shift, runs=20_000):
     return int((right >= correct).sum()), runs
 
 
-@pytest.mark.parametrize(("shift", "guesses"), [(0.5, 10), (1.0, 6), (1.0, 40), (3.0, 40)])
+@pytest.mark.parametrize(
+    ("shift", "guesses"),
+    grid([(0.5, 10), (1.0, 6), (1.0, 40), (3.0, 40)], {(0.5, 10), (3.0, 40)}.__contains__),
+)
 def test_a_gaussian_curve_refutes_the_true_shift_no_more_often_than_it_says(shift, guesses):
     rng, canaries, confidence = np.random.default_rng(), 40, 0.8
     true = gaussian_loss(1 / shift, releases=1, delta=DELTA).epsilon

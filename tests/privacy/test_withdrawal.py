@@ -22,6 +22,7 @@ from flower_ext.privacy.accounting.gaussian import gaussian_loss
 from flower_ext.privacy.accounting.group_privacy import DpSgd, group_loss
 from flower_ext.privacy.shared_ledger import Charge, charge, note_claims, note_uncovered
 from tests.support.commands import call
+from tests.support.grids import grid
 
 DELTA, RELATION = 1e-5, NeighboringRelation.ADD_OR_REMOVE_ONE
 USER = PrivacyUnit.USER
@@ -98,7 +99,7 @@ def test_a_statement_has_the_assumptions_of_each_run(path):
     assert withdrawal.statement(path, USER, [7])["runs"][0]["assumptions"] == ["silos add noise"]
 
 
-@pytest.mark.parametrize("rate", [1.0, 0.1])
+@pytest.mark.parametrize("rate", grid([1.0, 0.1], (1.0).__eq__))
 def test_two_numbers_of_one_person_are_a_group_of_two(path, rate):
     spend(path, "a", rounds=20, release=release(rate=rate))
     withdrawal.withdraw(path, USER, [7])

@@ -1,7 +1,7 @@
 """Compiled training of convolutional networks equals that of `train`, number by number."""
 
 from dataclasses import replace
-from itertools import chain
+from itertools import chain, cycle, product
 
 import pytest
 import torch
@@ -13,6 +13,7 @@ from flower_ext.training import Job, LocalTraining, train_groups
 from flower_ext_kernels import chain as chains
 from flower_ext_kernels import network
 from flower_ext_kernels.layer_table import POOL, RELU
+from tests.support.grids import grid
 from tests.support.jobs import one_by_one, problem, same, train_many
 
 SGD = LocalTraining(epochs=2, batch_size=4, learning_rate=0.1)
@@ -133,8 +134,13 @@ def jobs(model, way, sizes=(9, 4, 12, 1), shape=(3, 12, 10)):
     ]
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("model", [Usual, odd, wide, between, normed])
+USUAL = [Usual, odd, wide, between, normed]
+
+
+@pytest.mark.parametrize(
+    ("model", "way"),
+    grid(product(USUAL, WAYS), [*zip(cycle(USUAL), WAYS, strict=False)].__contains__),
+)
 def test_the_same_model_comes_out(model, way, compiled):
     ours = train_many(problem(model), jobs(model, WAYS[way]))
     same(ours, one_by_one(problem(model), jobs(model, WAYS[way])))

@@ -314,7 +314,9 @@ def test_without_the_sum_of_every_silo_the_round_is_discarded(
         assert strategy.participations.in_sums == ROUNDS
 
 
-@pytest.mark.parametrize("sampling", [EVERYONE, SOME])
+@pytest.mark.parametrize(
+    "sampling", grids.grid([EVERYONE, SOME], lambda sampling: sampling is SOME)
+)
 def test_every_message_may_reach_a_fresh_process(sampling, monkeypatch):
     watch = Watch(monkeypatch)
     start(strategy := lattice_of(sampling=sampling), FreshProcesses)
@@ -346,7 +348,9 @@ def asked(grid, number):
     ]
 
 
-@pytest.mark.parametrize("sampling", [EVERYONE, SOME])
+@pytest.mark.parametrize(
+    "sampling", grids.grid([EVERYONE, SOME], lambda sampling: sampling is SOME)
+)
 def test_a_silo_refuses_every_message_that_is_repeated(sampling):
     grid, _ = start(lattice_of(sampling=sampling, evaluate_every=0), Recorder, rounds=2)
     again = asked(grid, 1)

@@ -1,6 +1,7 @@
 import hashlib
 import random
 from fractions import Fraction
+from itertools import product
 
 import numpy as np
 import plain_ring
@@ -10,6 +11,7 @@ from flower_ext.errors import InvalidValue
 from flower_ext_lattice import ring, ring_loops
 from flower_ext_lattice.layout import DEGREE, GROUP, LANES
 from flower_ext_lattice.ring import MODULUS, PRIMES
+from tests.support.grids import grid
 
 Q1, Q2 = (prime.value for prime in PRIMES)
 
@@ -45,8 +47,13 @@ def test_primes_are_of_48_bits_and_1_modulo_2n():
     assert MODULUS.bit_length() == 96
 
 
-@pytest.mark.parametrize("prime", [0, 1])
-@pytest.mark.parametrize("kind", ["random", "extreme", "alternating"])
+@pytest.mark.parametrize(
+    ("kind", "prime"),
+    grid(
+        product(["random", "extreme", "alternating"], [0, 1]),
+        lambda case: case[1] == (case[0] == "extreme"),
+    ),
+)
 def test_sums_of_products_are_those_of_pythons_integers(work, prime, kind):
     """The sums have as many products as `ROOM` permits, and the largest numbers."""
     q = PRIMES[prime].value

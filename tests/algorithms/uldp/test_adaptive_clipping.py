@@ -1,6 +1,7 @@
 """Clipping norms that adapt to the updates of users across silos."""
 
 import math
+from itertools import product
 
 import numpy as np
 import pytest
@@ -25,6 +26,7 @@ from flower_ext.privacy.mechanisms.adaptive_clipping import SIDE, rows_with_side
 from flower_ext.privacy.mechanisms.protections import ClipAndNoise
 from flower_ext.privacy.mechanisms.updates import l2_norm
 from flower_ext.training import Task
+from tests.support.grids import grid
 
 SILOS, USERS = 3, 40
 PLACEMENTS = ("client", SecureSum(colluding=0.0, dropouts=0.0))
@@ -98,9 +100,16 @@ def shares(user):
     return 1 / sum(owner == user for _, owner in FORCES)
 
 
-@pytest.mark.parametrize("placement", PLACEMENTS, ids=["silos", "secure sum"])
 @pytest.mark.parametrize(
-    ("weighting", "weight"), [("equal", lambda user: 1 / SILOS), ("by-records", shares)]
+    ("weighting", "weight", "placement"),
+    grid(
+        [
+            (*weights, placement)
+            for weights in (("equal", lambda user: 1 / SILOS), ("by-records", shares))
+            for placement in PLACEMENTS
+        ],
+        lambda case: (case[0] == "equal") == (case[2] is PLACEMENTS[0]),
+    ),
 )
 def test_each_part_of_a_user_counts_by_its_weight(placement, weighting, weight):
     norms, _ = start(adaptive(), 3, weighting=weighting, noise_placement=placement)
@@ -121,8 +130,13 @@ def test_users_in_few_silos_count_as_half_within_the_norm_elsewhere():
     assert np.median(LENGTHS) < fast[-1] < norms[-1] < 8.0
 
 
-@pytest.mark.parametrize("placement", PLACEMENTS, ids=["silos", "secure sum"])
-@pytest.mark.parametrize("sampling", [FullParticipation(USERS), PoissonSampling(USERS, 0.5)])
+@pytest.mark.parametrize(
+    ("sampling", "placement"),
+    grid(
+        product([FullParticipation(USERS), PoissonSampling(USERS, 0.5)], PLACEMENTS),
+        lambda case: isinstance(case[0], FullParticipation) == (case[1] is PLACEMENTS[0]),
+    ),
+)
 def test_every_epsilon_is_that_of_a_fixed_norm(placement, sampling):
     options = {"sampling": sampling, "noise_multiplier": 2.0, "noise_placement": placement}
 

@@ -6,6 +6,7 @@ import stat
 import subprocess
 import sys
 from dataclasses import dataclass, replace
+from itertools import product
 
 import numpy as np
 import pytest
@@ -39,9 +40,11 @@ from flower_ext.secure.weighting.encoding import from_residue
 from flower_ext.secure.weighting.paillier_server import PaillierServer
 from flower_ext.secure.weighting.paillier_silo import PaillierSilo
 from flower_ext.secure.weighting.paillier_sum import PaillierOpenSum
+from tests.support.grids import grid as grid_of
 from tests.support.plans import mechanism_of
 from tests.support.private_silos import (
     EVERY,
+    INSTALLED,
     METHOD,
     SMALL,
     FreshProcesses,
@@ -50,6 +53,7 @@ from tests.support.private_silos import (
     difference,
     make,
     make_openly,
+    name_of,
     start,
     vault,
 )
@@ -81,8 +85,13 @@ def is_draw(message):
 # The result --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("sampling", [FullParticipation(USERS), PoissonSampling(USERS, 0.4)])
-@pytest.mark.parametrize("method", [UldpAvg, UldpSgd])
+@pytest.mark.parametrize(
+    ("method", "sampling"),
+    grid_of(
+        product([UldpAvg, UldpSgd], [FullParticipation(USERS), PoissonSampling(USERS, 0.4)]),
+        lambda case: (case[0] is UldpAvg) == isinstance(case[1], PoissonSampling),
+    ),
+)
 def test_the_model_is_that_of_plain_weights_over_several_rounds(method, sampling, monkeypatch):
     draw, drawn = UsersInSilos.draw, []
 
@@ -207,7 +216,11 @@ def test_the_server_receives_group_elements_for_a_draw_and_only_from_silo_0():
     assert {len(data) for data in sent} == {32 + USERS * 5 * (facts.ciphertext_bytes + 16)}
 
 
-@EVERY
+@pytest.mark.parametrize(
+    "protocol",
+    grid_of(INSTALLED, lambda protocol: name_of(protocol) == "paillier"),
+    ids=lambda protocol: name_of(protocol),
+)
 def test_where_silo_0_does_not_answer_for_a_draw_the_round_is_discarded(protocol, tmp_path):
     class Silent(InProcessGrid):
         draws = 0
@@ -446,11 +459,15 @@ def stale(replies, grid):
             with_sum(lambda told: {**told, "sum": told["sum"].astype(np.int16)}),
             "expected one array of bytes",
         ),
-        (with_sum(lambda told: {**told, "more": told["sum"]}), "expected one array of bytes"),
-        (numbered(1, 3), "sum of round 3: expected round 2"),
+        pytest.param(
+            with_sum(lambda told: {**told, "more": told["sum"]}),
+            "expected one array of bytes",
+            marks=pytest.mark.full,
+        ),
+        pytest.param(numbered(1, 3), "sum of round 3: expected round 2", marks=pytest.mark.full),
         (numbered(2, 0), "PaillierSum of silo 0: expected silo 1, its sender"),
         (with_first(0), "unit modulo"),
-        (with_first(2**1024 - 1), "unit modulo"),
+        pytest.param(with_first(2**1024 - 1), "unit modulo", marks=pytest.mark.full),
         (stale, "sum of round 1: expected round 2"),
     ],
 )

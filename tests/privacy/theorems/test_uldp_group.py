@@ -12,6 +12,7 @@ from flower_ext.privacy.theorems.claims import OWN_GRADIENTS
 from flower_ext.privacy.theorems.uldp_group import (
     uldp_group_guarantees,
 )
+from tests.support.grids import grid
 from tests.support.group_losses import DELTA, FIGURE_2, SMALL, conversion, renyi, tight
 from tests.support.guarantees import by_basis
 
@@ -29,7 +30,10 @@ def published(silo, group_size):
 # The paper's text gives the numbers 2.85, 2100 and 11400; its code gives the others.
 @pytest.mark.parametrize(
     ("group_size", "printed"),
-    [(1, 2.85), (2, 7.99), (4, 24.5), (8, 98.8), (16, 451), (32, 2_150), (64, 11_400)],
+    grid(
+        [(1, 2.85), (2, 7.99), (4, 24.5), (8, 98.8), (16, 451), (32, 2_150), (64, 11_400)],
+        lambda case: case[0] in (1, 2, 64),
+    ),
 )
 def test_the_published_epsilon_is_that_of_figure_2(group_size, printed):
     claim = published(FIGURE_2, group_size)

@@ -1,6 +1,7 @@
 """Many models in one pass equal the same models one by one."""
 
 from functools import partial
+from itertools import cycle, product
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch.nn.functional import cross_entropy
 from flower_ext.training import models
 from flower_ext.training.batched import stack
 from flower_ext.training.batched.mapped import MappedModel, Target, stacked
+from tests.support.grids import grid
 from tests.support.jobs import ALIKE, WAYS, jobs_of, one_by_one, problem, same, train_many
 
 CPU = torch.device("cpu")
@@ -250,11 +252,13 @@ def normed():
     return nn.utils.weight_norm(nn.Linear(4, 3))
 
 
+ODD = [hooked, Branching, Looking, Twice, Unused, Tied, Outside, Constant, checkpointed, normed]
+
+
 @pytest.mark.filterwarnings("ignore:.*weight_norm")
-@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize(
-    "model",
-    [hooked, Branching, Looking, Twice, Unused, Tied, Outside, Constant, checkpointed, normed],
+    ("model", "way"),
+    grid(product(ODD, WAYS), [*zip(ODD, cycle(WAYS), strict=False)].__contains__),
 )
 def test_a_model_that_uses_a_layer_in_an_odd_way_trains_as_by_itself(model, way):
     ours = train_many(problem(model), jobs_of(model, WAYS[way], ALIKE))

@@ -104,7 +104,12 @@ SIZES = {"alike": [16] * 5, "uneven": UNEVEN}
 STACKS = [*product(MODELS, WAYS, SIZES)]
 """Every model in one way; two models, with all that these layers do, in all ways and sizes."""
 DAILY = {(which, way, "uneven") for which, way in zip(MODELS, 4 * [*WAYS], strict=True)} | {
-    stack for stack in STACKS if stack[0] in ("a block", "groups of channels")
+    ("groups of channels", way, "alike") for way in WAYS
+}
+# The others repeat a layer with other options.
+KINDS = {
+    *("groups", "a layer", "dropout of 0.5", "nested", "a block"),
+    *("groups of channels", "an image"),
 }
 
 
@@ -131,8 +136,13 @@ class Read(nn.Module):
         return self.head(self.forget(x.mean(dim=1)))
 
 
-@pytest.mark.parametrize("recurrent", [False, True])
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    ("way", "recurrent"),
+    grid(
+        product(WAYS, [False, True]),
+        lambda case: case[1] == (case[0] in ("sgd", "one batch")),
+    ),
+)
 def test_models_of_words_draw_as_by_themselves_too(batched, way, recurrent):
     task = problem(partial(Read, recurrent))
 
@@ -149,7 +159,7 @@ def test_models_of_words_draw_as_by_themselves_too(batched, way, recurrent):
     assert sum(batched) == len(UNEVEN)
 
 
-@pytest.mark.parametrize("which", MODELS)
+@pytest.mark.parametrize("which", grid(MODELS, KINDS.__contains__))
 def test_where_asked_for_no_bit_depends_on_company_nor_on_an_odd_client(which):
     task, sizes = problem(MODELS[which]), [16, 16, 5, 16, 16, 16]
 

@@ -47,7 +47,7 @@ def jobs(task, sizes):
     "sizes",
     [pytest.param(ALIKE, id="alike", marks=pytest.mark.full), pytest.param(UNEVEN, id="uneven")],
 )
-@pytest.mark.parametrize("kind", RECURRENT)
+@pytest.mark.parametrize("kind", grid(RECURRENT, {nn.LSTM, DPLSTM, DPRNN}.__contains__))
 def test_models_of_sequences_train_together_as_by_themselves(batched, kind, sizes):
     task = problem(partial(Sentences, kind))
     same(train_many(task, [*jobs(task, sizes)]), one_by_one(task, [*jobs(task, sizes)]))
@@ -56,7 +56,7 @@ def test_models_of_sequences_train_together_as_by_themselves(batched, kind, size
 
 
 @pytest.mark.parametrize("clipping_norm", grid([0.1, 1e6], lambda norm: norm < 1))
-@pytest.mark.parametrize("kind", grid(RECURRENT, lambda kind: kind not in (DPGRU, DPRNN)))
+@pytest.mark.parametrize("kind", grid(RECURRENT, {nn.LSTM, DPLSTM}.__contains__))
 def test_each_record_of_sequences_has_a_gradient_of_its_own_to_clip(kind, clipping_norm):
     task = problem(partial(Sentences, kind))
     (job,) = jobs(task, [9])

@@ -98,7 +98,7 @@ def assert_is_like_a_loop(build, data, *, in_one_pass, clipping_norm=0.3):
     ("length", "padding", "clipping_norm"),
     grid(
         product([1, 6, WORDS + 1], [None, 0, 7, -1], [0.3, 1e6]),
-        {(1, None, 0.3), (1, 7, 0.3), (6, 0, 0.3), (6, 7, 1e6), (WORDS + 1, -1, 0.3)}.__contains__,
+        {(1, None, 0.3), (6, 0, 0.3), (6, 7, 1e6), (WORDS + 1, -1, 0.3)}.__contains__,
     ),
 )
 def test_embeddings_pass_once_and_padding_has_no_gradient(length, padding, clipping_norm):
@@ -168,8 +168,13 @@ def test_what_a_trial_might_not_show_is_left_out_beforehand(layer):
     assert gradient.way != "in one pass"
 
 
-@pytest.mark.parametrize("padding", ["same", "valid"])
-@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+@pytest.mark.parametrize(
+    ("layout", "padding"),
+    grid(
+        product([torch.contiguous_format, torch.channels_last], ["same", "valid"]),
+        {(torch.contiguous_format, "valid"), (torch.channels_last, "same")}.__contains__,
+    ),
+)
 def test_strides_in_memory_change_no_gradient(padding, layout):
     """Opacus extracts patches by its own strides; convolutions may put channels last."""
 
