@@ -20,6 +20,7 @@ from flower_ext.federation import (
     records,
 )
 from flower_ext.federation.claims import summary_of
+from flower_ext.federation.packing import pack
 from flower_ext.federation.progress import Progress
 from flower_ext.federation.replies import read_answer, read_metrics, read_update
 from flower_ext.federation.roster import Roster
@@ -262,7 +263,7 @@ def test_a_message_to_several_clients_says_once_and_rightly_for_whom_it_is(facts
     virtual = VirtualGrid(grid, 2)
     strategy = FederatedStrategy(DPFedAvg(local=FAST), plan())
     asked = strategy.configure_train(1, initial(), ConfigRecord(), virtual)
-    packed = virtual._pack(1_000, asked[:2])
+    packed = pack(asked[:2], 1_000, [0, 1], clients_per_node=2)
     told = packed.content.config_records["packed"]
     for name, value in facts.items():
         told[name] = value
