@@ -19,7 +19,7 @@ _SKIPPED = shutil.ignore_patterns(".git", ".venv", "__pycache__", "runs", "*.pt"
 
 @dataclass(frozen=True)
 class AppFolder:
-    """A folder with a copy of an app; the app's code may change the copy."""
+    """A copy of an app's folder, into which the app's code may write."""
 
     path: Path
 
@@ -51,11 +51,14 @@ class AppFolder:
         )
 
     def shown(self, name: str) -> str:
-        """Return a name if it is a literal of the source; else a text that stands for it."""
+        """Return the name if the source has it as a literal; "(a computed name)" if not."""
         return name if name in self.literals | _KNOWN else "(a computed name)"
 
     def component(self, side: str) -> Path | None:
-        """Return the file that defines the ``"serverapp"`` or the ``"clientapp"``."""
+        """Return the file that defines the ``"serverapp"`` or the ``"clientapp"``.
+
+        None if the app has no such file.
+        """
         module = str(self.tool["components"][side]).partition(":")[0]
         path = Path(*module.split(".")).with_suffix(".py")
         return path if path in self.modules else None
@@ -63,8 +66,8 @@ class AppFolder:
     def call_of(self, side: str, *names: str) -> str:
         """Return ``path:line`` of a call in the source; "" if the source calls none of ``names``.
 
-        The first of ``names`` that the source calls decides. The file that defines the component
-        ``side`` is searched before all others.
+        The method searches for the first name in all files, then for the second name, and so on.
+        It begins each search with the file that defines the component ``side``.
         """
         trees = dict(self.modules)
         if (first := self.component(side)) is not None:
@@ -76,7 +79,11 @@ class AppFolder:
         return ""
 
     def place(self, file: str, line: int) -> str:
-        """Return ``path:line``, with a path relative to the app's folder for a file of the app."""
+        """Return ``path:line``.
+
+        The path of a file of the app is relative to the app's folder. For any other file, the
+        path is the file's name alone.
+        """
         path = Path(file)
         inside = path.is_relative_to(self.path)
         return f"{path.relative_to(self.path) if inside else path.name}:{line}"
@@ -88,7 +95,10 @@ _KNOWN = frozenset(
 
 
 def calls(tree: ast.AST, name: str) -> Iterator[ast.Call]:
-    """Yield the calls of the function or method ``name``, the least nested call first."""
+    """Yield the calls of the function or method ``name``.
+
+    A call comes before the calls inside it.
+    """
     for node in ast.walk(tree):
         if isinstance(node, ast.Call) and name in (
             getattr(node.func, "attr", None),

@@ -119,7 +119,11 @@ def import_slow_modules() -> None:
 
 
 def _change(probes: Probes, opinion: Verdict) -> str:
-    """Return a change of the app that makes an ε provable; "" if the app needs none."""
+    """Return a diff of the app's source that makes an ε provable.
+
+    The text is "" if every ε that the app claims is provable and no finding refutes, or if the
+    check finds no place to change.
+    """
     if not (opinion.unproven or any(finding.refutes for finding in opinion.findings)):
         return ""
     claim = max(opinion.claims, key=lambda claim: claim["delta"], default=None)

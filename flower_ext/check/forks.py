@@ -15,9 +15,10 @@ _FORKING = get_context("fork")
 
 
 def in_fork(run: Callable[[], R], *, seconds: float) -> R | None:
-    """Return the result of a function in a forked process; None if it takes too long or dies.
+    """Run a function in a forked process, and return its result.
 
-    What the app changes in its modules ends with the fork, so the next run does not see it.
+    None if the process takes longer than ``seconds``, or dies. Changes that the app makes in its
+    modules end with the process, so the next run does not see them.
     """
     _flush()
     receiver, sender = _FORKING.Pipe(duplex=False)

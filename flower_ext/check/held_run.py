@@ -1,9 +1,9 @@
-"""Held runs, which show what mods and noise do: runs in which no client learns from its data.
+"""Held runs: runs of an app in which no client learns from its data.
 
-The check does not call the app's function. In its place a client answers with the received model
-moved by a small public step. What leaves the client then depends on mods and noise alone, and on
-nobody's data. One client, the target, may answer with another update, for example a huge one: this
-shows how far a single client moves the result.
+A held run shows what mods and noise do. The check does not call the app's function. In its place,
+each client answers with the received model plus a small update that is public. The messages of the
+client then depend on mods and noise alone, and on nobody's data. One client, the target, may answer
+with another update, for example a huge one. This shows how far a single client moves the result.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ Change = Literal["", "huge", "huge and heavy", "nan", "zero", "raise"]
 """Misbehaviour of the target in each round: it sends a huge update, a huge update with a huge
 weight, or an update of NaN or of zeros, or it raises an error. "" stands for none of these."""
 HUGE, HEAVY = 1e4, 1000
-"""Norm of a huge update, and factor of a heavy client's metrics."""
+"""Norm of a huge update, and the factor by which the target multiplies its metrics, such as its
+weight."""
 _SLOW = 1e-6
 """Factor on the learning rate: the local steps become so small that only their noise shows."""
 TRAIN = "train"
@@ -39,16 +40,17 @@ TRAIN = "train"
 
 @dataclass(kw_only=True)
 class HeldRun:
-    """The clients' answers in a held run.
+    """Answer requests in place of the clients, in a held run.
 
     Parameters
     ----------
     template : Mapping[str, RecordDict]
         What the app's function returned in the first run, by category of messages.
     change : Change
+        Misbehaviour of the target, which is also called the changed client.
     quiet : bool
-        True if the noise sources of this package add no noise, so that the run shows exactly to
-        what norm an update is clipped.
+        True if the noise sources of this package add no noise. The run then shows exactly to what
+        norm an update is clipped.
     """
 
     template: Mapping[str, RecordDict]
@@ -82,9 +84,11 @@ class HeldRun:
         return Message(content, reply_to=message)
 
     def changed_reply(self, message: Message, reply: Message) -> Message:
-        """Return a reply of a client of this package, changed if the client must fail or send NaN.
+        """Return the reply of a client of this package, or its replacement.
 
-        The check cannot replace such a client's function. `contribution` makes all other changes.
+        If the changed client must send NaN, the reply's arrays become NaN. If it must fail, an
+        error takes the reply's place. Every other reply stays as it is, because `contribution`
+        makes all other changes. The check cannot replace the function of such a client.
         """
         change = self._change_of(partition_of(message))
         if self._kind != TRAIN or change not in ("nan", "raise"):
@@ -99,11 +103,11 @@ class HeldRun:
     def contribution(
         self, update: Any, received: Mapping[str, Any], protection: Protection, partition: int
     ) -> Any:
-        """Return the public update that replaces a client's own update.
+        """Return the update that a client of this package protects and sends in a held run.
 
-        The function returns the client's own update in two cases: if the noise is added within
-        the training, and if the update is a sum over units. In the second case `work` has already
-        left the client the records of no unit, or of one.
+        This is a public update, with two exceptions. If noise is added within the training, or if
+        the update is a sum over privacy units, it is the client's own update. In the second case,
+        `work` has already taken away the client's records, or left those of a single unit.
         """
         if not protection.hides_failures or isinstance(update, BoundedSum | HiddenSum):
             return update
@@ -118,11 +122,12 @@ class HeldRun:
         }
 
     def work(self, work: ClientWork) -> ClientWork:
-        """Return a client's work without the data from which the client would learn.
+        """Return a client's work, changed so that the client does not learn from its data.
 
-        If the noise is added in local steps, these steps stay, with a tiny learning rate. In a run
-        without noise, one step with the usual learning rate stays; the changed client makes the
-        first record of this step huge.
+        If the client protects its whole upload, its data are taken away. If it adds noise in each
+        local step, the steps stay, with a tiny learning rate. In a run without noise, only one
+        such step stays, with the usual learning rate, and a huge update comes from a huge first
+        record. In a run that shows one unit's influence, the client keeps the records of one unit.
         """
         protection, phase = work.protection, work.method.upload_phase
         if self.shows_unit(protection):
@@ -146,11 +151,17 @@ class HeldRun:
         return replace(work, request=request, data=data)
 
     def shows_unit(self, protection: Protection) -> bool:
-        """Return True if the huge update is that of a unit whose records several clients hold."""
+        """Return True if the run shows how far one unit moves the result by a huge update.
+
+        Several clients may hold records of this unit.
+        """
         return protection.of_units and self.quiet and self.change.startswith("huge")
 
     def _of_one_unit(self, work: ClientWork) -> ClientWork:
-        """Return work that trains on one unit's records by one huge step; all clients take it."""
+        """Return work that trains on the records of one unit alone, by one huge step.
+
+        All clients use the same unit. A client without records of units keeps its work.
+        """
         data = work.data
         if not isinstance(data, SiloData) or not len(data.owners):
             return work
@@ -179,7 +190,10 @@ def partition_of(message: Message) -> int:
 
 
 def received_like(record: ArrayRecord, content: RecordDict) -> ArrayRecord | None:
-    """Return the received record whose arrays have the same names and shapes; None without one."""
+    """Return the array record of ``content`` with the same names and shapes as ``record``.
+
+    None if ``content`` has no such record.
+    """
     shapes = {key: tuple(array.shape) for key, array in record.items()}
     for received in content.array_records.values():
         if shapes == {key: tuple(array.shape) for key, array in received.items()}:
@@ -188,13 +202,13 @@ def received_like(record: ArrayRecord, content: RecordDict) -> ArrayRecord | Non
 
 
 def _moved(record: ArrayRecord, change: Change) -> ArrayRecord:
-    """Return a record plus the public update of a held run, or plus the changed client's update."""
+    """Return a copy of a record, with the update of `moved_arrays` added to its arrays."""
     moved = moved_arrays({key: array.numpy() for key, array in record.items()}, change)
     return ArrayRecord({key: Array(np.asarray(array)) for key, array in moved.items()})
 
 
 def _with_huge_record(examples: Examples) -> Examples:
-    """Return examples whose first record has huge numbers in its floating-point features."""
+    """Return a copy of the examples; the floating-point features of its first record are huge."""
 
     def enlarged(part: torch.Tensor) -> torch.Tensor:
         part = part.clone()
@@ -206,7 +220,11 @@ def _with_huge_record(examples: Examples) -> Examples:
 
 
 def moved_arrays(arrays: Mapping[str, np.ndarray], change: Change) -> dict[str, np.ndarray]:
-    """Return arrays plus the public update of a held run, or plus the changed client's update."""
+    """Return arrays plus an update that is public.
+
+    For a client without a change, it is the small update that all clients send in a held run. For
+    the changed client, ``change`` says if the update is huge, zero or NaN.
+    """
     size = sum(array.size for array in arrays.values() if array.dtype.kind == "f")
     move = np.zeros(size) if change == "zero" or not size else held_step(size)
     if change.startswith("huge"):

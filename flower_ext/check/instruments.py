@@ -1,4 +1,4 @@
-"""Replace functions of Flower, Opacus and this package, to watch an app's runs and to hold them.
+"""Replace functions of Flower, Opacus and this package, so that the check can watch an app's runs.
 
 The replaced functions report the mods, strategies and privacy engines that an app makes. In a held
 run (`held_run`) they also replace what clients would learn from data. The package offers no hook
@@ -60,9 +60,9 @@ class Instruments:
         return None if self.watch is None else self.watch.held
 
     def seams(self) -> list[tuple[Any, str, Wrapper]]:
-        """Return the functions that `install` changes: the owner, the name and the wrapper of each.
+        """Return (owner, name, wrapper) for each function that `install` changes.
 
-        `limit_rounds` and `count_engines` change further ones, once the app is loaded.
+        `limit_rounds` and `count_engines` change further functions, after the app is loaded.
 
         `tests/check/test_instruments.py` checks that runs call all functions of this table.
         """
@@ -198,7 +198,10 @@ class Instruments:
         return result
 
     def count_engines(self) -> None:
-        """Count the privacy engines that each client makes; each has an accountant of its own."""
+        """Count the privacy engines of Opacus that each client makes.
+
+        Each engine has a new accountant, which does not know the rounds before it.
+        """
         from opacus import PrivacyEngine
 
         wrap(PrivacyEngine, "make_private", self._engine)

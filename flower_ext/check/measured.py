@@ -39,7 +39,7 @@ class Measured:
 
     @property
     def agrees(self) -> bool:
-        """True if the stated ε holds for the largest noise that the measurement permits."""
+        """True if the stated ε is, apart from rounding, at least ``low``."""
         return self.low <= self.stated * _SLACK
 
 
@@ -75,7 +75,7 @@ def measured(probes: Probes) -> Measured | None:
 
 
 def unmeasured(probes: Probes) -> str:
-    """Return why `measured` has no ε for an app of this package; "" if the app states no ε."""
+    """Return the reason why `measured` returned None; "" if the app states no ε."""
     if probes.facts.stated is None:
         return ""
     if reason := probes.facts.ours.unmeasured:
@@ -87,7 +87,10 @@ def unmeasured(probes: Probes) -> str:
 
 
 def _pooled_gap(probes: Probes) -> np.ndarray | None:
-    """Return all differences that show noise: those of noised uploads, or else of means."""
+    """Return `upload_gap` of all rounds; if uploads show no noise, `release_gap` of all rounds.
+
+    None if neither shows noise.
+    """
     for gap in (upload_gap, release_gap):
         gaps = (gap(probes, number) for number in probes.comparable)
         if parts := [part for part in gaps if part is not None]:
@@ -96,9 +99,9 @@ def _pooled_gap(probes: Probes) -> np.ndarray | None:
 
 
 def _growth(probes: Probes) -> float:
-    """Return how far one unit was measured to move the noised value, divided by the app's bound.
+    """Return how far one unit moved the value that gets the noise, divided by the app's bound.
 
-    The result is 0 if no run shows the movement.
+    The distance is measured. The result is 0 if no run shows it.
     """
     noise, declared = probes.facts.noise, probes.facts.ours.declared
     assert noise is not None
@@ -117,9 +120,10 @@ def _growth(probes: Probes) -> float:
 
 
 def upload_gap(probes: Probes, number: int) -> np.ndarray | None:
-    """Return the differences of two runs' uploads, divided by the promised standard deviation.
+    """Return the differences between the uploads of two runs, which have different noise.
 
-    None if the uploads carry no noise, or no two uploads can be compared.
+    They are divided by the standard deviation that the app's parameters promise for them. None if
+    the uploads carry no noise, or if no two uploads can be compared.
     """
     if (noise := probes.facts.noise) is None or not any(noise.upload_stddev.values()):
         return None
@@ -131,9 +135,10 @@ def upload_gap(probes: Probes, number: int) -> np.ndarray | None:
 
 
 def release_gap(probes: Probes, number: int) -> np.ndarray | None:
-    """Return the difference of two runs' releases, divided by the promised standard deviation.
+    """Return the difference between the releases of two runs, which have different noise.
 
-    None if no noise is promised in the release, or the releases cannot be compared.
+    It is divided by the standard deviation that the app's parameters promise for it. None if they
+    promise no noise in a release, or if the releases cannot be compared.
     """
     if (noise := probes.facts.noise) is None or not noise.release_stddev or not probes.facts.holds:
         return None
@@ -142,9 +147,9 @@ def release_gap(probes: Probes, number: int) -> np.ndarray | None:
 
 
 def second_epsilon(declared: Declared, noise_multiplier: float, delta: float) -> float:
-    """Return ε of the declared releases if their noise multiplier were ``noise_multiplier``.
+    """Return the ε that the declared releases have at the noise multiplier ``noise_multiplier``.
 
-    dp-accounting or a closed form computes it.
+    This noise multiplier replaces the declared one. dp-accounting or a closed form computes ε.
     """
     if noise_multiplier <= 0:
         return math.inf

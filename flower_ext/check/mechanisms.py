@@ -1,4 +1,4 @@
-"""Clipping bound, noise and releases of a mechanism, read from the parameters of live objects."""
+"""Read a mechanism's clipping bound, noise and releases from the objects of a running app."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ class Noise:
     ----------
     clipping_norm : float
     release_stddev : float
-        Standard deviation in a coordinate of the released mean; 0 if it is not known.
+        Standard deviation of the noise in a coordinate of the released mean; 0 if it is not known.
     upload_stddev : Mapping[int, float]
-        Standard deviation in a coordinate of an upload, by the size of the cohort; the key 0
-        stands for all sizes that are not keys.
+        Standard deviation of the noise in a coordinate of an upload, by the size of the cohort.
+        The key 0 has the value for all sizes that are not keys.
     cohort : float
         Number by which the sum of updates is divided; 0 if it is not known.
     bounds_models : bool
@@ -54,7 +54,7 @@ class Noise:
     steps: int = 0
 
     def of_upload(self, cohort: int) -> float:
-        """Return the standard deviation in an upload of a round with ``cohort`` clients."""
+        """Return the noise's standard deviation in an upload if a round has ``cohort`` clients."""
         return self.upload_stddev.get(cohort, self.upload_stddev.get(0, 0.0))
 
 
@@ -78,10 +78,10 @@ class Declared:
     count : int
         Number of such releases in the whole run.
     moves : float
-        Largest distance by which one unit moves the value that is noised: a sum of updates, an
-        upload, or a local step.
+        Largest distance by which one unit moves the value to which noise is added. This value is a
+        sum of updates, an upload, or a local step.
     besides : Mapping[Release, int]
-        Further releases of the run, which the check does not measure, and the number of each.
+        Other releases of the run, and how often each is made. The check does not measure them.
     """
 
     release: Release
@@ -92,20 +92,21 @@ class Declared:
 
 @dataclass(frozen=True, kw_only=True)
 class OurMechanism:
-    """The mechanism of a `FederatedStrategy` in its first round.
+    """The mechanism of a `FederatedStrategy` in its first round, as far as the check knows it.
 
     Parameters
     ----------
     noise : Noise, optional
-        None if nothing that the check watches shows the noise.
+        None if no message shows the noise alone.
     declared : Declared, optional
         None if the stated ε does not follow from equal releases of Gaussian noise.
     unmeasured : str
-        The reason why ``noise`` or ``declared`` is None; otherwise empty.
+        The reason why the check cannot measure the noise; "" without such a reason.
     holds : bool
-        True if held runs replace what clients learned before it is clipped and noised.
+        True if, in a held run, a public update replaces each client's update before the client
+        clips it and adds noise.
     of_units : bool
-        True if an upload is a sum over privacy units, each of which is clipped by itself.
+        True if an upload is a sum over privacy units, and each unit's part is clipped by itself.
     rounds_alike : bool
         True if every round has the same bound and noise, whatever earlier rounds released.
     """
@@ -167,7 +168,10 @@ def _of_sums(run: Run, mechanism: ReleaseMechanism, rounds: int) -> OurMechanism
 
 
 def _of_local_models(plan: RecordLevelPlan, rounds: int) -> OurMechanism:
-    """Return the mechanism of a plan whose clients noise each local step, or the whole model."""
+    """Return the mechanism of a plan whose clients add noise to their local models.
+
+    If the plan has local steps, they add it in each step; otherwise, to the whole model.
+    """
     steps, moves, releases, number = plan.steps, 2 * plan.clipping_norm, rounds, 0
     if steps is not None:
         moves, number = steps.sensitivity, steps.local_steps
@@ -210,7 +214,10 @@ def _declared(stddev: float, moves: float, count: int) -> Declared | None:
 
 
 def gaussian_release(noise_multiplier: float) -> Release | None:
-    """Return a Gaussian release to which each unit contributes; None if noise is 0 or infinite."""
+    """Return a Gaussian release to which every unit contributes.
+
+    None if the noise multiplier is not positive, or is infinite.
+    """
     if not 0 < noise_multiplier < math.inf:
         return None
     return Release(

@@ -1,8 +1,8 @@
 """Run an app for a few rounds, and watch each message.
 
-The check adds a mod to the ClientApp at the innermost place. This mod sees what the app's function
-returns before any other mod changes it. In a held run the mod does not call the function: `HeldRun`
-answers in its place.
+The check adds its own mod to the ClientApp, inside all other mods. This mod sees what the app's
+function returns before any other mod changes it. In a held run the mod does not call the function:
+`HeldRun` answers in its place.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Reply:
     """Sent model minus received model; None if no array record fits the received model."""
     integers: bool
     scalars: bool
-    """``integers``, ``scalars``: the client sent arrays of integers, or floats without axes."""
+    """The client sent floats without axes; ``integers`` says if it sent arrays of integers."""
 
 
 @dataclass(kw_only=True)
@@ -91,11 +91,11 @@ class Observed:
         }
 
     def target(self, round: int) -> int | None:
-        """Return the partition of the client that a held run may change in this round."""
+        """Return the partition of the client that may be changed in this round of a held run."""
         return next(iter(self.cohort(round)), None)
 
     def target_upload(self, round: int) -> Vector | None:
-        """Return the upload of the client that a held run may change in this round."""
+        """Return the upload of the client that may be changed in this round of a held run."""
         target = self.target(round)
         return None if target is None else self.uploads(round).get(target)
 
@@ -104,7 +104,11 @@ class Observed:
         return [*self.trainings.values(), ()][min(round - 1, self.rounds)]
 
     def step(self, round: int) -> Vector | None:
-        """Return what a training round released: the mean, or else the difference of two models."""
+        """Return the step of the model in a training round; None if it is not known or not finite.
+
+        For a strategy of this package, this is the released mean. For any other strategy, it is
+        the model after the round minus the model before it.
+        """
         if self.means:
             step = self.means.get(round)
         elif len(self.releases) <= round:
@@ -186,7 +190,7 @@ class Watch:
             self.release(last)
 
     def answer(self, app: ClientApp, message: Message, context: Context) -> Message:
-        """Return one client's reply; seed the global generators for this client alone."""
+        """Return one client's reply; while the client runs, seed the global random generators."""
         partition = self.answering = partition_of(message)
         turn = self._turns[partition] = self._turns.get(partition, 0) + 1
         content, is_ours = message.content, isinstance(app, CohortApp)
@@ -207,7 +211,11 @@ class Watch:
         return reply
 
     def inner(self, message: Message, context: Context, call_next: Any) -> Message:
-        """Answer in place of the app's function; in the first run, call it and keep its result."""
+        """Return a client's reply as it is before any mod of the app sees it.
+
+        In the first run, the app's function makes the reply, and the method keeps a copy. In a held
+        run, `HeldRun` makes the reply.
+        """
         category = category_of(message)
         if self.held is not None and category in self.held.template:
             return self.held.answer(message)
@@ -217,10 +225,11 @@ class Watch:
         return reply
 
     def holds_data(self, request: ClientRequest, partition: int) -> bool:
-        """Return True if this client of an app of this package must train without its data.
+        """Return True if a client of this package must train without its data.
 
-        In a held run this holds for all clients, except where a run tests one unit's records. In
-        the first run, whose updates no comparison uses, the first clients train with their data.
+        In a held run, all clients train without data, except in a run that shows one unit's
+        influence. In the first run, the first `_LEARNERS` clients train with their data. All other
+        clients train without, because no comparison uses the updates of the first run.
         """
         if request.kind != TRAIN or not request.hides_missing_data:
             return False
@@ -321,7 +330,7 @@ def observe(
 
 @contextmanager
 def _seeded(*path: int) -> Iterator[None]:
-    """Seed the global generators for the block, and restore them afterwards."""
+    """Seed the global random generators for the block, and restore them afterwards."""
     before = random.getstate(), np.random.get_state(), torch.get_rng_state()  # noqa: NPY002 - apps draw from it
     _seed(*path)
     try:
@@ -333,7 +342,7 @@ def _seeded(*path: int) -> Iterator[None]:
 
 
 def _seed(*path: int) -> None:
-    """Seed the global generators, which apps draw from."""
+    """Seed the global random generators, from which apps draw."""
     seed = int(np.random.SeedSequence(path).generate_state(1)[0])
     random.seed(seed)
     np.random.seed(seed)  # noqa: NPY002 - apps draw from it
@@ -341,7 +350,11 @@ def _seed(*path: int) -> None:
 
 
 def _kind(message: Message) -> str:
-    """Return a message's category; "identity" or "rehearsal" if it only looks like training."""
+    """Return a message's category, such as "train".
+
+    Two kinds of messages look like training but are none: requests for a client's identity and
+    rehearsals. For them, the function returns "identity" and "rehearsal".
+    """
     if asks_identity(message):
         return "identity"
     if is_rehearsal(message):

@@ -73,7 +73,7 @@ class ProbeRequest:
     random_data : bool
         True if random rows take the place of ``flwr_datasets``.
     columns : Mapping[str, Column]
-        Columns of these rows, by name.
+        Columns of the random rows, by name.
     """
 
     app: str
@@ -128,7 +128,7 @@ class Probes:
 
     @property
     def comparable(self) -> range:
-        """The rounds whose noise, in held runs, has the standard deviation of the app's noise."""
+        """The rounds in which a held run has noise with the same standard deviation as the app."""
         rounds = self.request.rounds if self.facts.rounds_alike else 1
         return range(1, rounds + 1)
 
@@ -181,7 +181,10 @@ class Probes:
 
     @property
     def is_exact(self) -> bool:
-        """True if differences between runs show no noise: it is off or equal in quiet runs."""
+        """True if the difference between two quiet runs (`HeldRun.quiet`) shows no noise.
+
+        Either quiet runs have no noise, or all runs with the same seed have the same noise.
+        """
         one, other = self.runs.get(AGAIN), self.runs.get(QUIET)
         if one is None or other is None or len(one.releases) != len(other.releases):
             return False
@@ -203,8 +206,8 @@ class Probes:
     def upload_noise(self, one: str, other: str, round: int) -> dict[int, np.ndarray]:
         """Return the differences between two runs' uploads in one round, by partition.
 
-        If no client takes part in both runs, the function compares different clients, because all
-        clients send the same public update in held runs.
+        If no client takes part in both runs, the method compares different clients. This is right
+        in held runs, because there all clients send the same public update.
         """
         left, right = self.seen(one).uploads(round), self.seen(other).uploads(round)
         if one != REAL and not left.keys() & right.keys():
@@ -244,16 +247,20 @@ class Probes:
         return abs(moved) * cohort + HELD if moved is not None and cohort else None
 
     def upload_growth(self, name: str, round: int) -> float | None:
-        """Return how far a changed client's upload exceeds the usual one along `direction`."""
+        """Return how far the changed client's upload is from a usual upload, along `direction`.
+
+        The usual upload is the median in a quiet run. None if an upload is missing.
+        """
         left, right = self.seen(name).target_upload(round), self.seen(QUIET).uploads(round)
         if left is None or not left.finite or not right:
             return None
         return left.along - float(np.median([upload.along for upload in right.values()]))
 
     def upload_change(self, name: str, other: str, round: int) -> float | None:
-        """Return the distance of a changed client's upload from its upload in another run.
+        """Return the distance between the uploads of the changed client in two runs.
 
-        None if an upload of any other client differs, because more than the change then differs.
+        None if the uploads of another client differ, because the runs then differ in more than the
+        change.
         """
         left, right = self.seen(name).uploads(round), self.seen(other).uploads(round)
         target = self.seen(name).target(round)
@@ -266,15 +273,15 @@ class Probes:
         return float(changed.norm * (changed.size / changed.sample.size) ** 0.5)
 
     def movement(self, name: str, round: int) -> float | None:
-        """Return how far one changed client moves the model in a round along `direction`."""
+        """Return how far along `direction` one changed client moves the model in a round."""
         changed, held = self.seen(name).step(round), self.seen(QUIET).step(round)
         return None if changed is None or held is None else changed.along - held.along
 
     def unit_movement(self, round: int, cohort: float) -> float | None:
-        """Return how far a unit with records at several clients moves the sum of a round.
+        """Return how far one unit moves the sum of a round, if several clients have its records.
 
-        The uploads show it, where the check sees them; otherwise the released mean does. Uploads
-        come first because the server may refuse a huge upload.
+        The method compares the uploads of two runs if the check sees uploads, and the released
+        means if not. Uploads come first because the server may refuse a huge upload.
         """
         huge, quiet = self.seen("huge"), self.seen(QUIET)
         left, right = huge.uploads(round), quiet.uploads(round)
@@ -291,5 +298,8 @@ class Probes:
 
 
 def exceeds(value: float, bound: float, stddev: float) -> bool:
-    """Return True if a projection exceeds a bound by more than noise and rounding explain."""
+    """Return True if ``value`` exceeds ``bound`` by more than noise and rounding explain.
+
+    ``value`` is how far a client moved an upload or the model along `direction`.
+    """
     return value > bound * 1.01 + 2 * HELD + _DEVIATIONS * stddev * 2**0.5

@@ -1,7 +1,7 @@
 """Read the strategy, the mods and their parameters from the live objects of an app.
 
-The check knows only the classes and functions of Flower and of this package. It does not know a
-subclass that the app defines: its methods may do anything.
+The check knows only the classes and functions of Flower and of this package. A subclass that the
+app defines counts as unknown, because its methods may do anything.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ _KNOWN_PACKAGES = frozenset(
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """A strategy or a mod: its name, and its origin: "flwr", "flower_ext", or "app"."""
+    """A strategy or a mod: its name, and where it is defined, "flwr", "flower_ext" or "app"."""
 
     name: str
     origin: str
@@ -82,11 +82,11 @@ class Facts:
     """True if a `Task` of this package made the ClientApp."""
     noise: Noise | None
     release: Release | None
-    """The release in one round of Flower's mechanism, from the mechanism's parameters."""
+    """One round of Flower's mechanism; None if it adds no noise, or if the app does not use it."""
     ours: OurMechanism
-    """The mechanism of this package's strategy; without such a strategy, one without noise."""
+    """The mechanism of this package's strategy. Without such a strategy, it has no noise."""
     holds: bool
-    """True if held runs replace what clients learned before it is clipped and noised."""
+    """True if, in held runs, a public update replaces a client's update before its protection."""
     foreign: Sequence[str]
     """Parts of a strategy of this package that the app has replaced."""
     guarantees: Sequence[Guarantee]
@@ -105,32 +105,39 @@ class Facts:
 
     @property
     def rounds_alike(self) -> bool:
-        """True if, in held runs, the noise of every round has the standard deviation of `noise`."""
+        """True if every round of a held run has noise with the standard deviation in ``noise``."""
         if self.has(FederatedStrategy.__name__) and not self.ours.rounds_alike:
             return False
         return not (self.has(SERVER_ADAPTIVE) or self.has(CLIENT_ADAPTIVE))
 
     @property
     def stated(self) -> Guarantee | None:
-        """The provable guarantee with which the app states ε for its releases; None without one."""
+        """The provable guarantee whose ε the check compares with its measurements.
+
+        It is a guarantee against released models or, without one, against each upload. None if the
+        app has neither.
+        """
         views = [AdversaryView.RELEASED_MODELS, AdversaryView.EACH_UPLOAD]
         provable = [claim for claim in self.guarantees if claim.basis == "provable"]
         fitting = [claim for view in views for claim in provable if claim.view is view]
         return next((claim for claim in fitting if math.isfinite(claim.epsilon)), None)
 
     def has(self, name: str) -> bool:
-        """Return True if a known strategy or mod has this name."""
+        """Return True if the app uses the strategy or mod ``name`` of Flower or of this package."""
         return any(p.name == name and p.origin != APP for p in (*self.strategies, *self.mods))
 
     @property
     def is_ours(self) -> bool:
-        """True if a strategy of this package makes the releases, and none is the app's own."""
+        """True if this package's strategy makes the releases, and the app defines no strategy."""
         return self.has(FederatedStrategy.__name__) and not any(
             part.origin == APP for part in self.strategies
         )
 
     def epsilon(self, rounds: int, delta: float) -> float | None:
-        """Return ε of Flower's mechanism if all its conditions hold; None if it has no noise."""
+        """Return ε of Flower's mechanism after ``rounds`` rounds, if all its conditions hold.
+
+        None if the app does not use such a mechanism, or if the mechanism adds no noise.
+        """
         if self.release is None:
             return None
         return privacy_loss_of({self.release: rounds}, delta=delta).epsilon
@@ -215,7 +222,7 @@ def _flower_noise(
 
 
 def _foreign(strategy: FederatedStrategy | None, client: ClientApp) -> list[str]:
-    """Return the names of the app's own parts in this package's strategy and ClientApp."""
+    """Return the names of parts of this package's strategy and ClientApp that the app replaced."""
     parts: list[Any] = []
     if isinstance(client, CohortApp):
         parts += [client, *client.cohort_answers.values()]
@@ -242,7 +249,7 @@ def _foreign(strategy: FederatedStrategy | None, client: ClientApp) -> list[str]
 
 
 def _origin(thing: Any) -> str:
-    """Return the package that defines a class, a function or an object; `APP` if unknown."""
+    """Return the package that defines ``thing``; `APP` if the check does not know the package."""
     while isinstance(thing, partial):
         thing = thing.func
     kind = thing if isroutine(thing) or isinstance(thing, type) else type(thing)
@@ -251,7 +258,10 @@ def _origin(thing: Any) -> str:
 
 
 def _guarantees(strategy: FederatedStrategy, rounds: int) -> list[Guarantee]:
-    """Return the guarantees after ``rounds`` rounds; draw cohorts for the rounds to come."""
+    """Return the guarantees that the app will have after ``rounds`` rounds.
+
+    The function draws cohorts for the rounds that the app has not run.
+    """
     run = strategy.run
     ahead, generator = deepcopy(run.population), secure_generator()
     while ahead.participations.rounds < rounds:

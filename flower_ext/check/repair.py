@@ -28,7 +28,10 @@ _SERVER_IMPORTS = (
 
 @dataclass(frozen=True)
 class Edit:
-    """A new text for a range of the source: lines count from 1, columns of UTF-8 bytes from 0."""
+    """A new text for the range of the source from ``start`` to ``end``.
+
+    Both are (line, column). Lines count from 1, and columns count UTF-8 bytes from 0.
+    """
 
     start: tuple[int, int]
     end: tuple[int, int]
@@ -100,7 +103,7 @@ def _client_edits(app: AppFolder, path: Path) -> Iterator[Edit]:
 
 
 def _mods(call: ast.Call, source: str) -> list[str]:
-    """Return the source of those mods in a call that the change keeps."""
+    """Return the source of each mod in a call, except the mods that the change replaces."""
     lists = [k.value for k in call.keywords if k.arg == "mods" and isinstance(k.value, ast.List)]
     mods = [mod for listed in lists for mod in listed.elts]
     texts = [str(ast.get_source_segment(source, mod)) for mod in mods]

@@ -53,7 +53,11 @@ def parsed_column(text: str) -> tuple[str, Column]:
 
 
 def install(columns: Mapping[str, Column]) -> None:
-    """Make ``import flwr_datasets`` give random rows, with ``columns`` for unknown data sets."""
+    """Make ``import flwr_datasets`` give random rows.
+
+    The rows have ``columns``. If ``columns`` is empty, the rows are like those of the data set that
+    the app asks for. This module knows the columns of a few data sets, and refuses all others.
+    """
 
     class FederatedDataset:
         def __init__(self, *, dataset: str, **options: Any) -> None:
@@ -110,7 +114,7 @@ def _image(pixels: np.ndarray) -> Any:
 
 @dataclass(frozen=True)
 class RandomRows:
-    """The part of the interface of ``datasets.Dataset`` that Flower's examples use."""
+    """Rows with those methods of ``datasets.Dataset`` that Flower's examples use."""
 
     columns: Mapping[str, Sequence[Any]]
     transform: Callable[[dict[str, list[Any]]], Mapping[str, Any]] | None = None

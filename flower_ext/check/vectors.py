@@ -1,4 +1,4 @@
-"""Short forms of uploads and models, as vectors that can still be compared."""
+"""Summaries of uploads and models: short vectors that the check can still compare."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _SAMPLE = 100_000
 
 @dataclass(frozen=True, kw_only=True)
 class Vector:
-    """A summary of the floating-point coordinates of arrays: sample, projection and norm."""
+    """A summary of the floating-point numbers in arrays: a sample, a projection and the norm."""
 
     size: int
     sample: np.ndarray
@@ -41,7 +41,7 @@ class Vector:
 
 @cache
 def direction(size: int) -> np.ndarray:
-    """Return a public unit vector, along which a changed client moves the model."""
+    """Return a public unit vector. A changed client moves the model in its direction."""
     unit: np.ndarray = _signs(size, 7) / size**0.5
     return unit
 
@@ -60,7 +60,7 @@ def _signs(size: int, seed: int) -> np.ndarray:
 
 
 def vector(arrays: Iterable[np.ndarray]) -> Vector | None:
-    """Return the vector of the floating-point arrays; None if there are none."""
+    """Return a summary of all floating-point arrays; None if there are none."""
     parts = [np.asarray(array, np.float64).ravel() for array in arrays if array.dtype.kind == "f"]
     if not sum(part.size for part in parts):
         return None

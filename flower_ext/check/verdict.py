@@ -111,7 +111,7 @@ def verdict(probes: Probes) -> Verdict:
 
 
 def _provable(facts: Facts, refuted: Finding | None, delta: float) -> Iterator[Provable]:
-    """Yield a provable ε, or the reason why there is none, for each privacy unit."""
+    """Yield, for each privacy unit, every provable ε, or the reason why there is none."""
     proved = [
         claim
         for claim in facts.guarantees
@@ -150,7 +150,7 @@ def _provable(facts: Facts, refuted: Finding | None, delta: float) -> Iterator[P
 
 
 def _follows(claim: Claim, facts: Facts) -> bool:
-    """Return True if a claim states no less than a provable ε for as many rounds."""
+    """Return True if the claimed ε is at least a provable ε for the same number of rounds."""
     limit = claim.epsilon * _SLACK
     if facts.release is not None:
         epsilon = facts.epsilon(claim.rounds, claim.delta or DELTA)
@@ -174,7 +174,7 @@ def _epsilon_at(guarantee: Guarantee, delta: float) -> float:
 
 
 def _configured(config: Mapping[str, Any], planned: int) -> Iterator[Claim]:
-    """Yield the ε in the app's settings."""
+    """Yield a claim for each setting of the app that is an ε."""
     numbers = {
         name: float(value)
         for name, value in config.items()

@@ -42,7 +42,9 @@ def audit(
             "returns an Experiment.",
         ),
     ],
-    trials: Annotated[int, typer.Option(min=8, help="Runs in each of the two worlds.")] = 1000,
+    trials: Annotated[
+        int, typer.Option(min=8, help="Runs with the canary, and as many without it.")
+    ] = 1000,
     confidence: Annotated[
         float, typer.Option(help="Probability that all bounds hold together, between 0 and 1.")
     ] = 0.99,

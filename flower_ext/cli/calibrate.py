@@ -124,19 +124,23 @@ def _check_unit(unit: PrivacyUnit, group_size: int | None, cohort_size: int | No
         raise typer.BadParameter("give --unit user and --group-size together, or neither")
     if group_size and cohort_size is not None:
         raise typer.BadParameter(
-            "--cohort-size counts clients: with --unit user, give --sampling-rate"
+            "--cohort-size counts clients, but silos sample records: with --unit user, give "
+            "--sampling-rate"
         )
 
 
 def _answers(
     name: str, population: int, group_size: int | None, **known: Any
 ) -> list[dict[str, Any]]:
-    """Return a table row for each way to account for a run, with the value of ``name``."""
+    """Compute the quantity ``name`` from the ``known`` ones; return the rows of a table.
+
+    Each row has the value that one way to account for the run gives, such as PLD or RDP.
+    """
     if group_size is not None:
         if name not in ("epsilon", "noise_multiplier"):
             raise typer.BadParameter(
-                "with --unit user, the command computes --epsilon or --noise-multiplier: leave out "
-                "one of these, and give all others"
+                "with --unit user, the command computes --epsilon or --noise-multiplier only: "
+                "leave out one of the two, and give all other options"
             )
         target = known.pop("noise_multiplier" if name == "epsilon" else "epsilon")
         return _of_each(ways_of_groups(group_size, **known), name, target)
@@ -159,7 +163,11 @@ def _answers(
 
 
 def _of_each(ways: Sequence[NoiseChoice], name: str, target: float) -> list[dict[str, Any]]:
-    """Return a row for each way, with ε at the noise ``target`` or noise for the ε ``target``."""
+    """Return a table row for each way to account for a run.
+
+    If ``name`` is "epsilon", ``target`` is a noise multiplier, and the row has its ε. Otherwise
+    ``target`` is an ε, and the row has the least noise multiplier for it.
+    """
     return [
         {
             **_words(way.name, way.relation, way.view, way.basis),
@@ -175,7 +183,7 @@ def _words(
     view: str = "released models",
     basis: str = "provable",
 ) -> dict[str, str]:
-    """Return the words of a table row that describe one way to account for a run."""
+    """Return the cells of a table row that name one way to account for a run."""
     return dict(zip(_WORDS, (name, basis, relation.value, view), strict=True))
 
 
@@ -194,12 +202,12 @@ def noise_text(noise_multiplier: float) -> str:
 
 
 def _rounds_text(rounds: int) -> str:
-    """Format the number of rounds; prefix "≥" if the search ended at its limit."""
+    """Format the number of rounds; write "≥" before it if the search ended at its limit."""
     return f"≥{rounds}" if 2 * rounds > MAX_ROUNDS else str(rounds)
 
 
 def _rate_text(rate: float) -> str:
-    """Format three significant digits, rounded down: the printed rate still meets its target."""
+    """Format r with three digits, rounded down, so that the printed rate still meets its target."""
     unit = 10.0 ** (math.ceil(math.log10(rate)) - 3)
     return f"{math.floor(rate / unit) * unit:.3g}"
 

@@ -102,7 +102,7 @@ class ScheduleSettings(Settings):
 
     @property
     def steps(self) -> ClippedSteps | None:
-        """The clipped local steps; None if the settings have no ``gradient-clipping-norm``."""
+        """The local steps, in which gradients are clipped; None without gradient-clipping-norm."""
         return None if self.gradient_clipping_norm is None else self._part(ClippedSteps)
 
     @property
@@ -113,11 +113,15 @@ class ScheduleSettings(Settings):
 
     @property
     def weight(self) -> float | LinearFairness:
-        """λ itself, or a Bayesian linear model from which the fairest λ is computed."""
+        """λ if the settings give it; otherwise, a Bayesian linear model that has a fairest λ."""
         return self._part(LinearFairness) if self.global_weight is None else self.global_weight
 
     def _part(self, kind: type[Part], **values: Any) -> Part:
-        """Return a ``kind`` with fields from ``values``, or else from settings of their names."""
+        """Make an object of the class ``kind``.
+
+        Its fields get their values from ``values``. A field that is not there gets the value of
+        the setting with the same name.
+        """
         names = {each.name for each in fields(kind)}
         present = {name: value for name, value in vars(self).items() if value is not None}
         return kind(**{**{name: present[name] for name in names & present.keys()}, **values})

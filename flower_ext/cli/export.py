@@ -102,7 +102,10 @@ def _check_files(run: RunDirectory, *outputs: Path) -> None:
 def _client_model(
     run: RunDirectory, shared: Params, client: int, app: Path | None
 ) -> tuple[Params, bool]:
-    """Return the model that a client builds from the shared one; True if clients keep memory."""
+    """Return the model that a client builds from the shared model.
+
+    The second result is True if the method's clients keep a memory between rounds.
+    """
     use = run.use()
     if not use:
         raise InvalidValue(
@@ -117,8 +120,8 @@ def _client_model(
     fingerprint = side.task_of(context).fingerprint
     if use["frozen"] not in ("", fingerprint):
         raise InvalidValue(
-            f"the frozen part of the app's model has the fingerprint {fingerprint!r}: "
-            f"expected {use['frozen']!r}, as in the run; install the base model that the run used"
+            f"the app's frozen parameters have the fingerprint {fingerprint!r}, but those of the "
+            f"run had {use['frozen']!r}: install the base model that the run used"
         )
     # The run directory, and the clients' memory in it, may have moved.
     inside, configured = run.path / "state", str(run.config.get("state-folder", ""))
@@ -137,7 +140,7 @@ def _client_model(
 def _client_side(
     run: RunDirectory, use: Mapping[str, Any], app: Path | None
 ) -> tuple[ClientSide, InProcessGrid]:
-    """Return the app's `ClientSide` for the run's method, and a grid that has the run's clients."""
+    """Return the app's `ClientSide` for the run's method, and a grid of the run's clients."""
     folder = app or run.metadata.get("app")
     if folder is None:
         raise InvalidValue("app=None: the run did not record its app; name its folder by --app")
@@ -153,9 +156,9 @@ def _client_side(
 
 
 def _check_memory(side: ClientSide, context: Context, use: Mapping[str, Any], run_id: str) -> None:
-    """Refuse a state folder that lacks the memory which the client wrote last.
+    """Refuse a state folder that does not hold the client's latest memory.
 
-    Without this check, the client would look as if it had never taken part.
+    Without this check, the client would build its model as if it had never taken part.
     """
     client, folder = context.node_config["partition-id"], context.node_config["state-folder"]
     last = use["records"][records.ROUND]["number"]
@@ -170,7 +173,10 @@ def _check_memory(side: ClientSide, context: Context, use: Mapping[str, Any], ru
 
 
 def _guarantees(run: RunDirectory, about_client: list[str]) -> dict[str, list[Any]]:
-    """Return the run's guarantees for a file, and sentences that say what they cover."""
+    """Return the "guarantees" that hold for an exported file, and "statements" about them.
+
+    The statements are sentences for people: first ``about_client``, then one for each guarantee.
+    """
     guarantees = run.guarantees()
     # A guarantee for uploads covers the models, too, because models are computed from uploads.
     against_models = [g for g in guarantees if g.view is AdversaryView.RELEASED_MODELS]
@@ -185,7 +191,11 @@ def _guarantees(run: RunDirectory, about_client: list[str]) -> dict[str, list[An
 
 
 def _about_client(client: int | None, personal: Sequence[str], is_secret: bool) -> list[str]:
-    """Return sentences on what the file reveals about its client and about other clients."""
+    """Return sentences that say what the file reveals about its client and about other clients.
+
+    ``client`` is None for a file with the shared model. ``personal`` names the parameters that
+    only this client has. ``is_secret`` is True if only this client may have the file.
+    """
     if is_secret:
         return [
             f"This file holds parameters of client {client} that carry no noise: no ε covers the "

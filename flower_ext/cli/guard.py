@@ -60,7 +60,7 @@ def guard(
 
 
 def costs(policy: GuardPolicy) -> list[str]:
-    """Return one line about each type of message whose replies spend privacy.
+    """Say what one reply costs: return a line for each type of message that spends privacy.
 
     Raises
     ------
@@ -87,25 +87,30 @@ def costs(policy: GuardPolicy) -> list[str]:
             f"{name}: one reply costs ε = {epsilon_text(epsilon(1))} at δ = {budget.delta:g} for "
             f"this site (unit client, {spend.relation.value}), against an adversary who sees "
             f"{view.sees} (provable; exact Gaussian composition). The budget of "
-            f"{budget.epsilon:g} pays for {paid:,} on an empty ledger"
+            f"{budget.epsilon:g} pays for {paid:,} replies, if the ledger is empty"
         )
     return lines
 
 
 def uncovered(policy: GuardPolicy, secret: Path) -> list[str]:
-    """Return one line about each leak that the policy, or the secret's file, leaves open."""
+    """Return one line for each leak that the guard does not stop.
+
+    Such a leak comes from the policy, or from a secret file that other users may read.
+    """
     lines = []
     if secret.stat().st_mode & 0o077:
         lines.append(f"not covered: other users of this machine may read {secret} (chmod 600)")
     if policy.reply_after is None:
         lines.append("not covered: the time of each reply, because reply-after is not set")
     if policy.isolation == NOT_ISOLATED:
-        lines.append("not covered: apps have the network and files of this process (isolation)")
+        lines.append(
+            'not covered: apps may use the network and files of this process, as isolation = "none"'
+        )
     return lines
 
 
 def _check_secret_protects(runtime: Runtime) -> None:
-    """Refuse a SuperNode that hands messages to processes that do not know its secret."""
+    """Refuse a SuperNode that gives messages to every process, even to one without its secret."""
     while True:
         try:
             is_open = runtime.is_open()

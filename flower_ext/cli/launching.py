@@ -79,8 +79,8 @@ def _run(run: PreparedRun, env: Mapping[str, str], log: RunLog) -> None:
 def _in_one_process(run: PreparedRun, log: RunLog) -> None:
     """Run an app in one new process, which starts further workers if the options ask for them.
 
-    The function passes an interruption on as SIGTERM. The run then has `GRACE` seconds to write
-    its last files, unless Ctrl-C comes again.
+    If this command is interrupted, the new process gets SIGTERM. It then has `GRACE` seconds to
+    write its last files, unless the user presses Ctrl-C again.
 
     Raises
     ------
@@ -108,7 +108,8 @@ def _in_one_process(run: PreparedRun, log: RunLog) -> None:
             program.process.kill()
             program.wait()
         raise
-    if status in (-signal.SIGTERM, 128 + signal.SIGTERM):  # sent to that process only
+    # The process got SIGTERM, but this command did not.
+    if status in (-signal.SIGTERM, 128 + signal.SIGTERM):
         raise Ended(signal.SIGTERM)
     if status:
         cause = f"signal {-status}" if status < 0 else "the error above"
@@ -118,7 +119,8 @@ def _in_one_process(run: PreparedRun, log: RunLog) -> None:
 def _interrupted(run: PreparedRun, error: KeyboardInterrupt, named: str | None) -> Interrupted:
     """Record that a signal ended the run; return an error that says how to continue it.
 
-    ``named`` is the run directory that the log names. It may be on the ServerApp's machine.
+    ``named`` is the path of the run directory in the run's log. The directory may be on the
+    machine of the ServerApp.
     """
     number = error.number if isinstance(error, Ended) else int(signal.SIGINT)
     how = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
@@ -139,13 +141,13 @@ def _interrupted(run: PreparedRun, error: KeyboardInterrupt, named: str | None) 
 def _note_failure(run: PreparedRun, reason: str) -> bool:
     """Record in the run directory that the run failed, and write its report.
 
-    A process that still writes to the directory has some seconds to end. If it does not, the run
-    continues or belongs to another command, and the function changes nothing.
+    If a process still writes to the directory, the function waits some seconds for its end. If the
+    process does not end, the run goes on or belongs to another command: nothing is changed.
 
     Returns
     -------
     bool
-        True if there is such a run directory on this machine.
+        True if the run's directory is on this machine, even if nothing was changed.
     """
     if run.path is None or not (run.path / "run.json").is_file():
         return False
@@ -160,7 +162,7 @@ def _note_failure(run: PreparedRun, reason: str) -> bool:
 
 
 def _words_to_resume(options: RunOptions, path: Path | str | None) -> list[str]:
-    """Return the command that continues a run: this command, with the path of the run."""
+    """Return the words of a command that continues a run: this command, with the run's path."""
     words = ["flower-ext", *sys.argv[1:]]
     if sys.argv[1:2] != ["run"]:  # another command started the run
         words = ["flower-ext", "run", str(options.app)]

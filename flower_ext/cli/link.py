@@ -157,7 +157,7 @@ def users(
     elif buckets is not None and numbers is None:
         number_of = partial(bucket, num_buckets=buckets)
     else:
-        raise InvalidValue("buckets: expected either --buckets or --numbers")
+        raise InvalidValue("buckets: give one of --buckets and --numbers")
     persons = _write(
         RecordFile(path=table, encoding=encoding), pseudonyms, number_of, output, skip_unusable
     )
@@ -176,7 +176,10 @@ def users(
 def _pseudonyms(
     key: Path, by: list[str] | None, by_date: list[str] | None, date_format: str
 ) -> Pseudonyms:
-    """Return how to make pseudonyms: from text columns, then dates, each in the given order."""
+    """Return the key and the identifier's columns, from which pseudonyms are made.
+
+    Columns of text come first, then columns of dates, each in the order of the options.
+    """
     texts = [IdentifierField(column=column) for column in by or []]
     dates = [
         IdentifierField(column=column, kind="date", date_format=date_format)
@@ -194,7 +197,10 @@ def _write(
     output: Path,
     skip_unusable: bool,
 ) -> int:
-    """Write the table with numbers in place of the identifier; return the number of people."""
+    """Write the table with a number in place of the identifying columns.
+
+    Return the number of people.
+    """
     unusable: Counter[str] = Counter()
     rows = _watched(pseudonyms.of_rows(source, unusable))
     with whole_file(output) as stream:
@@ -222,7 +228,10 @@ def _watched(
 
 
 def _refuse(path: Path, unusable: Counter[str], skip_unusable: bool) -> None:
-    """Refuse a file with rows that cannot be linked, or say how many were left out."""
+    """Refuse a file with rows that cannot be linked.
+
+    With ``skip_unusable``, do not refuse it, but say how many rows were left out.
+    """
     reasons = "; ".join(
         f"{count:,} row{'s' if count > 1 else ''}: {reason}" for reason, count in unusable.items()
     )

@@ -59,7 +59,7 @@ class RunOptions:
     def __post_init__(self) -> None:
         if self.in_process and self.superlink is not None:
             raise InvalidValue(
-                "a run in one process has no SuperLink: leave out either the SuperLink, or "
+                "a run in one process has no SuperLink: leave out the SuperLink's name, or "
                 "--in-process"
             )
         if self.preset is not None and self.settings_file is not None:
@@ -115,7 +115,7 @@ def prepare(options: RunOptions) -> PreparedRun:
     defaults, changes = checked_settings(options.app, options.settings, file)
     if options.resume is not None:
         changes = {**begun_with(options.resume, options.app, defaults), **changes}
-    config = ChainMap(changes, defaults)  # stores in `changes` what is set
+    config = ChainMap(changes, defaults)  # an assignment to `config` changes `changes`
     _choose_clients(options, config)
     if file is not None and "preset" in defaults:
         before = {**defaults, **file.settings(changes, defaults)}
@@ -140,9 +140,9 @@ def _settings_file(options: RunOptions) -> SettingsFile | None:
 
 
 def _changed(changes: Mapping[str, Any], before: Mapping[str, Any]) -> list[str]:
-    """Return the names of settings whose value differs from ``before``.
+    """Return the names of settings in ``changes`` whose value differs from ``before``.
 
-    Three settings do not count as changes. ``method`` and ``upcycled`` choose one of the methods
+    The function leaves out three settings. ``method`` and ``upcycled`` choose one of the methods
     that a paper compares, and no result depends on ``clients-per-node``.
     """
     rows = ("method", "upcycled", "clients-per-node")
@@ -179,7 +179,10 @@ def _choose_paths(options: RunOptions, config: ChainMap[str, Any]) -> Path | Non
 
 
 def clients_per_node(config: Mapping[str, Any]) -> int:
-    """Return the number of clients on each node: equal for all, with at most one node per core."""
+    """Return the number of clients on each node.
+
+    All nodes have equally many, and there are at most as many nodes as cores.
+    """
     clients = int(config["clients"])
     nodes = range(min(clients, _cores()), 0, -1)
     return next(clients // count for count in nodes if clients % count == 0)
@@ -221,10 +224,10 @@ def begun_with(run: Path, app: Path, defaults: Mapping[str, Any]) -> dict[str, A
 
 
 def _absolute(config: Mapping[str, Any], *, is_local: bool) -> dict[str, str]:
-    """Return the paths among an app's settings as absolute paths, for every process of the run.
+    """Return the settings that are paths, as absolute paths.
 
-    If the run is on other machines, paths on nodes stay relative, because each node has its own
-    files.
+    If ``is_local`` is False, the run is on other machines, and paths stay as they are. Only paths
+    on nodes may then be relative.
     """
     paths = {name: str(config[name]) for name in PATHS if config.get(name)}
     if is_local:
@@ -239,5 +242,5 @@ def _absolute(config: Mapping[str, Any], *, is_local: bool) -> dict[str, str]:
 
 
 def _state_in(run: str | Path) -> str:
-    """Return the folder in which clients of a simulation keep their memory by default."""
+    """Return the default folder for the memory of clients in a simulation."""
     return str(Path(run, "state"))

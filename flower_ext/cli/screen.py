@@ -31,8 +31,8 @@ def say(text: str) -> None:
 class Command(TyperCommand):
     """A command that prints an expected error as one message, without a traceback.
 
-    The exit status is 2 for an `InvalidValue`. For any other `FlowerExtError` it is the error's
-    ``exit_status``, or 1 without one. For a file that cannot be read or written it is 1.
+    The exit status is 2 for an `InvalidValue`, and 1 for a file that cannot be read or written. For
+    any other `FlowerExtError`, it is the error's ``exit_status``, or 1 if the error has none.
     """
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:

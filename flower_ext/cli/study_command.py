@@ -92,7 +92,8 @@ def _check_links(plan: Study) -> None:
 def _link(plan: Study, entry: Mapping[str, Any]) -> None:
     """Write a silo's linked table.
 
-    A table that exists stays if it is newer than the study's file, the silo's table and the key.
+    Keep a linked table that exists and is newer than the study's file, the silo's table and the
+    key.
     """
     options = {name.replace("-", "_"): value for name, value in entry.items()}
     options |= {name: plan.placed(options[name]) for name in _LINK_PATHS if name in options}
@@ -123,7 +124,7 @@ def _text(value: object) -> str:
 
 
 def _run(run: PreparedRun, path: Path) -> None:
-    """Run a stage, continue it, or keep it if it is complete.
+    """Run a stage; continue it if it was interrupted, and keep it if it is complete.
 
     Raises
     ------
@@ -143,7 +144,7 @@ def _run(run: PreparedRun, path: Path) -> None:
         if changed and directory.has_used_data():
             raise InvalidValue(
                 f"the stage began in {path} with different settings ({'; '.join(changed)}): undo "
-                "these, or give the stage another name"
+                "these changes, or give the stage another name"
             )
         if changed:
             path.rename(path.with_name(f"{path.name}-{directory.id[:8]}"))
@@ -157,7 +158,7 @@ def _run(run: PreparedRun, path: Path) -> None:
 
 
 def _launch(run: PreparedRun, path: Path) -> None:
-    """Run a stage to its end, and refuse a run that leaves nothing for later stages."""
+    """Run a stage to its end; fail if the run leaves nothing for later stages."""
     launch(run)
     if not (path / "run.json").exists():
         raise LaunchFailed(

@@ -77,8 +77,8 @@ def simulation_superlink(env: Mapping[str, str]) -> Iterator[dict[str, str]]:
 def run_on_superlink(run: PreparedRun, env: Mapping[str, str], log: RunLog) -> None:
     """Run an app on the SuperLink that a connection of Flower's configuration names.
 
-    A run without such a connection uses the default one, which is that of `simulation_superlink`.
-    This SuperLink simulates the run's nodes, and ends with this command.
+    If the run names no connection, it uses the SuperLink of `simulation_superlink`. That SuperLink
+    simulates the run's nodes, and ends with this command.
 
     Raises
     ------
@@ -137,7 +137,10 @@ class Flwr:
     env: Mapping[str, str]
 
     def answer(self, *words: str, options: Sequence[str] = ()) -> dict[str, Any]:
-        """Return the JSON that a command prints, such as ``answer("stop", run_id)``."""
+        """Run a command of ``flwr``, and return the JSON that it prints.
+
+        For example, ``answer("stop", run_id)`` runs ``flwr stop RUN_ID``.
+        """
         done = subprocess.run(
             [*self._words(*words), *options, "--format", "json"],
             capture_output=True,
@@ -152,9 +155,9 @@ class Flwr:
         return answer
 
     def follow(self, run_id: str, log: RunLog) -> dict[str, Any]:
-        """Stream a run's log until the run has finished; return the SuperLink's entry for the run.
+        """Show a run's log until the run has finished; return its entry in ``flwr list``.
 
-        The method waits up to `PATIENCE` seconds for a SuperLink that does not answer, because the
+        If the SuperLink does not answer, the method waits for up to `PATIENCE` seconds, because the
         ServerApp may still be running.
         """
         program = Followed([*self._words("log", run_id), "--stream"], log, self.env)
@@ -193,7 +196,7 @@ class Flwr:
             ) from None
 
     def how_to_stop(self, run_id: str) -> str:
-        """Return the commands by which a person stops a run."""
+        """Return a text with the commands by which a person stops a run."""
         where = "".join(f" {name}" for name in self.connection)
         return f"`flwr list{where}` shows it, `flwr stop {run_id}{where}` ends it"
 

@@ -67,7 +67,11 @@ waiting times."""
 
 
 def grouped(runs: Sequence[RunDirectory]) -> dict[str, list[RunDirectory]]:
-    """Group runs by method, and by all settings in which runs of one method differ."""
+    """Return groups of runs that repeat each other, by a label.
+
+    The runs of a group have the same method and the same settings, except `NOT_COMPARED`. The label
+    has the method, and those settings in which other runs of the method differ.
+    """
     settings = {run: _settings(run) for run in runs}
     groups: dict[str, list[RunDirectory]] = {}
     for run in runs:
@@ -85,7 +89,7 @@ def grouped(runs: Sequence[RunDirectory]) -> dict[str, list[RunDirectory]]:
 
 
 def _settings(run: RunDirectory) -> dict[str, Any]:
-    """Return the run's settings, with the number of rounds that it really made.
+    """Return the run's settings, in which ``rounds`` is the number of rounds that it really made.
 
     A run may make fewer rounds than planned, because its budget ended it, or more, if it was
     resumed.
@@ -145,7 +149,10 @@ def _figures(groups: Mapping[str, Sequence[RunDirectory]], folder: Path) -> dict
     rounds = {group: [run.metrics() for run in runs] for group, runs in groups.items()}
 
     def lines(name: str) -> dict[str, list[Line]]:
-        """Return one metric of each group's runs; skip a group if one of its runs lacks it."""
+        """Return the metric ``name`` of all runs, by group.
+
+        Leave out a group if one of its runs lacks the metric.
+        """
         measured: dict[str, list[Line]] = {}
         for group, members in rounds.items():
             series: list[Line] = [metrics.series(name) for metrics in members]
@@ -193,10 +200,10 @@ def mean_and_std(values: Sequence[float], *, digits: int = 3) -> str:
 
 
 def _epsilon(runs: Sequence[RunDirectory], basis: str) -> str:
-    """Return the largest ε of several runs with its unit, adversary view and δ, as text.
+    """Return a text with the largest ε of several runs, and its unit, adversary view and δ.
 
-    The text is "none" if one of the runs has no guarantee with this ``basis``. From a run with
-    guarantees against released models, the function takes ε from these guarantees only.
+    The text is "none" if one of the runs has no guarantee with this ``basis``. If a run has
+    guarantees against released models, its guarantees against other adversaries do not count.
     """
     largest: list[Guarantee] = []
     for run in runs:

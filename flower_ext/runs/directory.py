@@ -287,9 +287,9 @@ class RunWriter(RunDirectory):
         return run
 
     def withdraw(self) -> bool:
-        """Undo the changes of `resume` to ``run.json`` if no round was finished since.
+        """Restore ``run.json`` as it was before `resume`, if no round has ended since.
 
-        Return True if the changes were undone.
+        Return True if the file was restored.
         """
         idle: bool = self.metadata["starts"][-1]["after_round"] == len(self.metrics())
         if idle:
@@ -301,11 +301,11 @@ class RunWriter(RunDirectory):
         self._open.close()
 
     def open_ledger(self, *, budget: Budget | None = None) -> Ledger:
-        """Open the run's ledger until the directory is closed (see `Ledger`)."""
+        """Open the run's `Ledger`, which stays open until `close` is called."""
         return self._open.enter_context(closing(Ledger(self.ledger_path, budget=budget)))
 
     def log(self, round: int, **metrics: float) -> None:
-        """Add one round's metrics to ``metrics.jsonl``, and call ``on_round``.
+        """Add one round's metrics to ``metrics.jsonl``, then call ``on_round`` if it is set.
 
         Raises
         ------
@@ -380,11 +380,11 @@ class RunWriter(RunDirectory):
         self._write_json("use.json", dict(use))
 
     def note(self, **entries: str) -> None:
-        """Add entries of the caller to ``run.json``, such as the app's folder."""
+        """Add ``entries`` to ``run.json``, for example the app's folder."""
         self._write_json(RUN_FILE, {**self.metadata, **entries})
 
     def finish(self, status: Status, reason: str | None = None, **summary: float) -> None:
-        """Write to ``run.json`` how the run ended, and whether its guarantees cover all of it."""
+        """Write to ``run.json`` how the run ended, and if its guarantees cover all requests."""
         outcome = {
             "status": status,
             "reason": reason,

@@ -32,7 +32,10 @@ Line = tuple[Sequence[float], Sequence[float]]
 
 @dataclass(frozen=True, kw_only=True)
 class Chart:
-    """Lines with one label each: a line is the mean over runs, in a band of one sample deviation.
+    """A chart with one line for each label.
+
+    A line is the mean over runs. The band around it is one sample standard deviation wide to each
+    side.
 
     Parameters
     ----------
@@ -41,8 +44,8 @@ class Chart:
         The runs of each label, as (rounds, values). Only the rounds that all runs of a label
         measured are drawn.
     against : Mapping[str, Sequence[Line]], optional
-        Values for the horizontal axis, as (rounds, values) of the same runs: the axis shows their
-        mean over runs. By default, the axis shows the round.
+        Values for the horizontal axis, as (rounds, values) of the same runs as in ``lines``. The
+        axis shows the mean of these values over the runs. By default, it shows the round.
     labels : Sequence[str], optional
         Labels of all charts of a page, so that a label has the same colour in all of them; by
         default those of ``lines``.
@@ -66,12 +69,12 @@ class Chart:
 
     @property
     def is_crowded(self) -> bool:
-        """True if the bands must be faint, and the labels beside the axes."""
+        """True if many lines make it necessary to draw faint bands, and labels beside the axes."""
         return len(self.lines) > 6
 
 
 def draw_figures(run: RunDirectory, folder: Path) -> dict[str, str]:
-    """Draw the run's measurements; return the titles of the figures by the SVGs' file names."""
+    """Draw the run's measurements; return the title of each figure by the name of its SVG file."""
     drawn: dict[str, str] = {}
     rounds, clients = run.metrics(), run.client_metrics()
     names = qualities(rounds, clients)
@@ -91,7 +94,7 @@ def draw_figures(run: RunDirectory, folder: Path) -> dict[str, str]:
 
 
 def _charts(rounds: Rounds, names: Iterable[str]) -> Iterator[tuple[str, Chart]]:
-    """Yield the charts of one run by name; a chart without measurements has no lines."""
+    """Yield (name, chart) for all charts of one run; a chart without measurements has no lines."""
     for name in names:
         noised = ", with noise" if rounds.series(f"{name}_mean_error")[0] else ""
         quality = {
@@ -128,13 +131,13 @@ def _charts(rounds: Rounds, names: Iterable[str]) -> Iterator[tuple[str, Chart]]
 
 
 def _of_one_run(title: str, ylabel: str, lines: Mapping[str, Line]) -> Chart:
-    """Return a chart of the lines that have measurements."""
+    """Return a chart of one run; it leaves out lines without measurements."""
     measured = {label: [line] for label, line in lines.items() if line[0]}
     return Chart(title=title, ylabel=ylabel, lines=measured, from_zero=True)
 
 
 def qualities(rounds: Rounds, clients: Iterable[Mapping[str, float]]) -> list[str]:
-    """Return the names of the scores to draw: the accuracy, and others that are no losses."""
+    """Return the names of the scores to draw: the accuracy, and all reported scores but losses."""
     tail = "_worst_decile"
     names = {name for row in rounds for name in row if name.endswith(tail)}
     names = {"accuracy", *(name.removesuffix(tail) for name in names)}
@@ -159,9 +162,10 @@ def in_words(metric: str) -> str:
 
 
 def epsilon_lines(rounds: Rounds) -> dict[str, Line]:
-    """Return the lines of ε against rounds, by label.
+    """Return lines that show ε after each round, by label.
 
-    For record-level ε, the lines are the largest ε of a client and the mean over clients.
+    If each client has an ε of its own, there are two lines: the largest ε of all clients, and the
+    mean over clients.
     """
     lines: dict[str, Line] = {}
     for basis in ("published", "provable"):
@@ -175,7 +179,7 @@ def epsilon_lines(rounds: Rounds) -> dict[str, Line]:
 
 
 def cumulative(line: Line, *, scale: float = 1.0) -> Line:
-    """Return the line of cumulative sums, times ``scale``."""
+    """Return a line whose values are the cumulative sums of ``line``, times ``scale``."""
     return line[0], (np.cumsum(line[1]) * scale).tolist()
 
 
@@ -217,9 +221,10 @@ def _draw_line(axes: Axes, chart: Chart, label: str) -> list[tuple[str, float, f
 def _mean_and_deviation(
     runs: Sequence[Line], against: Sequence[Line]
 ) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.float64]]:
-    """Return places on the horizontal axis, and the runs' mean and standard deviation there.
+    """Return three arrays, with one element for each round that all runs measured.
 
-    The places are the rounds that all runs measured, or the mean of ``against`` in these rounds.
+    They are the places on the horizontal axis, the mean over the runs, and the standard deviation
+    over the runs. A place is the round or, if ``against`` has values, their mean in this round.
     """
     measured = [dict(zip(*run, strict=True)) for run in [*runs, *against]]
     rounds = sorted(set.intersection(*(set(values) for values in measured)))
@@ -233,7 +238,7 @@ def _mean_and_deviation(
 def _histogram(
     folder: Path, name: str, title: str, xlabel: str, scores: Sequence[tuple[float, float]]
 ) -> None:
-    """Draw a histogram of the clients' scores, given each client's (partition, score)."""
+    """Draw a histogram of scores; ``scores`` has (partition, score) for each client."""
     figure, axes = canvas(title, xlabel, "clients")
     values = [score for _, score in scores]
     # Every run has the same bins, so that histograms can be compared, unless a score is outside.

@@ -75,11 +75,13 @@ class SettingsFile:
     def settings(
         self, chosen: Mapping[str, Any], defaults: Mapping[str, Any] = MappingProxyType({})
     ) -> dict[str, Any]:
-        """Return the file's values for a run whose user has set the settings ``chosen``.
+        """Return the settings that this file gives to a run.
 
-        A table ``[where.SETTING.VALUE]`` adds its values if SETTING has the value VALUE. That value
-        comes from ``chosen``; if it is not there, from ``[settings]``; and otherwise from
-        ``defaults``. The result does not include ``chosen``.
+        They are the values of ``[settings]``, and those of each table ``[where.SETTING.VALUE]`` for
+        which SETTING has the value VALUE in the run. ``chosen`` are the settings that the user
+        set, and ``defaults`` are the app's. The value of SETTING comes from ``chosen`` if it is
+        there, otherwise from ``[settings]``, and otherwise from ``defaults``. The result does not
+        include ``chosen``.
         """
         values = dict(self.shared)
         for name, cases in self.special.items():
@@ -88,9 +90,10 @@ class SettingsFile:
         return values
 
     def text(self, changed: Collection[str]) -> str:
-        """Return a text for a run's records: this file's name and title, and ``changed`` settings.
+        """Return a text that says in a run's records from which file its settings come.
 
-        ``changed`` are the names of the settings that the user set to other values.
+        The text has the file's name and title. It also lists ``changed``, which are the names of
+        the settings that the user set to other values.
         """
         names = ", ".join(name for name in changed if name not in INCIDENTAL)
         title = f" ({self.title})" if self.title else ""

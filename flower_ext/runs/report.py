@@ -49,7 +49,7 @@ _VIEWS = {
     AdversaryView.EACH_UPLOAD: "each upload",
 }
 _RUN_COLUMNS = ("run", "method", "rounds", "δ", *(f"ε: {words}" for words in _VIEWS.values()))
-"""Header of the table of runs: a row has ε of one run alone, with one column per adversary view."""
+"""Header of the table of runs. A row has the ε of one run, in a column for each adversary view."""
 
 
 def write_report(run: RunDirectory) -> Path:
@@ -153,7 +153,7 @@ def _line(guarantee: Guarantee) -> tuple[str, ...]:
 
 
 def _lacking(run: RunDirectory, rounds: Rounds, entries: list[dict[str, Any]]) -> int:
-    """Return the number of training rounds that are missing in the ledger."""
+    """Return the number of training rounds that the ledger lacks; 0 for a run without a ledger."""
     if not run.ledger_path.exists():
         return 0
     trained = [row for row in rounds if row.get("messages", 0) > 0]
@@ -161,7 +161,11 @@ def _lacking(run: RunDirectory, rounds: Rounds, entries: list[dict[str, Any]]) -
 
 
 def _spent_beyond(entries: list[dict[str, Any]], guarantees: list[Guarantee]) -> float | None:
-    """Return ε of all releases in the ledger if the guarantee states a smaller ε, else None."""
+    """Return ε of all releases in the ledger if the run's guarantee states a smaller ε.
+
+    The guarantee is the first provable one against released models. None if its ε is not smaller,
+    or if the run has no such guarantee.
+    """
     releases = Counter(
         Release.from_dict(entry["release"]) for entry in entries if entry["kind"] == "reserve"
     )
@@ -175,10 +179,10 @@ def _spent_beyond(entries: list[dict[str, Any]], guarantees: list[Guarantee]) ->
 
 
 def _ledger_counts(entries: list[dict[str, Any]]) -> tuple[int, ...]:
-    """Return the numbers of releases: reserved, committed, discarded, left open and topped up.
+    """Return how many releases were reserved, committed, discarded, left open and topped up.
 
-    A release is left open if its round neither ended nor was discarded. It is topped up if the
-    server added the noise that lost clients did not add.
+    A round reserves its release, and later commits or discards it. A release is left open if its
+    round did neither. It is topped up if the server added the noise that lost clients did not add.
     """
     kinds = [entry["kind"] for entry in entries]
     left_open = sum(
@@ -191,7 +195,10 @@ def _ledger_counts(entries: list[dict[str, Any]]) -> tuple[int, ...]:
 
 
 def _missing(row: dict[str, Any]) -> tuple[object, ...]:
-    """Return a table row for one line of ``missing.jsonl``, with the last line of each refusal."""
+    """Return a table row for one line of ``missing.jsonl``.
+
+    It has the last line of each reason why the server refused a reply.
+    """
     reasons = [refusal.strip().splitlines()[-1][:200] for refusal in row["refusals"]]
     partitions = ", ".join(map(str, row["partitions"]))
     return (row["round"], row["kind"], partitions, "; ".join(reasons))

@@ -11,10 +11,10 @@ _CLIENTS, _MEAN, _ERROR = "scored_clients", "_mean", "_mean_error"
 
 @dataclass(frozen=True, kw_only=True)
 class NoisedScores:
-    """Mean scores over all clients that a secure evaluation released, with noise.
+    """Scores that a secure evaluation released: means over all clients, with noise.
 
-    ``round`` is the round after which clients were evaluated, and ``clients`` the noised number of
-    clients with scores. ``errors`` holds the standard errors of ``means`` due to noise.
+    ``round`` is the round after which clients were evaluated. ``clients`` is the number of clients
+    with scores, with noise. ``errors`` has the standard errors of ``means`` that the noise causes.
     """
 
     round: int

@@ -217,9 +217,9 @@ def absolute_path(text: str) -> Path | None:
 def num_nodes(config: Mapping[str, Any]) -> int | None:
     """Return the number of nodes that an app's settings ask for.
 
-    The number is None if the app has no setting for the number of clients. With
-    ``clients-per-node=0``, ``flower-ext run`` chooses the number of nodes, and the function returns
-    the number of clients.
+    The result is None if the app has no setting for the number of clients. If ``clients-per-node``
+    is 0, the number of nodes is open, because ``flower-ext run`` chooses it. The function then
+    returns the number of clients.
 
     Raises
     ------

@@ -130,7 +130,7 @@ class PrivacySettings(RunSettings):
 
     @property
     def target(self) -> float | None:
-        """The ε for which the run's noise is calibrated; None if the settings fix the noise."""
+        """The ε from which the run's noise is computed; None if the settings give the noise."""
         return self.epsilon
 
 
@@ -217,7 +217,7 @@ class ReleaseSettings(PrivacySettings):
 
     @property
     def target(self) -> float | None:
-        """The ε for which the run's noise is calibrated; None if the settings fix the noise."""
+        """The ε from which the run's noise is computed; None if the settings give the noise."""
         return None if self.noise_multiplier else self.epsilon
 
 

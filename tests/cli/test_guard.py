@@ -17,7 +17,7 @@ from tests.support.identities import write_identities
 def test_the_budget_pays_for_as_many_replies_as_the_guard_says(tmp_path):
     policy = read_policy(write_policy(tmp_path / "guard.toml"))
     (line,) = costs(policy)
-    paid = int(re.search(r"pays for (\d+) on", line)[1])
+    paid = int(re.search(r"pays for (\d+) replies", line)[1])
     spend = policy.messages["train"].spend()
     spent, more = (privacy_loss_of({spend: n}, delta=1e-6).epsilon for n in (paid, paid + 1))
     assert spent <= policy.budget.epsilon < more

@@ -1,7 +1,7 @@
 """Turn what the check recognised and measured in an app into findings, each with its remedy.
 
-If a finding *refutes*, no ε of the app is provable. Any other finding names something that the
-guarantee does not cover.
+Some findings *refute*: with such a finding, no ε of the app is provable. Every other finding names
+something that the guarantee does not cover.
 
 =============  ============================================================================
 module         finds
@@ -34,7 +34,7 @@ __all__ = ["Finding", "findings"]
 
 
 def findings(probes: Probes, second: Measured | None) -> list[Finding]:
-    """Return all findings of a check; those that refute come first.
+    """Return all findings of a check, beginning with those that leave no ε provable.
 
     ``second`` holds the ε that the check computed from its measurements.
     """
@@ -67,7 +67,7 @@ _CLIENT_CALLS = {
 
 
 def _place(code: str, probes: Probes) -> str:
-    """Return the place in the app's source that the remedy of a finding changes."""
+    """Return ``path:line`` of the call that the remedy changes; "" if the app has no such call."""
     app, facts = probes.app, probes.facts
     if names := _CLIENT_CALLS.get(code):
         return app.call_of("clientapp", *names)

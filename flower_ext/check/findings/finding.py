@@ -23,18 +23,21 @@ class Finding:
 
 @dataclass(frozen=True, kw_only=True)
 class Rule:
-    """A finding, and the condition under which the runs of an app lead to it."""
+    """A fault to look for: the texts of its finding, and a function that tells if an app has it."""
 
     code: str
     when: Callable[[Probes], Any]
-    """Returns a true value if the app has the fault; text and remedy show the value at each {}."""
+    """Returns a true value if the app has the fault.
+
+    ``text`` and ``remedy`` show this value in place of each {}.
+    """
     text: str
     remedy: str
     refutes: bool | Callable[[Probes], bool] = True
 
 
 def found(rules: Iterable[Rule], probes: Probes) -> Iterator[Finding]:
-    """Yield the findings of those rules whose conditions hold."""
+    """Yield a finding for each rule whose condition ``when`` holds."""
     for rule in rules:
         if value := rule.when(probes):
             yield Finding(

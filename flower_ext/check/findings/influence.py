@@ -91,7 +91,11 @@ def exceeded_bounds(probes: Probes) -> Iterator[Finding]:
 def _movements(
     probes: Probes, noise: Noise, run: str, number: int
 ) -> Iterator[tuple[str, float | None, float, float]]:
-    """Yield (what, how far, bound, noise) for each value that the changed client moves."""
+    """Yield the name of each value that the changed client moves, and three numbers.
+
+    The numbers are how far the client moved the value (None if this was not measured), how far
+    clipping lets the client move it, and the standard deviation of the noise on the value.
+    """
     facts = probes.facts
     clients_clip = facts.has(recognise.CLIENT_SIDE) or facts.has(recognise.CLIENT_ADAPTIVE)
     if clients_clip or facts.local or any(noise.upload_stddev.values()):
@@ -104,7 +108,7 @@ def _movements(
 
 
 def other_epsilon(second: Measured | None) -> Iterator[Finding]:
-    """Find a stated ε that differs from the ε that the check computed from its measurements."""
+    """Find a stated ε that is smaller than the ε that the check computed from measurements."""
     if second is not None and not second.agrees:
         yield Finding(
             code="epsilon",
@@ -130,7 +134,10 @@ def _unbounded(what: str, number: int, value: float, bound: float, *, weighs: bo
 
 
 def _sent_nan(probes: Probes) -> int | None:
-    """Return the first round in which a NaN leaves a client that should protect its upload."""
+    """Return the first round in which a client sends a NaN although a mod protects its upload.
+
+    None if no client does, or if no mod protects uploads.
+    """
     facts = probes.facts
     if facts.has_task or not (facts.has(recognise.OUR_MOD) or facts.local):
         return None
@@ -139,7 +146,11 @@ def _sent_nan(probes: Probes) -> int | None:
 
 
 def _ending(change: str, probes: Probes) -> str:
-    """Return how a changed client keeps a model from being released; "" if it does not."""
+    """Say how a changed client disturbs the run ``change``; "" if it does not.
+
+    Such a client may hang or end the run, keep a model from being released, or let the server
+    see that its mod failed.
+    """
     run, facts = probes.runs.get(change), probes.facts
     if run is None:
         return "" if change == "zero" or facts.has_task else "hangs the run"
@@ -154,7 +165,7 @@ def _ending(change: str, probes: Probes) -> str:
 
 
 def _fails(change: str, probes: Probes) -> bool:
-    """Return True if the server sees that a client fails in its training."""
+    """Return True if, in the run ``change``, a client answers a training request with an error."""
     replies = probes.seen(change).replies
     return any(reply.error for reply in replies if reply.kind == TRAIN)
 

@@ -16,7 +16,10 @@ _MOST_SHOWN = 6
 
 
 def _metrics(probes: Probes, kind: str, allowed: Collection[str] = ()) -> dict[str, str] | None:
-    """Return a text with the names of the metrics in replies of a kind, except ``allowed``."""
+    """Return a text that lists the metrics in replies of one kind, without those in ``allowed``.
+
+    None if there are no such metrics.
+    """
     names = {name for reply in probes.real.answers(kind) for name in reply.metrics}
     if not (names := names - set(allowed)):
         return None
@@ -35,7 +38,10 @@ def _training_metrics(probes: Probes) -> dict[str, str] | None:
 
 
 def _odd_records(probes: Probes) -> dict[str, int] | None:
-    """Return the largest number of array records in a reply, if some reply has not exactly one."""
+    """Return the largest number of array records in a training reply.
+
+    None if every reply has exactly one, or if no strategy runs the rounds.
+    """
     replies = probes.real.answers(TRAIN)
     counts = [sum(kind == "ArrayRecord" for kind, _ in reply.records) for reply in replies]
     is_odd = probes.facts.strategies and any(count != 1 for count in counts)

@@ -35,7 +35,10 @@ def _has_no_noise(probes: Probes) -> bool:
 
 
 def _other_than_mean(probes: Probes) -> str:
-    """Return the name of the strategy that a private one wraps if it releases no mean; else ""."""
+    """Return the name of Flower's strategy inside a private strategy if it computes no mean.
+
+    "" otherwise. A private strategy of Flower bounds only what one client adds to a mean.
+    """
     facts = probes.facts
     if not facts.strategies or facts.is_ours or facts.noise is None or not facts.noise.cohort:
         return ""
@@ -44,7 +47,10 @@ def _other_than_mean(probes: Probes) -> str:
 
 
 def _low_sensitivity(probes: Probes) -> Any:
-    """Return the arguments of a `LocalDpMod` whose sensitivity is below its clipping norm."""
+    """Return the arguments of the app's `LocalDpMod` if its sensitivity is below its clipping norm.
+
+    None otherwise.
+    """
     local = probes.facts.local
     return local if local and local["sensitivity"] < local["clipping_norm"] else None
 
@@ -58,7 +64,10 @@ _PROTECTING = (
 
 
 def _mod_outside(probes: Probes) -> dict[str, str] | None:
-    """Return the names of a mod that may change the protected upload, and of the protection."""
+    """Return the name of a mod that may change uploads after another part has protected them.
+
+    The result also names the part that protects them. None if there is no such mod.
+    """
     facts = probes.facts
     names = [part.name if part.origin != APP else "" for part in facts.mods]
     none = len(names) if facts.has_task else 0
@@ -69,7 +78,10 @@ def _mod_outside(probes: Probes) -> dict[str, str] | None:
 
 
 def _unplanned_requests(probes: Probes) -> dict[str, Any] | None:
-    """Return the number of requests if it is improbable with the plan's sampling."""
+    """Return the number of training requests if the plan's sampling would rarely draw so many.
+
+    None otherwise.
+    """
     real, facts = probes.real, probes.facts
     if (
         facts.ours.declared is None
