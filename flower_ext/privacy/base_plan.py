@@ -12,10 +12,10 @@ from flower_ext.privacy.run_summary import MethodTraits, RunSummary
 class PrivacyPlan(ABC):
     """A user's decisions about the privacy of a run.
 
-    `mechanism` turns them into the computation of each round. The mechanism of a noised sum depends
-    on the method, and may change from round to round, so it is an object of its own. Every other
-    plan is its own mechanism (`PlainAverage`). A plan is frozen. Of a run, it knows only the
-    `RunSummary`.
+    `mechanism` returns the object that carries them out in each round. A plan of noised sums makes
+    a separate object, because the computation depends on the method and may change from round to
+    round. Every other plan returns itself (see `PlainAverage`). A plan is frozen. It learns about a
+    run only from the `RunSummary`.
 
     Attributes
     ----------

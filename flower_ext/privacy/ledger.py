@@ -177,7 +177,7 @@ class Ledger(LedgerFile):
         if budget is not None and budget.ledger is not None:
             raise InvalidValue(
                 f"budget.ledger={str(budget.ledger)!r}: expected None, because a Ledger counts one "
-                "run; to count several runs together, give the strategy Budget(ledger=...)"
+                "run; to count several runs together, pass this Budget to the strategy instead"
             )
         super().__init__(path, wait=False)
         self.budget = budget
@@ -200,10 +200,11 @@ class Ledger(LedgerFile):
         release : Release
         round : int
         identity : int, optional
-            A number that two releases share only if they have the same bits, as is possible with
-            seeded noise. After the ledger is reopened, the first repetition of such a release is
-            noted and not counted, because it reveals nothing new. Pass None under secure noise,
-            because every release is then new.
+            A number for a release with seeded noise, which a resumed run may repeat bit for bit.
+            Two releases may have the same number only if all their bits are equal. If the file
+            already held the release when it was opened, its first repetition is noted and not
+            counted, because it reveals nothing new. Under secure noise, pass None, because every
+            release is then new.
 
         Raises
         ------

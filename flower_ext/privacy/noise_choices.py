@@ -124,9 +124,9 @@ def ways_of_clients(
 def _in_turn(fixed: FixedSizeSampling, rounds: int) -> dict[str, float]:
     """Return sens(C)² for each kind of noise that the server may add when clients take turns.
 
-    sens(C) is the sensitivity of the noise's `StrategyMatrix` C, for the most exposed client. If
-    each round's fresh noise has the noise multiplier σ, ε is that of sens(C)² releases with the
-    client's data, each with noise multiplier σ.
+    sens(C) is the sensitivity of the noise's `StrategyMatrix` C, for the most exposed client. Let σ
+    be the noise multiplier of each round's fresh noise. Then the run has the same ε as sens(C)²
+    releases that all use the client's data, with independent noise of multiplier σ.
     """
     apart = fixed.population // fixed.size
     limits = {"rounds_apart": apart, "participations": math.ceil(rounds / apart)}

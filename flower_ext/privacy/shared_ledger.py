@@ -199,9 +199,10 @@ def _check_relation(path: Path, charges: Sequence[dict[str, Any]], new: Charge) 
         of = (entry["unit"], entry["relation"])
         if of != (new.unit, new.relation):
             raise DoesNotCompose(
-                f"{path} counts units {of[0]!r} under {of[1]!r}, but this run {new.unit.value!r} "
-                f"under {new.relation.value!r}: no single ε covers both; keep a separate account "
-                "for each, or plan the run with the unit and the relation of the account"
+                f"{path} has the privacy unit {of[0]!r} and the relation {of[1]!r}, but this run "
+                f"has the unit {new.unit.value!r} and the relation {new.relation.value!r}: no single ε "
+                "covers both; keep a separate account for each, or plan the run with the unit and "
+                "the relation of the account"
             )
 
 

@@ -33,7 +33,7 @@ _MODELS = AdversaryView.RELEASED_MODELS
 class RunSpend:
     """The privacy that one run spent, as if it were the only run of the account.
 
-    ``epsilons`` maps each view to ε, if the account has this run's guarantee against that view.
+    ``epsilons`` holds ε for each view against which the account has a guarantee of this run.
     `epsilon` is ε against an adversary that sees the released models; None if no ε covers the run.
     """
 
@@ -197,7 +197,7 @@ class RunCharges:
         self._cover(len(self.stretches) - 1, claims)
 
     def note(self, entry: dict[str, Any]) -> None:
-        """Add an entry with guarantees, which cover the rounds that the same process charged."""
+        """Add an entry's guarantees. They cover the rounds that the entry's process charged."""
         charged = [place for place, starts in enumerate(self.starts) if entry["start"] in starts]
         if self.stretches:
             self._cover(charged[-1] if charged else -1, entry["claims"])
@@ -227,7 +227,11 @@ class RunCharges:
         return {_MODELS, *(AdversaryView(view) for stretch in self.stretches for view in stretch)}
 
     def against(self, view: AdversaryView) -> _Part:
-        """Return the releases, or the (ε, δ), that this run adds to the total against a view."""
+        """Return what this run adds to the total against a view.
+
+        These are the run's releases. Where they are not known, the (ε, δ) of a stretch of rounds
+        takes their place.
+        """
         if view is _MODELS and self.charges[0]["release"] is not None:
             made = Counter(Release.from_dict(charge["release"]) for charge in self.charges)
             return _Part(relation=NeighboringRelation(self.charges[0]["relation"]), releases=made)
@@ -256,9 +260,10 @@ class RunCharges:
         }
 
     def texts(self, view: AdversaryView, name: str) -> list[str]:
-        """Return one field of the guarantee against a view: its assumptions, or what it leaves out.
+        """Return the texts in one field of this run's guarantee against a view.
 
-        ``name`` is the field's name in `Guarantee`.
+        ``name`` is the name of a field of `Guarantee`, such as "assumptions". The list is empty if
+        the account has no guarantee that covers this view.
         """
         kept = (self.guarantees[other] for other in view.at_least if other in self.guarantees)
         return list(next(kept, {}).get(name, ()))
@@ -285,7 +290,7 @@ def _joint(parts: Sequence[_Part], delta: float) -> PrivacyLoss:
 def _shared_texts(runs: Sequence[RunCharges], view: AdversaryView, name: str) -> list[str]:
     """Return the texts in field ``name`` of all runs' guarantees, each text once.
 
-    If only some runs have a text, their names follow it in brackets.
+    If only some runs have a text, the names of these runs follow the text in brackets.
     """
     by_text: dict[str, list[str]] = {}
     for run in runs:

@@ -112,8 +112,8 @@ def statement(path: Path, unit: PrivacyUnit, numbers: Collection[int]) -> dict[s
     entries = Ledger.read(path)
     if missing := sorted(set(numbers) - withdrawn(entries)):
         raise InvalidValue(
-            f"{unit.value}={missing[0]} has not withdrawn: expected numbers in the account's "
-            "withdrawals; call withdraw first"
+            f"{unit.value}={missing[0]} has not withdrawn: expected numbers that the "
+            "account records as withdrawn; call withdraw first"
         )
     ends = [
         place

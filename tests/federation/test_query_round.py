@@ -170,7 +170,9 @@ def test_a_query_in_evaluations_takes_the_place_of_reported_scores():
 
 def test_two_queries_in_evaluations_are_refused():
     scores = SecureScores(noise_multiplier=1.0)
-    with pytest.raises(InvalidValue, match="expected at most one query in evaluations"):
+    with pytest.raises(
+        InvalidValue, match="expected at most one query with schedule='in evaluations'"
+    ):
         asking(InEvaluations(noise_multiplier=1.0), besides=(scores,))
 
 

@@ -1,1 +1,1 @@
-"""Bounds, noise, grids and protections, which together make a release private."""
+"""Parts of a private release: bounds on contributions, noise, public grids, and protections."""

@@ -66,10 +66,10 @@ class AdaptiveClipping(Checked):
     1/√(1 − (σ/2σ_b)²).
 
     In one round, the norm grows by a factor of at most exp(η_C γ), and shrinks by a factor of at
-    most exp(η_C (1 − γ)), apart from noise. A client that does not answer counts half as within the
-    norm and half as longer. If only a fraction r of the clients answers, the norm settles where a
-    fraction ½ + (γ − ½)/r of their updates is within it. If this number is outside [0, 1], the norm
-    moves to one of its limits.
+    most exp(η_C (1 − γ)), apart from noise. A client that does not answer counts as half an update
+    within the norm and half an update that is longer. If only a fraction r of the clients answers,
+    the norm settles where a fraction ½ + (γ − ½)/r of their updates is within it. If this number is
+    outside [0, 1], the norm moves to one of its limits.
 
     Parameters
     ----------
@@ -113,8 +113,8 @@ class AdaptiveClipping(Checked):
         Raises
         ------
         InvalidValue
-            ``bit_noise`` is at most half of the noise multiplier, so that the counts alone would
-            use up ε.
+            ``bit_noise`` is at most half of the noise multiplier. With so little noise, the number
+            of updates within the norm would use up all of ε.
         """
         if self.bit_noise is None:
             return max(expected_cohort / 20, noise_multiplier)
@@ -122,7 +122,8 @@ class AdaptiveClipping(Checked):
             raise InvalidValue(
                 f"bit_noise={self.bit_noise!r} with noise_multiplier={noise_multiplier:.4g}: "
                 f"expected more than {noise_multiplier / 2:.4g}, half of noise_multiplier, because "
-                "counts with less noise would alone use up ε; None chooses a valid value"
+                "with less noise, the number of updates within the norm would use up all of ε; "
+                "leave bit_noise=None to get a valid value"
             )
         return self.bit_noise
 

@@ -1,4 +1,4 @@
-"""Bound each unit's contribution, and carry the bound together with the value.
+"""Bound each unit's contribution to a sum; each result holds its value and the bound.
 
 Arrays may be NumPy or torch, on any device: they are handled through the array API, without
 importing torch. Norms are taken in float64 and scaled, so that neither a huge value nor half

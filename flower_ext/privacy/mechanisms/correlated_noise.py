@@ -268,7 +268,7 @@ class CorrelatedNoise(Checked):
 
 
 def _model_weights(rounds: int, momentum: float) -> Vector:
-    """Return the weights that the noise of the newest round, the second newest, … has in a model.
+    """Return the weight in a model of each round's noise, from the newest round to the oldest.
 
     Without momentum, every weight is 1.
     """
@@ -279,7 +279,10 @@ def _model_weights(rounds: int, momentum: float) -> Vector:
 def _best_bands(
     bands: int, rounds: int, rounds_apart: int, participations: int, momentum: float
 ) -> StrategyMatrix:
-    """Return the best matrix with ``bands`` bands; exact gradients permit hundreds of bands."""
+    """Return the best matrix with ``bands`` bands (see `CorrelatedNoise.matrix`).
+
+    The search uses exact gradients, so hundreds of bands are feasible.
+    """
     from scipy.optimize import minimize
     from scipy.signal import lfilter
 
@@ -317,7 +320,10 @@ def _best_bands(
 def _best_buffers(
     buffers: int, rounds: int, rounds_apart: int, participations: int, momentum: float
 ) -> StrategyMatrix:
-    """Return the best matrix with ``buffers`` buffers; numerical gradients suffice for so few."""
+    """Return the best matrix with ``buffers`` buffers (see `CorrelatedNoise.matrix`).
+
+    The search uses numerical gradients, which suffice for a few buffers.
+    """
     from scipy.optimize import minimize
 
     def matrix(variables: Vector) -> StrategyMatrix:
@@ -362,8 +368,9 @@ class PreparedNoise(NoiseSource):
         """
         if set(update) != set(self._left):
             raise InvalidValue(
-                f"arrays {sorted(update)}: expected {sorted(self._left)}, each once, because two "
-                "releases with the same noise would reveal the difference of their values"
+                f"arrays {sorted(update)}: expected {sorted(self._left)}, the arrays whose noise "
+                "is not used yet, because two releases with the same noise would reveal the "
+                "difference of their values"
             )
         noised: dict[str, Any] = {}
         for name in update:

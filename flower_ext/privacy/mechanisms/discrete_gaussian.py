@@ -81,7 +81,8 @@ def share_stddev(total: float, shares: int) -> float:
     """Return the stddev of each of ``shares`` discrete shares that together replace one Gaussian.
 
     The sum of any h ≥ 1 shares then protects like a continuous Gaussian of variance
-    ``total``² h / ``shares`` or more (step 5 of the module's proof), whatever other clients add.
+    ``total``² h / ``shares`` or more (step 5 at the top of this module), no matter what other
+    clients add to the sum.
 
     Parameters
     ----------
@@ -100,7 +101,10 @@ def share_stddev(total: float, shares: int) -> float:
 
 
 def worth(stddev: float) -> float:
-    """Return the stddev of the continuous Gaussian that one share replaces (step 5)."""
+    """Return the stddev of the continuous Gaussian noise that one share of discrete noise replaces.
+
+    ``stddev`` is the stddev of the share. See step 5 at the top of this module, with n = 1.
+    """
     return math.sqrt(max(0.0, stddev**2 - _SMOOTHED))
 
 
@@ -184,7 +188,7 @@ def _check(stddev: float) -> None:
 
 @lru_cache(maxsize=4)
 def _tables(stddev: float) -> tuple[int, _Table, _Table]:
-    """Return L, the table of X, and the table of Y."""
+    """Return L, and the tables from which `draw` takes X and Y for L X + Y (step 8)."""
     variance = Fraction(stddev) ** 2
     step = math.isqrt(int(stddev / 3))  # makes both tables about equally long
     fine = Fraction(_FINE * step**2)
@@ -192,7 +196,9 @@ def _tables(stddev: float) -> tuple[int, _Table, _Table]:
 
 
 def _table(variance: Fraction) -> _Table:
-    """Return the table of N_Z(0, variance). 2¹²⁸ F is exact to within 1 and one part in 2²³⁰.
+    """Return the table of N_Z(0, variance).
+
+    An entry differs from 2¹²⁸ F by at most 1, because it is rounded down, and by one part in 2²³⁰.
 
     Weights are multiples of 2⁻³²⁰. They are computed in fewer than 2¹⁴ steps, and each step adds
     at most 2¹⁵ · 2⁻³²⁰ to a weight's error. All errors together stay below 2⁻²⁸⁰.

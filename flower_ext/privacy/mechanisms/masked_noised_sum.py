@@ -1,4 +1,4 @@
-"""One noised sum per round of which the server sees no upload: a secure sum of whole numbers."""
+"""Noised sums that are secure sums of whole numbers: the server sees no single upload."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ class MaskedNoisedSum(NoisedSum):
 
     @property
     def honest_noise(self) -> float:
-        """Part of a sum's noise variance that honest clients add, if the fewest clients answer."""
+        """Fraction of the noise variance from honest clients, if a sum has the fewest answers."""
         return self.sum_parameters.honest_answers / self.sum_parameters.least_answers
 
     @property
@@ -152,7 +152,7 @@ class MaskedNoisedSum(NoisedSum):
         return Aggregate(value=mean, answered=answered, topped_up_stddev=missing)
 
     def begin_sum(self, like: NamedArrays) -> RunningSum:
-        """Raise `InvalidValue`: the protocol adds up the uploads, for `aggregate_sum`."""
+        """Raise `InvalidValue`, because the protocol computes the sum; use `aggregate_sum`."""
         raise InvalidValue(
             "begin_sum: expected a plan without noise_placement=SecureSum(…), because the "
             "protocol of a secure sum adds up the uploads; pass its result to aggregate_sum"
@@ -183,7 +183,7 @@ class MaskedNoisedSum(NoisedSum):
         return replace(self.cells_protection, of_units=run.method.bounds_units)
 
     def releases(self, participations: Participations) -> dict[Release, int]:
-        """Return all releases of the run so far, with their counts: rounds and answers."""
+        """Return all rounds and all answers to queries so far, as releases with their counts."""
         counts = Counter(super().releases(participations))
         for sums in self.query_sums:
             counts[sums.release] += participations.answers[sums.query.name]
@@ -192,7 +192,7 @@ class MaskedNoisedSum(NoisedSum):
 
 @dataclass(frozen=True, kw_only=True)
 class QuerySum(MaskedNoisedSum):
-    """Mechanism of one answer to a query: a secure sum of one vector of every client."""
+    """Mechanism of one answer to a query: a secure sum, to which each client adds one vector."""
 
     query: VectorQuery
     worth: float
@@ -200,7 +200,10 @@ class QuerySum(MaskedNoisedSum):
     a round and σ_q of an answer, it is (σ/σ_q)²."""
 
     def count_answer(self, participations: Participations) -> None:
-        """Count one released answer, for views of sums and for views of uploads."""
+        """Count one released answer as participations of every client.
+
+        An answer counts differently for adversaries that see sums and that see single uploads.
+        """
         parameters = self.sum_parameters
         participations.record_answer(
             self.query.name,

@@ -74,7 +74,9 @@ class ReleaseTerms(Checked):
             raise InvalidValue(f"queries={names}: expected each kind of query once")
         evaluated = [query.name for query in self.queries if query.schedule == "in evaluations"]
         if len(evaluated) > 1:
-            raise InvalidValue(f"queries={evaluated}: expected at most one query in evaluations")
+            raise InvalidValue(
+                f"queries={evaluated}: expected at most one query with schedule='in evaluations'"
+            )
         if names and self.secure_sum is None:
             raise InvalidValue(
                 f"queries={names} with noise_placement={self.noise_placement!r}: expected "
@@ -99,9 +101,9 @@ class NoisedSum(ReleaseTerms, RoundMechanism):
 
     Guarantees
     ----------
-    For any number of answers, `aggregate` releases nothing, or a sum that is divided by a public
-    constant. The sum has Gaussian noise of standard deviation ``noise_multiplier * clipping_norm``
-    or more.
+    Whatever the number of answers, the average that `aggregate` returns is a noised sum, divided by
+    a public constant. If `aggregate` raises an error, nothing is released. The sum has Gaussian
+    noise of standard deviation ``noise_multiplier * clipping_norm`` or more.
 
     Parameters
     ----------

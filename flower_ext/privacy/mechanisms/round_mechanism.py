@@ -125,9 +125,10 @@ class RoundMechanism(ABC):
         """
 
     def after(self, mean: Aggregate) -> tuple[Aggregate, RoundMechanism]:
-        """Return the mean of the updates alone, and the mechanism of the next round.
+        """Return the mean of the updates, and the mechanism of the next round.
 
-        ``mean`` is the result of `aggregate`.
+        ``mean`` is the result of `aggregate`. A subclass removes what uploads hold besides updates.
+        By default, ``mean`` and the mechanism stay as they are.
         """
         return mean, self
 

@@ -61,7 +61,10 @@ class AdaptiveRelease(ReleaseMechanism):
 
     @property
     def side_weight(self) -> float:
-        """κ, the factor of each side: noise σC' on the sum of κ·side is noise σ_b on sides."""
+        """κ, the factor of each side.
+
+        Noise of stddev σC' on the sum of κ·side is noise of stddev σ_b on the sum of sides.
+        """
         return self.noise_stddev / self._count_noise
 
     def upload_like(self, model: dict[str, Any]) -> dict[str, Any]:

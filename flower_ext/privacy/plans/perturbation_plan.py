@@ -62,8 +62,8 @@ class PerturbationPlan(Checked, PlainAverage):
     def _rounding(self, sent: Mapping[str, Any]) -> float:
         """Return the distance by which rounding may move a trained model, in clipping norms.
 
-        Rounding moves a normal number by at most eps/2 of its magnitude, and a subnormal number by
-        at most half of the smallest positive number.
+        Rounding moves a normal number by at most its magnitude times half the machine epsilon, and
+        a subnormal number by at most half of the smallest positive number.
         """
         perturbation = self.perturbation
         norm = (
@@ -93,7 +93,10 @@ class PerturbationPlan(Checked, PlainAverage):
         )
 
     def spent(self, run: RunSummary) -> dict[str, float]:
-        """Return the mean ε over clients (ε̄ in the paper) and the largest ε, each if finite."""
+        """Return the largest ε of all clients, and the mean ε over clients (ε̄ in the paper).
+
+        Both are given for the published and the provable ε. Infinite values are left out.
+        """
         by_client = epsilons(self.perturbation, self.objective_in(run), run, delta=self.delta)
         published, provable = (
             np.asarray(list(by_client.values()), dtype=np.float64).reshape(-1, 2).T

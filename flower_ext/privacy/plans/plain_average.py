@@ -23,7 +23,8 @@ from flower_ext.privacy.run_summary import MethodTraits
 class PlainAverage(PrivacyPlan, RoundMechanism):
     """A plan that takes the plain mean of the replies. A subclass may add a guarantee.
 
-    The mechanism does not depend on the method, so the plan itself is the mechanism.
+    A plain mean is computed in the same way for every method. The plan therefore computes it
+    itself, and needs no separate mechanism.
     """
 
     tells_sizes = True
@@ -85,8 +86,8 @@ class NonPrivatePlan(PlainAverage):
         """
         if self.weighs_examples and method.weighs_updates:
             raise InvalidValue(
-                f"weighting='examples': expected 'clients', because the server's step of "
-                f"{method.name} weights clients by a different rule"
+                f"weighting='examples': expected 'clients', because the server of "
+                f"{method.name} gives clients weights by a rule of the method's own"
             )
         return self
 

@@ -1,4 +1,7 @@
-"""The mechanism of a `ReleasePlan` whose clients take part in turn: all rounds are one Gaussian."""
+"""The mechanism of a `ReleasePlan` whose clients take turns.
+
+All rounds together are one Gaussian mechanism.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +52,10 @@ class SpacedRelease(ReleaseMechanism):
 
     @property
     def noise_stddev(self) -> float:
-        """Standard deviation σC·sens(C) of a round's fresh noise z."""
+        """Standard deviation of a round's fresh noise z.
+
+        It is σ times the clipping norm times the sensitivity of ``strategy``.
+        """
         return super().noise_stddev * self.strategy.sensitivity(**self._limits)
 
     @property
@@ -58,13 +64,17 @@ class SpacedRelease(ReleaseMechanism):
         return super().mean_noise_stddev * float(np.linalg.norm(self.strategy.inverse(self.rounds)))
 
     def release_in(self, number: int) -> Release:
-        """Return a release whose loss is the most that round ``number`` adds for any client."""
+        """Return the release that stands for round ``number`` in the accounting.
+
+        Its privacy loss is the most that this round adds for any client.
+        """
         return self._releases(number)[-1]
 
     def releases(self, participations: Participations) -> dict[Release, int]:
         """Return the releases of the rounds so far, with their counts.
 
-        Rounds differ in their noise multipliers, which say how much each adds to the whole loss.
+        Rounds differ in their noise multipliers, which say how much each round adds to the loss of
+        the run.
         """
         return dict(Counter(self._releases(participations.rounds)))
 
@@ -83,7 +93,7 @@ class SpacedRelease(ReleaseMechanism):
         return _SPACED
 
     def guarantees(self, run: RunSummary) -> list[Guarantee]:
-        """Return the guarantees, with one for an adversary that sees models and who took part."""
+        """Return the guarantees; one is for an adversary that sees models and who took part."""
         models, *others = super().guarantees(run)
         sampling, rounds = self.sampling.describe(), run.participations.rounds
         models = replace(
