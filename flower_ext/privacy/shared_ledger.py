@@ -200,9 +200,9 @@ def _check_relation(path: Path, charges: Sequence[dict[str, Any]], new: Charge) 
         if of != (new.unit, new.relation):
             raise DoesNotCompose(
                 f"{path} has the privacy unit {of[0]!r} and the relation {of[1]!r}, but this run "
-                f"has the unit {new.unit.value!r} and the relation {new.relation.value!r}: no single ε "
-                "covers both; keep a separate account for each, or plan the run with the unit and "
-                "the relation of the account"
+                f"has the unit {new.unit.value!r} and the relation {new.relation.value!r}: no "
+                "single ε covers both; keep a separate account for each, or plan the run with the "
+                "unit and the relation of the account"
             )
 
 

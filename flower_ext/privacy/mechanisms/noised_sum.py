@@ -102,7 +102,7 @@ class NoisedSum(ReleaseTerms, RoundMechanism):
     Guarantees
     ----------
     Whatever the number of answers, the average that `aggregate` returns is a noised sum, divided by
-    a public constant. If `aggregate` raises an error, nothing is released. The sum has Gaussian
+    a public constant. If `aggregate` raises an error, it releases nothing. The sum has Gaussian
     noise of standard deviation ``noise_multiplier * clipping_norm`` or more.
 
     Parameters

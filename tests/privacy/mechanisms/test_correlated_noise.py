@@ -187,7 +187,7 @@ def test_numbers_drawn_before_are_added_once_on_the_public_grid_by_name():
     assert noised["a"] == pytest.approx(np.array([[0.6, -0.3]]), abs=grid)
     assert np.all(noised["b"] == 1.0)
     assert np.all(noised["a"] / grid == np.round(noised["a"] / grid))
-    with pytest.raises(InvalidValue, match="each once"):
+    with pytest.raises(InvalidValue, match="not used yet"):
         source.add_gaussian(value, 0.5, grid=grid)
     with pytest.raises(InvalidValue, match="each once"):
         PreparedNoise(drawn, is_secure=True).add_gaussian({"a": value["a"]}, 0.5, grid=grid)
