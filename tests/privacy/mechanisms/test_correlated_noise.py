@@ -189,7 +189,7 @@ def test_numbers_drawn_before_are_added_once_on_the_public_grid_by_name():
     assert np.all(noised["a"] / grid == np.round(noised["a"] / grid))
     with pytest.raises(InvalidValue, match="not used yet"):
         source.add_gaussian(value, 0.5, grid=grid)
-    with pytest.raises(InvalidValue, match="each once"):
+    with pytest.raises(InvalidValue, match="not used yet"):
         PreparedNoise(drawn, is_secure=True).add_gaussian({"a": value["a"]}, 0.5, grid=grid)
 
 
