@@ -56,7 +56,7 @@ SECURE_SUM = f"secure aggregation, {NOT_PROVIDED}: the server sees no silo's upl
 
 @dataclass(frozen=True, kw_only=True)
 class DrawAndSum:
-    """Who draws users, and the assumptions about the draw and about the sum of users' updates."""
+    """The party that draws users, and the assumptions about the draw and the sum of updates."""
 
     draw: UserDraw = UserDraw.SERVER
     hidden_draw: str = ""
