@@ -164,8 +164,9 @@ class HiddenUsers(UsersInSilos):
     sampling, num_silos
         See `UsersInSilos`.
     draw : UserDraw
-        The party that draws. If its draw is hidden, any user may have been drawn. Otherwise the
-        server draws indices in a secret order of the users, which only the silos know.
+        The party that draws the users. If it hides its draw, any user may have been drawn.
+        Otherwise the server draws indices in a secret order of the users, which only the silos
+        know.
     """
 
     repeats = False  # new secret keys change the draw
@@ -189,9 +190,9 @@ class HiddenUsers(UsersInSilos):
         return {} if self._is_hidden else super().columns(drawn)
 
     def count(self, units: Sequence[int], uploads: int, *, requests: int) -> None:
-        """Count an upload of every silo, because a weighted sum needs all of them.
+        """Count a round with an upload of every silo, because a weighted sum needs all uploads.
 
-        If the silos draw the users, ε counts rounds, not uploads.
+        If the silos draw the users, ε depends on the number of rounds, not of uploads.
         """
         self.participations.record(units, self.num_silos, asked=self.num_silos)
 

@@ -33,10 +33,10 @@ CHANGEABLE = INCIDENTAL | {"rounds"}
 
 
 def first_config(config: UserConfig) -> UserConfig:
-    """Return ``config``. In a resumed run, ``rounds`` is the number with which the run began.
+    """Return ``config``; if a run is resumed, with the ``rounds`` with which the run began.
 
     A resumed run may have more rounds than that, but its noise is calibrated for that number.
-    `recorded_run` checks that nothing else differs.
+    `recorded_run` checks that no other setting differs.
     """
     if (path := _path_to_resume(config)) is None:
         return config

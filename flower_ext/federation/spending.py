@@ -195,7 +195,7 @@ class Spending:
 def _check_budget_fits(budget: Budget, delta: float | None) -> None:
     """Refuse a budget whose δ does not fit the plan's δ.
 
-    Refuse also a budget of one run whose plan promises no privacy.
+    If the budget is for one run alone, refuse it also under a plan that promises no privacy.
     """
     if budget.ledger is None and delta is None:
         raise InvalidValue(

@@ -283,7 +283,7 @@ class FederatedStrategy(Strategy):
     # What a run leaves ----------------------------------------------------------------------
 
     def guarantees(self) -> list[Guarantee]:
-        """Return the guarantees after the rounds so far, published and provable.
+        """Return the published and the provable guarantees of all rounds so far.
 
         The provable guarantees use the participations of this run, which depend on nobody's data.
         """

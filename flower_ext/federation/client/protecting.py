@@ -61,7 +61,9 @@ def _protected(work: ClientWork, result: LocalResult) -> tuple[Contribution, Nam
 
 
 def contribution_of(result: LocalResult, received: Params, *, whole: bool) -> Contribution:
-    """Return the update in a result, or the model if the plan bounds the ``whole`` model.
+    """Return what a plan bounds of a result: the model if ``whole`` is True, else the update.
+
+    The update of a result that has a model is the model's difference to ``received``.
 
     Raises
     ------
