@@ -43,7 +43,7 @@ _simulated_here = False
 
 
 def become_server_of(run_id: int) -> None:
-    """Let this process create messages, as Flower permits only to a process of a run."""
+    """Let this process create messages; Flower permits that only to a process of a run."""
     global _simulated_here
     _simulated_here = True
     TaskIdentity.task_id = 1

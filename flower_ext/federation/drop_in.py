@@ -123,16 +123,16 @@ def _refuse_complete(path: Path, num_rounds: int) -> None:
     if run.status == "completed" and num_rounds <= done:
         raise InvalidValue(
             f"{path} holds a run that is complete, after {done} rounds: for a new run, give "
-            "recorded(...) another name, or none; to continue this one, give more rounds than "
-            f"num_rounds={num_rounds}"
+            f"recorded(...) another name, or none; to continue this run, replace num_rounds="
+            f"{num_rounds} by a number above {done}"
         )
 
 
 def _method(strategy: Strategy) -> str:
-    """Return a name for the run of a strategy, joined by hyphens.
+    """Return a name for the run of a strategy; hyphens join its parts.
 
-    It has the name of the wrapper, if there is one, and that of the method. For `Hosted`, the name
-    of Flower's strategy follows.
+    The parts are the name of the wrapper, if there is one, the name of the method and, for
+    `Hosted`, the name of Flower's strategy.
     """
     base = getattr(strategy, "base", None)
     if base is not None:

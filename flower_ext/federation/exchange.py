@@ -124,7 +124,10 @@ class Clients:
     def ask(
         self, contents: Mapping[int, Content], server_round: int, read: Callable[[Message], T]
     ) -> Iterator[tuple[int, T]]:
-        """Send queries outside the rounds, and yield the answers that `Requests.accepted` accepts."""
+        """Send queries outside the rounds, and yield each partition with its well-formed answer.
+
+        See `Requests.accepted`.
+        """
         requests = self.request("query", contents, server_round)
         return requests.accepted(self.replies(requests.messages), read)
 

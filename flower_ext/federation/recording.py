@@ -139,7 +139,9 @@ def _path_to_resume(config: UserConfig) -> Path | None:
         return None
     path = _named(config)
     if path is None:
-        raise UnfitSetting("run-config resume=true: expected the run's path as run-directory")
+        raise UnfitSetting(
+            "run-config resume=true without run-directory: expected the run's path as run-directory"
+        )
     return path if (path / "run.json").is_file() else None
 
 

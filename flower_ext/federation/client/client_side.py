@@ -63,8 +63,8 @@ class ClientSide:
         """Train each client, and return its protected update, or its error.
 
         A client trains, protects its update, and then stores its memory, so an error changes no
-        memory. An error of one client leaves the results of the others as they are. ``alone`` means
-        that the node trains no other client at the same time.
+        memory. An error replaces the result of its client only. ``alone`` means that the node
+        trains no other client at the same time.
         """
         works = self._works(messages, contexts, alone=alone)
         return side_by_side(attempt_in_turn(upload_of, works), memory_limit=memory_limit)
@@ -72,7 +72,10 @@ class ClientSide:
     def _works(
         self, messages: Sequence[Message], contexts: Sequence[Context], *, alone: bool
     ) -> list[ClientWork | Exception]:
-        """Return the input of each client's functions, or its error. All inputs have the same task."""
+        """Return the input of each client's functions, or the client's error.
+
+        All inputs share one task.
+        """
         policies = attempt_each(self.policy, contexts)
         known = [policy for policy in policies if isinstance(policy, NodePolicy)]
         if not known:

@@ -152,7 +152,7 @@ def _load(store: ClientMemory, method: ClientMethod, request: ClientRequest) -> 
 def _go_back(store: ClientMemory, used: int) -> None:
     """Forget the memory of training rounds after ``used``.
 
-    The server used the client's reply of round ``used``, and none of a later round.
+    ``used`` is the last round whose reply from this client the server used; 0 if there is none.
 
     Raises
     ------
@@ -206,8 +206,9 @@ def objective_terms(
     if num_examples < protection.least_examples:
         raise PreconditionFailed.tellable(
             "this client trains on too few examples: objective perturbation needs at least "
-            f"{protection.least_examples:.0f}, which is 2u₂/μ (Theorem 6.3); give it more "
-            "examples, or take a larger proximal_weight μ"
+            f"{protection.least_examples:.0f}, which is 2u₂/μ (Theorem 6.3), where u₂ bounds the "
+            "curvature of the loss, and μ is the proximal_weight: give this client more examples, "
+            "or take a larger proximal_weight"
         )
     arrays = {name: p.detach().cpu().numpy() for name, p in params.items()}
     direction = protection.direction(arrays, noise)

@@ -221,7 +221,7 @@ def _delta(settings: PrivacySettings, sampling: Sampling) -> float:
     if sampling.population == 1:
         raise UnfitSetting(
             f"run-config clients=1 with delta={settings.delta!r}: expected a delta in (0, 1), or "
-            "more clients, because delta=0 stands for 1 / clients"
+            "more clients, because delta=0 stands for 1 / clients, which is 1 here"
         )
     return 1 / sampling.population
 
