@@ -59,7 +59,7 @@ def guarantees_of(run: Run) -> list[Guarantee]:
 
 
 def spent_by(run: Run) -> dict[str, float]:
-    """Return the ε spent so far and its δ, for the log and the report's figures."""
+    """Return the ε spent so far, its δ and related numbers, for the log and the report."""
     summary, mechanism = summary_of(run), run.mechanism
     spent = mechanism.spent(summary)
     if spent and mechanism.delta is not None:

@@ -285,7 +285,10 @@ class Method:
     def configure(
         self, config: ConfigRecord, model: Arrays, state: State, plan: PrivacyPlan
     ) -> ConfigRecord:
-        """Return the user's configuration of a round, with entries that the method adds."""
+        """Return the user's configuration of a round, with entries that the method adds.
+
+        By default, the method adds none.
+        """
         return config
 
     # The plan ---------------------------------------------------------------------------------

@@ -34,7 +34,7 @@ class Cohort:
     population : int
         Number of units from which ``units`` were drawn.
     requests : Mapping[int, Mapping[str, ArrayRecord]]
-        Records that the method adds to the message to one client alone, by that client's partition.
+        For each partition, the records that the method adds only to the message to that partition.
     """
 
     partitions: Sequence[int]
@@ -136,7 +136,7 @@ class UsersInSilos(Population):
         return self.num_silos
 
     def draw(self, rng: np.random.Generator) -> Cohort:
-        """Draw users; the server asks every silo for what it adds to the sum over these users."""
+        """Draw users; the cohort has these users as its units, and all silos as its partitions."""
         return self._cohort(self.sampling.draw(rng, self.participations))
 
     def leaving(self, withdrawn: Collection[int]) -> frozenset[int]:
@@ -176,7 +176,10 @@ class HiddenUsers(UsersInSilos):
         self._is_hidden = draw.is_hidden
 
     def draw(self, rng: np.random.Generator) -> Cohort:
-        """Draw indices in the silos' secret order; draw all users if the draw is hidden."""
+        """Draw indices in the silos' secret order of the users.
+
+        If the silos hide the draw, return a cohort of all users.
+        """
         if not self._is_hidden:
             return super().draw(rng)
         return self._cohort(range(self.sampling.population))

@@ -76,8 +76,8 @@ class Spending:
         Raises
         ------
         InvalidValue
-            The plan makes no releases that a ledger could record, or its δ does not fit the δ of
-            the budget.
+            The run has a ledger, but the plan makes no releases that a ledger could record. Or the
+            δ of the plan does not fit the δ of the budget.
         """
         if self.budget is not None:
             _check_budget_fits(self.budget, mechanism.delta)

@@ -290,7 +290,7 @@ class FederatedStrategy(Strategy):
         return guarantees_of(self.run)
 
     def spent(self) -> dict[str, float]:
-        """Return the ε spent so far and its δ, for the log and the report's figures."""
+        """Return the ε spent so far, its δ and related numbers, for the log and the report."""
         return spent_by(self.run)
 
     @property
