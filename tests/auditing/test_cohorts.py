@@ -27,6 +27,7 @@ from flower_ext.privacy import (
 )
 from flower_ext.training import LocalTraining, Task
 from tests.support import planted_faults as faults
+from tests.support.grids import grid as grid_of
 from tests.support.strategies import strategy_of
 from tests.support.travelling import Recorder
 
@@ -136,9 +137,9 @@ DRAWN = {
 }
 
 
-@pytest.mark.parametrize("drawn", DRAWN.values(), ids=DRAWN)
+@pytest.mark.parametrize("drawn", grid_of(DRAWN, {"clients", "users"}.__contains__))
 def test_each_round_draws_each_unit_by_itself(drawn):
-    check_law(drawn(POISSON), RATE)
+    check_law(DRAWN[drawn](POISSON), RATE)
 
 
 def test_a_cohort_of_a_fixed_size_is_drawn_anew_in_every_round():

@@ -187,7 +187,6 @@ PLANTED = list(planted())
 DAILY = {
     "client-noise-clipping off",
     "client-noise-mod-clipping off",
-    "client-noise-mod-σ/4",
     "adaptive-clipping-side unnoised",
     "adaptive-clipping-zero updates within the norm",
     "adaptive-clipping-server-noise of the next norm",

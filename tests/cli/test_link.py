@@ -66,7 +66,7 @@ def test_the_union_numbers_everybody_and_names_nobody(link, tmp_path):
     ("words", "message"),
     [
         ("key study.key", "does not exist yet"),
-        (f"users a.csv {OF_A} --key study.key -o l.csv", "--buckets or --numbers"),
+        (f"users a.csv {OF_A} --key study.key -o l.csv", "--buckets and --numbers"),
         ("users a.csv --key study.key --buckets 9 -o l.csv", "--by COLUMN"),
         ("users a.csv --by Surname --key study.key --buckets 9 -o l.csv", "no column 'Surname'"),
         ("users b.csv --by nachname --key study.key --buckets 9 -o l.csv", "encoding"),

@@ -168,7 +168,11 @@ def spoiled(how):
         pytest.param("diverges", STEPS, id="diverges-steps"),
     ],
 )
-@every
+@pytest.mark.parametrize(
+    "method",
+    grid_of(METHODS, {APFL, DPDitto, Apple}.__contains__),
+    ids=lambda method: method.__name__,
+)
 def test_no_record_keeps_a_client_from_uploading_a_model_under_noise(method, how, steps):
     if steps is not None and method not in (APFL, DPDitto):
         pytest.skip("no phase of training is all of its update")

@@ -118,6 +118,7 @@ def test_a_method_with_a_rule_of_its_own_refuses_the_weights(method):
 def test_every_method_says_how_clients_count(method):
     words = (
         "count alike",
+        "count in the mean as they do",
         "have the same weight",
         "weigh the same",
         "plain mean",

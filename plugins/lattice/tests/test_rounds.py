@@ -287,7 +287,7 @@ def test_steps_out_of_order_are_refused():
     assert len(sealed) == 60
     assert nothing == b""
     assert silos[0].fingerprint == silos[1].fingerprint
-    with pytest.raises(InvalidValue, match="expected one that the sender sealed"):
+    with pytest.raises(InvalidValue, match="expected the message as silo 0 sealed it for silo 1"):
         silos[1].answer("count", bytes(60), [1])
     assert len(silos[1].answer("count", sealed, [1])) == 4
     assert len(silos[0].answer("count", b"", [1])) == 4 + 32  # the choices of all silos, too
