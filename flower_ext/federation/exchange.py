@@ -264,7 +264,7 @@ def _for_any_app(kind: str, content: Content) -> Content:
 
     Some apps and mods refuse messages with more records. In a training message, the settings
     therefore also hold what the server says about the round; only this package's mods read that. A
-    message of a secure sum has a third record, which the mod takes out before the app runs.
+    message of a secure sum has a third record, which such a mod takes out before the app runs.
     """
     settings: dict[str, Any] = dict(content.get(records.CONFIG, {}))
     if kind == "train":

@@ -111,7 +111,7 @@ class State:
 
     @classmethod
     def of_groups(cls, groups: Mapping[str, Arrays]) -> State:
-        """Return the state from the groups that its `groups` returned; ignore any other groups."""
+        """Rebuild a state from the groups that `groups` returned; ignore any other groups."""
         return cls(everyone=groups_under(_EVERYONE, groups), server=groups_under(_SERVER, groups))
 
 
@@ -120,7 +120,10 @@ def _prefixed(prefix: str, groups: Mapping[str, Arrays]) -> dict[str, Arrays]:
 
 
 def groups_under(prefix: str, groups: Mapping[str, Mapping[str, T]]) -> dict[str, dict[str, T]]:
-    """Return copies of the groups whose names begin with ``prefix``, by the rest of their names."""
+    """Return copies of the groups whose names begin with ``prefix``.
+
+    The names in the result lack ``prefix``.
+    """
     names = [name for name in groups if name.startswith(prefix)]
     return {name.removeprefix(prefix): dict(groups[name]) for name in names}
 

@@ -136,7 +136,7 @@ class UsersInSilos(Population):
         return self.num_silos
 
     def draw(self, rng: np.random.Generator) -> Cohort:
-        """Draw users; the cohort has these users as its units, and all silos as its partitions."""
+        """Draw users, and return a cohort of these users and all silos."""
         return self._cohort(self.sampling.draw(rng, self.participations))
 
     def leaving(self, withdrawn: Collection[int]) -> frozenset[int]:
@@ -195,7 +195,7 @@ class HiddenUsers(UsersInSilos):
     def count(self, units: Sequence[int], uploads: int, *, requests: int) -> None:
         """Count a round with an upload of every silo, because a weighted sum needs all uploads.
 
-        If the silos draw the users, ε depends on the number of rounds, not of uploads.
+        If the silos draw the users, ε depends on the number of rounds, not on that of the uploads.
         """
         self.participations.record(units, self.num_silos, asked=self.num_silos)
 

@@ -85,7 +85,7 @@ class Progress:
         These statistics weight all clients equally. ``…_pooled`` is the mean over all test
         examples, so large clients weigh more. The result leaves out a score unless most clients
         report it. The statistics of a score use only the clients that report it. If some clients do
-        not, ``…_clients`` is the number of clients that do.
+        not report it, ``…_clients`` is the number of clients that do.
         """
         everyone = list(by_client)
         summary: dict[str, float] = {}

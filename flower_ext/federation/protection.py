@@ -161,7 +161,7 @@ def _kind_of(protection: Protection) -> str | None:
 
 
 def _parts_of(kind: type[Protection], fixed: Mapping[str, Any]) -> list[Field[Any]]:
-    """Return the fields of a protection that its kind does not fix; messages hold these."""
+    """Return the fields of a protection that its kind does not fix and that messages hold."""
     parts: tuple[Field[Any], ...] = fields(kind) if is_dataclass(kind) else ()
     return [part for part in parts if part.name not in fixed]
 

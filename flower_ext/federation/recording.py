@@ -33,7 +33,7 @@ CHANGEABLE = INCIDENTAL | {"rounds"}
 
 
 def first_config(config: UserConfig) -> UserConfig:
-    """Return ``config``; if a run is resumed, with the ``rounds`` with which the run began.
+    """Return ``config``; for a resumed run, with the ``rounds`` with which that run began.
 
     A resumed run may have more rounds than that, but its noise is calibrated for that number.
     `recorded_run` checks that no other setting differs.

@@ -232,7 +232,7 @@ class Question:
 
 
 class Memory(Enum):
-    """Says if clients keep memory between rounds, and if their updates depend on it."""
+    """Whether clients keep memory between rounds, and whether their updates depend on it."""
 
     NONE = "none"
     BESIDE_UPDATES = "beside updates"

@@ -176,9 +176,9 @@ def _step_noise(
         return {}
     if method.upload_phase is None:
         raise InvalidValue(
-            f"{method.name} has no upload_phase, but the plan adds noise in local steps, which "
-            "protects only an update that one phase of training makes: take a plan that adds noise "
-            "to uploads"
+            f"{method.name} has no upload_phase, but the plan adds noise in local steps. Such "
+            "noise protects an update only if one phase of training makes the whole update: take a "
+            "plan that adds noise to uploads"
         )
     in_steps = StepNoise(
         clipping_norm=protection.gradient_clipping_norm,

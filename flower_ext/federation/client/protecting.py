@@ -61,9 +61,10 @@ def _protected(work: ClientWork, result: LocalResult) -> tuple[Contribution, Nam
 
 
 def contribution_of(result: LocalResult, received: Params, *, whole: bool) -> Contribution:
-    """Return what a plan bounds of a result: the model if ``whole`` is True, else the update.
+    """Return the part of a result that the plan bounds.
 
-    The update of a result that has a model is the model's difference to ``received``.
+    If ``whole`` is True, this is the trained model. Otherwise it is the update. If the result has
+    a model, its update is the model minus ``received``.
 
     Raises
     ------

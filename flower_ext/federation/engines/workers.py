@@ -136,7 +136,7 @@ class Workers:
         return shares
 
     def _with_state(self, messages: Sequence[Message]) -> list[int]:
-        """Return the ids of those receivers of ``messages`` whose clients have a state here."""
+        """Return the receivers of ``messages``, by node id, whose states are in this process."""
         nodes = [message.metadata.dst_node_id for message in messages]
         return [node for node in nodes if self._contexts[node].state]
 
