@@ -89,7 +89,9 @@ GRADIENT = LocalTraining(steps=1, batch_size=2**31 - 1, learning_rate=1.0)
 
 
 def users_of_round(work: ClientWork) -> tuple[dict[int, Examples], UsersTotal]:
-    """Return this silo's users with a weight above 0, and an object that adds up their updates.
+    """Return the users that this silo trains in this round, and the total of their updates.
+
+    A silo trains each of its users whose weight is above 0. The total is still empty.
 
     Raises
     ------
@@ -190,7 +192,11 @@ class UldpAvg(Method):
         return sums
 
     def population(self, plan: PrivacyPlan, summation: Summation) -> Population:
-        """Return the users: `HiddenUsers` with a weighted sum, or if silos draw users."""
+        """Return the population of users.
+
+        It is `HiddenUsers` if the run has a weighted sum or the server does not see the draw, and
+        `UsersInSilos` otherwise.
+        """
         draw = self._draw(summation)
         if summation.brings_weights or draw.is_hidden:
             return HiddenUsers(plan.sampling, self.num_silos, draw)
@@ -202,7 +208,10 @@ class UldpAvg(Method):
         return {USERS: plan.sampling.population, **rate}
 
     def connect(self, connected: Connected, state: State) -> State:
-        """Check that all silos can take part; ask for users' record counts if weights need them."""
+        """Ask the silos for the facts that the run needs, and return the state with the answers.
+
+        The server asks for each user's number of records only if it computes weights by records.
+        """
         mechanism = connected.summation.mechanism
         brings_weights = connected.summation.brings_weights
         one_by_one, histogram = ask_silos(
@@ -218,10 +227,11 @@ class UldpAvg(Method):
         return state.updated(server={SILOS: {ONE_BY_ONE: one_by_one, **weights}})
 
     def begin_round(self, cohort: Cohort, model: Arrays, state: State) -> Cohort:
-        """Compute the weights of the sampled users, or of all users if silos draw the sample.
+        """Return the cohort with the weights of its users for each silo (line 5 of Algorithm 4).
 
-        This is line 5 of Algorithm 4. The norm of a silo's sum is at most the clipping norm times
-        the total weight of its users.
+        If silos draw the users, the cohort holds all users. With a weighted sum, the cohort stays
+        unchanged, because that sum computes the weights. The cohort's ``norms`` are the total
+        weights of the silos' users: a silo's sum has at most this norm, times the clipping norm.
         """
         weights = state.server[SILOS].get(WEIGHTS)
         if weights is None:
@@ -296,7 +306,7 @@ class UldpSgd(UldpAvg):
 
 
 def _warn_of_rounding(sums: MaskedNoisedSum, model: Arrays, num_silos: int) -> None:
-    """Warn if the grid's cells are so wide that most numbers of a user's update round to zero."""
+    """Warn if secure sums round so coarsely that most numbers of a user's update become zero."""
     numbers = sum(array.size for array in model.values())
     cells = sums.clipping_norm / sums.cell / num_silos
     if (usual := cells / math.sqrt(numbers)) < 1:

@@ -79,9 +79,9 @@ def local_update(work: ClientWork) -> LocalResult:
 
 
 def kept(work: ClientWork) -> Examples:
-    """Return the records that the silo may use under its limit for each user.
+    """Return the silo's records, with at most as many of each user as the server allows.
 
-    These records are the same in every round.
+    The records are chosen at random, and they are the same in every round.
     """
     data, limits = owned(work.data, int(work.settings[USERS])), work.state[LIMITS][LIMITS].numpy()
     return data.limited(limits, seeded_generator(work.seed, "kept records")).train
@@ -93,7 +93,8 @@ class UldpGroup(Method):
 
     All silos have the same weight in the mean. Run the method under the plan that `plan` returns.
 
-    To draw the limits, the server reads in the clear how many records each user has in each silo.
+    The server draws how many records of each user a silo may use. For this draw, it reads in the
+    clear how many records each user has in each silo.
     No guarantee covers these numbers.
 
     Parameters
@@ -143,11 +144,11 @@ class UldpGroup(Method):
 
     @property
     def training(self) -> Mapping[str, LocalTraining]:
-        """No phases of local training, because the method trains by DP-SGD only."""
+        """An empty mapping: the method has no phases of `LocalTraining`, because it uses DP-SGD."""
         return {}
 
     def settings(self, plan: PrivacyPlan) -> Mapping[str, float]:
-        """Return |U| and the settings of DP-SGD, for the silos."""
+        """Return what silos need: the number of users |U|, and the settings of DP-SGD."""
         return {USERS: self.num_users, **{DP_SGD + n: v for n, v in asdict(self.local).items()}}
 
     def disclosures(self, summation: Summation) -> Sequence[str]:
@@ -167,7 +168,7 @@ class UldpGroup(Method):
         return state.updated(server={LIMITS: chosen})
 
     def begin_round(self, cohort: Cohort, model: Arrays, state: State) -> Cohort:
-        """Send each silo the number of records of each user that it may use."""
+        """Return the cohort with one request per silo: how many records of each user it may use."""
         limits = state.server[LIMITS][LIMITS]
         requests = {
             silo: {LIMITS: records.to_record({LIMITS: limits[silo]})} for silo in cohort.partitions
@@ -175,7 +176,10 @@ class UldpGroup(Method):
         return replace(cohort, requests=requests)
 
     def complete_summary(self, run: RunSummary, state: State) -> RunSummary:
-        """Return the run's summary with k, the size of the group, once k is known."""
+        """Return the run's summary with k as its ``group_size``.
+
+        If k is "max" or "median" and the silos have not answered yet, the size is None.
+        """
         limits = state.server.get(LIMITS)
         known = self.group_size if isinstance(self.group_size, int) else None
         return replace(run, group_size=known if limits is None else int(limits["k"]))

@@ -32,7 +32,9 @@ from flower_ext.training import LocalTraining
 
 @dataclass(frozen=True, kw_only=True)
 class UldpNaive(Method):
-    """Clip each silo's update as a whole; add noise for a user who has records in every silo.
+    """Federated averaging that clips each silo's update as a whole.
+
+    The noise is large enough to hide a user who has records in every silo.
 
     All silos have the same weight in the mean. The plan protects users, as for `UldpAvg`, and uses
     all of them in every round.

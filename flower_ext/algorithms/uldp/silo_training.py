@@ -1,7 +1,8 @@
 """Train a silo's users: train each user alone, clip the update, and add it to the silo's total.
 
-The total is an ordinary sum in float64. Under a plan with secure sums, it is a sum in whole grid
-cells. With a weighted sum it is a `SiloPart`, the contribution of this silo.
+The kind of total depends on the plan. By default, it is a sum in float64. With secure sums, it is a
+sum of whole numbers, which count cells of a grid. With a weighted sum, it is a `SiloPart`, the
+silo's contribution to that sum.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ class WeightedTotal:
         return self._weights[user] > 0
 
     def add(self, users: Sequence[int], rows: Params) -> None:
-        """Add one row of ``rows`` for each of ``users``."""
+        """Clip the rows of ``rows``, one for each of ``users``, and add them with their weights."""
         added = self._protection.sum_units(rows, [self._weights[user] for user in users])
         for name, part in added.value.items():
             self._sums[name] += part
@@ -71,7 +72,7 @@ UsersTotal = WeightedTotal | SiloPart | LostPart
 
 @dataclass(kw_only=True)
 class SiloJob(Job):
-    """Trainings of a silo's users, each on that user's examples. The caller needs only a total."""
+    """Trainings of all users of one silo. Each user trains on its own examples only."""
 
     users: Mapping[int, Examples]
     seeds: Sequence[int]
@@ -91,7 +92,7 @@ class SiloJob(Job):
 def users_training(
     work: ClientWork, users: Mapping[int, Examples], total: UsersTotal, num_users: int
 ) -> Training:
-    """Return the trainings of a silo's ``users``; `add_users` adds their updates to ``total``."""
+    """Return the training of a silo: it trains each of ``users`` and adds to ``total``."""
     job = SiloJob(
         params=work.received,
         examples=work.data.train,
@@ -109,7 +110,10 @@ def users_training(
 def add_users(
     task: Task, jobs: Sequence[SiloJob], *, trained: Callable[[str], bool], memory_limit: int
 ) -> list[None]:
-    """Train all users of several silos and add their updates; hold one batch at a time."""
+    """Train all users of several silos, and add each update to the total of its silo.
+
+    The function holds the updates of one batch at a time.
+    """
     for silo, users, rows in users_updates(task, jobs, trained=trained, memory_limit=memory_limit):
         jobs[silo].total.add(users, rows)
     return [None] * len(jobs)
@@ -118,12 +122,11 @@ def add_users(
 def users_updates(
     task: Task, jobs: Sequence[SiloJob], *, trained: Callable[[str], bool], memory_limit: int
 ) -> Iterator[tuple[int, list[int], Params]]:
-    """Train all users; yield a job's number, some of its users, and their unclipped updates.
+    """Train all users; yield the index of a job, some of its users, and their unclipped updates.
 
-    No user's update depends on the other users (see `attempt_groups`), because one user could
-    otherwise change the updates of others. If a user's training raises an error or diverges, this
-    user's update is zero. If the silo sent an error instead, all its users would be missing from
-    the sum.
+    A user's update does not depend on which other users train beside it (see `attempt_groups`).
+    If a user's training raises an error or diverges, this user's update is zero. If the silo sent
+    an error instead, one user could remove all users of the silo from the sum.
     """
     solve = partial(
         train_groups, task, trained=trained, memory_limit=memory_limit, batch_invariant=True
@@ -169,9 +172,10 @@ def users_updates(
 
 
 def _finite(rows: Params) -> Params:
-    """Set the updates of users whose training diverged to zero.
+    """Replace each row that holds a NaN or an infinite number by zeros.
 
-    Refusing the round instead would reveal something about one user's records.
+    Such a row comes from a user whose training diverged. If the silo refused the round instead, it
+    would reveal something about this user's records.
     """
     # A NaN or an infinite number makes the sum of its row NaN or infinite, and sums are fast.
     sound = torch.stack([flat_rows(row).sum(dim=1) for row in rows.values()]).sum(dim=0).isfinite()

@@ -53,10 +53,12 @@ _ROUNDING = 1e-13
 
 
 def user_weights(weighting: Weighting, histogram: np.ndarray) -> np.ndarray:
-    """Return w_{s,u}: 1/|S| of shape (silos, 1), or n_{s,u}/N_u of shape (silos, users).
+    """Return the weights w_{s,u}.
 
-    ``histogram`` is n_{s,u}, of shape (silos, users), if weights are by records. A user without
-    records has weight 0.
+    If ``weighting`` is "equal", every weight is 1/|S|, and the result has shape (silos, 1). The
+    function then uses only the number of rows of ``histogram``. If it is "by-records", the weights
+    are n_{s,u}/N_u, of shape (silos, users). ``histogram`` then holds n_{s,u}, in the same shape. A
+    user without records has weight 0.
     """
     if weighting == "equal":
         return np.full((len(histogram), 1), 1 / len(histogram))
@@ -69,10 +71,10 @@ def check_weights(
     users: Sequence[int],
     weighting: Weighting = "by-records",
 ) -> None:
-    """Refuse weights by which one user could move the sum by more than the clipping norm.
+    """Refuse weights with which one user could move the sum by more than the clipping norm.
 
-    Under equal weights the guarantee assumes that a user moves a single upload by at most 1/|S|
-    clipping norms, so no weight may be larger.
+    If ``weighting`` is "equal", refuse also every weight above 1/|S|, because the guarantee assumes
+    that a user moves a single upload by at most 1/|S| clipping norms.
 
     Raises
     ------
@@ -106,7 +108,7 @@ def check_weights(
 
 
 def users_records(weights: np.ndarray, users: Sequence[int], num_users: int) -> list[ArrayRecord]:
-    """Return one record per silo: the round's users as bits, and their weights in that silo."""
+    """Return one record per silo: a bit per user, set if it takes part, and the silo's weights."""
     chosen = np.zeros(num_users, dtype=bool)
     chosen[np.asarray(users, dtype=np.int64)] = True
     bits = np.packbits(chosen)
@@ -114,7 +116,9 @@ def users_records(weights: np.ndarray, users: Sequence[int], num_users: int) -> 
 
 
 def read_weights(work: ClientWork) -> np.ndarray:
-    """Return this silo's w_{s,u} in this round, of shape (users,); 0 for a user not sampled.
+    """Return the weight of each user in this silo, of shape (users,).
+
+    The weight of a user that does not take part in this round is 0.
 
     Raises
     ------
@@ -139,10 +143,10 @@ def read_weights(work: ClientWork) -> np.ndarray:
 
 
 def answer_server(question: Question) -> Params:
-    """Report whether users would train one by one on this machine, and further facts on request.
+    """Tell the server whether this silo would train its users one by one instead of in batches.
 
-    If the server asks for them, the silo also sends each user's number of records, and the
-    fingerprint of the key from which silos draw users. Otherwise these do not leave the silo.
+    The silo sends two further facts only if the server asks for them: each user's number of
+    records, and the fingerprint of the key from which silos draw users.
     """
     num_users, examples = int(question.values[USERS]), question.data.train
     owners = owned(question.data, num_users).owners

@@ -87,9 +87,10 @@ class Claims:
 
 
 def _under(relation: NeighboringRelation, releases: Counts | None) -> Counts | None:
-    """Return the releases as if ``relation`` were their relation, with the same loss.
+    """Return the releases with ``relation`` in place of their own relation; the loss is the same.
 
-    None means that this is impossible, because sampling amplifies them under their own relation.
+    Return None if ``releases`` is None, or if a release has another relation and its sampling
+    amplifies privacy. Amplification is proved only for the release's own relation.
     """
     if releases is None or any(
         release.relation is not relation and release.sampling.sampling_rate < 1
@@ -188,7 +189,7 @@ NOISE_OF_OTHERS = (
 
 
 class SumAssumptions(NamedTuple):
-    """Assumptions about the sums of a mechanism, and words for the bounds that rest on them."""
+    """Assumptions about the sums of a mechanism, and texts for the bounds that need them."""
 
     noise: str
     parties: tuple[str, ...] = ()

@@ -57,12 +57,15 @@ def client_level_guarantees(
 ) -> list[Guarantee]:
     """Return the provable guarantees of a run of ``mechanism``, one for each adversary.
 
-    * Released models: sampling amplifies, because cohorts stay secret. The cohort size is secret,
-      too, unless it is fixed.
+    * Released models: the adversary sees only the models. Sampling amplifies, because cohorts stay
+      secret. The size of a cohort is secret, too, unless the sampling fixes it.
     * Sums only: the server knows who took part, so sampling amplifies nothing. The Gaussians of the
-      rounds in which a client took part compose. Each counts only the noise that clients added,
-      because the server knows the noise that it added itself.
-    * Each upload: as for sums, but one client's share of the noise alone, σ/√cohort, protects it.
+      rounds in which a client took part compose. Each Gaussian counts only the noise that clients
+      added, because the server knows the noise that it added itself.
+    * Each upload: as for sums, but only the client's own share of the noise protects its upload.
+      This share has the noise multiplier σ/√cohort.
+
+    If the server adds the noise, the last two guarantees have an infinite ε.
 
     If cohorts or noise were drawn from a seed, the assumptions say so. If clients keep values
     between rounds, a client's upload depends on the rounds in which it was drawn. With a fixed
@@ -120,7 +123,7 @@ def client_level_guarantees(
         return [*claims.provable(models), *_nothing_before_noise(mechanism)]
 
     def most_exposed(weight: float) -> PrivacyLoss:
-        """Return the largest loss of any client, against a server that sees who took part."""
+        """Return the loss of a client with ``weight`` releases; the server sees who took part."""
         # The server knows the cohorts, so sampling amplifies nothing.
         return gaussian_loss(mechanism.noise_multiplier, releases=weight, delta=mechanism.delta)
 
@@ -143,7 +146,7 @@ def client_level_guarantees(
 
 
 def _sums_of(mechanism: NoisedSum) -> SumAssumptions:
-    """Return the assumptions about sums to which the server, or the clients, add the noise."""
+    """Return the assumptions about the sums, which depend on who adds the noise."""
     if mechanism.noised_by_server:
         return SumAssumptions(noise=ON_A_GRID, models=())
     if not isinstance(mechanism, MaskedNoisedSum):
@@ -162,7 +165,10 @@ def _sums_of(mechanism: NoisedSum) -> SumAssumptions:
 
 
 def _hidden_cohorts(mechanism: NoisedSum, run: RunSummary) -> tuple[str, ...]:
-    """Return the assumptions under which sampling amplifies; empty if no draw is secret."""
+    """Return the assumptions under which sampling amplifies.
+
+    The result is empty if nothing is drawn in secret: all clients take part, or rounds are spaced.
+    """
     if isinstance(mechanism.sampling, FullParticipation | SpacedSampling):
         return ()
     drawn = draw_assumption("cohorts", run.secure_cohorts)
@@ -183,7 +189,7 @@ def _nothing_before_noise(mechanism: NoisedSum) -> list[Guarantee]:
 
 
 def of_secure_sum(mechanism: MaskedNoisedSum) -> tuple[str, ...]:
-    """Return the assumptions under which a secure sum protects against its own server."""
+    """Return the assumptions under which a secure sum hides single uploads from the server."""
     sums, parameters = mechanism.secure_sum, mechanism.sum_parameters
     clients = mechanism.num_clients
     drawn = "" if parameters.members == clients else ", all but surely (1 - 2^-40 a run)"

@@ -76,7 +76,7 @@ class ClippedSteps(Checked):
 
     @property
     def upload_sensitivity(self) -> float:
-        """Largest L2 distance by which replacing one record moves an upload without step noise.
+        """Largest L2 distance by which replacing one record moves an upload, if steps add no noise.
 
         With one step, it is `sensitivity`. After one step, the models of the two data sets differ,
         so all their later gradients may differ. Each step moves each model by at most ηG, so the
@@ -85,10 +85,10 @@ class ClippedSteps(Checked):
         return self.sensitivity if self.local_steps == 1 else 2 * self.local_steps * self._step
 
     def upload_stddev(self, step_stddev: float) -> float:
-        """Return the stddev of all steps' noise together, in each weight of the upload.
+        """Return the stddev, in each weight of the upload, of the noise that all steps added.
 
-        ``step_stddev`` is the stddev of one step's noise. With a convex loss, later steps only
-        shrink the noise of earlier steps.
+        ``step_stddev`` is the stddev of one step's noise. If the loss is convex, the true value may
+        be smaller, because later steps shrink the noise of earlier steps.
         """
         return math.sqrt(self.local_steps) * step_stddev
 
@@ -100,7 +100,7 @@ class ClippedSteps(Checked):
         )
 
     def loss(self, noise_stddev: float, *, delta: float, rounds: int) -> PrivacyLoss:
-        """Return (ε, δ) of ``rounds`` rounds.
+        """Return the (ε, δ) that ``rounds`` rounds reach together.
 
         ``noise_stddev`` is the stddev of the noise that each local step adds to each weight.
         """
@@ -118,7 +118,7 @@ def composed_noise_stddev(
     """Return the noise stddev with which ``releases`` Gaussians together meet (ε, δ).
 
     One record moves the mean of each Gaussian by at most ``sensitivity``. The Gaussians compose
-    exactly, without amplification. The result is never below the noise that the target needs.
+    exactly, without amplification. Numerical error can only make the result larger than necessary.
 
     Raises
     ------

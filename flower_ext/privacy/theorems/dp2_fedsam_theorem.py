@@ -95,7 +95,7 @@ def dp2_fedsam_theorem2_noise_multiplier(
 
 
 def theorem2_of_plan(plan: PrivacyPlan, run: RunSummary) -> list[Guarantee]:
-    """Return the guarantee of Theorem 2 for the rounds so far.
+    """Return a list with the guarantee of Theorem 2 for the rounds so far.
 
     The list is empty if the theorem does not cover the plan.
     """

@@ -20,7 +20,8 @@ Eqns 7 and 8 ask for σ_u = Δs √(2 q T ln(1/δ)) / ε. Three steps of their d
 3. The closed form omits the term ε²/(4 ln(1/δ)) of composed Gaussians, which matters at a large ε.
 
 The provable bound clips each record's gradient inside the local steps and composes Gaussians
-without amplification. The module returns guarantees in pairs: as published, and provable.
+without amplification. The module returns guarantees in pairs: first the guarantee as
+published, then the provable one.
 """
 
 from __future__ import annotations
@@ -125,10 +126,12 @@ def dp_ditto_guarantees(
 ) -> list[Guarantee]:
     """Return the guarantees for one record when clients upload clipped models in every round.
 
-    The first guarantee is as published, the second is provable. Without ``terms.steps``, noise is
-    added to each upload, and one record may move the upload by 2C, because only the clipping of the
-    whole model limits its influence. With ``terms.steps``, each local step clips every record's
-    gradient and adds noise. ``rounds`` is the number of rounds so far.
+    The first guarantee is the published one, and the second is the provable one. ``rounds`` is the
+    number of rounds so far.
+
+    Without ``terms.steps``, a client adds noise to each upload. One record may then move the upload
+    by 2C, because only the clipping of the whole model limits its influence. With ``terms.steps``,
+    each local step clips every record's gradient and adds noise.
     """
     claims = Claims(
         unit=PrivacyUnit.RECORD,
@@ -195,7 +198,7 @@ def _eqns_7_8(terms: RecordLevelTerms, rounds: int) -> dict[str, Any]:
 
 
 def _provable_bound(terms: RecordLevelTerms, rounds: int) -> Bound:
-    """Return the bound of noised uploads or, with ``steps``, of noised steps."""
+    """Return the provable bound: for noised steps if ``terms.steps`` is given, else for uploads."""
     steps, stddev, moved = terms.steps, terms.noise_stddev, terms.upload_sensitivity
     if steps is None:
         loss = gaussian_loss(stddev / moved, releases=rounds, delta=terms.delta)

@@ -71,9 +71,10 @@ class LocalObjective:
     def stability(self, num_examples: int) -> float:
         """Return the largest L2 distance by which replacing one record moves the trained model.
 
-        ``num_examples`` is |D_i|. The distance is 2u₁/(|D_i|μ) for the exact minimiser (Chaudhuri,
-        Monteleoni, Sarwate 2011, Lemma 7), plus twice ``distance_to_minimiser``. It is infinite if
-        the known properties imply no bound.
+        ``num_examples`` is |D_i|. The exact minimiser moves by at most 2u₁/(|D_i|μ) (Chaudhuri,
+        Monteleoni, Sarwate 2011, Lemma 7). The function adds twice ``distance_to_minimiser``, once
+        for each of the two models. The result is infinite unless the problem is convex and
+        memoryless, μ > 0, and u₁ and ``distance_to_minimiser`` are finite.
         """
         if not (self.convex and self.memoryless and self.proximal_weight > 0):
             return math.inf
@@ -110,7 +111,7 @@ class LocalObjective:
         return least
 
     def solution_conditions(self) -> list[Condition]:
-        """Return the conditions that the proofs require of a client's training."""
+        """Return the two conditions on training: it finds the minimiser, and keeps no state."""
         distance = self.distance_to_minimiser
         return [
             Condition(
@@ -124,7 +125,7 @@ class LocalObjective:
 
 
 def large_enough(objective: LocalObjective, num_examples: int) -> Condition:
-    """Return the condition of Theorem 6.3 on the number of records."""
+    """Return the condition u₂ ≤ 0.5 |D_i| μ of Theorem 6.3, where |D_i| is ``num_examples``."""
     bound = 0.5 * num_examples * objective.proximal_weight
     return Condition(
         f"u₂ ≤ 0.5 |D_i| μ ({objective.curvature_bound:.4g} against {bound:.4g} of the smallest "

@@ -56,7 +56,7 @@ SECURE_SUM = f"secure aggregation, {NOT_PROVIDED}: the server sees no silo's upl
 
 @dataclass(frozen=True, kw_only=True)
 class DrawAndSum:
-    """The draw of users and the sum of their updates, with the assumptions on which they rest."""
+    """The party that draws users, and the assumptions about the draw and the sum of updates."""
 
     draw: UserDraw = UserDraw.SERVER
     hidden_draw: str = ""
@@ -78,7 +78,7 @@ class DrawAndSum:
 
 
 def user_claims(delta: float, *assumptions: str, not_covered: Sequence[str] = ()) -> Claims:
-    """Return the builder of guarantees for one user with records in several silos."""
+    """Return a `Claims` whose privacy unit is one user, with records in several silos."""
     return Claims(
         unit=PrivacyUnit.USER,
         relation=NeighboringRelation.ADD_OR_REMOVE_ONE,
@@ -91,7 +91,8 @@ def user_claims(delta: float, *assumptions: str, not_covered: Sequence[str] = ()
 def sums_of_silos(mechanism: NoisedSum, secure_sum: str = SECURE_SUM) -> SumAssumptions:
     """Return the assumptions about the silos' sums.
 
-    ``secure_sum`` is the assumption that hides uploads which silos send without masks.
+    If the plan has no `SecureSum`, ``secure_sum`` is the assumption under which the server sees no
+    single upload.
     """
     if not isinstance(mechanism, MaskedNoisedSum):
         return SumAssumptions(
@@ -134,9 +135,10 @@ def batching_assumption(apart: Mapping[int, bool]) -> str:
 
 
 def exposures(mechanism: NoisedSum, run: RunSummary) -> tuple[float, float]:
-    """Return two exposures of the most exposed user: by the rounds' sums, and by single uploads.
+    """Return how often the most exposed user was released: in sums, and in single uploads.
 
-    `Participations` defines both. Their unit is one release with the user's whole weight.
+    The numbers count releases with the user's whole weight; see `Participations`. If silos send
+    uploads without masks, both numbers are the larger of the two.
     """
     in_sums = run.participations.in_sums
     in_uploads = float(max(run.participations.uploads.values(), default=0))

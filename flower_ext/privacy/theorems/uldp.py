@@ -210,14 +210,14 @@ def uldp_avg_guarantees(
 
 
 def _amplified(mechanism: NoisedSum, rounds: int) -> tuple[PrivacyLoss, str]:
-    """Return the loss of a user, and words for it, if the adversary does not know the sample."""
+    """Return a user's loss against an adversary that does not know the sample, and a text."""
     loss = privacy_loss_of({mechanism.release: rounds}, delta=mechanism.delta)
     multiplier = f"noise multiplier {mechanism.noise_multiplier:.4g}"
     return loss, f"{mechanism.sampling.describe()}, {multiplier}, {rounds} rounds"
 
 
 def _exposed(mechanism: NoisedSum, rounds: int, exposure: float) -> tuple[PrivacyLoss, str]:
-    """Return the loss of a user whose weight in all rounds is ``exposure``, and words for it."""
+    """Return the loss of a user with ``exposure`` releases of its whole weight, and a text."""
     multiplier = mechanism.release.noise_multiplier
     # A protocol's errors add up over all rounds, not only the most exposed user's rounds.
     loss = with_approximation_error(
@@ -231,7 +231,9 @@ def _exposed(mechanism: NoisedSum, rounds: int, exposure: float) -> tuple[Privac
 def _with_least_noise(mechanism: NoisedSum, run: RunSummary) -> NoisedSum:
     """Return the mechanism with the least noise in a sum that a lying server can see.
 
-    With equal weights, a sum of fewer silos also holds less of a user, so that ε does not grow.
+    With secure sums and weights by records, such a sum has only the noise of honest silos. In all
+    other cases the result is ``mechanism`` itself. With equal weights, a sum of fewer silos has
+    less noise, but it also holds less of a user, so ε does not grow.
     """
     if not isinstance(mechanism, MaskedNoisedSum) or run.method.weighting == "equal":
         return mechanism
@@ -240,10 +242,11 @@ def _with_least_noise(mechanism: NoisedSum, run: RunSummary) -> NoisedSum:
 
 
 def _share_of_noise(mechanism: NoisedSum, run: RunSummary, share: str) -> tuple[float, str]:
-    """Return the number that divides σ if the server sees each upload, and a text for it.
+    """Return the number by which σ is divided if the server sees each upload, and a text for it.
 
-    With weights by records, a user may have all its weight in one silo. Only that silo's share of
-    the noise then hides the user.
+    With equal weights, the number is 1. With weights by records, a user may have all its weight in
+    one silo. Only that silo's share of the noise then hides the user, so the number is the square
+    root of the number of shares.
     """
     shares = mechanism.silos or 1
     if isinstance(mechanism, MaskedNoisedSum):
@@ -254,19 +257,18 @@ def _share_of_noise(mechanism: NoisedSum, run: RunSummary, share: str) -> tuple[
 
 
 def _hidden_sample(mechanism: NoisedSum, secure: bool) -> tuple[str, ...]:
-    """Return the assumptions under which sampling amplifies; empty if all users take part."""
+    """Return the assumptions under which sampling amplifies; none if all users take part."""
     if isinstance(mechanism.sampling, FullParticipation):
         return ()
     return (HIDDEN_DRAW, draw_assumption("sampled users", secure))
 
 
 def _assumed_draw(mechanism: NoisedSum, rounds: int, protocol: DrawAndSum) -> str:
-    """Return the assumption that hides the sample from the server.
+    """Return the text of the assumption under which the server does not know the sample.
 
-    If silos draw, it gives ε against one of them. A silo knows the draws, so sampling amplifies
-    nothing against it. It can also subtract its own share of the noise. Every user counts as drawn
-    in every round, because the server, which counts participations, does not know in which rounds
-    a user was drawn.
+    If silos draw the users, the text also gives ε against a silo. A silo knows who is drawn, so
+    sampling amplifies nothing against it, and it can subtract its own share of the noise. This ε
+    counts every user as drawn in every round, because the server does not know the real draws.
     """
     if protocol.draw is UserDraw.PROTOCOL:
         return protocol.hidden_draw
@@ -337,7 +339,7 @@ def _theorem_5(mechanism: NoisedSum, rounds: int) -> Guarantee:
 
 
 def sums_of_users(mechanism: RoundMechanism) -> NoisedSum:
-    """Return the mechanism that a plan made, if the methods of Uldp-FL can train with it.
+    """Return ``mechanism`` itself, or refuse it if the methods of Uldp-FL cannot train with it.
 
     Raises
     ------
@@ -360,7 +362,7 @@ def sums_of_users(mechanism: RoundMechanism) -> NoisedSum:
 
 
 def check_silos_can_draw(mechanism: NoisedSum) -> None:
-    """Refuse a mechanism with which silos cannot draw the users secretly, unknown to the server.
+    """Refuse a mechanism with which silos cannot draw users without the server's knowledge.
 
     Raises
     ------

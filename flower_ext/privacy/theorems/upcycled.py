@@ -17,7 +17,7 @@ Theorem 6.2 assumes that one record moves a clipped model by at most τ/|D_i|. N
 in general: models trained on two neighbouring data sets may lie at opposite ends of the ball of
 radius τ, 2τ apart. For the exact minimiser of a convex loss plus (μ/2)‖w − w̄‖² the distance is at
 most 2u₁/(|D_i|μ). `sensitivity` returns the smaller of the bounds that hold. The module returns
-guarantees in pairs: as published, and provable.
+guarantees in pairs: first the guarantee as published, then the provable one.
 """
 
 from __future__ import annotations
@@ -121,9 +121,10 @@ def sensitivity(
 ) -> float:
     """Return the largest L2 distance by which one record moves the clipped model, before noise.
 
-    It is the smaller of 2τ and `LocalObjective.stability`: clipping projects onto a ball, which
-    moves no two models further apart. The rounding of both models, with the safety factor
-    `_ROUNDINGS`, adds to the stability.
+    Two bounds hold, and the function returns the smaller one. The first is 2τ, the diameter of the
+    ball to which models are clipped. The second is `LocalObjective.stability` plus the rounding of
+    both models, which counts `_ROUNDINGS` times for safety. Clipping keeps the second bound,
+    because it moves no two models further apart.
     """
     stable = math.inf if num_examples is None else objective.stability(num_examples)
     norm = perturbation.clipping_norm
@@ -133,10 +134,10 @@ def sensitivity(
 def epsilons(
     perturbation: Perturbation, objective: LocalObjective, run: RunSummary, *, delta: float
 ) -> dict[int, tuple[float, float]]:
-    """Return the published and the provable ε of each client that was asked.
+    """Return for each client that was asked its published ε and its provable ε.
 
-    An ε is infinite if there is no such guarantee. A client that was asked but never reported its
-    number of examples counts as if it had uploaded.
+    An ε is infinite if no such guarantee holds for the client. A client that was asked but never
+    reported its number of examples is included, as if it had uploaded.
     """
     require_delta(delta)
     solved = all(condition.holds for condition in objective.solution_conditions())
@@ -223,7 +224,7 @@ def perturbation_guarantees(
 
 
 class _Theorem(NamedTuple):
-    """A theorem as published, and the reason, accountant and conditions of what is provable."""
+    """Texts and conditions of two guarantees: of a theorem as published, and of a provable one."""
 
     source: str
     closed_form: str

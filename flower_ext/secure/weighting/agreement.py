@@ -1,4 +1,4 @@
-"""Settings, steps and messages of a run, without the parts that depend on an encryption scheme.
+"""Settings, steps and messages of a run that are the same for every encryption scheme.
 
 The server and the silos take these steps before a sum:
 
@@ -94,7 +94,7 @@ class PartySettings(Checked, JsonRecord, ABC):
 
     @property
     def insecurity(self) -> str:
-        """Reason why these settings suit simulations only; empty if they protect users."""
+        """Text that says why these settings suit only simulations; empty if they protect users."""
         return ""
 
     @property
@@ -102,7 +102,7 @@ class PartySettings(Checked, JsonRecord, ABC):
     def sensitivity(self) -> float:
         """Largest change that one user makes to a decoded sum, in units of the clipping norm.
 
-        It is 1 plus what rounding adds.
+        Without rounding it would be 1; rounding can only increase it.
         """
 
     @property
@@ -140,7 +140,10 @@ class ProtocolStep:
 
 @dataclass(frozen=True, kw_only=True)
 class SumMessage(ProtocolMessage):
-    """Header of a silo's masked sum of one round. Each scheme's subclass adds the sum itself."""
+    """Base class of the message with a silo's masked sum of one round.
+
+    It names the round and the silo. The subclass of a scheme adds the sum.
+    """
 
     round_number: int
     silo: int

@@ -51,7 +51,7 @@ class FixedPoint(Checked):
         return max(1, math.floor(self.bound / self.step + 0.5))
 
     def encode(self, values: ArrayLike, *, name: str = "values") -> NDArray[np.int64]:
-        """Return the nearest multiples of ``step`` as signed numbers of steps.
+        """Round each value to the nearest multiple of ``step``, and return the signed multipliers.
 
         Raises
         ------
@@ -70,7 +70,7 @@ class FixedPoint(Checked):
         return np.clip(scaled, -self.largest, self.largest)  # only rounding can exceed it
 
     def decode(self, encoded: Iterable[int], *, scale: int = 1) -> NDArray[np.float64]:
-        """Undo `encode`, for integers that were also multiplied by ``scale``."""
+        """Return the values of integers from `encode` that were then multiplied by ``scale``."""
         return np.array([int(x) / scale * self.step for x in encoded], dtype=np.float64)
 
 
@@ -106,7 +106,7 @@ class Packing(Checked):
         Parameters
         ----------
         modulus_floor : int
-            The modulus, or a lower bound on it.
+            The modulus of the plaintexts, or a number that is not above it.
 
         Raises
         ------
@@ -139,7 +139,7 @@ class Packing(Checked):
         return -(-coordinates // self.slots)
 
     def pack(self, coordinates: Sequence[int]) -> list[mpz]:
-        """Return signed plaintexts; zeros fill up the last one."""
+        """Return plaintexts, as signed integers. If the last is not full, zeros fill it up."""
         packed = []
         for start in range(0, len(coordinates), self.slots):
             total = mpz(0)
@@ -149,7 +149,7 @@ class Packing(Checked):
         return packed
 
     def unpack(self, plaintexts: Sequence[mpz], coordinates: int) -> list[mpz]:
-        """Undo `pack`, for one list of plaintexts or for a sum of lists.
+        """Return the coordinates in the plaintexts of `pack`, or in a sum of such plaintexts.
 
         Raises
         ------

@@ -1,4 +1,4 @@
-"""Many products of powers over the same bases: most of the work of private weighting.
+"""Many products of powers of the same bases. They are most of the work of private weighting.
 
 This module computes Π_u b_u^{x_uj} for every column j of a matrix of short signed exponents. All
 columns have the same bases, so each base gets a table of its small powers. An exponent is then a
@@ -63,7 +63,7 @@ def column_products(
     mask, num_digits = (1 << _DIGIT_BITS) - 1, math.ceil((2 * largest).bit_length() / _DIGIT_BITS)
 
     def powers(some: Sequence[mpz]) -> list[list[mpz]]:
-        """Return for each base a table of its powers, one for every value of a digit."""
+        """Return a table for each of the bases ``some``: its power for every value of a digit."""
         tables = []
         for base in some:
             table = [mpz(1)]

@@ -186,7 +186,10 @@ class Receiver:
         ]
 
     def keys(self) -> list[bytes]:
-        """Return the key of each transfer's chosen text: one of the P keys in `Sender.keys`."""
+        """Return for each transfer the key of the chosen text.
+
+        `Sender.keys` returns the same key, among P keys of the transfer.
+        """
         return [
             _key(
                 _label(self._run, self._public, answer, at),
@@ -197,7 +200,9 @@ class Receiver:
         ]
 
     def open(self, sealed: bytes, size: int) -> list[bytes]:
-        """Return the chosen text of each transfer, from all sealed texts of ``size`` bytes.
+        """Open and return the chosen text of each transfer.
+
+        ``sealed`` is the result of `Sender.seal`, and ``size`` is the length of one text in bytes.
 
         Raises
         ------

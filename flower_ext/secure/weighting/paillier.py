@@ -28,9 +28,10 @@ _LARGEST_KEY_BITS = 2**14
 
 
 def check_key_bits(key_bits: int, *, allow_insecure_key_size: bool) -> None:
-    """Refuse a key of more than 2^14 bits, with which a run would take days, and an insecure key.
+    """Refuse a key that is too long or too short.
 
-    A key below 3072 bits is insecure, and only tests may use it.
+    With more than 2^14 bits, a run would take days. A key below 3072 bits is insecure. It is
+    accepted only with ``allow_insecure_key_size``, which is meant for tests.
 
     Raises
     ------
@@ -71,8 +72,8 @@ class PublicKey:
         Parameters
         ----------
         coprime_to : int
-            Largest number that a random factor blinds. The factor hides a number only if the
-            number is a unit modulo n, that is, shares no factor with n.
+            Largest number that the protocol hides by multiplying it with a random unit modulo n.
+            The product hides the number only if the number shares no factor with n.
 
         Raises
         ------
@@ -109,7 +110,7 @@ class PublicKey:
         return (1 + self.n * (message % self.n)) % self.n_squared
 
     def zeros(self, count: int) -> list[mpz]:
-        """Return fresh ciphertexts of zero: r^n for a uniform unit r. Each takes an exponentiation.
+        """Return ``count`` fresh ciphertexts of zero. Each is r^n for its own uniform unit r.
 
         Multiply a ciphertext by one of them to keep its message and give it fresh randomness. This
         matters because the key holder can read the randomness of a ciphertext. If the ciphertext
@@ -184,7 +185,7 @@ class PrivateKey:
 def generate_key(
     key_bits: int = SECURE_KEY_BITS, *, allow_insecure_key_size: bool = False
 ) -> PrivateKey:
-    """Return a key of two random primes that `phe` draws from the operating system's randomness.
+    """Return a new key. `phe` draws its two primes from the operating system's randomness.
 
     Raises
     ------

@@ -53,9 +53,10 @@ class PaillierServer(ServerParty[PaillierSettings, PaillierSum]):
         return pack_numbers([self._key.public.n], self.settings.count_bytes)
 
     def begin_round(self, number: int, places: Collection[int] | None) -> Dialogue[bytes]:
-        """Begin a round, and return fresh encryptions of the users' inverse totals.
+        """Begin a round, and return the users' weights, freshly encrypted, for all silos.
 
-        Users that take no part get an encryption of zero.
+        For a user that takes part, the plaintext is the inverse modulo n of the user's blinded
+        total; for any other user it is zero. See `ServerParty.begin_round`.
         """
         self._expect_set_up()
         check_later("round", number, self._last_round)
@@ -74,8 +75,9 @@ class PaillierServer(ServerParty[PaillierSettings, PaillierSum]):
 
         If a user has more than ``max_records_per_user`` records, or a total that is not allowed,
         the sum is about uniform modulo n. The server fails to notice this with probability
-        2 · ``sum_bound`` / n, or 2⁻⁶⁴ with packing. From such a sum, a server may find that user's
-        total, by testing every possible total; set ``silo_record_limits`` to rule this out.
+        2 · ``sum_bound`` / n, or 2⁻⁶⁴ if a ciphertext holds several coordinates. From such a sum,
+        a server may find that user's total, by testing every possible total. Set
+        ``silo_record_limits`` to rule this out.
         """
         self._check_sums(messages)
         settings, public = self.settings, self._key.public
@@ -106,7 +108,7 @@ class PaillierServer(ServerParty[PaillierSettings, PaillierSum]):
         return message
 
     def _sealed_weights(self, number: int, sender: Sender, choices: bytes) -> PaillierWeights:
-        """Return ``draw_choices`` sealed encryptions for each user.
+        """Return ``draw_choices`` encryptions for each user, sealed for an oblivious transfer.
 
         ``winning_choices`` of them encrypt the user's inverse total, and the others encrypt zero.
         Only the server knows the order of the encryptions, and only the silos know which one they

@@ -23,7 +23,10 @@ _MOST_RECORDS = 2**24
 
 @dataclass(frozen=True, kw_only=True)
 class PaillierOptions:
-    """The fields that `PrivateWeighting`, which describes them, and a run's settings share."""
+    """Base class with the fields of `PrivateWeighting` and `PaillierSettings`.
+
+    `PrivateWeighting` describes the fields.
+    """
 
     max_records_per_user: int = 2000
     allowed_totals: tuple[int, ...] | None = None
@@ -33,7 +36,7 @@ class PaillierOptions:
     allow_insecure_key_size: bool = False
 
     def check_options(self) -> None:
-        """Raise a ValueError for a field that suits no run."""
+        """Raise a ValueError for a field that is out of range whatever the run."""
         require_at_least_one("max_records_per_user", self.max_records_per_user)
         require_positive("precision", self.precision)
         check_key_bits(self.key_bits, allow_insecure_key_size=self.allow_insecure_key_size)
@@ -81,9 +84,10 @@ class PaillierOptions:
 class PaillierSettings(PaillierOptions, PartySettings):
     """Public settings of one run of the protocol, checked before any encryption.
 
-    If few totals are allowed, their least common multiple is small, so that many coordinates fit
-    one plaintext. Without ``silo_record_limits``, only the decrypted sum shows the server that a
-    user has too many records over all silos (see `PaillierServer.close_round`).
+    If a user may have only a few different numbers of records, their least common multiple is
+    small, so that many coordinates fit one plaintext. Without ``silo_record_limits``, the server
+    notices only from a decrypted sum that a user has too many records over all silos (see
+    `PaillierServer.close_round`).
 
     Parameters
     ----------
@@ -131,7 +135,7 @@ class PaillierSettings(PaillierOptions, PartySettings):
 
     @cached_property
     def noise_encoding(self) -> FixedPoint:
-        """Encoding of noise, with the step of updates and the bound ``noise_bound``."""
+        """Encoding of noise, with the same step as for updates, and bounded by ``noise_bound``."""
         return FixedPoint(step=self.step, bound=self.noise_bound)
 
     @property
@@ -146,7 +150,7 @@ class PaillierSettings(PaillierOptions, PartySettings):
 
     @property
     def insecurity(self) -> str:
-        """Reason why the keys may protect nobody; empty if short keys are not allowed."""
+        """Text that says that keys may be too short; empty if the settings refuse short keys."""
         if not self.allow_insecure_key_size:
             return ""
         return f"keys of {self.key_bits} bits that may be insecure"

@@ -42,7 +42,7 @@ def user_blinds(seed: bytes, users: int, modulus: mpz) -> list[mpz]:
 
 @dataclass(repr=False)
 class PaillierSilo(SiloParty):
-    """One silo. After the set-up of `SiloParty`, call `open_sum` for every round."""
+    """One silo. Take the steps of the set-up with `answer`, then call `open_sum` every round."""
 
     kind = "paillier"
     settings_type = PaillierSettings
@@ -67,9 +67,10 @@ class PaillierSilo(SiloParty):
         )
 
     def _weights(self, message: PaillierWeights) -> list[mpz]:
-        """Return Enc(n_su / N_u · C_LCM) of each user with records in this silo.
+        """Return the ciphertext Enc(n_su / N_u · C_LCM) of each user with records in this silo.
 
-        This takes one long exponentiation for each user, instead of one for each coordinate.
+        Each ciphertext takes one long exponentiation, and all coordinates of the user's update then
+        share it.
 
         Raises
         ------
@@ -92,7 +93,10 @@ class PaillierSilo(SiloParty):
         return map_slices(fold, self.counted)
 
     def _opened(self, message: PaillierWeights) -> bytes:
-        """Return one ciphertext per user, by place in the secret order."""
+        """Return the ciphertexts of all users, joined, by place in the secret order.
+
+        If users are drawn in secret, the silo opens the chosen ciphertext of each user.
+        """
         if self.settings.draw_choices is None:
             return message.weights
         receiver = self._draw_receiver(message.round_number, message.offer)

@@ -27,9 +27,9 @@ from flower_ext.secure.weighting.paillier_settings import (
 class PaillierOpenSum:
     """A silo's sum of one round. It keeps all encoded updates, and adds them up in `finish`.
 
-    ``weights`` returns Enc(n_su / N_u · C_LCM) of each of ``users``, which have records in this
-    silo. ``masks`` takes a round's number and a number of masks; it stores that the round is used,
-    and returns the masks.
+    ``users`` are the users with records in this silo. ``weights`` is a function that returns for
+    each of them the ciphertext Enc(n_su / N_u · C_LCM). ``masks`` is a function of a round's number
+    and a number of masks. It stores that the round is used, and returns that many masks.
     """
 
     def __init__(
@@ -85,11 +85,11 @@ class PaillierOpenSum:
         ).to_bytes()
 
     def _rerandomise(self, ciphertexts: list[mpz]) -> None:
-        """Re-randomise, in place, the ciphertexts for which this silo is responsible.
+        """Give the ciphertexts for which this silo is responsible fresh randomness, in place.
 
-        For each ciphertext one silo is responsible, and the silos take turns from round to round.
-        The server made the encryptions. Without this step, it could predict the randomness of the
-        product of all uploads for any guess of the updates.
+        One silo is responsible for each ciphertext, and the silos take turns from round to round.
+        Without this step, the server could test a guess of the updates: it made the encryptions, so
+        it could compute which randomness the product of all uploads would then have.
         """
         silos, n_squared = self._settings.silos, self._public.n_squared
         turns = range((self._silo - self._number) % silos, len(ciphertexts), silos)
@@ -106,13 +106,16 @@ class PaillierOpenSum:
 
 
 def dithered(encoded: int, settings: PaillierSettings) -> int:
-    """Return encoded noise times C_LCM, plus a uniform dither of at most half a step."""
+    """Return ``encoded`` times C_LCM, plus a dither: a uniform integer up to C_LCM/2 in magnitude.
+
+    One step of the encoding is C_LCM, so the dither moves the noise by at most half a step.
+    """
     multiple = settings.common_multiple
     return encoded * multiple + secrets.randbelow(multiple) - multiple // 2
 
 
 def _packed(products: Sequence[mpz], settings: PaillierSettings, public: PublicKey) -> list[mpz]:
-    """Combine ciphertexts of single coordinates into ciphertexts of packed plaintexts."""
+    """Combine ciphertexts of one coordinate each into ciphertexts of several coordinates each."""
     slots, shift = settings.packing.slots, mpz(1) << settings.packing.slot_bits
 
     def join(starts: Sequence[int]) -> list[mpz]:

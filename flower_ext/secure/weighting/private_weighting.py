@@ -25,15 +25,17 @@ _LARGEST_STEP = 0.25
 
 @dataclass(frozen=True, kw_only=True)
 class PrivateWeighting(PaillierOptions, WeightingProtocol):
-    """Options of Protocol 1 over Paillier. A run whose sums could overflow is refused at its start.
+    """Options of Protocol 1 over Paillier.
+
+    `settings_of` refuses a run whose sums could overflow.
 
     Parameters
     ----------
     max_records_per_user : int
         N_max: the most records that one user may have over all silos.
     allowed_totals : tuple of int, optional
-        Numbers of records that a user may have over all silos, besides zero. A short list saves
-        work.
+        Numbers of records that a user may have over all silos; zero is always allowed. By default,
+        every number up to N_max is allowed. With a short list, a run needs less work.
     silo_record_limits : tuple of int, optional
         The most records of one user in each silo. These limits sum to at most N_max, so that no
         user can exceed N_max. Without them, a user with more than N_max records makes every sum
@@ -68,10 +70,12 @@ class PrivateWeighting(PaillierOptions, WeightingProtocol):
 
     @property
     def assumed_totals(self) -> str:
-        """Assumption on users' totals that no silo can check by itself; empty if there is none.
+        """Assumption on how many records a user has over all silos; no silo can check it alone.
 
-        A user's total that breaks the assumption puts the sum out of bounds. From such a sum, a
-        server may find the user's total, by testing every possible total.
+        The text is empty if ``silo_record_limits`` are given and ``allowed_totals`` are not,
+        because the limits then keep every user within N_max. If a user breaks the assumption, the
+        sum is out of bounds. From such a sum, the server may find this user's number of records by
+        testing every possible number.
         """
         if self.allowed_totals is not None:
             totals = " or ".join(str(total) for total in self.allowed_totals)
@@ -92,7 +96,7 @@ class PrivateWeighting(PaillierOptions, WeightingProtocol):
         return nobody, *super().disclosures
 
     def assumptions(self, view: AdversaryView) -> Sequence[str]:
-        """Return the assumptions on record counts: honest silos, and `assumed_totals`."""
+        """Return `HONEST_COUNTS` and, unless it is empty, `assumed_totals`."""
         return tuple(filter(None, (HONEST_COUNTS, self.assumed_totals)))
 
     def settings_of(

@@ -1,4 +1,4 @@
-"""Interface of a protocol for private weighting: its options, and the parties of a run.
+"""Interface of a protocol for private weighting: its options, and its server and silos.
 
 `federation.sums.weighted` runs the parties over Flower. To add a protocol, a distribution declares
 an entry point in the group ``flower_ext.weighting``. The entry point has the name of the protocol
@@ -75,7 +75,7 @@ class WeightingProtocol(ABC):
 
     @property
     def hidden_draw(self) -> str:
-        """Assumption under which no party knows the drawn users; empty if the server draws."""
+        """Assumption under which no party knows the drawn users; empty if the server draws them."""
         return "" if self.draw_choices is None else self.secret_draw
 
     @property
@@ -98,7 +98,10 @@ class WeightingProtocol(ABC):
         """
 
     def winning_choices(self, mechanism: NoisedSum) -> int:
-        """Return in how many of ``draw_choices`` cases a user takes part; 1 if the server draws.
+        """Return the number of a user's ``draw_choices`` choices with which the user takes part.
+
+        It is ``draw_choices`` times the rate at which users are drawn. If the server draws the
+        users, it is 1 and has no effect.
 
         Raises
         ------
@@ -113,8 +116,8 @@ class WeightingProtocol(ABC):
         winning = round(rate * choices)
         if not (0 < winning < choices and abs(rate - winning / choices) < 1e-12):
             raise InvalidValue(
-                f"draw_choices={choices}: expected {rate:g}, the rate at which users are drawn, to "
-                f"be a multiple of 1/{choices} below 1; change the rate or draw_choices"
+                f"draw_choices={choices}: users are drawn at the rate {rate:g}; expected a "
+                f"multiple of 1/{choices} below 1; change the rate or draw_choices"
             )
         return winning
 
@@ -153,7 +156,9 @@ def load_protocol(name: str) -> type[WeightingProtocol]:
 
 
 def protocol_of(data: bytes) -> type[WeightingProtocol]:
-    """Return the protocol that ``data``, a run's settings or a silo's state, names.
+    """Return the protocol that ``data`` names.
+
+    ``data`` are the bytes of a run's settings or of a silo's state.
 
     Raises
     ------

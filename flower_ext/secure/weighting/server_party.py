@@ -84,7 +84,7 @@ class ServerParty(ABC, Generic[SettingsT, SumT]):
 
     @abstractmethod
     def begin_round(self, number: int, places: Collection[int] | None) -> Dialogue[bytes]:
-        """Begin a round, and return the encrypted weights, the same for all silos.
+        """Begin a round, and return one message with encrypted weights, for all silos.
 
         The server abandons an earlier round that is still open.
 
@@ -114,7 +114,7 @@ class ServerParty(ABC, Generic[SettingsT, SumT]):
         IncompleteRound
             A silo's sum is missing; nothing was decrypted, and the round stays open.
         ProtocolError, ValueError
-            As `read_sum`, or a silo sent two sums.
+            As for `read_sum`; or one silo sent two sums.
         OverflowError
             The sum is out of bounds: some user has more records than the settings allow, or a silo
             sent something other than a sum.
@@ -159,7 +159,10 @@ class ServerParty(ABC, Generic[SettingsT, SumT]):
 
     @abstractmethod
     def _take_totals(self, totals: Sequence[int]) -> None:
-        """Keep what weights need from the users' totals; refuse totals that cannot be right."""
+        """Store what the server needs to compute weights from the users' totals.
+
+        Raise a ValueError if the totals cannot be right.
+        """
 
     def _check_round_of(self, message: SumT) -> None:
         """Raise a ProtocolError unless a sum belongs to the open round."""
@@ -180,9 +183,10 @@ class ServerParty(ABC, Generic[SettingsT, SumT]):
             )
 
     def _totals(self, counts: Mapping[int, bytes]) -> list[int]:
-        """Return each user's total, in the secret order: the sum of the silos' masked counts.
+        """Return each user's total, in the secret order.
 
-        The masks cancel in the sum.
+        A total is the sum of the silos' masked counts, modulo `_count_modulus`. The masks cancel in
+        the sum.
         """
         settings, modulus = self.settings, self._count_modulus
         totals = [0] * settings.users
@@ -197,7 +201,7 @@ class ServerParty(ABC, Generic[SettingsT, SumT]):
         return totals
 
     def _drawn_places(self, places: Collection[int] | None) -> set[int]:
-        """Return the places of the users that take part; by default all places."""
+        """Return ``places`` as a set, or all places if ``places`` is None."""
         if self.settings.draw_choices is not None:
             raise ProtocolError(
                 "places: expected None, because with draw_choices the silos draw the users"
@@ -209,9 +213,10 @@ class ServerParty(ABC, Generic[SettingsT, SumT]):
         return drawn
 
     def _draw(self, number: int) -> Dialogue[tuple[Sender, bytes]]:
-        """Offer silo 0 a secret draw; return the transfers' sender and the silos' choices.
+        """Begin oblivious transfers with silo 0, which draw the users of a round or epoch.
 
-        ``number`` is the number of the draw's round or epoch.
+        Return the sender of the transfers, and the answer of silo 0, which hides the silos'
+        choices. ``number`` is the number of the round or epoch.
         """
         sender = Sender(self.settings.context)
         offer = number.to_bytes(NUMBER_BYTES, "big") + sender.public

@@ -60,14 +60,15 @@ class SiloParty(JsonRecord, ABC):
     index : int
         Number of this silo, from zero.
     **state
-        Outcome of the steps so far.
+        Results of the steps so far. A new silo has none; `from_bytes` restores them.
 
     Attributes
     ----------
     save : Callable[[bytes], None]
-        Set this to a function that stores `to_bytes` durably. The silo calls it before it returns a
-        message that must not be made twice, so that a silo restored from the stored bytes uses no
-        mask twice.
+        Function that stores the given bytes, the result of `to_bytes`, so that they survive a
+        crash. By default it does nothing. The silo calls it before it returns a masked sum or its
+        answer to a step of the set-up. A silo restored from these bytes therefore uses no mask
+        twice.
 
     Raises
     ------
@@ -153,7 +154,7 @@ class SiloParty(JsonRecord, ABC):
 
     @abstractmethod
     def open_sum(self, number: int, weights: bytes) -> SiloSum:
-        """Begin this silo's sum of round ``number``. The round does not count as used yet.
+        """Begin this silo's sum of round ``number``. Only `SiloSum.finish` marks the round as used.
 
         Parameters
         ----------
@@ -173,7 +174,10 @@ class SiloParty(JsonRecord, ABC):
         return self._agreed(self.silo_keys, self.server_key)
 
     def _agreed(self, silo_keys: Sequence[bytes], server_key: bytes) -> PairKeys:
-        """Return this silo's keys with all others; raise a ValueError for a bad public key."""
+        """Return the keys that this silo shares with each other silo.
+
+        Raise a ValueError for a public key that is unusable.
+        """
         return PairKeys(
             context=self.settings.context,
             index=self.index,
@@ -189,14 +193,14 @@ class SiloParty(JsonRecord, ABC):
 
     @abstractmethod
     def _check_server_key(self, server_key: bytes) -> None:
-        """Raise a ValueError for a key that the server cannot have drawn."""
+        """Raise a ValueError if ``server_key`` cannot be a public key of the scheme."""
 
     @abstractmethod
     def _count_answer(self) -> bytes:
-        """Return the silo's counts, hidden from the server, by place in the secret order."""
+        """Return the silo's masked counts, which the server cannot read, in the secret order."""
 
     def _check_draw(self, number: int) -> None:
-        """Raise a ProtocolError if a draw is for a round or epoch that was used."""
+        """Raise a ProtocolError if round or epoch ``number`` was already used."""
         check_later("round", number, self.last_round)
 
     def _expect(self, stage: SetUpStage) -> None:
@@ -207,7 +211,11 @@ class SiloParty(JsonRecord, ABC):
             )
 
     def _take_keys(self, question: bytes) -> bytes:
-        """Agree on keys with all silos; at silo 0, draw the seed and seal it for the others."""
+        """Agree on a key with each other silo.
+
+        Silo 0 also draws the seed and returns it, sealed for each other silo. All other silos
+        return no bytes.
+        """
         self._expect(SetUpStage.NEW)
         end = KEY_BYTES * self.settings.silos
         keys = [question[start : start + KEY_BYTES] for start in range(0, end, KEY_BYTES)]
@@ -261,9 +269,10 @@ class SiloParty(JsonRecord, ABC):
         self.seed = derive(part, "seed", self.server_key, self.settings.context)
 
     def _draw_receiver(self, number: int, offer: bytes) -> Receiver:
-        """Return the receiver of one draw's transfers, which is the same at all silos.
+        """Return the receiver in the oblivious transfers of one draw.
 
-        ``number`` is the number of the draw's round or epoch.
+        All silos compute the same receiver from their seed. ``number`` is the number of the round
+        or epoch for which users are drawn.
         """
         if self.settings.draw_choices is None:
             raise ProtocolError(

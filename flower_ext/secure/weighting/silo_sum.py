@@ -1,4 +1,4 @@
-"""A silo's sum of one round, which updates cannot keep from being sent."""
+"""A silo's sum of one round. The silo sends it even if its updates cannot be encrypted."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ log = getLogger("flwr")
 
 
 class SiloSum(Protocol):
-    """A silo's sum of one round, which takes updates while other users still train."""
+    """A silo's sum of one round. Users' updates may be added as soon as they are trained."""
 
     def add(self, updates: Mapping[int, NDArray[Any]]) -> None:
         """Add clipped updates, each of shape (coordinates,), by user.
@@ -32,7 +32,7 @@ class SiloSum(Protocol):
     def finish(self, noise: NDArray[Any]) -> bytes:
         """Return the masked sum with this silo's share of the noise, and mark the round as used.
 
-        A user with records in this silo but without an update counts as zero.
+        If a user has records in this silo but nobody added its update, its update counts as zero.
 
         Raises
         ------
@@ -44,14 +44,14 @@ class SiloSum(Protocol):
 
 
 class SumOrZeros:
-    """A sum of one round, or of zeros in place of updates that the silo cannot encrypt.
+    """A silo's sum of one round. If an update cannot be encrypted, all updates count as zero.
 
-    A silo that sent nothing instead would reveal that it holds an unusual record.
+    If the silo sent nothing instead, it would reveal that it holds an unusual record.
 
     Parameters
     ----------
     begin : Callable[[], SiloSum]
-        Begins the sum of the round. A second call begins it anew.
+        Function that returns an empty sum of the round. It is called again if the first sum fails.
     """
 
     def __init__(self, begin: Callable[[], SiloSum]) -> None:
@@ -59,10 +59,10 @@ class SumOrZeros:
         self._error: Exception | None = None
 
     def add(self, updates: Mapping[int, NDArray[Any]]) -> None:
-        """Add clipped updates, by user; keep an error for `finish`.
+        """Add clipped updates, by user. Store an error instead of raising it.
 
-        Several silos may train in one batch, and an error of one silo must not end the work of the
-        others.
+        `finish` handles the error. Several silos may train in one batch, so an exception here would
+        end the work of the other silos.
         """
         try:
             if self._error is None:
@@ -78,7 +78,7 @@ class SumOrZeros:
         ProtocolError
             As `SiloSum.finish`.
         Exception
-            A sum of zeros cannot be encrypted either, so the updates are not the cause.
+            Even a sum of zeros fails, so the updates are not the cause.
         """
         try:
             if self._error is not None:

@@ -812,11 +812,11 @@ def test_small_keys_are_refused_by_clients_that_do_not_simulate():
         ),
         (
             lambda: make(protocol=HIDDEN),
-            "expected 1, the rate at which users are drawn",
+            "users are drawn at the rate 1; expected a multiple",
         ),
         (
             lambda: make(protocol=HIDDEN, sampling=PoissonSampling(USERS, 0.5)),
-            "draw_choices=5: expected 0.5, the rate at which users are drawn",
+            "draw_choices=5: users are drawn at the rate 0.5; expected a multiple",
         ),
         (lambda: make(diagnostics=True), "diagnostics=True"),
         (lambda: make(weighting="equal"), "with weighting='equal': expected UldpAvg"),
