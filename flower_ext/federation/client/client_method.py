@@ -232,7 +232,7 @@ class Question:
 
 
 class Memory(Enum):
-    """Whether clients keep memory between rounds, and whether their updates depend on it."""
+    """Kinds of memory between rounds. They differ in whether updates depend on the memory."""
 
     NONE = "none"
     BESIDE_UPDATES = "beside updates"
