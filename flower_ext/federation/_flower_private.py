@@ -43,7 +43,7 @@ _simulated_here = False
 
 
 def become_server_of(run_id: int) -> None:
-    """Let this process create messages, which Flower permits only for the task of a run."""
+    """Let this process create messages; Flower permits that only to a process of a run."""
     global _simulated_here
     _simulated_here = True
     TaskIdentity.task_id = 1
@@ -57,7 +57,10 @@ def set_message_id(message: Message, message_id: str) -> None:
 
 
 def message_like(message: Message, content: RecordDict, **other: object) -> Message:
-    """Return a copy of a message with new ``content``; ``other`` replaces metadata by name."""
+    """Return a copy of a message with new ``content``.
+
+    Each option in ``other`` replaces the metadata of the same name.
+    """
     metadata = _copied(message.metadata)
     vars(metadata).update({f"_{name}": value for name, value in other.items()})
     return _message(metadata, content)

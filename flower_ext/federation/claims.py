@@ -15,7 +15,7 @@ _ROUNDS_ALONE = "the published claim covers training rounds only"
 
 
 def summary_of(run: Run) -> RunSummary:
-    """Return everything that a plan may know about the run so far."""
+    """Return the facts of the run so far from which a plan computes its guarantees."""
     method, roster = run.method, run.clients.roster
     weights = [training.proximal_weight for training in method.training.values()]
     traits = method.traits
@@ -41,7 +41,7 @@ def claims_of(run: Run, summary: RunSummary) -> list[Guarantee]:
 
 
 def guarantees_of(run: Run) -> list[Guarantee]:
-    """Return the guarantees after the rounds so far, published and provable."""
+    """Return the published and the provable guarantees of all rounds so far."""
     if not run.participations.rounds:
         return []
     summary = summary_of(run)
@@ -59,7 +59,7 @@ def guarantees_of(run: Run) -> list[Guarantee]:
 
 
 def spent_by(run: Run) -> dict[str, float]:
-    """Return the ε spent so far and its δ, for the log and the report's figures."""
+    """Return the ε spent so far, its δ and related numbers, for the log and the report."""
     summary, mechanism = summary_of(run), run.mechanism
     spent = mechanism.spent(summary)
     if spent and mechanism.delta is not None:
@@ -74,7 +74,7 @@ def spent_by(run: Run) -> dict[str, float]:
 
 
 def not_covered(run: Run) -> list[str]:
-    """Return, one per line, what leaves the clients in this run without a guarantee."""
+    """Return one line for each thing that leaves the clients in this run without a guarantee."""
     exposed = ["whether and when each client answered"]
     noised = any(sums.query.schedule == "in evaluations" for sums in run.query_sums)
     if run.evaluate_every and not noised:

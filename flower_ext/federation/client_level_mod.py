@@ -134,7 +134,7 @@ def client_level_dp_mod(*, allow_seeded_noise: bool = False) -> Mod:
 def _requested(
     message: Message, context: Context, allow_seeded_noise: bool
 ) -> tuple[UploadRequest, NoiseSource]:
-    """Return what a training message asks of this mod, and the source of noise."""
+    """Return how a training message asks the mod to protect the upload, and the source of noise."""
     check_addressee(message, context)
     entries = entries_for_mods(message)
     protection = check_entries(entries) if entries else None
@@ -173,7 +173,10 @@ def _is_stage_of_sum(message: Message) -> bool:
 
 
 def _without_entries(message: Message) -> Message:
-    """Return the message as Flower's own strategies send it: the model and the user's config."""
+    """Return the message with nothing but the model and the user's config.
+
+    Flower's own strategies send such messages.
+    """
     config = message.content.config_records.get(records.CONFIG, ConfigRecord())
     settings = {name: value for name, value in config.items() if not name.startswith(FOR_MODS)}
     content = RecordDict({records.MODEL: message.content[records.MODEL]})

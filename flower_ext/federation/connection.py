@@ -74,10 +74,11 @@ def connect(run: Run, grid: Grid, arrays: ArrayRecord) -> None:
 
 
 def leave_out_withdrawn(run: Run) -> None:
-    """Tell nodes of clients that withdrew to delete the clients' memory; ask them nothing else.
+    """Tell clients that withdrew to delete their memory, and ask these clients nothing else.
 
-    If a node does not confirm the deletion, the next run with the same account tells it again. A
-    silo stays when one of its users withdraws: it leaves the user out of its answers to queries.
+    The population's account notes which clients confirm the deletion. The next run with this
+    account tells the others again. A silo stays when one of its users withdraws: it leaves the user
+    out of its answers to queries.
     """
     account, clients = run.spending.account, run.clients
     if run.method.traits.num_silos:
@@ -128,9 +129,9 @@ def _check_foreign(run: Run, *, mod: bool) -> None:
 
 
 def _check_frozen(run: Run) -> None:
-    """Ask nodes if they have the server's base model.
+    """Refuse a node whose base model, which no client trains, is not the server's.
 
-    Simulated nodes share one copy, so asking one of them is enough.
+    Simulated nodes share one copy of the base model, so the function asks only one of them.
     """
     nodes = [*run.clients.nodes]
     content = {records.FROZEN: ConfigRecord({"fingerprint": run.frozen})}

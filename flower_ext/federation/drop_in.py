@@ -123,13 +123,17 @@ def _refuse_complete(path: Path, num_rounds: int) -> None:
     if run.status == "completed" and num_rounds <= done:
         raise InvalidValue(
             f"{path} holds a run that is complete, after {done} rounds: for a new run, give "
-            "recorded(...) another name, or none; to continue this one, give more rounds than "
-            f"num_rounds={num_rounds}"
+            f"recorded(...) another name, or none; to continue this run, replace num_rounds="
+            f"{num_rounds} by a number above {done}"
         )
 
 
 def _method(strategy: Strategy) -> str:
-    """Return the names of the wrapper, the method and the hosted server of a strategy."""
+    """Return a name for the run of a strategy; hyphens join its parts.
+
+    The parts are the name of the wrapper, if there is one, the name of the method and, for
+    `Hosted`, the name of Flower's strategy.
+    """
     base = getattr(strategy, "base", None)
     if base is not None:
         return f"{type(strategy).__name__}-{_method(base)}"
@@ -173,9 +177,10 @@ def _identity(strategy: Strategy, base: FederatedStrategy, arrays: ArrayRecord) 
 
 
 def _fields(value: Any) -> dict[str, Any]:
-    """Return the fields of a dataclass, or the numbers and texts among an object's attributes.
+    """Return the settings of an object, by name.
 
-    Flower's strategies are no dataclasses; these attributes are their settings.
+    The settings of a dataclass are its fields. The settings of any other object, such as one of
+    Flower's strategies, are those attributes that are numbers or texts.
     """
     if is_dataclass(value):
         return {field.name: getattr(value, field.name) for field in fields(value)}
@@ -184,7 +189,11 @@ def _fields(value: Any) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> str | int | float | bool:
-    """Return a number or a text; a text without an object's address, and empty for None."""
+    """Describe a value by a number or a text that is the same in every process.
+
+    None becomes an empty text. The text for any other object has its name and settings, but not its
+    address in memory.
+    """
     if isinstance(value, Enum):
         return _plain(value.value)
     if isinstance(value, str | int | float | bool):

@@ -69,7 +69,7 @@ class Clients:
     def connect(
         self, grid: Grid, population: int, *, mods: bool = False, absent: Collection[int] = ()
     ) -> Roster:
-        """Wait for all nodes at the first call; later calls return the same roster."""
+        """Return the roster of nodes; at the first call, wait until the nodes are connected."""
         self.grid = grid
         if self.roster is None:
             with unlogged(*_EXPECTED):
@@ -124,7 +124,10 @@ class Clients:
     def ask(
         self, contents: Mapping[int, Content], server_round: int, read: Callable[[Message], T]
     ) -> Iterator[tuple[int, T]]:
-        """Send queries outside the rounds, and yield the answers as `Requests.accepted` does."""
+        """Send queries outside the rounds, and yield each partition with its well-formed answer.
+
+        See `Requests.accepted`.
+        """
         requests = self.request("query", contents, server_round)
         return requests.accepted(self.replies(requests.messages), read)
 
@@ -149,7 +152,7 @@ class Clients:
         return answers
 
     def replies(self, messages: Iterable[Message]) -> Iterable[Message]:
-        """Send messages outside the rounds, and return the replies as they come."""
+        """Send messages outside the rounds, and return each reply as soon as it arrives."""
         assert self.grid is not None
         return _flower_private.replies(self.grid, messages, timeout=self.timeout)
 
@@ -259,9 +262,9 @@ def _reason(error: Exception) -> str:
 def _for_any_app(kind: str, content: Content) -> Content:
     """Return ``content`` as Flower's own strategies send it: a model, and one record of settings.
 
-    Some apps and mods refuse messages with more records. The settings therefore also hold the
-    round's entries, which only this package's mods read. A message of a secure sum has a third
-    record, which the mod takes out.
+    Some apps and mods refuse messages with more records. In a training message, the settings
+    therefore also hold what the server says about the round; only this package's mods read that. A
+    message of a secure sum has a third record, which such a mod takes out before the app runs.
     """
     settings: dict[str, Any] = dict(content.get(records.CONFIG, {}))
     if kind == "train":

@@ -91,7 +91,7 @@ def log_hidden(error: Exception) -> None:
 def log_once(text: str, error: Exception) -> None:
     """Log ``text`` with the type of an error.
 
-    Add the traceback only when a line of code raises for the first time.
+    Add the traceback if this is the first error that its line of code raises.
     """
     where = raised_at(error)
     log.warning(text, type(error).__name__, exc_info=None if where in _hidden else error)
@@ -154,7 +154,10 @@ def attempt_each(step: Callable[..., R], *columns: Sequence[Any]) -> list[R | Ex
 
 
 def attempt_in_turn(step: Callable[..., R], *columns: Sequence[Any]) -> Iterator[R | Exception]:
-    """Yield the results of `attempt_each` one by one, each before the next client's step begins."""
+    """Yield the results of `attempt_each` one by one.
+
+    The next client's step begins only when the caller asks for its result.
+    """
     for row in zip(*columns, strict=True):
         for value in row:
             if isinstance(value, Exception):

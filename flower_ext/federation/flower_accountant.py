@@ -236,7 +236,7 @@ class PldAccountant:
         )
 
     def _checked(self, release: Release) -> Release:
-        """Return a stored release; refuse it if no event of this configuration could make it."""
+        """Return a stored release; refuse a release that was made under another configuration."""
         if release != self._release_with(release.noise_multiplier):
             raise InvalidValue(
                 f"the ledger or the state holds a release ({release.to_dict()!r}) of another "

@@ -82,7 +82,7 @@ class State:
             if name in records.RESERVED or name.startswith(records.TRAINING) or name in self.server:
                 raise InvalidValue(
                     f"State has the group {name!r} for everyone: expected another name, because "
-                    "a record of the messages or a group of State.server has this one"
+                    "a record of the messages, or a group of State.server, has this name"
                 )
         for name, group in self.groups().items():
             for key, array in group.items():
@@ -111,7 +111,7 @@ class State:
 
     @classmethod
     def of_groups(cls, groups: Mapping[str, Arrays]) -> State:
-        """Return the state whose `groups` are among ``groups``; ignore all other groups."""
+        """Rebuild a state from the groups that `groups` returned; ignore any other groups."""
         return cls(everyone=groups_under(_EVERYONE, groups), server=groups_under(_SERVER, groups))
 
 
@@ -120,7 +120,10 @@ def _prefixed(prefix: str, groups: Mapping[str, Arrays]) -> dict[str, Arrays]:
 
 
 def groups_under(prefix: str, groups: Mapping[str, Mapping[str, T]]) -> dict[str, dict[str, T]]:
-    """Return copies of the groups whose names begin with ``prefix``; remove it from the names."""
+    """Return copies of the groups whose names begin with ``prefix``.
+
+    The names in the result lack ``prefix``.
+    """
     names = [name for name in groups if name.startswith(prefix)]
     return {name.removeprefix(prefix): dict(groups[name]) for name in names}
 
@@ -195,7 +198,8 @@ class Released:
 class Method:
     """Base class of federated methods; a subclass is a frozen dataclass.
 
-    A subclass names its client side in ``client``, and has fields with its local trainings.
+    A subclass sets ``client`` to its client side. Those of its fields that are a `LocalTraining`
+    describe the phases of local training.
 
     Parameters
     ----------
@@ -270,7 +274,10 @@ class Method:
 
     @property
     def added_proximal_weight(self) -> float:
-        """Weight μ of a proximal term around the received model, added to that of `training`."""
+        """Weight μ of the method's own proximal term around the received model; by default 0.
+
+        The method adds this term to the one whose weight `training` sets.
+        """
         return 0.0
 
     def settings(self, plan: PrivacyPlan) -> Mapping[str, float]:
@@ -281,7 +288,10 @@ class Method:
     def configure(
         self, config: ConfigRecord, model: Arrays, state: State, plan: PrivacyPlan
     ) -> ConfigRecord:
-        """Return the user's configuration of a round, with entries that the method adds."""
+        """Return the user's configuration of a round, with entries that the method adds.
+
+        By default, the method adds none.
+        """
         return config
 
     # The plan ---------------------------------------------------------------------------------
@@ -298,7 +308,7 @@ class Method:
     def mechanism(self, plan: PrivacyPlan) -> RoundMechanism:
         """Return the privacy mechanism that the plan makes for this method's rounds.
 
-        A method overrides this member if its rounds release other sums than `traits` describe.
+        A method overrides this member if its rounds release sums that `traits` do not describe.
         """
         return plan.mechanism(self.traits)
 
@@ -393,18 +403,25 @@ class Method:
         return state.updated(server=_prefixed(_AVERAGE, kept))
 
     def evaluated(self, model: Arrays, state: State) -> Arrays:
-        """Return the model that the run evaluates and returns: the average, or ``model``."""
+        """Return the model that the run evaluates and returns.
+
+        This is the average of the models so far if the method has an `average`. Without one, and
+        before the first model was averaged, it is ``model``.
+        """
         kept = groups_under(_AVERAGE, state.server)
         return model if self.average is None or not kept else self.average.average(kept)
 
     # The guarantees ---------------------------------------------------------------------------
 
     def disclosures(self, summation: Summation) -> Sequence[str]:
-        """Return, one per line, what the method reveals about clients' data without a guarantee."""
+        """Return what the method reveals about clients' data and no guarantee covers.
+
+        Each thing that it reveals has one line.
+        """
         return summation.disclosures
 
     def complete_summary(self, run: RunSummary, state: State) -> RunSummary:
-        """Return a run's summary with the values that the method knows; by default unchanged."""
+        """Return ``run`` with the values that only the method knows; unchanged by default."""
         return run
 
     def claims(

@@ -1,4 +1,4 @@
-"""Messages for many clients of one node, packed into one: both ends, and the names that it carries.
+"""Pack the messages to many clients of one node into one message, and the replies into one reply.
 
 The server packs requests (`pack`), and unpacks the node's reply (`unpack`). On the node,
 `answer_packed` gives each client its request and its context, and packs the clients' replies.
@@ -32,7 +32,10 @@ _UNREADABLE = 1
 def pack(
     requests: Sequence[Message], node: int, slots: Sequence[int], clients_per_node: int
 ) -> Message:
-    """Return one message to ``node`` with the ``requests`` to its clients in ``slots``."""
+    """Return one message to ``node`` that holds the ``requests`` to several of its clients.
+
+    ``slots`` holds the number of each of these clients on the node, from 0.
+    """
     kinds = [request.metadata.message_type for request in requests]
     entries = {_PER_NODE: clients_per_node, _SLOTS: list(slots), _KINDS: kinds}
     return Message(
@@ -105,7 +108,11 @@ def answer_packed(
 
 
 def _check_requests(entries: Mapping[str, Any]) -> None:
-    """Refuse requests that the clients of this node could not get if each were alone on a node."""
+    """Refuse a packed message whose requests do not each go to one client of this node.
+
+    A packed message must not name a client that the node does not have, name a client twice, or
+    hold another packed message.
+    """
     per_node, slots = entries[_PER_NODE], entries[_SLOTS]
     are_slots = all(type(slot) is int and 0 <= slot < per_node for slot in slots)
     if not are_slots or len(set(slots)) < len(slots):
@@ -151,7 +158,10 @@ def _states(node: Context, slots: Sequence[int]) -> dict[str, RecordDict]:
 
 
 def _store(node: Context, states: Mapping[str, RecordDict]) -> None:
-    """Replace clients' states in their node's state, which has each record as ``slot/name``."""
+    """Replace the states of clients in the state of their node.
+
+    The node's state holds each record of a client under the name ``slot/name``.
+    """
     for key in [*node.state]:
         if key.partition("/")[0] in states:
             del node.state[key]

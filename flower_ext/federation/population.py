@@ -34,7 +34,7 @@ class Cohort:
     population : int
         Number of units from which ``units`` were drawn.
     requests : Mapping[int, Mapping[str, ArrayRecord]]
-        Records that the method adds to the message to one client alone, by that client's partition.
+        For each partition, the records that the method adds only to the message to that partition.
     """
 
     partitions: Sequence[int]
@@ -136,7 +136,7 @@ class UsersInSilos(Population):
         return self.num_silos
 
     def draw(self, rng: np.random.Generator) -> Cohort:
-        """Draw users; the server asks every silo for what it adds to the sum over these users."""
+        """Draw users, and return a cohort of these users and all silos."""
         return self._cohort(self.sampling.draw(rng, self.participations))
 
     def leaving(self, withdrawn: Collection[int]) -> frozenset[int]:
@@ -164,8 +164,9 @@ class HiddenUsers(UsersInSilos):
     sampling, num_silos
         See `UsersInSilos`.
     draw : UserDraw
-        The party that draws. If its draw is hidden, any user may have been drawn. Otherwise the
-        server draws indices in a secret order of the users, which only the silos know.
+        The party that draws the users. If it hides its draw, any user may have been drawn.
+        Otherwise the server draws indices in a secret order of the users, which only the silos
+        know.
     """
 
     repeats = False  # new secret keys change the draw
@@ -175,7 +176,10 @@ class HiddenUsers(UsersInSilos):
         self._is_hidden = draw.is_hidden
 
     def draw(self, rng: np.random.Generator) -> Cohort:
-        """Draw indices in the silos' secret order; draw all users if the draw is hidden."""
+        """Draw indices in the silos' secret order of the users.
+
+        If the silos hide the draw, return a cohort of all users.
+        """
         if not self._is_hidden:
             return super().draw(rng)
         return self._cohort(range(self.sampling.population))
@@ -189,9 +193,9 @@ class HiddenUsers(UsersInSilos):
         return {} if self._is_hidden else super().columns(drawn)
 
     def count(self, units: Sequence[int], uploads: int, *, requests: int) -> None:
-        """Count an upload of every silo, because a weighted sum needs all of them.
+        """Count a round with an upload of every silo, because a weighted sum needs all uploads.
 
-        If the silos draw the users, ε counts rounds, not uploads.
+        If the silos draw the users, ε depends on the number of rounds, not on that of the uploads.
         """
         self.participations.record(units, self.num_silos, asked=self.num_silos)
 

@@ -83,9 +83,9 @@ class Progress:
         """Return mean, std, variance, worst tenth and Jain's index of each score over clients.
 
         These statistics weight all clients equally. ``…_pooled`` is the mean over all test
-        examples, so large clients weigh more. The summary has every score that most clients report,
-        computed over these clients. If some clients do not report a score, ``…_clients`` is the
-        number of clients that do.
+        examples, so large clients weigh more. The result leaves out a score unless most clients
+        report it. The statistics of a score use only the clients that report it. If some clients do
+        not report it, ``…_clients`` is the number of clients that do.
         """
         everyone = list(by_client)
         summary: dict[str, float] = {}
@@ -131,7 +131,7 @@ class Progress:
         return server_round == self._evaluated
 
     def count_as_query(self) -> None:
-        """Move the row's counts of ``evaluate`` messages to those of ``query`` messages."""
+        """Count the ``evaluate`` messages of this row as ``query`` messages."""
         for name in ("messages", "bytes_down", "bytes_up"):
             self._count(_prefix("query") + name, self.row.pop(_prefix("evaluate") + name, 0))
 

@@ -1,7 +1,8 @@
 """Write a protection into a training message, and read it back on the client.
 
-A message holds the kind of the protection, which is a key of `_KINDS`, and the values of the fields
-that this kind leaves open (see `privacy.mechanisms.protections`).
+A message holds the kind of the protection, which is a key of `_KINDS`. The kind fixes some fields
+of the protection. The message also holds the values of all other fields (see
+`privacy.mechanisms.protections`).
 """
 
 from __future__ import annotations
@@ -160,7 +161,7 @@ def _kind_of(protection: Protection) -> str | None:
 
 
 def _parts_of(kind: type[Protection], fixed: Mapping[str, Any]) -> list[Field[Any]]:
-    """Return the fields of a protection that a message holds in addition to the kind."""
+    """Return the fields of a protection that its kind does not fix and that messages hold."""
     parts: tuple[Field[Any], ...] = fields(kind) if is_dataclass(kind) else ()
     return [part for part in parts if part.name not in fixed]
 

@@ -36,7 +36,7 @@ VECTOR = "vector"
 
 
 def evaluation_content(run: Run, model: records.Arrays, config: ConfigRecord) -> Content:
-    """Return a message's content from which a client builds its own model, to evaluate it."""
+    """Return the content of a message with all that a client needs to evaluate its own model."""
     return {
         records.MODEL: records.to_record(model),
         records.CONFIG: config,
@@ -45,7 +45,7 @@ def evaluation_content(run: Run, model: records.Arrays, config: ConfigRecord) ->
 
 
 def use_records(run: Run) -> dict[str, ConfigRecord]:
-    """Return the records by which a client builds its own model from the shared model."""
+    """Return what a client needs besides the shared model in order to build its own model."""
     last, trainings = max(1, run.participations.rounds), run.method.evaluation_training
     return {
         records.ROUND: run.round_record(last, **{"training-loss": run.training_loss}),
@@ -63,7 +63,11 @@ class QueryRound:
         self._round: Round | None = None
 
     def ask(self, model: records.Arrays, config: ConfigRecord) -> Iterable[Message]:
-        """Record the privacy cost on disk, let clients agree on masks, and ask for vectors."""
+        """Record the privacy cost on disk, let clients agree on masks, and return the messages.
+
+        The messages ask all clients for their vectors. There are none if the budget does not
+        permit an answer, or if too few clients are left for the sum.
+        """
         run, query, number = self._run, self._query, self._number
         server_round = self._server_round
         try:
@@ -144,7 +148,10 @@ class ReportedScores:
         return self.requests.messages
 
     def close(self, replies: Iterable[Message]) -> dict[str, float]:
-        """Return mean, worst tenth, spread and Jain's index over clients, equally weighted."""
+        """Return statistics of the scores over clients (see `Progress.scores`).
+
+        Return an empty dict if no client with test examples sent usable scores.
+        """
         run = self._run
         assert self.requests is not None
         replied = sorted(self.requests.accepted(replies, read_scores))

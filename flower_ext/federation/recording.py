@@ -33,10 +33,10 @@ CHANGEABLE = INCIDENTAL | {"rounds"}
 
 
 def first_config(config: UserConfig) -> UserConfig:
-    """Return ``config``. In a resumed run, ``rounds`` is the number with which the run began.
+    """Return ``config``; for a resumed run, with the ``rounds`` with which that run began.
 
     A resumed run may have more rounds than that, but its noise is calibrated for that number.
-    `recorded_run` checks that nothing else differs.
+    `recorded_run` checks that no other setting differs.
     """
     if (path := _path_to_resume(config)) is None:
         return config
@@ -139,7 +139,9 @@ def _path_to_resume(config: UserConfig) -> Path | None:
         return None
     path = _named(config)
     if path is None:
-        raise UnfitSetting("run-config resume=true: expected the run's path as run-directory")
+        raise UnfitSetting(
+            "run-config resume=true without run-directory: expected the run's path as run-directory"
+        )
     return path if (path / "run.json").is_file() else None
 
 

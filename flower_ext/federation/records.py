@@ -140,7 +140,7 @@ def flattened(arrays: Mapping[str, np.ndarray]) -> np.ndarray:
 
 
 def shaped(vector: np.ndarray, like: Arrays) -> Arrays:
-    """Split a vector of `flattened` into arrays with the names and shapes of ``like``."""
+    """Split a vector, made by `flattened`, into arrays with the names and shapes of ``like``."""
     names = sorted(like)
     ends = np.cumsum([like[name].size for name in names])[:-1]
     parts = zip(names, np.split(vector, ends), strict=True)

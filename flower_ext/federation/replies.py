@@ -162,7 +162,7 @@ def read_scores(reply: Message) -> dict[str, float]:
 
 
 def read_answer(reply: Message, record: str = ANSWER) -> Arrays:
-    """Return the arrays in a client's answer to a question, or in another record of a reply.
+    """Return the arrays in a record of a reply; by default, those of a client's answer.
 
     Raises
     ------

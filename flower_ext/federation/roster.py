@@ -225,7 +225,7 @@ def _ask_identities(
 def _by_partition(
     partitions: Mapping[int, object], population: int, clients_per_node: int
 ) -> dict[int, int]:
-    """Return the node id of each partition; refuse false claims."""
+    """Return the node id of each partition; refuse a partition that is impossible or held twice."""
     answers: dict[int, int] = {}
     for node, partition in partitions.items():
         if type(partition) is not int or not 0 <= partition <= population - clients_per_node:

@@ -127,9 +127,10 @@ class Round:
 
 
 class _Unopened(OpenSum):
-    """Takes the place of a sum for which too few clients are left: the server asks nobody.
+    """Takes the place of a sum that cannot begin, because too few clients are left.
 
-    The cohort's units stay, because they were drawn and the round counts for them.
+    The server asks nobody, and discards the round. The cohort keeps its units, because they were
+    drawn and the round counts for them.
     """
 
     def __init__(self, opening: Opening, reason: RoundDiscarded) -> None:

@@ -233,7 +233,10 @@ class Run:
             self.population.count_abandoned(drawn.units, size, requests=size)
 
     def write_to(self, directory: RunWriter | None) -> None:
-        """Write the files of a run that has not begun to ``directory``; None writes no files."""
+        """Let a run that has not begun write its files to ``directory``.
+
+        If ``directory`` is None, the run writes no files.
+        """
         self.progress.directory = directory
         self.checkpoints = Checkpoints(directory, repeats=self.repeats)
         self._open_stream(directory)

@@ -128,10 +128,10 @@ class RunLoop:
         return replies(self.grid, messages, timeout=self.timeout) if messages else []
 
     def _check_answers(self, done: int, *, least: float) -> None:
-        """End the run if the server refused ``least`` or more replies, and never accepted one.
+        """End the run if no client ever sent a usable reply.
 
-        Later rounds would then cost privacy in vain. Because of ``least``, a few clients alone
-        cannot end a run early.
+        Later rounds would then cost privacy in vain. The run continues as long as the server has
+        refused fewer than ``least`` replies, so that a few clients alone cannot end it early.
         """
         refusals = self.run.clients.refusals
         if len(refusals) >= least and not (done or self.run.ever_answered):
@@ -174,7 +174,7 @@ class RunLoop:
 
     @contextmanager
     def _guarding(self) -> Iterator[None]:
-        """If the block fails, write guarantees that count every request that was sent before."""
+        """If the block fails, write guarantees that count every request sent before the failure."""
         try:
             yield
         except BaseException as error:
@@ -191,7 +191,7 @@ class RunLoop:
     # Continuing an earlier process's run -----------------------------------------------------
 
     def _resume(self, initial: ArrayRecord) -> tuple[ArrayRecord, int]:
-        """Return the model and the number of finished rounds from which to continue.
+        """Return the model from which to continue, and the number of rounds that are finished.
 
         For a new run these are ``initial`` and 0.
 

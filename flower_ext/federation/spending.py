@@ -76,8 +76,8 @@ class Spending:
         Raises
         ------
         InvalidValue
-            The plan makes no releases that a ledger could record, or its δ does not fit the δ of
-            the budget.
+            The run has a ledger, but the plan makes no releases that a ledger could record. Or the
+            δ of the plan does not fit the δ of the budget.
         """
         if self.budget is not None:
             _check_budget_fits(self.budget, mechanism.delta)
@@ -195,7 +195,7 @@ class Spending:
 def _check_budget_fits(budget: Budget, delta: float | None) -> None:
     """Refuse a budget whose δ does not fit the plan's δ.
 
-    Refuse also a budget of one run whose plan promises no privacy.
+    If the budget is for one run alone, refuse it also under a plan that promises no privacy.
     """
     if budget.ledger is None and delta is None:
         raise InvalidValue(

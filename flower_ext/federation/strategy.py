@@ -283,14 +283,14 @@ class FederatedStrategy(Strategy):
     # What a run leaves ----------------------------------------------------------------------
 
     def guarantees(self) -> list[Guarantee]:
-        """Return the guarantees after the rounds so far, published and provable.
+        """Return the published and the provable guarantees of all rounds so far.
 
         The provable guarantees use the participations of this run, which depend on nobody's data.
         """
         return guarantees_of(self.run)
 
     def spent(self) -> dict[str, float]:
-        """Return the ε spent so far and its δ, for the log and the report's figures."""
+        """Return the ε spent so far, its δ and related numbers, for the log and the report."""
         return spent_by(self.run)
 
     @property

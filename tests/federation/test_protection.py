@@ -301,7 +301,7 @@ def test_a_client_with_too_few_examples_for_its_noise_refuses_and_sends_nothing(
     if refused:
         (said,) = strategy.refusals
         assert "trains on too few examples" in said
-        assert "at least 5, which is 2u₂/μ (Theorem 6.3); give it more examples" in said
+        assert "at least 5, which is 2u₂/μ (Theorem 6.3), where u₂ bounds" in said
         (failed,) = [reply for reply in of_training(grid.received) if reply.has_error()]
         assert not failed.has_content()
     assert strategy.run.progress.row["answered"] == CLIENTS - refused

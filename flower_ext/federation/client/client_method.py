@@ -115,8 +115,8 @@ class ClientWork:
     def protection(self) -> Protection:
         """The plan's protection of the upload.
 
-        A method that bounds each unit's update adds up these updates by `ClipAndNoise.sum_units`.
-        The client side applies everything else.
+        A method that bounds the update of each privacy unit adds up these updates by
+        `ClipAndNoise.sum_units`. The client side applies all other parts of the protection.
         """
         return self.request.protection
 
@@ -219,9 +219,9 @@ class LocalResult:
 class Question:
     """A question that the server asks outside the rounds, and the data to answer it with.
 
-    ``values`` has the plain values of the question, and ``training`` the phases of training that
-    it describes. ``draw_fingerprint`` returns the fingerprint of the key by which silos draw users
-    (see `user_draws`).
+    ``values`` are the settings in the question, by name. ``training`` are the phases of local
+    training that it describes, by name. ``draw_fingerprint`` returns the fingerprint of the key by
+    which silos draw users (see `user_draws`).
     """
 
     task: Task
@@ -232,7 +232,7 @@ class Question:
 
 
 class Memory(Enum):
-    """Kinds of memory that a client may keep between rounds, by the values that depend on it."""
+    """Kinds of memory between rounds. They differ in whether updates depend on the memory."""
 
     NONE = "none"
     BESIDE_UPDATES = "beside updates"

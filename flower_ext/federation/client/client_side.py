@@ -60,10 +60,11 @@ class ClientSide:
         memory_limit: int = MEMORY_LIMIT,
         alone: bool = False,
     ) -> list[records.Update | Exception]:
-        """Train, protect, store memory and reply, in this order, so an error changes no memory.
+        """Train each client, and return its protected update, or its error.
 
-        An error replaces the reply of its client only. ``alone`` means that the node trains no
-        other client at the same time.
+        A client trains, protects its update, and then stores its memory, so an error changes no
+        memory. An error replaces the result of its client only. ``alone`` means that the node
+        trains no other client at the same time.
         """
         works = self._works(messages, contexts, alone=alone)
         return side_by_side(attempt_in_turn(upload_of, works), memory_limit=memory_limit)
@@ -71,7 +72,10 @@ class ClientSide:
     def _works(
         self, messages: Sequence[Message], contexts: Sequence[Context], *, alone: bool
     ) -> list[ClientWork | Exception]:
-        """Return the input of each client's functions, or its error; all clients share one task."""
+        """Return the input of each client's functions, or the client's error.
+
+        All inputs share one task.
+        """
         policies = attempt_each(self.policy, contexts)
         known = [policy for policy in policies if isinstance(policy, NodePolicy)]
         if not known:

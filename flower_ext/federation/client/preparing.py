@@ -76,9 +76,10 @@ def checked_data(task: Task, request: ClientRequest, partition: int) -> ClientDa
     ------
     PreconditionFailed
         The server's plan assumes another number of examples.
+    InvalidValue
+        This training would change later trainings of the process (see `why_state_is_shared`).
     Exception
-        Any error that `data_of` or `why_state_is_shared` raises. Also an InvalidValue with the
-        reason that `why_state_is_shared` returns.
+        Any error that `data_of` or `why_state_is_shared` raises.
     """
     hide_errors = request.hides_missing_data
     data = data_of(task, partition, hide_errors=hide_errors)
@@ -137,7 +138,11 @@ def data_of(task: Task, partition: int, *, hide_errors: bool) -> ClientData:
 
 
 def _load(store: ClientMemory, method: ClientMethod, request: ClientRequest) -> Params | None:
-    """Load the newest memory: of earlier rounds for a training, up to this round to evaluate."""
+    """Return the newest memory that the request may use; None if there is none.
+
+    A training may use the memory of earlier rounds. An evaluation may also use the memory that the
+    client stored in the request's own round.
+    """
     used = request.entries.get("remembered")
     if method.memory is Memory.MIRRORED and request.kind == "train" and used is not None:
         _go_back(store, used)
@@ -145,7 +150,15 @@ def _load(store: ClientMemory, method: ClientMethod, request: ClientRequest) -> 
 
 
 def _go_back(store: ClientMemory, used: int) -> None:
-    """Forget memory of the training rounds after ``used``; the server used no reply of theirs."""
+    """Forget the memory of training rounds after ``used``.
+
+    ``used`` is the last round whose reply from this client the server used; 0 if there is none.
+
+    Raises
+    ------
+    InvalidValue
+        The client has lost its memory of round ``used``.
+    """
     store.forget(after=used)
     if (newest := store.newest()) < used:
         raise InvalidValue.tellable(
@@ -163,8 +176,9 @@ def _step_noise(
         return {}
     if method.upload_phase is None:
         raise InvalidValue(
-            f"{method.name} has no upload_phase: noise in local steps needs one phase of training "
-            "that makes the whole update; take a plan that adds noise to uploads"
+            f"{method.name} has no upload_phase, but the plan adds noise in local steps. Such "
+            "noise protects an update only if one phase of training makes the whole update: take a "
+            "plan that adds noise to uploads"
         )
     in_steps = StepNoise(
         clipping_norm=protection.gradient_clipping_norm,
@@ -177,9 +191,10 @@ def _step_noise(
 def objective_terms(
     params: Params, num_examples: int, protection: Protection, noise: NoiseSource
 ) -> tuple[Linear, ...]:
-    """Return the linear term ⟨n, w⟩ of the loss if the server asks for objective perturbation.
+    """Return the term that objective perturbation adds to the loss.
 
-    w are the trained parameters, and n is fresh noise.
+    The term is ⟨n, w⟩, where w are the trained parameters and n is fresh noise. Return no term if
+    the server does not ask for objective perturbation.
 
     Raises
     ------
@@ -191,8 +206,9 @@ def objective_terms(
     if num_examples < protection.least_examples:
         raise PreconditionFailed.tellable(
             "this client trains on too few examples: objective perturbation needs at least "
-            f"{protection.least_examples:.0f}, which is 2u₂/μ (Theorem 6.3); give it more "
-            "examples, or take a larger proximal_weight μ"
+            f"{protection.least_examples:.0f}, which is 2u₂/μ (Theorem 6.3), where u₂ bounds the "
+            "curvature of the loss, and μ is the proximal_weight: give this client more examples, "
+            "or take a larger proximal_weight"
         )
     arrays = {name: p.detach().cpu().numpy() for name, p in params.items()}
     direction = protection.direction(arrays, noise)

@@ -61,7 +61,10 @@ def _protected(work: ClientWork, result: LocalResult) -> tuple[Contribution, Nam
 
 
 def contribution_of(result: LocalResult, received: Params, *, whole: bool) -> Contribution:
-    """Return the update in a result, or the model if the plan bounds the ``whole`` model.
+    """Return the part of a result that the plan bounds.
+
+    If ``whole`` is True, this is the trained model. Otherwise it is the update. If the result has
+    a model, its update is the model minus ``received``.
 
     Raises
     ------

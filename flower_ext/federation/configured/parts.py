@@ -221,7 +221,7 @@ def _delta(settings: PrivacySettings, sampling: Sampling) -> float:
     if sampling.population == 1:
         raise UnfitSetting(
             f"run-config clients=1 with delta={settings.delta!r}: expected a delta in (0, 1), or "
-            "more clients, because delta=0 stands for 1 / clients"
+            "more clients, because delta=0 stands for 1 / clients, which is 1 here"
         )
     return 1 / sampling.population
 
@@ -249,7 +249,7 @@ def _secure_scores(
         if (epsilon := settings.target) is None:
             raise UnfitSetting(
                 f"run-config evaluation-noise-multiplier={multiplier!r} without epsilon: expected "
-                "a number > 0, or an epsilon, because 0 calibrates the noise to "
+                "a number > 0, or an epsilon as well, because 0 means the noise that spends "
                 "evaluation-share * epsilon"
             )
         multiplier = calibrate_noise_multiplier(
@@ -320,11 +320,11 @@ def _naming_settings(settings: Settings) -> Iterator[None]:
 
 @runtime_checkable
 class _SeveralMethods(Protocol):
-    """Settings of an app with several methods, one of which the setting ``method`` names."""
+    """Settings of an app that has several methods; the setting ``method`` names the one to run."""
 
     method: str
 
 
 def _with_method(settings: Settings) -> str:
-    """Name the method in a message, if the app has several."""
+    """Return words for a message that name the method; empty if the app has only one method."""
     return f" with method={settings.method!r}" if isinstance(settings, _SeveralMethods) else ""

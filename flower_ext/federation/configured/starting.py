@@ -151,7 +151,10 @@ def _budget(settings: RunSettings, plan: PrivacyPlan) -> Budget | None:
 
 
 def _calibrated_budget(settings: RunSettings, plan: PrivacyPlan) -> Budget | None:
-    """Return the budget for which the noise is provably calibrated; None if there is none."""
+    """Return the ε and δ that the run's noise was chosen to keep provably, as a budget.
+
+    Return None if the settings do not choose the noise in this way.
+    """
     if not isinstance(settings, PrivacySettings) or settings.calibration != "provable":
         return None
     if settings.target is None or plan.rounds is None:

@@ -143,13 +143,13 @@ class InProcessGrid(Grid):
         return chain(next(replies, ()), chain.from_iterable(replies))
 
     def _replies_to(self, messages: Sequence[Message]) -> Iterator[Message]:
-        """Number messages, as Flower's server does, and run their clients."""
+        """Number messages, as Flower's server does, run their clients, and return the replies."""
         for message in messages:
             private.set_message_id(message, str(next(self._ids)))
         return self.workers.ask(messages)
 
     def _answer_here(self, messages: Sequence[Message]) -> list[Message]:
-        """Run clients in the process that calls this method: this one, or a worker."""
+        """Run clients in this process, the server's or a worker's, and return the replies."""
         contexts = [self.contexts[message.metadata.dst_node_id] for message in messages]
         return answer_all(self._app, messages, contexts, memory_limit=self._memory_limit)
 

@@ -136,7 +136,7 @@ class Workers:
         return shares
 
     def _with_state(self, messages: Sequence[Message]) -> list[int]:
-        """Return the receivers of ``messages`` that have a state in this process, by node id."""
+        """Return the receivers of ``messages``, by node id, whose states are in this process."""
         nodes = [message.metadata.dst_node_id for message in messages]
         return [node for node in nodes if self._contexts[node].state]
 
@@ -215,7 +215,10 @@ class Workers:
 
 @dataclass
 class _Worker:
-    """A worker process, for use in the server's process, and the messages that it has to answer."""
+    """A worker process, as the server's process uses it.
+
+    ``unanswered`` are the messages that the worker has still to answer.
+    """
 
     number: int
     process: BaseProcess
