@@ -152,7 +152,7 @@ def _requested(
         # One client's share of the noise alone would protect little.
         if records.SECURE_SUM not in message.content:
             raise InvalidValue(
-                "the server's message asks for the protection ClipToCells without a secure sum: "
+                "the server's message asks for noise in cells without a secure sum: "
                 f"expected the record {records.SECURE_SUM!r}, too"
             )
         arrays = message.content.array_records[records.SECURE_SUM]

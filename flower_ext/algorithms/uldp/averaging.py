@@ -70,7 +70,11 @@ from flower_ext.privacy.mechanisms.masked_noised_sum import MaskedNoisedSum
 from flower_ext.privacy.mechanisms.protections import ClipAndNoise
 from flower_ext.privacy.mechanisms.round_mechanism import RoundMechanism
 from flower_ext.privacy.run_summary import MethodTraits, RunSummary
-from flower_ext.privacy.theorems.silo_claims import SECURE_SUM, DrawAndSum, batching_assumption
+from flower_ext.privacy.theorems.silo_claims import (
+    NO_SECURE_SUM_OF_SILOS,
+    DrawAndSum,
+    batching_assumption,
+)
 from flower_ext.privacy.theorems.uldp import (
     Weighting,
     check_silos_can_draw,
@@ -272,7 +276,7 @@ class UldpAvg(Method):
         protocol = DrawAndSum(
             draw=self._draw(summation),
             hidden_draw=summation.hidden_draw,
-            secure_sum=summation.secure_sum or SECURE_SUM,
+            secure_sum=summation.secure_sum or NO_SECURE_SUM_OF_SILOS,
             assumptions=summation.assumptions,
             batching=batching_assumption(dict(enumerate(apart.tolist()))),
         )

@@ -6,6 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 from flower_ext.errors import InvalidValue
 from flower_ext.privacy.accounting.events import Release
@@ -36,6 +37,8 @@ class MaskedNoisedSum(NoisedSum):
         Fields of `NoisedSum`. ``noise_placement`` is a `SecureSum`. ``queries`` are answered in
         addition to training, and ε covers the answers as well.
     """
+
+    is_masked: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         super().__post_init__()

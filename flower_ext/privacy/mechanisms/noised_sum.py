@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 from flower_ext.checks import (
     Checked,
@@ -121,6 +121,9 @@ class NoisedSum(ReleaseTerms, RoundMechanism):
         computes sums under encryption.
     """
 
+    is_masked: ClassVar[bool] = False
+    """True if the protocol of a secure sum adds up the uploads (`MaskedNoisedSum`)."""
+
     clipping_norm: float
     silos: Count | None = None
     sensitivity: float = 1.0
@@ -128,6 +131,12 @@ class NoisedSum(ReleaseTerms, RoundMechanism):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if isinstance(self.noise_placement, SecureSum) is not self.is_masked:
+            expected = "SecureSum(…)" if self.is_masked else "'client' or 'server'"
+            raise InvalidValue(
+                f"noise_placement={self.noise_placement!r} of a {type(self).__name__}: expected "
+                f"{expected}"
+            )
         if not (is_number(self.sensitivity) and 1 <= self.sensitivity < math.inf):
             raise InvalidValue(
                 f"sensitivity={self.sensitivity!r}: expected 1 or more, because one unit can move "

@@ -32,12 +32,12 @@ from flower_ext.privacy.theorems.claims import (
     NOT_PROVIDED,
     ON_A_GRID,
     OUTLIVES,
+    SECURE_SUM,
     WHOLE_UPLOADS,
     Claims,
     OfView,
     SumAssumptions,
 )
-from flower_ext.privacy.theorems.claims import SECURE_SUM as PROTOCOL
 from flower_ext.privacy.theorems.client_level import of_secure_sum
 from flower_ext.privacy.units import NeighboringRelation, PrivacyUnit, UserDraw
 
@@ -50,7 +50,7 @@ _OF_DATA = (
 _SILOS = "silos train, clip and add noise as instructed, and do not collude"
 OF_SILOS = (*_OF_DATA, _SILOS, ON_A_GRID)
 _OWN_RECORDS = "ε covers only those of a user's records that no colluding silo holds"
-SECURE_SUM = f"secure aggregation, {NOT_PROVIDED}: the server sees no silo's upload"
+NO_SECURE_SUM_OF_SILOS = f"secure aggregation, {NOT_PROVIDED}: the server sees no silo's upload"
 """Assumption of guarantees about sums, if silos send their uploads without a secure sum."""
 
 
@@ -61,7 +61,7 @@ class DrawAndSum:
     draw: UserDraw = UserDraw.SERVER
     hidden_draw: str = ""
     """Assumption under which a protocol hides the drawn users, if it draws them."""
-    secure_sum: str = SECURE_SUM
+    secure_sum: str = NO_SECURE_SUM_OF_SILOS
     """Assumption under which the server sees no single upload."""
     assumptions: OfView = lambda view: ()
     """Further assumptions of the sum."""
@@ -88,7 +88,7 @@ def user_claims(delta: float, *assumptions: str, not_covered: Sequence[str] = ()
     )
 
 
-def sums_of_silos(mechanism: NoisedSum, secure_sum: str = SECURE_SUM) -> SumAssumptions:
+def sums_of_silos(mechanism: NoisedSum, secure_sum: str = NO_SECURE_SUM_OF_SILOS) -> SumAssumptions:
     """Return the assumptions about the silos' sums.
 
     If the plan has no `SecureSum`, ``secure_sum`` is the assumption under which the server sees no
@@ -99,7 +99,7 @@ def sums_of_silos(mechanism: NoisedSum, secure_sum: str = SECURE_SUM) -> SumAssu
             noise=ON_A_GRID,
             parties=(*_OF_DATA, _SILOS),
             sums=(WHOLE_UPLOADS, secure_sum),
-            published=(SECURE_SUM,),
+            published=(NO_SECURE_SUM_OF_SILOS,),
             share="|S|",
         )
     return SumAssumptions(
@@ -107,7 +107,7 @@ def sums_of_silos(mechanism: NoisedSum, secure_sum: str = SECURE_SUM) -> SumAssu
         parties=(*_OF_DATA, "silos train, clip, round and add noise as instructed"),
         models=(NONE_OF_THEM,),
         sums=(*of_secure_sum(mechanism), _OWN_RECORDS),
-        published=(PROTOCOL, "silos do not collude with the server"),
+        published=(SECURE_SUM, "silos do not collude with the server"),
         share="least answers",
         on_sums=", colluders' noise not counted",
         on_uploads=", should all masks fall",

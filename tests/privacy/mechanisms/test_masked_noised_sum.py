@@ -16,6 +16,7 @@ from flower_ext.privacy import (
     SecureSum,
 )
 from flower_ext.privacy.mechanisms.masked_noised_sum import MaskedNoisedSum
+from flower_ext.privacy.mechanisms.noised_sum import NoisedSum
 from flower_ext.privacy.mechanisms.round_mechanism import RoundDiscarded
 from flower_ext.privacy.mechanisms.secure_sum import ring_bits
 from flower_ext.privacy.theorems.client_level import of_secure_sum
@@ -33,6 +34,22 @@ def test_only_a_plan_with_secure_sums_has_a_mechanism_that_hides_uploads(norm):
     assert isinstance(masked, MaskedNoisedSum)
     with pytest.raises(InvalidValue, match="the protocol of a secure sum adds up the uploads"):
         masked.begin_sum({"a": np.zeros(2)})
+
+
+@pytest.mark.parametrize(
+    ("kind", "placement"),
+    [(NoisedSum, SecureSum()), (MaskedNoisedSum, "client"), (MaskedNoisedSum, "server")],
+)
+def test_a_mechanism_refuses_the_placement_of_the_other_kind(kind, placement):
+    with pytest.raises(InvalidValue, match=f"noise_placement=.* of a {kind.__name__}: expected"):
+        kind(
+            sampling=FixedSizeSampling(100, 40),
+            clipping_norm=1.0,
+            noise_multiplier=1.0,
+            rounds=3,
+            delta=1e-5,
+            noise_placement=placement,
+        )
 
 
 def test_a_guarantee_names_the_clients_that_may_collude_and_a_server_that_must_not_equivocate():
