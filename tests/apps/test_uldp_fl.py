@@ -210,7 +210,10 @@ def test_groups_of_any_size(size, tmp_path):
             {"method": "uldp-avg-private", "silo_record_limits": "20,20,20,20,21"},
             r"silo_record_limits=\(20, 20, 20, 20, 21\)",
         ),
-        ({"method": "uldp-avg-private", "draw_choices": 4}, "draw_choices=4: expected 1, the rate"),
+        (
+            {"method": "uldp-avg-private", "draw_choices": 4},
+            "draw_choices=4: users are drawn at the rate 1; expected a multiple",
+        ),
         ({"method": "uldp-sgd-private", "precision": 0.0}, r"precision=0\.0"),
         ({"method": "uldp-avg-private", "protocol": "rsa"}, "protocol='rsa': expected one of"),
         (

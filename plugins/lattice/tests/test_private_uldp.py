@@ -253,11 +253,11 @@ def test_only_silo_0_is_asked_for_a_draw_and_the_server_sees_group_elements():
         (lambda: LatticeWeighting(draw_choices=1), "draw_choices=1: expected an integer >= 2"),
         (
             lambda: lattice_of(protocol=HIDDEN),
-            "expected 1, the rate at which users are drawn, to be a multiple",
+            "users are drawn at the rate 1; expected a multiple of 1/5",
         ),
         (
             lambda: lattice_of(protocol=HIDDEN, sampling=PoissonSampling(USERS, 0.5)),
-            "draw_choices=5: expected 0.5, the rate at which users are drawn",
+            "draw_choices=5: users are drawn at the rate 0.5; expected a multiple",
         ),
     ],
 )
