@@ -70,8 +70,8 @@ def local_update(work: ClientWork) -> Steps[LocalResult]:
 class Scaffold(Method):
     """Stochastic controlled averaging.
 
-    In the mean that moves the model x, clients count as the plan says. In the control variate c,
-    all clients count alike.
+    The plan decides how clients are weighted in the mean that moves the model x. In the control
+    variate c, all clients count alike.
 
     Any plan but a `ReleasePlan` fits, because the server needs each client's update.
 

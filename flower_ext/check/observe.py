@@ -95,7 +95,7 @@ class Observed:
         return next(iter(self.cohort(round)), None)
 
     def target_upload(self, round: int) -> Vector | None:
-        """Return the upload of the client that may be changed in this round of a held run."""
+        """Return the upload, in a round of a held run, of the client whose data may be changed."""
         target = self.target(round)
         return None if target is None else self.uploads(round).get(target)
 

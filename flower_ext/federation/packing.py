@@ -47,7 +47,7 @@ def pack(
 
 
 def unpack(reply: Message, requests: Sequence[Message]) -> list[Message]:
-    """Return a reply to each of the ``requests``; an error of the node is the reply to each."""
+    """Return a reply to each of the ``requests``. An error of the node becomes every reply."""
     if reply.has_error():
         return [Message(reply.error, reply_to=request) for request in requests]
     try:

@@ -137,7 +137,7 @@ class SpacedSampling(Checked, JsonRecord):
             raise InvalidValue(
                 f"rounds_apart={self.rounds_apart!r} with size={self.size} of "
                 f"population={self.population}: expected at most {self.population // self.size}, "
-                "because otherwise too few units have waited long enough for a whole cohort"
+                "because otherwise the units that have waited long enough are fewer than a cohort"
             )
 
     @property

@@ -234,7 +234,7 @@ class NoisedSum(ReleaseTerms, RoundMechanism):
 
         The decision depends on the noised sum alone, never on an upload. It is post-processing of a
         release that the ledger counts in any case, so it costs no privacy, and δ need not count a
-        wrong refusal. The limit holds for Gaussian shares of noise and for discrete shares, which
+        wrong refusal. This bound holds for Gaussian shares of noise and for discrete shares, which
         are subgaussian with their stddev. The server cannot name the member that spoiled the sum,
         because masks hide each upload. The check does not find a bad upload that leaves the sum
         within the limit.

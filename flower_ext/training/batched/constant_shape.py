@@ -62,8 +62,9 @@ class Shape(NamedTuple):
     def of(cls, job: Job) -> Shape:
         """Return the shape for a job.
 
-        Many jobs have the same shape, because the number of rows is rounded up. It becomes a power
-        of two, at least 8. It becomes at most the batch size, rounded up to a multiple of 8.
+        Many jobs have the same shape, because the number of rows is rounded up. It becomes
+        the next power of two, at least 8, or the batch size rounded up to a multiple of 8 if that
+        is smaller.
         """
         training = job.training
         most = -(-training.batch_size // _ROWS) * _ROWS
