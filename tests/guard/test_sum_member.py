@@ -141,7 +141,7 @@ def test_of_a_hostile_app_the_server_gets_nothing_but_masked_bytes(sites, way):
         pytest.param(
             {"noise_placement": "server"},
             {},
-            "requires require-secure-sum",
+            "requires least-noise-multiplier=0.5",
             marks=pytest.mark.full,
         ),
         (
