@@ -127,7 +127,7 @@ def _change(probes: Probes, opinion: Verdict) -> str:
     if not (opinion.unproven or any(finding.refutes for finding in opinion.findings)):
         return ""
     claim = max(opinion.claims, key=lambda claim: claim["delta"], default=None)
-    noise = probes.facts.noise
+    noise = probes.traits.noise
     return repaired(
         probes.app,
         epsilon=8.0 if claim is None else claim["epsilon"],

@@ -45,8 +45,8 @@ class Measured:
 
 def measured(probes: Probes) -> Measured | None:
     """Return ε as computed from the measurements; None if they do not determine ε."""
-    facts = probes.facts
-    declared, noise, stated = facts.ours.declared, facts.noise, facts.stated
+    traits = probes.traits
+    declared, noise, stated = traits.ours.declared, traits.noise, traits.stated
     if declared is None or noise is None or stated is None:
         return None
     if (gap := _pooled_gap(probes)) is None:
@@ -69,16 +69,16 @@ def measured(probes: Probes) -> Measured | None:
         stated=stated.epsilon,
         text=f"noise of {multipliers[0]:.4g} times what one {stated.unit.value} moves "
         f"({multipliers[2]:.4g} to {multipliers[1]:.4g}; that is {moves:.4g}), "
-        f"{sampling}, {facts.planned} rounds{f' and {besides} queries' if besides else ''}: "
+        f"{sampling}, {traits.planned} rounds{f' and {besides} queries' if besides else ''}: "
         f"ε = {epsilon_text(epsilon)} ({low:.3g} to {high:.3g}) at δ = {stated.delta:.3g}",
     )
 
 
 def unmeasured(probes: Probes) -> str:
     """Return the reason why `measured` returned None; "" if the app states no ε."""
-    if probes.facts.stated is None:
+    if probes.traits.stated is None:
         return ""
-    if reason := probes.facts.ours.unmeasured:
+    if reason := probes.traits.ours.unmeasured:
         return reason
     held = [name for name in (AGAIN, OTHER) if (run := probes.runs.get(name)) is None or run.ended]
     if held:
@@ -103,7 +103,7 @@ def _growth(probes: Probes) -> float:
 
     The distance is measured. The result is 0 if no run shows it.
     """
-    noise, declared = probes.facts.noise, probes.facts.ours.declared
+    noise, declared = probes.traits.noise, probes.traits.ours.declared
     assert noise is not None
     assert declared is not None
     if noise.steps:
@@ -111,7 +111,7 @@ def _growth(probes: Probes) -> float:
         return 0.0 if moved is None else moved / declared.moves
     if noise.bounds_models:
         return 0.0
-    if probes.facts.ours.of_units:
+    if probes.traits.ours.of_units:
         moved = probes.unit_movement(1, noise.cohort) if probes.is_exact else None
         return 0.0 if moved is None else moved / noise.clipping_norm
     by_client = any(noise.upload_stddev.values())
@@ -125,9 +125,9 @@ def upload_gap(probes: Probes, number: int) -> np.ndarray | None:
     They are divided by the standard deviation that the app's parameters promise for them. None if
     the uploads carry no noise, or if no two uploads can be compared.
     """
-    if (noise := probes.facts.noise) is None or not any(noise.upload_stddev.values()):
+    if (noise := probes.traits.noise) is None or not any(noise.upload_stddev.values()):
         return None
-    pair = (AGAIN, OTHER) if probes.facts.holds else (REAL, AGAIN)
+    pair = (AGAIN, OTHER) if probes.traits.holds else (REAL, AGAIN)
     sizes = [probes.cohort(name, number) for name in pair]
     stddev = math.hypot(*(noise.of_upload(size) for size in sizes))
     parts = probes.upload_noise(*pair, number)
@@ -140,7 +140,11 @@ def release_gap(probes: Probes, number: int) -> np.ndarray | None:
     It is divided by the standard deviation that the app's parameters promise for it. None if they
     promise no noise in a release, or if the releases cannot be compared.
     """
-    if (noise := probes.facts.noise) is None or not noise.release_stddev or not probes.facts.holds:
+    if (
+        (noise := probes.traits.noise) is None
+        or not noise.release_stddev
+        or not probes.traits.holds
+    ):
         return None
     step = probes.release_noise(AGAIN, OTHER, number)
     return None if step is None else step / (noise.release_stddev * 2**0.5)

@@ -123,6 +123,14 @@ class Observed:
         return len(self.trainings)
 
     @property
+    def unreleased(self) -> int:
+        """Number of training rounds after which the model was as before.
+
+        A round in which the draw asks no client does not count: its model need not reach anybody.
+        """
+        return self.rounds + 1 - len(self.releases)
+
+    @property
     def planned_trainings(self) -> int:
         """Number of training rounds of the whole run."""
         return max(self.planned, self.rounds)

@@ -21,7 +21,7 @@ from flower_ext.check.forks import in_fork
 from flower_ext.check.held_run import Change, HeldRun
 from flower_ext.check.instruments import Instruments
 from flower_ext.check.observe import Observed, Watch, observe
-from flower_ext.check.recognise import Facts, facts_of
+from flower_ext.check.recognise import AppTraits, traits_of
 from flower_ext.check.stand_in import Column
 from flower_ext.check.vectors import HELD, Vector
 
@@ -111,7 +111,7 @@ class Probes:
     log: Callable[[], str]
     tell: Callable[[str], object] = lambda text: None
     runs: dict[str, Observed | None] = field(default_factory=dict)
-    _facts: Facts | None = None
+    _facts: AppTraits | None = None
 
     @property
     def real(self) -> Observed:
@@ -121,15 +121,15 @@ class Probes:
         return real
 
     @property
-    def facts(self) -> Facts:
-        """The facts that the app's live objects showed after the first run."""
+    def traits(self) -> AppTraits:
+        """The traits of the app, which the check recognised in its first run."""
         assert self._facts is not None
         return self._facts
 
     @property
     def comparable(self) -> range:
         """The rounds in which a held run has noise with the same standard deviation as the app."""
-        rounds = self.request.rounds if self.facts.rounds_alike else 1
+        rounds = self.request.rounds if self.traits.rounds_alike else 1
         return range(1, rounds + 1)
 
     def run(
@@ -156,15 +156,15 @@ class Probes:
         observed.log = self.log()
         return observed
 
-    def _observed(self, watch: Watch) -> tuple[Observed, Facts | None]:
-        """Run the app; return what was observed and, after the first run, the app's facts."""
+    def _observed(self, watch: Watch) -> tuple[Observed, AppTraits | None]:
+        """Run the app; return what was observed and, after the first run, the app's traits."""
         self.instruments.watch = watch
         observed = observe(
             self.server, self.client, self.request.config, self.request.clients, watch
         )
         if REAL in self.runs:
             return observed, None
-        return observed, facts_of(self.instruments, self.client, observed)
+        return observed, traits_of(self.instruments, self.client, observed)
 
     def run_all(self) -> None:
         """Make all held runs, which follow the first run."""
@@ -174,7 +174,7 @@ class Probes:
             self.run(change, 1, change)
         self.run(QUIET, 1, quiet=True)
         self.run("huge", 1, "huge", quiet=True)
-        if not self.facts.has_task:
+        if not self.traits.has_task:
             self.run("huge, other", 2, "huge")
             self.run("heavy", 1, "huge and heavy", quiet=True)
             self.run("zero", 1, "zero")

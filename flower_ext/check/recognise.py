@@ -73,7 +73,7 @@ class Claim:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Facts:
+class AppTraits:
     """Everything that the check recognised in an app."""
 
     strategies: Sequence[Part]
@@ -143,7 +143,7 @@ class Facts:
         return privacy_loss_of({self.release: rounds}, delta=delta).epsilon
 
 
-def facts_of(instruments: Instruments, client: ClientApp, observed: Observed) -> Facts:
+def traits_of(instruments: Instruments, client: ClientApp, observed: Observed) -> AppTraits:
     """Return what the app's live objects show after a run."""
     chain: list[Any] = instruments.strategies
     mods = instruments.mods.get(TRAIN, [])
@@ -153,7 +153,7 @@ def facts_of(instruments: Instruments, client: ClientApp, observed: Observed) ->
     noise, release = _flower_noise(instruments.begun, local)
     ours = OurMechanism() if federated is None else mechanism_of(federated, planned)
     guarantees = [] if federated is None else _guarantees(federated, planned)
-    return Facts(
+    return AppTraits(
         strategies=[_part(type(strategy)) for strategy in chain],
         mods=[_part(mod) for mod in mods],
         has_task=isinstance(client, CohortApp),

@@ -62,12 +62,12 @@ def install(columns: Mapping[str, Column]) -> None:
     class FederatedDataset:
         def __init__(self, *, dataset: str, **options: Any) -> None:
             name = dataset.rpartition("/")[2].lower().replace("-", "_")
-            if not (found := columns or KNOWN.get(name, {})):
+            if not (known_columns := columns or KNOWN.get(name, {})):
                 raise InvalidValue(
                     f"random data for {dataset!r}: its columns are not known; name each, such as "
                     "--column img=image:32x32x3 --column label=int:10"
                 )
-            self._columns = found
+            self._columns = known_columns
 
         def load_partition(self, partition_id: int, split: str | None = None) -> RandomRows:
             return drawn(self._columns, seed=partition_id)

@@ -14,7 +14,7 @@ from flower_ext.check.measured import Measured, measured, unmeasured
 from flower_ext.check.mechanisms import promised
 from flower_ext.check.observe import Observed
 from flower_ext.check.probes import Probes
-from flower_ext.check.recognise import Claim, Facts
+from flower_ext.check.recognise import AppTraits, Claim
 from flower_ext.privacy import Guarantee, PrivacyUnit, privacy_loss_of
 
 DELTA = 1e-5
@@ -75,25 +75,25 @@ class Verdict:
 
 def verdict(probes: Probes) -> Verdict:
     """Return the verdict after all runs."""
-    real, facts = probes.real, probes.facts
-    planned = facts.planned
+    real, traits = probes.real, probes.traits
+    planned = traits.planned
     second = measured(probes)
     every_finding = findings(probes, second)
-    claims = [*facts.claims, *_configured(probes.request.config, planned), *_reported(real)]
+    claims = [*traits.claims, *_configured(probes.request.config, planned), *_reported(real)]
     delta = max((claim.delta for claim in claims), default=0.0) or DELTA
     refuted = next((finding for finding in every_finding if finding.refutes), None)
-    provable = list(_provable(facts, refuted, delta))
+    provable = list(_provable(traits, refuted, delta))
     conditional = {}
-    if facts.release is not None:
+    if traits.release is not None:
         conditional = {
             "delta": delta,
-            "one release": facts.epsilon(1, delta) or math.inf,
-            "all rounds": facts.epsilon(planned, delta) or math.inf,
+            "one release": traits.epsilon(1, delta) or math.inf,
+            "all rounds": traits.epsilon(planned, delta) or math.inf,
         }
     return Verdict(
-        strategies=[f"{part.name} ({part.origin})" for part in facts.strategies],
-        mods=[f"{part.name} ({part.origin})" for part in facts.mods],
-        protection=promised(facts.noise),
+        strategies=[f"{part.name} ({part.origin})" for part in traits.strategies],
+        mods=[f"{part.name} ({part.origin})" for part in traits.mods],
+        protection=promised(traits.noise),
         rounds=real.rounds,
         planned_rounds=planned,
         clients=probes.request.clients,
@@ -102,7 +102,7 @@ def verdict(probes: Probes) -> Verdict:
         unmeasured="" if second is not None else unmeasured(probes),
         conditional=conditional,
         claims=[
-            {**asdict(claim), "provable": not refuted and _follows(claim, facts)}
+            {**asdict(claim), "provable": not refuted and _follows(claim, traits)}
             for claim in claims
         ],
         findings=every_finding,
@@ -110,11 +110,11 @@ def verdict(probes: Probes) -> Verdict:
     )
 
 
-def _provable(facts: Facts, refuted: Finding | None, delta: float) -> Iterator[Provable]:
+def _provable(traits: AppTraits, refuted: Finding | None, delta: float) -> Iterator[Provable]:
     """Yield, for each privacy unit, every provable ε, or the reason why there is none."""
     proved = [
         claim
-        for claim in facts.guarantees
+        for claim in traits.guarantees
         if claim.basis == "provable" and math.isfinite(claim.epsilon) and claim.conditions_hold
     ]
     for unit in (PrivacyUnit.RECORD, PrivacyUnit.CLIENT, PrivacyUnit.USER):
@@ -136,7 +136,7 @@ def _provable(facts: Facts, refuted: Finding | None, delta: float) -> Iterator[P
             )
         if fitting:
             continue
-        if unit is not PrivacyUnit.USER and (epsilon := facts.epsilon(facts.planned, delta)):
+        if unit is not PrivacyUnit.USER and (epsilon := traits.epsilon(traits.planned, delta)):
             yield Provable(
                 unit=unit.value,
                 epsilon=epsilon,
@@ -149,13 +149,13 @@ def _provable(facts: Facts, refuted: Finding | None, delta: float) -> Iterator[P
             yield Provable(unit=unit.value, epsilon=None, delta=None, text=text)
 
 
-def _follows(claim: Claim, facts: Facts) -> bool:
+def _follows(claim: Claim, traits: AppTraits) -> bool:
     """Return True if the claimed ε is at least a provable ε for the same number of rounds."""
     limit = claim.epsilon * _SLACK
-    if facts.release is not None:
-        epsilon = facts.epsilon(claim.rounds, claim.delta or DELTA)
+    if traits.release is not None:
+        epsilon = traits.epsilon(claim.rounds, claim.delta or DELTA)
         return epsilon is not None and epsilon <= limit
-    guarantees = facts.guarantees if claim.rounds >= facts.planned else facts.guarantees_now
+    guarantees = traits.guarantees if claim.rounds >= traits.planned else traits.guarantees_now
     return any(
         guarantee.basis == "provable"
         and guarantee.conditions_hold

@@ -49,6 +49,8 @@ PICTURES = {
     name: apps.PRIVATE_FINETUNING.small[name]
     for name in ("dataset", "examples", "image-size", "adapter-width", "partition")
 }
+# At a smaller rate, a draw of so few clients would often ask nobody, or one client alone.
+FEW = {"clients": 12, "sampling-rate": 0.9}
 LM = {"clients": 12, "texts-per-client": 8, "max-tokens": 16}
 CASES = {
     **_of(apps.DEMO, 200, client={**DEMO, "noise-placement": "client"}, server=DEMO),
@@ -70,7 +72,7 @@ CASES = {
         correlated_noise={**SERVER, "noise": "correlated"},
         secure_scores={**SECURE, **ADAM, "evaluation": "secure"},
     ),
-    **_of(apps.PRIVATE_FINETUNING, 12, client={**PICTURES, "clients": 12}),
+    **_of(apps.PRIVATE_FINETUNING, 12, client={**PICTURES, **FEW}),
     **_of(
         apps.PRIVATE_LM,
         12,

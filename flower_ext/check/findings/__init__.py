@@ -19,7 +19,7 @@ from dataclasses import replace
 
 from flower_ext.check import recognise
 from flower_ext.check.findings import structure
-from flower_ext.check.findings.finding import Finding, found
+from flower_ext.check.findings.finding import Finding, findings_of
 from flower_ext.check.findings.influence import (
     changed_clients,
     compared_noise,
@@ -39,7 +39,7 @@ def findings(probes: Probes, second: Measured | None) -> list[Finding]:
     ``second`` holds the ε that the check computed from its measurements.
     """
     every_finding = [
-        *found(structure.RULES, probes),
+        *findings_of(structure.RULES, probes),
         *compared_noise(probes),
         *exceeded_bounds(probes),
         *other_epsilon(second),
@@ -68,11 +68,11 @@ _CLIENT_CALLS = {
 
 def _place(code: str, probes: Probes) -> str:
     """Return ``path:line`` of the call that the remedy changes; "" if the app has no such call."""
-    app, facts = probes.app, probes.facts
+    app, traits = probes.app, probes.traits
     if names := _CLIENT_CALLS.get(code):
         return app.call_of("clientapp", *names)
-    if facts.local:
+    if traits.local:
         return app.call_of("clientapp", recognise.LOCAL_MOD)
-    classes = [part.name for part in facts.strategies]
+    classes = [part.name for part in traits.strategies]
     loops = ("send_and_receive", "push_messages") if code == "beside-the-strategy" else ()
     return app.call_of("serverapp", *loops, *classes, "start", "send_and_receive", "main")

@@ -36,7 +36,7 @@ class Rule:
     refutes: bool | Callable[[Probes], bool] = True
 
 
-def found(rules: Iterable[Rule], probes: Probes) -> Iterator[Finding]:
+def findings_of(rules: Iterable[Rule], probes: Probes) -> Iterator[Finding]:
     """Yield a finding for each rule whose condition ``when`` holds."""
     for rule in rules:
         if value := rule.when(probes):

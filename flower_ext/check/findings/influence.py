@@ -13,7 +13,7 @@ from itertools import product
 import numpy as np
 
 from flower_ext.check import recognise
-from flower_ext.check.findings.finding import Finding, Rule, found
+from flower_ext.check.findings.finding import Finding, Rule, findings_of
 from flower_ext.check.held_run import TRAIN
 from flower_ext.check.measured import Measured, release_gap, upload_gap
 from flower_ext.check.mechanisms import Noise
@@ -24,7 +24,7 @@ from flower_ext.check.vectors import HELD
 
 def compared_noise(probes: Probes) -> Iterator[Finding]:
     """Compare the measured noise with the noise that the app's parameters promise."""
-    again, noise = probes.runs.get(AGAIN), probes.facts.noise
+    again, noise = probes.runs.get(AGAIN), probes.traits.noise
     if again is None or noise is None:
         return
     for number in probes.comparable:
@@ -38,7 +38,7 @@ def compared_noise(probes: Probes) -> Iterator[Finding]:
         if stddev and not of_uploads and changed is not None:
             what = f"a changed client's upload in round {number}"
             # If the noise comes from this package, only one of the two runs adds it.
-            stddev *= 1.0 if probes.facts.has(recognise.OUR_MOD) else 2**0.5
+            stddev *= 1.0 if probes.traits.has(recognise.OUR_MOD) else 2**0.5
             yield from _compared(changed / stddev, np.inf, what)
         if (gap := release_gap(probes, number)) is not None:
             step = again.step(number)
@@ -76,11 +76,11 @@ def _compared(gap: np.ndarray, size: float, what: str) -> Iterator[Finding]:
 
 def exceeded_bounds(probes: Probes) -> Iterator[Finding]:
     """Find where one client moves its upload or the model farther than clipping permits."""
-    if probes.facts.noise is None or not probes.facts.holds:
+    if probes.traits.noise is None or not probes.traits.holds:
         return
     is_exact, past = probes.is_exact, set[str]()
     for number, run in product(probes.comparable, ("huge", "heavy")):
-        for what, moved, bound, stddev in _movements(probes, probes.facts.noise, run, number):
+        for what, moved, bound, stddev in _movements(probes, probes.traits.noise, run, number):
             if what in past or moved is None:
                 continue
             if exceeds(abs(moved), bound, 0.0 if is_exact else stddev):
@@ -96,9 +96,9 @@ def _movements(
     The numbers are how far the client moved the value (None if this was not measured), how far
     clipping lets the client move it, and the standard deviation of the noise on the value.
     """
-    facts = probes.facts
-    clients_clip = facts.has(recognise.CLIENT_SIDE) or facts.has(recognise.CLIENT_ADAPTIVE)
-    if clients_clip or facts.local or any(noise.upload_stddev.values()):
+    traits = probes.traits
+    clients_clip = traits.has(recognise.CLIENT_SIDE) or traits.has(recognise.CLIENT_ADAPTIVE)
+    if clients_clip or traits.local or any(noise.upload_stddev.values()):
         bound = noise.clipping_norm * (2 if noise.bounds_models else 1)
         stddev = noise.of_upload(probes.cohort(QUIET, number))
         yield "its upload", probes.upload_growth(run, number), bound, stddev
@@ -138,8 +138,8 @@ def _sent_nan(probes: Probes) -> int | None:
 
     None if no client does, or if no mod protects uploads.
     """
-    facts = probes.facts
-    if facts.has_task or not (facts.has(recognise.OUR_MOD) or facts.local):
+    traits = probes.traits
+    if traits.has_task or not (traits.has(recognise.OUR_MOD) or traits.local):
         return None
     uploads = ((r.round, r.upload) for r in probes.seen("nan").replies if r.kind == TRAIN)
     return next((number for number, upload in uploads if upload and not upload.finite), None)
@@ -151,14 +151,16 @@ def _ending(change: str, probes: Probes) -> str:
     Such a client may hang or end the run, keep a model from being released, or let the server
     see that its mod failed.
     """
-    run, facts = probes.runs.get(change), probes.facts
+    run, traits = probes.runs.get(change), probes.traits
     if run is None:
-        return "" if change == "zero" or facts.has_task else "hangs the run"
+        return "" if change == "zero" or traits.has_task else "hangs the run"
     if run.ended:
+        if traits.has_task and all(len(cohort) == 1 for cohort in run.trainings.values()):
+            return ""  # the draws asked the changed client alone, so no reply was usable
         return f"ends the run ({run.ended})"
-    if change == "raise" and facts.has_task and facts.ours.holds:
+    if change == "raise" and traits.has_task and traits.ours.holds:
         return ""  # such a client hides its failures: only the network can lose its reply
-    if len(run.releases) < len(probes.seen(AGAIN).releases):
+    if run.unreleased > probes.seen(AGAIN).unreleased:
         return "keeps the model of a round from being released"
     is_seen = change == "zero" and _fails(change, probes)
     return "makes a mod fail, which the server sees" if is_seen else ""
@@ -172,7 +174,7 @@ def _fails(change: str, probes: Probes) -> bool:
 
 def _influences_others(probes: Probes) -> bool:
     """Return True if a client's NaN changes what other clients send in the same round."""
-    if probes.facts.secure_noise or probes.facts.has_task:
+    if probes.traits.secure_noise or probes.traits.has_task:
         return False
     run = probes.seen("nan")
     uploads, usual = run.uploads(1), probes.seen(AGAIN).uploads(1)
@@ -212,7 +214,7 @@ RULES = (
     ),
     Rule(
         code="failures-seen",
-        when=lambda probes: not probes.facts.has_task and _fails("raise", probes),
+        when=lambda probes: not probes.traits.has_task and _fails("raise", probes),
         text="the server sees that a client failed, and Flower sends the error's text",
         remedy="answer with zeros and noise when training fails",
         refutes=False,
@@ -230,4 +232,4 @@ def changed_clients(probes: Probes) -> Iterator[Finding]:
     """Find what one client's NaN, zero update or failure does to other clients and to the run."""
     usual = probes.runs.get(AGAIN)
     if usual is not None and not usual.ended:
-        yield from found(RULES, probes)
+        yield from findings_of(RULES, probes)

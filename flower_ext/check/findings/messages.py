@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterator
 from typing import Any
 
 from flower_ext.check import recognise
-from flower_ext.check.findings.finding import Finding, Rule, found
+from flower_ext.check.findings.finding import Finding, Rule, findings_of
 from flower_ext.check.held_run import TRAIN
 from flower_ext.check.probes import Probes
 from flower_ext.federation import FederatedStrategy
@@ -29,10 +29,10 @@ def _metrics(probes: Probes, kind: str, allowed: Collection[str] = ()) -> dict[s
 
 
 def _training_metrics(probes: Probes) -> dict[str, str] | None:
-    facts, allowed = probes.facts, set[str]()
-    if facts.weighted_by and not facts.is_ours:
-        allowed.add(facts.weighted_by)
-    if facts.has(recognise.CLIENT_ADAPTIVE):
+    traits, allowed = probes.traits, set[str]()
+    if traits.weighted_by and not traits.is_ours:
+        allowed.add(traits.weighted_by)
+    if traits.has(recognise.CLIENT_ADAPTIVE):
         allowed.add(_NORM_BIT)
     return _metrics(probes, TRAIN, allowed)
 
@@ -44,20 +44,20 @@ def _odd_records(probes: Probes) -> dict[str, int] | None:
     """
     replies = probes.real.answers(TRAIN)
     counts = [sum(kind == "ArrayRecord" for kind, _ in reply.records) for reply in replies]
-    is_odd = probes.facts.strategies and any(count != 1 for count in counts)
+    is_odd = probes.traits.strategies and any(count != 1 for count in counts)
     return {"most": max(counts)} if is_odd else None
 
 
 def _layouts_differ(probes: Probes) -> bool:
     # An app's own loop may send several kinds of messages.
     layouts = {(reply.records, tuple(reply.metrics)) for reply in probes.real.answers(TRAIN)}
-    return bool(probes.facts.strategies) and len(layouts) > 1
+    return bool(probes.traits.strategies) and len(layouts) > 1
 
 
 def _weights_differ(probes: Probes) -> Any:
-    facts, replies = probes.facts, probes.real.answers(TRAIN)
-    weights = {reply.metrics.get(facts.weighted_by) for reply in replies}
-    return facts.noise and facts.noise.cohort and not facts.is_ours and len(weights) > 1
+    traits, replies = probes.traits, probes.real.answers(TRAIN)
+    weights = {reply.metrics.get(traits.weighted_by) for reply in replies}
+    return traits.noise and traits.noise.cohort and not traits.is_ours and len(weights) > 1
 
 
 RULES = (
@@ -66,7 +66,7 @@ RULES = (
         when=_training_metrics,
         text="training replies carry values without noise: {0[names]}",
         remedy="return no metrics of the data from training",
-        refutes=lambda probes: not probes.facts.is_ours or probes.facts.has(recognise.OUR_MOD),
+        refutes=lambda probes: not probes.traits.is_ours or probes.traits.has(recognise.OUR_MOD),
     ),
     Rule(
         code="records",
@@ -77,7 +77,7 @@ RULES = (
     Rule(
         code="integers",
         when=lambda probes: (
-            probes.facts.noise and any(reply.integers for reply in probes.real.answers(TRAIN))
+            probes.traits.noise and any(reply.integers for reply in probes.real.answers(TRAIN))
         ),
         text="clients send arrays of integers, which Gaussian noise does not cover",
         remedy="leave counters such as num_batches_tracked out of the ArrayRecord",
@@ -85,8 +85,8 @@ RULES = (
     Rule(
         code="scalars",
         when=lambda probes: (
-            probes.facts.noise
-            and not probes.facts.is_ours
+            probes.traits.noise
+            and not probes.traits.is_ours
             and any(reply.scalars for reply in probes.real.answers(TRAIN))
         ),
         text="a parameter without axes (a single number) leaves clients without clipping",
@@ -109,12 +109,12 @@ RULES = (
         when=lambda probes: _metrics(probes, "evaluate"),
         text="evaluation replies carry values without noise: {0[names]}",
         remedy="set fraction_evaluate=0.0, or SecureScores in a ReleasePlan",
-        refutes=lambda probes: not probes.facts.has(FederatedStrategy.__name__),
+        refutes=lambda probes: not probes.traits.has(FederatedStrategy.__name__),
     ),
 )
 
 
 def unprotected_values(probes: Probes) -> Iterator[Finding]:
     """Find what clients send besides the update."""
-    if not probes.facts.has_task:
-        yield from found(RULES, probes)
+    if not probes.traits.has_task:
+        yield from findings_of(RULES, probes)

@@ -15,12 +15,12 @@ from flower_ext.privacy import PrivacyUnit
 
 def _apps_strategy(probes: Probes) -> str:
     """Return the name of a strategy that the app defines; "" if it defines none."""
-    return next((part.name for part in probes.facts.strategies if part.origin == APP), "")
+    return next((part.name for part in probes.traits.strategies if part.origin == APP), "")
 
 
 def _missing_mod(probes: Probes) -> str:
     """Return the name of a mod that the strategy needs and the ClientApp lacks; "" if none."""
-    has = probes.facts.has
+    has = probes.traits.has
     pairs = {
         recognise.CLIENT_SIDE: recognise.FIXED_MOD,
         recognise.CLIENT_ADAPTIVE: recognise.ADAPTIVE_MOD,
@@ -30,7 +30,7 @@ def _missing_mod(probes: Probes) -> str:
 
 
 def _has_no_noise(probes: Probes) -> bool:
-    noise = probes.facts.noise
+    noise = probes.traits.noise
     return noise is not None and not (noise.release_stddev or any(noise.upload_stddev.values()))
 
 
@@ -39,10 +39,10 @@ def _other_than_mean(probes: Probes) -> str:
 
     "" otherwise. A private strategy of Flower bounds only what one client adds to a mean.
     """
-    facts = probes.facts
-    if not facts.strategies or facts.is_ours or facts.noise is None or not facts.noise.cohort:
+    traits = probes.traits
+    if not traits.strategies or traits.is_ours or traits.noise is None or not traits.noise.cohort:
         return ""
-    last = facts.strategies[-1]
+    last = traits.strategies[-1]
     return last.name if last.origin == "flwr" and not recognise.is_average(last) else ""
 
 
@@ -51,7 +51,7 @@ def _low_sensitivity(probes: Probes) -> Any:
 
     None otherwise.
     """
-    local = probes.facts.local
+    local = probes.traits.local
     return local if local and local["sensitivity"] < local["clipping_norm"] else None
 
 
@@ -68,11 +68,11 @@ def _mod_outside(probes: Probes) -> dict[str, str] | None:
 
     The result also names the part that protects them. None if there is no such mod.
     """
-    facts = probes.facts
-    names = [part.name if part.origin != APP else "" for part in facts.mods]
-    none = len(names) if facts.has_task else 0
+    traits = probes.traits
+    names = [part.name if part.origin != APP else "" for part in traits.mods]
+    none = len(names) if traits.has_task else 0
     first = min((names.index(name) for name in _PROTECTING if name in names), default=none)
-    outside = [part.name for part in facts.mods[:first] if not recognise.is_silent(part)]
+    outside = [part.name for part in traits.mods[:first] if not recognise.is_silent(part)]
     protection = [*names, "the client side of flower_ext"][first]
     return {"mod": outside[0], "protection": protection} if outside else None
 
@@ -82,14 +82,14 @@ def _unplanned_requests(probes: Probes) -> dict[str, Any] | None:
 
     None otherwise.
     """
-    real, facts = probes.real, probes.facts
+    real, traits = probes.real, probes.traits
     if (
-        facts.ours.declared is None
-        or facts.stated is None
-        or facts.stated.unit is not PrivacyUnit.CLIENT
+        traits.ours.declared is None
+        or traits.stated is None
+        or traits.stated.unit is not PrivacyUnit.CLIENT
     ):
         return None  # no message shows which users or records the plan drew
-    sampling = facts.ours.declared.release.sampling
+    sampling = traits.ours.declared.release.sampling
     requests, draws = sum(map(len, real.trainings.values())), real.rounds * sampling.population
     if binom.sf(requests - 1, draws, sampling.sampling_rate) >= LUCK:
         return None
@@ -105,25 +105,25 @@ RULES = (
     ),
     Rule(
         code="foreign-parts",
-        when=lambda probes: ", ".join(probes.facts.foreign),
+        when=lambda probes: ", ".join(probes.traits.foreign),
         text="the app replaces parts on which the guarantee rests: {}",
         remedy="let the guarantee's parts come from flower_ext alone",
     ),
     Rule(
         code="unknown-loop",
-        when=lambda probes: not probes.facts.strategies,
+        when=lambda probes: not probes.traits.strategies,
         text="no strategy of flwr.serverapp runs the rounds; the app's loop may do anything",
         remedy="run the rounds by strategy.start of a known strategy",
     ),
     Rule(
         code="no-mechanism",
-        when=lambda probes: probes.facts.noise is None and not probes.facts.guarantees,
+        when=lambda probes: probes.traits.noise is None and not probes.traits.guarantees,
         text="no mechanism that this check knows bounds what clients send and adds noise to it",
         remedy="protect uploads by FederatedStrategy with a ReleasePlan",
     ),
     Rule(
         code="secure-sum",
-        when=lambda probes: any(map(probes.facts.has, recognise.SECURE_SUM_MODS)),
+        when=lambda probes: any(map(probes.traits.has, recognise.SECURE_SUM_MODS)),
         text="a secure sum hides single uploads from the server, but the sum itself is exact",
         remedy="add noise to the sum: it may reveal one client's data",
         refutes=False,
@@ -137,7 +137,7 @@ RULES = (
     Rule(
         code="adaptive-clipping",
         when=lambda probes: any(
-            map(probes.facts.has, (recognise.SERVER_ADAPTIVE, recognise.CLIENT_ADAPTIVE))
+            map(probes.traits.has, (recognise.SERVER_ADAPTIVE, recognise.CLIENT_ADAPTIVE))
         ),
         text="Flower scales the noise by the clipping norm after its update, not by the norm "
         "that bounded the updates",
@@ -171,14 +171,16 @@ RULES = (
     ),
     Rule(
         code="engine-restarts",
-        when=lambda probes: probes.facts.engines_per_client > 1 and probes.facts.engines_per_client,
+        when=lambda probes: (
+            probes.traits.engines_per_client > 1 and probes.traits.engines_per_client
+        ),
         text="a client makes a new Opacus engine {} times: each counts its own round "
         "only, so the printed ε leaves out all other rounds",
         remedy="keep the accountant's history in context.state, and add up all rounds",
     ),
     Rule(
         code="beside-the-strategy",
-        when=lambda probes: probes.facts.strategies and ", ".join(sorted(probes.real.beside)),
+        when=lambda probes: probes.traits.strategies and ", ".join(sorted(probes.real.beside)),
         text="the app sends clients messages ({}) outside its strategy, and no guarantee counts "
         "them",
         remedy="let strategy.start send all messages",
