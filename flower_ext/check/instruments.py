@@ -12,7 +12,7 @@ import math
 from collections import Counter
 from collections.abc import Callable
 from copy import copy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial, wraps
 from typing import Any
 
@@ -188,7 +188,8 @@ class Instruments:
         watch.observed.starts += 1
         for part in chain:
             if watch.held is not None and isinstance(part, FederatedStrategy):
-                part.run.evaluate_every = 0  # no comparison needs scores
+                # No comparison needs scores.
+                part.run.options = replace(part.run.options, evaluate_every=0)
         self.strategies.extend(chain)
         self.begun.extend(copy(part) for part in chain)
         watch.in_strategy = True

@@ -169,7 +169,7 @@ def traits_of(instruments: Instruments, client: ClientApp, observed: Observed) -
         local={} if local is None else dict(vars(local)),
         weighted_by=str(getattr(chain[-1], "weighted_by_key", "")) if chain else "",
         secure_noise=federated is not None
-        and isinstance(federated.run.noise("check"), SecureNoise),
+        and isinstance(federated.run.options.noise("check"), SecureNoise),
         engines_per_client=max(instruments.engines.values(), default=0),
     )
 
@@ -228,7 +228,8 @@ def _foreign(strategy: FederatedStrategy | None, client: ClientApp) -> list[str]
         parts += [client, *client.cohort_answers.values()]
     if strategy is not None:
         run = strategy.run
-        parts += [strategy, run, run.plan, run.mechanism, run.summation, run.population]
+        parts += [strategy, run, run.options, run.plan, run.mechanism]
+        parts += [run.summation, run.population]
         method = type(run.method)  # may be the app's, except for the parts that state the guarantee
         parts += [getattr(method, name) for name in ("claims", "mechanism", "complete_summary")]
         parts += [getattr(method, name) for name in ("population", "disclosures")]

@@ -11,14 +11,19 @@ from flower_ext.federation.client.client_method import (
     personal_part,
 )
 from flower_ext.federation.client_level_mod import client_level_dp_mod
-from flower_ext.federation.drop_in import recorded
 from flower_ext.federation.engines.in_process import InProcessGrid, run_in_process
 from flower_ext.federation.engines.virtual import VirtualGrid, clients_of
 from flower_ext.federation.exchange import Clients
 from flower_ext.federation.flower_accountant import PldAccountant
 from flower_ext.federation.method import Connected, Method, Released, State, require_usual_server
 from flower_ext.federation.population import Cohort, Population
-from flower_ext.federation.recording import first_config, record, recorded_run, settings_of
+from flower_ext.federation.recording import (
+    first_config,
+    node_settings,
+    record,
+    recorded,
+    recorded_run,
+)
 from flower_ext.federation.records import Arrays, Update
 from flower_ext.federation.replies import RefusedReply
 from flower_ext.federation.roster import FederationNotReady
@@ -80,6 +85,7 @@ __all__ = [
     "client_level_dp_mod",
     "clients_of",
     "first_config",
+    "node_settings",
     "one_by_one",
     "personal_model",
     "personal_part",
@@ -88,5 +94,4 @@ __all__ = [
     "recorded_run",
     "require_usual_server",
     "run_in_process",
-    "settings_of",
 ]

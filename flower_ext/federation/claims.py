@@ -1,4 +1,4 @@
-"""The guarantees of a run: what its method claims, what no guarantee covers, and what was spent."""
+"""The guarantees of a run: what its method claims, what no guarantee covers, and what it spends."""
 
 from __future__ import annotations
 
@@ -6,10 +6,15 @@ from dataclasses import replace
 
 from flower_ext.federation.method import State
 from flower_ext.federation.run import Run
-from flower_ext.privacy import Guarantee
+from flower_ext.privacy import BudgetExhausted, Guarantee, epsilon_text
 from flower_ext.privacy.accounting.participations import Participations
+from flower_ext.privacy.guarantee import claim_against
 from flower_ext.privacy.mechanisms.masked_noised_sum import QuerySum
 from flower_ext.privacy.run_summary import RunSummary
+from flower_ext.privacy.shared_ledger import Charge, note_claims, note_uncovered
+from flower_ext.privacy.shared_ledger import charge as charge_account
+from flower_ext.privacy.study_composition import WITHOUT_NOISE
+from flower_ext.privacy.units import AdversaryView
 
 _ROUNDS_ALONE = "the published claim covers training rounds only"
 
@@ -28,7 +33,7 @@ def summary_of(run: Run) -> RunSummary:
         training=method.training,
         proximal_weight=min(weights, default=0.0) + method.added_proximal_weight,
         sent=run.model,
-        secure_noise=not run.seeded_noise,
+        secure_noise=not run.options.seeded_noise,
         secure_cohorts=not run.repeats,
         not_covered=not_covered(run),
     )
@@ -75,32 +80,21 @@ def spent_by(run: Run) -> dict[str, float]:
 
 def not_covered(run: Run) -> list[str]:
     """Return one line for each thing that leaves the clients in this run without a guarantee."""
-    exposed = ["whether and when each client answered"]
+    exposed, options = ["whether and when each client answered"], run.options
     noised = any(sums.query.schedule == "in evaluations" for sums in run.query_sums)
-    if run.evaluate_every and not noised:
+    if options.evaluate_every and not noised:
         exposed.append(
             "scores and test-set sizes that clients report un-noised at evaluation "
             "(evaluate_every=0 turns this off)"
         )
-    if run.evaluate_every and run.training_loss:
+    if options.evaluate_every and options.training_loss:
         exposed.append(
             "losses on training records that clients report un-noised at evaluation "
             "(training_loss=False turns this off)"
         )
-    if run.diagnostics:
+    if options.diagnostics:
         exposed.append("norms of updates before clipping (diagnostics=False turns this off)")
     return [*exposed, *run.spending.exposed, *run.method.disclosures(run.summation)]
-
-
-def check_training(run: Run) -> None:
-    """Refuse local training that the plan does not cover; every round calls this check.
-
-    Raises
-    ------
-    InvalidValue
-        A setting does not fit; the message names it, and the value that the plan expects.
-    """
-    run.mechanism.check_training(summary_of(run))
 
 
 def charge(
@@ -108,24 +102,74 @@ def charge(
 ) -> None:
     """Charge a round to the run's budget before the server asks any client.
 
+    If several runs share an account, the function writes the charge to the account. If the budget
+    is for this run alone, it only checks the budget.
+
     Parameters
     ----------
-    run : Run
-    server_round : int
-        Number of the round, for the message.
     after : Participations
         Participations of all units once every asked client has answered.
     answered : QuerySum, optional
-        The mechanism of the query whose answer the round releases; None for a training round.
+        The mechanism of the query whose answer the round releases; None for a training round. The
+        account lists the answers to a query as a separate run.
 
     Raises
     ------
     BudgetExhausted
         The provable ε would exceed the budget; the message says by how much.
     """
-    budget = run.spending.budget
+    mechanism, budget = run.mechanism, run.spending.budget
     if budget is None:
         return
     summary = replace(summary_of(run), participations=after)
-    claims = [] if budget.ledger is None else claims_of(run, summary)
-    run.spending.charge(run.mechanism, server_round, summary, claims, answered=answered)
+    epsilon = mechanism.spent(summary).get("epsilon_provable", float("inf"))
+    if budget.ledger is None:
+        if epsilon > budget.epsilon:
+            what = f"{answered.query.name + ' after ' if answered else ''}round {server_round}"
+            raise BudgetExhausted(
+                f"{what} would bring the provable spend to ε = {epsilon_text(epsilon)}, "
+                f"above the budget of {budget.epsilon:g}"
+            )
+        return
+    query, number = "", after.rounds
+    release = mechanism.release_in(number)
+    if answered is not None:
+        query, release = answered.query.name, answered.release
+        number = after.answers[query]
+    # The account lists what no ε covers, whatever becomes of this round.
+    without_noise = [WITHOUT_NOISE] if mechanism.delta is None else []
+    for exposure in (*run.spending.exposed, *without_noise):
+        note_uncovered(budget.ledger, **run.identity, what=exposure)
+    if mechanism.delta is None:
+        return
+    provable = [claim for claim in claims_of(run, summary) if claim.basis == "provable"]
+    claim = claim_against(AdversaryView.RELEASED_MODELS, provable)
+    assert claim is not None  # every adversary sees the released models
+    new = Charge(
+        **run.identity,
+        query=query,
+        start=run.spending.start,
+        training=number,
+        repeatable=run.repeats,
+        unit=claim.unit,
+        relation=claim.relation if release is None else release.relation,
+        epsilon=epsilon,
+        delta=claim.delta if release is None else mechanism.delta,
+        release=release,
+        claims=provable,
+    )
+    charge_account(budget.ledger, new, budget)
+
+
+def save_guarantees(run: Run, *, in_account: bool = True) -> None:
+    """Write the guarantees after the rounds so far to ``guarantee.json``.
+
+    If ``in_account`` is True, write them to the population's account, too. Each round charges
+    the account anyway, so it needs the guarantees only when the run ends.
+    """
+    guarantees, budget = guarantees_of(run), run.spending.budget
+    if in_account and guarantees and budget is not None and budget.ledger is not None:
+        provable = [claim for claim in guarantees if claim.basis == "provable"]
+        note_claims(budget.ledger, provable, **run.identity, start=run.spending.start)
+    if run.directory is not None:
+        run.directory.save_guarantees(guarantees)

@@ -54,13 +54,13 @@ def connect(run: Run, grid: Grid, arrays: ArrayRecord) -> None:
             _check_foreign(run, mod=mod)
             if mechanism.delta is not None:
                 refuse_tied(arrays)
-        elif run.frozen:
+        elif run.options.frozen:
             _check_frozen(run)
         connected = Connected(
             clients=run.clients,
             summation=run.summation,
             model=run.model,
-            generator=run.generator,
+            generator=run.options.generator,
         )
         # Connect the method first, because it refuses silos whose records name no users. A sum
         # could not count such records.
@@ -134,7 +134,7 @@ def _check_frozen(run: Run) -> None:
     Simulated nodes share one copy of the base model, so the function asks only one of them.
     """
     nodes = [*run.clients.nodes]
-    content = {records.FROZEN: ConfigRecord({"fingerprint": run.frozen})}
+    content = {records.FROZEN: ConfigRecord({"fingerprint": run.options.frozen})}
     questions = dict.fromkeys(nodes[:1] if in_simulation() else nodes, content)
     run.clients.query(questions, read_answer)
 

@@ -104,8 +104,12 @@ class Population:
         """Count a round that was never finished, because clients may already have uploaded."""
         self.count(units, uploads, requests=requests)
 
-    def resume(self) -> None:
-        """Adjust the counts in a new process that continues the run; by default, change nothing."""
+    def forget_order(self) -> None:
+        """Adjust the counts once silos may have put their units in a new secret order.
+
+        The server calls this in each new process that continues the run. By default, nothing
+        changes.
+        """
 
     def equalise_counts(self) -> None:
         """Give every unit the count of the unit that took part most.
@@ -207,15 +211,11 @@ class HiddenUsers(UsersInSilos):
         self.count(units, uploads, requests=requests)
         self.forget_order()
 
-    def resume(self) -> None:
-        """Forget the silos' order of the users, because their new set-up has another order."""
-        self.forget_order()
-
     def forget_order(self) -> None:
         """Give every user the count of the user that took part most, unless rounds use all users.
 
-        The server draws indices in the silos' secret order of the users. Call this when the silos
-        have a new order: any user may then have had any of the earlier indices.
+        The server draws indices in the silos' secret order of the users. In a new order, any user
+        may have had any of the earlier indices.
         """
         if not isinstance(self.sampling, FullParticipation):
             self.equalise_counts()

@@ -48,7 +48,7 @@ def use_records(run: Run) -> dict[str, ConfigRecord]:
     """Return what a client needs besides the shared model in order to build its own model."""
     last, trainings = max(1, run.participations.rounds), run.method.evaluation_training
     return {
-        records.ROUND: run.round_record(last, **{"training-loss": run.training_loss}),
+        records.ROUND: run.round_record(last, **{"training-loss": run.options.training_loss}),
         **records.training_records({phase: t.in_round(last) for phase, t in trainings.items()}),
     }
 
@@ -89,7 +89,7 @@ class QueryRound:
             cohort=Cohort(partitions=nodes, units=nodes, population=len(nodes)),
             number=number,
             server_round=server_round,
-            noise=run.noise("query-noise", query.name, number),
+            noise=run.options.noise("query-noise", query.name, number),
             like={VECTOR: np.zeros(query.size)},
             read=_read_nothing,
         )
@@ -123,7 +123,9 @@ class QueryRound:
 
     def _query_records(self) -> Content:
         run = self._run
-        protection = to_entries(self._mechanism.cells_protection, seeded_noise=run.seeded_noise)
+        protection = to_entries(
+            self._mechanism.cells_protection, seeded_noise=run.options.seeded_noise
+        )
         last = max(1, run.participations.rounds)
         fields = json.dumps(asdict(self._query))
         return {
@@ -173,7 +175,7 @@ def evaluation(run: Run, server_round: int) -> ReportedScores | QueryRound:
     scores = [sums for sums in run.query_sums if sums.query.schedule == "in evaluations"]
     if not scores:
         return ReportedScores(run, server_round)
-    if run.training_loss:
+    if run.options.training_loss:
         raise InvalidValue(
             f"training_loss=True with {type(scores[0].query).__name__} in the plan: expected "
             "False; to release losses, name 'training_loss' with its bounds in SecureScores"

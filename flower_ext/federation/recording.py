@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import fields, is_dataclass
 from datetime import UTC, datetime
+from enum import Enum
 from logging import getLogger
 from pathlib import Path
 from typing import Any, TypeVar
@@ -17,12 +19,13 @@ from flwr.serverapp.strategy import Result, Strategy
 from flower_ext import runs
 from flower_ext.errors import InvalidValue
 from flower_ext.federation.query_round import use_records
-from flower_ext.federation.run_files import attach
 from flower_ext.federation.strategy import FederatedStrategy
+from flower_ext.privacy import Guarantee
 from flower_ext.runs import RunDirectory, RunWriter, new_run_path
 from flower_ext.runs.callbacks import Callback, Callbacks
 from flower_ext.runs.directory import RUNS_VARIABLE, Status
 from flower_ext.runs.settings import INCIDENTAL, Settings, UnfitSetting
+from flower_ext.training import LocalTraining
 
 log = getLogger("flwr")
 
@@ -69,63 +72,55 @@ def recorded_run(
         The run to continue began with different settings; the message names them.
     """
     following = Callbacks(callbacks)
-    run = _opened(config, name)
-    log.info("Run directory: %s", run.path)
+    if (path := _path_to_resume(config)) is None:
+        path = _named(config) or new_run_path(_runs_folder(), name, datetime.now(UTC))
+        directory = RunWriter.create(path, config=config)
+    else:
+        _check_same(config, RunDirectory.open(path).config, path)
+        directory = RunWriter.resume(path)
+    log.info("Run directory: %s", directory.path)
 
     def follow(server_round: int, row: Mapping[str, float]) -> None:
-        following.tell(lambda callback: callback.round(run, server_round, dict(row)))
+        following.tell(lambda callback: callback.round(directory, server_round, dict(row)))
 
-    run.on_round = follow
+    directory.on_round = follow
     try:
-        following.tell(lambda callback: callback.begin(run))
-        yield run
+        following.tell(lambda callback: callback.begin(directory))
+        yield directory
     except BaseException as error:
-        _note_failure(run, error)
+        _note_failure(directory, error)
         raise
     else:
-        _report(run)
+        _report(directory)
     finally:
-        following.tell(lambda callback: callback.end(run))
-        run.close()
+        following.tell(lambda callback: callback.end(directory))
+        directory.close()
 
 
-def _opened(config: UserConfig, name: str) -> RunWriter:
-    path = _path_to_resume(config)
-    if path is not None:
-        _check_same(config, RunDirectory.open(path).config, path)
-        return RunWriter.resume(path)
-    new = _named(config) or new_run_path(runs_folder(), name, datetime.now(UTC))
-    return RunWriter.create(new, config=config)
-
-
-def runs_folder() -> Path:
-    """Return the folder for new run directories: ``FLOWER_EXT_RUNS``, or ``./runs``."""
+def _runs_folder() -> Path:
     return Path(os.environ.get(RUNS_VARIABLE, "runs")).expanduser().absolute()
 
 
-def _note_failure(run: RunWriter, error: BaseException) -> None:
+def _note_failure(directory: RunWriter, error: BaseException) -> None:
+    reason = f"{type(error).__name__}: {error}"
+    if isinstance(error, KeyboardInterrupt):
+        reason = f"the run was interrupted by {error or 'Ctrl-C'}"
+    elif isinstance(error, SystemExit):
+        reason = "the run was stopped"
     try:
         # If a resumed run refuses a value before it finishes a round, the run keeps its former
         # status.
-        if run.resumed and isinstance(error, InvalidValue) and run.withdraw():
+        if directory.resumed and isinstance(error, InvalidValue) and directory.withdraw():
             return
-        run.finish("failed", _reason(error))
-        if run.metrics():
-            _report(run)
+        directory.finish("failed", reason)
+        if directory.metrics():
+            _report(directory)
     except Exception as another:  # it must not hide the error that ended the run
         log.error("the failure of the run could not be recorded in its directory: %s", another)
 
 
-def _reason(error: BaseException) -> str:
-    if isinstance(error, KeyboardInterrupt):
-        return f"the run was interrupted by {error or 'Ctrl-C'}"
-    if isinstance(error, SystemExit):
-        return "the run was stopped"
-    return f"{type(error).__name__}: {error}"
-
-
-def _report(run: RunWriter) -> None:
-    print(f"Report: {runs.write_report(run)}", flush=True)
+def _report(directory: RunWriter) -> None:
+    print(f"Report: {runs.write_report(directory)}", flush=True)
 
 
 def _named(config: UserConfig) -> Path | None:
@@ -162,14 +157,8 @@ def _check_same(config: UserConfig, first: UserConfig, path: Path) -> None:
         )
 
 
-def base_of(strategy: Strategy) -> FederatedStrategy:
-    """Return the strategy that records a run: ``strategy`` itself, or the one that it wraps.
-
-    Raises
-    ------
-    InvalidValue
-        Neither is a strategy of this package.
-    """
+def _base_of(strategy: Strategy) -> FederatedStrategy:
+    """Return the strategy that records a run: ``strategy`` itself, or the one that it wraps."""
     base = getattr(strategy, "base", strategy)
     if not isinstance(base, FederatedStrategy):
         raise InvalidValue(
@@ -180,7 +169,7 @@ def base_of(strategy: Strategy) -> FederatedStrategy:
 
 
 def record(
-    run: RunWriter,
+    directory: RunWriter,
     strategy: Strategy,
     grid: Grid,
     initial_arrays: ArrayRecord,
@@ -198,30 +187,29 @@ def record(
     InvalidValue
         The strategy is not of this package, writes to another run directory, or has run already.
     """
-    base = base_of(strategy)
-    if base.run.checkpoints.directory is not run:
-        attach(base.run, run)
-    result = strategy.start(grid, initial_arrays, **options)
-    run.save_model(result.arrays.to_torch_state_dict())
-    run.save_client_metrics(
-        [{**scores, "partition": i} for i, scores in sorted(base.client_metrics.items())]
+    base = _base_of(strategy)
+    if base.run.directory is not directory:
+        base.record_in(directory)
+    result, run = strategy.start(grid, initial_arrays, **options), base.run
+    directory.save_model(result.arrays.to_torch_state_dict())
+    directory.save_client_metrics(
+        [{**scores, "partition": i} for i, scores in sorted(run.client_metrics.items())]
     )
-    requests = use_records(base.run)
-    run.save_use(
+    directory.save_use(
         {
-            "method": base.method.client.name,
-            "clients": base.run.population.num_nodes,
-            "records": {name: dict(record) for name, record in requests.items()},
-            "remembered": base.run.remembered,
-            "frozen": base.run.frozen,
+            "method": run.method.client.name,
+            "clients": run.population.num_nodes,
+            "records": {name: dict(record) for name, record in use_records(run).items()},
+            "remembered": run.remembered,
+            "frozen": run.options.frozen,
         }
     )
-    status: Status = "budget-exhausted" if base.stopped else "completed"
-    run.finish(status, base.stopped, refused=len(base.refusals))
+    status: Status = "budget-exhausted" if run.stopped else "completed"
+    directory.finish(status, run.stopped, refused=len(base.refusals))
     return result
 
 
-def settings_of(kind: type[AppSettings], context: Context) -> AppSettings:
+def node_settings(kind: type[AppSettings], context: Context) -> AppSettings:
     """Return the run's settings, with the paths that the node's owner sets for this node.
 
     The node config (``--node-config "data-folder='/path'"``) overrides the run's ``data-folder``,
@@ -233,3 +221,191 @@ def settings_of(kind: type[AppSettings], context: Context) -> AppSettings:
     if "draw-key" in node and "draw-key" in config:
         config["draw-key"] = node["draw-key"]
     return kind.of(config)
+
+
+class recorded:
+    """Give a strategy a run directory, so that its ``start`` records the run and can resume it.
+
+    Use it in any ServerApp; the app needs no settings of this package::
+
+        strategy = FederatedStrategy(DPFedAvg(), plan)
+        result = recorded(strategy, "my-run").start(grid, arrays, num_rounds=60)
+
+    The directory holds settings, metrics of every round, checkpoints, the ledger of a
+    `ReleasePlan`, guarantees, the final model, each client's scores, and a report. It also records
+    a failure or an interruption.
+
+    A name stands for one run. If that run was killed, was interrupted or failed, the next start
+    continues it after its last finished round. If the run is complete, a start with a higher
+    ``num_rounds`` continues it, too. Without a name, every start creates a new directory.
+
+    Parameters
+    ----------
+    strategy : Strategy
+        A `FederatedStrategy`, or `Upcycled` around one. Do not give the strategy
+        ``directory=`` or ``ledger=``.
+    name : str or Path
+        Path of the directory. A relative path lies in the folder that the environment variable
+        ``FLOWER_EXT_RUNS`` names, by default ``./runs``. Under ``flwr run`` the current folder is
+        that of the SuperLink: look for the line ``Run directory:`` in the log. If the name is
+        empty, the method and the time name the directory.
+    callbacks : Sequence[Callback]
+        User code to call when the run begins, after each round, and when it ends.
+
+    Attributes
+    ----------
+    directory : RunWriter or None
+        The directory of the last start; None before the first.
+
+    Raises
+    ------
+    InvalidValue
+        The strategy is not of this package: run Flower's strategies inside `Hosted`.
+    """
+
+    def __init__(
+        self, strategy: Strategy, name: str | Path = "", *, callbacks: Sequence[Callback] = ()
+    ) -> None:
+        self.strategy = strategy
+        self.directory: RunWriter | None = None
+        self._base = _base_of(strategy)
+        self._path = _runs_folder() / Path(name).expanduser() if str(name) else None
+        self._callbacks = callbacks
+
+    def start(
+        self, grid: Grid, initial_arrays: ArrayRecord, num_rounds: int = 3, **options: Any
+    ) -> Result:
+        """Run up to round ``num_rounds`` and record the run, or continue the one in the directory.
+
+        Parameters
+        ----------
+        grid, initial_arrays
+            Arguments of ``strategy.start``.
+        num_rounds : int
+            Number of the last round, counted from the beginning of the run.
+        **options
+            Options of ``strategy.start``: ``timeout``, ``train_config``, ``evaluate_config``,
+            ``evaluate_fn``.
+
+        Raises
+        ------
+        UnfitSetting
+            The directory holds a run with another plan, model or strategy; the message names the
+            differences.
+        InvalidValue
+            The run in the directory is complete, or the directory holds other files.
+        InUse
+            Another process writes to the directory.
+        """
+        method = _method(self.strategy)
+        config: dict[str, Any] = {
+            "method": method,
+            "rounds": num_rounds,
+            **_identity(self.strategy, self._base, initial_arrays),
+        }
+        if self._path is not None:
+            _refuse_complete(self._path, num_rounds)
+            config |= {"run-directory": str(self._path), "resume": True}
+        with recorded_run(config, method, self._callbacks) as directory:
+            self.directory = directory
+            return record(
+                directory, self.strategy, grid, initial_arrays, num_rounds=num_rounds, **options
+            )
+
+    def guarantees(self) -> list[Guarantee]:
+        """Return the guarantees of the strategy (see `FederatedStrategy.guarantees`)."""
+        return self._base.guarantees()
+
+
+def _refuse_complete(path: Path, num_rounds: int) -> None:
+    if not (path / "run.json").is_file():
+        return
+    directory = RunDirectory.open(path)
+    done = int(directory.metrics().last)
+    if directory.status == "completed" and num_rounds <= done:
+        raise InvalidValue(
+            f"{path} holds a run that is complete, after {done} rounds: for a new run, give "
+            f"recorded(...) another name, or none; to continue this run, replace num_rounds="
+            f"{num_rounds} by a number above {done}"
+        )
+
+
+def _method(strategy: Strategy) -> str:
+    """Return a name for the run of a strategy; hyphens join its parts.
+
+    The parts are the name of the wrapper, if there is one, the name of the method and, for
+    `Hosted`, the name of Flower's strategy.
+    """
+    base = getattr(strategy, "base", None)
+    if base is not None:
+        return f"{type(strategy).__name__}-{_method(base)}"
+    if not isinstance(strategy, FederatedStrategy):
+        return type(strategy).__name__
+    method = strategy.method
+    return method.name if method.label == method.name else f"{method.name}-{method.label}"
+
+
+def _identity(strategy: Strategy, base: FederatedStrategy, arrays: ArrayRecord) -> dict[str, Any]:
+    """Return the settings that identify a run: plan, model, options and training.
+
+    A resumed run must have the same ones, so each is a number, or a text that is the same in every
+    process.
+    """
+    run, method, options = base.run, base.method, base.run.options
+    plan, of_method = _fields(run.plan), dict[str, Any]()
+    for name, value in _fields(method).items():
+        if not isinstance(value, LocalTraining):
+            of_method[name] = value
+        # A ClientApp that does not use this package defines its own training.
+        elif not method.any_client_app or value != LocalTraining():
+            of_method[f"training-{name}"] = value
+    identity = {
+        "plan": type(run.plan).__name__,
+        "planned-rounds": plan.pop("rounds", 0),
+        **plan,
+        "parameters": sum(array.numpy().size for array in arrays.values()),
+        **of_method,
+        "stragglers": options.stragglers,
+        "seed": options.seed or 0,
+        "seeded-noise": options.seeded_noise,
+        "evaluate-every": options.evaluate_every,
+        "training-loss": options.training_loss,
+        "diagnostics": options.diagnostics,
+        "frozen": options.frozen,
+        "coefficient": getattr(strategy, "coefficient", None),
+    }
+    settings = {name.replace("_", "-"): _plain(value) for name, value in identity.items()}
+    return {name: value for name, value in settings.items() if value != ""}
+
+
+def _fields(value: Any) -> dict[str, Any]:
+    """Return the settings of an object, by name.
+
+    The settings of a dataclass are its fields. The settings of any other object, such as one of
+    Flower's strategies, are those attributes that are numbers or texts.
+    """
+    if is_dataclass(value):
+        return {field.name: getattr(value, field.name) for field in fields(value)}
+    attributes = getattr(value, "__dict__", {})
+    return {n: part for n, part in attributes.items() if isinstance(part, int | float | str)}
+
+
+def _plain(value: Any) -> str | int | float | bool:
+    """Describe a value by a number or a text that is the same in every process.
+
+    None becomes an empty text. The text for any other object has its name and settings, but not its
+    address in memory.
+    """
+    if isinstance(value, Enum):
+        return _plain(value.value)
+    if isinstance(value, str | int | float | bool):
+        return value
+    if value is None:
+        return ""
+    if isinstance(value, tuple | list):
+        return ", ".join(str(_plain(part)) for part in value)
+    if parts := _fields(value):
+        plain_parts = {name: _plain(part) for name, part in parts.items()}
+        texts = (f"{name}={plain}" for name, plain in plain_parts.items() if plain != "")
+        return f"{type(value).__name__}({', '.join(texts)})"
+    return getattr(value, "__qualname__", type(value).__name__)

@@ -18,7 +18,7 @@ from flwr.app import ConfigRecord, Message
 
 from flower_ext.errors import InvalidValue
 from flower_ext.federation import records
-from flower_ext.federation.claims import charge, check_training, summary_of
+from flower_ext.federation.claims import charge, summary_of
 from flower_ext.federation.client.client_method import Memory
 from flower_ext.federation.connection import leave_out_withdrawn, rehearse
 from flower_ext.federation.exchange import Content, Requests
@@ -188,7 +188,7 @@ class TrainingRound:
         leave_out_withdrawn(run)
         drawn = run.population.without(drawn, run.spending.withdrawn)
         self._warn_beyond_plan()
-        check_training(run)
+        run.mechanism.check_training(summary_of(run))
         # Write the privacy cost, then the noise, then the units to disk; only then may clients use
         # any data.
         identity = run.release_identity("release", number)
@@ -236,7 +236,7 @@ class TrainingRound:
         run = self.run
         # The ε of a noised sum assumes that nobody knows the cohort, so no seed may determine it.
         secret = run.mechanism.release is not None and not run.repeats
-        rng = secure_generator() if secret else run.generator("cohort", self.number)
+        rng = secure_generator() if secret else run.options.generator("cohort", self.number)
         return run.population.draw(rng)
 
     def _warn_beyond_plan(self) -> None:
@@ -290,18 +290,18 @@ class TrainingRound:
         """Return the entries by which the message asks clients to protect their uploads."""
         run = self.run
         self._protection = run.mechanism.protection(summary_of(run), len(self.cohort.partitions))
-        entries = to_entries(self._protection, seeded_noise=run.seeded_noise)
+        entries = to_entries(self._protection, seeded_noise=run.options.seeded_noise)
         return {"report-size": True, **entries} if run.mechanism.tells_sizes else entries
 
     def _stragglers(self) -> Mapping[int, float]:
         """Return, for each straggler of the cohort, the fraction of its work that it completes."""
         run = self.run
-        if run.stragglers is None:
+        if run.options.stragglers is None:
             return {}
         protects = run.mechanism.delta is not None
-        run.stragglers.check(run.method.training.values(), protects=protects)
-        rng = run.generator("stragglers", self.number)
-        return run.stragglers.draw(self.cohort.partitions, run.population.num_nodes, rng)
+        run.options.stragglers.check(run.method.training.values(), protects=protects)
+        rng = run.options.generator("stragglers", self.number)
+        return run.options.stragglers.draw(self.cohort.partitions, run.population.num_nodes, rng)
 
     def _read(self, reply: Message) -> records.Update:
         run, requests = self.run, self._round.requests

@@ -1,12 +1,12 @@
 """A run: its method, its plan, its sums, and everything that changes between two rounds.
 
-The guarantees of a run are in `claims`, and its files in `run_files`.
+The guarantees of a run are in `claims`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import InitVar, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from flwr.app import ArrayRecord, ConfigRecord
 from flower_ext.errors import InvalidValue
 from flower_ext.federation import records
 from flower_ext.federation.exchange import Clients
-from flower_ext.federation.method import Method, State
+from flower_ext.federation.method import Method, State, groups_under
 from flower_ext.federation.model_checks import shared_arrays
 from flower_ext.federation.population import Population
 from flower_ext.federation.progress import Progress
@@ -25,6 +25,7 @@ from flower_ext.federation.spending import Spending
 from flower_ext.federation.state.checkpoint import BegunRound, Checkpoints
 from flower_ext.federation.state.folder import StateFolder, read_key
 from flower_ext.federation.state.noise_stream import NoiseStream
+from flower_ext.federation.state.sealed import Packed
 from flower_ext.federation.stragglers import Stragglers
 from flower_ext.federation.sums.summation import Summation
 from flower_ext.privacy import (
@@ -44,6 +45,42 @@ from flower_ext.privacy.randomness import derived_seed
 from flower_ext.runs import RunWriter
 from flower_ext.training import matches
 
+MODEL = "model"
+"""Group of the shared model in a checkpoint."""
+_WRAPPER = "wrapper."
+"""Prefix, in a checkpoint, of the groups that a wrapper of the strategy keeps."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StrategyOptions:
+    """Options of a `FederatedStrategy`, whose docstring describes them."""
+
+    seed: int | None
+    seeded_noise: bool
+    evaluate_every: int
+    training_loss: bool
+    diagnostics: bool
+    stragglers: Stragglers | None
+    timeout: float
+    frozen: str
+    state_key_file: Path | None
+
+    def __post_init__(self) -> None:
+        if self.evaluate_every < 0:
+            raise InvalidValue(f"evaluate_every={self.evaluate_every!r}: expected an integer >= 0")
+        if self.seeded_noise and self.seed is None:
+            raise InvalidValue("seeded_noise=True: expected a seed as well; give seed=")
+
+    def generator(self, *path: str | int) -> np.random.Generator:
+        """Return the generator for a purpose: seeded if there is a seed, else secure."""
+        return secure_generator() if self.seed is None else seeded_generator(self.seed, *path)
+
+    def noise(self, *path: str | int) -> NoiseSource:
+        """Return the server's source of noise for a purpose."""
+        if self.seeded_noise and self.seed is not None:
+            return SeededNoise(self.seed, *path)
+        return SecureNoise()
+
 
 @dataclass(kw_only=True, eq=False)
 class Run:
@@ -51,18 +88,13 @@ class Run:
 
     Parameters
     ----------
-    method : Method
     plan : PrivacyPlan
         The plan that the user gave.
     summation : Summation
         Adds up the clients' contributions. Its ``mechanism`` is the privacy mechanism that the
         plan made for the method.
-    population : Population
-        The clients to ask and the units to count.
-    spending : Spending
-    directory, timeout, stragglers, seed, seeded_noise, evaluate_every, training_loss, \
-    diagnostics, frozen, state_key_file
-        As in `FederatedStrategy`; ``directory`` is its ``run``.
+    directory : RunWriter, optional
+        The run writes its files there; without a directory, it writes none.
     """
 
     method: Method
@@ -70,16 +102,8 @@ class Run:
     summation: Summation
     population: Population
     spending: Spending
-    directory: InitVar[RunWriter | None]
-    timeout: InitVar[float]
-    stragglers: Stragglers | None
-    seed: int | None
-    seeded_noise: bool
-    evaluate_every: int
-    training_loss: bool
-    diagnostics: bool
-    frozen: str
-    state_key_file: Path | None
+    options: StrategyOptions
+    directory: RunWriter | None
 
     # What changes between two rounds, in addition to the participations.
     state: State | None = field(default=None, init=False)
@@ -100,16 +124,25 @@ class Run:
     """Number of the last round, which is always evaluated; None outside `RunLoop.start`."""
     stopped: str | None = field(default=None, init=False)
     """The reason why a budget ended the run; None if none did."""
-    _shared: dict[str, tuple[Any, ...]] = field(default_factory=dict, init=False)
-    _stream: NoiseStream | None = field(default=None, init=False)
     companions: dict[str, records.Arrays] = field(default_factory=dict, init=False)
     """Groups of arrays, by name, that a wrapper of the strategy keeps in the run's checkpoints."""
+    _shared: dict[str, tuple[Any, ...]] = field(default_factory=dict, init=False)
 
-    def __post_init__(self, directory: RunWriter | None, timeout: float) -> None:
+    def __post_init__(self) -> None:
         self.spending.check_plan(self.mechanism)
-        self.progress = Progress()
-        self.clients = Clients(self.method.client.name, self.progress, timeout=timeout)
-        self.write_to(directory)
+        self.progress = Progress(self.directory)
+        self.clients = Clients(self.method.client.name, self.progress, timeout=self.options.timeout)
+        self.checkpoints = Checkpoints(self.directory, repeats=self.repeats)
+        self.noise_stream: NoiseStream | None = None
+        mechanism, folder = self.mechanism, None
+        if isinstance(mechanism, SpacedRelease) and mechanism.strategy != StrategyMatrix():
+            if self.directory is not None and not self.repeats:
+                path = self.options.state_key_file
+                key = None if path is None else read_key(path)
+                folder = StateFolder(path=self.directory.path, sync=True, key=key)
+            self.noise_stream = NoiseStream(mechanism.strategy, folder)
+            # A resumed run keeps its first matrix: another computer may find another optimum.
+            self.summation.mechanism = replace(mechanism, strategy=self.noise_stream.matrix)
 
     def shared_part(self, arrays: ArrayRecord) -> records.Arrays:
         """Return the arrays of a model that clients share.
@@ -122,11 +155,11 @@ class Run:
             The first model does not fit the method (see `shared_arrays`), or ``arrays`` are not of
             the same model.
         """
+        personal = self.method.personal
         if not self._shared:
-            first = shared_arrays(arrays, self.method.personal)
+            first = shared_arrays(arrays, personal)
             self.method.check_model(first)
             self._shared = {name: (array.shape, array.dtype) for name, array in first.items()}
-        personal = self.method.personal
         model = {
             name: records.read_array(array)
             for name, array in arrays.items()
@@ -174,18 +207,14 @@ class Run:
     def repeats(self) -> bool:
         """True if a repeated round equals the first attempt, because a seed fixes all draws."""
         noiseless = self.mechanism.delta is None
-        seeded = self.seed is not None and (self.seeded_noise or noiseless)
+        seeded = self.options.seed is not None and (self.options.seeded_noise or noiseless)
         return seeded and self.summation.repeats and self.population.repeats
 
-    def generator(self, *path: str | int) -> np.random.Generator:
-        """Return the generator for a purpose: seeded if the run has a seed, else secure."""
-        return secure_generator() if self.seed is None else seeded_generator(self.seed, *path)
-
-    def noise(self, *path: str | int) -> NoiseSource:
-        """Return the server's source of noise for a purpose."""
-        if self.seeded_noise and self.seed is not None:
-            return SeededNoise(self.seed, *path)
-        return SecureNoise()
+    @property
+    def identity(self) -> Mapping[str, str]:
+        """Names of the run, its method and its directory in the population's account."""
+        name = "" if self.directory is None else self.directory.path.name
+        return {"run": self.checkpoints.run_id, "method": self.method.name, "name": name}
 
     def release_identity(self, kind: str, number: int) -> int | None:
         """Return a number that identifies the ``number``-th release of a kind.
@@ -194,15 +223,15 @@ class Run:
         """
         if not self.repeats:
             return None
-        return derived_seed(self.seed or 0, kind, self.checkpoints.run_id, number)
+        return derived_seed(self.options.seed or 0, kind, self.checkpoints.run_id, number)
 
     def round_noise(self, number: int) -> NoiseSource:
         """Return the server's noise for a training round; call it before asking any client."""
-        fresh = partial(self.noise, "server-noise")
-        if self._stream is None:
+        fresh = partial(self.options.noise, "server-noise")
+        if self.noise_stream is None:
             return fresh(number)
         like = self.mechanism.upload_like(self.model)
-        return self._stream.at(number, like, fresh, repeats=self.repeats)
+        return self.noise_stream.at(number, like, fresh, repeats=self.repeats)
 
     def round_record(self, training_round: int, **more: Any) -> ConfigRecord:
         """Return the record that tells clients the run and the round, with the entries ``more``."""
@@ -210,8 +239,8 @@ class Run:
             {
                 "run": self.checkpoints.run_id,
                 "number": training_round,
-                "seed": self.seed or 0,
-                "diagnostics": self.diagnostics,
+                "seed": self.options.seed or 0,
+                "diagnostics": self.options.diagnostics,
                 **more,
             }
         )
@@ -227,34 +256,60 @@ class Run:
         checkpoints, which lacks the record. `SpacedSampling` is deterministic: drawing again gives
         the cohort to count.
         """
-        if self._stream is not None and self._stream.has_unnoted(self.participations.rounds):
+        stream = self.noise_stream
+        if stream is not None and stream.has_unnoted(self.participations.rounds):
             drawn = self.population.draw(secure_generator())
             size = len(drawn.partitions)
             self.population.count_abandoned(drawn.units, size, requests=size)
 
-    def write_to(self, directory: RunWriter | None) -> None:
-        """Let a run that has not begun write its files to ``directory``.
+    # Checkpoints --------------------------------------------------------------------------------
 
-        If ``directory`` is None, the run writes no files.
-        """
-        self.progress.directory = directory
-        self.checkpoints = Checkpoints(directory, repeats=self.repeats)
-        self._open_stream(directory)
-        self.spending.repeatable = self.repeats
-        self.spending.identity = {
-            "run": self.checkpoints.run_id,
-            "method": self.method.name,
-            "name": "" if directory is None else directory.path.name,
+    def save(self, server_round: int, model: records.Arrays) -> None:
+        """Write a checkpoint after a round: everything that changes between two rounds."""
+        values = {
+            "round": server_round,
+            "participations": self.participations.to_dict(),
+            "num_examples": [*self.num_examples.items()],  # JSON has no integers as keys
+            "client_metrics": [*self.client_metrics.items()],
+            "remembered": [*self.remembered.items()],
+            "refusals": self.clients.refusals,
+            "mechanism": self.mechanism.state,
+            "plan": self._terms(),
         }
+        groups = {
+            MODEL: model,
+            **(self.state or State()).groups(),
+            **self.summation.state(),
+            **{_WRAPPER + name: group for name, group in self.companions.items()},
+        }
+        self.checkpoints.save(server_round, values, groups)
 
-    def _open_stream(self, directory: RunWriter | None) -> None:
-        """Begin the correlated noise of a run, or continue it in a resumed run."""
-        mechanism, folder = self.mechanism, None
-        if not isinstance(mechanism, SpacedRelease) or mechanism.strategy == StrategyMatrix():
-            return
-        if directory is not None and not self.repeats:
-            key = None if self.state_key_file is None else read_key(self.state_key_file)
-            folder = StateFolder(path=directory.path, sync=True, key=key)
-        self._stream = NoiseStream(mechanism.strategy, folder)
-        # A resumed run keeps its first matrix: another computer may find another optimum.
-        self.summation.mechanism = replace(mechanism, strategy=self._stream.matrix)
+    def restore(self, kept: Packed) -> None:
+        """Restore a checkpoint, except for the state of the sums.
+
+        Raises
+        ------
+        InvalidValue
+            The run began under another plan or with another model.
+        """
+        values = kept.values
+        self.check_model(kept.arrays[MODEL])
+        if values["plan"] != self._terms():
+            raise InvalidValue(
+                f"plan={self.plan.describe()!r} of a resumed run: expected the plan with which it "
+                f"began, {values['plan'][0]!r}, because the guarantee counts all rounds under one "
+                "plan; begin a new run"
+            )
+        self.population.participations = Participations.from_dict(values["participations"])
+        self.num_examples = dict(values["num_examples"])
+        self.client_metrics = dict(values["client_metrics"])
+        self.remembered = dict(values["remembered"])
+        self.clients.refusals.extend(values["refusals"])
+        self.summation.mechanism = self.mechanism.restored(values["mechanism"])
+        self.state = State.of_groups(kept.arrays)
+        self.companions = groups_under(_WRAPPER, kept.arrays)
+
+    def _terms(self) -> list[Any]:
+        # A resumed run must have the same plan and release.
+        release = self.mechanism.release
+        return [self.plan.describe(), None if release is None else release.to_dict()]

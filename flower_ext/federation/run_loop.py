@@ -14,13 +14,12 @@ from flwr.serverapp.strategy import Result, Strategy
 
 from flower_ext.federation import records
 from flower_ext.federation._flower_private import replies
-from flower_ext.federation.claims import spent_by
+from flower_ext.federation.claims import save_guarantees, spent_by
 from flower_ext.federation.connection import connect
 from flower_ext.federation.query_round import QueryRound
 from flower_ext.federation.replies import RefusedReply, read_answer
 from flower_ext.federation.roster import FederationNotReady
-from flower_ext.federation.run import Run
-from flower_ext.federation.run_files import MODEL, restore, save, save_guarantees
+from flower_ext.federation.run import MODEL, Run
 from flower_ext.privacy import BudgetExhausted
 from flower_ext.privacy.mechanisms.updates import require_finite
 
@@ -110,7 +109,7 @@ class RunLoop:
         # checkpoint.
         run.progress.row["seconds"] = time.monotonic() - started
         run.progress.end(server_round, run.last_round or server_round)
-        save(run, server_round, records.to_arrays(result.arrays))
+        run.save(server_round, records.to_arrays(result.arrays))
 
     def _ask_first_queries(self, server_round: int) -> None:
         """Ask the queries with the schedule "first", before the first training round."""
@@ -169,7 +168,7 @@ class RunLoop:
             if self._evaluate(last):
                 run.progress.row |= spent_by(run)
                 run.progress.add(last)
-                save(run, last, records.to_arrays(self.result.arrays))
+                run.save(last, records.to_arrays(self.result.arrays))
         save_guarantees(run)
 
     @contextmanager
@@ -206,7 +205,7 @@ class RunLoop:
         LedgerCorrupt
             The ledger lacks releases that were made.
         """
-        run, directory = self.run, self.run.checkpoints.directory
+        run, directory = self.run, self.run.directory
         if directory is None or not directory.resumed:
             return initial, 0
         kept = run.checkpoints.newest()
@@ -214,15 +213,14 @@ class RunLoop:
         if kept is not None:
             done = int(kept.values["round"])
             arrays = records.to_record(kept.arrays[MODEL])
-            run.check_model(kept.arrays[MODEL])
             is_unfinished = done < self.num_rounds  # a finished run needs no clients
-            restore(run, kept)
+            run.restore(kept)
             # Connect before restoring the sums: each sum keeps the larger privacy cost, of the new
             # set-up or of the checkpoint.
             if is_unfinished:
                 connect(run, self.grid, arrays)
             run.summation.restore(kept.arrays)
-            run.population.resume()
+            run.population.forget_order()
         # Whatever the server began after the checkpoint may have reached clients, so it counts.
         abandoned = run.checkpoints.abandoned(after=run.participations.rounds)
         for begun in abandoned:

@@ -7,6 +7,7 @@ is in `round` and `query_round`, and is the same for every method.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from logging import getLogger
 from pathlib import Path
 from typing import final
@@ -17,13 +18,13 @@ from flwr.serverapp.strategy import Result, Strategy
 
 from flower_ext.errors import InvalidValue
 from flower_ext.federation import records
-from flower_ext.federation.claims import check_training, guarantees_of, spent_by
+from flower_ext.federation.claims import guarantees_of, spent_by, summary_of
 from flower_ext.federation.connection import connect
 from flower_ext.federation.method import Method
 from flower_ext.federation.population import Population
 from flower_ext.federation.query_round import QueryRound, ReportedScores, evaluation
 from flower_ext.federation.round import TrainingRound
-from flower_ext.federation.run import Run
+from flower_ext.federation.run import Run, StrategyOptions
 from flower_ext.federation.run_loop import RunLoop
 from flower_ext.federation.spending import Spending
 from flower_ext.federation.stragglers import Stragglers
@@ -53,9 +54,9 @@ class FederatedStrategy(Strategy):
         Returns the object that adds up the contributions of a round, as `weighted_sum` does. By
         default the server adds up uploads; they are masked if the plan's ``noise_placement`` is a
         `SecureSum`.
-    run : RunWriter, optional
-        Directory for metrics and checkpoints. If it was resumed, ``start`` continues from its last
-        checkpoint.
+    directory : RunWriter, optional
+        Run directory for metrics and checkpoints. If it was resumed, ``start`` continues from its
+        last checkpoint.
     ledger : Ledger, optional
         Durable record of every release of a `ReleasePlan`. The run stops when the ledger's budget
         is spent.
@@ -109,7 +110,7 @@ class FederatedStrategy(Strategy):
         plan: PrivacyPlan,
         *,
         sum: Callable[[RoundMechanism], Summation] | None = None,
-        run: RunWriter | None = None,
+        directory: RunWriter | None = None,
         ledger: Ledger | None = None,
         budget: Budget | None = None,
         seed: int | None = None,
@@ -124,12 +125,21 @@ class FederatedStrategy(Strategy):
         frozen: str = "",
         state_key_file: Path | None = None,
     ) -> None:
-        if evaluate_every < 0:
-            raise InvalidValue(f"evaluate_every={evaluate_every!r}: expected an integer >= 0")
-        if seeded_noise and seed is None:
-            raise InvalidValue("seeded_noise=True: expected a seed as well; give seed=")
+        options = StrategyOptions(
+            seed=seed,
+            seeded_noise=seeded_noise,
+            evaluate_every=evaluate_every,
+            training_loss=training_loss,
+            diagnostics=diagnostics,
+            stragglers=stragglers,
+            timeout=timeout,
+            frozen=frozen,
+            state_key_file=state_key_file,
+        )
         method.check(plan)
-        summation = (sum or _usual_sum)(method.mechanism(plan))
+        mechanism = method.mechanism(plan)
+        usual_sum = MaskedSum if isinstance(mechanism, MaskedNoisedSum) else PlainSum
+        summation = (sum or usual_sum)(mechanism)
         summation.check(method.traits, diagnostics=diagnostics)
         self.method = method
         self.run = Run(
@@ -138,18 +148,10 @@ class FederatedStrategy(Strategy):
             summation=summation,
             population=population or method.population(plan, summation),
             spending=Spending(ledger=ledger, budget=budget, exposed=tuple(exposed)),
-            directory=run,
-            timeout=timeout,
-            stragglers=stragglers,
-            seed=seed,
-            seeded_noise=seeded_noise,
-            evaluate_every=evaluate_every,
-            training_loss=training_loss,
-            diagnostics=diagnostics,
-            frozen=frozen,
-            state_key_file=state_key_file,
+            options=options,
+            directory=directory,
         )
-        check_training(self.run)
+        self.run.mechanism.check_training(summary_of(self.run))
         evaluation(self.run, 0)  # refuses scores that do not fit the plan
         self.training_round: TrainingRound | None = None
         """The newest training round; None before the first."""
@@ -187,7 +189,7 @@ class FederatedStrategy(Strategy):
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
         """Ask every client for scores, in rounds that evaluate and in the last round."""
-        run, every = self.run, self.run.evaluate_every
+        run, every = self.run, self.run.options.evaluate_every
         self._evaluation = None
         if every == 0 or (server_round % every and server_round != run.last_round):
             return []
@@ -280,6 +282,38 @@ class FederatedStrategy(Strategy):
         )
         return loop.start(initial_arrays)
 
+    def record_in(self, directory: RunWriter, *, limit: Budget | None = None) -> None:
+        """Let the run, which has not begun, write its files and its ledger to ``directory``.
+
+        Parameters
+        ----------
+        directory : RunWriter
+        limit : Budget, optional
+            Budget of the new ledger. A plan that makes no releases has no ledger: ``limit`` then
+            becomes the budget of the run, unless the run has one already.
+
+        Raises
+        ------
+        InvalidValue
+            The run writes to another directory already, or has begun.
+        """
+        run, spending = self.run, self.run.spending
+        if run.directory is not None:
+            raise InvalidValue(
+                f"directory={str(run.directory.path)!r}: the strategy already writes to this "
+                "directory; create the strategy without the option directory="
+            )
+        if run.participations.rounds:
+            raise InvalidValue(
+                f"strategy={run.method.name}: expected a strategy that has not run yet; create a "
+                "new one for a new run"
+            )
+        if run.mechanism.release is None:
+            spending = replace(spending, budget=spending.budget or limit)
+        elif spending.ledger is None:
+            spending = replace(spending, ledger=directory.open_ledger(budget=limit))
+        self.run = replace(run, directory=directory, spending=spending)
+
     # What a run leaves ----------------------------------------------------------------------
 
     def guarantees(self) -> list[Guarantee]:
@@ -317,10 +351,6 @@ class FederatedStrategy(Strategy):
     def client_metrics(self) -> dict[int, dict[str, float]]:
         """Newest scores by partition."""
         return self.run.client_metrics
-
-
-def _usual_sum(mechanism: RoundMechanism) -> Summation:
-    return MaskedSum(mechanism) if isinstance(mechanism, MaskedNoisedSum) else PlainSum(mechanism)
 
 
 def _numbered(config: ConfigRecord, server_round: int) -> ConfigRecord:

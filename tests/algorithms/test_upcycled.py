@@ -438,10 +438,14 @@ def test_even_rounds_of_flowers_strategies_send_nothing_to_train(base):
 @pytest.mark.parametrize(
     "base",
     [
-        lambda run: private(DPFedAvg, run=run, evaluate_every=1),
-        lambda run: private(DP2FedSAM, run=run, evaluate_every=1),
-        lambda run: FederatedStrategy(Scaffold(local=FAST), PLAIN, seed=1, run=run),
-        lambda run: FederatedStrategy(Hosted(FedAvg(), local=FAST), PLAIN, seed=1, run=run),
+        lambda directory: private(DPFedAvg, directory=directory, evaluate_every=1),
+        lambda directory: private(DP2FedSAM, directory=directory, evaluate_every=1),
+        lambda directory: FederatedStrategy(
+            Scaffold(local=FAST), PLAIN, seed=1, directory=directory
+        ),
+        lambda directory: FederatedStrategy(
+            Hosted(FedAvg(), local=FAST), PLAIN, seed=1, directory=directory
+        ),
     ],
     ids=["DP-FedAvg", "DP2-FedSAM", "SCAFFOLD", "Hosted"],
 )
@@ -542,7 +546,9 @@ def test_rounds_go_on_until_the_budget_ends_and_the_last_model_is_the_result(aff
 
     budget = Budget(epsilon=(epsilon(affordable) + epsilon(affordable + 1)) / 2, delta=0.1)
     run = RunWriter.create(tmp_path / "run", {})
-    base = private(DPFedAvg, plan=plan, ledger=Ledger(run.ledger_path, budget=budget), run=run)
+    base = private(
+        DPFedAvg, plan=plan, ledger=Ledger(run.ledger_path, budget=budget), directory=run
+    )
     grid, strategy = recorder(), Upcycled(base, 0.5)
     models = models_of_ours(strategy, rounds=20, grid=grid)
 

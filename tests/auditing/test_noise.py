@@ -289,9 +289,9 @@ def models_of(name, folder=None, *, rounds=ROUNDS, **options):
         wide = records.to_arrays(arrays).items()
         models[number] = {n: array.astype(np.float64) / stddev for n, array in wide}
 
-    def start(run=None):
+    def start(directory=None):
         strategy = strategy_of(
-            DPFedAvg, plan=plan, local=ONE_STEP, evaluate_every=0, run=run, **options
+            DPFedAvg, plan=plan, local=ONE_STEP, evaluate_every=0, directory=directory, **options
         )
         app = DPFedAvg.client_app(still(name), allow_seeded_noise=True)
         nodes = Losing(app, CLIENTS)

@@ -181,7 +181,7 @@ def run_case(case: Case, rounds: int, *, flood: int, seed: int) -> Outcome:
             seed=SEED,
             seeded_noise=True,
             evaluate_every=20,
-            run=RunWriter.create(Path(folder) / "run", {}),
+            directory=RunWriter.create(Path(folder) / "run", {}),
         )
         if isinstance(strategy.run.plan, ReleasePlan):
             strategy.run.spending.ledger = ledger

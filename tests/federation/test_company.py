@@ -248,7 +248,9 @@ def test_no_error_tells_of_a_record_in_replies_refusals_or_files(odd, engine, tm
 
     sgd = LocalTraining(epochs=1, batch_size=8)
     run = RunWriter.create(tmp_path / "run", {"method": "dp-ditto", "dataset": "digits"})
-    strategy = FederatedStrategy(DPDitto(local=sgd, personal_training=sgd), record_plan(), run=run)
+    strategy = FederatedStrategy(
+        DPDitto(local=sgd, personal_training=sgd), record_plan(), directory=run
+    )
     task = Task(model=Net, data=data, device="cpu")
     grid, replies = engine(DPDitto.client_app(task)), []
     plainly = grid.send_and_receive

@@ -183,10 +183,10 @@ def test_options_are_those_of_the_settings_and_the_task(tmp_path):
     frozen = Task(model=Net, data=client_data, trainable=("head",), device="cpu")
     settings = {"seeded-noise": True, "seed": 3, "evaluate-every": 2, "connect-timeout": 9}
     run = started(tmp_path / "run", fedavg, trained=frozen, **settings).run
-    assert (run.seed, run.seeded_noise, run.evaluate_every) == (3, True, 2)
+    assert (run.options.seed, run.options.seeded_noise, run.options.evaluate_every) == (3, True, 2)
     assert run.clients.timeout == 9
     assert run.spending.budget is None
-    assert run.frozen == frozen.fingerprint
+    assert run.options.frozen == frozen.fingerprint
 
 
 def test_a_setting_that_an_app_leaves_out_is_what_a_strategy_takes_by_default(tmp_path):

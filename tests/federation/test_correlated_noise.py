@@ -155,7 +155,7 @@ def test_a_secure_run_counts_what_was_begun_and_goes_on_after_it(tmp_path):
     assert stat.S_IMODE(state.stat().st_mode) == 0o600
     _, strategy = play(tmp_path, **options)
     assert strategy.participations.rounds == 6
-    assert strategy.run._stream._number == 6
+    assert strategy.run.noise_stream._number == 6
     state.unlink()
     with pytest.raises(InvalidValue, match="of round 0: expected round 6"):
         play(tmp_path, rounds=6, **options)
@@ -179,7 +179,7 @@ def test_secret_noise_is_in_no_other_file_of_the_run(tmp_path):
     options = {"method": DPFedAvg, "local": SGD, "memory": False, "seeded_noise": False}
     options["plan"] = plan(SpacedSampling(CLIENTS, 1, 2, 3), 5, CorrelatedNoise())
     _, strategy = play(tmp_path, **options)
-    noise = strategy.run._stream._past.latest
+    noise = strategy.run.noise_stream._past.latest
     needles = [
         array.ravel()[:1].astype(kind).tobytes() for array in noise.values() for kind in "fd"
     ]
@@ -320,5 +320,5 @@ def test_upcycled_rounds_that_ask_nobody_use_no_place_of_the_noise():
     strategy = Upcycled(base, coefficient=0.5)
     grid = InProcessGrid(DPFedAvg.client_app(task), 4)
     strategy.start(grid, ArrayRecord(task.initial_params(0)), num_rounds=6)
-    assert base.run._stream._number == base.participations.rounds < 6
+    assert base.run.noise_stream._number == base.participations.rounds < 6
     assert math.isfinite(base.guarantees()[0].epsilon)

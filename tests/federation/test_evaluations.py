@@ -286,7 +286,7 @@ def test_no_client_changes_the_score_of_another_by_a_single_bit(monkeypatch):
 
 def test_an_evaluation_that_was_asked_for_and_never_finished_counts_when_the_run_goes_on(tmp_path):
     run_ = RunWriter.create(tmp_path / "run", {})
-    strategy = scored(run=run_, ledger=run_.open_ledger(), seeded_noise=False)
+    strategy = scored(directory=run_, ledger=run_.open_ledger(), seeded_noise=False)
 
     class Dying(Recorder):
         def send_and_receive(self, messages, *, timeout=None):
@@ -306,7 +306,7 @@ def test_an_evaluation_that_was_asked_for_and_never_finished_counts_when_the_run
     assert strategy.participations.answers["scores"] == 2
     run_.close()
     again = RunWriter.resume(tmp_path / "run")
-    second = scored(run=again, ledger=again.open_ledger(), seeded_noise=False)
+    second = scored(directory=again, ledger=again.open_ledger(), seeded_noise=False)
     run(second, rounds=3)
     assert (
         second.participations.answers["scores"] == 1 + 1 + 2

@@ -71,7 +71,7 @@ def test_an_answer_is_the_sum_of_all_clients_vectors_but_for_noise_of_the_size_t
 
 def test_the_answer_is_among_the_metrics_of_the_first_round(tmp_path):
     directory = RunWriter.create(tmp_path / "run", {})
-    strategy = asking(run=directory)
+    strategy = asking(directory=directory)
     run(strategy, rounds=2)
     first, second = directory.metrics()
     assert first["label_0"] == strategy.answers["labels"]["label_0"]
@@ -141,9 +141,9 @@ def test_an_app_that_does_not_know_a_query_says_how_to_add_it():
 
 def test_a_resumed_run_does_not_ask_again(tmp_path):
     directory = RunWriter.create(tmp_path / "run", {})
-    run(asking(run=directory, seeded_noise=False), rounds=1)
+    run(asking(directory=directory, seeded_noise=False), rounds=1)
     directory.close()
-    again = asking(run=RunWriter.resume(tmp_path / "run"), seeded_noise=False)
+    again = asking(directory=RunWriter.resume(tmp_path / "run"), seeded_noise=False)
     run(again, rounds=2)
     assert again.participations.answers == {"labels": 1}
     assert again.participations.rounds == 2

@@ -11,9 +11,9 @@ from flower_ext.algorithms import DPFedAvg
 from flower_ext.federation import (
     FederatedStrategy,
     InProcessGrid,
+    node_settings,
     record,
     recorded_run,
-    settings_of,
 )
 from flower_ext.privacy import Budget, FullParticipation, Ledger, NonPrivatePlan, ReleasePlan
 from flower_ext.runs import NotARun, RunDirectory
@@ -44,7 +44,7 @@ def recorded(path: Path, plan, *, rounds: int = 2, budget: Budget | None = None,
     with recorded_run(config_of(path, **config), "toy") as run:
         ledger = None if budget is None else Ledger(run.ledger_path, budget=budget)
         strategy = FederatedStrategy(
-            DPFedAvg(local=LocalTraining(epochs=1)), plan, ledger=ledger, run=run, timeout=5.0
+            DPFedAvg(local=LocalTraining(epochs=1)), plan, ledger=ledger, directory=run, timeout=5.0
         )
         grid = InProcessGrid(DPFedAvg.client_app(task()), num_clients=CLIENTS)
         start = ArrayRecord(task().initial_params(0))
@@ -109,7 +109,7 @@ def test_refused_replies_are_in_the_summary(tmp_path):
             seed=1,
             seeded_noise=True,
             evaluate_every=0,
-            run=run,
+            directory=run,
         )
         app = DPFedAvg.client_app(task(), allow_seeded_noise=True)
         grid = InProcessGrid(app, num_clients=CLIENTS)
@@ -197,7 +197,7 @@ def test_a_node_s_owner_says_where_its_data_are_and_nothing_else():
     node = {"partition-id": 0, "data-folder": "/srv/data", "rounds": 99}
 
     def settings(node_config):
-        return settings_of(
+        return node_settings(
             RunSettings,
             Context(
                 run_id=1,
@@ -216,7 +216,7 @@ def test_a_node_s_owner_says_where_its_data_are_and_nothing_else():
 def test_a_device_that_a_node_does_not_have_is_a_client_that_fails_and_is_reported(tmp_path):
     with recorded_run(config_of(tmp_path / "run"), "toy") as run:
         strategy = FederatedStrategy(
-            DPFedAvg(local=LocalTraining(epochs=1)), private_plan(), run=run, evaluate_every=0
+            DPFedAvg(local=LocalTraining(epochs=1)), private_plan(), directory=run, evaluate_every=0
         )
         grid = InProcessGrid(DPFedAvg.client_app(task()), num_clients=CLIENTS)
         grid.contexts[1000].node_config["device"] = "nonsense"

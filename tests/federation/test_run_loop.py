@@ -81,7 +81,7 @@ def test_a_step_that_is_not_finite_ends_the_run_at_its_round_and_spends_no_more(
 ):
     run = RunWriter.create(tmp_path / "run", {})
     ledger = Ledger(tmp_path / "ledger.jsonl")
-    strategy = strategy_of(method, plan=noised(), run=run, ledger=ledger, **OPTIONS)
+    strategy = strategy_of(method, plan=noised(), directory=run, ledger=ledger, **OPTIONS)
     with pytest.raises(ValueError, match=f"{said} in round 2: expected finite"):
         started(strategy)
     assert strategy.participations.rounds == 2

@@ -42,7 +42,9 @@ def run_of(folder: Path, budget: Budget, *, rounds=2, plan=PLAN, method=DPFedAvg
     begun = (folder / "run.json").exists()
     run = RunWriter.resume(folder) if begun else RunWriter.create(folder, config={})
     try:
-        strategy = strategy_of(method, plan=plan, budget=budget, run=run, timeout=5.0, **options)
+        strategy = strategy_of(
+            method, plan=plan, budget=budget, directory=run, timeout=5.0, **options
+        )
         grid = InProcessGrid(method.client_app(task()), num_clients=CLIENTS)
         strategy.start(grid, ArrayRecord(task().initial_params(0)), num_rounds=rounds)
     finally:

@@ -347,7 +347,7 @@ def test_bad_replies_are_refused_counted_and_dropouts_for_the_plan(tmp_path):
         DPFedAvg(local=FAST),
         plan(sampling=FullParticipation(CLIENTS)),
         ledger=ledger,
-        run=(run := RunWriter.create(tmp_path / "run", {})),
+        directory=(run := RunWriter.create(tmp_path / "run", {})),
     )
     before = initial()
     result = strategy.start(grid, before, num_rounds=1)
@@ -393,7 +393,14 @@ def test_with_seeded_noise_every_release_is_on_the_ledger_whoever_makes_it(tmp_p
         return strategy_of(DPFedAvg, **{**options, "seeded_noise": True, **how})
 
     twice = strategy()
-    runs = [twice, twice, strategy(), strategy(seed=2), strategy(run=run), strategy(run=run)]
+    runs = [
+        twice,
+        twice,
+        strategy(),
+        strategy(seed=2),
+        strategy(directory=run),
+        strategy(directory=run),
+    ]
     for number, one in enumerate(runs, start=1):
         one.start(grid_of(average_app()), initial(), num_rounds=2)
         assert ledger.releases == 2 * number
@@ -771,7 +778,7 @@ def test_where_a_budget_stops_a_run_its_guarantee_covers_all_releases(tmp_path):
         DPFedAvg(local=FAST),
         plan(),
         budget=Budget(epsilon=spent + 1e-6, delta=0.1),
-        run=run,
+        directory=run,
         evaluate_every=3,
     )
     strategy.start(grid_of(DPFedAvg.client_app(task())), initial(), num_rounds=9)
@@ -816,7 +823,11 @@ def test_a_run_that_once_had_an_answer_goes_on_whatever_is_refused(tmp_path, rou
         with contextlib.closing(run):
             everyone = FullParticipation(CLIENTS)
             strategy = FederatedStrategy(
-                DPFedAvg(local=FAST), plan(sampling=everyone), seed=1, seeded_noise=True, run=run
+                DPFedAvg(local=FAST),
+                plan(sampling=everyone),
+                seed=1,
+                seeded_noise=True,
+                directory=run,
             )
             strategy.start(grid, initial(), num_rounds=rounds)
         return strategy

@@ -69,7 +69,9 @@ def run_of(folder: Path, given: Budget, *, plan, rounds=2, method=DPFedAvg, stat
     run = RunWriter.resume(folder) if begun else RunWriter.create(folder, config={})
     settings = {"state-folder": str(state)} if state else {}
     try:
-        strategy = strategy_of(method, plan=plan, budget=given, run=run, timeout=5.0, **options)
+        strategy = strategy_of(
+            method, plan=plan, budget=given, directory=run, timeout=5.0, **options
+        )
         app = method.client_app(task(), allow_seeded_noise=True)
         grid = Watching(app, CLIENTS, settings)
         strategy.start(grid, ArrayRecord(task().initial_params(0)), num_rounds=rounds)

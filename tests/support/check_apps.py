@@ -457,7 +457,7 @@ FAULTS = {
         "foreign-parts",
         {
             "strategy": PLANNED
-            + "strategy.run.noise = type(strategy.run).noise.__get__(strategy.run)"
+            + "strategy.run.round_noise = type(strategy.run).round_noise.__get__(strategy.run)"
         },
     ),
     "everybody_asked_in_the_place_of_a_sample": (

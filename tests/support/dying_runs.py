@@ -57,7 +57,7 @@ def play(
     }
     with recorded_run({**config, "rounds": first_config(config)["rounds"]}, "toy") as run:
         ledger = run.open_ledger(budget=budget) if ledger else None
-        strategy = strategy_of(method, run=run, ledger=ledger, budget=run_budget, **facts)
+        strategy = strategy_of(method, directory=run, ledger=ledger, budget=run_budget, **facts)
         settings = {"state-folder": str(folder / "state")} if memory else {}
         grid = (engine or DyingGrid)(
             strategy.method.client_app(task(), allow_seeded_noise=True), CLIENTS, settings

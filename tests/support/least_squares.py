@@ -114,7 +114,7 @@ def start(build, rounds, folder, dies_in=None):
     """Do as `play`, in a run directory that may be resumed; ``build`` returns the strategy."""
     config = {"run-directory": str(folder / "run"), "resume": True}
     with recorded_run(config, "toy") as run:
-        strategy = build(run=run)
+        strategy = build(directory=run)
         return strategy, *play(strategy, rounds, folder=folder / "state", dies_in=dies_in)
 
 

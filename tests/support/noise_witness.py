@@ -128,7 +128,7 @@ def _play(trial: Trial, write: int, after: bool) -> None:
             seed=1,
             seeded_noise=trial.seeded,
             evaluate_every=0,
-            run=run,
+            directory=run,
             ledger=run.open_ledger(),
         )
 

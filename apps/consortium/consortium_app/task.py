@@ -16,7 +16,7 @@ from consortium_app.tables import Table, num_users_of, table_of
 from flower_ext.data import Examples, SiloData
 from flower_ext.data.linkage import read_key
 from flower_ext.errors import InvalidValue, knowing_no_data, tellable
-from flower_ext.federation import settings_of
+from flower_ext.federation import node_settings
 from flower_ext.metrics import roc_auc
 from flower_ext.privacy import seeded_generator
 from flower_ext.runs.settings import UnfitSetting
@@ -31,7 +31,7 @@ RISK, CORRECT, BIAS = "risk", "correct", "bias"
 
 def task_of(context: Context) -> Task:
     """Return the task of a run, for its silos and its server alike."""
-    settings = settings_of(Settings, context)
+    settings = node_settings(Settings, context)
     if settings.method == "statistics":
         return statistics_task(joint_of(settings), partial(whole_table, settings))
     if settings.method == "scores":
@@ -46,7 +46,7 @@ def task_of(context: Context) -> Task:
 
 def silo_task_of(context: Context) -> Task:
     """Return a silo's task, with the key by which silos draw users."""
-    settings, task = settings_of(Settings, context), task_of(context)
+    settings, task = node_settings(Settings, context), task_of(context)
     if settings.draws != "silos":
         return task
     with knowing_no_data():

@@ -15,7 +15,7 @@ from torch.nn import functional
 from demo_app.settings import Settings
 from flower_ext.data import ClientData, Examples, load, split
 from flower_ext.errors import InvalidValue
-from flower_ext.federation import settings_of
+from flower_ext.federation import node_settings
 from flower_ext.privacy import seeded_generator
 from flower_ext.training import Task
 from flower_ext.training.models import build
@@ -32,7 +32,7 @@ TEST_SHARE, MOST_TESTS = 0.2, 500
 
 def task_of(context: Context) -> Task:
     """Return the task of a run, for its clients and its server alike."""
-    settings = settings_of(Settings, context)
+    settings = node_settings(Settings, context)
     return Task(
         model=partial(build, f"{settings.dataset}-logistic"),
         data=partial(client_data, settings),

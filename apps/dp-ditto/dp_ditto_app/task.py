@@ -8,7 +8,7 @@ from flwr.app import Context
 
 from dp_ditto_app.settings import Settings
 from flower_ext.data import ClientData, Examples, describe, load, partition, split
-from flower_ext.federation import settings_of
+from flower_ext.federation import node_settings
 from flower_ext.privacy import seeded_generator
 from flower_ext.runs.settings import UnfitSetting
 from flower_ext.training import Task
@@ -26,7 +26,7 @@ DEFAULT_MODELS = {
 
 def task_of(context: Context) -> Task:
     """Return the task of a run, for its clients and its server alike."""
-    settings = settings_of(Settings, context)
+    settings = node_settings(Settings, context)
     dataset, folder = settings.dataset, settings.data_folder
     model = settings.model or DEFAULT_MODELS[dataset]
     classes = describe(dataset).num_classes

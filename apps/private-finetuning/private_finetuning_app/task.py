@@ -11,7 +11,7 @@ from flwr.app import Context
 from torch import nn
 
 from flower_ext.data import ClientData, Examples, SiloData, partition, split
-from flower_ext.federation import settings_of
+from flower_ext.federation import node_settings
 from flower_ext.privacy import seeded_generator
 from flower_ext.runs.settings import absolute_path
 from flower_ext.training import Features, Task
@@ -41,7 +41,7 @@ class Shares:
 
 def task_of(context: Context) -> Task:
     """Return the task of a run, for its clients and its server alike."""
-    settings = settings_of(Settings, context)
+    settings = node_settings(Settings, context)
     source, tune = source_of(settings), settings.tune
     data: Callable[[int], ClientData] = partial(whole_data, source, shares_of(settings))
     if tune == "head" or (tune == "adapter" and source.adapts_features):

@@ -8,7 +8,7 @@ from flwr.app import Context
 from torch import nn
 
 from flower_ext.data import ClientData
-from flower_ext.federation import settings_of
+from flower_ext.federation import node_settings
 from flower_ext.runs.settings import absolute_path
 from flower_ext.training import Task
 from flower_ext.training.models.hugging_face import causal_model, pretrained, with_lora
@@ -30,7 +30,7 @@ METRICS = {"perplexity": perplexity, "accuracy": token_accuracy, "exact_match": 
 
 def task_of(context: Context) -> Task:
     """Return the task of a run, for its clients and its server alike."""
-    settings = settings_of(Settings, context)
+    settings = node_settings(Settings, context)
     base = base_of(settings)
     targets = settings.lora_targets or ("all-linear" if settings.base else TARGETS)
     lora = (settings.lora_rank, settings.lora_only_b, targets)

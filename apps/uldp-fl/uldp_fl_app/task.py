@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from flower_ext.data import SiloData
-from flower_ext.federation import settings_of
+from flower_ext.federation import node_settings
 from flower_ext.metrics import average_precision, concordance_index, roc_auc
 from flower_ext.runs.settings import UnfitSetting
 from flower_ext.training import Task, accuracy, cox_loss
@@ -31,7 +31,7 @@ METRICS: dict[str, Mapping[str, Callable[[Tensor, Tensor], float]]] = {
 
 def task_of(context: Context) -> Task:
     """Return the task of a run, for its silos and its server alike."""
-    settings = settings_of(Settings, context)
+    settings = node_settings(Settings, context)
     dataset = settings.dataset
     info = describe_silos(dataset)
     model = settings.model or info.model

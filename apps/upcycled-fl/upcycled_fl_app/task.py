@@ -6,7 +6,7 @@ from pathlib import Path
 from flwr.app import Context
 
 from flower_ext.data import ClientData, within_unit_ball
-from flower_ext.federation import settings_of
+from flower_ext.federation import node_settings
 from flower_ext.privacy import LocalObjective
 from flower_ext.runs.settings import UnfitSetting
 from flower_ext.training import Task
@@ -30,7 +30,7 @@ LOSSES = {
 
 def task_of(context: Context) -> Task:
     """Return the task of a run, for its clients and its server alike."""
-    settings = settings_of(Settings, context)
+    settings = node_settings(Settings, context)
     facts, model = data_facts(settings), model_name(settings)
     key = (
         settings.dataset,

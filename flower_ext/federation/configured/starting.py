@@ -13,7 +13,6 @@ from flwr.serverapp.strategy import Strategy
 from flower_ext.federation.engines.virtual import clients_of
 from flower_ext.federation.method import Method
 from flower_ext.federation.recording import record, recorded_run
-from flower_ext.federation.run_files import attach
 from flower_ext.federation.strategy import FederatedStrategy
 from flower_ext.privacy import Budget, PrivacyPlan
 from flower_ext.runs.callbacks import Callback
@@ -115,7 +114,7 @@ def start(
                 "run, which cannot change. To train longer under that epsilon, begin a new run: "
                 f"leave out --resume, and give --set rounds={last}"
             )
-        attach(base.run, run, limit=limit)
+        base.record_in(run, limit=limit)
         record(
             run,
             base if wrapper is None else wrapper(base),

@@ -11,14 +11,14 @@ from torch.nn.functional import cross_entropy
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from flower_ext.data import ClientData, Examples
-from flower_ext.federation import settings_of
+from flower_ext.federation import node_settings
 from flower_ext.training import Task
 from flower_ext.training.task import accuracy
 from texts.settings import Settings
 
 
 def task_of(context: Context) -> Task:
-    settings = settings_of(Settings, context)
+    settings = node_settings(Settings, context)
     return Task(
         model=partial(build, settings.base),
         data=partial(data, settings.base, settings.texts, settings.clients),

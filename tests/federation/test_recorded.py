@@ -252,7 +252,7 @@ def test_a_strategy_is_recorded_once(tmp_path):
     grid = InProcessGrid(DPFedAvg.client_app(task()), num_clients=CLIENTS)
     initial = ArrayRecord(task().initial_params(0))
     with pytest.raises(InvalidValue, match="already writes to this directory"):
-        recorded(FederatedStrategy(DPFedAvg(), plan(), run=own), tmp_path / "run").start(
+        recorded(FederatedStrategy(DPFedAvg(), plan(), directory=own), tmp_path / "run").start(
             grid, initial
         )
     strategy = FederatedStrategy(DPFedAvg(), plan(), timeout=5.0)
@@ -263,5 +263,5 @@ def test_a_strategy_is_recorded_once(tmp_path):
 
 def test_the_path_is_known_before_the_first_round_and_may_be_a_text(tmp_path):
     start = recorded(FederatedStrategy(DPFedAvg(), plan()), str(tmp_path / "run"))
-    assert start.run is None
+    assert start.directory is None
     assert not Path(tmp_path / "run").exists()
