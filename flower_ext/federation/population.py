@@ -61,12 +61,9 @@ class Population:
 
     def __init__(self, sampling: Sampling) -> None:
         self.sampling = sampling
-        self.participations = Participations()
-
-    @property
-    def num_nodes(self) -> int:
+        self.num_nodes = sampling.population
         """The number of Flower nodes that take part."""
-        return self.sampling.population
+        self.participations = Participations()
 
     def draw(self, rng: np.random.Generator) -> Cohort:
         """Draw a round's cohort."""
@@ -105,10 +102,9 @@ class Population:
         self.count(units, uploads, requests=requests)
 
     def forget_order(self) -> None:
-        """Adjust the counts once silos may have put their units in a new secret order.
+        """Adjust the counts in a new process, whose silos have a new secret order of the users.
 
-        The server calls this in each new process that continues the run. By default, nothing
-        changes.
+        By default, change nothing.
         """
 
     def equalise_counts(self) -> None:
@@ -132,16 +128,11 @@ class UsersInSilos(Population):
 
     def __init__(self, sampling: Sampling, num_silos: int) -> None:
         super().__init__(sampling)
-        self.num_silos = num_silos
-
-    @property
-    def num_nodes(self) -> int:
-        """The number of silos."""
-        return self.num_silos
+        self.num_nodes = num_silos
 
     def draw(self, rng: np.random.Generator) -> Cohort:
         """Draw users, and return a cohort of these users and all silos."""
-        return self._cohort(self.sampling.draw(rng, self.participations))
+        return replace(super().draw(rng), partitions=range(self.num_nodes))
 
     def leaving(self, withdrawn: Collection[int]) -> frozenset[int]:
         """Return no partition, because a silo stays when one of its users leaves."""
@@ -154,10 +145,6 @@ class UsersInSilos(Population):
     def columns(self, drawn: Cohort) -> Mapping[str, int]:
         """Return the number of drawn users."""
         return {"users": len(drawn.units)}
-
-    def _cohort(self, units: Sequence[int]) -> Cohort:
-        population = self.sampling.population
-        return Cohort(partitions=range(self.num_silos), units=units, population=population)
 
 
 class HiddenUsers(UsersInSilos):
@@ -180,13 +167,11 @@ class HiddenUsers(UsersInSilos):
         self._is_hidden = draw.is_hidden
 
     def draw(self, rng: np.random.Generator) -> Cohort:
-        """Draw indices in the silos' secret order of the users.
-
-        If the silos hide the draw, return a cohort of all users.
-        """
+        """Draw indices in the silos' secret order; if the silos hide the draw, return all users."""
         if not self._is_hidden:
             return super().draw(rng)
-        return self._cohort(range(self.sampling.population))
+        users = range(self.sampling.population)
+        return Cohort(partitions=range(self.num_nodes), units=users, population=len(users))
 
     def without(self, cohort: Cohort, withdrawn: Collection[int]) -> Cohort:
         """Return the whole cohort: the silos, which know the order, leave out users that left."""
@@ -201,7 +186,7 @@ class HiddenUsers(UsersInSilos):
 
         If the silos draw the users, ε depends on the number of rounds, not on that of the uploads.
         """
-        self.participations.record(units, self.num_silos, asked=self.num_silos)
+        super().count(units, self.num_nodes, requests=self.num_nodes)
 
     def count_abandoned(self, units: Sequence[int], uploads: int, *, requests: int) -> None:
         """Count the round for all users alike, because nobody knows any longer whom it drew."""

@@ -51,4 +51,4 @@ def play(
     with suppress(Died):
         result = start.start(grid, initial, num_rounds=rounds)
     assert (result is None) == (dies_in is not None)
-    return RunDirectory.open(start.run.path), strategy, result
+    return RunDirectory.open(start.directory.path), strategy, result
