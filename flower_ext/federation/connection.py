@@ -32,12 +32,7 @@ _BEFORE_OURS = (
 def connect(run: Run, grid: Grid, arrays: ArrayRecord) -> None:
     """Store ``arrays`` as the model to send. At the first call, connect to the clients, too.
 
-    Raises
-    ------
-    FederationNotReady
-        The connected nodes are not those that the plan counts on, or a node cannot take part.
-    InvalidValue
-        The model does not fit the method, or the clients do not fit the plan.
+    Refuse a model that does not fit the method, and nodes that do not fit the plan.
     """
     run.model = run.shared_part(arrays)
     run.clients.grid = grid
@@ -55,7 +50,11 @@ def connect(run: Run, grid: Grid, arrays: ArrayRecord) -> None:
             if mechanism.delta is not None:
                 refuse_tied(arrays)
         elif run.options.frozen:
-            _check_frozen(run)
+            # Refuse a node whose base model, which no client trains, is not the server's. Simulated
+            # nodes share one copy, so ask only one of them.
+            asked = [*run.clients.nodes][: 1 if in_simulation() else None]
+            frozen = {records.FROZEN: ConfigRecord({"fingerprint": run.options.frozen})}
+            run.clients.query(dict.fromkeys(asked, frozen), read_answer)
         connected = Connected(
             clients=run.clients,
             summation=run.summation,
@@ -67,7 +66,11 @@ def connect(run: Run, grid: Grid, arrays: ArrayRecord) -> None:
         run.state = method.connect(connected, run.method_state)
         run.progress.row |= run.summation.connect(run.clients, run.model)
         if mechanism.needs_sizes and run.spending.budget is not None:
-            _ask_sizes(run)
+            # The next round's ε depends on the clients' numbers of examples. Their first uploads
+            # would reveal these anyway.
+            sizes = {records.ROUND: run.round_record(0, **{"report-size": True})}
+            answers = run.clients.query(dict.fromkeys(run.clients.nodes, sizes), read_answer)
+            run.num_examples |= {p: int(answer["num-examples"]) for p, answer in answers.items()}
     except BaseException:
         run.clients.roster = None  # the next call asks again
         raise
@@ -100,7 +103,7 @@ def leave_out_withdrawn(run: Run) -> None:
 
 
 def _check_foreign(run: Run, *, mod: bool) -> None:
-    """If the method or the plan needs a ClientApp of this package, refuse any other."""
+    """Refuse a ClientApp of another project if the method or the plan needs one of this package."""
     roster, mechanism = run.clients.roster, run.mechanism
     assert roster is not None
     if run.query_sums:
@@ -128,40 +131,12 @@ def _check_foreign(run: Run, *, mod: bool) -> None:
     log.info("the ClientApp does not use this package: it gets plain train and evaluate messages")
 
 
-def _check_frozen(run: Run) -> None:
-    """Refuse a node whose base model, which no client trains, is not the server's.
-
-    Simulated nodes share one copy of the base model, so the function asks only one of them.
-    """
-    nodes = [*run.clients.nodes]
-    content = {records.FROZEN: ConfigRecord({"fingerprint": run.options.frozen})}
-    questions = dict.fromkeys(nodes[:1] if in_simulation() else nodes, content)
-    run.clients.query(questions, read_answer)
-
-
-def _ask_sizes(run: Run) -> None:
-    """Ask clients for their numbers of examples, because the next round's ε depends on them.
-
-    Their first uploads would reveal these numbers anyway.
-    """
-    content = {records.ROUND: run.round_record(0, **{"report-size": True})}
-    everyone = dict.fromkeys(run.clients.nodes, content)
-    answers = run.clients.query(everyone, read_answer)
-    run.num_examples |= {p: int(answer["num-examples"]) for p, answer in answers.items()}
-
-
 def rehearse(run: Run, config: ConfigRecord) -> None:
     """Check before round 1 that a ClientApp of another project can train; drop its update.
 
-    Such a ClientApp may be unable to train. For example, it may read a record that no message has,
-    or return arrays under other names. Without this check, each round would spend privacy although
-    no client can train. One client with unusual records must not end a run, so the server asks up
-    to three clients in turn.
-
-    Raises
-    ------
-    FederationNotReady
-        No client could train.
+    For example, it may read a record that no message has, or return arrays under other names. Each
+    round would then spend privacy in vain. One client with unusual records must not end a run, so
+    the server asks up to three clients in turn.
     """
     clients, roster = run.clients, run.clients.roster
     if roster is None or not roster.foreign or run.mechanism.delta is None:

@@ -53,9 +53,7 @@ class Clients:
     """
 
     def __init__(self, method: str, progress: Progress, *, timeout: float) -> None:
-        self.method = method
-        self.progress = progress
-        self.timeout = timeout
+        self.method, self.progress, self.timeout = method, progress, timeout
         self.withdrawn_users: Collection[int] = ()
         """Users whose records silos leave out of their answers to queries."""
         self.refusals: list[str] = []
@@ -85,11 +83,7 @@ class Clients:
         self.nodes = {p: node for p, node in self.nodes.items() if p not in partitions}
 
     def request(self, kind: str, contents: Mapping[int, Content], server_round: int) -> Requests:
-        """Return a message for each partition; ``kind`` is ``train``, ``evaluate`` or ``query``.
-
-        In simulation, partitions with the same content object share one RecordDict. Elsewhere each
-        message names the partition that it is for.
-        """
+        """Return a message for each partition; ``kind`` is ``train``, ``evaluate`` or ``query``."""
         requests = Requests(self, kind, server_round, self.messages(kind, contents, server_round))
         self.progress.count_messages(kind, requests.messages)
         return requests
@@ -97,7 +91,11 @@ class Clients:
     def messages(
         self, kind: str, contents: Mapping[int, Content], server_round: int
     ) -> dict[int, Message]:
-        """Return the messages of `request` by partition, without counting them."""
+        """Return the messages of `request` by partition, without counting them.
+
+        In simulation, partitions with the same content object share one RecordDict. Elsewhere each
+        message names the partition that it is for.
+        """
         assert self.roster is not None
         built = {id(content): content for content in contents.values()}
         if self.roster.foreign:
@@ -124,10 +122,7 @@ class Clients:
     def ask(
         self, contents: Mapping[int, Content], server_round: int, read: Callable[[Message], T]
     ) -> Iterator[tuple[int, T]]:
-        """Send queries outside the rounds, and yield each partition with its well-formed answer.
-
-        See `Requests.accepted`.
-        """
+        """Send queries outside the rounds, and yield each partition with its well-formed answer."""
         requests = self.request("query", contents, server_round)
         return requests.accepted(self.replies(requests.messages), read)
 
@@ -185,22 +180,16 @@ class Requests:
     ) -> Iterator[tuple[int, T]]:
         """Yield one well-formed answer from each partition; count and report all other replies.
 
-        The function reads replies as they arrive and yields them in the order of partitions, so
-        that sums do not depend on which client answers first. A reply that arrives early waits for
-        the replies of lower partitions, as long as these may still arrive. The function drops a
-        reply once it has yielded it. A caller that uses each value before it asks for the next one
-        therefore needs no more memory for a thousand clients than for one.
-
-        Parameters
-        ----------
-        read : Callable[[Message], T]
-            Reads one reply, or raises `RefusedReply`. Any other error refuses the reply as well:
-            bytes from outside may provoke any error, and one message must not end a run.
+        The function yields answers in the order of partitions, so that sums do not depend on which
+        client answers first. A reply that arrives early waits for the replies of lower partitions,
+        as long as these may still arrive. The function drops a reply once it has yielded it, so the
+        replies of a thousand clients need not fit into memory.
         """
-        clients, refusals = self.clients, list[str]()
+        clients, refusals, number, size = self.clients, list[str](), 0, 0
         waiting, missing = set(self.by_partition), set(self.by_partition)
         due, early, refused = deque(sorted(waiting)), dict[int, T](), set[int]()
-        for reply in clients.progress.counted(self.kind, replies, refusals):
+        for reply in replies:
+            number, size = number + 1, size + records.payload_bytes([reply])
             partition = clients.partition_of(reply)
             # Refuse a reply that provokes any error, so that a hostile client cannot end the run.
             try:
@@ -229,6 +218,7 @@ class Requests:
                 if (first := due.popleft()) in early:
                     missing.remove(first)
                     yield first, early.pop(first)
+        clients.progress.count_replies(self.kind, number, size, refusals)
         for partition in sorted(early):  # lower partitions never answered
             missing.remove(partition)
             yield partition, early.pop(partition)
@@ -260,12 +250,10 @@ def _reason(error: Exception) -> str:
 
 
 def _for_any_app(kind: str, content: Content) -> Content:
-    """Return ``content`` as Flower's own strategies send it: a model, and one record of settings.
-
-    Some apps and mods refuse messages with more records. In a training message, the settings
-    therefore also hold what the server says about the round; only this package's mods read that. A
-    message of a secure sum has a third record, which such a mod takes out before the app runs.
-    """
+    """Return ``content`` as Flower's own strategies send it: a model and a record of settings."""
+    # Some apps and mods refuse messages with more records. In a training message, the settings
+    # therefore also hold what the server says about the round; only this package's mods read that.
+    # A message of a secure sum has a third record, which such a mod takes out before the app runs.
     settings: dict[str, Any] = dict(content.get(records.CONFIG, {}))
     if kind == "train":
         round_entries: dict[str, Any] = dict(content.get(records.ROUND, {}))

@@ -40,8 +40,7 @@ _hidden: set[tuple[str, int]] = set()
 
 def failed(app: ClientApp | Mod, message: Message, context: Context, error: Exception) -> Message:
     """Return the error reply of a client's app or mod, and log the error on the client."""
-    is_told = is_tellable(error)
-    partition = context.node_config.get("partition-id", context.node_id)
+    is_told, partition = is_tellable(error), _client(context)
     where, shown = raised_at(error), _shown.setdefault(app, set())
     if where in shown:  # log one traceback per line of code, not one per client and round
         log.debug("client %s failed like an earlier client", partition, exc_info=error)
@@ -50,17 +49,14 @@ def failed(app: ClientApp | Mod, message: Message, context: Context, error: Exce
     else:
         log.error("client %s failed", partition, exc_info=error)
     shown.add(where)
-    code, reason = (
-        (REASON_SENT, _one_line(error)) if is_told else (CLIENT_APP_RAISED, REASON_WITHHELD)
-    )
-    return Message(Error(code=code, reason=reason), reply_to=message)
+    if not is_told:
+        return Message(Error(CLIENT_APP_RAISED, REASON_WITHHELD), reply_to=message)
+    reason = " ".join(str(error).split()) or type(error).__name__
+    return Message(Error(REASON_SENT, reason), reply_to=message)
 
 
 class ClientFailed(RuntimeError):
-    """An error on a client, with a fixed message that tells nothing about the client's data.
-
-    The client's own log has the reason.
-    """
+    """An error on a client, with a fixed message that tells nothing about the client's data."""
 
 
 @contextmanager
@@ -69,7 +65,7 @@ def hidden_errors(context: Context) -> Iterator[None]:
     try:
         yield
     except Exception:
-        log.exception("client %s failed", context.node_config.get("partition-id", context.node_id))
+        log.exception("client %s failed", _client(context))
         raise ClientFailed(REASON_WITHHELD) from None
 
 
@@ -89,10 +85,7 @@ def log_hidden(error: Exception) -> None:
 
 
 def log_once(text: str, error: Exception) -> None:
-    """Log ``text`` with the type of an error.
-
-    Add the traceback if this is the first error that its line of code raises.
-    """
+    """Log ``text`` with the type of an error, and with the first traceback of its line of code."""
     where = raised_at(error)
     log.warning(text, type(error).__name__, exc_info=None if where in _hidden else error)
     _hidden.add(where)
@@ -100,11 +93,10 @@ def log_once(text: str, error: Exception) -> None:
 
 @contextmanager
 def unlogged(*texts: str) -> Iterator[None]:
-    """Keep errors that contain one of ``texts`` out of Flower's log in this process.
+    """During the block, keep errors that contain one of ``texts`` out of Flower's log.
 
-    The filter is active during the block. Flower's simulation runs in the ServerApp's process and
-    logs each exception of a ClientApp twice, with its traceback, even an exception that the server
-    provokes on purpose.
+    Flower's simulation runs in the ServerApp's process and logs each exception of a ClientApp twice,
+    with its traceback, even an exception that the server provokes on purpose.
     """
 
     def keep(record: LogRecord) -> bool:
@@ -119,13 +111,9 @@ def unlogged(*texts: str) -> Iterator[None]:
 
 
 def public_reason(error: Error) -> str:
-    """Return the text that the server may log about an error reply.
-
-    If a ClientApp raised an exception, the function returns a fixed sentence, because Flower sends
-    the exception's text. That text may contain a record if the ClientApp does not use this package.
-    For other errors, the function returns the last line of the reply's text.
-    """
+    """Return the text that the server may log about an error reply: its last line, if any."""
     if error.code == CLIENT_APP_RAISED:
+        # Flower sends the exception's text, which may contain a record of another ClientApp.
         return REASON_WITHHELD
     *_, last = (error.reason or "").strip().splitlines() or [str(error.code)]
     if error.code == MOD_REFUSED:
@@ -175,5 +163,5 @@ def raised_at(error: Exception) -> tuple[str, int]:
     return ("", 0) if trace is None else (trace.tb_frame.f_code.co_filename, trace.tb_lineno)
 
 
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split()) or type(error).__name__
+def _client(context: Context) -> object:
+    return context.node_config.get("partition-id", context.node_id)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import timedelta
 from logging import getLogger
 from time import monotonic
@@ -21,6 +21,7 @@ log = getLogger("flwr")
 MOST_SHOWN = 3
 """Largest number of refused replies per phase that the log quotes; the run directory has all."""
 
+_PREFIXES = {"train": "", "evaluate": "evaluation_", "query": "query_"}
 _EVALUATED = "evaluation_messages"
 
 
@@ -46,29 +47,19 @@ class Progress:
 
     def count_messages(self, kind: str, messages: Sequence[Message]) -> None:
         """Count messages to clients of the kind ``train``, ``evaluate`` or ``query``."""
-        self._count(_prefix(kind) + "messages", len(messages))
-        self._count(_prefix(kind) + "bytes_down", payload_bytes(messages))
+        self._count(_PREFIXES[kind] + "messages", len(messages))
+        self._count(_PREFIXES[kind] + "bytes_down", payload_bytes(messages))
 
-    def counted(
-        self, kind: str, replies: Iterable[Message], refusals: Sequence[str]
-    ) -> Iterator[Message]:
-        """Yield replies and count them; after the last reply, log ``refusals``."""
-        number = size = 0
-        for reply in replies:
-            number += 1
-            size += payload_bytes([reply])
-            yield reply
-        self._count(_prefix(kind) + "messages", number)
-        self._count(_prefix(kind) + "bytes_up", size)
+    def count_replies(self, kind: str, number: int, size: int, refusals: Sequence[str]) -> None:
+        """Count replies and their bytes, and log ``refusals``."""
+        self._count(_PREFIXES[kind] + "messages", number)
+        self._count(_PREFIXES[kind] + "bytes_up", size)
         self._count("refused", len(refusals))
         for refusal in refusals[:MOST_SHOWN]:
             log.warning("refused reply: %s", refusal)
         if (more := len(refusals) - MOST_SHOWN) > 0:
-            where = (
-                "strategy.refusals"
-                if self.directory is None
-                else "missing.jsonl in the run directory"
-            )
+            file = "missing.jsonl in the run directory"
+            where = "strategy.refusals" if self.directory is None else file
             log.warning("and %d more were refused (%s has the reasons)", more, where)
 
     def missing(
@@ -84,8 +75,8 @@ class Progress:
 
         These statistics weight all clients equally. ``…_pooled`` is the mean over all test
         examples, so large clients weigh more. The result leaves out a score unless most clients
-        report it. The statistics of a score use only the clients that report it. If some clients do
-        not report it, ``…_clients`` is the number of clients that do.
+        report it. If some clients do not report it, ``…_clients`` is the number of those that do,
+        and the statistics are over them.
         """
         everyone = list(by_client)
         summary: dict[str, float] = {}
@@ -121,26 +112,18 @@ class Progress:
             self.directory.log(server_round, **self.row)
 
     def evaluated(self, server_round: int) -> bool:
-        """Return True if the server asked for scores after ``server_round``.
-
-        ``server_round`` must be the newest round.
-        """
+        """Return True if the server asked for scores after the newest round, ``server_round``."""
         if self.directory is not None and self.directory.resumed:
-            rounds, _ = self.directory.series(_EVALUATED)
-            return server_round in rounds
+            return server_round in self.directory.metrics().series(_EVALUATED)[0]
         return server_round == self._evaluated
 
     def count_as_query(self) -> None:
         """Count the ``evaluate`` messages of this row as ``query`` messages."""
         for name in ("messages", "bytes_down", "bytes_up"):
-            self._count(_prefix("query") + name, self.row.pop(_prefix("evaluate") + name, 0))
+            self._count(f"query_{name}", self.row.pop(f"evaluation_{name}", 0))
 
     def _count(self, name: str, number: float) -> None:
         self.row[name] = self.row.get(name, 0) + number
-
-
-def _prefix(kind: str) -> str:
-    return {"train": "", "evaluate": "evaluation_", "query": "query_"}[kind]
 
 
 def _in_words(row: Mapping[str, float]) -> list[str]:

@@ -35,13 +35,9 @@ VECTOR = "vector"
 """Name of the only array in a client's contribution."""
 
 
-def evaluation_content(run: Run, model: records.Arrays, config: ConfigRecord) -> Content:
+def _evaluation_content(run: Run, model: records.Arrays, config: ConfigRecord) -> Content:
     """Return the content of a message with all that a client needs to evaluate its own model."""
-    return {
-        records.MODEL: records.to_record(model),
-        records.CONFIG: config,
-        **use_records(run),
-    }
+    return {records.MODEL: records.to_record(model), records.CONFIG: config, **use_records(run)}
 
 
 def use_records(run: Run) -> dict[str, ConfigRecord]:
@@ -57,18 +53,16 @@ class QueryRound:
     """One round in which all clients answer a query of the plan."""
 
     def __init__(self, run: Run, server_round: int, mechanism: QuerySum) -> None:
-        self._run, self._mechanism, self._query = run, mechanism, mechanism.query
+        self._run, self._mechanism, self._server_round = run, mechanism, server_round
         self._number = run.participations.answers[mechanism.query.name] + 1
-        self._server_round = server_round
         self._round: Round | None = None
 
     def ask(self, model: records.Arrays, config: ConfigRecord) -> Iterable[Message]:
         """Record the privacy cost on disk, let clients agree on masks, and return the messages.
 
-        The messages ask all clients for their vectors. There are none if the budget does not
-        permit an answer, or if too few clients are left for the sum.
+        There are none if the budget does not permit an answer, or if too few clients are left.
         """
-        run, query, number = self._run, self._query, self._number
+        run, query, number = self._run, self._mechanism.query, self._number
         server_round = self._server_round
         try:
             participations_after = deepcopy(run.participations)
@@ -97,7 +91,15 @@ class QueryRound:
         if not opened.cohort.partitions:
             self.close([])
             return []
-        shared = {**evaluation_content(run, model, config), **self._query_records()}
+        protection = to_entries(
+            self._mechanism.cells_protection, seeded_noise=run.options.seeded_noise
+        )
+        last = max(1, run.participations.rounds)
+        shared = {
+            **_evaluation_content(run, model, config),
+            records.ROUND: run.round_record(last, **protection, query=number),
+            records.QUERY: ConfigRecord({"name": query.name, "fields": json.dumps(asdict(query))}),
+        }
         return opened.ask(
             {p: {**shared, **opened.sum.request(p)} for p in opened.cohort.partitions}
         )
@@ -106,32 +108,20 @@ class QueryRound:
         """Unmask the sum and return the query's answer; empty if the round is discarded."""
         if self._round is None:  # the budget permitted no answer
             return {}
-        size, name = self._mechanism.cohort_size, self._query.name
-        released = self._round.close(replies, cohort=size, of=name)
+        size, query = self._mechanism.cohort_size, self._mechanism.query
+        released = self._round.close(replies, cohort=size, of=query.name)
         if released is None:
             reason, number = self._round.discard_reason, self._server_round
-            log.warning("no %s after round %d: %s", name, number, reason)
+            log.warning("no %s after round %d: %s", query.name, number, reason)
             return {}
         total = np.asarray(released.value[VECTOR]) * size
         # The server adds the noise shares of silent clients, so every sum has the same number of
         # shares.
         stddev = self._mechanism.cells_protection.noise_stddev * size**0.5
-        answer = self._query.answer(total, stddev)
+        answer = query.answer(total, stddev)
         self._run.progress.row |= answer
-        self._run.answers[name] = answer
+        self._run.answers[query.name] = answer
         return answer
-
-    def _query_records(self) -> Content:
-        run = self._run
-        protection = to_entries(
-            self._mechanism.cells_protection, seeded_noise=run.options.seeded_noise
-        )
-        last = max(1, run.participations.rounds)
-        fields = json.dumps(asdict(self._query))
-        return {
-            records.ROUND: run.round_record(last, **protection, query=self._number),
-            records.QUERY: ConfigRecord({"name": self._query.name, "fields": fields}),
-        }
 
 
 class ReportedScores:
@@ -144,16 +134,13 @@ class ReportedScores:
 
     def ask(self, model: records.Arrays, config: ConfigRecord) -> Iterable[Message]:
         """Return a message for every client."""
-        content = evaluation_content(self._run, model, config)
+        content = _evaluation_content(self._run, model, config)
         everyone = dict.fromkeys(self._run.clients.nodes, content)
         self.requests = self._run.clients.request("evaluate", everyone, self._server_round)
         return self.requests.messages
 
     def close(self, replies: Iterable[Message]) -> dict[str, float]:
-        """Return statistics of the scores over clients (see `Progress.scores`).
-
-        Return an empty dict if no client with test examples sent usable scores.
-        """
+        """Return statistics over clients (see `Progress.scores`); empty if nobody sent scores."""
         run = self._run
         assert self.requests is not None
         replied = sorted(self.requests.accepted(replies, read_scores))
@@ -167,10 +154,7 @@ class ReportedScores:
 def evaluation(run: Run, server_round: int) -> ReportedScores | QueryRound:
     """Return the evaluation after a round, of the kind that the plan asks for.
 
-    Raises
-    ------
-    InvalidValue
-        The run asks for losses on training records, but the plan evaluates by a noised sum.
+    Refuse a run that asks for losses on training records if the plan evaluates by a noised sum.
     """
     scores = [sums for sums in run.query_sums if sums.query.schedule == "in evaluations"]
     if not scores:

@@ -48,13 +48,7 @@ class Round:
     The constructor opens the round's sum. Before you create the round, reserve its privacy cost
     (`Spending.reserve`): a client that was asked may have uploaded, even if the server then fails.
 
-    Parameters
-    ----------
-    kind : {"train", "evaluate"}
-        Type of the messages.
-    summation : Summation
-    opening : Opening
-    spending : Spending
+    ``kind`` is the type of the messages: ``train`` or ``evaluate``.
     """
 
     def __init__(
@@ -91,16 +85,9 @@ class Round:
     ) -> Aggregate | None:
         """Read each reply and add its contribution when it arrives; return the mean of all.
 
-        Return None if the round is discarded. The privacy of a discarded round is spent.
-
-        Parameters
-        ----------
-        replies : Iterable[Message]
-        keep : bool
-            True to keep each contribution in `kept`. By default the round drops its arrays, because
-            a thousand models do not fit into memory at a time.
-        **notes
-            Further entries of the ledger about this release.
+        Return None if the round is discarded, whose privacy is spent nevertheless. ``notes`` are
+        further entries of the ledger about this release. Unless ``keep`` is True, the round drops
+        each contribution, because a thousand models do not fit into memory at a time.
         """
         # The reserved release closes with the block, discarded or not: it is spent either way.
         with self._spending.closing() as release:
@@ -127,13 +114,10 @@ class Round:
 
 
 class _Unopened(OpenSum):
-    """Takes the place of a sum that cannot begin, because too few clients are left.
-
-    The server asks nobody, and discards the round. The cohort keeps its units, because they were
-    drawn and the round counts for them.
-    """
+    """Takes the place of a sum that cannot begin: the server discards the round."""
 
     def __init__(self, opening: Opening, reason: RoundDiscarded) -> None:
+        # The cohort keeps its units: they were drawn, and the round counts for them.
         self.cohort = replace(opening.cohort, partitions=())
         self._reason = reason
 
@@ -161,6 +145,7 @@ class TrainingRound:
         self.run, self.number = run, run.participations.rounds + 1
         self.server_round = server_round
         self._protection: Protection | None = None
+        """The protection that the server asks for."""
 
     @property
     def cohort(self) -> Cohort:
@@ -178,8 +163,11 @@ class TrainingRound:
         run, number, server_round = self.run, self.number, self.server_round
         if number == 1:
             rehearse(run, config)
+        # The ε of a noised sum assumes that nobody knows the cohort, so no seed may determine it.
+        secret = run.mechanism.release is not None and not run.repeats
+        rng = secure_generator() if secret else run.options.generator("cohort", number)
+        drawn = run.population.draw(rng)
         # Refuse a round before its sum is opened, because until then no client knows of the round.
-        drawn = self._draw()
         if run.spending.budget is not None:
             # Even if every client answers, ε must not exceed the budget.
             charge(run, server_round, run.population.after(drawn))
@@ -187,7 +175,13 @@ class TrainingRound:
         # this round. A later one may take effect only in the next round.
         leave_out_withdrawn(run)
         drawn = run.population.without(drawn, run.spending.withdrawn)
-        self._warn_beyond_plan()
+        if number - 1 == run.plan.rounds and not run.spending.limited:
+            log.warning(
+                "training round %d is beyond the %d rounds for which the plan's noise was chosen, "
+                "and no budget ends the run",
+                number,
+                number - 1,
+            )
         run.mechanism.check_training(summary_of(run))
         # Write the privacy cost, then the noise, then the units to disk; only then may clients use
         # any data.
@@ -211,10 +205,7 @@ class TrainingRound:
         return self._round.ask(contents)
 
     def close(self, replies: Iterable[Message]) -> records.Arrays | None:
-        """Add up the replies, take the server's step, and return the next model.
-
-        Return None if the round is discarded.
-        """
+        """Add up the replies, and return the model after the server's step; None if discarded."""
         run = self.run
         mean = self._round.close(replies, keep=run.method.needs_each_update)
         self._record()
@@ -232,27 +223,18 @@ class TrainingRound:
         mean, run.summation.mechanism = run.mechanism.after(mean)
         return self._step(mean)
 
-    def _draw(self) -> Cohort:
-        run = self.run
-        # The ε of a noised sum assumes that nobody knows the cohort, so no seed may determine it.
-        secret = run.mechanism.release is not None and not run.repeats
-        rng = secure_generator() if secret else run.options.generator("cohort", self.number)
-        return run.population.draw(rng)
-
-    def _warn_beyond_plan(self) -> None:
-        run, done = self.run, self.number - 1
-        if done == run.plan.rounds and not run.spending.limited:
-            log.warning(
-                "training round %d is beyond the %d rounds for which the plan's noise was chosen, "
-                "and no budget ends the run",
-                self.number,
-                done,
-            )
-
     def _contents(self, config: ConfigRecord) -> Mapping[int, Content]:
         """Return the content of the message to each client; equal requests share one object."""
         run, method, number = self.run, self.run.method, self.number
-        protection, slow = self._protection_entries(), self._stragglers()
+        self._protection = run.mechanism.protection(summary_of(run), len(self.cohort.partitions))
+        protection = to_entries(self._protection, seeded_noise=run.options.seeded_noise)
+        if run.mechanism.tells_sizes:
+            protection = {"report-size": True, **protection}
+        slow: Mapping[int, float] = {}  # for each straggler, the fraction of its work that it does
+        if (stragglers := run.options.stragglers) is not None:
+            stragglers.check(method.training.values(), protects=run.mechanism.delta is not None)
+            rng = run.options.generator("stragglers", number)
+            slow = stragglers.draw(self.cohort.partitions, run.population.num_nodes, rng)
         trainings = {phase: t.in_round(number) for phase, t in method.training.items()}
         shared: Content = {
             records.MODEL: records.to_record(run.model),
@@ -286,23 +268,6 @@ class TrainingRound:
             contents[partition] = {**common, **special} if special else common
         return contents
 
-    def _protection_entries(self) -> dict[str, Any]:
-        """Return the entries by which the message asks clients to protect their uploads."""
-        run = self.run
-        self._protection = run.mechanism.protection(summary_of(run), len(self.cohort.partitions))
-        entries = to_entries(self._protection, seeded_noise=run.options.seeded_noise)
-        return {"report-size": True, **entries} if run.mechanism.tells_sizes else entries
-
-    def _stragglers(self) -> Mapping[int, float]:
-        """Return, for each straggler of the cohort, the fraction of its work that it completes."""
-        run = self.run
-        if run.options.stragglers is None:
-            return {}
-        protects = run.mechanism.delta is not None
-        run.options.stragglers.check(run.method.training.values(), protects=protects)
-        rng = run.options.generator("stragglers", self.number)
-        return run.options.stragglers.draw(self.cohort.partitions, run.population.num_nodes, rng)
-
     def _read(self, reply: Message) -> records.Update:
         run, requests = self.run, self._round.requests
         assert requests is not None
@@ -324,7 +289,11 @@ class TrainingRound:
         run.population.count(self.cohort.units, honest, requests=needed)
         run.progress.row |= {"answered": answered, **self._round.sum.measures}
         run.ever_answered |= answered > 0
-        run.progress.row |= norm_columns(metrics.values())
+        if norms := [each["update-norm"] for each in metrics.values() if "update-norm" in each]:
+            run.progress.row |= {
+                "update_norm_mean": float(np.mean(norms)),  # before clipping
+                "update_norm_std": float(np.std(norms)),
+            }
         for partition, numbers in metrics.items():
             if "num-examples" in numbers:  # keep the smallest: no report makes ε smaller
                 size = int(numbers["num-examples"])
@@ -350,11 +319,8 @@ class TrainingRound:
         return model
 
     def _checked(self, result: tuple[records.Arrays, State]) -> tuple[records.Arrays, State]:
-        """Return the result of a method's step; refuse one that no later round could use.
-
-        Accepted updates are finite. If the next model is not finite, the step is therefore at
-        fault, not a client.
-        """
+        """Return the result of a method's step; refuse one that no later round could use."""
+        # Accepted updates are finite. If the next model is not finite, the step is at fault.
         step = f"the server's step of {self.run.method.label}"
         if not (isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], State)):
             raise InvalidValue(f"{step}: expected it to return a model and a State")
@@ -390,22 +356,8 @@ def read_honest_update(
     """Return a client's update. Refuse one that is larger than an honest client's can be.
 
     Clipping an upload that a client has noised would change the noise, so the server refuses such
-    an upload if it is too large. `Protection.largest_upload` says what this check protects.
-
-    Parameters
-    ----------
-    protection : Protection, optional
-        Protection that the server asked for.
-    base : Arrays
-        Names, shapes and dtypes of an upload.
-    requests : Requests
-        The messages of the round. They tell which partition sent a reply, and which model this
-        partition received.
-
-    Raises
-    ------
-    RefusedReply
-        The update does not fit the model, or is too large.
+    an upload if it is too large. `Protection.largest_upload` says what this check protects. The
+    arrays ``base`` have the names, shapes and dtypes of an upload.
     """
     update = read_update(reply, base=base, trust_models=not mechanism.client_protects)
     num_examples = update.metrics.get("num-examples", 0 if mechanism.weighs_examples else 1)
@@ -431,11 +383,3 @@ def read_honest_update(
             "protected, or runs another version of the method"
         )
     return update
-
-
-def norm_columns(every: Iterable[Mapping[str, float]]) -> dict[str, float]:
-    """Return mean and spread of the updates' norms before clipping; empty if none is reported."""
-    norms = [metrics["update-norm"] for metrics in every if "update-norm" in metrics]
-    if not norms:
-        return {}
-    return {"update_norm_mean": float(np.mean(norms)), "update_norm_std": float(np.std(norms))}

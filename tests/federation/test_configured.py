@@ -190,10 +190,10 @@ def test_options_are_those_of_the_settings_and_the_task(tmp_path):
 
 
 def test_a_setting_that_an_app_leaves_out_is_what_a_strategy_takes_by_default(tmp_path):
-    run = started(tmp_path / "run", fedavg).run
-    default = FederatedStrategy(*fedavg(release())).run
+    options = started(tmp_path / "run", fedavg).run.options
+    default = FederatedStrategy(*fedavg(release())).run.options
     for name in ("seed", "seeded_noise", "evaluate_every", "training_loss", "diagnostics"):
-        assert getattr(run, name) == getattr(default, name)
+        assert getattr(options, name) == getattr(default, name)
 
 
 @pytest.mark.parametrize(

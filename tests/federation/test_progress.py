@@ -26,8 +26,8 @@ def test_counting_nothing_leaves_a_zero_and_refusals_add_up():
     progress.count_messages("evaluate", [])
     assert progress.row["evaluation_messages"] == 0
     assert "evaluation_bytes_up" not in progress.row
-    assert list(progress.counted("train", [], ["one", "two"])) == []
-    assert list(progress.counted("evaluate", [], ["three"])) == []
+    progress.count_replies("train", 0, 0, ["one", "two"])
+    progress.count_replies("evaluate", 0, 0, ["three"])
     assert progress.row["refused"] == 3
     assert progress.row["evaluation_bytes_up"] == 0
 
@@ -36,7 +36,7 @@ def test_of_many_refusals_the_log_quotes_three_and_counts_the_others(logged):
     progress = Progress()
     progress.begin()
     refusals = [f"round 1, node {node}: 'w' holds values above 1e+15" for node in range(50)]
-    assert list(progress.counted("train", [], refusals)) == []
+    progress.count_replies("train", 0, 0, refusals)
     quoted = [f"refused reply: {refusal}" for refusal in refusals[:3]]
     said = "and 47 more were refused (strategy.refusals has the reasons)"
     assert lines(logged) == [*quoted, said]

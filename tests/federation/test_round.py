@@ -16,7 +16,7 @@ from flower_ext.federation import (
     records,
 )
 from flower_ext.federation.population import Cohort
-from flower_ext.federation.round import norm_columns, read_honest_update
+from flower_ext.federation.round import read_honest_update
 from flower_ext.privacy import FullParticipation, NonPrivatePlan, RecordLevelPlan, ReleasePlan
 from flower_ext.privacy.accounting.participations import Participations
 from flower_ext.privacy.run_summary import MethodTraits, RunSummary
@@ -103,12 +103,6 @@ def test_an_update_without_examples_is_refused_and_one_that_does_not_say_only_if
         assert read(plan, 0.1).metrics == {}
     with pytest.raises(RefusedReply, match="num-examples=0"):
         read(weighted, 1.0)
-
-
-def test_norms_are_reported_by_those_who_tell_theirs():
-    metrics = [{"update-norm": 1.0}, {"loss": 7.0}, {"update-norm": 3.0}]
-    assert norm_columns(metrics) == {"update_norm_mean": 2.0, "update_norm_std": 1.0}
-    assert norm_columns([{"loss": 7.0}]) == {}
 
 
 class WithHints(DPFedAvg):
