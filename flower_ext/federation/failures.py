@@ -95,8 +95,8 @@ def log_once(text: str, error: Exception) -> None:
 def unlogged(*texts: str) -> Iterator[None]:
     """During the block, keep errors that contain one of ``texts`` out of Flower's log.
 
-    Flower's simulation runs in the ServerApp's process and logs each exception of a ClientApp twice,
-    with its traceback, even an exception that the server provokes on purpose.
+    Flower's simulation runs in the ServerApp's process and logs each exception of a ClientApp
+    twice, with its traceback, even an exception that the server provokes on purpose.
     """
 
     def keep(record: LogRecord) -> bool:

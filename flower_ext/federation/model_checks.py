@@ -19,7 +19,6 @@ from flower_ext.training.params import require_modules
 
 log = getLogger("flwr")
 
-_NO_DIGITS = str.maketrans("", "", "0123456789")
 _FEWEST_RANDOM = 8
 """Arrays up to this size count as random if more than half this many of their values differ.
 
@@ -31,19 +30,8 @@ taken for copies.
 def shared_arrays(record: ArrayRecord, personal: Sequence[str] = ()) -> Arrays:
     """Return those arrays of a whole initial model that clients share.
 
-    Parameters
-    ----------
-    record : ArrayRecord
-    personal : Sequence[str]
-        Names of the modules that clients do not share.
-
-    Raises
-    ------
-    InvalidValue
-        A name in ``personal`` is misspelt, or every parameter is personal.
-    UnshareableModel
-        An array is not floating-point (a counter, an index), has half precision or is a running
-        statistic; the message names it.
+    Clients do not share the modules ``personal``. Refuse a misspelt one, and an array that is not
+    floating-point (a counter, an index), has half precision or is a running statistic.
     """
     _check_personal(personal, sorted(record))
     shared = {name: array for name, array in record.items() if not matches(name, personal)}
@@ -73,11 +61,7 @@ def shared_arrays(record: ArrayRecord, personal: Sequence[str] = ()) -> Arrays:
 
 
 def _check_personal(personal: Sequence[str], names: Sequence[str]) -> None:
-    """Refuse a misspelt name in ``personal``.
-
-    If no name fits the model and none looks misspelt, only warn, because the model may lack
-    these parts on purpose.
-    """
+    """Refuse a misspelt name in ``personal``; the model may lack other names on purpose."""
     modules = {name.rsplit(".", 1)[0] for name in names} | {*names}
     unknown = [p for p in personal if not any(matches(name, [p]) for name in names)]
     if len(unknown) < len(personal):
@@ -85,9 +69,8 @@ def _check_personal(personal: Sequence[str], names: Sequence[str]) -> None:
     for prefix in unknown:
         # A name that differs only in its number is no typing error: the server's model may
         # lack that layer.
-        letters = prefix.translate(_NO_DIGITS)
         near = get_close_matches(prefix, modules)
-        alike = [name for name in near if name.translate(_NO_DIGITS) != letters]
+        alike = [n for n in near if re.sub(r"\d", "", n) != re.sub(r"\d", "", prefix)]
         if any(f".{prefix}." in f".{name}." for name in names):
             alike = [f"*.{prefix}"]
         if alike:
@@ -103,14 +86,7 @@ def refuse_tied(record: ArrayRecord) -> None:
     """Refuse initial arrays in which one parameter has two names, as tied parameters have.
 
     Noise would make the two arrays differ, and norms would count the parameter twice. Arrays do not
-    show that they are tied, so the function looks for arrays with equal random numbers. Layers that
-    begin as copies of one layer, as in ``nn.TransformerEncoder``, have names that differ only in
-    their numbers. For such names the function only logs a warning.
-
-    Raises
-    ------
-    UnshareableModel
-        The message gives both names.
+    show that they are tied, so the function looks for arrays with equal random numbers.
     """
     first: dict[tuple[str, tuple[int, ...], bytes], str] = {}
     for name, array in to_arrays(record).items():
@@ -126,6 +102,7 @@ def refuse_tied(record: ArrayRecord) -> None:
             "strict=False, which fills both; parameters that are not tied must begin with "
             "different numbers"
         )
+        # Layers may begin as copies of one layer, as in ``nn.TransformerEncoder``.
         if re.sub(r"\d+", "", name) == re.sub(r"\d+", "", other):
             log.warning("%s. If they are tied, noise makes them differ: %s", tie, fix)
             continue
@@ -133,13 +110,7 @@ def refuse_tied(record: ArrayRecord) -> None:
 
 
 def refuse_half_precision(arrays: Mapping[str, np.ndarray]) -> None:
-    """Refuse half precision, which is too coarse for the grid on which noised uploads add up.
-
-    Raises
-    ------
-    UnshareableModel
-        An array has less than single precision; the message names it.
-    """
+    """Refuse half precision, which is too coarse for the grid on which noised uploads add up."""
     for name, array in arrays.items():
         if np.issubdtype(array.dtype, np.floating) and array.dtype.itemsize < 4:
             raise UnshareableModel(

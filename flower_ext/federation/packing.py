@@ -75,22 +75,21 @@ def answer_packed(
 ) -> Message:
     """Return one reply to a packed message; each client reads and writes only its own state.
 
-    Parameters
-    ----------
-    message : Message
-    context : Context
-        Context of the node; its state holds the states of the node's clients.
-    answer : Callable
-        Returns the clients' replies, given their requests and contexts.
-
-    Raises
-    ------
-    InvalidValue
-        The message names clients that the node does not have, or holds another packed message.
+    ``answer`` returns the clients' replies, given their requests and contexts. The state of the
+    node's ``context`` holds the states of the node's clients.
     """
     contents, entries = _separated(message.content)
-    _check_requests(entries)
-    slots, per_node = list(entries[_SLOTS]), int(entries[_PER_NODE])
+    slots, per_node = list(entries[_SLOTS]), entries[_PER_NODE]
+    are_slots = all(type(slot) is int and 0 <= slot < per_node for slot in slots)
+    if not are_slots or len(set(slots)) < len(slots):
+        raise InvalidValue(
+            f"a packed message for the clients {slots} of this node: expected distinct integers "
+            f"in [0, {per_node})"
+        )
+    if any(map(_is_packed, entries[_KINDS])):
+        raise InvalidValue(
+            "a packed message holds another packed message: expected one message for each client"
+        )
     requests = [
         private.message_like(message, content, message_type=kind)
         for content, kind in zip(contents, entries[_KINDS], strict=True)
@@ -107,25 +106,6 @@ def answer_packed(
     return Message(_joined(answers, errors), reply_to=message)
 
 
-def _check_requests(entries: Mapping[str, Any]) -> None:
-    """Refuse a packed message whose requests do not each go to one client of this node.
-
-    A packed message must not name a client that the node does not have, name a client twice, or
-    hold another packed message.
-    """
-    per_node, slots = entries[_PER_NODE], entries[_SLOTS]
-    are_slots = all(type(slot) is int and 0 <= slot < per_node for slot in slots)
-    if not are_slots or len(set(slots)) < len(slots):
-        raise InvalidValue(
-            f"a packed message for the clients {slots} of this node: expected distinct integers "
-            f"in [0, {per_node})"
-        )
-    if any(map(_is_packed, entries[_KINDS])):
-        raise InvalidValue(
-            "a packed message holds another packed message: expected one message for each client"
-        )
-
-
 def _is_packed(message_type: str) -> bool:
     return message_type.endswith(f".{_PACKED}")
 
@@ -134,10 +114,7 @@ def _client_context(node: Context, slot: int, per_node: int, state: RecordDict) 
     """Return the context of a client, as if the client were alone on its node."""
     number = partition_of(node.node_config)
     num_nodes = int(node.node_config.get("num-partitions", number + 1))
-    place = {
-        "partition-id": number * per_node + slot,
-        "num-partitions": num_nodes * per_node,
-    }
+    place = {"partition-id": number * per_node + slot, "num-partitions": num_nodes * per_node}
     return Context(
         run_id=node.run_id,
         node_id=node.node_id + slot,
@@ -158,10 +135,7 @@ def _states(node: Context, slots: Sequence[int]) -> dict[str, RecordDict]:
 
 
 def _store(node: Context, states: Mapping[str, RecordDict]) -> None:
-    """Replace the states of clients in the state of their node.
-
-    The node's state holds each record of a client under the name ``slot/name``.
-    """
+    """Replace the states of clients in the state of their node, as records ``slot/name``."""
     for key in [*node.state]:
         if key.partition("/")[0] in states:
             del node.state[key]
@@ -171,10 +145,7 @@ def _store(node: Context, states: Mapping[str, RecordDict]) -> None:
 
 
 def _joined(contents: Sequence[RecordDict], entries: Mapping[str, Any]) -> RecordDict:
-    """Return one content that holds several contents and the ``entries`` that describe them.
-
-    A record that several contents share is in the result only once.
-    """
+    """Return one content that holds several, with each record once, and the ``entries``."""
     numbers: dict[int, int] = {}
     joined: dict[str, Record] = {}
     names: list[str] = []
@@ -189,12 +160,9 @@ def _joined(contents: Sequence[RecordDict], entries: Mapping[str, Any]) -> Recor
 
 
 def _separated(content: RecordDict) -> tuple[list[RecordDict], Mapping[str, Any]]:
-    """Return the contents and the entries from which `_joined` made ``content``.
-
-    Contents with the same records become one object.
-    """
+    """Return the contents and the entries that `_joined` put into ``content``."""
     entries: Mapping[str, Any] = content.config_records[_PACKED]
-    known: dict[str, RecordDict] = {}
+    known: dict[str, RecordDict] = {}  # contents with the same records become one object
     for names in entries[_RECORDS]:
         if names not in known:
             pairs = (line.partition(" ") for line in names.splitlines())

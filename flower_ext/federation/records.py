@@ -158,13 +158,7 @@ def to_arrays(record: ArrayRecord) -> Arrays:
 
 
 def read_array(array: Array) -> np.ndarray:
-    """Return one array, in the byte order of this machine. Do not change it.
-
-    Raises
-    ------
-    ValueError
-        The bytes do not match their header, or hold Python objects.
-    """
+    """Return one array, in the byte order of this machine. Do not change it."""
     values = array.values if isinstance(array, UnsentArray) else _read_npy(array)
     # PyTorch reads only this machine's byte order, and NumPy counts the byte order as part of a
     # dtype.
@@ -174,8 +168,7 @@ def read_array(array: Array) -> np.ndarray:
 def _read_npy(array: Array) -> np.ndarray:
     """Read one array in NumPy's format; refuse pickles, archives and surplus bytes.
 
-    The function first checks that the bytes hold as many numbers as the header claims. A false
-    header therefore cannot make it allocate memory; in ``numpy.load`` it could.
+    Unlike in ``numpy.load``, a false header cannot make the function allocate memory.
     """
     if array.stype != "numpy.ndarray":
         raise InvalidValue(f"stype={array.stype!r} of an array: expected 'numpy.ndarray'")
@@ -256,14 +249,7 @@ def bytes_record(name: str, data: bytes) -> ArrayRecord:
 
 
 def single_message(arrays: Arrays, *names: str) -> tuple[str, bytes]:
-    """Return the name and the bytes of the single array of a record that `bytes_record` made.
-
-    Raises
-    ------
-    InvalidValue
-        ``arrays`` does not hold exactly one array, or the array's name is not among ``names``, or
-        it does not hold bytes.
-    """
+    """Return name (one of ``names``) and bytes of the array of a record of `bytes_record`."""
     with knowing_no_data():
         if len(arrays) == 1:
             ((name, array),) = arrays.items()
@@ -305,14 +291,7 @@ def metrics_record(values: Mapping[str, float]) -> MetricRecord:
 
 
 class UploadReply(Message):
-    """A reply whose content is an `Update` until a caller reads or replaces it.
-
-    Parameters
-    ----------
-    question : Message
-        The answered message.
-    update : Update
-    """
+    """A reply whose content is an `Update` until a caller reads or replaces it."""
 
     def __init__(self, question: Message, update: Update) -> None:
         vars(self).update(_content=update, _error=None, question=question)

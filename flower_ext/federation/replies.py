@@ -50,22 +50,11 @@ class RefusedReply(InvalidValue):
 
 
 def read_update(reply: Message, *, base: Mapping[str, np.ndarray], trust_models: bool) -> Update:
-    """Return the update in a training reply.
+    """Return the update in a training reply; refuse one without names, shapes, dtypes of ``base``.
 
-    Parameters
-    ----------
-    reply : Message
-    base : Mapping[str, np.ndarray]
-        The global model that was sent. The update must have its names, shapes and dtypes.
-    trust_models : bool
-        True to accept a whole model (record ``arrays``) in place of an update, so that any
-        ClientApp can take part. Use it only if the server bounds the updates and adds the noise.
-
-    Raises
-    ------
-    RefusedReply
-        The reply is an error or lacks the record; names, shapes or dtypes are wrong; or values are
-        unreadable, not finite or beyond `LARGEST_VALUE`.
+    If ``trust_models`` is True, accept a whole model (record ``arrays``) in place of an update, so
+    that any ClientApp can take part. Use it only if the server bounds the updates and adds the
+    noise.
     """
     if isinstance(reply, UploadReply) and (update := reply.update) is not None:
         return Update(_checked(update.arrays, base), _checked_metrics(update.metrics.items()))
@@ -81,39 +70,20 @@ def read_update(reply: Message, *, base: Mapping[str, np.ndarray], trust_models:
 
 
 def moved_by(model: ArrayRecord, base: Mapping[str, np.ndarray]) -> Arrays:
-    """Return a trained model minus the ``base`` that its ClientApp received.
-
-    Raises
-    ------
-    RefusedReply
-        The model lacks an array of ``base``, or has it in another shape or type. It may have more
-        arrays.
-    """
+    """Return a trained model, which may have more arrays, minus the received ``base``."""
     if missing := sorted(base.keys() - model.keys()):
+        names = [repr(name[:LONGEST_NAME]) for name in sorted(model)]
+        shown = names[:_NAMES_SHOWN] + ["…"] * (len(names) > _NAMES_SHOWN)
         raise RefusedReply(
-            f"the ClientApp returned {_names_in(model)}, but no {missing[0]!r}: expected every "
-            f"array that it received{_WRAPPED}"
+            f"the ClientApp returned {', '.join(shown) or 'no arrays'}, but no {missing[0]!r}: "
+            f"expected every array that it received{_WRAPPED}"
         )
     trained = _checked({name: model[name] for name in base}, base)
     return {name: np.asarray(trained[name] - base[name]) for name in base}
 
 
-def _names_in(arrays: Iterable[str]) -> str:
-    """List the names of a model's first few arrays, for an error message."""
-    names = sorted(arrays)
-    shown = [repr(name[:LONGEST_NAME]) for name in names[:_NAMES_SHOWN]]
-    return ", ".join(shown + ["…"] * (len(names) > _NAMES_SHOWN)) or "no arrays"
-
-
 def read_metrics(reply: Message) -> dict[str, float]:
-    """Return the finite scalar metrics of a reply; lists of numbers are left out.
-
-    Raises
-    ------
-    RefusedReply
-        The reply is an error; a name is not printable or is longer than `LONGEST_NAME`; a value is
-        not a finite number or is beyond `LARGEST_VALUE`; or ``num-examples`` is not a whole number.
-    """
+    """Return the finite scalar metrics of a reply; lists of numbers are left out."""
     return _metrics(_content(reply))
 
 
@@ -148,13 +118,7 @@ def _checked_metrics(items: Iterable[tuple[str, object]]) -> dict[str, float]:
 
 
 def read_scores(reply: Message) -> dict[str, float]:
-    """Return the metrics of an evaluation.
-
-    Raises
-    ------
-    RefusedReply
-        `read_metrics` refuses the reply, or the reply has no metric.
-    """
+    """Return the metrics of an evaluation; refuse a reply without any."""
     scores = read_metrics(reply)
     if not scores:
         raise RefusedReply("the reply has no metric: expected at least one")
@@ -162,13 +126,7 @@ def read_scores(reply: Message) -> dict[str, float]:
 
 
 def read_answer(reply: Message, record: str = ANSWER) -> Arrays:
-    """Return the arrays in a record of a reply; by default, those of a client's answer.
-
-    Raises
-    ------
-    RefusedReply
-        The reply is an error, lacks the record or holds unreadable data.
-    """
+    """Return the arrays in a record of a reply; by default, those of a client's answer."""
     answered = _content(reply).get(record)
     if not isinstance(answered, ArrayRecord):
         raise RefusedReply(f"no array record {record!r}")
@@ -198,18 +156,14 @@ def _checked(
     except Exception as error:  # a hostile payload may provoke any error
         raise RefusedReply(f"the arrays cannot be read: {error}") from error
     for name, array in arrays.items():
-        _check_values(name, array)
+        most = _largest(array.dtype)
+        if float(np.vdot(array, array)) <= most**2:  # then all values are in range; a faster test
+            continue
+        if not max(array.max(), -array.min()) <= most:  # true also for NaN
+            raise RefusedReply(
+                f"{name!r} holds NaN or infinite values, or values above {most:g}: {_DIVERGES}"
+            )
     return {name: arrays[name] for name in base}
-
-
-def _check_values(name: str, array: np.ndarray) -> None:
-    most = _largest(array.dtype)
-    if float(np.vdot(array, array)) <= most**2:  # then all values are in range; a faster test
-        return
-    if not max(array.max(), -array.min()) <= most:  # true also for NaN
-        raise RefusedReply(
-            f"{name!r} holds NaN or infinite values, or values above {most:g}: {_DIVERGES}"
-        )
 
 
 @lru_cache(maxsize=64)

@@ -39,10 +39,8 @@ _NO_PARTITION = str(None)
 """Answer of a node without a partition in its node config."""
 _ADDRESS = "address"
 _ADVISE_AFTER, _ADVISE_EVERY = 5.0, 60.0
-"""Seconds of waiting until the log first says how to add nodes, and seconds until it repeats that.
-
-The nodes of a simulation connect before the log says so.
-"""
+"""Seconds of waiting until the log first says how to add nodes, and seconds until it repeats that;
+the nodes of a simulation connect before."""
 
 
 class FederationNotReady(FlowerExtError, RuntimeError):
@@ -54,14 +52,16 @@ def wait_for_nodes(
 ) -> list[int]:
     """Wait until ``least`` nodes are connected, by default ``expected``; return their sorted ids.
 
-    Raises
-    ------
-    FederationNotReady
-        Fewer than ``least`` nodes are connected after ``timeout`` seconds; or more than
-        ``expected`` are connected, so the sampling rate would not be the accounted one.
+    More nodes than ``expected`` are refused: the sampling rate would not be the accounted one.
     """
-    started, advice = time.monotonic(), _advice(grid, expected)
+    started = time.monotonic()
     advise_at = started + _ADVISE_AFTER
+    advice = "start more SuperNodes, or lower the plan's population"
+    if simulates(grid):
+        advice = (
+            "end this run and start it again with as many as the plan counts on: "
+            f'flwr run … --federation-config "num-supernodes={expected}"'
+        )
     enough = expected if least is None else least
     while len(nodes := sorted(grid.get_node_ids())) < enough:
         if time.monotonic() >= advise_at:
@@ -82,22 +82,12 @@ def wait_for_nodes(
     return nodes
 
 
-def _advice(grid: Grid, expected: int) -> str:
-    if simulates(grid):
-        return (
-            "end this run and start it again with as many as the plan counts on: "
-            f'flwr run … --federation-config "num-supernodes={expected}"'
-        )
-    return "start more SuperNodes, or lower the plan's population"
-
-
 @dataclass(frozen=True)
 class Roster:
     """Node ids by partition.
 
     Parameters
     ----------
-    nodes : Mapping[int, int]
     known : bool
         True if the nodes reported their partitions. Otherwise they are numbered in the order of
         their ids, for this run only.
@@ -129,21 +119,12 @@ class Roster:
         """Wait for ``population`` nodes and ask each node once for its partition.
 
         If a node runs several clients (see `VirtualGrid`), only the first is asked. The ids and the
-        partitions of the others follow in order.
+        partitions of the others follow in order. If no ClientApp of this package answers, ask for a
+        mod of this package if ``mods`` is True. The nodes of ``absent`` partitions may be missing,
+        because their clients withdrew.
 
-        Parameters
-        ----------
-        mods : bool
-            If no ClientApp of this package answers, ask for a mod of this package. The question is
-            a training message without a model, on which a ClientApp without the mod cannot train.
-        absent : Collection[int]
-            Partitions whose nodes may be missing, because their clients withdrew.
-
-        Raises
-        ------
-        FederationNotReady
-            `wait_for_nodes` raises it; or two nodes claim one partition, a partition is out of
-            range, or only some nodes answer. Only a node's first answer counts.
+        Refuse two nodes that claim one partition, a partition out of range, and nodes of which only
+        some answer. Only a node's first answer counts.
         """
         least = population - len(absent)
         nodes = wait_for_nodes(grid, population, timeout=timeout, least=least)
@@ -153,7 +134,8 @@ class Roster:
         foreign = not reported
         if foreign and mods:
             log.info("asking the nodes for client_level_dp_mod (a ClientApp without it fails here)")
-            # Send the settings of every training message, because mods before ours may read these.
+            # A ClientApp without the mod cannot train on a training message without a model. Send
+            # the settings of every training message, because mods before ours may read these.
             settings = ConfigRecord({"server-round": 0, FOR_MODS + _PARTITION_QUESTION: True})
             kind, question = "train", RecordDict({records.CONFIG: settings})
             reported, error = _ask_identities(grid, nodes, kind, question, timeout=timeout)
@@ -170,9 +152,12 @@ class Roster:
         needed = set(range(population)) - set(absent)
         # The node of a client that withdrew may have connected before a node that is needed.
         while needed - set(answers) and len(nodes) < population:
-            late = _newer_nodes(grid, population, nodes, timeout=timeout)
-            if not late:
+            try:
+                connected = wait_for_nodes(grid, population, timeout=timeout, least=len(nodes) + 1)
+            except FederationNotReady as reason:
+                log.warning("%s", reason)
                 break
+            late = [node for node in connected if node not in nodes]
             more, error = _ask_identities(grid, late, kind, question, timeout=timeout)
             reported, nodes = {**reported, **more}, [*nodes, *late]
             answers = _by_partition(reported, population, clients_per_node)
@@ -181,16 +166,6 @@ class Roster:
                 f"no node answered for partitions {missing[:10]}" + (f": {error}" if error else "")
             )
         return cls(answers, known=True, foreign=foreign, protects=foreign)
-
-
-def _newer_nodes(grid: Grid, population: int, nodes: Sequence[int], *, timeout: float) -> list[int]:
-    """Wait for nodes that are not in ``nodes``; return their ids, or none after ``timeout``."""
-    try:
-        connected = wait_for_nodes(grid, population, timeout=timeout, least=len(nodes) + 1)
-    except FederationNotReady as reason:
-        log.warning("%s", reason)
-        return []
-    return [node for node in connected if node not in nodes]
 
 
 def _ask_identities(
@@ -282,14 +257,8 @@ def check_addressee(message: Message, context: Context) -> None:
 
     Flower identifies a restarted SuperNode by its key, even if its node config changed. Without
     this check, two nodes could train on the data of one client, which the accounting counts once.
-
-    Raises
-    ------
-    ValueError
-        The message is for another partition.
     """
-    content = message.content
-    if _ADDRESS not in content or not isinstance(address := content[_ADDRESS], ConfigRecord):
+    if not isinstance(address := message.content.get(_ADDRESS), ConfigRecord):
         return
     if address["partition"] != (partition := partition_of(context.node_config)):
         raise InvalidValue.tellable(
@@ -300,13 +269,7 @@ def check_addressee(message: Message, context: Context) -> None:
 
 
 def partition_of(node_config: Mapping[str, object]) -> int:
-    """Return the partition of a node.
-
-    Raises
-    ------
-    ValueError
-        The node config has no ``partition-id``.
-    """
+    """Return the partition of a node; refuse a node config without ``partition-id``."""
     partition = node_config.get(PARTITION)
     if not isinstance(partition, int):
         raise InvalidValue.tellable(
