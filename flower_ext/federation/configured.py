@@ -1,15 +1,36 @@
-"""Build the parts of a run from its settings: sampling, plan, local training, and server."""
+"""Build the parts of a run from its settings, and start the run, in the ServerApp of any app.
+
+An app's class of settings inherits the shared ones (`flower_ext.runs.shared_settings`)::
+
+    @dataclass(frozen=True, kw_only=True)
+    class Settings(RunSettings, CohortSettings, ReleaseSettings, TrainingSettings):
+        ...
+
+    @app.main()
+    def main(grid: Grid, context: Context) -> None:
+        settings = configured.settings(Settings, context)
+        plan = configured.release_plan(settings, configured.sampling(settings))
+        method = DPFedAvg(local=configured.training(settings))
+        configured.start(grid, context, settings, task, method, plan)
+
+Each function raises `UnfitSetting` if settings contradict each other.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol, TypeVar, runtime_checkable
+from dataclasses import replace
+from typing import Any, TypeVar
 
-from flwr.app import Context
+from flwr.app import ArrayRecord, Context
+from flwr.serverapp import Grid
+from flwr.serverapp.strategy import Strategy
 
 from flower_ext.errors import InvalidValue
-from flower_ext.federation.recording import first_config
+from flower_ext.federation.engines.virtual import clients_of
+from flower_ext.federation.method import Method
+from flower_ext.federation.recording import first_config, record, recorded_run
 from flower_ext.federation.server_optimizers import (
     Adagrad,
     Adam,
@@ -19,13 +40,16 @@ from flower_ext.federation.server_optimizers import (
     TailAverage,
     Yogi,
 )
+from flower_ext.federation.strategy import FederatedStrategy
 from flower_ext.privacy import (
     AdaptiveClipping,
+    Budget,
     CorrelatedNoise,
     FixedSizeSampling,
     FullParticipation,
     NonPrivatePlan,
     PoissonSampling,
+    PrivacyPlan,
     ReleasePlan,
     Sampling,
     SecureScores,
@@ -37,8 +61,10 @@ from flower_ext.privacy import (
 from flower_ext.privacy.accounting.calibration import default_relation
 from flower_ext.privacy.queries.secure_scores import ACCURACY, Bounds
 from flower_ext.privacy.theorems.dp2_fedsam_theorem import dp2_fedsam_theorem2_noise_multiplier
-from flower_ext.runs.settings import Settings, UnfitSetting
+from flower_ext.runs.callbacks import Callback
+from flower_ext.runs.settings import Settings, UnfitSetting, absolute_path
 from flower_ext.runs.shared_settings import (
+    ClientSettings,
     CohortSettings,
     PrivacySettings,
     ReleaseSettings,
@@ -46,7 +72,8 @@ from flower_ext.runs.shared_settings import (
     ServerSettings,
     TrainingSettings,
 )
-from flower_ext.training import LocalTraining
+from flower_ext.training import LocalTraining, Task, check_shareable
+from flower_ext.training.params import require_modules
 
 AppSettings = TypeVar("AppSettings", bound=RunSettings)
 
@@ -54,16 +81,9 @@ _ADAPTIVE: Mapping[str, Any] = {"adagrad": Adagrad, "adam": Adam, "yogi": Yogi}
 
 
 def settings(kind: type[AppSettings], context: Context) -> AppSettings:
-    """Return the settings of a run.
+    """Return the settings of a run, of the app's class ``kind``.
 
     In a resumed run, ``rounds`` is the number with which the run began: its noise fits this number.
-
-    Parameters
-    ----------
-    kind : type[AppSettings]
-        The app's class of settings.
-    context : Context
-        The argument of the ServerApp.
     """
     return kind.of(first_config(context.run_config))
 
@@ -138,11 +158,23 @@ def release_plan(
         dropouts=settings.dropout_share,
         signed=settings.signed_sums,
     )
+    clipping_norm: float | AdaptiveClipping = settings.clipping_norm
+    if settings.clipping == "adaptive":
+        clipping_norm = AdaptiveClipping(
+            initial=settings.clipping_norm,
+            quantile=settings.clipping_quantile,
+            learning_rate=settings.clipping_learning_rate,
+        )
+    if not (settings.delta or of_users) and sampling.population == 1:
+        raise UnfitSetting(
+            f"run-config clients=1 with delta={settings.delta!r}: expected a delta in (0, 1), or "
+            "more clients, because delta=0 stands for 1 / clients, which is 1 here"
+        )
     options: dict[str, Any] = {
         "sampling": sampling,
-        "clipping_norm": _clipping_norm(settings),
+        "clipping_norm": clipping_norm,
         "rounds": settings.rounds,
-        "delta": settings.delta if of_users else _delta(settings, sampling),
+        "delta": settings.delta if settings.delta or of_users else 1 / sampling.population,
         "noise_placement": settings.noise_placement if settings.aggregation == "plain" else secure,
         **changes,
     }
@@ -193,46 +225,19 @@ def _correlated(settings: ReleaseSettings, sampling: Sampling, *, of_users: bool
     most = settings.participations or -(-settings.rounds // apart)
     momentum = settings.server_momentum if isinstance(settings, ServerSettings) else 0.0
     with _naming_settings(settings):
-        return {
-            "sampling": SpacedSampling(
-                population=clients, size=size, rounds_apart=apart, participations=most
-            ),
-            "correlation": CorrelatedNoise(
-                buffers=settings.noise_buffers,
-                bands=settings.noise_bands,
-                momentum=momentum,
-            ),
-        }
-
-
-def _clipping_norm(settings: ReleaseSettings) -> float | AdaptiveClipping:
-    if settings.clipping == "fixed":
-        return settings.clipping_norm
-    return AdaptiveClipping(
-        initial=settings.clipping_norm,
-        quantile=settings.clipping_quantile,
-        learning_rate=settings.clipping_learning_rate,
-    )
-
-
-def _delta(settings: PrivacySettings, sampling: Sampling) -> float:
-    if settings.delta:
-        return settings.delta
-    if sampling.population == 1:
-        raise UnfitSetting(
-            f"run-config clients=1 with delta={settings.delta!r}: expected a delta in (0, 1), or "
-            "more clients, because delta=0 stands for 1 / clients, which is 1 here"
+        spaced = SpacedSampling(
+            population=clients, size=size, rounds_apart=apart, participations=most
         )
-    return 1 / sampling.population
+        correlation = CorrelatedNoise(
+            buffers=settings.noise_buffers, bands=settings.noise_bands, momentum=momentum
+        )
+    return {"sampling": spaced, "correlation": correlation}
 
 
 def _secure_scores(
     settings: ReleaseSettings, options: Mapping[str, Any], scores: Bounds
 ) -> SecureScores:
-    """Return the query by which evaluations release scores.
-
-    The settings whose names begin with ``evaluation_`` determine it.
-    """
+    """Return the query by which evaluations release scores."""
     every, multiplier = settings.evaluate_every, settings.evaluation_noise_multiplier
     if not isinstance(options["noise_placement"], SecureSum):
         raise UnfitSetting(
@@ -306,6 +311,12 @@ def server(settings: ServerSettings, *, learning_rate: float | None = None) -> d
     return {"server": Sgd(learning_rate=rate, momentum=momentum), "average": average}
 
 
+def _with_method(settings: Settings) -> str:
+    """Return words for a message that name the method; empty if the app has only one method."""
+    method = getattr(settings, "method", None)
+    return "" if method is None else f" with method={method!r}"
+
+
 @contextmanager
 def _naming_settings(settings: Settings) -> Iterator[None]:
     """Replace an error about a field by an error about the setting of the same name."""
@@ -318,13 +329,125 @@ def _naming_settings(settings: Settings) -> Iterator[None]:
         raise UnfitSetting(f"run-config {field.replace('_', '-')}={rest}") from error
 
 
-@runtime_checkable
-class _SeveralMethods(Protocol):
-    """Settings of an app that has several methods; the setting ``method`` names the one to run."""
+def start(
+    grid: Grid,
+    context: Context,
+    settings: RunSettings,
+    task: Task,
+    method: Method,
+    plan: PrivacyPlan,
+    *,
+    wrapper: Callable[[FederatedStrategy], Strategy] | None = None,
+    planned_rounds: int | None = None,
+    notes: Mapping[str, Any] | None = None,
+    callbacks: Sequence[Callback] = (),
+    **options: Any,
+) -> None:
+    """Run a method under a plan for ``rounds`` rounds in a run directory, and write its report.
 
-    method: str
+    A run with privacy may end early. It ends when its provable ε reaches ``budget`` (0 means no
+    budget), or the ``epsilon`` for which its noise is provably calibrated. It also ends when all
+    runs that share the account ``budget_ledger`` have spent the account's budget. If the plan is a
+    `ReleasePlan`, the run's ledger records its releases.
+
+    Parameters
+    ----------
+    grid, context
+        The arguments of the ServerApp.
+    settings : RunSettings
+        The run's settings.
+    task : Task
+    method : Method
+    plan : PrivacyPlan
+    wrapper : Callable[[FederatedStrategy], Strategy], optional
+        Wraps the strategy, as `Upcycled` does; the result has the strategy as its ``base``.
+    planned_rounds : int, optional
+        Number of rounds that a planner chose in place of ``rounds``; the run directory records it.
+    notes : Mapping, optional
+        Further entries to record in addition to the settings.
+    callbacks : Sequence[Callback]
+        User code that the run calls when it begins, after each round, and when it ends.
+    **options
+        Options of `FederatedStrategy` that no setting names: ``sum``, ``stragglers``, ``exposed``.
+
+    Raises
+    ------
+    UnshareableModel
+        A layer that clients would share keeps statistics of their data.
+    InvalidValue
+        The method does not fit the plan, or names a ``personal`` part that the model lacks; or
+        `recorded_run` refuses the settings.
+    """
+    config = {**context.run_config, **(notes or {})}
+    # The settings are those that the noise was calibrated for; a resumed run may be longer.
+    number: Any = context.run_config["rounds"]
+    last = replace(settings, rounds=number).rounds  # checks the number of a resumed run, too
+    rounds = last
+    if planned_rounds is not None:
+        rounds += planned_rounds - settings.rounds
+        config["planned-rounds"] = planned_rounds
+    key_file = settings.state_key_file if isinstance(settings, ReleaseSettings) else ""
+    per_node = settings.clients_per_node if isinstance(settings, ClientSettings) else 1
+    base = FederatedStrategy(
+        method,
+        plan,
+        seed=settings.seed or None,
+        seeded_noise=settings.seeded_noise,
+        evaluate_every=settings.evaluate_every,
+        training_loss=settings.training_loss,
+        diagnostics=settings.diagnostics,
+        timeout=settings.connect_timeout,
+        budget=_budget(settings, plan),
+        # Nodes whose frozen part differs are refused before the first round.
+        frozen=task.fingerprint,
+        state_key_file=absolute_path(key_file),
+        **options,
+    )
+    name = [str(config[part]) for part in ("method", "dataset") if part in config]
+    with recorded_run(config, "-".join(name) or "run", callbacks) as directory:
+        require_modules("personal", method.personal, task.shapes, task.factory.facts.tied)
+        check_shareable(task.model(), method.personal)
+        limit = _calibrated_budget(settings, plan)
+        # Do not check a wrapped strategy, because a wrapper need not train in every round.
+        if directory.resumed and wrapper is None and limit is not None and last > settings.rounds:
+            raise UnfitSetting(
+                f"run-config rounds={last} of a resumed run: expected at most {settings.rounds}, "
+                f"because so many rounds spend epsilon={limit.epsilon:g} with the noise of this "
+                "run, which cannot change. To train longer under that epsilon, begin a new run: "
+                f"leave out --resume, and give --set rounds={last}"
+            )
+        base.record_in(directory, limit=limit)
+        record(
+            directory,
+            base if wrapper is None else wrapper(base),
+            clients_of(grid, per_node),
+            ArrayRecord(task.initial_params(settings.seed)),
+            num_rounds=rounds,
+            timeout=settings.round_timeout,
+        )
 
 
-def _with_method(settings: Settings) -> str:
-    """Return words for a message that name the method; empty if the app has only one method."""
-    return f" with method={settings.method!r}" if isinstance(settings, _SeveralMethods) else ""
+def _budget(settings: RunSettings, plan: PrivacyPlan) -> Budget | None:
+    """Return the budget in the settings: that of a shared account, or of this run alone."""
+    if not isinstance(settings, PrivacySettings):
+        return None
+    if (path := absolute_path(settings.budget_ledger)) is None:
+        is_limited = settings.budget and plan.delta is not None
+        return Budget(epsilon=settings.budget, delta=settings.delta) if is_limited else None
+    epsilon, delta = settings.population_epsilon, settings.population_delta
+    for name, value in (("population-epsilon", epsilon), ("population-delta", delta)):
+        if not value:
+            raise UnfitSetting(
+                f"run-config {name}={value!r} with a budget-ledger: expected a number > 0"
+            )
+    return Budget(epsilon=epsilon, delta=delta, ledger=path)
+
+
+def _calibrated_budget(settings: RunSettings, plan: PrivacyPlan) -> Budget | None:
+    """Return the ε and δ, if any, that the run's noise was chosen to keep provably."""
+    if not isinstance(settings, PrivacySettings) or settings.calibration != "provable":
+        return None
+    if settings.target is None or plan.rounds is None:
+        return None
+    assert plan.delta is not None  # noise was chosen for it
+    return Budget(epsilon=settings.target, delta=plan.delta)
