@@ -57,10 +57,7 @@ def set_message_id(message: Message, message_id: str) -> None:
 
 
 def message_like(message: Message, content: RecordDict, **other: object) -> Message:
-    """Return a copy of a message with new ``content``.
-
-    Each option in ``other`` replaces the metadata of the same name.
-    """
+    """Return a copy of a message with new ``content``, and the metadata in ``other``."""
     metadata = _copied(message.metadata)
     vars(metadata).update({f"_{name}": value for name, value in other.items()})
     return _message(metadata, content)
@@ -81,11 +78,11 @@ def replies(grid: Grid, messages: Iterable[Message], *, timeout: float | None) -
     """Send messages and return the replies, as ``grid.send_and_receive`` does.
 
     For Flower's own grids the function yields each reply as soon as it arrives. Flower's method
-    would collect all replies first, and sleep for three seconds between two polls of a SuperLink. A
-    message that could not be sent has no id, so this function does not wait for its reply.
+    would collect all replies first, and sleep for three seconds between two polls of a SuperLink.
     """
     if not type(grid).__module__.startswith("flwr."):
         return grid.send_and_receive(messages, timeout=timeout)
+    # A message that could not be sent has no id, and gets no reply.
     return _as_they_come(grid, set(filter(None, grid.push_messages(messages))), timeout)
 
 
@@ -112,16 +109,14 @@ def answering(message: Message) -> Metadata:
     request, now = vars(message.metadata), time()
     metadata = _copied(message.metadata)
     vars(metadata).update(
-        {
-            "_message_id": "",
-            "_reply_to_message_id": request["_message_id"],
-            "_src_node_id": request["_dst_node_id"],
-            "_dst_node_id": request["_src_node_id"],
-            "_src_task_id": request["_dst_task_id"],
-            "_dst_task_id": request["_src_task_id"],
-            "_created_at": now,
-            "_ttl": request["_ttl"] - (now - request["_created_at"]),
-        }
+        _message_id="",
+        _reply_to_message_id=request["_message_id"],
+        _src_node_id=request["_dst_node_id"],
+        _dst_node_id=request["_src_node_id"],
+        _src_task_id=request["_dst_task_id"],
+        _dst_task_id=request["_src_task_id"],
+        _created_at=now,
+        _ttl=request["_ttl"] - (now - request["_created_at"]),
     )
     return metadata
 

@@ -85,7 +85,8 @@ def client_level_dp_mod(*, allow_seeded_noise: bool = False) -> Mod:
     def mod(message: Message, context: Context, call_next: ClientAppCallable) -> Message:
         if message.metadata.message_type.partition(".")[0] != "train":
             try:
-                _refuse_outside_sums(context)
+                policy = NodePolicy(context, allow_seeded_noise=False)
+                policy.check_way_out("an answer of this ClientApp", in_sum=False)
             except PermissionError as error:
                 return failed(mod, message, context, error)
             return call_next(message, context)
@@ -100,7 +101,9 @@ def client_level_dp_mod(*, allow_seeded_noise: bool = False) -> Mod:
             return Message(RecordDict({records.UPDATE: learned_nothing}), reply_to=message)
         try:
             with knowing_no_data():
-                if _is_stage_of_sum(message):
+                content = message.content
+                if records.SECURE_SUM in content and records.MODEL not in content:
+                    # The message belongs to the protocol of a masked sum, and asks for no training.
                     check_addressee(message, context)
                     return masked.answer(message, context, _NAME)
                 request, noise = _requested(message, context, allow_seeded_noise)
@@ -161,22 +164,8 @@ def _requested(
     return request, NodePolicy(context, allow_seeded_noise).admit(request)
 
 
-def _refuse_outside_sums(context: Context) -> None:
-    """Refuse to evaluate or answer a query if the node's owner requires secure sums."""
-    policy = NodePolicy(context, allow_seeded_noise=False)
-    policy.check_way_out("an answer of this ClientApp", in_sum=False)
-
-
-def _is_stage_of_sum(message: Message) -> bool:
-    """Return True if a message belongs to the protocol of a masked sum and asks for no training."""
-    return records.SECURE_SUM in message.content and records.MODEL not in message.content
-
-
 def _without_entries(message: Message) -> Message:
-    """Return the message with nothing but the model and the user's config.
-
-    Flower's own strategies send such messages.
-    """
+    """Return the message with nothing but the model and the user's config, as Flower sends it."""
     config = message.content.config_records.get(records.CONFIG, ConfigRecord())
     settings = {name: value for name, value in config.items() if not name.startswith(FOR_MODS)}
     content = RecordDict({records.MODEL: message.content[records.MODEL]})

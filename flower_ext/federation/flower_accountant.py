@@ -112,7 +112,7 @@ class PldAccountant:
         OSError
             The ledger cannot be written. The caller must release nothing.
         """
-        release = self._release(event, count)
+        release = self._checked_release(event, count)
         for _ in range(count):
             if self._ledger is not None:
                 with self._ledger.reserve(release, round=self._ledger.releases + 1) as reservation:
@@ -166,7 +166,7 @@ class PldAccountant:
                 "PrivacyConfig(max_epsilon=...)"
             )
         require_positive("max_epsilon", limit)
-        after = self._releases + Counter({self._release(event, count): count})
+        after = self._releases + Counter({self._checked_release(event, count): count})
         return privacy_loss_of(after, delta=self._config.target_delta).epsilon > limit
 
     def guarantee(self) -> Guarantee:
@@ -219,16 +219,16 @@ class PldAccountant:
         else:
             self._ledger.check_holds(releases.total())
 
-    def _release(self, event: GaussianPrivacyEvent, count: int = 1) -> Release:
+    def _checked_release(self, event: GaussianPrivacyEvent, count: int) -> Release:
         require_at_least_one("count", count)
         if event.population_size != self._config.population_size:
             raise InvalidValue(
                 f"population_size={event.population_size} of the event: expected "
                 f"{self._config.population_size}, as in the configuration"
             )
-        return self._release_with(event.noise_multiplier)
+        return self._release(event.noise_multiplier)
 
-    def _release_with(self, noise_multiplier: float) -> Release:
+    def _release(self, noise_multiplier: float) -> Release:
         return Release(
             sampling=FullParticipation(self._config.population_size),
             noise_multiplier=noise_multiplier,
@@ -237,7 +237,7 @@ class PldAccountant:
 
     def _checked(self, release: Release) -> Release:
         """Return a stored release; refuse a release that was made under another configuration."""
-        if release != self._release_with(release.noise_multiplier):
+        if release != self._release(release.noise_multiplier):
             raise InvalidValue(
                 f"the ledger or the state holds a release ({release.to_dict()!r}) of another "
                 "configuration: give each run its own ledger and state"

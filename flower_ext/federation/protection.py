@@ -49,62 +49,43 @@ _KINDS: Mapping[str, tuple[type[Protection], Mapping[str, Any]]] = {
 }
 """The kinds of protection that a message may ask for: for each, its class and its fixed fields."""
 KIND, SEEDED = "protection", "seeded-noise"
-_OF_ROUNDS = frozenset(
-    (
-        "run",
-        "number",
-        "seed",
-        "diagnostics",
-        "training-loss",
-        "report-size",
-        "remembered",
-        "query",
-        "withdrawn",
-    )
-)
+_OF_ROUNDS = {
+    *("run", "number", "seed", "diagnostics", "training-loss"),
+    *("report-size", "remembered", "query", "withdrawn"),
+}
 """Entries of a round's record that do not belong to its protection."""
 
 
 def to_entries(protection: Protection | None, *, seeded_noise: bool) -> dict[str, Any]:
     """Return the entries of a round's record that ask clients for a protection.
 
-    Raises
-    ------
-    TypeError
-        No entries describe this protection, so clients would apply another one, or none.
+    Refuse a protection that no entries describe: clients would apply another one, or none.
     """
     if protection is None:
         return {}
     name = _kind_of(protection)
     if name is None:
-        name = type(protection).__name__
         raise TypeError(
-            f"{name}: no message can ask for this protection; add it to _KINDS in {__name__}"
+            f"{type(protection).__name__}: no message can ask for this protection; add it to "
+            f"_KINDS in {__name__}"
         )
     # If the server adds the noise, the client need not know how it is drawn.
     by_client = not isinstance(protection, ProtectedByServer)
     entries: dict[str, Any] = {KIND: name, SEEDED: seeded_noise and by_client}
     for part in _parts_of(*_KINDS[name]):
         if (value := getattr(protection, part.name)) is not None:
-            entries[_in_messages(part.name)] = value
+            entries[part.name.replace("_", "-")] = value
     return entries
 
 
 def from_entries(entries: Mapping[str, Any]) -> Protection | None:
     """Return the protection that a message's entries ask for, as `to_entries` wrote them.
 
-    The function ignores entries of the round that belong to no protection.
-
-    Raises
-    ------
-    InvalidValue
-        The protection is incomplete or unknown, or one of its numbers is out of range.
-    TypeError
-        An entry has the wrong type.
+    Refuse a protection that is incomplete or unknown, or whose numbers are out of range.
     """
     name = str(entries.get(KIND))
     kind, fixed = _KINDS.get(name, (None, {}))
-    parts = {} if kind is None else {_in_messages(p.name): p for p in _parts_of(kind, fixed)}
+    parts = {} if kind is None else {p.name.replace("_", "-"): p for p in _parts_of(kind, fixed)}
     known = set() if kind is None else {KIND, SEEDED, *parts}
     if unknown := set(entries) - _OF_ROUNDS - known:
         raise InvalidValue(
@@ -118,7 +99,10 @@ def from_entries(entries: Mapping[str, Any]) -> Protection | None:
     numbers: dict[str, float] = {}
     for entry, part in parts.items():
         if entry in entries or part.default is MISSING:
-            value = numbers[part.name] = _number(entries, entry)
+            value = entries.get(entry)
+            if isinstance(value, bool) or not isinstance(value, int | float):
+                raise TypeError(f"{entry}={value!r} in the server's message: expected a number")
+            numbers[part.name] = value
             if not 0 < value < math.inf and value != part.default:
                 raise InvalidValue(
                     f"{entry}={value!r} in the server's message: expected a finite number > 0"
@@ -132,15 +116,7 @@ def from_entries(entries: Mapping[str, Any]) -> Protection | None:
 
 
 def check_entries(entries: Mapping[str, Any]) -> Protection | None:
-    """Check the entries of a round, and return the protection that they ask for.
-
-    Raises
-    ------
-    InvalidValue
-        An entry is missing or out of range; the message names it.
-    TypeError
-        An entry has the wrong type.
-    """
+    """Check the entries of a round, and return the protection that they ask for."""
     numbers = {"remembered": 0, **entries}  # only clients that may have to forget get this entry
     for name, least in (("number", 1), ("seed", 0), ("remembered", 0)):
         if type(numbers.get(name)) is not int or numbers[name] < least:
@@ -164,14 +140,3 @@ def _parts_of(kind: type[Protection], fixed: Mapping[str, Any]) -> list[Field[An
     """Return the fields of a protection that its kind does not fix and that messages hold."""
     parts: tuple[Field[Any], ...] = fields(kind) if is_dataclass(kind) else ()
     return [part for part in parts if part.name not in fixed]
-
-
-def _in_messages(name: str) -> str:
-    return name.replace("_", "-")
-
-
-def _number(entries: Mapping[str, Any], name: str) -> float:
-    value = entries.get(name)
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise TypeError(f"{name}={value!r} in the server's message: expected a number")
-    return value

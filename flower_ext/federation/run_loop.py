@@ -32,15 +32,8 @@ ServerEvaluation = Callable[[int, ArrayRecord], MetricRecord | None]
 class RunLoop:
     """Plays the rounds of a new or resumed run through the four methods of a Flower strategy.
 
-    A checkpoint stores all that changes between two rounds.
-
-    Parameters
-    ----------
-    run : Run
-    player : Strategy
-        The strategy whose methods play each round: the run's own, or a wrapper around it.
-    grid, num_rounds, timeout, train_config, evaluate_config, evaluate_fn, should_stop
-        As in `FederatedStrategy.start`.
+    The strategy ``player`` is the run's own, or a wrapper around it. The other fields are as in
+    `FederatedStrategy.start`.
     """
 
     run: Run
@@ -127,10 +120,10 @@ class RunLoop:
         return replies(self.grid, messages, timeout=self.timeout) if messages else []
 
     def _check_answers(self, done: int, *, least: float) -> None:
-        """End the run if no client ever sent a usable reply.
+        """End the run if no client ever sent a usable reply: its rounds cost privacy in vain.
 
-        Later rounds would then cost privacy in vain. The run continues as long as the server has
-        refused fewer than ``least`` replies, so that a few clients alone cannot end it early.
+        As long as the server has refused fewer than ``least`` replies, the run continues, so that a
+        few clients alone cannot end it early.
         """
         refusals = self.run.clients.refusals
         if len(refusals) >= least and not (done or self.run.ever_answered):
@@ -190,21 +183,7 @@ class RunLoop:
     # Continuing an earlier process's run -----------------------------------------------------
 
     def _resume(self, initial: ArrayRecord) -> tuple[ArrayRecord, int]:
-        """Return the model from which to continue, and the number of rounds that are finished.
-
-        For a new run these are ``initial`` and 0.
-
-        Raises
-        ------
-        Damaged
-            No checkpoint is intact.
-        InvalidValue
-            The checkpoint holds another model.
-        FederationNotReady
-            Clients have lost the memory that the method needs.
-        LedgerCorrupt
-            The ledger lacks releases that were made.
-        """
+        """Return the model from which to continue, and the number of rounds that are finished."""
         run, directory = self.run, self.run.directory
         if directory is None or not directory.resumed:
             return initial, 0
@@ -249,13 +228,7 @@ class RunLoop:
         return arrays, done
 
     def _check_memory(self) -> None:
-        """Ask all clients if they still have the memory that they had at the checkpoint.
-
-        Raises
-        ------
-        FederationNotReady
-            A client has lost it.
-        """
+        """Refuse to continue if a client has lost the memory that it had at the checkpoint."""
         run, needed = self.run, self.run.remembered
         known = ConfigRecord({"run": run.checkpoints.run_id, "number": run.participations.rounds})
         everyone = {partition: {records.ROUND: known} for partition in run.clients.nodes}
