@@ -133,7 +133,11 @@ TESTS = {
     "federation/client/preparing.py": (*_OF_PROTECTION, *_OF_FAILURES),
     "federation/population.py": ("federation/test_population.py", "auditing/test_cohorts.py"),
     "federation/connection.py": _OF_RUNS,
-    "federation/replies.py": ("federation/test_records.py", "federation/test_hostile.py"),
+    "federation/exchange.py": (
+        "federation/test_exchange.py",
+        "federation/test_records.py",
+        "federation/test_hostile.py",
+    ),
     "federation/round.py": ("federation/test_round.py", "federation/test_hostile.py", *_OF_RUNS),
     "federation/run.py": ("federation/test_resume.py", *_OF_RUNS),
     "federation/claims.py": ("federation/test_spending.py", *_OF_RUNS),

@@ -18,10 +18,9 @@ from flwr.app import ConfigRecord, Message
 from flower_ext.errors import InvalidValue
 from flower_ext.federation import records
 from flower_ext.federation.claims import charge
-from flower_ext.federation.exchange import Content, Requests
+from flower_ext.federation.exchange import Content, RefusedReply, Requests, read_scores
 from flower_ext.federation.population import Cohort
 from flower_ext.federation.protection import to_entries
-from flower_ext.federation.replies import RefusedReply, read_scores
 from flower_ext.federation.round import Round
 from flower_ext.federation.run import Run
 from flower_ext.federation.sums.masked import MaskedSum

@@ -21,11 +21,10 @@ from flower_ext.federation import records
 from flower_ext.federation.claims import charge, summary_of
 from flower_ext.federation.client.client_method import Memory
 from flower_ext.federation.connection import leave_out_withdrawn, rehearse
-from flower_ext.federation.exchange import Content, Requests
+from flower_ext.federation.exchange import Content, RefusedReply, Requests, read_update
 from flower_ext.federation.method import Released, State
 from flower_ext.federation.population import Cohort
 from flower_ext.federation.protection import to_entries
-from flower_ext.federation.replies import RefusedReply, read_update
 from flower_ext.federation.run import Run
 from flower_ext.federation.spending import Spending
 from flower_ext.federation.state.checkpoint import BegunRound

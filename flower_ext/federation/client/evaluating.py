@@ -16,8 +16,8 @@ from flower_ext.errors import InvalidValue, is_tellable, knowing_no_data
 from flower_ext.federation import records
 from flower_ext.federation.client.client_method import ClientWork
 from flower_ext.federation.client.requests import ClientRequest
+from flower_ext.federation.exchange import LARGEST_VALUE
 from flower_ext.federation.failures import attempt_each
-from flower_ext.federation.replies import LARGEST_VALUE
 from flower_ext.privacy.queries.vector_query import VectorQuery
 from flower_ext.training import Params, evaluate_each
 from flower_ext.training.isolation import isolated

@@ -42,9 +42,9 @@ from flower_ext.errors import (
     knowing_no_data,
 )
 from flower_ext.federation import records
+from flower_ext.federation.exchange import LONGEST_REASON, RefusedReply, read_answer, read_metrics
 from flower_ext.federation.failures import printable
 from flower_ext.federation.records import Arrays, bytes_record, flattened, shaped, single_message
-from flower_ext.federation.replies import LONGEST_REASON, RefusedReply, read_answer, read_metrics
 from flower_ext.federation.state.memory import ClientVault
 from flower_ext.federation.sums.summation import Opening, OpenSum, Summation
 from flower_ext.privacy.mechanisms.masked_noised_sum import MaskedNoisedSum

@@ -36,10 +36,9 @@ from flwr.app import ArrayRecord, Message
 
 from flower_ext.errors import FlowerExtError, IncompleteRound, InvalidValue, ProtocolError
 from flower_ext.federation import records
-from flower_ext.federation.exchange import Clients
+from flower_ext.federation.exchange import Clients, RefusedReply, read_answer, read_metrics
 from flower_ext.federation.population import HiddenUsers
 from flower_ext.federation.records import Arrays, Update, bytes_record, shaped, single_message
-from flower_ext.federation.replies import RefusedReply, read_answer, read_metrics
 from flower_ext.federation.roster import FederationNotReady
 from flower_ext.federation.sums.summation import Opening, OpenSum, Summation
 from flower_ext.privacy import AdversaryView, FullParticipation, SecureNoise
