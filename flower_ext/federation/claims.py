@@ -21,10 +21,9 @@ _ROUNDS_ALONE = "the published claim covers training rounds only"
 
 def summary_of(run: Run) -> RunSummary:
     """Return the facts of the run so far from which a plan computes its guarantees."""
-    method, roster = run.method, run.clients.roster
+    method, traits = run.method, run.method.traits
     weights = [training.proximal_weight for training in method.training.values()]
-    traits = method.traits
-    if roster is not None and roster.foreign:  # such clients may remember anything
+    if run.clients.roster.foreign:  # such clients may remember anything
         traits = replace(traits, keeps_memory=True)
     summary = RunSummary(
         method=traits,
@@ -102,21 +101,9 @@ def charge(
 ) -> None:
     """Charge a round to the run's budget before the server asks any client.
 
-    If several runs share an account, the function writes the charge to the account. If the budget
-    is for this run alone, it only checks the budget.
-
-    Parameters
-    ----------
-    after : Participations
-        Participations of all units once every asked client has answered.
-    answered : QuerySum, optional
-        The mechanism of the query whose answer the round releases; None for a training round. The
-        account lists the answers to a query as a separate run.
-
-    Raises
-    ------
-    BudgetExhausted
-        The provable ε would exceed the budget; the message says by how much.
+    The participations ``after`` are those once every asked client has answered. ``answered`` is the
+    mechanism of the query whose answer the round releases; None for a training round. If the budget
+    is for this run alone, nothing is written.
     """
     mechanism, budget = run.mechanism, run.spending.budget
     if budget is None:
@@ -131,7 +118,7 @@ def charge(
                 f"above the budget of {budget.epsilon:g}"
             )
         return
-    query, number = "", after.rounds
+    query, number = "", after.rounds  # the account lists answers to a query as a separate run
     release = mechanism.release_in(number)
     if answered is not None:
         query, release = answered.query.name, answered.release

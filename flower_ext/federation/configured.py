@@ -137,8 +137,6 @@ def release_plan(
 
     Parameters
     ----------
-    settings : ReleaseSettings
-    sampling : Sampling
     of_users : bool
         True if the units are users with records in several silos.
     scores : tuple of (str, float, float)
@@ -352,13 +350,6 @@ def start(
 
     Parameters
     ----------
-    grid, context
-        The arguments of the ServerApp.
-    settings : RunSettings
-        The run's settings.
-    task : Task
-    method : Method
-    plan : PrivacyPlan
     wrapper : Callable[[FederatedStrategy], Strategy], optional
         Wraps the strategy, as `Upcycled` does; the result has the strategy as its ``base``.
     planned_rounds : int, optional

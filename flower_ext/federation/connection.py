@@ -13,7 +13,7 @@ from flower_ext.federation._flower_private import in_simulation
 from flower_ext.federation.exchange import Content, read_answer, read_update
 from flower_ext.federation.method import Connected
 from flower_ext.federation.model_checks import refuse_tied
-from flower_ext.federation.roster import REHEARSAL, FederationNotReady
+from flower_ext.federation.roster import REHEARSAL, FederationNotReady, Roster
 from flower_ext.federation.run import Run
 from flower_ext.privacy import Ledger
 from flower_ext.privacy.withdrawal import forgotten, note_forgotten, runs_in
@@ -35,7 +35,7 @@ def connect(run: Run, grid: Grid, arrays: ArrayRecord) -> None:
     """
     run.model = run.shared_part(arrays)
     run.clients.grid = grid
-    if run.clients.roster is not None:
+    if run.clients.roster.nodes:
         return
     mechanism, method = run.mechanism, run.method
     # A mod can clip and noise one client's update, and nothing else.
@@ -71,7 +71,7 @@ def connect(run: Run, grid: Grid, arrays: ArrayRecord) -> None:
             answers = run.clients.query(dict.fromkeys(run.clients.nodes, sizes), read_answer)
             run.num_examples |= {p: int(answer["num-examples"]) for p, answer in answers.items()}
     except BaseException:
-        run.clients.roster = None  # the next call asks again
+        run.clients.roster = Roster()  # the next call asks again
         raise
 
 
@@ -90,7 +90,7 @@ def leave_out_withdrawn(run: Run) -> None:
         return
     entries = Ledger.read(account)
     remembering = sorted((leaving - forgotten(entries)) & set(clients.nodes))
-    if remembering and not (clients.roster is None or clients.roster.foreign):
+    if remembering and not clients.roster.foreign:
         runs = sorted({*runs_in(entries), run.checkpoints.run_id})
         content = {records.ROUND: ConfigRecord({"forget": runs})}
         answers = clients.ask(dict.fromkeys(remembering, content), 0, read_answer)
@@ -104,7 +104,6 @@ def leave_out_withdrawn(run: Run) -> None:
 def _check_foreign(run: Run, *, mod: bool) -> None:
     """Refuse a ClientApp of another project if the method or the plan needs one of this package."""
     roster, mechanism = run.clients.roster, run.mechanism
-    assert roster is not None
     if run.query_sums:
         raise InvalidValue(
             f"queries={[sums.query.name for sums in run.query_sums]}: expected none, because "
@@ -138,7 +137,7 @@ def rehearse(run: Run, config: ConfigRecord) -> None:
     the server asks up to three clients in turn.
     """
     clients, roster = run.clients, run.clients.roster
-    if roster is None or not roster.foreign or run.mechanism.delta is None:
+    if not roster.foreign or run.mechanism.delta is None:
         return
     content: Content = {
         records.MODEL: records.to_record(run.model),

@@ -85,7 +85,7 @@ class Clients:
         self.withdrawn_users: Collection[int] = ()
         """Users whose records silos leave out of their answers to queries."""
         self.refusals: list[str] = []
-        self.roster: Roster | None = None
+        self.roster = Roster()
         self.grid: Grid | None = None
         """The grid for messages outside the rounds."""
         self.nodes: Mapping[int, int] = {}
@@ -97,7 +97,7 @@ class Clients:
     ) -> Roster:
         """Return the roster of nodes; at the first call, wait until the nodes are connected."""
         self.grid = grid
-        if self.roster is None:
+        if not self.roster.nodes:
             with unlogged(*_EXPECTED):
                 self.roster = Roster.connect(
                     grid, population, timeout=self.timeout, mods=mods, absent=absent
@@ -124,7 +124,6 @@ class Clients:
         In simulation, partitions with the same content object share one RecordDict. Elsewhere each
         message names the partition that it is for.
         """
-        assert self.roster is not None
         built = {id(content): content for content in contents.values()}
         if self.roster.foreign:
             # Flower calls an app's mods only for types of messages that the app has a function for,

@@ -116,15 +116,7 @@ class Population:
 
 
 class UsersInSilos(Population):
-    """Users whose records lie in several silos: a round draws users and asks every silo.
-
-    Parameters
-    ----------
-    sampling : Sampling
-        Draws the users of a round.
-    num_silos : int
-        The number of silos, each of which is a node.
-    """
+    """Users whose records lie in several silos: a round draws users and asks every silo."""
 
     def __init__(self, sampling: Sampling, num_silos: int) -> None:
         super().__init__(sampling)
@@ -150,14 +142,8 @@ class UsersInSilos(Population):
 class HiddenUsers(UsersInSilos):
     """Users whose records lie in silos that hide from the server which users are drawn.
 
-    Parameters
-    ----------
-    sampling, num_silos
-        See `UsersInSilos`.
-    draw : UserDraw
-        The party that draws the users. If it hides its draw, any user may have been drawn.
-        Otherwise the server draws indices in a secret order of the users, which only the silos
-        know.
+    If the party that draws, ``draw``, hides its draw, any user may have been drawn. Otherwise the
+    server draws indices in a secret order of the users, which only the silos know.
     """
 
     repeats = False  # new secret keys change the draw

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from logging import getLogger
 from typing import Any
 
@@ -31,7 +31,7 @@ _IDENTITY_RECORD = "identity"
 """Record of the answer to this question."""
 FOR_MODS = "flower-ext/"
 """Prefix of settings for this package's mods, which read them and take them out of the message."""
-_PARTITION_QUESTION = "identity"
+PARTITION_QUESTION = "identity"
 """Entry of a training message without a model, by which the server asks a mod for its partition."""
 REHEARSAL = "rehearsal"
 """Entry of a training message before the first round, whose update the server drops."""
@@ -84,7 +84,7 @@ def wait_for_nodes(
 
 @dataclass(frozen=True)
 class Roster:
-    """Node ids by partition.
+    """Node ids by partition; empty before the nodes are connected.
 
     Parameters
     ----------
@@ -100,8 +100,8 @@ class Roster:
         True if a foreign ClientApp has a mod that bounds and noises its uploads.
     """
 
-    nodes: Mapping[int, int]
-    known: bool
+    nodes: Mapping[int, int] = field(default_factory=dict)
+    known: bool = False
     first_error: str = ""
     foreign: bool = False
     protects: bool = False
@@ -136,7 +136,7 @@ class Roster:
             log.info("asking the nodes for client_level_dp_mod (a ClientApp without it fails here)")
             # A ClientApp without the mod cannot train on a training message without a model. Send
             # the settings of every training message, because mods before ours may read these.
-            settings = ConfigRecord({"server-round": 0, FOR_MODS + _PARTITION_QUESTION: True})
+            settings = ConfigRecord({"server-round": 0, FOR_MODS + PARTITION_QUESTION: True})
             kind, question = "train", RecordDict({records.CONFIG: settings})
             reported, error = _ask_identities(grid, nodes, kind, question, timeout=timeout)
             reported = {
@@ -144,10 +144,10 @@ class Roster:
             }  # an answer without a partition is not from our mod
         numbered = dict(enumerate(nodes))
         if not reported:
-            return cls(numbered, known=False, first_error=error, foreign=True)
+            return cls(numbered, first_error=error, foreign=True)
         clients_per_node = getattr(grid, "clients_per_node", 1)
         if foreign and len(reported) == len(nodes) and set(reported.values()) == {_NO_PARTITION}:
-            return cls(numbered, known=False, foreign=True, protects=True)
+            return cls(numbered, foreign=True, protects=True)
         answers = _by_partition(reported, population, clients_per_node)
         needed = set(range(population)) - set(absent)
         # The node of a client that withdrew may have connected before a node that is needed.
@@ -218,11 +218,6 @@ def _by_partition(
     return answers
 
 
-def asks_identity(message: Message) -> bool:
-    """Return True if a plain training message only asks a mod for its node's partition."""
-    return _PARTITION_QUESTION in entries_for_mods(message)
-
-
 def entries_for_mods(message: Message) -> dict[str, Any]:
     """Return a message's entries for this package's mods, which run before a foreign ClientApp."""
     config = message.content.get(records.CONFIG)
@@ -232,11 +227,6 @@ def entries_for_mods(message: Message) -> dict[str, Any]:
         for name, value in settings.items()
         if name.startswith(FOR_MODS)
     }
-
-
-def is_rehearsal(message: Message) -> bool:
-    """Return True if the server only wants to know whether a ClientApp can train."""
-    return REHEARSAL in entries_for_mods(message)
 
 
 def identity(node_config: Mapping[str, object]) -> RecordDict:

@@ -209,8 +209,7 @@ class RunLoop:
             counted = run.participations.answers[sums.query.name]
             for _ in range(counted, run.checkpoints.times_asked(sums.query.name)):
                 sums.count_answer(run.participations)
-        roster = run.clients.roster
-        if is_unfinished and not (roster is not None and roster.known):
+        if is_unfinished and not run.clients.roster.known:
             run.population.equalise_counts()  # a node may have had another partition before
         save_guarantees(run)
         # A ledger that lacks a release was cut off or exchanged, and would show too much budget

@@ -47,16 +47,9 @@ class Stragglers:
     ) -> dict[int, float]:
         """Return, by client, the progress of each straggler in a cohort: a number in [0, 1).
 
-        Parameters
-        ----------
-        cohort : Sequence[int]
-            Numbers of clients, below ``population``.
-        population : int
-            Number of all clients.
-        rng : numpy.random.Generator
-            Generator of this round. The function draws two numbers for every client, in order, so
-            that a client's numbers do not depend on the cohort.
+        ``population`` is the number of all clients.
         """
+        # Draw two numbers for every client: a client's numbers do not depend on the cohort.
         drawn = rng.random((population, 2))
         slow = [i for i in cohort if drawn[i, 0] < self.ratio]
         if self.exact:
@@ -66,17 +59,7 @@ class Stragglers:
     def check(self, trainings: Iterable[LocalTraining], *, protects: bool) -> None:
         """Refuse training that no straggler could stop early, and ``exact`` under a private plan.
 
-        Parameters
-        ----------
-        trainings : Iterable[LocalTraining]
-            The phases of a method's training.
-        protects : bool
-            True if the plan promises privacy.
-
-        Raises
-        ------
-        InvalidValue
-            No training is counted in epochs, or both ``exact`` and ``protects`` are True.
+        ``protects`` is True if the plan promises privacy.
         """
         if self.exact and protects:
             raise InvalidValue(
@@ -91,13 +74,12 @@ class Stragglers:
             )
 
 
-def shortened(training: LocalTraining, how_far: float | None) -> LocalTraining:
-    """Return the part of ``training`` that a straggler completes, in whole epochs.
+def shortened(training: LocalTraining, progress: float | None) -> LocalTraining:
+    """Return the whole epochs of ``training`` that a straggler completes.
 
-    ``how_far`` is the client's progress in [0, 1), or None if the client does not straggle.
-    Training stays whole if the client does not straggle, and if it has fewer than two epochs or is
-    counted in steps.
+    ``progress`` is in [0, 1), or None if the client does not straggle. Training stays whole if it
+    has fewer than two epochs or is counted in steps.
     """
-    if how_far is None or training.epochs < 2:
+    if progress is None or training.epochs < 2:
         return training
-    return replace(training, epochs=1 + math.floor(how_far * (training.epochs - 1)))
+    return replace(training, epochs=1 + math.floor(progress * (training.epochs - 1)))

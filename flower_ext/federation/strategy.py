@@ -21,7 +21,6 @@ from flower_ext.federation import records
 from flower_ext.federation.claims import guarantees_of, spent_by, summary_of
 from flower_ext.federation.connection import connect
 from flower_ext.federation.method import Method
-from flower_ext.federation.population import Population
 from flower_ext.federation.query_round import QueryRound, ReportedScores, evaluation
 from flower_ext.federation.round import TrainingRound
 from flower_ext.federation.run import Run, StrategyOptions
@@ -85,8 +84,6 @@ class FederatedStrategy(Strategy):
         Simulates clients that complete only some of their local epochs.
     timeout : float
         Seconds to wait for nodes to connect, and for replies.
-    population : Population, optional
-        The clients to ask and the units to count; by default those of the method.
     exposed : Sequence[str]
         One line for each thing outside the run that reveals something about the clients' data. The
         guarantees list them as not covered.
@@ -120,7 +117,6 @@ class FederatedStrategy(Strategy):
         diagnostics: bool = False,
         stragglers: Stragglers | None = None,
         timeout: float = 600.0,
-        population: Population | None = None,
         exposed: Sequence[str] = (),
         frozen: str = "",
         state_key_file: Path | None = None,
@@ -146,7 +142,7 @@ class FederatedStrategy(Strategy):
             method=method,
             plan=plan,
             summation=summation,
-            population=population or method.population(plan, summation),
+            population=method.population(plan, summation),
             spending=Spending(ledger=ledger, budget=budget, exposed=tuple(exposed)),
             options=options,
             directory=directory,
@@ -193,7 +189,7 @@ class FederatedStrategy(Strategy):
         self._evaluation = None
         if every == 0 or (server_round % every and server_round != run.last_round):
             return []
-        if run.clients.roster is None:  # an evaluation before any training
+        if not run.clients.roster.nodes:  # an evaluation before any training
             connect(run, grid, arrays)
         self._evaluation = evaluation(run, server_round)
         return self._evaluation.ask(run.evaluated(arrays), _numbered(config, server_round))
@@ -243,7 +239,6 @@ class FederatedStrategy(Strategy):
 
         Parameters
         ----------
-        grid : Grid
         initial_arrays : ArrayRecord
             The whole initial model; personal parts are dropped from it.
         num_rounds : int
@@ -287,7 +282,6 @@ class FederatedStrategy(Strategy):
 
         Parameters
         ----------
-        directory : RunWriter
         limit : Budget, optional
             Budget of the new ledger. A plan that makes no releases has no ledger: ``limit`` then
             becomes the budget of the run, unless the run has one already.
