@@ -1,25 +1,8 @@
 """The base of federated methods: what clients train, and the step of the server.
 
-A `Method` is frozen and knows nothing of rounds, messages or files. Its main members, in the order
-in which a run first needs them:
-
-=======================================  =========================================================
-member                                   purpose
-=======================================  =========================================================
-`check`, `mechanism`, `population`       fit the method and the user's plan together
-`check_model`, `init`                    return the server's state before the first round
-`connect`                                asks clients what the run must know, once per process
-`configure`, `begin_round`               prepare a training round
-`training`, `evaluation_training`,       describe the clients' work
-`settings`, `added_proximal_weight`
-`check_update`                           refuses an upload that the server's step cannot use
-`step`                                   returns the next model and the next state
-`complete_summary`, `disclosures`,       return the guarantees
-`claims`
-=======================================  =========================================================
-
-Only the `State` of a method changes between rounds: `step` takes it, and returns the next one.
-Checkpoints, resumed runs and `Upcycled` therefore treat every method alike.
+A `Method` is frozen and knows nothing of rounds, messages or files. Only its `State` changes
+between rounds: `step` takes it, and returns the next one. Checkpoints, resumed runs and `Upcycled`
+therefore treat every method alike.
 """
 
 from __future__ import annotations
@@ -95,8 +78,7 @@ class State:
 
     def groups(self) -> dict[str, Arrays]:
         """Return all groups, for a checkpoint."""
-        sent = {_EVERYONE + name: group for name, group in self.everyone.items()}
-        return sent | {_SERVER + name: group for name, group in self.server.items()}
+        return _prefixed(_EVERYONE, self.everyone) | _prefixed(_SERVER, self.server)
 
     def updated(
         self,
@@ -120,12 +102,9 @@ def _prefixed(prefix: str, groups: Mapping[str, Arrays]) -> dict[str, Arrays]:
 
 
 def groups_under(prefix: str, groups: Mapping[str, Mapping[str, T]]) -> dict[str, dict[str, T]]:
-    """Return copies of the groups whose names begin with ``prefix``.
-
-    The names in the result lack ``prefix``.
-    """
-    names = [name for name in groups if name.startswith(prefix)]
-    return {name.removeprefix(prefix): dict(groups[name]) for name in names}
+    """Return copies of the groups whose names begin with ``prefix``, without it in their names."""
+    found = {name: group for name, group in groups.items() if name.startswith(prefix)}
+    return {name.removeprefix(prefix): dict(group) for name, group in found.items()}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -288,10 +267,7 @@ class Method:
     def configure(
         self, config: ConfigRecord, model: Arrays, state: State, plan: PrivacyPlan
     ) -> ConfigRecord:
-        """Return the user's configuration of a round, with entries that the method adds.
-
-        By default, the method adds none.
-        """
+        """Return the user's configuration of a round, with entries that the method adds, if any."""
         return config
 
     # The plan ---------------------------------------------------------------------------------
@@ -392,32 +368,22 @@ class Method:
         return mechanism.mean_noise_stddev
 
     def with_average(self, model: Arrays, state: State, previous: State) -> State:
-        """Return ``state`` with the average of ``previous`` and ``model``, if there is an average.
-
-        The average so far comes from ``previous``, because a method's `step` may return a new
-        state that holds nothing but what the step itself needs.
-        """
+        """Return ``state`` with the average, if any, of ``previous`` and ``model``."""
         if self.average is None:
             return state
+        # A method's `step` may return a new state that holds nothing but what the step needs.
         kept = self.average.add(model, groups_under(_AVERAGE, previous.server))
         return state.updated(server=_prefixed(_AVERAGE, kept))
 
     def evaluated(self, model: Arrays, state: State) -> Arrays:
-        """Return the model that the run evaluates and returns.
-
-        This is the average of the models so far if the method has an `average`. Without one, and
-        before the first model was averaged, it is ``model``.
-        """
+        """Return the model that the run evaluates and returns: the average so far, or ``model``."""
         kept = groups_under(_AVERAGE, state.server)
         return model if self.average is None or not kept else self.average.average(kept)
 
     # The guarantees ---------------------------------------------------------------------------
 
     def disclosures(self, summation: Summation) -> Sequence[str]:
-        """Return what the method reveals about clients' data and no guarantee covers.
-
-        Each thing that it reveals has one line.
-        """
+        """Return a line for each thing that the method reveals and no guarantee covers."""
         return summation.disclosures
 
     def complete_summary(self, run: RunSummary, state: State) -> RunSummary:

@@ -20,7 +20,6 @@ from flower_ext import runs
 from flower_ext.errors import InvalidValue
 from flower_ext.federation.query_round import use_records
 from flower_ext.federation.strategy import FederatedStrategy
-from flower_ext.privacy import Guarantee
 from flower_ext.runs import RunDirectory, RunWriter, new_run_path
 from flower_ext.runs.callbacks import Callback, Callbacks
 from flower_ext.runs.directory import RUNS_VARIABLE, Status
@@ -279,13 +278,10 @@ class recorded:
 
         Parameters
         ----------
-        grid, initial_arrays
-            Arguments of ``strategy.start``.
         num_rounds : int
             Number of the last round, counted from the beginning of the run.
         **options
-            Options of ``strategy.start``: ``timeout``, ``train_config``, ``evaluate_config``,
-            ``evaluate_fn``.
+            Further options of ``strategy.start``.
 
         Raises
         ------
@@ -298,11 +294,8 @@ class recorded:
             Another process writes to the directory.
         """
         method = _method(self.strategy)
-        config: dict[str, Any] = {
-            "method": method,
-            "rounds": num_rounds,
-            **_identity(self.strategy, self._base, initial_arrays),
-        }
+        identity = _identity(self.strategy, self._base, initial_arrays)
+        config: dict[str, Any] = {"method": method, "rounds": num_rounds, **identity}
         if self._path is not None:
             _refuse_complete(self._path, num_rounds)
             config |= {"run-directory": str(self._path), "resume": True}
@@ -311,10 +304,6 @@ class recorded:
             return record(
                 directory, self.strategy, grid, initial_arrays, num_rounds=num_rounds, **options
             )
-
-    def guarantees(self) -> list[Guarantee]:
-        """Return the guarantees of the strategy (see `FederatedStrategy.guarantees`)."""
-        return self._base.guarantees()
 
 
 def _refuse_complete(path: Path, num_rounds: int) -> None:

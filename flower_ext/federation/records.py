@@ -194,16 +194,6 @@ def _read_npy(array: Array) -> np.ndarray:
     return values.reshape(shape, order="F" if fortran_order else "C")
 
 
-def record_bytes(record: ArrayRecord) -> int:
-    """Return the number of bytes that a record's arrays take when serialised."""
-    return sum(
-        array_bytes(array.values.shape, array.values.dtype)
-        if isinstance(array, UnsentArray)
-        else len(array.data)
-        for array in record.values()
-    )
-
-
 @lru_cache(maxsize=1024)
 def array_bytes(shape: tuple[int, ...], dtype: np.dtype) -> int:
     """Return the number of bytes of one array as Flower serialises it: a header and its numbers."""
@@ -272,11 +262,6 @@ class Update:
     arrays: Mapping[str, np.ndarray]
     metrics: Mapping[str, float]
 
-    @property
-    def payload(self) -> int:
-        """Number of bytes that the arrays take as Flower would serialise them."""
-        return sum(array_bytes(array.shape, array.dtype) for array in self.arrays.values())
-
     def content(self) -> RecordDict:
         """Return the update as Flower's records, with a record of metrics if there are any."""
         content: dict[str, object] = {UPDATE: to_record(self.arrays)}
@@ -341,11 +326,16 @@ def payload_bytes(messages: Iterable[Message]) -> int:
     total, sizes = 0, dict[int, int]()
     for message in messages:
         if isinstance(message, UploadReply) and (update := message.update) is not None:
-            total += update.payload
+            total += sum(array_bytes(a.shape, a.dtype) for a in update.arrays.values())
         elif message.has_content():
             content = message.content
             if id(content) not in sizes:  # many messages may share a content
-                records = (part for part in content.values() if isinstance(part, ArrayRecord))
-                sizes[id(content)] = sum(map(record_bytes, records))
+                sizes[id(content)] = sum(
+                    array_bytes(array.values.shape, array.values.dtype)
+                    if isinstance(array, UnsentArray)
+                    else len(array.data)
+                    for record in of_kind(content, ArrayRecord).values()
+                    for array in record.values()
+                )
             total += sizes[id(content)]
     return total

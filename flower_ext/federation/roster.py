@@ -48,7 +48,7 @@ class FederationNotReady(FlowerExtError, RuntimeError):
 
 
 def wait_for_nodes(
-    grid: Grid, expected: int, *, timeout: float, poll: float = 0.2, least: int | None = None
+    grid: Grid, expected: int, *, timeout: float, least: int | None = None
 ) -> list[int]:
     """Wait until ``least`` nodes are connected, by default ``expected``; return their sorted ids.
 
@@ -73,7 +73,7 @@ def wait_for_nodes(
                 f"SuperNodes (in simulation: --federation-config num-supernodes={expected}), or "
                 "lower the plan's population"
             )
-        time.sleep(poll)
+        time.sleep(0.2)
     if len(nodes) > expected:
         raise FederationNotReady(
             f"{len(nodes)} nodes are connected but the plan counts on a population of {expected}; "
