@@ -20,13 +20,6 @@ from flower_ext.privacy.withdrawal import forgotten, note_forgotten, runs_in
 
 log = getLogger("flwr")
 
-_REHEARSALS = 3
-"""Largest number of clients that the server asks in turn, before round 1, until one can train."""
-_BEFORE_OURS = (
-    ". If another mod stands before client_level_dp_mod in ClientApp(mods=...), put "
-    "client_level_dp_mod first: an earlier mod finds no metrics, and must not change an upload"
-)
-
 
 def connect(run: Run, grid: Grid, arrays: ArrayRecord) -> None:
     """Store ``arrays`` as the model to send. At the first call, connect to the clients, too.
@@ -145,7 +138,7 @@ def rehearse(run: Run, config: ConfigRecord) -> None:
         records.ROUND: ConfigRecord({REHEARSAL: True}),
     }
     trusted = not run.mechanism.client_protects
-    partitions, reason = list(clients.nodes)[:_REHEARSALS], "no answer"
+    partitions, reason = list(clients.nodes)[:3], "no answer"
     for partition in partitions:
         messages = clients.messages("train", {partition: content}, 1)
         for reply in clients.replies(messages.values()):
@@ -155,8 +148,12 @@ def rehearse(run: Run, config: ConfigRecord) -> None:
                 reason = str(error)
             else:
                 return
+    mods = (
+        ". If another mod stands before client_level_dp_mod in ClientApp(mods=...), put "
+        "client_level_dp_mod first: an earlier mod finds no metrics, and must not change an upload"
+    )
     raise FederationNotReady(
         f"the ClientApp cannot take part: none of {len(partitions)} clients returned a "
         f"usable update for the rehearsal ({reason}). No round began, and no "
-        f"privacy was spent{_BEFORE_OURS if roster.protects else ''}"
+        f"privacy was spent{mods if roster.protects else ''}"
     )

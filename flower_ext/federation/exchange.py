@@ -50,14 +50,6 @@ LONGEST_NAME = 100
 """Largest number of characters in a metric's name."""
 LONGEST_REASON = 1_000
 """Largest number of characters in a refusal's text, because a client wrote part of the text."""
-_NAMES_SHOWN = 3
-"""Largest number of array names that a refusal lists."""
-_WRAPPED = (
-    "; if the ClientApp wraps the model, as with Opacus, torch.compile or DataParallel, let it "
-    "return the state_dict of the model itself"
-)
-"""Likely reason why a ClientApp returns arrays under other names."""
-_DIVERGES = "local training diverges, or the client is hostile; try a smaller learning rate"
 
 
 class RefusedReply(InvalidValue):
@@ -318,10 +310,12 @@ def moved_by(model: ArrayRecord, base: Mapping[str, np.ndarray]) -> Arrays:
     """Return a trained model, which may have more arrays, minus the received ``base``."""
     if missing := sorted(base.keys() - model.keys()):
         names = [repr(name[:LONGEST_NAME]) for name in sorted(model)]
-        shown = names[:_NAMES_SHOWN] + ["…"] * (len(names) > _NAMES_SHOWN)
+        shown = names[:3] + ["…"] * (len(names) > 3)
         raise RefusedReply(
             f"the ClientApp returned {', '.join(shown) or 'no arrays'}, but no {missing[0]!r}: "
-            f"expected every array that it received{_WRAPPED}"
+            "expected every array that it received; if the ClientApp wraps the model, as with "
+            "Opacus, torch.compile or DataParallel, let it return the state_dict of the model "
+            "itself"
         )
     trained = _checked({name: model[name] for name in base}, base)
     return {name: np.asarray(trained[name] - base[name]) for name in base}
@@ -406,7 +400,8 @@ def _checked(
             continue
         if not max(array.max(), -array.min()) <= most:  # true also for NaN
             raise RefusedReply(
-                f"{name!r} holds NaN or infinite values, or values above {most:g}: {_DIVERGES}"
+                f"{name!r} holds NaN or infinite values, or values above {most:g}: local training "
+                "diverges, or the client is hostile; try a smaller learning rate"
             )
     return {name: arrays[name] for name in base}
 

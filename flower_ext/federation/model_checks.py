@@ -20,11 +20,8 @@ from flower_ext.training.params import require_modules
 log = getLogger("flwr")
 
 _FEWEST_RANDOM = 8
-"""Arrays up to this size count as random if more than half this many of their values differ.
-
-Larger arrays count as random if more than half of their values differ. Two equal random arrays are
-taken for copies.
-"""
+"""Arrays up to this size count as random if more than half this many of their values differ; larger
+ones, if more than half of theirs do. Two equal random arrays are taken for copies."""
 
 
 def shared_arrays(record: ArrayRecord, personal: Sequence[str] = ()) -> Arrays:

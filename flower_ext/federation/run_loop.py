@@ -25,8 +25,6 @@ from flower_ext.privacy.mechanisms.updates import require_finite
 
 log = getLogger("flwr")
 
-ServerEvaluation = Callable[[int, ArrayRecord], MetricRecord | None]
-
 
 @dataclass(kw_only=True, eq=False)
 class RunLoop:
@@ -43,7 +41,7 @@ class RunLoop:
     timeout: float
     train_config: ConfigRecord
     evaluate_config: ConfigRecord
-    evaluate_fn: ServerEvaluation | None
+    evaluate_fn: Callable[[int, ArrayRecord], MetricRecord | None] | None
     should_stop: Callable[[int, Result], bool] | None
     result: Result = field(default_factory=Result, init=False)
 

@@ -202,9 +202,7 @@ class FederatedStrategy(Strategy):
         All clients have the same weight. If the plan adds noise to the sums of scores, return only
         the means, each with its standard error due to noise.
         """
-        if (
-            self._evaluation is None
-        ):  # no client was asked, but Flower's own loop calls this method nevertheless
+        if self._evaluation is None:  # no client was asked; Flower's own loop calls nevertheless
             return None
         scores = dict(self._evaluation.close(replies))
         return records.metrics_record(scores) if scores else None
