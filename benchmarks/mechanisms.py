@@ -131,7 +131,7 @@ def row(name: str, runs: Sequence[tuple[RunDirectory, Mapping[str, float]]]) -> 
 
 def last_norm(directory: RunDirectory) -> float:
     """Return the clipping norm of a run's last round."""
-    norms = directory.series("clipping_norm")[1]
+    norms = directory.metrics().series("clipping_norm")[1]
     return norms[-1] if norms else float(directory.config["clipping-norm"])
 
 

@@ -212,7 +212,7 @@ def run(app: Path, config: Config) -> RunDirectory:
 
 def last(run: RunDirectory, metric: str) -> float:
     """Return the metric of the last evaluation; NaN if training diverged."""
-    values = run.series(metric)[1]
+    values = run.metrics().series(metric)[1]
     return values[-1] if values else math.nan
 
 

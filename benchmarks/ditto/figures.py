@@ -125,7 +125,10 @@ def figure_6(experiment: Experiment, scale: Scale) -> str:
             for case, runs in experiment.grouped(cases, scale.seeds, name).items()
         }
         for metric in (ACCURACY, SPREAD):
-            lines = {label: [run.series(metric) for run in runs] for label, runs in groups.items()}
+            lines = {
+                label: [run.metrics().series(metric) for run in runs]
+                for label, runs in groups.items()
+            }
             experiment.draw(f"{name}-{metric}", f"{metric}, {world}", metric, lines)
         rows = [_row(label, runs) for label, runs in groups.items()]
         parts += [f"{world}, T = 30, ε = 10", table(_HEADER, rows)]

@@ -58,7 +58,8 @@ def _panel(experiment: Experiment, scale: Scale, problem: Problem, rates: tuple[
     figures = []
     for series, ylabel in (("loss_pooled", "loss"), ("epsilon_provable", "ε, provable")):
         lines = {
-            f"q = {rate:g}": [run.series(series) for run in runs] for rate, runs in groups.items()
+            f"q = {rate:g}": [run.metrics().series(series) for run in runs]
+            for rate, runs in groups.items()
         }
         name, title = f"figure-10-{problem.dataset}-{series}", f"{ylabel}, {problem.dataset}"
         figures.append(experiment.draw(name, title, ylabel, lines))

@@ -206,7 +206,9 @@ def _test_examples(dataset: str, folder: str, seed: int) -> Examples:
 
 
 def _epsilon(runs: Sequence[RunDirectory], basis: str) -> str:
-    values = [last(run, f"epsilon_{basis}") for run in runs if run.series(f"epsilon_{basis}")[0]]
+    values = [
+        last(run, f"epsilon_{basis}") for run in runs if run.metrics().series(f"epsilon_{basis}")[0]
+    ]
     return epsilon_text(max(values)) if values else "none"
 
 
@@ -222,7 +224,7 @@ def _draw(
         ("epsilon_provable", "ε, provable", True),
         ("epsilon_published", "ε, as published", True),
     ):
-        lines = {label: [run.series(series) for run in runs[label]] for label in runs}
+        lines = {label: [run.metrics().series(series) for run in runs[label]] for label in runs}
         measured = {label: lines[label] for label in runs if all(x for x, _ in lines[label])}
         title = f"{ylabel}, {problem.dataset}, {problem.distribution}"
         figures.append(experiment.draw(f"{name}-{series}", title, ylabel, measured, log=log))

@@ -42,7 +42,10 @@ def weighting(experiment: Experiment, scale: Scale) -> str:
             )
             name = f"figure-8-{distribution}-{silos}"
             title = f"Loss, {distribution}, {silos} silos"
-            lines = {label: [run.series("loss_pooled") for run in runs[label]] for label in LABELS}
+            lines = {
+                label: [run.metrics().series("loss_pooled") for run in runs[label]]
+                for label in LABELS
+            }
             figures.append(experiment.draw(name, title, "loss", lines))
     header = ("records", "silos", *(f"loss, {label}" for label in LABELS), "AVG − AVG-w, by seed")
     notes = (

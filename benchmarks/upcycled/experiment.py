@@ -155,7 +155,7 @@ def late(run: RunDirectory, metric: str) -> float:
 
     It is NaN if training diverged so far that no score was finite.
     """
-    values = run.series(metric)[1][-3:]
+    values = run.metrics().series(metric)[1][-3:]
     return sum(values) / len(values) if values else math.nan
 
 

@@ -144,11 +144,13 @@ def _epsilons(last: Mapping[str, float], guarantees: Sequence[Guarantee], basis:
 
 def _draw(experiment: Experiment, name: str, groups: Mapping[str, Sequence[RunDirectory]]) -> None:
     """Draw loss against rounds, and against each ε̄; upcycled lines are dashed by their order."""
-    loss = {label: [run.series("loss_mean") for run in runs] for label, runs in groups.items()}
+    loss = {
+        label: [run.metrics().series("loss_mean") for run in runs] for label, runs in groups.items()
+    }
     experiment.draw(f"{name}-rounds", f"Loss, {name}", "loss", loss)
     for basis in ("published", "provable"):
         spent = {
-            label: [run.series(f"epsilon_{basis}_mean") for run in runs]
+            label: [run.metrics().series(f"epsilon_{basis}_mean") for run in runs]
             for label, runs in groups.items()
         }
         drawn = {label: lines for label, lines in loss.items() if all(x for x, _ in spent[label])}

@@ -41,7 +41,7 @@ def times(experiment: Experiment, scale: Scale) -> None:
                     {"rounds": scale.timed_rounds, "evaluate-every": scale.timed_rounds},
                 )
                 done = run(experiment.app, config)
-                training[up].append(sum(done.series("training_seconds")[1]))
+                training[up].append(sum(done.metrics().series("training_seconds")[1]))
         ratios = [b / a for a, b in zip(training[False], training[True], strict=True)]
         before, after = PAPER[method]
         rows.append(

@@ -166,10 +166,6 @@ class RunDirectory:
         """Return the lines of ``missing.jsonl``, each with round, kind, partitions and refusals."""
         return self._lines("missing.jsonl")
 
-    def series(self, name: str) -> tuple[list[float], list[float]]:
-        """Return (rounds, values) of one metric, for the rounds that measured it."""
-        return self.metrics().series(name)
-
     def guarantees(self) -> list[Guarantee]:
         """Return the run's guarantees; empty for a run without privacy."""
         with self._reading("guarantee.json") as text:

@@ -76,8 +76,8 @@ def test_a_killed_and_resumed_run_has_the_model_of_one_that_was_not_killed(
     ours, theirs = (load_file(one.path / "model.safetensors") for one in (run, whole))
     for name, array in theirs.items():
         np.testing.assert_allclose(ours[name], array, rtol=0, atol=1e-6)
-    norms = run.series("clipping_norm")[1]
-    assert norms == pytest.approx(whole.series("clipping_norm")[1], rel=1e-6)
+    norms = run.metrics().series("clipping_norm")[1]
+    assert norms == pytest.approx(whole.metrics().series("clipping_norm")[1], rel=1e-6)
     assert len(set(norms)) == (ROUNDS if "clipping" in changes else 0)
     assert [g.epsilon for g in run.guarantees()] == [g.epsilon for g in whole.guarantees()]
 

@@ -43,8 +43,8 @@ def test_metrics_are_kept_in_order_and_a_series_skips_rounds_without_it(run):
     run.log(1, loss=2.0)
     run.log(2, loss=1.0, accuracy=0.5)
     assert run.metrics() == [{"round": 1, "loss": 2.0}, {"round": 2, "loss": 1.0, "accuracy": 0.5}]
-    assert run.series("accuracy") == ([2], [0.5])
-    assert run.series("nothing") == ([], [])
+    assert run.metrics().series("accuracy") == ([2], [0.5])
+    assert run.metrics().series("nothing") == ([], [])
 
 
 def test_metrics_that_are_not_finite_are_refused(run):

@@ -28,8 +28,8 @@ def test_the_numbers_are_those_that_were_logged(tmp_path):
     rows = rows_of(tmp_path / "accuracy.csv")
     mean = [float(row["accuracy"]) for row in rows if row["line"] == "mean over clients"]
     worst = [float(row["accuracy"]) for row in rows if row["line"] == "worst tenth of clients"]
-    assert mean == run.series("accuracy_mean")[1]
-    assert worst == run.series("accuracy_worst_decile")[1]
+    assert mean == run.metrics().series("accuracy_mean")[1]
+    assert worst == run.metrics().series("accuracy_worst_decile")[1]
     scores = [float(row["accuracy"]) for row in rows_of(tmp_path / "fairness.csv")]
     assert scores == [row["accuracy"] for row in run.client_metrics()]
 
