@@ -50,11 +50,11 @@ from flower_ext.federation.model_checks import refuse_half_precision
 from flower_ext.federation.protection import KIND, check_entries
 from flower_ext.federation.roster import (
     FOR_MODS,
-    PARTITION_QUESTION,
-    REHEARSAL,
+    asks_identity,
     check_addressee,
     entries_for_mods,
     identity,
+    is_rehearsal,
 )
 from flower_ext.federation.sums import masked
 from flower_ext.privacy import NoiseSource
@@ -90,10 +90,9 @@ def client_level_dp_mod(*, allow_seeded_noise: bool = False) -> Mod:
             except PermissionError as error:
                 return failed(mod, message, context, error)
             return call_next(message, context)
-        entries = entries_for_mods(message)
-        if PARTITION_QUESTION in entries:
+        if asks_identity(message):
             return Message(identity(context.node_config), reply_to=message)
-        if REHEARSAL in entries:
+        if is_rehearsal(message):
             with hidden_errors(context), isolated():
                 received = records.to_arrays(message.content.array_records[records.MODEL])
                 if not context.node_config.get("require-secure-sum"):

@@ -31,7 +31,7 @@ _IDENTITY_RECORD = "identity"
 """Record of the answer to this question."""
 FOR_MODS = "flower-ext/"
 """Prefix of settings for this package's mods, which read them and take them out of the message."""
-PARTITION_QUESTION = "identity"
+_PARTITION_QUESTION = "identity"
 """Entry of a training message without a model, by which the server asks a mod for its partition."""
 REHEARSAL = "rehearsal"
 """Entry of a training message before the first round, whose update the server drops."""
@@ -136,7 +136,7 @@ class Roster:
             log.info("asking the nodes for client_level_dp_mod (a ClientApp without it fails here)")
             # A ClientApp without the mod cannot train on a training message without a model. Send
             # the settings of every training message, because mods before ours may read these.
-            settings = ConfigRecord({"server-round": 0, FOR_MODS + PARTITION_QUESTION: True})
+            settings = ConfigRecord({"server-round": 0, FOR_MODS + _PARTITION_QUESTION: True})
             kind, question = "train", RecordDict({records.CONFIG: settings})
             reported, error = _ask_identities(grid, nodes, kind, question, timeout=timeout)
             reported = {
@@ -227,6 +227,16 @@ def entries_for_mods(message: Message) -> dict[str, Any]:
         for name, value in settings.items()
         if name.startswith(FOR_MODS)
     }
+
+
+def asks_identity(message: Message) -> bool:
+    """Return True if a plain training message only asks a mod for its node's partition."""
+    return _PARTITION_QUESTION in entries_for_mods(message)
+
+
+def is_rehearsal(message: Message) -> bool:
+    """Return True if the server only wants to know whether a ClientApp can train."""
+    return REHEARSAL in entries_for_mods(message)
 
 
 def identity(node_config: Mapping[str, object]) -> RecordDict:
