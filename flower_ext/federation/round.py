@@ -25,8 +25,7 @@ from flower_ext.federation.exchange import Content, RefusedReply, Requests, read
 from flower_ext.federation.method import Released, State
 from flower_ext.federation.population import Cohort
 from flower_ext.federation.protection import to_entries
-from flower_ext.federation.run import Run
-from flower_ext.federation.spending import Spending
+from flower_ext.federation.run import Run, Spending
 from flower_ext.federation.state.checkpoint import BegunRound
 from flower_ext.federation.stragglers import shortened
 from flower_ext.federation.sums.summation import Opening, OpenSum, Summation

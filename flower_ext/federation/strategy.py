@@ -23,9 +23,8 @@ from flower_ext.federation.connection import connect
 from flower_ext.federation.method import Method
 from flower_ext.federation.query_round import QueryRound, ReportedScores, evaluation
 from flower_ext.federation.round import TrainingRound
-from flower_ext.federation.run import Run, StrategyOptions
+from flower_ext.federation.run import Run, Spending, StrategyOptions
 from flower_ext.federation.run_loop import RunLoop
-from flower_ext.federation.spending import Spending
 from flower_ext.federation.stragglers import Stragglers
 from flower_ext.federation.sums.masked import MaskedSum
 from flower_ext.federation.sums.plain import PlainSum
@@ -232,8 +231,7 @@ class FederatedStrategy(Strategy):
         """Run up to round ``num_rounds``, or until the budget is exhausted (see ``stopped``).
 
         If the run directory was resumed, the run continues, and ``initial_arrays`` only identify
-        the model. ``evaluate_fn`` is called with the shared part of the model after each round. In
-        a new run it is also called before the first round, with the number 0.
+        the model.
 
         Parameters
         ----------
@@ -246,7 +244,8 @@ class FederatedStrategy(Strategy):
         train_config, evaluate_config : ConfigRecord, optional
             Settings that the server sends to the clients.
         evaluate_fn : Callable, optional
-            Evaluates the shared part of the model on the server.
+            Evaluates the shared part of the model on the server after each round; in a new run,
+            also before the first round, with the number 0.
         should_stop : Callable, optional
             Called after each round with its number and the results so far; True ends the run there.
         player : Strategy, optional
