@@ -192,10 +192,7 @@ class PldAccountant:
         return {"releases": [{"release": r.to_dict(), "count": count} for r, count in counts]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore a state that `state_dict` returned.
-
-        With a ledger, the accountant keeps the ledger's releases, because the ledger also has
-        releases from after the state was saved.
+        """Restore a state of `state_dict`; keep the releases of a ledger, which are newer.
 
         Raises
         ------
@@ -236,7 +233,7 @@ class PldAccountant:
         )
 
     def _checked(self, release: Release) -> Release:
-        """Return a stored release; refuse a release that was made under another configuration."""
+        """Return a stored release; refuse one of another configuration."""
         if release != self._release(release.noise_multiplier):
             raise InvalidValue(
                 f"the ledger or the state holds a release ({release.to_dict()!r}) of another "

@@ -241,8 +241,7 @@ class recorded:
     Parameters
     ----------
     strategy : Strategy
-        A `FederatedStrategy`, or `Upcycled` around one. Do not give the strategy
-        ``directory=`` or ``ledger=``.
+        A `FederatedStrategy`, or `Upcycled` around one, without ``directory=`` and ``ledger=``.
     name : str or Path
         Path of the directory. A relative path lies in the folder that the environment variable
         ``FLOWER_EXT_RUNS`` names, by default ``./runs``. Under ``flwr run`` the current folder is
@@ -250,11 +249,6 @@ class recorded:
         empty, the method and the time name the directory.
     callbacks : Sequence[Callback]
         User code to call when the run begins, after each round, and when it ends.
-
-    Attributes
-    ----------
-    directory : RunWriter or None
-        The directory of the last start; None before the first.
 
     Raises
     ------
@@ -267,6 +261,7 @@ class recorded:
     ) -> None:
         self.strategy = strategy
         self.directory: RunWriter | None = None
+        """The directory of the last start; None before the first."""
         self._base = _base_of(strategy)
         self._path = _runs_folder() / Path(name).expanduser() if str(name) else None
         self._callbacks = callbacks
@@ -297,7 +292,15 @@ class recorded:
         identity = _identity(self.strategy, self._base, initial_arrays)
         config: dict[str, Any] = {"method": method, "rounds": num_rounds, **identity}
         if self._path is not None:
-            _refuse_complete(self._path, num_rounds)
+            if (self._path / "run.json").is_file():
+                kept = RunDirectory.open(self._path)
+                done = int(kept.metrics().last)
+                if kept.status == "completed" and num_rounds <= done:
+                    raise InvalidValue(
+                        f"{self._path} holds a run that is complete, after {done} rounds: for a "
+                        "new run, give recorded(...) another name, or none; to continue this run, "
+                        f"replace num_rounds={num_rounds} by a number above {done}"
+                    )
             config |= {"run-directory": str(self._path), "resume": True}
         with recorded_run(config, method, self._callbacks) as directory:
             self.directory = directory
@@ -306,25 +309,8 @@ class recorded:
             )
 
 
-def _refuse_complete(path: Path, num_rounds: int) -> None:
-    if not (path / "run.json").is_file():
-        return
-    directory = RunDirectory.open(path)
-    done = int(directory.metrics().last)
-    if directory.status == "completed" and num_rounds <= done:
-        raise InvalidValue(
-            f"{path} holds a run that is complete, after {done} rounds: for a new run, give "
-            f"recorded(...) another name, or none; to continue this run, replace num_rounds="
-            f"{num_rounds} by a number above {done}"
-        )
-
-
 def _method(strategy: Strategy) -> str:
-    """Return a name for the run of a strategy; hyphens join its parts.
-
-    The parts are the name of the wrapper, if there is one, the name of the method and, for
-    `Hosted`, the name of Flower's strategy.
-    """
+    """Return the names of wrapper, method and, for `Hosted`, Flower's strategy, with hyphens."""
     base = getattr(strategy, "base", None)
     if base is not None:
         return f"{type(strategy).__name__}-{_method(base)}"
@@ -335,11 +321,7 @@ def _method(strategy: Strategy) -> str:
 
 
 def _identity(strategy: Strategy, base: FederatedStrategy, arrays: ArrayRecord) -> dict[str, Any]:
-    """Return the settings that identify a run: plan, model, options and training.
-
-    A resumed run must have the same ones, so each is a number, or a text that is the same in every
-    process.
-    """
+    """Return the settings that identify a run, and that a resumed run must have, too."""
     run, method, options = base.run, base.method, base.run.options
     plan, of_method = _fields(run.plan), dict[str, Any]()
     for name, value in _fields(method).items():
@@ -368,11 +350,7 @@ def _identity(strategy: Strategy, base: FederatedStrategy, arrays: ArrayRecord) 
 
 
 def _fields(value: Any) -> dict[str, Any]:
-    """Return the settings of an object, by name.
-
-    The settings of a dataclass are its fields. The settings of any other object, such as one of
-    Flower's strategies, are those attributes that are numbers or texts.
-    """
+    """Return the fields of a dataclass; of any other object, the attributes with plain values."""
     if is_dataclass(value):
         return {field.name: getattr(value, field.name) for field in fields(value)}
     attributes = getattr(value, "__dict__", {})
@@ -380,11 +358,7 @@ def _fields(value: Any) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> str | int | float | bool:
-    """Describe a value by a number or a text that is the same in every process.
-
-    None becomes an empty text. The text for any other object has its name and settings, but not its
-    address in memory.
-    """
+    """Describe a value by a number or a text that is the same in every process; None by ""."""
     if isinstance(value, Enum):
         return _plain(value.value)
     if isinstance(value, str | int | float | bool):
