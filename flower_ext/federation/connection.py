@@ -44,9 +44,10 @@ def connect(run: Run, grid: Grid, arrays: ArrayRecord) -> None:
         elif run.options.frozen:
             # Refuse a node whose base model, which no client trains, is not the server's. Simulated
             # nodes share one copy, so ask only one of them.
-            asked = [*run.clients.nodes][: 1 if in_simulation() else None]
-            frozen = {records.FROZEN: ConfigRecord({"fingerprint": run.options.frozen})}
-            run.clients.query(dict.fromkeys(asked, frozen), read_answer)
+            nodes = [*run.clients.nodes]
+            content = {records.FROZEN: ConfigRecord({"fingerprint": run.options.frozen})}
+            questions = dict.fromkeys(nodes[:1] if in_simulation() else nodes, content)
+            run.clients.query(questions, read_answer)
         connected = Connected(
             clients=run.clients,
             summation=run.summation,

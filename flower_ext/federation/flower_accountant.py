@@ -112,7 +112,7 @@ class PldAccountant:
         OSError
             The ledger cannot be written. The caller must release nothing.
         """
-        release = self._checked_release(event, count)
+        release = self._release_of(event, count)
         for _ in range(count):
             if self._ledger is not None:
                 with self._ledger.reserve(release, round=self._ledger.releases + 1) as reservation:
@@ -166,7 +166,7 @@ class PldAccountant:
                 "PrivacyConfig(max_epsilon=...)"
             )
         require_positive("max_epsilon", limit)
-        after = self._releases + Counter({self._checked_release(event, count): count})
+        after = self._releases + Counter({self._release_of(event, count): count})
         return privacy_loss_of(after, delta=self._config.target_delta).epsilon > limit
 
     def guarantee(self) -> Guarantee:
@@ -216,7 +216,7 @@ class PldAccountant:
         else:
             self._ledger.check_holds(releases.total())
 
-    def _checked_release(self, event: GaussianPrivacyEvent, count: int) -> Release:
+    def _release_of(self, event: GaussianPrivacyEvent, count: int) -> Release:
         require_at_least_one("count", count)
         if event.population_size != self._config.population_size:
             raise InvalidValue(
