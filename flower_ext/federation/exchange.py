@@ -60,16 +60,7 @@ class Clients:
     """The clients of one run; every message to them passes through this class.
 
     These are the messages of the rounds, and the questions that the method and its sums ask. The
-    class counts the traffic and the replies that it refuses.
-
-    Parameters
-    ----------
-    method : str
-        Name of the client method, for message types.
-    progress : Progress
-        Counts the traffic.
-    timeout : float
-        Seconds to wait for nodes to connect, and for answers to queries.
+    run makes the object; a method gets it as `Connected.clients`.
     """
 
     def __init__(self, method: str, progress: Progress, *, timeout: float) -> None:
@@ -212,22 +203,18 @@ class Requests:
             partition = clients.partition_of(reply)
             # Refuse a reply that provokes any error, so that a hostile client cannot end the run.
             try:
-                if partition not in waiting:
-                    if reply.has_error():  # the SuperLink answers in place of a node
-                        raise RefusedReply(
-                            f"an error came in place of a reply: {public_reason(reply.error)}"
-                        )
-                    raise RefusedReply(
-                        "the node was not asked in this round, or has answered already"
-                    )
-                if fault := origin_fault(reply, self.by_partition[partition]):
+                if partition in waiting:
+                    fault = origin_fault(reply, self.by_partition[partition])
+                elif reply.has_error():  # the SuperLink answers in place of a node
+                    fault = f"an error came in place of a reply: {public_reason(reply.error)}"
+                else:
+                    fault = "the node was not asked in this round, or has answered already"
+                if fault:
                     raise RefusedReply(fault)
                 early[partition] = read(reply)
             except Exception as error:
-                refusal = (
-                    f"round {self.server_round}, node {records.sender_of(reply)}: {_reason(error)}"
-                )
-                refusals.append(refusal[:LONGEST_REASON])
+                origin = f"round {self.server_round}, node {records.sender_of(reply)}"
+                refusals.append(f"{origin}: {_reason(error)}"[:LONGEST_REASON])
                 clients.refusals.append(refusals[-1])
                 refused |= {partition} & waiting  # stop waiting for it, though it may answer again
             else:
@@ -261,10 +248,10 @@ def origin_fault(reply: Message, question: Message) -> str:
 
 def _reason(error: Exception) -> str:
     """Return why a reply is refused, in one line of limited length: a client wrote part of it."""
-    if isinstance(error, FlowerExtError):
-        return printable(str(error)[:LONGEST_REASON])
-    log.debug("a reply cannot be read", exc_info=error)
-    reason = f"the reply cannot be read: {type(error).__name__}: {error}"
+    reason = str(error)
+    if not isinstance(error, FlowerExtError):
+        log.debug("a reply cannot be read", exc_info=error)
+        reason = f"the reply cannot be read: {type(error).__name__}: {error}"
     return printable(reason[:LONGEST_REASON])
 
 
