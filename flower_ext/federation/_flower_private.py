@@ -63,17 +63,6 @@ def message_like(message: Message, content: RecordDict, **other: object) -> Mess
     return _message(metadata, content)
 
 
-def messages_like(message: Message, contents: Mapping[int, RecordDict]) -> dict[int, Message]:
-    """Return one copy of a message per node, with that node's content."""
-    shared = vars(message.metadata)
-    made = {}
-    for node, content in contents.items():
-        metadata = Metadata.__new__(Metadata)
-        vars(metadata).update(shared, _dst_node_id=node)
-        made[node] = _message(metadata, content)
-    return made
-
-
 def replies(grid: Grid, messages: Iterable[Message], *, timeout: float | None) -> Iterable[Message]:
     """Send messages and return the replies, as ``grid.send_and_receive`` does.
 

@@ -16,8 +16,6 @@ from flower_ext.privacy.shared_ledger import charge as charge_account
 from flower_ext.privacy.study_composition import WITHOUT_NOISE
 from flower_ext.privacy.units import AdversaryView
 
-_ROUNDS_ALONE = "the published claim covers training rounds only"
-
 
 def summary_of(run: Run) -> RunSummary:
     """Return the facts of the run so far from which a plan computes its guarantees."""
@@ -53,9 +51,9 @@ def guarantees_of(run: Run) -> list[Guarantee]:
     claims = [replace(claim, units=units) for claim in claims_of(run, summary)]
     if not (answered := run.participations.answers):
         return claims
-    beside = f"noised sums of {', '.join(answered)}: {_ROUNDS_ALONE}"
+    sums = f"noised sums of {', '.join(answered)}: the published claim covers training rounds only"
     return [
-        replace(claim, not_covered=(*claim.not_covered, beside))
+        replace(claim, not_covered=(*claim.not_covered, sums))
         if claim.basis == "published"
         else claim
         for claim in claims

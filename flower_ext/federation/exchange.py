@@ -22,7 +22,7 @@ from flwr.serverapp import Grid
 
 from flower_ext.errors import FlowerExtError, InvalidValue
 from flower_ext.federation import _flower_private, records
-from flower_ext.federation._flower_private import in_simulation, messages_like
+from flower_ext.federation._flower_private import in_simulation, message_like
 from flower_ext.federation.failures import printable, public_reason, unlogged
 from flower_ext.federation.progress import Progress
 from flower_ext.federation.records import Arrays, Update, UploadReply, read_array
@@ -122,12 +122,12 @@ class Clients:
         )
         # Simulated nodes cannot change partitions, so they need no address and can share contents.
         addresses = self.roster.known and not in_simulation()
-        by_node: dict[int, RecordDict] = {}
+        messages = {}
         for partition, content in contents.items():
-            whole = shared[id(content)]
-            by_node[self.nodes[partition]] = addressed(whole, partition) if addresses else whole
-        messages = messages_like(like, by_node)
-        return {partition: messages[self.nodes[partition]] for partition in contents}
+            whole, node = shared[id(content)], self.nodes[partition]
+            whole = addressed(whole, partition) if addresses else whole
+            messages[partition] = message_like(like, whole, dst_node_id=node)
+        return messages
 
     def ask(
         self, contents: Mapping[int, Content], server_round: int, read: Callable[[Message], T]

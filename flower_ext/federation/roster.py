@@ -47,10 +47,8 @@ class FederationNotReady(FlowerExtError, RuntimeError):
     """The connected nodes are not the ones that the plan counts on."""
 
 
-def wait_for_nodes(
-    grid: Grid, expected: int, *, timeout: float, least: int | None = None
-) -> list[int]:
-    """Wait until ``least`` nodes are connected, by default ``expected``; return their sorted ids.
+def wait_for_nodes(grid: Grid, expected: int, *, least: int, timeout: float) -> list[int]:
+    """Wait until at least ``least`` nodes are connected; return their sorted ids.
 
     More nodes than ``expected`` are refused: the sampling rate would not be the accounted one.
     """
@@ -62,8 +60,7 @@ def wait_for_nodes(
             "end this run and start it again with as many as the plan counts on: "
             f'flwr run … --federation-config "num-supernodes={expected}"'
         )
-    enough = expected if least is None else least
-    while len(nodes := sorted(grid.get_node_ids())) < enough:
+    while len(nodes := sorted(grid.get_node_ids())) < least:
         if time.monotonic() >= advise_at:
             log.warning("%d of %d nodes are connected: %s", len(nodes), expected, advice)
             advise_at += _ADVISE_EVERY
@@ -127,7 +124,7 @@ class Roster:
         some answer. Only a node's first answer counts.
         """
         least = population - len(absent)
-        nodes = wait_for_nodes(grid, population, timeout=timeout, least=least)
+        nodes = wait_for_nodes(grid, population, least=least, timeout=timeout)
         log.info("asking the nodes which partitions they hold")
         kind, question = IDENTITY, RecordDict()
         reported, error = _ask_identities(grid, nodes, kind, question, timeout=timeout)
@@ -153,7 +150,7 @@ class Roster:
         # The node of a client that withdrew may have connected before a node that is needed.
         while needed - set(answers) and len(nodes) < population:
             try:
-                connected = wait_for_nodes(grid, population, timeout=timeout, least=len(nodes) + 1)
+                connected = wait_for_nodes(grid, population, least=len(nodes) + 1, timeout=timeout)
             except FederationNotReady as reason:
                 log.warning("%s", reason)
                 break
