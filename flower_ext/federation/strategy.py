@@ -18,7 +18,7 @@ from flwr.serverapp.strategy import Result, Strategy
 
 from flower_ext.errors import InvalidValue
 from flower_ext.federation import records
-from flower_ext.federation.claims import guarantees_of, spent_by, summary_of
+from flower_ext.federation.claims import guarantees_of, summary_of
 from flower_ext.federation.connection import connect
 from flower_ext.federation.method import Method
 from flower_ext.federation.query_round import QueryRound, ReportedScores, evaluation
@@ -314,10 +314,6 @@ class FederatedStrategy(Strategy):
         """
         return guarantees_of(self.run)
 
-    def spent(self) -> dict[str, float]:
-        """Return the ε spent so far, its δ and related numbers, for the log and the report."""
-        return spent_by(self.run)
-
     @property
     def participations(self) -> Participations:
         """Participations of each unit in the rounds so far."""
@@ -337,11 +333,6 @@ class FederatedStrategy(Strategy):
     def answers(self) -> Mapping[str, Mapping[str, float]]:
         """Newest answers to the plan's queries, by the queries' names."""
         return self.run.answers
-
-    @property
-    def client_metrics(self) -> dict[int, dict[str, float]]:
-        """Newest scores by partition."""
-        return self.run.client_metrics
 
 
 def _numbered(config: ConfigRecord, server_round: int) -> ConfigRecord:

@@ -116,7 +116,9 @@ def test_fine_tuned_evaluation_trains_the_downloaded_model_first_and_forgets_it(
             generator=batch_order(SEED, client, ROUNDS, "evaluate"),
         )
         expected = evaluate(task(), model.state_dict(), client_data(client).test)
-        assert strategy.client_metrics[client]["loss"] == pytest.approx(expected["loss"], abs=1e-5)
+        assert strategy.run.client_metrics[client]["loss"] == pytest.approx(
+            expected["loss"], abs=1e-5
+        )
     assert all(not context.state.array_records for context in grid.contexts.values())
 
 
@@ -144,7 +146,7 @@ def test_personal_evaluation_uses_the_own_head_adapted_only_where_asked(adapt):
             generator=batch_order(SEED, client, ROUNDS, "evaluate"),
         )
     expected = evaluate(task(), model.state_dict(), client_data(client).test)
-    assert strategy.client_metrics[client]["loss"] == pytest.approx(expected["loss"], abs=1e-5)
+    assert strategy.run.client_metrics[client]["loss"] == pytest.approx(expected["loss"], abs=1e-5)
 
 
 def test_a_sam_method_without_a_radius_is_refused():

@@ -81,7 +81,7 @@ def test_it_equals_the_plain_loop_and_evaluates_the_mixture(grid, alpha, rate):
         assert_close(memory, theirs[client]["v"])
         used = {name: weight * v + (1 - weight) * shared[name] for name, v in memory.items()}
         score = evaluate(uneven_task(), used, uneven_data(client).test)["loss"]
-        assert strategy.client_metrics[client]["loss"] == pytest.approx(score, abs=1e-6)
+        assert strategy.run.client_metrics[client]["loss"] == pytest.approx(score, abs=1e-6)
 
 
 def test_an_adaptive_weight_is_clamped():

@@ -174,7 +174,7 @@ def test_the_personal_model_is_what_is_evaluated_and_its_training_loss_reported(
     _, memory, strategy = ours(method, plan)
     for client, kept in memory.items():
         own, data = personal(method, kept), client_data(client)
-        scores = strategy.client_metrics[client]
+        scores = strategy.run.client_metrics[client]
         assert scores["loss"] == pytest.approx(evaluate(task(), own, data.test)["loss"], abs=1e-5)
         on_training = evaluate(task(), own, data.train)["loss"]
         assert scores["training_loss"] == pytest.approx(on_training, abs=1e-5)

@@ -40,7 +40,7 @@ def test_it_equals_the_plain_loop_and_evaluates_the_whole_personal_model(grid):
             memory, {f"head.{n}": p.detach() for n, p in models[client].head.named_parameters()}
         )
         score = evaluate(uneven_task(), {**shared, **memory}, uneven_data(client).test)["loss"]
-        assert strategy.client_metrics[client]["loss"] == pytest.approx(score, abs=1e-6)
+        assert strategy.run.client_metrics[client]["loss"] == pytest.approx(score, abs=1e-6)
 
 
 def test_without_a_personal_part_it_is_refused():

@@ -100,7 +100,7 @@ class Referee:
             partition: dict(reply.content.metric_records[records.METRICS])
             for partition, reply in self.grid.scores.items()
         }
-        if summarised != bool(told) or (told and self.strategy.client_metrics != told):
+        if summarised != bool(told) or (told and self.strategy.run.client_metrics != told):
             self.outcome.accepted.append(f"scores of round {number}")
         mean = self.strategy.run.progress.row.get("accuracy_mean", 0.0)
         if told and not np.isclose(mean, np.mean([one["accuracy"] for one in told.values()])):

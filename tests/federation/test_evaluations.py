@@ -11,7 +11,7 @@ from flwr.app import MetricRecord
 from flower_ext.algorithms import DP2FedSAM, DPFedAvg, Upcycled
 from flower_ext.data import Examples
 from flower_ext.federation import records
-from flower_ext.federation.claims import not_covered
+from flower_ext.federation.claims import not_covered, spent_by
 from flower_ext.federation.client import evaluating
 from flower_ext.privacy import Budget, Ledger, SecureScores, SecureSum, privacy_loss_of
 from flower_ext.runs import RunWriter
@@ -57,7 +57,7 @@ def test_the_means_are_those_of_plain_scores_but_for_noise_of_the_size_that_is_t
             assert 0 < error < 0.01
             assert one[f"{name}_mean"] == pytest.approx(other[f"{name}_mean"], abs=6 * error)
             assert f"{name}_worst_decile" not in one
-    assert noised.client_metrics == {}  # nobody's own scores are known
+    assert noised.run.client_metrics == {}  # nobody's own scores are known
 
 
 def test_nothing_but_a_masked_vector_leaves_a_client_that_evaluates():
@@ -91,7 +91,7 @@ def test_the_epsilon_is_that_of_rounds_and_evaluations_and_is_on_the_ledger(tmp_
     own = strategy.run.mechanism
     releases = {own.release: 3, own.query_sums[0].release: 3}
     expected = privacy_loss_of(releases, delta=own.delta).epsilon
-    assert strategy.spent()["epsilon_provable"] == pytest.approx(expected)
+    assert spent_by(strategy.run)["epsilon_provable"] == pytest.approx(expected)
     assert ledger.releases == 6
     assert ledger.spent(own.delta).epsilon == pytest.approx(expected)
     kinds = [entry["kind"] for entry in Ledger.read(tmp_path / "ledger.jsonl")]
@@ -315,7 +315,7 @@ def test_an_evaluation_that_was_asked_for_and_never_finished_counts_when_the_run
     expected = privacy_loss_of(
         second.run.mechanism.releases(second.participations), delta=second.run.plan.delta
     ).epsilon
-    assert second.spent()["epsilon_provable"] == pytest.approx(expected)
+    assert spent_by(second.run)["epsilon_provable"] == pytest.approx(expected)
 
 
 def test_upcycled_runs_evaluate_by_secure_sums_too():

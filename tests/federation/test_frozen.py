@@ -75,7 +75,7 @@ def test_a_personal_head_and_a_shared_adapter_train_above_the_base():
     )
     result = run(strategy, task())
     assert set(result.arrays.to_torch_state_dict()) == {"adapter.weight", "adapter.bias"}
-    assert strategy.client_metrics
+    assert strategy.run.client_metrics
 
 
 def test_a_node_with_another_base_is_refused_before_the_first_round():

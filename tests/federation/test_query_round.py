@@ -7,6 +7,7 @@ import pytest
 
 from flower_ext.algorithms import DPFedAvg
 from flower_ext.errors import InvalidValue
+from flower_ext.federation.claims import spent_by
 from flower_ext.privacy import Ledger, SecureScores, VectorQuery, privacy_loss_of
 from flower_ext.privacy.mechanisms.updates import l2_norm
 from flower_ext.runs import RunWriter
@@ -91,7 +92,7 @@ def test_queries_rounds_and_evaluations_are_counted_in_one_epsilon_and_one_ledge
     of_coarse, of_scores = mechanism.query_sums
     releases = {mechanism.release: 2, of_coarse.release: 1, of_scores.release: 2}
     expected = privacy_loss_of(releases, delta=mechanism.delta).epsilon
-    assert strategy.spent()["epsilon_provable"] == pytest.approx(expected)
+    assert spent_by(strategy.run)["epsilon_provable"] == pytest.approx(expected)
     assert ledger.spent(mechanism.delta).epsilon == pytest.approx(expected)
     models = next(g for g in strategy.guarantees() if g.basis == "provable")
     assert "1 sums of labels, 2 sums of scores" in models.source
@@ -161,7 +162,7 @@ def test_a_query_in_evaluations_takes_the_place_of_reported_scores():
     assert strategy.participations.answers == {"labels": 2}
     np.testing.assert_allclose(released(strategy), exact(), atol=0.03)
     assert set(result.evaluate_metrics_clientapp) == {1, 2}
-    assert strategy.client_metrics == {}
+    assert strategy.run.client_metrics == {}
     assert not any("scores" in line for g in strategy.guarantees() for line in g.not_covered)
     replies = [m for m in grid.received if m.metadata.message_type.startswith("evaluate")]
     assert replies

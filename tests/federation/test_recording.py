@@ -69,7 +69,7 @@ def test_a_run_leaves_its_configuration_rounds_model_guarantees_clients_and_repo
     rows = run.client_metrics()
     assert [row["partition"] for row in rows] == [0, 1, 2]
     assert [row["accuracy"] for row in rows] == [
-        strategy.client_metrics[partition]["accuracy"] for partition in range(CLIENTS)
+        strategy.run.client_metrics[partition]["accuracy"] for partition in range(CLIENTS)
     ]
     for name in ("report.md", "report.html"):
         assert "dp-fedavg on toy" in (run.path / name).read_text()

@@ -21,6 +21,7 @@ from flower_ext.federation import (
     exchange,
     records,
 )
+from flower_ext.federation.claims import spent_by
 from flower_ext.federation.client_level_mod import client_level_dp_mod
 from flower_ext.federation.roster import FOR_MODS
 from flower_ext.privacy import (
@@ -78,12 +79,12 @@ def test_what_is_spent_has_both_epsilons_their_delta_and_the_number_of_units():
     strategy.start(grid_of(average_app()), initial(), num_rounds=2)
     epsilons = {f"epsilon_{one.basis}": one.epsilon for one in strategy.guarantees()}
     assert len(epsilons) == 2
-    assert strategy.spent() == {**epsilons, "delta": 0.1, "privacy_units": CLIENTS}
+    assert spent_by(strategy.run) == {**epsilons, "delta": 0.1, "privacy_units": CLIENTS}
     bare = FederatedStrategy(
         DPFedAvg(local=FAST), NonPrivatePlan(sampling=FullParticipation(CLIENTS))
     )
     bare.start(grid_of(average_app()), initial(), num_rounds=1)
-    assert bare.spent() == {}
+    assert spent_by(bare.run) == {}
 
 
 def test_personal_parameters_are_in_no_message_of_a_run_neither_by_name_nor_by_value():
@@ -439,7 +440,7 @@ def test_a_client_without_test_or_training_examples_tells_of_what_it_has():
         2: {"training_loss", "num-examples"},
         3: both - {"training_loss"},
     }
-    assert set(strategy.client_metrics) == {0, 1, 3, 4, 5}
+    assert set(strategy.run.client_metrics) == {0, 1, 3, 4, 5}
 
 
 def test_guarantees_of_a_run_say_what_is_not_covered():

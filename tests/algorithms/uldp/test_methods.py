@@ -25,6 +25,7 @@ from flower_ext.algorithms.uldp.averaging import UldpAvg, UldpSgd, theory_learni
 from flower_ext.algorithms.uldp.weights import check_weights, user_weights
 from flower_ext.data import ClientData, Examples, SiloData, group_size
 from flower_ext.federation import FederatedStrategy, FederationNotReady, InProcessGrid, Sgd, records
+from flower_ext.federation.claims import spent_by
 from flower_ext.federation.sums.weighted_silo import SiloPart
 from flower_ext.privacy import (
     AdversaryView,
@@ -180,7 +181,7 @@ def test_group_promises_what_its_steps_cost():
     assert (published.basis, provable.basis) == ("published", "provable")
     assert all(g.unit is PrivacyUnit.USER for g in (published, provable))
     assert any("records each user has" in text for text in provable.not_covered)
-    spent = strategy.spent()
+    spent = spent_by(strategy.run)
     assert spent["epsilon_provable"] == provable.epsilon > 0
     assert spent["epsilon_published"] == published.epsilon > 0
     longer = grouped(3)
@@ -543,7 +544,7 @@ def test_the_guarantees_are_those_of_the_plan_and_the_log_has_both_epsilons():
     ours = strategy.guarantees()
     assert [g.epsilon for g in ours] == [g.epsilon for g in expected]
     assert all(g.unit is PrivacyUnit.USER for g in ours[1:])
-    spent = strategy.spent()
+    spent = spent_by(strategy.run)
     assert spent["epsilon_published"] == ours[0].epsilon
     assert spent["epsilon_provable"] == ours[1].epsilon
     assert any("how many records each user has" in text for text in ours[1].not_covered)
@@ -848,7 +849,7 @@ def test_a_silo_without_test_examples_is_left_out_of_the_scores():
     strategy = strategy_of(UldpAvg, plan=plan(), local=LOCAL, **COMMON)
     run(strategy, [silo(0), none, silo(2)])
     assert strategy.refusals == []
-    assert set(strategy.client_metrics) == {0, 2}
+    assert set(strategy.run.client_metrics) == {0, 2}
 
 
 def test_a_metric_that_a_silo_leaves_undefined_is_missing_there_and_averaged_over_the_others():
@@ -866,7 +867,7 @@ def test_a_metric_that_a_silo_leaves_undefined_is_missing_there_and_averaged_ove
     grid = InProcessGrid(app, num_clients=SILOS)
     strategy.start(grid, ArrayRecord(problem.initial_params(SEED)), num_rounds=1)
     assert strategy.refusals == []
-    assert [sorted(scores) for scores in strategy.client_metrics.values()] == [
+    assert [sorted(scores) for scores in strategy.run.client_metrics.values()] == [
         ["loss", "num-examples", "share"],
         ["loss", "num-examples"],
         ["loss", "num-examples", "share"],

@@ -54,7 +54,7 @@ def test_a_run_is_that_of_clients_on_nodes_of_their_own(strategy):
         result = run.start(grid, ArrayRecord(task().initial_params(1)), num_rounds=3)
         assert run.refusals == []
         finals.append(records.to_arrays(result.arrays))
-        scores.append(run.client_metrics)
+        scores.append(run.run.client_metrics)
     for name, array in finals[0].items():
         np.testing.assert_allclose(finals[1][name], array, atol=1e-6)
     assert scores[1].keys() == scores[0].keys()
