@@ -110,9 +110,8 @@ class Spending:
     @property
     def limited(self) -> bool:
         """True if the run has a budget, at which it ends."""
-        return self.budget is not None or (
-            self.ledger is not None and self.ledger.budget is not None
-        )
+        ledger = self.ledger
+        return self.budget is not None or (ledger is not None and ledger.budget is not None)
 
     @property
     def account(self) -> Path | None:
