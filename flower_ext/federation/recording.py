@@ -288,7 +288,7 @@ class recorded:
         InUse
             Another process writes to the directory.
         """
-        method = _method(self.strategy)
+        method = _method(self.strategy, self._base)
         identity = _identity(self.strategy, self._base, initial_arrays)
         config: dict[str, Any] = {"method": method, "rounds": num_rounds, **identity}
         if self._path is not None:
@@ -309,20 +309,15 @@ class recorded:
             )
 
 
-def _method(strategy: Strategy) -> str:
+def _method(strategy: Strategy, base: FederatedStrategy) -> str:
     """Return the names of wrapper, method and, for `Hosted`, Flower's strategy, with hyphens."""
-    base = getattr(strategy, "base", None)
-    if base is not None:
-        return f"{type(strategy).__name__}-{_method(base)}"
-    if not isinstance(strategy, FederatedStrategy):
-        return type(strategy).__name__
-    method = strategy.method
-    return method.name if method.label == method.name else f"{method.name}-{method.label}"
+    wrappers = [] if strategy is base else [type(strategy).__name__]
+    return "-".join(dict.fromkeys([*wrappers, base.method.name, base.method.label]))
 
 
 def _identity(strategy: Strategy, base: FederatedStrategy, arrays: ArrayRecord) -> dict[str, Any]:
     """Return the settings that identify a run, and that a resumed run must have, too."""
-    run, method, options = base.run, base.method, base.run.options
+    run, method = base.run, base.method
     plan, of_method = _fields(run.plan), dict[str, Any]()
     for name, value in _fields(method).items():
         if not isinstance(value, LocalTraining):
@@ -330,19 +325,15 @@ def _identity(strategy: Strategy, base: FederatedStrategy, arrays: ArrayRecord) 
         # A ClientApp that does not use this package defines its own training.
         elif not method.any_client_app or value != LocalTraining():
             of_method[f"training-{name}"] = value
+    incidental = ("timeout", "state_key_file")
     identity = {
         "plan": type(run.plan).__name__,
         "planned-rounds": plan.pop("rounds", 0),
         **plan,
         "parameters": sum(array.numpy().size for array in arrays.values()),
         **of_method,
-        "stragglers": options.stragglers,
-        "seed": options.seed or 0,
-        "seeded-noise": options.seeded_noise,
-        "evaluate-every": options.evaluate_every,
-        "training-loss": options.training_loss,
-        "diagnostics": options.diagnostics,
-        "frozen": options.frozen,
+        **{n: value for n, value in _fields(run.options).items() if n not in incidental},
+        "seed": run.options.seed or 0,
         "coefficient": getattr(strategy, "coefficient", None),
     }
     settings = {name.replace("_", "-"): _plain(value) for name, value in identity.items()}
