@@ -18,20 +18,16 @@ from flower_ext.federation.roster import asks_identity, partition_of
 
 
 def observe(
-    experiment: Experiment,
-    world: World,
-    take: Callable[[Observation, Strategy], None],
-    *,
-    trials: int,
-) -> None:
-    """Run one world ``trials`` times. After each run, call ``take(observation, strategy)``.
+    experiment: Experiment, world: World, *, trials: int
+) -> Iterator[tuple[Observation, Strategy]]:
+    """Run one world ``trials`` times, and yield what the adversary observes, and the strategy.
 
     Clients forget each run before the next one, so that the runs are independent.
     """
     grid = _Listener(world.client_app, world.num_clients, world.run_config)
     with _undisturbed():
         for _ in range(trials):
-            take(*_trial(experiment, world, grid))
+            yield _trial(experiment, world, grid)
 
 
 def _trial(experiment: Experiment, world: World, grid: _Listener) -> tuple[Observation, Strategy]:
@@ -82,10 +78,7 @@ def _next_norm(strategy: Strategy) -> Arrays:
 
 
 class _Listener(InProcessGrid):
-    """A grid that records what an adversary may see.
-
-    It records the models that clients receive, their uploads, and all messages of secure sums.
-    """
+    """A grid that records the models that clients receive, their uploads, and secure sums."""
 
     def start(self, on_round: Callable[[int], None] | None) -> None:
         """Start a trial with empty records and new clients."""
@@ -98,10 +91,7 @@ class _Listener(InProcessGrid):
             context.state = RecordDict()
 
     def begin(self, number: int) -> None:
-        """Open an empty record for round ``number``, unless that round has begun already.
-
-        It stays empty if the server sends nothing in this round.
-        """
+        """Open an empty record for round ``number``, unless that round has begun already."""
         if number > len(self.uploads):
             self.sent.append({})
             self.uploads.append({})

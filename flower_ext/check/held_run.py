@@ -146,7 +146,7 @@ class HeldRun:
         return protection.of_units and self.quiet and self.change.startswith("huge")
 
     def _of_one_unit(self, work: ClientWork) -> ClientWork:
-        """Return work that takes a huge step on the records of one unit, the same in all clients."""
+        """Return work that takes a huge step on the records of one unit, the same everywhere."""
         data = work.data
         if not isinstance(data, SiloData) or not len(data.owners):
             return work

@@ -254,7 +254,6 @@ class WatchedGrid(InProcessGrid):
     """A grid in this process that shows every message to a `Watch`."""
 
     watch: Watch
-    app: ClientApp
 
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
         """Note the messages, then run the clients."""
@@ -269,13 +268,13 @@ class WatchedGrid(InProcessGrid):
         return list(super().send_and_receive(messages, timeout=timeout))
 
     def _answer_here(self, messages: Sequence[Message]) -> list[Message]:
-        if self.watch.held is None and isinstance(self.app, CohortApp):
+        if self.watch.held is None and isinstance(self._app, CohortApp):
             replies = super()._answer_here(messages)  # in batches, as the app would run
             for message, reply in zip(messages, replies, strict=True):
                 self.watch.note(message, reply)
             return replies
         return [
-            self.watch.answer(self.app, message, self.contexts[message.metadata.dst_node_id])
+            self.watch.answer(self._app, message, self.contexts[message.metadata.dst_node_id])
             for message in messages
         ]
 
@@ -285,7 +284,7 @@ def observe(
 ) -> Observed:
     """Run an app once, and return what was observed, even if the app raises an error."""
     grid = WatchedGrid(client, clients, config)
-    grid.watch, grid.app = watch, client
+    grid.watch = watch
     context = Context(
         run_id=1,
         node_id=private.SERVER_NODE_ID,
