@@ -35,13 +35,17 @@ def _trial(experiment: Experiment, world: World, grid: _Listener) -> tuple[Obser
     initial = records.to_arrays(experiment.initial)
     models: dict[int, Arrays] = {0: _wide(initial)}
 
+    strategy, metrics = world.strategy(), {}
+    run = getattr(strategy, "run", None)  # of this package
+
     def note(number: int, arrays: ArrayRecord) -> MetricRecord | None:
-        models[number] = {**_wide(records.to_arrays(arrays)), **_next_norm(strategy)}
+        state = {} if run is None else run.mechanism.state
+        norm = {NEXT_NORM: np.log([state["clipping_norm"]])} if state else {}
+        models[number] = {**_wide(records.to_arrays(arrays)), **norm}
         if number < experiment.rounds:
             grid.begin(number + 1)
         return None
 
-    strategy, metrics = world.strategy(), {}
     grid.begin(1)
     try:
         result = strategy.start(
@@ -51,7 +55,6 @@ def _trial(experiment: Experiment, world: World, grid: _Listener) -> tuple[Obser
     except FederationNotReady:
         if not any(grid.uploads):
             raise  # else the server refused all uploads, but the adversary still saw them
-    run = getattr(strategy, "run", None)
     like = initial if run is None else run.mechanism.upload_like(initial)
     released = [models[0]]
     for number in range(1, experiment.rounds + 1):  # a round without release keeps the model
@@ -69,12 +72,6 @@ def _trial(experiment: Experiment, world: World, grid: _Listener) -> tuple[Obser
         bare=[grid.by_partition(transcript.bare(like)) for transcript in grid.secure],
     )
     return observation, strategy
-
-
-def _next_norm(strategy: Strategy) -> Arrays:
-    run = getattr(strategy, "run", None)
-    state = {} if run is None else run.mechanism.state
-    return {NEXT_NORM: np.log([state["clipping_norm"]])} if state else {}
 
 
 class _Listener(InProcessGrid):

@@ -104,13 +104,7 @@ def calls(tree: ast.AST, name: str) -> Iterator[ast.Call]:
 
 
 def unpacked(app: Path, scratch: Path) -> AppFolder:
-    """Copy an app, which is a folder or a FAB, into a new folder.
-
-    Raises
-    ------
-    InvalidValue
-        The path is no Flower app.
-    """
+    """Copy an app, which is a folder or a FAB, into a new folder; refuse any other path."""
     folder = scratch / "app"
     if app.is_file() and zipfile.is_zipfile(app):
         with zipfile.ZipFile(app) as archive:

@@ -57,12 +57,9 @@ def main() -> None:
 def checked(
     request: ProbeRequest, tell: Callable[[str], object] = lambda text: None
 ) -> dict[str, Any]:
-    """Run an app and return the verdict. ``tell`` shows the user how long the check may take.
+    """Run an app and return the verdict, if the app loads and a client trains.
 
-    Raises
-    ------
-    NotChecked
-        The app does not load, or no client trains.
+    ``tell`` shows the user how long the check may take.
     """
     torch.set_num_threads(1)  # so that two equal runs compute equal numbers
     app, instruments = AppFolder(Path(request.app)), Instruments()

@@ -29,13 +29,7 @@ KNOWN: Mapping[str, Mapping[str, Column]] = {
 
 
 def parsed_column(text: str) -> tuple[str, Column]:
-    """Read ``NAME=image:32x32x3``, ``NAME=int:10``, ``NAME=float:8`` or ``NAME=text``.
-
-    Raises
-    ------
-    InvalidValue
-        The text has none of these four forms.
-    """
+    """Read ``NAME=image:32x32x3``, ``NAME=int:10``, ``NAME=float:8`` or ``NAME=text``."""
     name, _, kind = text.partition("=")
     kind, _, size = kind.partition(":")
     try:

@@ -76,14 +76,7 @@ def check_hidden(policy: GuardPolicy, name: str, file: Path) -> None:
 
 
 def check_isolation(policy: GuardPolicy) -> None:
-    """Refuse to start if apps cannot be isolated as the policy says.
-
-    Raises
-    ------
-    InvalidValue
-        The isolation does not work here, apps could read a file of the guard, or ``readable`` names
-        a missing path. The message says what to do.
-    """
+    """Refuse to start if apps cannot be isolated as the policy says, or could read its files."""
     if missing := [path for path in policy.readable if not Path(path).exists()]:
         raise InvalidValue(
             f"`readable` names {missing[0]!r}, which does not exist: expected existing files or "

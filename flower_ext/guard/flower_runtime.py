@@ -210,15 +210,16 @@ class RuntimeTask:
         )
 
 
-def reply_bytes(request: RuntimeRequest, content: RecordDict) -> bytes:
+def reply_bytes(request: RuntimeRequest, body: RecordDict | Error) -> bytes:
     """Return a reply as bytes. Its metadata depend on the request and the present time alone."""
-    return _with_id(Message(content, reply_to=request.message))
+    message = Message(body, reply_to=request.message)
+    message.metadata.__dict__["_message_id"] = message.object_id
+    return bytes(message_to_proto(message).SerializeToString())
 
 
-def refusal_bytes(request: RuntimeRequest, reason: str) -> bytes:
-    """Return an error reply as bytes. ``reason`` must not depend on the site's data."""
-    error = Error(ErrorCode.CLIENT_APP_RAISED_EXCEPTION, reason)
-    return _with_id(Message(error, reply_to=request.message))
+def refusal(reason: object) -> Error:
+    """Return the body of a refusal. ``reason`` must not depend on the site's data."""
+    return Error(ErrorCode.CLIENT_APP_RAISED_EXCEPTION, f"flower-ext guard: {reason}")
 
 
 def context_bytes(context: Context, state: RecordDict | None) -> bytes:
@@ -277,11 +278,6 @@ def parts_of(whole: bytes) -> list[bytes]:
             raise InvalidValue("the last part is incomplete")
         parts.append(whole[start - length : start])
     return parts
-
-
-def _with_id(message: Message) -> bytes:
-    message.metadata.__dict__["_message_id"] = message.object_id
-    return bytes(message_to_proto(message).SerializeToString())
 
 
 def _become(task_id: int, run_id: int, node_id: int) -> None:

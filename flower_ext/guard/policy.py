@@ -93,13 +93,7 @@ class MessagePolicy:
 
 @dataclass(frozen=True, kw_only=True)
 class SumPolicy:
-    """The signed sums in which a site takes part.
-
-    Raises
-    ------
-    InvalidValue
-        A number is out of range, or a file holds no keys.
-    """
+    """The signed sums in which a site takes part."""
 
     identity_key: str
     """File of this site's Ed25519 key, as ``ssh-keygen -t ed25519`` writes it."""
@@ -184,24 +178,12 @@ class GuardPolicy:
                 )
 
     def check_app(self, digest: str) -> None:
-        """Refuse an app that the policy does not list.
-
-        Raises
-        ------
-        Refused
-            The text names the app's SHA-256.
-        """
+        """Refuse an app that the policy does not list; the text names its SHA-256."""
         if self.apps != ANY and digest not in self.apps:
             raise Refused(f"this site does not permit the app {digest}")
 
     def of(self, message_type: str) -> MessagePolicy:
-        """Return the rules for the replies to messages of a type.
-
-        Raises
-        ------
-        Refused
-            The policy does not list the type of message.
-        """
+        """Return the rules for the replies to messages of a type; refuse unlisted types."""
         if message_type not in self.messages:
             raise Refused(f"this site does not answer messages of the type {message_type!r}")
         return self.messages[message_type]
@@ -215,12 +197,9 @@ class GuardPolicy:
 
 
 def read_policy(path: Path) -> GuardPolicy:
-    """Read a policy from a TOML file. In the file, names have hyphens in place of underscores.
+    """Read a policy from a TOML file, whose names have hyphens in place of underscores.
 
-    Raises
-    ------
-    InvalidValue
-        The message names the file, the field and the values allowed.
+    An error names the file, the field and the values allowed.
     """
     values, path = read_toml(path), path.absolute()
     try:

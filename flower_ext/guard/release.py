@@ -27,13 +27,7 @@ from flower_ext.privacy.mechanisms.updates import NonFiniteUpdate, check_like
 
 
 def requested_arrays(record: ArrayRecord | None, policy: MessagePolicy) -> Arrays:
-    """Return the arrays of a request.
-
-    Raises
-    ------
-    Refused
-        The request has no arrays, or none that the policy lets an app update.
-    """
+    """Return the arrays of a request; refuse it if the policy lets an app update none of them."""
     if record is None:
         raise Refused("this site answers only messages with exactly one ArrayRecord")
     try:

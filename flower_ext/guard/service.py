@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
-from flwr.app import ArrayRecord, Message, MetricRecord, RecordDict
+from flwr.app import ArrayRecord, Error, Message, MetricRecord, RecordDict
 
 from flower_ext.federation.records import to_record
 from flower_ext.files import write_whole
@@ -33,7 +33,7 @@ from flower_ext.guard.flower_runtime import (
     only_arrays,
     parts_of,
     read_answer,
-    refusal_bytes,
+    refusal,
     reply_bytes,
 )
 from flower_ext.guard.policy import CONTRIBUTION, UPDATE, GuardPolicy, MessagePolicy, Refused
@@ -126,36 +126,30 @@ class Guard:
     def _reply_to(self, request: RuntimeRequest, token: str, started: float) -> Pending:
         """Run the app if the policy permits it, and return the reply."""
         answer, sites = _AppAnswer(request, self.policy, self._log), 0
+        body: RecordDict | Error
         try:
             self.policy.check_app(hashlib.sha256(request.fab).hexdigest())
             rule = self.policy.of(request.message.metadata.message_type)
             if not request.message.has_content():
                 raise Refused("this site answers only messages with content")
             sites = self.policy.noised_by(rule)
-            content, new = self._content(request, rule, answer)
-            self._wait(answer, started)
-            message = reply_bytes(request, content)
-            self.tell(f"run {request.run_id}: {rule.release}")
+            body, new = self._content(request, rule, answer)
+            line = rule.release
         except Refused as error:
-            self._wait(answer, started)
-            message, new = refusal_bytes(request, f"flower-ext guard: {error}"), None
-            self.tell(f"run {request.run_id}: refused, {error}")
+            body, new, line = refusal(error), None, f"refused, {error}"
+        if answer.has_run and self.policy.reply_after is not None:
+            # In a sum, a message may be refused after the app has run, so a refusal waits as well.
+            time.sleep(max(0.0, started + self.policy.reply_after - time.monotonic()))
+        message = reply_bytes(request, body)
+        self.tell(f"run {request.run_id}: {line}")
         return Pending(
             token=token,
             charge=None if new is None else new.to_dict(),
             sites=sites,
-            refusal=refusal_bytes(request, f"flower-ext guard: {_SPENT}"),
+            refusal=reply_bytes(request, refusal(_SPENT)),
             message=message,
             context=context_bytes(request.context, answer.state),
         )
-
-    def _wait(self, answer: _AppAnswer, started: float) -> None:
-        """Wait until ``reply_after`` seconds have passed, to hide how long the app ran.
-
-        A refusal waits as well, because in a sum, a message may be refused after the app has run.
-        """
-        if answer.has_run and self.policy.reply_after is not None:
-            time.sleep(max(0.0, started + self.policy.reply_after - time.monotonic()))
 
     def _content(
         self, request: RuntimeRequest, rule: MessagePolicy, answer: _AppAnswer

@@ -39,13 +39,9 @@ def answer_in_sum(
     rule: MessagePolicy,
     run_app: Callable[[Message], ArrayRecord | None],
 ) -> RecordDict:
-    """Answer a message of a masked sum. ``run_app`` returns None if the app failed in any way.
+    """Answer a message of a masked sum, or refuse it with a text that depends on no data.
 
-    Raises
-    ------
-    Refused
-        The policy does not permit the sum, or the noise that this site would add to it; or the
-        guard cannot read the message. The text depends on no data.
+    ``run_app`` returns None if the app failed in any way.
     """
 
     def train(message: Message, context: Context) -> Message:
