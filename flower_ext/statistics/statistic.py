@@ -57,27 +57,27 @@ class Estimate:
 
 
 class Statistic(ABC):
-    """A statistic of the people in all silos together; subclasses are frozen dataclasses."""
+    """A statistic of the people in all silos together.
 
-    @property
-    @abstractmethod
-    def title(self) -> str:
-        """The statistic in words, with its bounds."""
+    Parameters
+    ----------
+    title : str
+        The statistic in words, with its bounds.
+    columns : Sequence[str]
+        Names of the columns that the statistic reads.
+    names : Sequence[str]
+        Names of the estimates.
+    size : int
+        Number of elements of a record's vector.
+    norm : float
+        Largest L2 norm of a record's vector.
+    """
 
-    @property
-    @abstractmethod
-    def columns(self) -> Sequence[str]:
-        """Names of the columns that the statistic reads."""
-
-    @property
-    @abstractmethod
-    def size(self) -> int:
-        """Number of elements of a record's vector."""
-
-    @property
-    @abstractmethod
-    def norm(self) -> float:
-        """Largest L2 norm of a record's vector."""
+    def __init__(
+        self, title: str, *, columns: Sequence[str], names: Sequence[str], size: int, norm: float
+    ) -> None:
+        self.title, self.columns, self.names = title, columns, names
+        self.size, self.norm = size, norm
 
     @abstractmethod
     def vectors(self, columns: Columns) -> NDArray[np.float64]:
@@ -85,11 +85,6 @@ class Statistic(ABC):
 
         A value may be anything, NaN included, and changes the row of its record only.
         """
-
-    @property
-    @abstractmethod
-    def names(self) -> Sequence[str]:
-        """Names of the estimates."""
 
     @abstractmethod
     def estimate(self, totals: NDArray[np.float64]) -> NDArray[np.float64]:
