@@ -25,6 +25,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -58,46 +59,35 @@ WEIGHT = "mixture/α"
 """Name of α_i in a client's memory, which also holds the parameters of v_i."""
 
 
-@dataclass(kw_only=True)
-class LocalGlobalMixture(Job):
-    """Job that trains three values together: v_i and α_i in ``params``, and w_i.
-
-    w_i starts at the received model ``shared``.
-    """
-
-    shared: Params
-    weight_rate: float
-
-
 def local_update(work: ClientWork) -> Steps[LocalResult]:
     """Train w_i, which the client uploads, then v_i and α_i on the same mini-batches."""
     alpha = number_of(work.settings["personal_weight"])
-    job = LocalGlobalMixture(
+    job = Job(
         params=work.memory or {**work.received, WEIGHT: alpha},
         examples=work.data.train,
         training=work.training["local"],
         generator=torch.Generator().set_state(work.generator.get_state()),
-        shared=work.received,
-        weight_rate=work.settings["weight_learning_rate"],
     )
+    rate = work.settings["weight_learning_rate"]
+    solve = one_by_one(partial(descend_mixture, shared=work.received, weight_rate=rate))
     trained = yield work.train("local", work.received)
     personal = yield Training(
-        task=work.task,
-        job=job,
-        trained=lambda name: True,
-        solve=descend_mixture,
-        returns_params=True,
+        task=work.task, job=job, trained=lambda name: True, solve=solve, returns_params=True
     )
     return LocalResult(model=trained, memory=personal)
 
 
-@one_by_one
-def descend_mixture(task: Task, job: LocalGlobalMixture, trained: Callable[[str], bool]) -> Params:
-    """Train v_i and α_i of one client, and return both."""
+def descend_mixture(
+    task: Task, job: Job, trained: Callable[[str], bool], *, shared: Params, weight_rate: float
+) -> Params:
+    """Train v_i and α_i of one client, which ``params`` of the job holds, and return both.
+
+    w_i, which starts at the received model ``shared``, trains along with them.
+    """
     rate, alpha = job.training.learning_rate, float(job.params[WEIGHT])
     with seeded_by(job.generator, task.torch_device()):
         problem = local_problem(task, job.params, trained=trained)
-        v, w = clone(problem.start), clone(to_device(job.shared, problem.device))
+        v, w = clone(problem.start), clone(to_device(shared, problem.device))
         for number, (x, y) in enumerate(job_batches(task, job)):
             at_mixture = gradient(problem.loss_at, mixture(v, w, alpha), x, y)
             at_w = gradient(problem.loss_at, {name: w[name] for name in v}, x, y)
@@ -106,7 +96,7 @@ def descend_mixture(task: Task, job: LocalGlobalMixture, trained: Callable[[str]
                 v[name].sub_(slope, alpha=rate * alpha)
                 w[name].sub_(at_w[name], alpha=rate)
             if number == 0:
-                alpha = min(1.0, max(0.0, alpha - job.weight_rate * along))
+                alpha = min(1.0, max(0.0, alpha - weight_rate * along))
     return problem.whole({**v, WEIGHT: number_of(alpha)}, like=job.params)
 
 

@@ -25,7 +25,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from functools import reduce
+from functools import partial, reduce
 
 import numpy as np
 import torch
@@ -65,66 +65,60 @@ from flower_ext.training.params import flat_rows
 CORE, PERSONAL, RELATION = "core", "personal", "relation"
 
 
-@dataclass(kw_only=True)
-class CoreModelMixture(Job):
-    """Job that trains the model Σ_j p_j w_j by changing p and the client's own core model.
-
-    The client has the number ``index``, and its own core model is ``params``. ``others`` maps the
-    number of every other client to that client's core model. ``relation`` is the vector p.
-    """
-
-    others: Mapping[int, Params]
-    index: int
-    relation: Tensor
-    relation_rate: float
-    penalty: float
-
-
 def local_update(work: ClientWork) -> Steps[LocalResult]:
     """Train the client's core model and its vector p_i, by the gradient at the personal model."""
     others = {int(other): core for other, core in groups_under(f"{CORE}.", work.state).items()}
     population = len(others) + 1
-    (index,) = set(range(population)) - set(others)
     kept = work.memory or {}
     last, rounds = work.round - 1, work.settings["penalty_rounds"]
     fading = (math.cos(math.pi * last / rounds) + 1) / 2 if last < rounds else 0.0
     types = [p.dtype for p in work.received.values() if p.is_floating_point()]
     dtype = reduce(torch.promote_types, types, torch.float32)
-    job = CoreModelMixture(
+    job = Job(
         params=part(kept, CORE) or work.received,
         examples=work.data.train,
         training=work.training["local"],
         generator=work.generator,
         terms=work.terms,
+    )
+    solve = partial(
+        train_mixture,
         others=others,
-        index=index,
         relation=kept.get(RELATION, torch.full((population,), 1 / population, dtype=dtype)),
         relation_rate=work.settings["relation_learning_rate"],
         penalty=fading * work.settings["penalty"],
     )
     core, relation, personal = yield Training(
-        task=work.task, job=job, trained=lambda name: True, solve=train_mixture
+        task=work.task, job=job, trained=lambda name: True, solve=one_by_one(solve)
     )
     memory = {RELATION: relation, **tagged(CORE, core), **tagged(PERSONAL, personal)}
     return LocalResult(model=core, memory=memory)
 
 
-@one_by_one
 def train_mixture(
-    task: Task, job: CoreModelMixture, trained: Callable[[str], bool]
+    task: Task,
+    job: Job,
+    trained: Callable[[str], bool],
+    *,
+    others: Mapping[int, Params],
+    relation: Tensor,
+    relation_rate: float,
+    penalty: float,
 ) -> tuple[Params, Tensor, Params]:
-    """Return the core model, p and the personal model of one job after its training.
+    """Return the core model, p and the personal model of one client after its training.
 
-    Jobs run one after another, because each job holds all core models.
+    ``params`` of the job is the client's core model, ``others`` are all other core models by
+    client, and ``relation`` is p.
     """
     problem = local_problem(task, job.params, trained=trained, terms=job.terms)
-    models = [job.others.get(j, job.params) for j in range(len(job.others) + 1)]
+    (index,) = set(range(len(others) + 1)) - set(others)
+    models = [others.get(j, job.params) for j in range(len(others) + 1)]
     # Stack the models, so that the mix and the gradient along p take one product for each name.
     cores = {
         name: torch.stack([model[name].to(problem.device) for model in models])
         for name in problem.start
     }
-    p = job.relation.to(problem.device).clone()
+    p = relation.to(problem.device).clone()
     centre = 1 / len(p)
 
     def personal() -> Params:
@@ -136,12 +130,10 @@ def train_mixture(
         slope = gradient(problem.loss_at, personal(), x, y)
         along = sum(flat_rows(cores[name]) @ slope[name].flatten() for name in cores)
         for name, core in cores.items():
-            rate = job.training.learning_rate * float(p[job.index])
-            core[job.index].sub_(slope[name], alpha=rate)
-        p = p - job.relation_rate * (along + job.penalty * (p - centre))
-    core_model = problem.whole(
-        {name: core[job.index] for name, core in cores.items()}, like=job.params
-    )
+            rate = job.training.learning_rate * float(p[index])
+            core[index].sub_(slope[name], alpha=rate)
+        p = p - relation_rate * (along + penalty * (p - centre))
+    core_model = problem.whole({name: core[index] for name, core in cores.items()}, like=job.params)
     return clone(core_model), p.cpu(), problem.whole(personal(), like=job.params)
 
 

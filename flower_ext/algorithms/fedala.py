@@ -24,6 +24,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -59,17 +60,6 @@ MODEL, WEIGHTS = "model", "weights"
 ADAPTIVE = "adaptive."
 
 
-@dataclass(kw_only=True)
-class Aggregation(Job):
-    """A job that trains how to mix two models: the local one (``params``) and the shared one.
-
-    The trained values are the aggregation weights ``weights``, not the models.
-    """
-
-    shared: Params
-    weights: Params
-
-
 def local_update(work: ClientWork) -> Steps[LocalResult]:
     """Train W_i, mix the client's last model with the shared one by W_i, and train the mixture.
 
@@ -101,17 +91,14 @@ def aggregation(work: ClientWork, local: Params, weights: Params) -> Training:
         # With ones, training begins at the shared layers and moves towards the client's layers.
         weights = {name: torch.ones_like(local[name]) for name in local if name in names}
         training = replace(training, epochs=int(work.settings["first_passes"]))
-    job = Aggregation(
+    job = Job(
         params=local,
         examples=work.data.train.subset(rows.numpy()),
         training=training,
         generator=work.generator,
-        shared=work.received,
-        weights=weights,
     )
-    return Training(
-        task=work.task, job=job, trained=lambda name: name in names, solve=train_weights
-    )
+    solve = one_by_one(partial(train_weights, received=work.received, start=weights))
+    return Training(task=work.task, job=job, trained=lambda name: name in names, solve=solve)
 
 
 def mixed(local: Mapping[str, Tensor], shared: Mapping[str, Tensor], weights: Params) -> Params:
@@ -119,15 +106,19 @@ def mixed(local: Mapping[str, Tensor], shared: Mapping[str, Tensor], weights: Pa
     return {n: local[n] + (shared[n] - local[n]) * w for n, w in weights.items()}
 
 
-@one_by_one
-def train_weights(task: Task, job: Aggregation, trained: Callable[[str], bool]) -> Params:
-    """Train and return W of one job. Parameters without W keep the values of the shared model."""
-    frozen = {name: p for name, p in job.shared.items() if not trained(name)}
+def train_weights(
+    task: Task, job: Job, trained: Callable[[str], bool], *, received: Params, start: Params
+) -> Params:
+    """Train and return W, which begins as ``start``, for the local model in ``params`` of the job.
+
+    Parameters without W keep the values of the received model.
+    """
+    frozen = {name: p for name, p in received.items() if not trained(name)}
     problem = local_problem(task, {**job.params, **frozen}, trained=trained)
-    device = problem.device
-    local = {name: job.params[name].to(device) for name in problem.start}
-    shared = {name: job.shared[name].to(device) for name in problem.start}
-    weights = {name: job.weights[name].to(device) for name in problem.start}
+    local, shared, weights = (
+        {name: params[name].to(problem.device) for name in problem.start}
+        for params in (job.params, received, start)
+    )
     for x, y in job_batches(task, job):
         slope = gradient(problem.loss_at, mixed(local, shared, weights), x, y)
         for name, g in slope.items():
