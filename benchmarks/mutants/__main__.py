@@ -141,7 +141,7 @@ TESTS = {
     "federation/spending.py": ("federation/test_spending.py", "privacy/test_shared_ledger.py"),
     "federation/strategy.py": _OF_RUNS,
     "federation/sums/masked.py": _OF_MASKS,
-    "federation/sums/plain.py": ("federation/test_records_uploads.py", *_OF_ROUNDS),
+    "federation/sums/summation.py": ("federation/test_records_uploads.py", *_OF_ROUNDS),
     "federation/records.py": (
         "federation/test_records.py",
         "federation/test_records_uploads.py",

@@ -88,10 +88,8 @@ class CohortApp(ClientApp):
             if isinstance(content, Exception):
                 context.state = state
                 replies.append(failed(self, message, context, content))
-            elif isinstance(content, Update):
-                replies.append(UploadReply(message, content))
             else:
-                replies.append(private.reply_to(message, content))
+                replies.append(reply_of(message, content))
         return replies
 
 
@@ -153,6 +151,15 @@ def _reply(message: Message, answers: Sequence[Answer]) -> Message:
     if isinstance(answer, Exception):
         raise answer
     return Message(answer.content() if isinstance(answer, Update) else answer, reply_to=message)
+
+
+def reply_of(message: Message, answer: Error | RecordDict | Update) -> Message:
+    """Return the reply to a message in this process, which is not serialised."""
+    if isinstance(answer, Error):
+        return Message(answer, reply_to=message)
+    if isinstance(answer, Update):
+        return UploadReply(message, answer)
+    return private.reply_to(message, answer)
 
 
 def answer_all(
