@@ -23,8 +23,8 @@ v_i moves by the gradient at v_i, and the mixture replaces v_i after each round.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -39,14 +39,11 @@ from flower_ext.federation import (
     Memory,
     Method,
     Steps,
-    Training,
-    one_by_one,
 )
 from flower_ext.training import (
     Job,
     LocalTraining,
     Params,
-    Task,
     clone,
     gradient,
     job_batches,
@@ -61,34 +58,22 @@ WEIGHT = "mixture/α"
 
 def local_update(work: ClientWork) -> Steps[LocalResult]:
     """Train w_i, which the client uploads, then v_i and α_i on the same mini-batches."""
-    alpha = number_of(work.settings["personal_weight"])
-    job = Job(
-        params=work.memory or {**work.received, WEIGHT: alpha},
-        examples=work.data.train,
-        training=work.training["local"],
-        generator=torch.Generator().set_state(work.generator.get_state()),
-    )
-    rate = work.settings["weight_learning_rate"]
-    solve = one_by_one(partial(descend_mixture, shared=work.received, weight_rate=rate))
+    start = work.memory or {**work.received, WEIGHT: number_of(work.settings["personal_weight"])}
+    # Repeat the draws of the mini-batches, and add no noise: v_i and α_i stay on the client.
+    generator = torch.Generator().set_state(work.generator.get_state())
+    private = replace(work, generator=generator, step_noise={})
     trained = yield work.train("local", work.received)
-    personal = yield Training(
-        task=work.task, job=job, trained=lambda name: True, solve=solve, returns_params=True
-    )
+    personal = yield private.train("local", start, solve=partial(descend_mixture, work))
     return LocalResult(model=trained, memory=personal)
 
 
-def descend_mixture(
-    task: Task, job: Job, trained: Callable[[str], bool], *, shared: Params, weight_rate: float
-) -> Params:
-    """Train v_i and α_i of one client, which ``params`` of the job holds, and return both.
-
-    w_i, which starts at the received model ``shared``, trains along with them.
-    """
+def descend_mixture(work: ClientWork, job: Job) -> Params:
+    """Train v_i and α_i, which ``params`` of the job holds, along with w_i; return v_i and α_i."""
     rate, alpha = job.training.learning_rate, float(job.params[WEIGHT])
-    with seeded_by(job.generator, task.torch_device()):
-        problem = local_problem(task, job.params, trained=trained)
-        v, w = clone(problem.start), clone(to_device(shared, problem.device))
-        for number, (x, y) in enumerate(job_batches(task, job)):
+    with seeded_by(job.generator, work.task.torch_device()):
+        problem = local_problem(work.task, job.params)
+        v, w = clone(problem.start), clone(to_device(work.received, problem.device))
+        for number, (x, y) in enumerate(job_batches(work.task, job)):
             at_mixture = gradient(problem.loss_at, mixture(v, w, alpha), x, y)
             at_w = gradient(problem.loss_at, {name: w[name] for name in v}, x, y)
             along = sum(float(((v[n] - w[n]) * slope).sum()) for n, slope in at_mixture.items())
@@ -96,7 +81,8 @@ def descend_mixture(
                 v[name].sub_(slope, alpha=rate * alpha)
                 w[name].sub_(at_w[name], alpha=rate)
             if number == 0:
-                alpha = min(1.0, max(0.0, alpha - weight_rate * along))
+                step = work.settings["weight_learning_rate"] * along
+                alpha = min(1.0, max(0.0, alpha - step))
     return problem.whole({**v, WEIGHT: number_of(alpha)}, like=job.params)
 
 

@@ -6,9 +6,10 @@ method can forget one of these steps. The memory that a method returns cannot re
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from functools import partial
 from typing import Any
 
 import torch
@@ -115,6 +116,8 @@ class ClientWork(ClientRequest):
         *,
         terms: Sequence[Term] = (),
         examples: Examples | None = None,
+        solve: Callable[[Job], Any] | None = None,
+        returns_params: bool = True,
     ) -> Training:
         """Return a training of ``params`` with the settings of ``phase``, for the method to yield.
 
@@ -125,7 +128,9 @@ class ClientWork(ClientRequest):
         are no examples.
 
         The training adds ``terms`` to the loss. It uses ``examples``, by default all training
-        examples of the client.
+        examples of the client. ``solve`` trains the client's job in place of SGD; the ``yield``
+        returns its result. With ``returns_params=False``, a failed training fails the method:
+        ``params`` cannot take the place of the result.
         """
         job = Job(
             params=params,
@@ -135,13 +140,23 @@ class ClientWork(ClientRequest):
             terms=[*self.terms, *terms],
             noise=self.step_noise.get(phase),
         )
+        solve_each: Callable[..., Iterable[Any]]
+        solve_each = train_invariantly if self.batch_invariant else train_each
+        if solve is not None:
+            solve_each = partial(_one_by_one, solve)
         return Training(
             task=self.task,
             job=job,
             trained=trained,
-            solve=train_invariantly if self.batch_invariant else train_each,
-            returns_params=True,
+            solve=solve_each,
+            returns_params=returns_params,
         )
+
+
+def _one_by_one(
+    solve: Callable[[Job], Any], task: Task, jobs: Iterable[Job], **options: Any
+) -> Iterator[Any]:
+    return map(solve, jobs)
 
 
 @dataclass(kw_only=True)

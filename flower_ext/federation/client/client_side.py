@@ -48,14 +48,7 @@ from flower_ext.training.side_by_side import Steps, check_whole, completed, side
 class ClientSide:
     """Answers messages of one method, for any number of clients at a time, one message each.
 
-    Parameters
-    ----------
-    method : ClientMethod
-    task : Task | Callable[[Context], Task]
-    allow_seeded_noise : bool
-        As in `client_app`.
-    queries : Mapping[str, type[VectorQuery]]
-        Kinds of queries that clients answer, by name.
+    The fields are as in `client_app`; ``queries`` has all kinds of queries by name.
     """
 
     method: ClientMethod
@@ -124,13 +117,7 @@ class ClientSide:
         return masked_vector(query, view)
 
     def used(self, message: Message, context: Context) -> Params:
-        """Return the model that this client would use, which is the one that `score` evaluates.
-
-        Raises
-        ------
-        Exception
-            The error that `score` would return.
-        """
+        """Return the model that this client would use, which is the one that `score` evaluates."""
         works = self._works([message], [context], alone=True)
         (model,) = self._used(works, MEMORY_LIMIT)
         if isinstance(model, Exception):

@@ -42,14 +42,8 @@ class WorkerLost(FlowerExtError, RuntimeError):
 class Workers:
     """The server's process and its workers, which start when the first messages are sent.
 
-    Parameters
-    ----------
-    count : int
-        Number of processes, including this one.
-    answer : Callable[[Sequence[Message]], list[Message]]
-        Returns replies for clients whose contexts are in ``contexts``.
-    contexts : Mapping[int, Context]
-        Contexts of all clients, by node id.
+    ``count`` is the number of processes, including this one. ``answer`` returns replies for clients
+    whose ``contexts``, by node id, are in the process that calls it.
     """
 
     def __init__(

@@ -56,12 +56,8 @@ class BegunRound:
 class Checkpoints:
     """The checkpoints of one run. Without a run directory, no method writes a file.
 
-    Parameters
-    ----------
-    directory : RunWriter, optional
-    repeats : bool
-        True if a repeated round equals the first attempt, bit for bit. The server then asks clients
-        without first recording the round on disk.
+    ``repeats`` means that a repeated round equals the first attempt, bit for bit. The server then
+    asks clients without first recording the round on disk.
     """
 
     def __init__(self, directory: RunWriter | None, *, repeats: bool) -> None:

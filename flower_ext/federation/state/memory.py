@@ -144,16 +144,10 @@ class ClientVault:
     message. If two processes do this at the same time with a folder, the second call of `store`
     raises an error, so only one process sends a message.
 
-    Parameters
-    ----------
-    context : Context
-    method : str
-        Name of the method, or of the part of the method that keeps the bytes.
-    is_permanent : bool
-        True for the record of a step that this client must never repeat in the run. The record is
-        never removed. The name of its file has the client's partition instead of the node's id,
-        because the server may give the node another id. False for keys, which are removed when they
-        are old. This is safe, because a client without keys answers nothing.
+    Keys are removed when they are old. This is safe, because a client without keys answers nothing.
+    With ``is_permanent``, the bytes record a step that this client must never repeat in the run.
+    They are never removed, and the name of their file has the client's partition instead of the
+    node's id, because the server may give the node another id.
     """
 
     def __init__(self, context: Context, method: str, *, is_permanent: bool = False) -> None:

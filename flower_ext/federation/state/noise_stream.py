@@ -35,19 +35,9 @@ _LATEST, _EARLIER, _BUFFER = "latest", "earlier.", "buffer."
 
 
 class NoiseStream:
-    """The noise of a run's rounds.
+    """The noise of a run's rounds, whose state is in a folder, or in memory only.
 
-    Parameters
-    ----------
-    matrix : StrategyMatrix
-        Matrix for a new run. A resumed run takes the matrix in the stored state instead.
-    folder : StateFolder, optional
-        Folder of the state file; None to keep the state in memory only.
-
-    Raises
-    ------
-    Damaged
-        The stored state was altered, or is encrypted with another key.
+    ``matrix`` is for a new run. A resumed run takes the matrix in the stored state instead.
     """
 
     def __init__(self, matrix: StrategyMatrix, folder: StateFolder | None) -> None:

@@ -78,13 +78,7 @@ T = TypeVar("T", Advert, SealedShares, MaskedInput, Revealed)
 
 
 class MaskedSum(Summation):
-    """Sums of masked contributions.
-
-    Parameters
-    ----------
-    mechanism : MaskedNoisedSum
-        Mechanism of a plan with ``noise_placement=SecureSum(…)``.
-    """
+    """Sums of masked contributions, of a plan with ``noise_placement=SecureSum(…)``."""
 
     mechanism: MaskedNoisedSum
 
@@ -94,13 +88,7 @@ class MaskedSum(Summation):
 
 
 class OpenMaskedSum(OpenSum):
-    """The masked sum of one round, whose members have agreed on masks.
-
-    Raises
-    ------
-    RoundDiscarded
-        Too few clients are left.
-    """
+    """The masked sum of one round, whose members have agreed on masks."""
 
     def __init__(self, mechanism: MaskedNoisedSum, opening: Opening) -> None:
         self._mechanism, self._opening = mechanism, opening
@@ -141,11 +129,10 @@ class OpenMaskedSum(OpenSum):
         self.cohort = replace(opening.cohort, partitions=ready)
 
     def exposure(self, answered: int | None = None) -> tuple[int, int | None]:
-        """Return the two counts of uploads that `OpenSum.exposure` describes.
+        """Return the least number of answers in an unmasked sum, and of honest ones among them.
 
-        The first is the least number of answers in an unmasked sum. The second is how many of them
-        come from honest clients at least. If the answers have arrived and the unmasking has not
-        begun, the second count is 0, because nobody can see a sum yet.
+        If the answers have arrived and the unmasking has not begun, the second count is 0, because
+        nobody can see a sum yet.
         """
         least, honest = self.parameters.least_answers, self.parameters.honest_answers
         return least, honest if answered is None or self._unmasking else 0
