@@ -108,9 +108,6 @@ def local_model(work: ClientWork) -> Params:
 class APFL(Method):
     """A shared model, and a mixture of it with a personal model on each client.
 
-    All clients have the same weight in the mean. With ``NonPrivatePlan(weighting="examples")``, a
-    client's weight is its number of examples.
-
     Every plan that fits `DPFedAvg` fits here, because the upload does not depend on the client's
     memory. A `ReleasePlan` protects clients. A `RecordLevelPlan` protects records, by noise on the
     upload or in the local steps. v_i and α_i never leave the client.

@@ -67,9 +67,6 @@ def local_model(work: ClientWork) -> Steps[Params]:
 class DP2FedSAM(Method):
     """Partial sharing with sharpness-aware training under client-level DP.
 
-    All clients have the same weight in the mean. With ``NonPrivatePlan(weighting="examples")``, a
-    client's weight is its number of examples.
-
     Parameters
     ----------
     personal : Sequence[str]

@@ -114,9 +114,6 @@ def local_model(work: ClientWork) -> Params:
 class FedALA(Method):
     """Adaptive local aggregation: each client mixes the shared model into its own.
 
-    All clients have the same weight in the mean. With ``NonPrivatePlan(weighting="examples")``, a
-    client's weight is its number of examples.
-
     Parameters
     ----------
     adaptive : Sequence[str]

@@ -58,9 +58,6 @@ def local_update(work: ClientWork) -> Steps[LocalResult]:
 class PFedMe(Method):
     """Personal models that stay on the clients, anchored to a shared model.
 
-    All clients have the same weight in the mean. With ``NonPrivatePlan(weighting="examples")``, a
-    client's weight is its number of examples.
-
     Parameters
     ----------
     attraction : float
