@@ -311,16 +311,8 @@ class Quantiles(Statistic):
 
         ``functions`` has the shape (draws, edges). The result for a function with NaN is NaN.
         """
-        wanted, edges = np.asarray(self.probabilities), self._leaves.edges
-        reached = (functions[:, :, np.newaxis] <= wanted).sum(axis=1)
-        right = np.clip(reached, 1, len(edges) - 1)
-        below, above = (np.take_along_axis(functions, at, axis=1) for at in (right - 1, right))
-        with np.errstate(divide="ignore", invalid="ignore"):
-            values = edges[right - 1] + (wanted - below) * np.diff(edges)[right - 1] / (
-                above - below
-            )
-        values = np.where(reached == 0, edges[0], values)
-        values = np.where(reached == len(edges), edges[-1], values)
+        wanted, edges = self.probabilities, self._leaves.edges
+        values = np.array([np.interp(wanted, function, edges) for function in functions])
         return np.where(np.isnan(functions).any(axis=1, keepdims=True), np.nan, values)
 
 
