@@ -124,15 +124,7 @@ def _text(value: object) -> str:
 
 
 def _run(run: PreparedRun, path: Path) -> None:
-    """Run a stage; continue it if it was interrupted, and keep it if it is complete.
-
-    Raises
-    ------
-    InvalidValue
-        The stage began with different settings.
-    LaunchFailed
-        The stage failed, or did not complete within the budget.
-    """
+    """Run a stage; continue it if it was interrupted, and keep it if it is complete."""
     if (path / "run.json").exists():
         directory = RunDirectory.open(path)
         before = directory.config
