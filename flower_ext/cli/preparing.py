@@ -15,9 +15,8 @@ import typer
 from flower_ext.cli.screen import console
 from flower_ext.errors import InvalidValue
 from flower_ext.files import FOLDER_VARIABLE
-from flower_ext.runs.app_settings import checked_settings
+from flower_ext.runs.app_settings import SettingsFile, checked_settings, preset
 from flower_ext.runs.directory import RUNS_VARIABLE, RunDirectory, new_run_path
-from flower_ext.runs.presets import SettingsFile, preset
 from flower_ext.runs.settings import (
     OF_NODES,
     PATHS,

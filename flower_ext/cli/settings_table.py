@@ -11,8 +11,7 @@ from rich.markup import escape
 
 from flower_ext.cli.screen import console, titled_table
 from flower_ext.errors import InvalidValue
-from flower_ext.runs.app_settings import declared_settings
-from flower_ext.runs.presets import SettingsFile, presets
+from flower_ext.runs.app_settings import SettingsFile, declared_settings, presets
 
 
 def settings(
