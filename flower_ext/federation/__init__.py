@@ -41,7 +41,7 @@ from flower_ext.federation.stragglers import Stragglers
 from flower_ext.federation.strategy import FederatedStrategy
 from flower_ext.federation.sums.summation import Opening, OpenSum, Summation
 from flower_ext.federation.sums.weighted_silo import HiddenSum
-from flower_ext.training.side_by_side import Steps, Training, one_by_one
+from flower_ext.training.side_by_side import Steps, Training
 
 __all__ = [
     "Adagrad",
@@ -85,7 +85,6 @@ __all__ = [
     "clients_of",
     "first_config",
     "node_settings",
-    "one_by_one",
     "personal_model",
     "personal_part",
     "record",

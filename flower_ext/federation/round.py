@@ -28,8 +28,7 @@ from flower_ext.federation.protection import to_entries
 from flower_ext.federation.run import Run, Spending
 from flower_ext.federation.state.checkpoint import BegunRound
 from flower_ext.federation.stragglers import shortened
-from flower_ext.federation.sums.plain import PlainSum
-from flower_ext.federation.sums.summation import Opening, OpenSum, Summation
+from flower_ext.federation.sums.summation import Opening, OpenSum, PlainSum, Summation
 from flower_ext.privacy import secure_generator
 from flower_ext.privacy.mechanisms.protections import Protection
 from flower_ext.privacy.mechanisms.round_mechanism import Aggregate, RoundDiscarded, RoundMechanism

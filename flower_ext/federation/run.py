@@ -24,9 +24,8 @@ from flower_ext.federation.model_checks import shared_arrays
 from flower_ext.federation.population import Population
 from flower_ext.federation.progress import Progress
 from flower_ext.federation.state.checkpoint import BegunRound, Checkpoints
-from flower_ext.federation.state.folder import StateFolder, read_key
+from flower_ext.federation.state.folder import Packed, StateFolder, read_key
 from flower_ext.federation.state.noise_stream import NoiseStream
-from flower_ext.federation.state.sealed import Packed
 from flower_ext.federation.stragglers import Stragglers
 from flower_ext.federation.sums.summation import Summation
 from flower_ext.privacy import (
@@ -45,7 +44,7 @@ from flower_ext.privacy.ledger import Reservation
 from flower_ext.privacy.mechanisms.correlated_noise import StrategyMatrix
 from flower_ext.privacy.mechanisms.masked_noised_sum import MaskedNoisedSum, QuerySum
 from flower_ext.privacy.mechanisms.round_mechanism import RoundMechanism
-from flower_ext.privacy.plans.spaced_release import SpacedRelease
+from flower_ext.privacy.plans.release_mechanism import SpacedRelease
 from flower_ext.privacy.randomness import derived_seed
 from flower_ext.privacy.withdrawal import withdrawn
 from flower_ext.runs import RunWriter
