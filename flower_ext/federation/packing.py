@@ -25,8 +25,6 @@ _CODES, _REASONS = "error-code", "error-reason"
 """Entries of a reply: each client's error; the code 0 stands for none."""
 _RECORDS = "records"
 """Entry of both: for each client, the numbers and names of its records, one record a line."""
-_UNREADABLE = 1
-"""Code of the clients' errors if the server cannot read the node's reply."""
 
 
 def pack(
@@ -59,13 +57,13 @@ def unpack(reply: Message, requests: Sequence[Message]) -> list[Message]:
         ]
         return [Message(each, reply_to=m) for each, m in zip(answers, requests, strict=True)]
     except Exception as error:  # a hostile node may send anything
-        unreadable = Error(code=_UNREADABLE, reason=f"the node's reply cannot be read: {error}")
+        unreadable = Error(code=1, reason=f"the node's reply cannot be read: {error}")
         return [Message(unreadable, reply_to=request) for request in requests]
 
 
-def is_packed(message: Message) -> bool:
-    """Return True for a message that `pack` made."""
-    return _is_packed(message.metadata.message_type)
+def is_packed(message_type: str) -> bool:
+    """Return True for the type of a message that `pack` made."""
+    return message_type.endswith(f".{_PACKED}")
 
 
 def answer_packed(
@@ -86,7 +84,7 @@ def answer_packed(
             f"a packed message for the clients {slots} of this node: expected distinct integers "
             f"in [0, {per_node})"
         )
-    if any(map(_is_packed, entries[_KINDS])):
+    if any(map(is_packed, entries[_KINDS])):
         raise InvalidValue(
             "a packed message holds another packed message: expected one message for each client"
         )
@@ -104,10 +102,6 @@ def answer_packed(
     }
     answers = [RecordDict() if reply.has_error() else reply.content for reply in replies]
     return Message(_joined(answers, errors), reply_to=message)
-
-
-def _is_packed(message_type: str) -> bool:
-    return message_type.endswith(f".{_PACKED}")
 
 
 def _client_context(node: Context, slot: int, per_node: int, state: RecordDict) -> Context:

@@ -45,8 +45,8 @@ def remember(messages, contexts):
 def test_each_client_gets_its_request_place_and_state_and_its_reply_comes_back():
     asked, context = requests("one", "fail", "three"), node()
     message = pack(asked, 7, [3, 1, 0], PER_NODE)
-    assert is_packed(message)
-    assert not is_packed(asked[0])
+    assert is_packed(message.metadata.message_type)
+    assert not is_packed(asked[0].metadata.message_type)
     assert sum(record is SHARED for record in message.content.values()) == 1
     first, failed, third = unpack(answer_packed(message, context, remember), asked)
     assert failed.error.reason == "failed"

@@ -55,7 +55,7 @@ class CohortApp(ClientApp):
         If a client raises an error, the reply is an error reply of `failed`, whose text reveals
         nothing about the client's data.
         """
-        if is_packed(message):
+        if is_packed(message.metadata.message_type):
             answer = partial(answer_packed, answer=partial(answer_all, self))
             return _answered(self, message, context, answer)
         return _answered(self, message, context, self._answer_alone)
