@@ -103,8 +103,8 @@ def _prefixed(prefix: str, groups: Mapping[str, Arrays]) -> dict[str, Arrays]:
 
 def groups_under(prefix: str, groups: Mapping[str, Mapping[str, T]]) -> dict[str, dict[str, T]]:
     """Return copies of the groups whose names begin with ``prefix``, without it in their names."""
-    found = {name: group for name, group in groups.items() if name.startswith(prefix)}
-    return {name.removeprefix(prefix): dict(group) for name, group in found.items()}
+    names = [name for name in groups if name.startswith(prefix)]
+    return {name.removeprefix(prefix): dict(groups[name]) for name in names}
 
 
 @dataclass(frozen=True, kw_only=True)
