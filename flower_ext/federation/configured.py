@@ -186,11 +186,8 @@ def release_plan(
             return ReleasePlan(noise_multiplier=settings.noise_multiplier, **options)
         if settings.calibration == "provable":
             return ReleasePlan.for_target(epsilon=epsilon, **options)
-        for name, chosen, value in (
-            ("noise", settings.noise, "independent"),
-            ("clipping", settings.clipping, "fixed"),
-        ):
-            if chosen != value:
+        for name, value in (("noise", "independent"), ("clipping", "fixed")):
+            if (chosen := getattr(settings, name)) != value:
                 raise UnfitSetting(
                     f"run-config calibration='published' with {name}={chosen!r}: expected "
                     f"'provable', because the published bound needs {name}={value!r}"
@@ -286,11 +283,6 @@ def server(settings: ServerSettings, *, learning_rate: float | None = None) -> d
     """Return a method's options ``server`` (its optimiser) and ``average`` (of its models).
 
     ``learning_rate`` overrides the setting ``server_learning_rate``.
-
-    Raises
-    ------
-    UnfitSetting
-        Both ``average_decay`` and ``average_last`` are set, but a method has only one average.
     """
     rate = settings.server_learning_rate if learning_rate is None else learning_rate
     momentum, tau = settings.server_momentum, settings.server_tau
