@@ -45,8 +45,7 @@ class Round:
 
     The constructor opens the round's sum. Before you create the round, reserve its privacy cost
     (`Spending.reserve`): a client that was asked may have uploaded, even if the server then fails.
-
-    ``kind`` is the type of the messages: ``train`` or ``evaluate``.
+    The ``kind`` of the messages is ``train`` or ``evaluate``.
     """
 
     def __init__(
@@ -153,10 +152,7 @@ class TrainingRound:
     def ask(self, config: ConfigRecord) -> Iterable[Message]:
         """Draw the cohort, record the privacy cost on disk, and return the messages to the cohort.
 
-        Raises
-        ------
-        BudgetExhausted
-            This round would exceed the budget; nothing was sent.
+        If the round would exceed the budget, raise `BudgetExhausted`, and send nothing.
         """
         run, number, server_round = self.run, self.number, self.server_round
         if number == 1:

@@ -229,13 +229,8 @@ class Run:
     def shared_part(self, arrays: ArrayRecord) -> records.Arrays:
         """Return the arrays of a model that clients share.
 
-        The run's first model determines their names, shapes and types.
-
-        Raises
-        ------
-        InvalidValue, UnshareableModel
-            The first model does not fit the method (see `shared_arrays`), or ``arrays`` are not of
-            the same model.
+        The run's first model, which must fit the method (see `shared_arrays`), determines their
+        names, shapes and types.
         """
         personal = self.method.personal
         if not self._shared:
@@ -299,11 +294,8 @@ class Run:
         return {"run": self.checkpoints.run_id, "method": self.method.name, "name": name}
 
     def release_identity(self, kind: str, number: int) -> int | None:
-        """Return a number that identifies the ``number``-th release of a kind.
-
-        Return None if a repeated round would release other numbers than the first attempt.
-        """
-        if not self.repeats:
+        """Return a number that identifies the ``number``-th release of a kind."""
+        if not self.repeats:  # a repeated round would release other numbers than the first attempt
             return None
         return derived_seed(self.options.seed or 0, kind, self.checkpoints.run_id, number)
 
@@ -332,12 +324,9 @@ class Run:
         self.population.count_abandoned(begun.units, begun.most_uploads, requests=begun.requests)
 
     def count_unnoted(self) -> None:
-        """Count a round whose noise is on disk but which ``begun.jsonl`` does not record.
-
-        Either the process ended before it asked a client, or somebody restored an older copy of the
-        checkpoints, which lacks the record. `SpacedSampling` is deterministic: drawing again gives
-        the cohort to count.
-        """
+        """Count a round whose noise is on disk but which ``begun.jsonl`` does not record."""
+        # Either the process ended before it asked a client, or somebody restored an older copy of
+        # the checkpoints. `SpacedSampling` is deterministic: drawing again gives the cohort.
         stream = self.noise_stream
         if stream is not None and stream.has_unnoted(self.participations.rounds):
             drawn = self.population.draw(secure_generator())
@@ -367,13 +356,7 @@ class Run:
         self.checkpoints.save(server_round, values, groups)
 
     def restore(self, kept: Packed) -> None:
-        """Restore a checkpoint, except for the state of the sums.
-
-        Raises
-        ------
-        InvalidValue
-            The run began under another plan or with another model.
-        """
+        """Restore a checkpoint of the same plan and model, except for the state of the sums."""
         values = kept.values
         self.check_model(kept.arrays[MODEL])
         if values["plan"] != self._terms():

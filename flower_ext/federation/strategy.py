@@ -276,16 +276,8 @@ class FederatedStrategy(Strategy):
     def record_in(self, directory: RunWriter, *, limit: Budget | None = None) -> None:
         """Let the run, which has not begun, write its files and its ledger to ``directory``.
 
-        Parameters
-        ----------
-        limit : Budget, optional
-            Budget of the new ledger. A plan that makes no releases has no ledger: ``limit`` then
-            becomes the budget of the run, unless the run has one already.
-
-        Raises
-        ------
-        InvalidValue
-            The run writes to another directory already, or has begun.
+        ``limit`` is the budget of the new ledger. A plan that makes no releases has no ledger:
+        ``limit`` then becomes the budget of the run, unless the run has one already.
         """
         run, spending = self.run, self.run.spending
         if run.directory is not None:
