@@ -147,10 +147,9 @@ def charge(
 
 
 def save_guarantees(run: Run, *, in_account: bool = True) -> None:
-    """Write the guarantees after the rounds so far to ``guarantee.json``.
+    """Write the guarantees so far to ``guarantee.json``, and to the population's account.
 
-    If ``in_account`` is True, write them to the population's account, too. Each round charges
-    the account anyway, so it needs the guarantees only when the run ends.
+    Each round charges the account, so it needs the guarantees only when the run ends.
     """
     guarantees, budget = guarantees_of(run), run.spending.budget
     if in_account and guarantees and budget is not None and budget.ledger is not None:

@@ -72,9 +72,8 @@ def connect(run: Run, grid: Grid, arrays: ArrayRecord) -> None:
 def leave_out_withdrawn(run: Run) -> None:
     """Tell clients that withdrew to delete their memory, and ask these clients nothing else.
 
-    The population's account notes which clients confirm the deletion. The next run with this
-    account tells the others again. A silo stays when one of its users withdraws: it leaves the user
-    out of its answers to queries.
+    The account notes which clients confirm the deletion; the next run tells the others again. A
+    silo stays when one of its users withdraws, and leaves the user out of its answers to queries.
     """
     account, clients = run.spending.account, run.clients
     if run.method.traits.num_silos:

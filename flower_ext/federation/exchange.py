@@ -139,10 +139,7 @@ class Clients:
     def query(self, contents: Mapping[int, Content], read: Callable[[Message], T]) -> dict[int, T]:
         """Send each client a query, and return the answers by partition.
 
-        Raises
-        ------
-        FederationNotReady
-            A node does not answer, or ``read`` refuses its answer.
+        Raise `FederationNotReady` if a node does not answer, or if ``read`` refuses its answer.
         """
         refused_before = len(self.refusals)
         if users := sorted(self.withdrawn_users):

@@ -136,9 +136,8 @@ class Roster:
             settings = ConfigRecord({"server-round": 0, FOR_MODS + _PARTITION_QUESTION: True})
             kind, question = "train", RecordDict({records.CONFIG: settings})
             reported, error = _ask_identities(grid, nodes, kind, question, timeout=timeout)
-            reported = {
-                node: partition for node, partition in reported.items() if partition is not None
-            }  # an answer without a partition is not from our mod
+            # An answer without a partition is not from our mod.
+            reported = {node: place for node, place in reported.items() if place is not None}
         numbered = dict(enumerate(nodes))
         if not reported:
             return cls(numbered, first_error=error, foreign=True)

@@ -280,10 +280,10 @@ class FederatedStrategy(Strategy):
         ``limit`` then becomes the budget of the run, unless the run has one already.
         """
         run, spending = self.run, self.run.spending
-        if run.directory is not None:
+        if (other := run.directory) is not None:
             raise InvalidValue(
-                f"directory={str(run.directory.path)!r}: the strategy already writes to this "
-                "directory; create the strategy without the option directory="
+                f"directory={str(other.path)!r}: the strategy already writes to this directory; "
+                "create the strategy without the option directory="
             )
         if run.participations.rounds:
             raise InvalidValue(
