@@ -14,7 +14,7 @@ from flower_ext.auditing.experiment import NEXT_NORM, projected
 from flower_ext.auditing.linear import SIZE, axes
 from flower_ext.auditing.mechanisms import MECHANISMS, of_correlated
 from flower_ext.federation.round import Round
-from flower_ext.federation.run import Run
+from flower_ext.federation.run import StrategyOptions
 from flower_ext.federation.state.noise_stream import NoiseStream
 from flower_ext.privacy import (
     AdaptiveClipping,
@@ -192,7 +192,7 @@ def server_noise_reused(patch, experiment: Experiment) -> Experiment:
             return SeededNoise(self.seed, *path)
         return Reused(keys.setdefault(path, int(secure_generator().integers(2**62))))
 
-    patch.setattr(Run, "noise", noise_of)
+    patch.setattr(StrategyOptions, "noise", noise_of)
     return experiment
 
 
