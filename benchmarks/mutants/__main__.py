@@ -43,7 +43,6 @@ _OF_PROTECTION = (
 _OF_SUMS = (
     "privacy/mechanisms/test_noised_sum.py",
     "privacy/plans/test_release_plan.py",
-    "privacy/mechanisms/test_masked_noised_sum.py",
     "auditing/test_paths.py",
     "auditing/test_noise.py",
 )
@@ -90,7 +89,6 @@ TESTS = {
     ),
     "privacy/accounting/sampling.py": ("privacy/accounting/test_sampling.py",),
     "privacy/mechanisms/noised_sum.py": _OF_SUMS,
-    "privacy/mechanisms/masked_noised_sum.py": _OF_SUMS,
     "privacy/mechanisms/quantization.py": (
         "privacy/mechanisms/test_quantization.py",
         "auditing/test_paths.py",

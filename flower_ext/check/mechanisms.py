@@ -18,7 +18,7 @@ from flower_ext.privacy import (
 )
 from flower_ext.privacy.mechanisms.protections import OutputPerturbation
 from flower_ext.privacy.plans.adaptive_release import AdaptiveRelease
-from flower_ext.privacy.plans.release_mechanism import MaskedRelease, ReleaseMechanism
+from flower_ext.privacy.plans.release_mechanism import ReleaseMechanism
 from flower_ext.privacy.plans.spaced_release import SpacedRelease
 from flower_ext.privacy.theorems.upcycled import sensitivity
 
@@ -150,7 +150,7 @@ def _of_sums(run: Run, mechanism: ReleaseMechanism, rounds: int) -> OurMechanism
         moves *= in_sum * first / (mechanism.noise_multiplier * mechanism.clipping_norm)
         in_sum *= first
     uploads = {}
-    if not (mechanism.noised_by_server or isinstance(mechanism, MaskedRelease)):
+    if not (mechanism.noised_by_server or mechanism.secure_sum):
         sizes = range(1, min(mechanism.sampling.population, _LARGEST_COHORT) + 1)
         uploads = {size: mechanism.client_noise_stddev(size) for size in sizes}
     besides = {sums.release: sums.query.times for sums in run.query_sums}

@@ -66,17 +66,15 @@ from flower_ext.federation import (
 )
 from flower_ext.federation.population import HiddenUsers, UsersInSilos
 from flower_ext.privacy import Guarantee, PrivacyPlan
-from flower_ext.privacy.mechanisms.masked_noised_sum import MaskedNoisedSum
+from flower_ext.privacy.mechanisms.noised_sum import NoisedSum
 from flower_ext.privacy.mechanisms.protections import ClipAndNoise
 from flower_ext.privacy.mechanisms.round_mechanism import RoundMechanism
 from flower_ext.privacy.run_summary import MethodTraits, RunSummary
-from flower_ext.privacy.theorems.silo_claims import (
+from flower_ext.privacy.theorems.uldp import (
     NO_SECURE_SUM_OF_SILOS,
     DrawAndSum,
-    batching_assumption,
-)
-from flower_ext.privacy.theorems.uldp import (
     Weighting,
+    batching_assumption,
     check_silos_can_draw,
     sums_of_users,
     uldp_avg_guarantees,
@@ -225,8 +223,9 @@ class UldpAvg(Method):
             histogram=self.weighting == "by-records" and not brings_weights,
             silos_draw=self.user_draw == "silos",
         )
-        if isinstance(mechanism, MaskedNoisedSum):
-            _warn_of_rounding(mechanism, connected.model, self.num_silos)
+        if isinstance(mechanism, NoisedSum) and mechanism.masked is not None:
+            cells = mechanism.clipping_norm / mechanism.masked.cell / self.num_silos
+            _warn_of_rounding(cells, connected.model)
         weights = {} if brings_weights else {WEIGHTS: user_weights(self.weighting, histogram)}
         return state.updated(server={SILOS: {ONE_BY_ONE: one_by_one, **weights}})
 
@@ -309,10 +308,9 @@ class UldpSgd(UldpAvg):
             )
 
 
-def _warn_of_rounding(sums: MaskedNoisedSum, model: Arrays, num_silos: int) -> None:
-    """Warn if secure sums round so coarsely that most numbers of a user's update become zero."""
+def _warn_of_rounding(cells: float, model: Arrays) -> None:
+    """Warn if most numbers of a user's update, of norm ``cells``, are rounded to zero."""
     numbers = sum(array.size for array in model.values())
-    cells = sums.clipping_norm / sums.cell / num_silos
     if (usual := cells / math.sqrt(numbers)) < 1:
         log.warning(
             "secure sums round each number to whole grid cells, and a typical number of a user's "

@@ -43,8 +43,7 @@ from flower_ext.federation.replies import RefusedReply, read_answer, read_metric
 from flower_ext.federation.roster import FederationNotReady
 from flower_ext.federation.sums.summation import Opening, OpenSum, Summation
 from flower_ext.privacy import AdversaryView, FullParticipation, SecureNoise
-from flower_ext.privacy.mechanisms.masked_noised_sum import MaskedNoisedSum
-from flower_ext.privacy.mechanisms.noised_sum import NoisedSum
+from flower_ext.privacy.mechanisms.noised_sum import NoisedSum, refuse_spoiled
 from flower_ext.privacy.mechanisms.round_mechanism import Aggregate, RoundDiscarded, RoundMechanism
 from flower_ext.privacy.run_summary import MethodTraits
 from flower_ext.secure.weighting.agreement import Dialogue, ProtocolStep
@@ -108,7 +107,7 @@ class WeightedSum(Summation):
     def __init__(self, protocol: WeightingProtocol, mechanism: RoundMechanism) -> None:
         if not isinstance(mechanism, NoisedSum):
             raise InvalidValue(f"plan={type(mechanism).__name__}: expected a ReleasePlan of users")
-        if isinstance(mechanism, MaskedNoisedSum):
+        if mechanism.secure_sum is not None:
             raise InvalidValue(
                 "noise_placement=SecureSum(…) of the plan: expected 'client', because a weighted "
                 "sum is a secure sum itself"
@@ -300,7 +299,7 @@ class OpenWeightedSum(OpenSum):
         bound = norms * mechanism.clipping_norm
         try:
             total = shaped(summation.server.close_round([*self._messages.values()]), like)
-            mechanism.refuse_spoiled(total, bound=bound, stddev=mechanism.noise_stddev)
+            refuse_spoiled(total, bound=bound, stddev=mechanism.noise_stddev)
         except IncompleteRound as missing:
             raise RoundDiscarded(f"{missing}; nothing was decrypted") from missing
         except OverflowError as error:

@@ -27,6 +27,7 @@ from flower_ext.privacy.mechanisms.bounds import BoundedSum, checked_weights
 from flower_ext.privacy.mechanisms.updates import (
     NamedArrays,
     NonFiniteUpdate,
+    RunningSum,
     as_float64,
     check_arrays,
     check_like,
@@ -151,6 +152,15 @@ def sum_rows_in_cells(
         for (name, array), part in zip(rows.items(), parts, strict=True)
     }
     return BoundedSum(value=value, bound=clipping_norm, cell=cell, count=count)
+
+
+class CellSum(RunningSum):
+    """Sum of updates in whole numbers of cells, as the protocol of a secure sum computes it."""
+
+    def __init__(self, like: NamedArrays, cell: float) -> None:
+        super().__init__(like)
+        self.value = {name: np.zeros(array.shape, np.int64) for name, array in like.items()}
+        self.cell = cell
 
 
 def out_of_cells(cells: Cells, cell: float, like: NamedArrays) -> dict[str, np.ndarray]:

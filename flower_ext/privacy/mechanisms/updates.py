@@ -105,6 +105,8 @@ class RunningSum:
         Number of added updates.
     bound : float
         Upper bound on the norm of every added update; infinite if the sum does not clip updates.
+    cell : float, optional
+        Step of a public grid, if ``value`` counts such steps in whole numbers.
 
     Raises
     ------
@@ -113,6 +115,7 @@ class RunningSum:
     """
 
     bound: float = math.inf
+    cell: float | None = None
 
     def __init__(self, like: NamedArrays) -> None:
         self.like = like

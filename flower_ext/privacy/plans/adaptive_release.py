@@ -17,7 +17,7 @@ from flower_ext.privacy.mechanisms.adaptive_clipping import (
 from flower_ext.privacy.mechanisms.protections import ClipAndNoise, Protection
 from flower_ext.privacy.mechanisms.round_mechanism import Aggregate
 from flower_ext.privacy.mechanisms.updates import NamedArrays, RunningSum
-from flower_ext.privacy.plans.release_mechanism import MaskedRelease, ReleaseMechanism
+from flower_ext.privacy.plans.release_mechanism import ReleaseMechanism
 from flower_ext.privacy.run_summary import RunSummary
 
 _ADAPTIVE = (
@@ -107,8 +107,3 @@ class AdaptiveRelease(ReleaseMechanism):
     def assumptions(self) -> tuple[str, ...]:
         """The assumption about the norm."""
         return (_ADAPTIVE,)
-
-
-@dataclass(frozen=True, kw_only=True)
-class MaskedAdaptiveRelease(AdaptiveRelease, MaskedRelease):
-    """An `AdaptiveRelease` whose sums are secure sums."""

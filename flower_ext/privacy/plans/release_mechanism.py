@@ -1,11 +1,10 @@
-"""The mechanisms of a `ReleasePlan`: each round releases one noised sum of clients' uploads."""
+"""The mechanism of a `ReleasePlan`: each round releases one noised sum of clients' uploads."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 from flower_ext.privacy.guarantee import Guarantee
-from flower_ext.privacy.mechanisms.masked_noised_sum import MaskedNoisedSum
 from flower_ext.privacy.mechanisms.noised_sum import NoisedSum
 from flower_ext.privacy.run_summary import RunSummary
 from flower_ext.privacy.theorems.client_level import client_level_guarantees
@@ -17,9 +16,4 @@ class ReleaseMechanism(NoisedSum):
 
     def guarantees(self, run: RunSummary) -> list[Guarantee]:
         """Return the provable guarantee against each adversary. The units must be clients."""
-        return client_level_guarantees(self, run, self.releases(run.participations))
-
-
-@dataclass(frozen=True, kw_only=True)
-class MaskedRelease(MaskedNoisedSum, ReleaseMechanism):
-    """A `MaskedNoisedSum` with its guarantees."""
+        return client_level_guarantees(self, run)

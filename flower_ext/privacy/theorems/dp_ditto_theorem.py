@@ -41,6 +41,7 @@ from flower_ext.checks import (
     require_positive,
 )
 from flower_ext.errors import InvalidValue
+from flower_ext.privacy.accounting.events import PrivacyLoss
 from flower_ext.privacy.accounting.gaussian import gaussian_loss
 from flower_ext.privacy.accounting.sampling import FullParticipation, Sampling
 from flower_ext.privacy.guarantee import Condition, Guarantee
@@ -49,7 +50,6 @@ from flower_ext.privacy.theorems.claims import (
     ON_A_GRID,
     OUTLIVES,
     OWN_GRADIENTS,
-    Bound,
     Claims,
     noise_assumption,
 )
@@ -152,7 +152,7 @@ def dp_ditto_guarantees(
     )
     return [
         claims.published(AdversaryView.EACH_UPLOAD, **_eqns_7_8(terms, rounds)),
-        *claims.provable(_provable_bound(terms, rounds)),
+        claims.provable(AdversaryView.EACH_UPLOAD, *_provable_bound(terms, rounds)),
     ]
 
 
@@ -197,7 +197,7 @@ def _eqns_7_8(terms: RecordLevelTerms, rounds: int) -> dict[str, Any]:
     }
 
 
-def _provable_bound(terms: RecordLevelTerms, rounds: int) -> Bound:
+def _provable_bound(terms: RecordLevelTerms, rounds: int) -> tuple[PrivacyLoss, str]:
     """Return the provable bound: for noised steps if ``terms.steps`` is given, else for uploads."""
     steps, stddev, moved = terms.steps, terms.noise_stddev, terms.upload_sensitivity
     if steps is None:
@@ -209,4 +209,4 @@ def _provable_bound(terms: RecordLevelTerms, rounds: int) -> Bound:
             f"{rounds} rounds of {steps.local_steps} noised steps, {steps.uses_per_round} of them "
             f"with any one record, sensitivity 2ηG/B = {steps.sensitivity:.4g} of a step"
         )
-    return Bound(AdversaryView.EACH_UPLOAD, loss, source)
+    return loss, source

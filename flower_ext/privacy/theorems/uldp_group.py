@@ -25,8 +25,8 @@ from flower_ext.privacy.accounting.events import PrivacyLoss
 from flower_ext.privacy.accounting.group_privacy import DpSgd, group_loss
 from flower_ext.privacy.accounting.renyi import sampled_gaussian_renyi
 from flower_ext.privacy.guarantee import Condition, Guarantee
-from flower_ext.privacy.theorems.claims import OWN_GRADIENTS, Bound, noise_assumption
-from flower_ext.privacy.theorems.silo_claims import OF_SILOS, user_claims
+from flower_ext.privacy.theorems.claims import OWN_GRADIENTS, noise_assumption
+from flower_ext.privacy.theorems.uldp import OF_SILOS, user_claims
 from flower_ext.privacy.units import AdversaryView
 
 
@@ -92,12 +92,10 @@ def uldp_group_guarantees(
                 ),
             ),
         ),
-        *claims.provable(
-            Bound(
-                AdversaryView.EACH_UPLOAD,
-                loss,
-                f"group of {group_size} records, DP-SGD in {num_silos} silos",
-            )
+        claims.provable(
+            AdversaryView.EACH_UPLOAD,
+            loss,
+            f"group of {group_size} records, DP-SGD in {num_silos} silos",
         ),
     ]
 

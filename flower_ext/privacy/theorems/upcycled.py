@@ -41,7 +41,6 @@ from flower_ext.privacy.theorems.claims import (
     LOADS,
     ON_A_GRID,
     OUTLIVES,
-    Bound,
     Claims,
     noise_assumption,
 )
@@ -219,7 +218,7 @@ def perturbation_guarantees(
             conditions=theorem.conditions,
             not_covered=tuple(run.not_covered),
         ),
-        *claims.provable(Bound(AdversaryView.EACH_UPLOAD, loss, reason, conditions=theorem.needed)),
+        claims.provable(AdversaryView.EACH_UPLOAD, loss, reason, conditions=theorem.needed),
     ]
 
 

@@ -72,7 +72,7 @@ def raw_updates():
 def expected_model(answered):
     """Return the next model by a plain sum of the same clipped, rounded and noised updates."""
     private = plan().mechanism()
-    protection = private.cells_protection
+    protection = private.client_protection(private.cohort_size)
     start = records.to_arrays(initial())
     total = {name: np.zeros(array.shape, np.int64) for name, array in start.items()}
     for partition, update in raw_updates().items():
@@ -519,7 +519,7 @@ def test_the_released_noise_is_the_same_however_many_answered(lost):
         models.append(np.concatenate([(found[n] - start[n]).ravel() for n in sorted(start)]))
     noise = np.concatenate(models) * CLIENTS
     sums = plan().mechanism()
-    expected = sums.noise_stddev * np.sqrt(CLIENTS / sums.sum_parameters.least_answers)
+    expected = sums.noise_stddev * np.sqrt(CLIENTS / sums.masked.parameters.least_answers)
     assert noise.std() == pytest.approx(expected, rel=7 / np.sqrt(2 * noise.size))
 
 

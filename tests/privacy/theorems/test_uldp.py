@@ -20,8 +20,8 @@ from flower_ext.privacy import (
     privacy_loss_of,
 )
 from flower_ext.privacy.run_summary import MethodTraits, RunSummary
-from flower_ext.privacy.theorems.silo_claims import DrawAndSum
 from flower_ext.privacy.theorems.uldp import (
+    DrawAndSum,
     sums_of_users,
     uldp_avg_guarantees,
     uldp_closed_form,
@@ -298,7 +298,7 @@ def test_a_server_that_lies_to_silos_that_draw_sees_the_noise_of_honest_answers_
     mechanism = mechanism_of(plan(sampling, noise_placement=sums), silos=10)
     method = MethodTraits(name="UldpAvg", num_silos=10, weighting=weighting)
     run = RunSummary(method=method, participations=worst_case(10, 1))
-    parameters = mechanism.sum_parameters
+    parameters = mechanism.masked.parameters
     assert parameters.honest_answers == (6 if signed else 8)
     part = parameters.honest_answers / parameters.least_answers if weighting != "equal" else 1
     seen = replace(mechanism, noise_multiplier=mechanism.noise_multiplier * math.sqrt(part))
