@@ -110,7 +110,7 @@ def opened_sums(experiment, world, trials):
     along, beside, strategies = [], [], []
 
     def take(seen, strategy):
-        cell, (total,) = strategy.run.mechanism.cell, seen.sums
+        cell, (total,) = strategy.run.mechanism.masked.cell, seen.sums
         along.append((total["weight"][0, 0] + total["bias"][0]) / math.sqrt(2) * cell)
         beside.append(total["weight"][0, 1:] * cell)
         strategies.append(strategy)

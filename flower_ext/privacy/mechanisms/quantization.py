@@ -159,7 +159,8 @@ class CellSum(RunningSum):
 
     def __init__(self, like: NamedArrays, cell: float) -> None:
         super().__init__(like)
-        self.value = {name: np.zeros(array.shape, np.int64) for name, array in like.items()}
+        # In the order of names, in which the protocol gives the sum and the server draws noise.
+        self.value = {name: np.zeros(like[name].shape, np.int64) for name in sorted(like)}
         self.cell = cell
 
 

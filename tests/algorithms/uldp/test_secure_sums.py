@@ -77,7 +77,7 @@ def noise_of(strategy, answered=range(SILOS)):
         server = SeededNoise(SEED, "server-noise", 1)
         ordered = {name: total[name] for name in sorted(total)}
         total = server.add_discrete_gaussian(ordered, share * np.sqrt(missing))
-    return {name: array * own.cell for name, array in total.items()}
+    return {name: array * own.masked.cell for name, array in total.items()}
 
 
 # The sum ------------------------------------------------------------------------------------------
@@ -96,7 +96,7 @@ def test_the_model_is_that_of_plain_sums_but_for_known_noise_and_rounding_to_cel
     divisor = ours.run.mechanism.sampling.expected_cohort_size
     divisor *= 1 if isinstance(ours.method, UldpNaive) else SILOS
     # Half a cell a user and silo, and the few cells by which a clipped one is shortened.
-    room = 6 * ours.run.mechanism.cell * USERS * SILOS / divisor * SERVER_RATE
+    room = 6 * ours.run.mechanism.masked.cell * USERS * SILOS / divisor * SERVER_RATE
     for name, noise in noise_of(ours).items():
         clean = one[name] - SERVER_RATE * noise / divisor
         np.testing.assert_allclose(clean, other[name], atol=room + 2e-6)
@@ -119,7 +119,7 @@ def cells_of(data, weighting="by-records", norm=0.01, local=LOCAL):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(silo_training, "add_users", kept)
         run(strategy, data)
-    return found, norm / strategy.run.mechanism.cell
+    return found, norm / strategy.run.mechanism.masked.cell
 
 
 def without(user, data):

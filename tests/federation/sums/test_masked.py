@@ -82,11 +82,11 @@ def expected_model(answered):
                 total[name] += cells
     missing = CLIENTS - len(set(answered))
     if missing:  # the server adds the shares of the missing clients
-        stddev = protection.noise_stddev / private.cell * np.sqrt(missing)
+        stddev = protection.noise_stddev / private.masked.cell * np.sqrt(missing)
         total = {name: total[name] for name in sorted(total)}
         total = SeededNoise(SEED, "server-noise", 1).add_discrete_gaussian(total, stddev)
     return {
-        name: start[name] + (total[name] * private.cell / CLIENTS).astype(np.float32)
+        name: start[name] + (total[name] * private.masked.cell / CLIENTS).astype(np.float32)
         for name in start
     }
 
