@@ -101,23 +101,15 @@ class ReleaseTerms(Checked):
 
 @dataclass(frozen=True, kw_only=True)
 class MaskedSums:
-    """The secure sums of all rounds: their members, their grid and their noise.
-
-    Parameters
-    ----------
-    parameters : SumParameters
-    cell : float
-        Step (cell) of the grid on which the sums are computed, the same in every round.
-    share_stddev : float
-        Standard deviation of one client's share of the discrete Gaussian noise.
-    bits : int
-        Number of bits of the ring: enough for a sum over the whole population.
-    """
+    """The secure sums of all rounds: their members, their grid and their noise."""
 
     parameters: SumParameters
     cell: float
+    """Step (cell) of the grid on which the sums are computed, the same in every round."""
     share_stddev: float
+    """Standard deviation of one client's share of the discrete Gaussian noise."""
     bits: int
+    """Number of bits of the ring: enough for a sum over the whole population."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -253,13 +245,8 @@ class NoisedSum(ReleaseTerms, RoundMechanism):
 
     @property
     def honest_noise(self) -> float:
-        """Least fraction of a sum's noise variance that comes from honest clients.
-
-        It is 1 without a `SecureSum`, whose settings say how many clients may collude.
-        """
-        if (masked := self.masked) is None:
-            return 1.0
-        return masked.parameters.honest_answers / masked.parameters.least_answers
+        """Least fraction of a sum's noise from honest clients; 1 if a plan names no colluders."""
+        return 1.0 if self.masked is None else self.masked.parameters.honest_noise
 
     @property
     def _largest_sum(self) -> float:
@@ -352,13 +339,8 @@ class NoisedSum(ReleaseTerms, RoundMechanism):
         clients send. If clients add the noise, uploads arrive bounded and noised, and the server
         adds the noise shares of the clients that did not answer.
 
-        Raises
-        ------
-        ValueError
-            There are more uploads than clients that were asked, or ``summed`` is not a sum of
-            `begin_sum`: it clips uploads to a larger norm than C, or has other cells.
-        RoundDiscarded
-            As `refuse_spoiled`, for a secure sum.
+        Refuse more uploads than clients that were asked, a sum that does not come from `begin_sum`,
+        and a spoiled secure sum (see `refuse_spoiled`).
         """
         by_server, masked, answered = self.noised_by_server, self.masked, summed.count
         cell = None if masked is None else masked.cell
@@ -431,17 +413,8 @@ def refuse_spoiled(value: NamedArrays, *, bound: float, stddev: float) -> None:
     because masks hide each upload. The check does not find a bad upload that leaves the sum
     within the limit.
 
-    Parameters
-    ----------
-    bound : float
-        Largest norm that the sum of honest members has before noise.
-    stddev : float
-        Standard deviation of the noise in the sum.
-
-    Raises
-    ------
-    RoundDiscarded
-        The sum is too large, so a member must have spoiled it.
+    The sum of honest members has at most the norm ``bound`` before noise, and noise of the standard
+    deviation ``stddev``. If the noised sum is too large, raise `RoundDiscarded`.
     """
     numbers = sum(array.size for array in value.values())
     limit = bound + largest_noised_norm(0.0, stddev, numbers)
