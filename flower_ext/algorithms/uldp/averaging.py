@@ -79,7 +79,7 @@ from flower_ext.privacy.theorems.uldp import (
     sums_of_users,
     uldp_avg_guarantees,
 )
-from flower_ext.privacy.units import UserDraw
+from flower_ext.privacy.units import AdversaryView, UserDraw
 from flower_ext.training import LocalTraining
 
 log = getLogger("flwr")
@@ -276,7 +276,7 @@ class UldpAvg(Method):
             draw=self._draw(summation),
             hidden_draw=summation.hidden_draw,
             secure_sum=summation.secure_sum or NO_SECURE_SUM_OF_SILOS,
-            assumptions=summation.assumptions,
+            assumptions={view: summation.assumptions(view) for view in AdversaryView},
             batching=batching_assumption(dict(enumerate(apart.tolist()))),
         )
         return uldp_avg_guarantees(sums_of_users(summation.mechanism), run, protocol)

@@ -178,7 +178,6 @@ SIGNED_SUM = (
     "with the identities of these clients, X25519, Ed25519, ChaCha20 and ChaCha20-Poly1305 are "
     "secure, and HKDF-SHA256 acts as a random oracle"
 )
-"""The assumption about signed sums."""
 ONE_ANSWER = (
     "resist_equivocation is off: the server never tells some neighbours that a client answered and "
     "others that the client was lost, which could show it that client's upload"

@@ -150,11 +150,6 @@ def composed_noise_stddev(
 
     One record moves the mean of each Gaussian by at most ``sensitivity``. The Gaussians compose
     exactly, without amplification. Numerical error can only make the result larger than necessary.
-
-    Raises
-    ------
-    ValueError
-        A parameter is out of range.
     """
     require_positive("sensitivity", sensitivity)
     require_at_least_one("rounds", releases)
@@ -215,13 +210,7 @@ def dp_ditto_noise_stddev(
     num_examples: int,
     clipping_norm: float,
 ) -> float:
-    """Return σ_u of Eqns 7–8 as published: Δs √(2 T ln(1/δ) / N) / ε with Δs = 2C/|D_n|.
-
-    Raises
-    ------
-    ValueError
-        A parameter is out of range.
-    """
+    """Return σ_u of Eqns 7–8 as published: Δs √(2 T ln(1/δ) / N) / ε with Δs = 2C/|D_n|."""
     require_positive("epsilon", epsilon)
     require_delta(delta)
     require_at_least_one("rounds", rounds)

@@ -35,8 +35,8 @@ the silos, so sampling amplifies nothing against a server that sees sums.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Literal
 
@@ -103,8 +103,8 @@ class DrawAndSum:
     """Assumption under which a protocol hides the drawn users, if it draws them."""
     secure_sum: str = NO_SECURE_SUM_OF_SILOS
     """Assumption under which the server sees no single upload."""
-    assumptions: Callable[[AdversaryView], Sequence[str]] = lambda view: ()
-    """Further assumptions of the sum against an adversary with this view."""
+    assumptions: Mapping[AdversaryView, Sequence[str]] = field(default_factory=dict)
+    """Further assumptions of the sum, by the adversary's view."""
     batching: str = ""
     """Assumption under which no bit of a user's training depends on other users (see
     `batching_assumption`)."""
@@ -152,10 +152,7 @@ def _masked_sum(mechanism: NoisedSum) -> tuple[str, ...]:
 def batching_assumption(apart: Mapping[int, bool]) -> str:
     """Return the assumption about users whom a silo trains together in one batch.
 
-    Parameters
-    ----------
-    apart : Mapping[int, bool]
-        For each silo, its own answer: True if it trains its users one by one.
+    ``apart`` has the answer of each silo: True if it trains its users one by one.
     """
     together = [str(silo) for silo, alone in apart.items() if not alone]
     if not together:
@@ -174,11 +171,6 @@ def uldp_closed_form(*, noise_multiplier: float, rounds: int, delta: float) -> f
     """Return ε of Theorems 3 and 5, at the order α > 1 with the smallest ε.
 
     ε is Tα/(2σ²) + log((α-1)/α) - (log δ + log α)/(α-1).
-
-    Raises
-    ------
-    ValueError
-        A parameter is out of range.
     """
     require_positive("noise_multiplier", noise_multiplier)
     require_count("rounds", rounds)
@@ -200,11 +192,8 @@ def uldp_naive_guarantees(mechanism: NoisedSum, run: RunSummary) -> list[Guarant
     therefore has a noise multiplier of σ/2, even against a server that sees each upload. With
     secure sums, the function returns the same guarantee for sums, whichever silos collude.
 
-    Parameters
-    ----------
-    mechanism : NoisedSum
-        The mechanism of the plan, with the plan's σ as its noise multiplier. (Do not pass the
-        result of `UldpNaive.mechanism`, which counts all silos' noise and a sensitivity of 2C.)
+    ``mechanism`` is the plan's, with the plan's σ as its noise multiplier. (Do not pass the result
+    of `UldpNaive.mechanism`, which counts all silos' noise and a sensitivity of 2C.)
     """
     rounds, sigma, delta = run.participations.rounds, mechanism.noise_multiplier, mechanism.delta
     loss = gaussian_loss(sigma / 2, releases=rounds, delta=delta)
@@ -249,15 +238,8 @@ def uldp_avg_guarantees(
       together by C/√|S|, so ε is that of the sums. With weights by records, a user may have all its
       weight in one silo, and only that silo's share of the noise hides the user.
 
-    Parameters
-    ----------
-    mechanism : NoisedSum
-        The mechanism of the silos' sums. Its units are users, and the silos add the noise.
-    run : RunSummary
-        A run of a method with silos. With secure sums, its participations count only the noise of
-        honest silos, unless the silos draw the users.
-    protocol : DrawAndSum
-        The draw of users, and the sum of their updates.
+    The mechanism's units are users, and the silos add the noise. With secure sums, the run's
+    participations count only the noise of honest silos, unless the silos draw the users.
     """
     masked, rounds, is_hidden = mechanism.masked, run.participations.rounds, protocol.draw.is_hidden
     is_equal, sigma = run.method.weighting == "equal", mechanism.noise_multiplier
@@ -272,6 +254,10 @@ def uldp_avg_guarantees(
         not_covered=run.not_covered,
     )
     models, of_models = _amplified(mechanism, rounds)
+    hidden_sample: tuple[str, ...] = ()
+    if not isinstance(mechanism.sampling, FullParticipation):
+        drawn = draw_assumption("sampled users", run.secure_cohorts or is_hidden)
+        hidden_sample = (HIDDEN_DRAW, drawn)
 
     # For the accountant, one upload is a sum with less noise, so the same formulas hold.
     shares = (mechanism.silos or 1) if masked is None else masked.parameters.least_answers
@@ -312,8 +298,8 @@ def uldp_avg_guarantees(
             _two_numbers(mechanism.release, rounds, mechanism.delta),
             "the server follows the protocol and keeps sums and uploads to itself",
             *others_noise(mechanism),
-            *_hidden_sample(mechanism, run.secure_cohorts or is_hidden),
-            *protocol.assumptions(AdversaryView.RELEASED_MODELS),
+            *hidden_sample,
+            *protocol.assumptions.get(AdversaryView.RELEASED_MODELS, ()),
         ),
         claims.provable(
             AdversaryView.SUM_ONLY,
@@ -321,7 +307,7 @@ def uldp_avg_guarantees(
             of_sums,
             *hidden,
             *from_server,
-            *protocol.assumptions(AdversaryView.SUM_ONLY),
+            *protocol.assumptions.get(AdversaryView.SUM_ONLY, ()),
             relation=_AT_SERVER,
         ),
         claims.provable(
@@ -329,7 +315,7 @@ def uldp_avg_guarantees(
             uploads,
             of_uploads,
             *from_server,
-            *protocol.assumptions(AdversaryView.EACH_UPLOAD),
+            *protocol.assumptions.get(AdversaryView.EACH_UPLOAD, ()),
             relation=_AT_SERVER,
         ),
     ]
@@ -352,13 +338,6 @@ def _exposed(mechanism: NoisedSum, rounds: int, exposure: float) -> tuple[Privac
         mechanism.delta,
     )
     return loss, f"most exposed user: {exposure:.4g} sums' worth"
-
-
-def _hidden_sample(mechanism: NoisedSum, secure: bool) -> tuple[str, ...]:
-    """Return the assumptions under which sampling amplifies; none if all users take part."""
-    if isinstance(mechanism.sampling, FullParticipation):
-        return ()
-    return (HIDDEN_DRAW, draw_assumption("sampled users", secure))
 
 
 def _assumed_draw(mechanism: NoisedSum, rounds: int, protocol: DrawAndSum) -> str:
@@ -433,13 +412,7 @@ def _theorem_5(mechanism: NoisedSum, rounds: int) -> Guarantee:
 
 
 def sums_of_users(mechanism: RoundMechanism) -> NoisedSum:
-    """Return ``mechanism`` itself, or refuse it if the methods of Uldp-FL cannot train with it.
-
-    Raises
-    ------
-    InvalidValue
-        A field of the plan does not fit; the message names it.
-    """
+    """Return ``mechanism`` itself, or refuse it if the methods of Uldp-FL cannot train with it."""
     if not isinstance(mechanism, NoisedSum):
         raise InvalidValue(f"plan={type(mechanism).__name__}: expected a ReleasePlan of users")
     if mechanism.noised_by_server:
@@ -456,14 +429,7 @@ def sums_of_users(mechanism: RoundMechanism) -> NoisedSum:
 
 
 def check_silos_can_draw(mechanism: NoisedSum) -> None:
-    """Refuse a mechanism with which silos cannot draw users without the server's knowledge.
-
-    Raises
-    ------
-    InvalidValue
-        The sampling is not Poisson sampling, or the server sees uploads, or a silo may collude with
-        the server.
-    """
+    """Refuse a mechanism with which silos cannot draw users without the server's knowledge."""
     if not isinstance(mechanism.sampling, PoissonSampling):
         raise InvalidValue(
             f"user_draw='silos' with sampling={mechanism.sampling!r}: expected PoissonSampling, "
