@@ -13,9 +13,11 @@ from flower_ext.privacy.base_plan import PrivacyPlan
 from flower_ext.privacy.mechanisms.adaptive_clipping import AdaptiveClipping
 from flower_ext.privacy.mechanisms.correlated_noise import CorrelatedNoise, StrategyMatrix
 from flower_ext.privacy.mechanisms.noised_sum import ReleaseTerms
-from flower_ext.privacy.plans.adaptive_release import AdaptiveRelease
-from flower_ext.privacy.plans.release_mechanism import ReleaseMechanism
-from flower_ext.privacy.plans.spaced_release import SpacedRelease
+from flower_ext.privacy.plans.release_mechanism import (
+    AdaptiveRelease,
+    ReleaseMechanism,
+    SpacedRelease,
+)
 from flower_ext.privacy.run_summary import MethodTraits, RunSummary
 
 _OF_CLIENTS = MethodTraits(name="a method of clients")
