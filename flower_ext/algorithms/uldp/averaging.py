@@ -109,7 +109,7 @@ def users_of_round(work: ClientWork) -> tuple[dict[int, Examples], UsersTotal]:
             "clips each user's update"
         )
     data = owned(work.data, num_users)
-    total = work.weighted_part(num_users, protection.clipping_norm) or WeightedTotal(
+    total = work.hidden_sum(num_users, protection.clipping_norm) or WeightedTotal(
         work.received, protection, read_weights(work).tolist()
     )
     users = {user: records for user, records in data.by_user().items() if total.counts(user)}

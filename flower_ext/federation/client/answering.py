@@ -21,7 +21,7 @@ from flower_ext.federation.client.preparing import NO_DATA, data_of
 from flower_ext.federation.client.user_draws import draw_fingerprint, draws_vault
 from flower_ext.federation.roster import check_addressee
 from flower_ext.federation.state.memory import ClientMemory, ClientVault, forget_client
-from flower_ext.federation.sums import masked, weighted_setup
+from flower_ext.federation.sums import masked, weighted_silo
 from flower_ext.training import Task
 
 
@@ -63,7 +63,7 @@ def _of_weighted_sum(side: ClientSide, message: Message, context: Context) -> Ar
         )
     policy = side.policy(context)
     policy.check_way_out("a weighted sum", in_sum=False)
-    return weighted_setup.answer(
+    return weighted_silo.answer(
         records.to_arrays(message.content.array_records[records.WEIGHTED_SUM]),
         _data(policy.task(side.task), message, policy.partition),
         policy.partition,

@@ -42,10 +42,15 @@ from flower_ext.federation.records import Arrays, Update, bytes_record, shaped, 
 from flower_ext.federation.replies import RefusedReply, read_answer, read_metrics
 from flower_ext.federation.roster import FederationNotReady
 from flower_ext.federation.sums.summation import Opening, OpenSum, Summation
-from flower_ext.privacy import AdversaryView, FullParticipation, SecureNoise
+from flower_ext.privacy import AdversaryView, FullParticipation
 from flower_ext.privacy.mechanisms.masked_noised_sum import MaskedNoisedSum
 from flower_ext.privacy.mechanisms.noised_sum import NoisedSum
-from flower_ext.privacy.mechanisms.round_mechanism import Aggregate, RoundDiscarded, RoundMechanism
+from flower_ext.privacy.mechanisms.round_mechanism import (
+    Aggregate,
+    RoundDiscarded,
+    RoundMechanism,
+    divided,
+)
 from flower_ext.privacy.run_summary import MethodTraits
 from flower_ext.secure.weighting.agreement import Dialogue, ProtocolStep
 from flower_ext.secure.weighting.protocol import WeightingProtocol, load_protocol
@@ -308,13 +313,10 @@ class OpenWeightedSum(OpenSum):
         except RoundDiscarded as reason:
             raise self._discarding(str(reason)) from reason
         summation.spoiled = None
-        # Release the total as one contribution, without noise of the server: the silos' shares of
-        # the noise are in the total.
-        summed = mechanism.begin_sum(like)
-        summed.add(total)
-        released = mechanism.aggregate(summed, cohort_size=1, noise=SecureNoise())
+        mean = divided(total, mechanism.sampling.expected_cohort_size, like)
         self.measures = {**self.measures, "decryption_seconds": time.monotonic() - started}
-        return replace(released, answered=len(self._messages))
+        # The silos' shares of the noise are in the total, so the server adds none.
+        return Aggregate(value=mean, answered=len(self._messages), topped_up_stddev=0.0)
 
     def _discarding(self, reason: str) -> RoundDiscarded | FederationNotReady:
         """Return the error to raise for a spoiled sum.
