@@ -70,18 +70,14 @@ from flower_ext.privacy.mechanisms.masked_noised_sum import MaskedNoisedSum
 from flower_ext.privacy.mechanisms.protections import ClipAndNoise
 from flower_ext.privacy.mechanisms.round_mechanism import RoundMechanism
 from flower_ext.privacy.run_summary import MethodTraits, RunSummary
-from flower_ext.privacy.theorems.silo_claims import (
-    NO_SECURE_SUM_OF_SILOS,
-    DrawAndSum,
-    batching_assumption,
-)
+from flower_ext.privacy.theorems.silo_claims import NO_SECURE_SUM_OF_SILOS, batching_assumption
 from flower_ext.privacy.theorems.uldp import (
     Weighting,
     check_silos_can_draw,
+    drawn_by_silos,
     sums_of_users,
     uldp_avg_guarantees,
 )
-from flower_ext.privacy.units import UserDraw
 from flower_ext.training import LocalTraining
 
 log = getLogger("flwr")
@@ -201,9 +197,9 @@ class UldpAvg(Method):
         It is `HiddenUsers` if the run has a weighted sum or the server does not see the draw, and
         `UsersInSilos` otherwise.
         """
-        draw = self._draw(summation)
-        if summation.brings_weights or draw.is_hidden:
-            return HiddenUsers(plan.sampling, self.num_silos, draw)
+        by_server = self.user_draw == "server" and not summation.hidden_draw
+        if summation.brings_weights or not by_server:
+            return HiddenUsers(plan.sampling, self.num_silos, drawn_by_server=by_server)
         return UsersInSilos(plan.sampling, self.num_silos)
 
     def settings(self, plan: PrivacyPlan) -> Mapping[str, float]:
@@ -273,17 +269,17 @@ class UldpAvg(Method):
     ) -> list[Guarantee]:
         """Return Theorem 5, and the provable guarantees of this run against each adversary."""
         apart = state.server.get(SILOS, {}).get(ONE_BY_ONE, np.empty(0, dtype=bool))
-        protocol = DrawAndSum(
-            draw=self._draw(summation),
-            hidden_draw=summation.hidden_draw,
+        sums, hidden_draw = sums_of_users(summation.mechanism), summation.hidden_draw
+        if self.user_draw == "silos":
+            hidden_draw = drawn_by_silos(sums, run.participations.rounds)
+        return uldp_avg_guarantees(
+            sums,
+            run,
+            hidden_draw=hidden_draw,
             secure_sum=summation.secure_sum or NO_SECURE_SUM_OF_SILOS,
-            assumptions=summation.assumptions,
             batching=batching_assumption(dict(enumerate(apart.tolist()))),
+            of_view=summation.assumptions,
         )
-        return uldp_avg_guarantees(sums_of_users(summation.mechanism), run, protocol)
-
-    def _draw(self, summation: Summation) -> UserDraw:
-        return UserDraw.PROTOCOL if summation.hidden_draw else UserDraw(self.user_draw)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,9 +20,7 @@ the silos, so sampling amplifies nothing against a server that sees sums.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
-from flower_ext.errors import InvalidValue
 from flower_ext.privacy.mechanisms.masked_noised_sum import MaskedNoisedSum
 from flower_ext.privacy.mechanisms.noised_sum import NoisedSum
 from flower_ext.privacy.run_summary import RunSummary
@@ -35,11 +33,10 @@ from flower_ext.privacy.theorems.claims import (
     SECURE_SUM,
     WHOLE_UPLOADS,
     Claims,
-    OfView,
     SumAssumptions,
 )
 from flower_ext.privacy.theorems.client_level import of_secure_sum
-from flower_ext.privacy.units import NeighboringRelation, PrivacyUnit, UserDraw
+from flower_ext.privacy.units import NeighboringRelation, PrivacyUnit
 
 _OF_DATA = (
     "the numbers of users, silos and rounds are public",
@@ -52,29 +49,6 @@ OF_SILOS = (*_OF_DATA, _SILOS, ON_A_GRID)
 _OWN_RECORDS = "ε covers only those of a user's records that no colluding silo holds"
 NO_SECURE_SUM_OF_SILOS = f"secure aggregation, {NOT_PROVIDED}: the server sees no silo's upload"
 """Assumption of guarantees about sums, if silos send their uploads without a secure sum."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class DrawAndSum:
-    """The party that draws users, and the assumptions about the draw and the sum of updates."""
-
-    draw: UserDraw = UserDraw.SERVER
-    hidden_draw: str = ""
-    """Assumption under which a protocol hides the drawn users, if it draws them."""
-    secure_sum: str = NO_SECURE_SUM_OF_SILOS
-    """Assumption under which the server sees no single upload."""
-    assumptions: OfView = lambda view: ()
-    """Further assumptions of the sum."""
-    batching: str = ""
-    """Assumption under which no bit of a user's training depends on other users (see
-    `batching_assumption`)."""
-
-    def __post_init__(self) -> None:
-        if (self.hidden_draw != "") != (self.draw is UserDraw.PROTOCOL):
-            raise InvalidValue(
-                f"hidden_draw={self.hidden_draw!r} with draw={self.draw.value!r}: expected a text "
-                "if a protocol draws the users, and none otherwise"
-            )
 
 
 def user_claims(delta: float, *assumptions: str, not_covered: Sequence[str] = ()) -> Claims:

@@ -45,16 +45,17 @@ from flower_ext.privacy.run_summary import RunSummary
 from flower_ext.privacy.theorems.claims import (
     HIDDEN_DRAW,
     Bound,
+    OfView,
     draw_assumption,
     noise_assumption,
 )
 from flower_ext.privacy.theorems.silo_claims import (
-    DrawAndSum,
+    NO_SECURE_SUM_OF_SILOS,
     exposures,
     sums_of_silos,
     user_claims,
 )
-from flower_ext.privacy.units import AdversaryView, NeighboringRelation, UserDraw
+from flower_ext.privacy.units import AdversaryView, NeighboringRelation
 
 Weighting = Literal["equal", "by-records"]
 """Rule for w_{s,u}: 1/|S| for all users, or the silo's share of the user's records."""
@@ -132,13 +133,19 @@ def uldp_naive_guarantees(mechanism: NoisedSum, run: RunSummary) -> list[Guarant
 
 
 def uldp_avg_guarantees(
-    mechanism: NoisedSum, run: RunSummary, protocol: DrawAndSum
+    mechanism: NoisedSum,
+    run: RunSummary,
+    *,
+    hidden_draw: str = "",
+    secure_sum: str = NO_SECURE_SUM_OF_SILOS,
+    batching: str = "",
+    of_view: OfView = lambda view: (),
 ) -> list[Guarantee]:
     """Return the guarantees of ULDP-AVG and ULDP-SGD: Theorem 5, and a provable one for each view.
 
     * Released models: sampling of users amplifies, because the sample stays secret.
-    * Sums only: the server knows the sample, so sampling amplifies nothing. If a protocol hides the
-      sample from the server, sampling amplifies for sums and uploads as for released models.
+    * Sums only: the server knows the sample, so sampling amplifies nothing. If the sample is hidden
+      from the server, sampling amplifies for sums and uploads as for released models.
     * Each upload: a silo's share of the noise has stddev σC/√|S|, or σC/√m in a secure sum of at
       least m answers. With equal weights, a user moves each upload by C/|S| and all uploads
       together by C/√|S|, so ε is that of the sums. With weights by records, a user may have all its
@@ -151,19 +158,27 @@ def uldp_avg_guarantees(
     run : RunSummary
         A run of a method with silos. With secure sums, its participations count only the noise of
         honest silos, unless the silos draw the users.
-    protocol : DrawAndSum
-        The draw of users, and the sum of their updates.
+    hidden_draw : str
+        Assumption under which the server does not know the drawn users: that of a protocol, or
+        `drawn_by_silos`. Empty if the server draws them.
+    secure_sum : str
+        Assumption under which the server sees no single upload.
+    batching : str
+        Assumption under which no bit of a user's training depends on other users (see
+        `batching_assumption`).
+    of_view : Callable[[AdversaryView], Sequence[str]]
+        Further assumptions of the sum against an adversary.
     """
-    rounds, is_hidden = run.participations.rounds, protocol.draw.is_hidden
-    from_server = (_assumed_draw(mechanism, rounds, protocol),) if is_hidden else ()
-    sums = sums_of_silos(mechanism, protocol.secure_sum)
+    rounds = run.participations.rounds
+    from_server = (hidden_draw,) if hidden_draw else ()
+    sums = sums_of_silos(mechanism, secure_sum)
     claims = user_claims(
         mechanism.delta,
         *sums.parties,
         sums.noise,
         "a user's weights depend on that user's records alone and sum to at most 1 over the silos",
         "a user's training sees that user's records and the model, nothing of others",
-        *((protocol.batching,) if protocol.batching else ()),
+        *((batching,) if batching else ()),
         noise_assumption(run.secure_noise),
         *mechanism.assumptions,
         not_covered=run.not_covered,
@@ -172,7 +187,7 @@ def uldp_avg_guarantees(
     # For the accountant, one upload is a sum with less noise, so the same formulas hold.
     spread, of_share = _share_of_noise(mechanism, run, sums.share)
     upload = replace(mechanism, noise_multiplier=mechanism.noise_multiplier / spread)
-    if is_hidden:
+    if hidden_draw:
         # Exposures count the noise of honest silos only. Without them, the noise itself counts so.
         to_sums, in_sums = _amplified(_with_least_noise(mechanism, run), rounds)
         to_uploads, in_uploads = _amplified(upload, rounds)
@@ -188,7 +203,7 @@ def uldp_avg_guarantees(
                 _two_numbers(mechanism, rounds),
                 "the server follows the protocol and keeps sums and uploads to itself",
                 *sums.models,
-                *_hidden_sample(mechanism, run.secure_cohorts or is_hidden),
+                *_hidden_sample(mechanism, run.secure_cohorts or hidden_draw != ""),
             ),
         ),
         Bound(
@@ -206,7 +221,7 @@ def uldp_avg_guarantees(
             _AT_SERVER,
         ),
     )
-    return [_theorem_5(mechanism, rounds), *claims.provable(*bounds, of_view=protocol.assumptions)]
+    return [_theorem_5(mechanism, rounds), *claims.provable(*bounds, of_view=of_view)]
 
 
 def _amplified(mechanism: NoisedSum, rounds: int) -> tuple[PrivacyLoss, str]:
@@ -263,15 +278,13 @@ def _hidden_sample(mechanism: NoisedSum, secure: bool) -> tuple[str, ...]:
     return (HIDDEN_DRAW, draw_assumption("sampled users", secure))
 
 
-def _assumed_draw(mechanism: NoisedSum, rounds: int, protocol: DrawAndSum) -> str:
-    """Return the text of the assumption under which the server does not know the sample.
+def drawn_by_silos(mechanism: NoisedSum, rounds: int) -> str:
+    """Return the assumption under which the server does not know the users that silos draw.
 
-    If silos draw the users, the text also gives ε against a silo. A silo knows who is drawn, so
-    sampling amplifies nothing against it, and it can subtract its own share of the noise. This ε
-    counts every user as drawn in every round, because the server does not know the real draws.
+    The text also gives ε against a silo. A silo knows who is drawn, so sampling amplifies nothing
+    against it, and it can subtract its own share of the noise. This ε counts every user as drawn in
+    every round, because the server does not know the real draws.
     """
-    if protocol.draw is UserDraw.PROTOCOL:
-        return protocol.hidden_draw
     assert isinstance(mechanism, MaskedNoisedSum)  # see `check_silos_can_draw`
     parameters = mechanism.sum_parameters
     others = parameters.honest_answers - 1
