@@ -89,14 +89,9 @@ GRADIENT = LocalTraining(steps=1, batch_size=2**31 - 1, learning_rate=1.0)
 
 
 def users_of_round(work: ClientWork) -> tuple[dict[int, Examples], UsersTotal]:
-    """Return the users that this silo trains in this round, and the total of their updates.
+    """Return the users whose weight in this silo is above 0, and an empty total for their updates.
 
-    A silo trains each of its users whose weight is above 0. The total is still empty.
-
-    Raises
-    ------
-    InvalidValue
-        The server asks for a protection that does not bound each user's update.
+    Refuse a protection that does not bound each user's update.
     """
     num_users, protection = int(work.settings[USERS]), work.protection
     if not (isinstance(protection, ClipAndNoise) and protection.of_units):
@@ -179,24 +174,14 @@ class UldpAvg(Method):
         return replace(super().traits, num_silos=self.num_silos, weighting=self.weighting)
 
     def mechanism(self, plan: PrivacyPlan) -> RoundMechanism:
-        """Return the mechanism of the silos' sum.
-
-        Raises
-        ------
-        InvalidValue
-            The plan does not protect users whose records lie in this method's silos.
-        """
+        """Return the mechanism of the silos' sum; refuse a plan that protects no users in silos."""
         sums = sums_of_users(super().mechanism(plan))
         if self.user_draw == "silos":
             check_silos_can_draw(sums)
         return sums
 
     def population(self, plan: PrivacyPlan, summation: Summation) -> Population:
-        """Return the population of users.
-
-        It is `HiddenUsers` if the run has a weighted sum or the server does not see the draw, and
-        `UsersInSilos` otherwise.
-        """
+        """Return the population of users, hidden by a weighted sum or by the silos' draw."""
         by_server = self.user_draw == "server" and not summation.hidden_draw
         if summation.brings_weights or not by_server:
             return HiddenUsers(plan.sampling, self.num_silos, drawn_by_server=by_server)

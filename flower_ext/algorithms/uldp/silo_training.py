@@ -32,14 +32,8 @@ _PREPARED = 2048
 class WeightedTotal:
     """The weighted sum of users' clipped updates, in float64 or in whole numbers of grid cells.
 
-    Parameters
-    ----------
-    params : Params
-        Names and shapes of an update.
-    protection : ClipAndNoise
-        Clips each user's update.
-    weights : Sequence[float]
-        w_{s,u} of every user.
+    ``params`` have an update's names and shapes, ``protection`` clips each user's update, and
+    ``weights`` are w_{s,u} of every user.
     """
 
     def __init__(self, params: Params, protection: ClipAndNoise, weights: Sequence[float]) -> None:

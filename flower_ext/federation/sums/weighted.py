@@ -93,17 +93,8 @@ def weighted_sum(
 class WeightedSum(Summation):
     """Sums of users' updates over silos, under weights that no party learns.
 
-    Parameters
-    ----------
-    protocol : WeightingProtocol
-    mechanism : NoisedSum
-        The plan's mechanism. After the set-up, its guarantees include the privacy loss that comes
-        from the protocol, such as from rounding.
-
-    Raises
-    ------
-    InvalidValue
-        The plan is not a `ReleasePlan`, has noise placement `SecureSum`, or clips adaptively.
+    After the set-up, the guarantees of ``mechanism`` include the privacy loss that comes from the
+    protocol, such as from rounding.
     """
 
     repeats = False  # a repeated round has new secret keys and new random numbers
@@ -169,11 +160,6 @@ class WeightedSum(Summation):
 
         If a silo has lost its keys, all silos first set up new keys and a new secret order of the
         users.
-
-        Raises
-        ------
-        RoundDiscarded
-            A silo gave no valid answer in the new set-up, or in a secret draw of users.
         """
         population = opening.population
         assert isinstance(population, HiddenUsers)
@@ -196,18 +182,12 @@ class WeightedSum(Summation):
         return OpenWeightedSum(self, opening, bytes_record(WEIGHTS, weights), seconds)
 
     def state(self) -> Mapping[str, Arrays]:
-        """Return the mechanism's sensitivity and approximation error, for a checkpoint.
-
-        Through these two numbers, the protocol makes ε larger.
-        """
+        """Return the two numbers by which the protocol makes ε larger, for a checkpoint."""
         costs = {name: np.asarray(getattr(self.mechanism, name)) for name in _COSTS}
         return {_STATE: costs}
 
     def restore(self, state: Mapping[str, Arrays]) -> None:
-        """Raise the mechanism's sensitivity and approximation error to those in ``state``.
-
-        A number that is already larger than in ``state`` stays.
-        """
+        """Raise the mechanism's sensitivity and approximation error to at least ``state``."""
         self._raise_costs(*(float(state[_STATE][name]) for name in _COSTS))
 
     @property
@@ -218,11 +198,7 @@ class WeightedSum(Summation):
         return self._server
 
     def _set_up(self, clients: Clients, model: Arrays) -> None:
-        """Let the silos set up fresh keys and seeds, and count their records.
-
-        If the new settings have a larger sensitivity or approximation error, the mechanism takes
-        the larger number.
-        """
+        """Let the silos set up fresh keys and seeds, and count their records."""
         coordinates = sum(array.size for array in model.values())
         settings = self.protocol.settings_of(
             self.mechanism, silos=self._num_silos, coordinates=coordinates
@@ -319,11 +295,7 @@ class OpenWeightedSum(OpenSum):
         return Aggregate(value=mean, answered=len(self._messages), topped_up_stddev=0.0)
 
     def _discarding(self, reason: str) -> RoundDiscarded | FederationNotReady:
-        """Return the error to raise for a spoiled sum.
-
-        A RoundDiscarded discards the round. If the first `_SPOILED_AT_FIRST` sums of the run were
-        all spoiled, the error is a FederationNotReady, which ends the run.
-        """
+        """Return the error for a spoiled sum, which ends the run if all sums were spoiled."""
         if self._summation.spoiled is not None:
             self._summation.spoiled += 1
             if self._summation.spoiled >= _SPOILED_AT_FIRST:

@@ -61,13 +61,6 @@ class SumServer:
     refused message changes nothing, and the caller continues without it. The server adds masked
     vectors up as they arrive and keeps none.
 
-    Parameters
-    ----------
-    context : RoundContext
-        The context of all members.
-    graph : Sequence[Sequence[int]]
-        The neighbours of every member, from `graph_of`; the context holds their hash.
-
     Attributes
     ----------
     faults : dict[tuple[int, ShareFault], set[int]]
@@ -93,7 +86,7 @@ class SumServer:
 
     @property
     def answered(self) -> frozenset[int]:
-        """Return the members whose vectors are in the sum."""
+        """The members whose vectors are in the sum."""
         return frozenset(self._answered)
 
     def invitations(self) -> dict[int, Invitation]:
@@ -159,13 +152,7 @@ class SumServer:
         self._heard.add(message.member)
 
     def deliveries(self) -> dict[int, Delivery]:
-        """Close the second stage, and return the shares that neighbours sealed for each member.
-
-        Raises
-        ------
-        IncompleteRound
-            Too few members are left, as in `keys`.
-        """
+        """Close the second stage as `keys` does; return the shares sealed for each member."""
         self._require(1)
         self._sharing = self._close(set(self._shared))
         return {
@@ -187,13 +174,7 @@ class SumServer:
         self._heard.add(message.member)
 
     def unmask_requests(self) -> dict[int, UnmaskRequest]:
-        """Close the third stage, and return the request for every member that answered.
-
-        Raises
-        ------
-        IncompleteRound
-            Fewer members answered than ``least_answers``, so the round is discarded.
-        """
+        """Close the third stage, and return the request for every member that answered."""
         self._require(2)
         self._enough(len(self._answered))
         self._next(set(self._answered))
@@ -229,12 +210,7 @@ class SumServer:
         self._heard.add(message.member)
 
     def total(self) -> Residues:
-        """Close the round: remove the masks and return the sum of the vectors that arrived.
-
-        Returns
-        -------
-        numpy.ndarray
-            Shape (length,): the sum over `answered`, modulo 2^32 or 2^64.
+        """Close the round: remove the masks, and return the sum over `answered`.
 
         Raises
         ------
@@ -290,20 +266,14 @@ class SumServer:
         return published == share_hash(digest, share, owner=owner, holder=holder, kind=kind)
 
     def _fits(self, member: int, kind: bytes, secret: bytes) -> bool:
-        """Return True if a rebuilt secret fits what the member published.
-
-        A seed must have the published hash, and a mask key must give the published public key.
-        """
+        """Return True if a rebuilt secret fits the hash or public key that the member published."""
         if kind == OF_SEED:
             published = self._shared[member].commitment
             return published == commitment(self._context.digest, secret, member)
         return public_of(secret) == key_pair(self._keys[member])[0]
 
     def _kinds(self, member: int) -> dict[int, bytes]:
-        """Return the kind of share that ``member`` is to reveal for each neighbour.
-
-        Only neighbours that sent shares of their secrets are included.
-        """
+        """Return the kind of share that ``member`` is to reveal for each neighbour that shared."""
         return {
             other: OF_SEED if other in self._answered else OF_KEY
             for other in self._near(member, self._sharing)
@@ -313,16 +283,10 @@ class SumServer:
         return [other for other in self._graph[member] if other in among]
 
     def _close(self, left: set[int]) -> set[int]:
-        """Open the next stage for the members in ``left``, and return those that stay.
-
-        Members that have fewer neighbours in ``left`` than the threshold are dropped, until every
-        member that is left has enough.
-        """
-        while True:  # a member that leaves may leave its neighbours with too few
-            few = {m for m in left if len(self._near(m, left)) < self._context.threshold}
-            if not few:
-                break
-            left = left - few
+        """Open the next stage for the members in ``left`` with enough neighbours; return these."""
+        threshold = self._context.threshold
+        while few := {m for m in left if len(self._near(m, left)) < threshold}:
+            left = left - few  # a member that leaves may leave its neighbours with too few
         self._enough(len(left))
         self._next(left)
         return left

@@ -62,15 +62,10 @@ class Member(JsonRecord):
     is restored from an older state could answer one message in two ways. The bytes hold secrets
     without encryption: store them on this node only. A call that raises an error changes nothing.
 
-    Parameters
-    ----------
-    invitation : Invitation
-        The server's first message.
-    **state
-        Values that earlier steps keep for later steps. Leave them out for a new member;
-        `from_bytes` restores them. ``keys`` maps each neighbour to its public keys. ``held`` maps
-        each neighbour to the shares of its seed and mask key that this member received, or to
-        empty bytes if this member could not open them.
+    A new member has only the server's invitation; `from_bytes` restores the other fields, which
+    earlier steps keep for later steps. ``keys`` maps each neighbour to its public keys, and
+    ``held`` to the shares of its seed and mask key that this member received, or to empty bytes if
+    this member could not open them.
     """
 
     kind = "member"
@@ -188,12 +183,7 @@ class Member(JsonRecord):
         neighbour. The server then knows that the shares could not be opened, and rebuilds the
         neighbour's secret from the shares of other members.
 
-        Parameters
-        ----------
-        message : Delivery
-            The shares that the neighbours sealed for this member.
-        values : numpy.ndarray
-            Shape (length,), uint32 or uint64 according to the context's bits. It stays unchanged.
+        ``values``, which stay unchanged, have the context's length and type.
 
         Raises
         ------
@@ -331,10 +321,7 @@ class Member(JsonRecord):
         )
 
     def _open(self, other: int, sealed: bytes) -> bytes:
-        """Decrypt a neighbour's two shares, of its seed and of its mask key, and return both.
-
-        Return empty bytes if the shares cannot be decrypted or are malformed.
-        """
+        """Return a neighbour's two shares, of its seed and its mask key; empty if unreadable."""
         cipher = self._cipher(self.keys[other], sender=other, receiver=self.index)
         nonce, text = sealed[:_NONCE_BYTES], sealed[_NONCE_BYTES:]
         try:

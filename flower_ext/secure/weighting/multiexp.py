@@ -37,19 +37,7 @@ def column_products(
 ) -> list[mpz]:
     """Return Π_u bases[u]^exponents[u, j] modulo ``modulus`` for every column j.
 
-    Parameters
-    ----------
-    bases : Sequence[mpz]
-        Units modulo ``modulus``.
-    exponents : ndarray
-        Of shape (bases, columns).
-    largest : int
-        Largest magnitude of an exponent.
-
-    Raises
-    ------
-    ValueError
-        The shape is wrong, or an exponent is out of range.
+    The bases are units, and ``largest`` is the largest magnitude of an exponent.
     """
     if exponents.ndim != 2 or len(exponents) != len(bases):
         raise InvalidValue(
@@ -63,7 +51,7 @@ def column_products(
     mask, num_digits = (1 << _DIGIT_BITS) - 1, math.ceil((2 * largest).bit_length() / _DIGIT_BITS)
 
     def powers(some: Sequence[mpz]) -> list[list[mpz]]:
-        """Return a table for each of the bases ``some``: its power for every value of a digit."""
+        """Return for each base a table of its powers, one for every value of a digit."""
         tables = []
         for base in some:
             table = [mpz(1)]

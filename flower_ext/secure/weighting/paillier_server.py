@@ -27,15 +27,7 @@ from flower_ext.secure.weighting.server_party import ServerParty
 
 
 class PaillierServer(ServerParty[PaillierSettings, PaillierSum]):
-    """The party with the secret key: it relays messages, inverts blinded totals, decrypts sums.
-
-    Parameters
-    ----------
-    key : PrivateKey, optional
-        By default a fresh key of ``settings.key_bits`` bits.
-    settings
-        As for `ServerParty`.
-    """
+    """The party with the secret key: it relays messages, inverts blinded totals, decrypts sums."""
 
     sum_type = PaillierSum
 
@@ -102,7 +94,7 @@ class PaillierServer(ServerParty[PaillierSettings, PaillierSum]):
         return settings.encoding.decode(coordinates, scale=settings.common_multiple)
 
     def read_sum(self, silo: int, data: bytes) -> PaillierSum:
-        """Return a silo's sum if it is well formed: see `ServerParty.read_sum`."""
+        """Return a silo's sum if it is well formed and holds ciphertexts."""
         message = super().read_sum(silo, data)
         unpack_ciphertexts(message.ciphertexts, self.settings, self._key.public)
         return message

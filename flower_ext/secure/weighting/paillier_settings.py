@@ -9,7 +9,7 @@ from functools import cached_property
 
 from gmpy2 import mpz
 
-from flower_ext.checks import require_at_least_one, require_positive
+from flower_ext.checks import Checked, Count, Positive
 from flower_ext.errors import InvalidValue
 from flower_ext.secure.messages import ProtocolMessage, pack_numbers, unpack_numbers
 from flower_ext.secure.weighting.agreement import PartySettings, SumMessage
@@ -22,23 +22,18 @@ _MOST_RECORDS = 2**24
 
 
 @dataclass(frozen=True, kw_only=True)
-class PaillierOptions:
-    """Base class with the fields of `PrivateWeighting` and `PaillierSettings`.
+class PaillierOptions(Checked):
+    """Fields that `PrivateWeighting`, which describes them, and `PaillierSettings` have."""
 
-    `PrivateWeighting` describes the fields.
-    """
-
-    max_records_per_user: int = 2000
+    max_records_per_user: Count = 2000
     allowed_totals: tuple[int, ...] | None = None
     silo_record_limits: tuple[int, ...] | None = None
-    precision: float = 1e-10
+    precision: Positive = 1e-10
     key_bits: int = SECURE_KEY_BITS
     allow_insecure_key_size: bool = False
 
-    def check_options(self) -> None:
-        """Raise a ValueError for a field that is out of range whatever the run."""
-        require_at_least_one("max_records_per_user", self.max_records_per_user)
-        require_positive("precision", self.precision)
+    def __post_init__(self) -> None:
+        super().__post_init__()
         check_key_bits(self.key_bits, allow_insecure_key_size=self.allow_insecure_key_size)
         most, totals = self.max_records_per_user, self.allowed_totals
         if most > _MOST_RECORDS:
@@ -61,13 +56,7 @@ class PaillierOptions:
 
     @cached_property
     def common_multiple(self) -> int:
-        """C_LCM: a multiple of every number of records that a user may have.
-
-        Raises
-        ------
-        ValueError
-            The multiple has more bits than the key.
-        """
+        """C_LCM: a multiple of every number of records that a user may have."""
         multiple = 1
         for total in self.allowed_totals or range(1, self.max_records_per_user + 1):
             multiple = math.lcm(multiple, total)
@@ -89,19 +78,9 @@ class PaillierSettings(PaillierOptions, PartySettings):
     notices only from a decrypted sum that a user has too many records over all silos (see
     `PaillierServer.close_round`).
 
-    Parameters
-    ----------
-    update_bound : float
-        Largest magnitude of an update's coordinate. The clipping norm is such a bound.
-    noise_bound : float
-        Largest magnitude of one silo's noise in a coordinate. A generous bound costs little.
-    **options
-        Fields of `PartySettings` and of `PrivateWeighting`.
-
-    Raises
-    ------
-    ValueError
-        A field is out of range, or the sum could reach half the modulus (condition 2 of Theorem 1).
+    ``update_bound`` bounds the coordinates of an update, as the clipping norm does; ``noise_bound``
+    those of one silo's noise. A generous bound costs little. Settings are refused if a sum could
+    reach half the modulus (condition 2 of Theorem 1).
     """
 
     kind = "paillier"
@@ -111,7 +90,6 @@ class PaillierSettings(PaillierOptions, PartySettings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.check_options()
         if self.silo_record_limits is not None and len(self.silo_record_limits) != self.silos:
             raise InvalidValue(
                 f"silo_record_limits={self.silo_record_limits!r}: expected {self.silos} integers, "
@@ -174,7 +152,7 @@ class PaillierSettings(PaillierOptions, PartySettings):
     @property
     def ciphertexts(self) -> int:
         """Number of ciphertexts that a silo uploads in a round."""
-        return self.packing.plaintexts(self.coordinates)
+        return -(-self.coordinates // self.packing.slots)
 
     @property
     def count_bytes(self) -> int:
@@ -238,13 +216,7 @@ def pack_ciphertexts(ciphertexts: Sequence[mpz], settings: PaillierSettings) -> 
 
 
 def unpack_ciphertexts(data: bytes, settings: PaillierSettings, public: PublicKey) -> list[mpz]:
-    """Undo `pack_ciphertexts`.
-
-    Raises
-    ------
-    ValueError
-        A number is not a ciphertext under ``public``.
-    """
+    """Undo `pack_ciphertexts`; refuse a number that is not a ciphertext under ``public``."""
     ciphertexts = [mpz(number) for number in unpack_numbers(data, settings.ciphertext_bytes)]
     for ciphertext in ciphertexts:
         public.check_ciphertext(ciphertext)

@@ -55,11 +55,6 @@ class PaillierSilo(SiloParty):
 
         Each ciphertext takes one long exponentiation, and all coordinates of the user's update then
         share it.
-
-        Raises
-        ------
-        ValueError
-            A number is not a ciphertext, or was sealed for another answer of the silos.
         """
         settings, public = self.settings, self.public
         inverses = unpack_ciphertexts(self._opened(message), settings, public)

@@ -64,10 +64,6 @@ class PrivateWeighting(PaillierOptions, WeightingProtocol):
         "Paillier encryption, X25519 and ChaCha20 are not broken"
     )
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.check_options()
-
     @property
     def assumed_totals(self) -> str:
         """Assumption on how many records a user has over all silos; no silo can check it alone.
@@ -102,13 +98,7 @@ class PrivateWeighting(PaillierOptions, WeightingProtocol):
     def settings_of(
         self, mechanism: NoisedSum, *, silos: int, coordinates: int
     ) -> PaillierSettings:
-        """Return the settings of a new run.
-
-        Raises
-        ------
-        ValueError
-            As `PaillierSettings`; or the encoding's steps are too coarse for a silo's noise.
-        """
+        """Return the settings of a new run; refuse steps too coarse for a silo's noise."""
         stddev = mechanism.client_noise_stddev(silos)
         settings = PaillierSettings(
             **asdict(self),

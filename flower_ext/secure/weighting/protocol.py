@@ -16,6 +16,7 @@ from functools import cache
 from importlib.metadata import EntryPoint, entry_points
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from flower_ext.checks import Checked
 from flower_ext.errors import InvalidValue
 from flower_ext.privacy import AdversaryView, PoissonSampling
 from flower_ext.privacy.mechanisms.noised_sum import NoisedSum
@@ -44,7 +45,7 @@ HIDDEN_BY_TRANSFER = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class WeightingProtocol(ABC):
+class WeightingProtocol(Checked, ABC):
     """Public settings of one protocol. Subclasses are frozen dataclasses with defaults.
 
     Parameters
@@ -53,11 +54,6 @@ class WeightingProtocol(ABC):
         If given, users are drawn by 1-out-of-``draw_choices`` oblivious transfer. No party then
         learns which users take part, so the draw amplifies privacy against the server as well. The
         plan's ``sampling_rate`` must be a multiple of 1 / ``draw_choices``.
-
-    Raises
-    ------
-    ValueError
-        A field is out of range.
     """
 
     server_type: ClassVar[type[ServerParty[Any, Any]]]
@@ -70,6 +66,7 @@ class WeightingProtocol(ABC):
     draw_choices: int | None = None
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.draw_choices is not None and self.draw_choices < 2:
             raise InvalidValue(f"draw_choices={self.draw_choices!r}: expected an integer >= 2")
 
@@ -91,23 +88,14 @@ class WeightingProtocol(ABC):
     def settings_of(self, mechanism: NoisedSum, *, silos: int, coordinates: int) -> PartySettings:
         """Return the settings of a new run, under a name that no other run has.
 
-        Raises
-        ------
-        ValueError
-            The protocol does not fit the plan; the message says what to change.
+        Refuse a plan that the protocol does not fit; the error says what to change.
         """
 
     def winning_choices(self, mechanism: NoisedSum) -> int:
         """Return the number of a user's ``draw_choices`` choices with which the user takes part.
 
-        It is ``draw_choices`` times the rate at which users are drawn. If the server draws the
-        users, it is 1 and has no effect.
-
-        Raises
-        ------
-        ValueError
-            The plan draws no users, or draws at a rate that is not a multiple of
-            1 / ``draw_choices``.
+        It is ``draw_choices`` times the rate at which users are drawn, and that must be an integer
+        below ``draw_choices``. If the server draws the users, it is 1 and has no effect.
         """
         choices = self.draw_choices
         if choices is None:
@@ -156,15 +144,7 @@ def load_protocol(name: str) -> type[WeightingProtocol]:
 
 
 def protocol_of(data: bytes) -> type[WeightingProtocol]:
-    """Return the protocol that ``data`` names.
-
-    ``data`` are the bytes of a run's settings or of a silo's state.
-
-    Raises
-    ------
-    ValueError
-        The bytes are malformed, or the protocol is not installed.
-    """
+    """Return the protocol that the bytes of a run's settings, or of a silo's state, name."""
     values = json.loads(data)
     if not isinstance(values, dict) or "kind" not in values:
         raise InvalidValue("settings: expected JSON that names a protocol as its 'kind'")

@@ -142,8 +142,6 @@ class SiloParty(JsonRecord, ABC):
         ProtocolError
             The step is unknown, repeated or out of order, or a draw is for a round or epoch that
             was used.
-        ValueError
-            The message is malformed or sealed for another silo or run, or a count is out of range.
         """
         if step == BEGIN:
             self._expect(SetUpStage.NEW)
@@ -171,18 +169,10 @@ class SiloParty(JsonRecord, ABC):
         ------
         ProtocolError
             The set-up is not complete, or the weights belong to another round.
-        ValueError
-            The message is malformed.
         """
 
     def use_round(self, number: int) -> None:
-        """Store that a round is used, before its masks are drawn; refuse a round that is not new.
-
-        Raises
-        ------
-        ProtocolError
-            This round, or a later one, was used before.
-        """
+        """Store that a round is used, before its masks are drawn; refuse a round used before."""
         check_later("round", number, self.last_round)
         self.last_round = number
         self.save(self.to_bytes())
@@ -226,11 +216,7 @@ class SiloParty(JsonRecord, ABC):
             )
 
     def _take_keys(self, question: bytes) -> bytes:
-        """Agree on a key with each other silo.
-
-        Silo 0 also draws the seed and returns it, sealed for each other silo. All other silos
-        return no bytes.
-        """
+        """Agree on a key with each other silo; silo 0 returns the seed, sealed for the others."""
         self._expect(SetUpStage.NEW)
         end = KEY_BYTES * self.settings.silos
         keys = [question[start : start + KEY_BYTES] for start in range(0, end, KEY_BYTES)]
@@ -275,19 +261,15 @@ class SiloParty(JsonRecord, ABC):
         return self._count_answer()
 
     def _mix_seed(self, part: bytes) -> None:
-        """Derive the silos' seed from the random bytes ``part`` of silo 0 and the server's key.
+        """Derive the silos' seed from random bytes of silo 0, which the server does not know.
 
-        The server's fresh key keeps silo 0 from choosing the seed. The server does not know
-        ``part``, so it does not know the seed.
+        The server's fresh key keeps silo 0 from choosing the seed.
         """
         check_length("seed", part, SEED_BYTES)
         self.seed = derive(part, "seed", self.server_key, self.settings.context)
 
     def _draw_receiver(self, number: int, offer: bytes) -> Receiver:
-        """Return the receiver in the oblivious transfers of a round's or epoch's draw.
-
-        All silos compute the same receiver from their seed.
-        """
+        """Return the receiver of a round's or epoch's draw, the same for all silos."""
         if self.settings.draw_choices is None:
             raise ProtocolError(
                 "the settings have no draw_choices: expected no step 'draw', because the server "

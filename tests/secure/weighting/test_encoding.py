@@ -21,13 +21,13 @@ def test_rounding_errs_by_half_a_step_at_most(value, step):
 def test_values_of_less_precision_are_encoded_as_what_they_are(dtype):
     """In their own precision, the division by the step would err by more than all roundings."""
     values = np.random.default_rng(0).uniform(-1, 1, 100).astype(dtype)
-    encoded = FixedPoint(bound=1.0).encode(values)
+    encoded = FixedPoint(step=1e-10, bound=1.0).encode(values)
     assert [int(x) for x in encoded] == [round(float(value) / 1e-10) for value in values]
-    assert FixedPoint(bound=1.0).decode(encoded).dtype == np.float64
+    assert FixedPoint(step=1e-10, bound=1.0).decode(encoded).dtype == np.float64
 
 
 def test_a_common_factor_is_taken_out_exactly_even_where_it_is_huge():
-    encoding = FixedPoint(bound=1.0)
+    encoding = FixedPoint(step=1e-10, bound=1.0)
     factor = math.lcm(*range(1, 2001))
     encoded = [int(x) * factor for x in encoding.encode([0.25, -1.0])]
     assert encoding.decode(encoded, scale=factor) == pytest.approx([0.25, -1.0], abs=1e-15)
@@ -36,11 +36,11 @@ def test_a_common_factor_is_taken_out_exactly_even_where_it_is_huge():
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 def test_values_that_are_not_finite_are_refused(value):
     with pytest.raises(ValueError, match="noise hold NaN or infinite"):
-        FixedPoint(bound=1.0).encode([0.0, value], name="noise")
+        FixedPoint(step=1e-10, bound=1.0).encode([0.0, value], name="noise")
 
 
 def test_the_bound_itself_passes_and_the_next_float_does_not():
-    encoding = FixedPoint(bound=1.0)
+    encoding = FixedPoint(step=1e-10, bound=1.0)
     assert encoding.encode([1.0, -1.0]).tolist() == [10**10, -(10**10)]
     with pytest.raises(ValueError, match="expected at most 1"):
         encoding.encode([math.nextafter(1.0, 2.0)])
