@@ -16,7 +16,6 @@ from functools import cache
 from importlib.metadata import EntryPoint, entry_points
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from flower_ext.checks import Checked
 from flower_ext.errors import InvalidValue
 from flower_ext.privacy import AdversaryView, PoissonSampling
 from flower_ext.privacy.mechanisms.noised_sum import NoisedSum
@@ -45,7 +44,7 @@ HIDDEN_BY_TRANSFER = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class WeightingProtocol(Checked, ABC):
+class WeightingProtocol(ABC):
     """Public settings of one protocol. Subclasses are frozen dataclasses with defaults.
 
     Parameters
@@ -66,7 +65,6 @@ class WeightingProtocol(Checked, ABC):
     draw_choices: int | None = None
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         if self.draw_choices is not None and self.draw_choices < 2:
             raise InvalidValue(f"draw_choices={self.draw_choices!r}: expected an integer >= 2")
 

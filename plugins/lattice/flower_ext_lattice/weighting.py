@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from flower_ext.checks import Count
+from flower_ext.checks import require_at_least_one
 from flower_ext.errors import InvalidValue
 from flower_ext.privacy import AdversaryView
 from flower_ext.privacy.mechanisms.noised_sum import NoisedSum
@@ -75,11 +75,12 @@ class LatticeWeighting(WeightingProtocol):
     )
     secret_draw: ClassVar[str] = f"{HIDDEN_BY_TRANSFER}; {_RING}"
 
-    max_records_per_user: Count = 2000
+    max_records_per_user: int = 2000
     silo_record_limits: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        require_at_least_one("max_records_per_user", self.max_records_per_user)
         limits = self.silo_record_limits
         if limits is not None:
             object.__setattr__(self, "silo_record_limits", tuple(limits))
