@@ -58,7 +58,9 @@ class SumServer:
     closes the stage: `add_advert` and `keys`, `add_shares` and `deliveries`, `add_masked` and
     `unmask_requests`, `add_revealed` and `total`. Messages of a stage may come in any order. The
     server refuses a member's second message of a stage, and every message of a closed stage. A
-    refused message changes nothing, and the caller continues without it. The server adds masked
+    refused message changes nothing, and the caller continues without it: the error is a
+    `ProtocolError`, or an `InvalidValue` for malformed content. If too few members are left, the
+    end of a stage raises an `IncompleteRound`, and the round is discarded. The server adds masked
     vectors up as they arrive and keeps none.
 
     Attributes
@@ -97,16 +99,7 @@ class SumServer:
         }
 
     def add_advert(self, message: Advert) -> None:
-        """Take a member's public keys.
-
-        Raises
-        ------
-        ProtocolError
-            The message is late, early, repeated, from another round, or from a member that left.
-        InvalidValue
-            The message is malformed, its two keys are equal, or one of them is of low order or
-            was sent by another member.
-        """
+        """Take a member's public keys."""
         self._check(0, message)
         pair = set(key_pair(message.keys))
         if len(pair) < 2 or pair & self._known_keys:
@@ -123,11 +116,7 @@ class SumServer:
     def keys(self) -> dict[int, Keys]:
         """Close the first stage, and return the keys that each remaining member needs.
 
-        Raises
-        ------
-        IncompleteRound
-            Fewer members than ``least_answers`` are left. A member that has fewer neighbours left
-            than the threshold leaves the round as well.
+        A member that has fewer neighbours left than the threshold leaves the round as well.
         """
         self._require(0)
         staying = self._close(set(self._keys))
@@ -140,7 +129,7 @@ class SumServer:
         }
 
     def add_shares(self, message: SealedShares) -> None:
-        """Take a member's sealed shares; raise the errors of `add_advert`."""
+        """Take a member's sealed shares."""
         self._check(1, message)
         expected = set(self._near(message.member, self._expected))
         if set(message.sealed) != expected:
@@ -167,7 +156,7 @@ class SumServer:
         }
 
     def add_masked(self, message: MaskedInput) -> None:
-        """Add a member's masked vector to the sum; raise the errors of `add_advert`."""
+        """Add a member's masked vector to the sum."""
         self._check(2, message)
         self._sum += np.frombuffer(message.values, dtype=self._context.dtype)
         self._answered.add(message.member)
@@ -188,10 +177,7 @@ class SumServer:
         }
 
     def add_revealed(self, message: Revealed) -> None:
-        """Take the shares that a member reveals; raise the errors of `add_advert`.
-
-        Wrong and missing shares raise no error: `faults` records them.
-        """
+        """Take the shares that a member reveals; record wrong and missing shares in `faults`."""
         self._check(3, message)
         kinds = self._kinds(message.member)
         if not {o: share[:1] for o, share in message.shares.items()}.items() <= kinds.items():
@@ -212,11 +198,8 @@ class SumServer:
     def total(self) -> Residues:
         """Close the round: remove the masks, and return the sum over `answered`.
 
-        Raises
-        ------
-        IncompleteRound
-            A secret cannot be rebuilt, because too few valid shares of it arrived, or because they
-            give another secret than the member published. The round is discarded.
+        Raise an `IncompleteRound` if too few valid shares of a secret arrived, or if they give
+        another secret than the member published.
         """
         self._require(3)
         self._next(set())
