@@ -103,8 +103,8 @@ class Population:
         """Count a round that was never finished, because clients may already have uploaded."""
         self.count(units, uploads, requests=requests)
 
-    def resume(self) -> None:
-        """Adjust the counts in a new process that continues the run; by default, change nothing."""
+    def forget_order(self) -> None:
+        """Adjust the counts to a new secret order of the units; by default there is no order."""
 
     def equalise_counts(self) -> None:
         """Give every unit the count of the unit that took part most.
@@ -203,10 +203,6 @@ class HiddenUsers(UsersInSilos):
         # all users the same count, before and after.
         self.forget_order()
         self.count(units, uploads, requests=requests)
-        self.forget_order()
-
-    def resume(self) -> None:
-        """Forget the silos' order of the users, because their new set-up has another order."""
         self.forget_order()
 
     def forget_order(self) -> None:

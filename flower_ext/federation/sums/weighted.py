@@ -37,7 +37,6 @@ from flwr.app import ArrayRecord, Message
 from flower_ext.errors import FlowerExtError, IncompleteRound, InvalidValue, ProtocolError
 from flower_ext.federation import records
 from flower_ext.federation.exchange import Clients
-from flower_ext.federation.population import HiddenUsers
 from flower_ext.federation.records import Arrays, Update, bytes_record, shaped, single_message
 from flower_ext.federation.replies import RefusedReply, read_answer, read_metrics
 from flower_ext.federation.roster import FederationNotReady
@@ -161,14 +160,12 @@ class WeightedSum(Summation):
         If a silo has lost its keys, all silos first set up new keys and a new secret order of the
         users.
         """
-        population = opening.population
-        assert isinstance(population, HiddenUsers)
         is_unnamed = self.hidden_draw or isinstance(self.mechanism.sampling, FullParticipation)
         stage = "the new set-up"
         try:
             if self.keys_lost:
                 self._set_up(opening.clients, opening.like)
-                population.forget_order()
+                opening.population.forget_order()
             stage, started = "the secret draw of users", time.monotonic()
             places = None if is_unnamed else opening.cohort.units
             dialogue = self.server.begin_round(opening.number, places)
@@ -178,8 +175,7 @@ class WeightedSum(Summation):
             raise RoundDiscarded(
                 f"{stage} failed, because a silo gave no valid answer: {missing}"
             ) from missing
-        seconds = {"encryption_seconds": time.monotonic() - started}
-        return OpenWeightedSum(self, opening, bytes_record(WEIGHTS, weights), seconds)
+        return OpenWeightedSum(self, opening, weights, time.monotonic() - started)
 
     def state(self) -> Mapping[str, Arrays]:
         """Return the two numbers by which the protocol makes ε larger, for a checkpoint."""
@@ -224,15 +220,12 @@ class OpenWeightedSum(OpenSum):
     """The weighted sum of one round; the server has encrypted its weights."""
 
     def __init__(
-        self,
-        summation: WeightedSum,
-        opening: Opening,
-        weights: ArrayRecord,
-        seconds: Mapping[str, float],
+        self, summation: WeightedSum, opening: Opening, weights: bytes, seconds: float
     ) -> None:
-        self._summation, self._opening, self._weights = summation, opening, weights
+        self._summation, self._opening = summation, opening
+        self._weights = bytes_record(WEIGHTS, weights)
         self.cohort = opening.cohort
-        self.measures = dict(seconds)
+        self.measures = {"encryption_seconds": seconds}
         self._messages: dict[int, Any] = {}
 
     def request(self, partition: int) -> Mapping[str, ArrayRecord]:

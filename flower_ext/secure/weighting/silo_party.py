@@ -6,7 +6,7 @@ import operator
 import secrets
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 from functools import cached_property
 from logging import getLogger
@@ -179,16 +179,13 @@ class SiloParty(JsonRecord, ABC):
 
     @cached_property
     def _pairs(self) -> PairKeys:
-        return self._agreed(self.silo_keys, self.server_key)
-
-    def _agreed(self, silo_keys: Sequence[bytes], server_key: bytes) -> PairKeys:
-        """Return the keys that this silo shares with each other silo; refuse unusable keys."""
+        """The keys that this silo shares with each other silo."""
         return PairKeys(
             context=self.settings.context,
             index=self.index,
             private=self.private,
-            public_keys=silo_keys,
-            server_key=server_key,
+            public_keys=self.silo_keys,
+            server_key=self.server_key,
         )
 
     @cached_property
@@ -222,7 +219,7 @@ class SiloParty(JsonRecord, ABC):
         keys = [question[start : start + KEY_BYTES] for start in range(0, end, KEY_BYTES)]
         server_key = question[end:]
         self._check_server_key(server_key)
-        self._agreed(keys, server_key)  # refuses bad keys before the silo keeps any
+        _ = replace(self, silo_keys=keys, server_key=server_key)._pairs  # refuses unusable keys
         self.silo_keys, self.server_key = keys, server_key
         answer = b""
         if self.index == SEEDING_SILO:
