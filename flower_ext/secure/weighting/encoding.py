@@ -17,8 +17,9 @@ from numpy.typing import ArrayLike, NDArray
 
 from flower_ext.checks import Checked, Count, Positive
 from flower_ext.errors import InvalidValue
-from flower_ext.secure.weighting.multiexp import LARGEST_EXPONENT
 
+LARGEST_EXPONENT = 2**61
+"""Largest encoded magnitude: twice this number fits a signed 64-bit integer."""
 _SPARE_BITS = 64
 
 

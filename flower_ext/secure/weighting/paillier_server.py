@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from random import SystemRandom
 
 import gmpy2
@@ -120,12 +120,9 @@ class PaillierServer(ServerParty[PaillierSettings, PaillierSum]):
         name = f"round {self._open_round}: encryptions"
         return self._key.encrypt(messages, name=name)
 
-    @property
-    def _count_modulus(self) -> int:
-        return int(self._key.public.n)
-
-    def _take_totals(self, totals: Sequence[int]) -> None:
+    def _take_counts(self, counts: Mapping[int, bytes]) -> None:
         n = self._key.public.n
+        totals = self._totals(counts, int(n))
         if not any(totals):
             raise InvalidValue("counts: expected at least one user with a record")
         try:

@@ -69,7 +69,7 @@ class ServerParty(ABC, Generic[SettingsT, SumT]):
         seeds = [sealed[start : start + SEALED_SEED_BYTES] for start in starts]
         questions = {SEEDING_SILO: b"", **dict(zip(others, seeds, strict=True))}
         counts = yield ProtocolStep(name=COUNT, questions=questions)
-        self._take_totals(self._totals(counts))
+        self._take_counts(counts)
         self._is_set_up = True
 
     @abstractmethod
@@ -126,14 +126,9 @@ class ServerParty(ABC, Generic[SettingsT, SumT]):
         if senders != everyone:
             raise InvalidValue(f"sums of silos {senders}: expected one sum from each of {everyone}")
 
-    @property
     @abstractmethod
-    def _count_modulus(self) -> int:
-        """Modulus of the masks on counts."""
-
-    @abstractmethod
-    def _take_totals(self, totals: Sequence[int]) -> None:
-        """Store what the server needs to compute weights from the users' totals."""
+    def _take_counts(self, counts: Mapping[int, bytes]) -> None:
+        """Store what the server needs to compute weights from each silo's masked counts."""
 
     def _check_round_of(self, message: SumT) -> None:
         """Raise a ProtocolError unless a sum belongs to the open round."""
@@ -153,9 +148,9 @@ class ServerParty(ABC, Generic[SettingsT, SumT]):
                 "no round is open: call begin_round and send its message to the silos"
             )
 
-    def _totals(self, counts: Mapping[int, bytes]) -> list[int]:
+    def _totals(self, counts: Mapping[int, bytes], modulus: int) -> list[int]:
         """Return each user's total, in the secret order: masks cancel in the sum of counts."""
-        settings, modulus = self.settings, self._count_modulus
+        settings = self.settings
         totals = [0] * settings.users
         for silo, data in counts.items():
             check_length(f"counts of silo {silo}", data, settings.users * settings.count_bytes)

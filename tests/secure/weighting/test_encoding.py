@@ -6,8 +6,12 @@ from gmpy2 import mpz
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flower_ext.secure.weighting.encoding import FixedPoint, Packing, from_residue
-from flower_ext.secure.weighting.multiexp import LARGEST_EXPONENT
+from flower_ext.secure.weighting.encoding import (
+    LARGEST_EXPONENT,
+    FixedPoint,
+    Packing,
+    from_residue,
+)
 
 
 @given(st.floats(-5, 5), st.sampled_from([1e-10, 1e-6, 0.3]))
@@ -56,7 +60,7 @@ def test_steps_and_bounds_must_be_positive(field, value):
 
 
 def test_a_range_that_64_bits_do_not_hold_is_refused():
-    """Twice the largest number must fit, as `multiexp` adds to it."""
+    """Twice the largest number must fit, as `column_products` adds to it."""
     assert FixedPoint(step=1.0, bound=2.0**61).largest == LARGEST_EXPONENT
     for bound in (math.nextafter(2.0**61, math.inf), 1e19):
         with pytest.raises(ValueError, match="coarser step"):
