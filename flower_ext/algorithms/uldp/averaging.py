@@ -103,7 +103,7 @@ def users_of_round(work: ClientWork) -> tuple[dict[int, Examples], UsersTotal]:
     total = work.hidden_sum(num_users, protection.clipping_norm) or WeightedTotal(
         work.received, protection, read_weights(work).tolist()
     )
-    users = {user: records for user, records in data.by_user().items() if total.counts(user)}
+    users = {user: records for user, records in data.by_user().items() if total.includes(user)}
     return users, total
 
 

@@ -42,7 +42,7 @@ class WeightedTotal:
         self._empty, self._count = protection.sum_units(nobody, [0.0]), 0
         self._sums = dict(self._empty.value)
 
-    def counts(self, user: int) -> bool:
+    def includes(self, user: int) -> bool:
         """Return True if the user's weight is above zero; other users need no training."""
         return self._weights[user] > 0
 

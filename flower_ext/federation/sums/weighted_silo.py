@@ -188,7 +188,7 @@ class HiddenSum:
         """The sum itself, as the update of a `LocalResult`."""
         return self
 
-    def counts(self, user: int) -> bool:
+    def includes(self, user: int) -> bool:
         """Return True if the set-up counted the user; the weight of any other user is zero."""
         return user in self._counted
 

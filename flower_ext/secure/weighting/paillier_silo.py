@@ -54,7 +54,7 @@ class PaillierSilo(SiloParty):
         check_later("round", number, self.last_round)
         return PaillierOpenSum(self, message)
 
-    def weights(self, message: PaillierWeights) -> list[mpz]:
+    def encrypted_weights(self, message: PaillierWeights) -> list[mpz]:
         """Return the ciphertext Enc(n_su / N_u · C_LCM) of each user in `counted`.
 
         Each ciphertext takes one long exponentiation, and all coordinates of the user's update then
@@ -75,7 +75,7 @@ class PaillierSilo(SiloParty):
 
         return map_slices(fold, self.counted)
 
-    def masks(self, number: int, count: int) -> list[mpz]:
+    def draw_masks(self, number: int, count: int) -> list[mpz]:
         """Store that round ``number`` is used, and return masks for ``count`` ciphertexts."""
         self.use_round(number)
         return self._pairs.multiplicative_masks("sum", number, count, self.public.n_squared)
@@ -134,7 +134,7 @@ class PaillierOpenSum:
         number = self._message.round_number
         encoded_noise = self._encoded("noise", settings.noise_encoding, noise)
         products = column_products(
-            silo.weights(self._message),
+            silo.encrypted_weights(self._message),
             self._updates,
             public.n_squared,
             largest=settings.encoding.largest,
@@ -143,7 +143,7 @@ class PaillierOpenSum:
         ciphertexts = _packed(products, settings, public)
         noises = settings.packing.pack([dithered(int(value), settings) for value in encoded_noise])
         # The silo draws masks from here on. An error before this line leaves the round unused.
-        for at, mask in enumerate(silo.masks(number, len(ciphertexts))):
+        for at, mask in enumerate(silo.draw_masks(number, len(ciphertexts))):
             # The noise needs no encryption of its own: the mask hides the whole product.
             masked = ciphertexts[at] * public.plain(noises[at]) % public.n_squared
             ciphertexts[at] = masked * mask % public.n_squared

@@ -115,7 +115,7 @@ class LatticeSilo(SiloParty):
         places = {user: place for place, user in enumerate(self._order)}
         return Weighing(self, opening, weights, places)
 
-    def masks(self, opening: RoundOpening) -> list[tuple[bytes, bool]]:
+    def draw_masks(self, opening: RoundOpening) -> list[tuple[bytes, bool]]:
         """Store that the round is used, and return the keys of its masks."""
         self._weights_of(opening)
         self.use_round(opening.round_number)
@@ -270,7 +270,7 @@ class Weighing:
         noise_array = self._checked_noise(noise)
         self.add(dict.fromkeys(self._missing, np.zeros(self._settings.coordinates, np.float32)))
         total = self._open()
-        masks = self._silo.masks(self._opening)
+        masks = self._silo.draw_masks(self._opening)
         self._total = None
         first, second = total.words(noise_array, masks)
         return LatticeSum(
