@@ -29,7 +29,8 @@ from flower_ext.federation.records import (
 )
 from flower_ext.federation.state.memory import ClientVault
 from flower_ext.federation.sums.weighted import LOST, SUM, WEIGHTS
-from flower_ext.privacy.mechanisms.bounds import ArraysMap, clip_each_row
+from flower_ext.privacy import NoiseSource
+from flower_ext.privacy.mechanisms.bounds import clip_each_row
 from flower_ext.privacy.mechanisms.updates import NamedArrays
 from flower_ext.secure.weighting.agreement import BEGIN, COUNT, DRAW, KEYS
 from flower_ext.secure.weighting.protocol import protocol_of
@@ -206,11 +207,11 @@ class HiddenSum:
         except Exception as error:
             self._error = error
 
-    def noised(self, add_noise: ArraysMap, draw_noise: ArraysMap) -> NamedArrays:
+    def noised(self, noise: NoiseSource, stddev: float, grid: float | None) -> NamedArrays:
         """Return the upload: the encrypted sum of the updates and this silo's share of the noise.
 
         The protocol gets the noise unrounded, and rounds it to multiples of its step. Noise that
-        was already rounded to a coarser grid would not hide multiples of the step between the
+        was already rounded to the coarser ``grid`` would not hide multiples of the step between the
         grid's points.
 
         Raises
@@ -223,9 +224,9 @@ class HiddenSum:
         if self._silo is None:
             return {LOST: np.zeros(1, dtype=np.uint8)}
         zeros = {n: torch.zeros_like(p, dtype=torch.float64) for n, p in self.like.items()}
-        noise = flattened(arrays_of(dict(draw_noise(zeros))))
+        share = flattened(arrays_of(noise.gaussian(zeros, stddev)))
         with _protocol_errors():
-            return {SUM: to_bytes_array(self._finished(self._silo, noise))}
+            return {SUM: to_bytes_array(self._finished(self._silo, share))}
 
     def _finished(self, silo: SiloParty, noise: np.ndarray) -> bytes:
         try:

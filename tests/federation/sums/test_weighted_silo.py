@@ -1,5 +1,7 @@
 """A silo's end of a weighted sum by itself; whole runs are in tests/algorithms/uldp."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
@@ -94,7 +96,8 @@ def hidden_sum(silo, message=b"", users=USERS, bound=0.5, size=2):
 
 def upload(total, noise):
     """Return the name and the content of the only array that leaves a silo."""
-    ((name, array),) = total.noised(lambda value: value, lambda zeros: {"weight": noise}).items()
+    source = SimpleNamespace(gaussian=lambda zeros, stddev: {"weight": noise})
+    ((name, array),) = total.noised(source, 1.0, None).items()
     return name, array.tobytes()
 
 
