@@ -79,7 +79,7 @@ class RoundContext(Checked, JsonRecord):
         if degree(size, self.neighbours) != self.neighbours:
             raise InvalidValue(
                 f"neighbours={self.neighbours}: expected an even number below {size - 1}, or "
-                f"{size - 1} (all others); flower_ext.secure.aggregation.degree("
+                f"{size - 1} (all others); flower_ext.secure.aggregation.context.degree("
                 f"{size}, {self.neighbours}) returns a valid number"
             )
         if not 1 <= self.threshold <= self.neighbours:

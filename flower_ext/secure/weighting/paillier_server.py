@@ -65,11 +65,9 @@ class PaillierServer(ServerParty[PaillierSettings, PaillierSum]):
     def close_round(self, messages: Sequence[PaillierSum]) -> NDArray[np.float64]:
         """Return the weighted, noised sum over all silos: see `ServerParty.close_round`.
 
-        If a user has more than ``max_records_per_user`` records, or a total that is not allowed,
-        the sum is about uniform modulo n. The server fails to notice this with probability
-        2 · ``sum_bound`` / n, or 2⁻⁶⁴ if a ciphertext holds several coordinates. From such a sum,
-        a server may find that user's total, by testing every possible total. Set
-        ``silo_record_limits`` to rule this out.
+        If a user's total is not allowed, the sum is about uniform modulo n. The server fails to
+        notice this with probability 2 · ``sum_bound`` / n, or 2⁻⁶⁴ if a ciphertext holds several
+        coordinates. See also `PrivateWeighting.assumed_totals`.
         """
         self._check_sums(messages)
         settings, public = self.settings, self._key.public
