@@ -12,17 +12,17 @@ import numpy as np
 
 from flower_ext.privacy import FullParticipation, ReleasePlan, SecureNoise, SecureSum
 from flower_ext.privacy.mechanisms.noised_sum import NoisedSum
-from flower_ext.secure.aggregation import (
+from flower_ext.secure.aggregation import member
+from flower_ext.secure.aggregation.aggregation_server import SumServer
+from flower_ext.secure.aggregation.context import (
     Invitation,
-    Member,
     RoundContext,
-    SumServer,
     degree,
     graph_digest,
     graph_of,
-    member,
 )
 from flower_ext.secure.aggregation.mask_streams import Residues, apply_mask
+from flower_ext.secure.aggregation.member import Member
 
 MEASURED = 3
 """Number of timed clients, which clip, noise and mask their whole vector."""

@@ -26,8 +26,9 @@ from flower_ext.federation import FederatedStrategy
 from flower_ext.federation.sums import masked
 from flower_ext.privacy import AdversaryView, PoissonSampling, SecureSum, privacy_loss_of
 from flower_ext.privacy.mechanisms.secure_sum import SumParameters
-from flower_ext.secure.aggregation import Identities, SumServer
 from flower_ext.secure.aggregation.aggregation_messages import OF_KEY, OF_SEED
+from flower_ext.secure.aggregation.aggregation_server import SumServer
+from flower_ext.secure.aggregation.identities import Identities
 from tests.support.identities import write_identities
 
 SIZE = 10_000

@@ -479,7 +479,7 @@ PATHS = {
     # Sums over users or records in a silo.
     "users' sum": Path(
         run=users,
-        through=(ADDED, (protections, "sum_clipped_rows"), (ClipAndNoise, "noised")),
+        through=(ADDED, (protections, "sum_clipped_rows"), (bounds.BoundedSum, "noised")),
         direction=AXIS,
     ),
     "users' sum of gradients": Path(
@@ -489,12 +489,12 @@ PATHS = {
     ),
     "users' sum, weighted by records": Path(
         run=partial(users, weighting="by-records"),
-        through=((protections, "sum_clipped_rows"), (ClipAndNoise, "noised")),
+        through=((protections, "sum_clipped_rows"), (bounds.BoundedSum, "noised")),
         direction=AXIS,
     ),
     "users' masked sum": Path(
         run=partial(users, silos=SILOS, plan=SECURE),
-        through=((protections, "sum_rows_in_cells"), (ClipAndNoise, "noised")),
+        through=((protections, "sum_rows_in_cells"), (bounds.BoundedSum, "noised")),
         direction=AXIS,
     ),
     "users' encrypted sum": Path(
@@ -591,7 +591,6 @@ NOT_HERE = {
     "SpacedRelease": "the path of ReleaseMechanism with noise by the server",
     "squared_norms_of_rows": "adds nothing",
     "SidedSum": "the path of ClippedSum, with one more number",
-    "BoundedSum": "returned by sum_clipped_rows",
     "checked_weights": "adds nothing",
     "cell_of": "adds nothing",
     "check_cell": "adds nothing",

@@ -72,14 +72,14 @@ from flower_ext.privacy.mechanisms.round_mechanism import RoundMechanism
 from flower_ext.privacy.run_summary import MethodTraits, RunSummary
 from flower_ext.privacy.theorems.uldp import (
     NO_SECURE_SUM_OF_SILOS,
-    DrawAndSum,
     Weighting,
     batching_assumption,
     check_silos_can_draw,
+    drawn_by_silos,
     sums_of_users,
     uldp_avg_guarantees,
 )
-from flower_ext.privacy.units import AdversaryView, UserDraw
+from flower_ext.privacy.units import AdversaryView
 from flower_ext.training import LocalTraining
 
 log = getLogger("flwr")
@@ -91,14 +91,9 @@ GRADIENT = LocalTraining(steps=1, batch_size=2**31 - 1, learning_rate=1.0)
 
 
 def users_of_round(work: ClientWork) -> tuple[dict[int, Examples], UsersTotal]:
-    """Return the users that this silo trains in this round, and the total of their updates.
+    """Return the users whose weight in this silo is above 0, and an empty total for their updates.
 
-    A silo trains each of its users whose weight is above 0. The total is still empty.
-
-    Raises
-    ------
-    InvalidValue
-        The server asks for a protection that does not bound each user's update.
+    Refuse a protection that does not bound each user's update.
     """
     num_users, protection = int(work.settings[USERS]), work.protection
     if not (isinstance(protection, ClipAndNoise) and protection.of_units):
@@ -107,10 +102,10 @@ def users_of_round(work: ClientWork) -> tuple[dict[int, Examples], UsersTotal]:
             "clips each user's update"
         )
     data = owned(work.data, num_users)
-    total = work.weighted_part(num_users, protection.clipping_norm) or WeightedTotal(
+    total = work.hidden_sum(num_users, protection.clipping_norm) or WeightedTotal(
         work.received, protection, read_weights(work).tolist()
     )
-    users = {user: records for user, records in data.by_user().items() if total.counts(user)}
+    users = {user: records for user, records in data.by_user().items() if total.includes(user)}
     return users, total
 
 
@@ -181,27 +176,17 @@ class UldpAvg(Method):
         return replace(super().traits, num_silos=self.num_silos, weighting=self.weighting)
 
     def mechanism(self, plan: PrivacyPlan) -> RoundMechanism:
-        """Return the mechanism of the silos' sum.
-
-        Raises
-        ------
-        InvalidValue
-            The plan does not protect users whose records lie in this method's silos.
-        """
+        """Return the mechanism of the silos' sum; refuse a plan that protects no users in silos."""
         sums = sums_of_users(super().mechanism(plan))
         if self.user_draw == "silos":
             check_silos_can_draw(sums)
         return sums
 
     def population(self, plan: PrivacyPlan, summation: Summation) -> Population:
-        """Return the population of users.
-
-        It is `HiddenUsers` if the run has a weighted sum or the server does not see the draw, and
-        `UsersInSilos` otherwise.
-        """
-        draw = self._draw(summation)
-        if summation.brings_weights or draw.is_hidden:
-            return HiddenUsers(plan.sampling, self.num_silos, draw)
+        """Return the population of users, hidden by a weighted sum or by the silos' draw."""
+        by_server = self.user_draw == "server" and not summation.hidden_draw
+        if summation.brings_weights or not by_server:
+            return HiddenUsers(plan.sampling, self.num_silos, drawn_by_server=by_server)
         return UsersInSilos(plan.sampling, self.num_silos)
 
     def settings(self, plan: PrivacyPlan) -> Mapping[str, float]:
@@ -272,17 +257,17 @@ class UldpAvg(Method):
     ) -> list[Guarantee]:
         """Return Theorem 5, and the provable guarantees of this run against each adversary."""
         apart = state.server.get(SILOS, {}).get(ONE_BY_ONE, np.empty(0, dtype=bool))
-        protocol = DrawAndSum(
-            draw=self._draw(summation),
-            hidden_draw=summation.hidden_draw,
+        sums, hidden_draw = sums_of_users(summation.mechanism), summation.hidden_draw
+        if self.user_draw == "silos":
+            hidden_draw = drawn_by_silos(sums, run.participations.rounds)
+        return uldp_avg_guarantees(
+            sums,
+            run,
+            hidden_draw=hidden_draw,
             secure_sum=summation.secure_sum or NO_SECURE_SUM_OF_SILOS,
             assumptions={view: summation.assumptions(view) for view in AdversaryView},
             batching=batching_assumption(dict(enumerate(apart.tolist()))),
         )
-        return uldp_avg_guarantees(sums_of_users(summation.mechanism), run, protocol)
-
-    def _draw(self, summation: Summation) -> UserDraw:
-        return UserDraw.PROTOCOL if summation.hidden_draw else UserDraw(self.user_draw)
 
 
 @dataclass(frozen=True, kw_only=True)

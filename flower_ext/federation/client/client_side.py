@@ -38,7 +38,7 @@ from flower_ext.federation.client.user_draws import draw_fingerprint, draws_vaul
 from flower_ext.federation.failures import attempt_each, attempt_in_turn
 from flower_ext.federation.roster import check_addressee
 from flower_ext.federation.state.memory import ClientMemory, ClientVault, forget_client
-from flower_ext.federation.sums import masked, weighted_setup
+from flower_ext.federation.sums import masked, weighted_silo
 from flower_ext.privacy.queries.vector_query import VectorQuery
 from flower_ext.training import MEMORY_LIMIT, Params, Task
 from flower_ext.training.side_by_side import Steps, check_whole, completed, side_by_side
@@ -180,7 +180,7 @@ class ClientSide:
             )
         policy = self.policy(context)
         policy.check_way_out("a weighted sum", in_sum=False)
-        return weighted_setup.answer(
+        return weighted_silo.answer(
             records.to_arrays(message.content.array_records[records.WEIGHTED_SUM]),
             _data(policy.task(self.task), message, policy.partition),
             policy.partition,

@@ -47,23 +47,25 @@ from flower_ext.privacy.mechanisms.noised_sum import NoisedSum
 from flower_ext.privacy.mechanisms.round_mechanism import Aggregate, RoundDiscarded
 from flower_ext.privacy.mechanisms.secure_sum import SumParameters
 from flower_ext.privacy.randomness import secure_generator
-from flower_ext.secure.aggregation import (
+from flower_ext.secure.aggregation.aggregation_messages import (
     Advert,
     Delivery,
-    Identities,
-    Invitation,
     Keys,
     MaskedInput,
-    Member,
     Revealed,
-    RoundContext,
     SealedShares,
-    SumServer,
     UnmaskRequest,
+)
+from flower_ext.secure.aggregation.aggregation_server import SumServer
+from flower_ext.secure.aggregation.context import (
+    Invitation,
+    RoundContext,
     degree,
     graph_digest,
     graph_of,
 )
+from flower_ext.secure.aggregation.identities import Identities
+from flower_ext.secure.aggregation.member import Member
 
 log = getLogger("flwr")
 

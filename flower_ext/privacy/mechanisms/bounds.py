@@ -20,7 +20,7 @@ empty (no elements)     kept, adds nothing; `ValueError` if all arrays are empty
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -29,6 +29,7 @@ import numpy as np
 
 from flower_ext.checks import require_positive
 from flower_ext.errors import InvalidValue
+from flower_ext.privacy.mechanisms.noise import NoiseSource
 from flower_ext.privacy.mechanisms.updates import (
     NamedArrays,
     RunningSum,
@@ -39,9 +40,6 @@ from flower_ext.privacy.mechanisms.updates import (
     plain_norm,
     scaled_norm,
 )
-
-ArraysMap = Callable[[NamedArrays], NamedArrays]
-"""A function of named arrays that keeps their names and shapes."""
 
 _MARGIN = 1.0 - 1e-9
 """Factor that leaves room for rounding in float64, in any order of summation. It covers the norm of
@@ -60,11 +58,11 @@ class UnitSum(Protocol):
     def cell(self) -> float | None:
         """Step of a public grid, if the sum counts such steps in whole numbers; else None."""
 
-    def noised(self, add_noise: ArraysMap, draw_noise: ArraysMap) -> NamedArrays:
-        """Return the sum with one client's share of the noise.
+    def noised(self, noise: NoiseSource, stddev: float, grid: float | None) -> NamedArrays:
+        """Return the sum with one client's share of the noise, as it leaves the client.
 
-        ``add_noise`` adds the noise to arrays. ``draw_noise`` returns noise with the shapes of
-        arrays, for a sum that is encrypted together with its noise.
+        A sum of real numbers is rounded to multiples of ``grid``. A sum in cells gets discrete
+        noise, and a sum that is encrypted with its noise gets the noise unrounded.
         """
 
     def in_numbers(self) -> NamedArrays:
@@ -98,9 +96,11 @@ class BoundedSum:
         cell = self.cell
         return self.value if cell is None else {name: a * cell for name, a in self.value.items()}
 
-    def noised(self, add_noise: ArraysMap, draw_noise: ArraysMap) -> NamedArrays:
-        """Return the sum with one client's share of the noise."""
-        return add_noise(self.value)
+    def noised(self, noise: NoiseSource, stddev: float, grid: float | None) -> NamedArrays:
+        """Return the sum with one client's share of the noise: see `UnitSum`."""
+        if self.cell is None:
+            return noise.add_gaussian(self.value, stddev, grid=grid)
+        return noise.add_discrete_gaussian(self.value, stddev / self.cell)
 
 
 def clip(update: NamedArrays, clipping_norm: float) -> BoundedSum:

@@ -156,9 +156,12 @@ class ClipAndNoise(_Noised):
         if self.of_units:  # clipping the whole sum would not bound how far one unit moves it
             raise _unfit_bound(_UNBOUNDED, _bound_text(self.clipping_norm, self.cell))
         sided = self._sided(upload, with_side)
-        if self.cell is None:
-            return self.noised(clip(sided, self.clipping_norm).value, noise)
-        return self.noised(in_cells(sided, self.clipping_norm, self.cell), noise)
+        norm, cell = self.clipping_norm, self.cell
+        if cell is None:
+            bounded = clip(sided, norm)
+        else:
+            bounded = BoundedSum(value=in_cells(sided, norm, cell), bound=norm, count=1, cell=cell)
+        return bounded.noised(noise, self.noise_stddev, self.noise_grid)
 
     def released_sum(self, total: UnitSum, noise: NoiseSource) -> NamedArrays:
         """Return a sum over units with this client's share of the noise.
@@ -170,10 +173,7 @@ class ClipAndNoise(_Noised):
         if not total.bound <= self.clipping_norm or total.cell != self.cell:  # also if it is NaN
             expected = _bound_text(self.clipping_norm, self.cell)
             raise _unfit_bound(_bound_text(total.bound, total.cell), expected)
-        return total.noised(
-            lambda value: self.noised(value, noise),
-            lambda like: noise.gaussian(like, self.noise_stddev),
-        )
+        return total.noised(noise, self.noise_stddev, self.noise_grid)
 
     def sum_units(self, rows: NamedArrays, weights: Sequence[float]) -> BoundedSum:
         """Clip each unit's update; return the weighted sum, in cells if ``cell`` is given."""
@@ -181,12 +181,6 @@ class ClipAndNoise(_Noised):
         if self.cell is None:
             return sum_clipped_rows(sided, self.clipping_norm, weights)
         return sum_rows_in_cells(sided, self.clipping_norm, self.cell, weights)
-
-    def noised(self, bounded: NamedArrays, noise: NoiseSource) -> NamedArrays:
-        """Add noise to a bounded update, which is in cells if ``cell`` is given."""
-        if self.cell is None:
-            return noise.add_gaussian(bounded, self.noise_stddev, grid=self.noise_grid)
-        return noise.add_discrete_gaussian(bounded, self.noise_stddev / self.cell)
 
     def _sided(
         self, update: NamedArrays, add_side: Callable[[NamedArrays, float, float], NamedArrays]

@@ -36,8 +36,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import lru_cache
+from types import MappingProxyType
 from typing import Literal
 
 import numpy as np
@@ -71,7 +72,7 @@ from flower_ext.privacy.theorems.claims import (
     of_secure_sum,
     others_noise,
 )
-from flower_ext.privacy.units import AdversaryView, NeighboringRelation, PrivacyUnit, UserDraw
+from flower_ext.privacy.units import AdversaryView, NeighboringRelation, PrivacyUnit
 
 Weighting = Literal["equal", "by-records"]
 """Rule for w_{s,u}: 1/|S| for all users, or the silo's share of the user's records."""
@@ -91,29 +92,6 @@ OF_SILOS = (
 )
 NO_SECURE_SUM_OF_SILOS = f"secure aggregation, {NOT_PROVIDED}: the server sees no silo's upload"
 """Assumption of guarantees about sums, if silos send their uploads without a secure sum."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class DrawAndSum:
-    """The party that draws users, and the assumptions about the draw and the sum of updates."""
-
-    draw: UserDraw = UserDraw.SERVER
-    hidden_draw: str = ""
-    """Assumption under which a protocol hides the drawn users, if it draws them."""
-    secure_sum: str = NO_SECURE_SUM_OF_SILOS
-    """Assumption under which the server sees no single upload."""
-    assumptions: Mapping[AdversaryView, Sequence[str]] = field(default_factory=dict)
-    """Further assumptions of the sum, by the adversary's view."""
-    batching: str = ""
-    """Assumption under which no bit of a user's training depends on other users (see
-    `batching_assumption`)."""
-
-    def __post_init__(self) -> None:
-        if (self.hidden_draw != "") != (self.draw is UserDraw.PROTOCOL):
-            raise InvalidValue(
-                f"hidden_draw={self.hidden_draw!r} with draw={self.draw.value!r}: expected a text "
-                "if a protocol draws the users, and none otherwise"
-            )
 
 
 def user_claims(delta: float, *assumptions: str, not_covered: Sequence[str] = ()) -> Claims:
@@ -225,13 +203,19 @@ def uldp_naive_guarantees(mechanism: NoisedSum, run: RunSummary) -> list[Guarant
 
 
 def uldp_avg_guarantees(
-    mechanism: NoisedSum, run: RunSummary, protocol: DrawAndSum
+    mechanism: NoisedSum,
+    run: RunSummary,
+    *,
+    hidden_draw: str = "",
+    secure_sum: str = NO_SECURE_SUM_OF_SILOS,
+    batching: str = "",
+    assumptions: Mapping[AdversaryView, Sequence[str]] = MappingProxyType({}),
 ) -> list[Guarantee]:
     """Return the guarantees of ULDP-AVG and ULDP-SGD: Theorem 5, and a provable one for each view.
 
     * Released models: sampling of users amplifies, because the sample stays secret.
-    * Sums only: the server knows the sample, so sampling amplifies nothing. If a protocol hides the
-      sample from the server, sampling amplifies for sums and uploads as for released models.
+    * Sums only: the server knows the sample, so sampling amplifies nothing. If the sample is hidden
+      from the server, sampling amplifies for sums and uploads as for released models.
     * Each upload: a silo's share of the noise has stddev σC/√|S|, or σC/√m in a secure sum of at
       least m answers. With equal weights, a user moves each upload by C/|S| and all uploads
       together by C/√|S|, so ε is that of the sums. With weights by records, a user may have all its
@@ -239,15 +223,27 @@ def uldp_avg_guarantees(
 
     The mechanism's units are users, and the silos add the noise. With secure sums, the run's
     participations count only the noise of honest silos, unless the silos draw the users.
+
+    Parameters
+    ----------
+    hidden_draw : str
+        Assumption under which the server does not know the drawn users: that of a protocol, or
+        `drawn_by_silos`. Empty if the server draws them.
+    secure_sum : str
+        Assumption under which the server sees no single upload.
+    batching : str
+        See `batching_assumption`.
+    assumptions : Mapping[AdversaryView, Sequence[str]]
+        Further assumptions of the sum against each adversary.
     """
-    masked, rounds, is_hidden = mechanism.masked, run.participations.rounds, protocol.draw.is_hidden
+    masked, rounds = mechanism.masked, run.participations.rounds
     is_equal, sigma = run.method.weighting == "equal", mechanism.noise_multiplier
     claims = user_claims(
         mechanism.delta,
         *_parties(mechanism),
         "a user's weights depend on that user's records alone and sum to at most 1 over the silos",
         "a user's training sees that user's records and the model, nothing of others",
-        *((protocol.batching,) if protocol.batching else ()),
+        *((batching,) if batching else ()),
         noise_assumption(run.secure_noise),
         *mechanism.assumptions,
         not_covered=run.not_covered,
@@ -255,7 +251,7 @@ def uldp_avg_guarantees(
     models, of_models = _amplified(mechanism, rounds)
     hidden_sample: tuple[str, ...] = ()
     if not isinstance(mechanism.sampling, FullParticipation):
-        drawn = draw_assumption("sampled users", run.secure_cohorts or is_hidden)
+        drawn = draw_assumption("sampled users", run.secure_cohorts or hidden_draw != "")
         hidden_sample = (HIDDEN_DRAW, drawn)
 
     # For the accountant, one upload is a sum with less noise, so the same formulas hold.
@@ -264,7 +260,7 @@ def uldp_avg_guarantees(
     of_share = "" if is_equal or shares == 1 else f"/√{share}"
     spread = 1.0 if is_equal else math.sqrt(shares)
     upload = replace(mechanism, noise_multiplier=sigma / spread)
-    if is_hidden:
+    if hidden_draw:
         # A lying server can see a sum with the noise of honest silos only. With equal weights, a
         # sum of fewer silos also holds less of a user, so ε does not grow.
         part = 1.0 if is_equal else math.sqrt(mechanism.honest_noise)
@@ -282,12 +278,12 @@ def uldp_avg_guarantees(
         sums, of_sums = _exposed(mechanism, rounds, in_sums)
         uploads, of_uploads = _exposed(upload, rounds, in_uploads)
     of_uploads = f"all uploads together: noise multiplier σ{of_share}; {of_uploads}"
-    hidden: tuple[str, ...] = (WHOLE_UPLOADS, protocol.secure_sum)
+    hidden: tuple[str, ...] = (WHOLE_UPLOADS, secure_sum)
     if masked is not None:
         hidden = _masked_sum(mechanism)
         of_sums += ", colluders' noise not counted"
         of_uploads += ", should all masks fall"
-    from_server = (_assumed_draw(mechanism, rounds, protocol),) if is_hidden else ()
+    from_server = (hidden_draw,) if hidden_draw else ()
     return [
         _theorem_5(mechanism, rounds),
         claims.provable(
@@ -298,7 +294,7 @@ def uldp_avg_guarantees(
             "the server follows the protocol and keeps sums and uploads to itself",
             *others_noise(mechanism),
             *hidden_sample,
-            *protocol.assumptions.get(AdversaryView.RELEASED_MODELS, ()),
+            *assumptions.get(AdversaryView.RELEASED_MODELS, ()),
         ),
         claims.provable(
             AdversaryView.SUM_ONLY,
@@ -306,7 +302,7 @@ def uldp_avg_guarantees(
             of_sums,
             *hidden,
             *from_server,
-            *protocol.assumptions.get(AdversaryView.SUM_ONLY, ()),
+            *assumptions.get(AdversaryView.SUM_ONLY, ()),
             relation=_AT_SERVER,
         ),
         claims.provable(
@@ -314,7 +310,7 @@ def uldp_avg_guarantees(
             uploads,
             of_uploads,
             *from_server,
-            *protocol.assumptions.get(AdversaryView.EACH_UPLOAD, ()),
+            *assumptions.get(AdversaryView.EACH_UPLOAD, ()),
             relation=_AT_SERVER,
         ),
     ]
@@ -339,15 +335,13 @@ def _exposed(mechanism: NoisedSum, rounds: int, exposure: float) -> tuple[Privac
     return loss, f"most exposed user: {exposure:.4g} sums' worth"
 
 
-def _assumed_draw(mechanism: NoisedSum, rounds: int, protocol: DrawAndSum) -> str:
-    """Return the text of the assumption under which the server does not know the sample.
+def drawn_by_silos(mechanism: NoisedSum, rounds: int) -> str:
+    """Return the assumption under which the server does not know the users that silos draw.
 
-    If silos draw the users, the text also gives ε against a silo. A silo knows who is drawn, so
-    sampling amplifies nothing against it, and it can subtract its own share of the noise. This ε
-    counts every user as drawn in every round, because the server does not know the real draws.
+    The text also gives ε against a silo. A silo knows who is drawn, so sampling amplifies nothing
+    against it, and it can subtract its own share of the noise. This ε counts every user as drawn in
+    every round, because the server does not know the real draws.
     """
-    if protocol.draw is UserDraw.PROTOCOL:
-        return protocol.hidden_draw
     assert mechanism.masked is not None  # see `check_silos_can_draw`
     parameters = mechanism.masked.parameters
     others = parameters.honest_answers - 1

@@ -279,10 +279,12 @@ def perturbation_guarantees(
     by_client = epsilons(perturbation, objective, run, delta=delta)
     published, provable = zip(*by_client.values(), strict=True) if by_client else ((), ())
     sizes = [run.num_examples.get(client) for client in by_client]
+    needed: tuple[Condition, ...] = ()
+    finite: tuple[str, ...] = ()
     if isinstance(perturbation, OutputPerturbation):
         theorem, closed_form = f"{_SOURCE} 6.2", "closed form (moments accountant)"
         reason, conditions = _sensitivity_of_all(perturbation, objective, sizes)
-        accountant, needed, finite, arithmetic = EXACT_GAUSSIAN, (), (), ON_A_GRID
+        accountant, arithmetic = EXACT_GAUSSIAN, ON_A_GRID
     else:
         theorem = reason = f"{_SOURCE} 6.3"
         closed_form, accountant, delta = "closed form (pure DP)", "sum over releases (pure DP)", 0.0

@@ -28,7 +28,8 @@ from flower_ext.privacy import (
     SecureSum,
     SeededNoise,
 )
-from flower_ext.secure.aggregation import Invitation, member
+from flower_ext.secure.aggregation import member
+from flower_ext.secure.aggregation.context import Invitation
 from flower_ext.training import LocalTraining
 from tests.faults.malformed import copied
 from tests.support.grids import grid as grid_of
