@@ -120,8 +120,10 @@ def _published_sum(mechanism: NoisedSum) -> tuple[str, ...]:
     return (SECURE_SUM, "silos do not collude with the server")
 
 
-def _masked_sum(mechanism: NoisedSum) -> tuple[str, ...]:
-    """Return the assumptions under which a `SecureSum` hides single uploads from the server."""
+def _hidden_sum(mechanism: NoisedSum, secure_sum: str = NO_SECURE_SUM_OF_SILOS) -> tuple[str, ...]:
+    """Return the assumptions under which the server sees sums and no single upload."""
+    if mechanism.secure_sum is None:
+        return (WHOLE_UPLOADS, secure_sum)
     held = "ε covers only those of a user's records that no colluding silo holds"
     return (*of_secure_sum(mechanism), held)
 
@@ -197,7 +199,7 @@ def uldp_naive_guarantees(mechanism: NoisedSum, run: RunSummary) -> list[Guarant
     )
     provable = [claims.provable(AdversaryView.EACH_UPLOAD, loss, source)]
     if mechanism.secure_sum is not None:
-        sums = claims.provable(AdversaryView.SUM_ONLY, loss, source, *_masked_sum(mechanism))
+        sums = claims.provable(AdversaryView.SUM_ONLY, loss, source, *_hidden_sum(mechanism))
         provable.insert(0, sums)
     return [theorem_3, *provable]
 
@@ -236,8 +238,7 @@ def uldp_avg_guarantees(
     assumptions : Mapping[AdversaryView, Sequence[str]]
         Further assumptions of the sum against each adversary.
     """
-    masked, rounds = mechanism.masked, run.participations.rounds
-    is_equal, sigma = run.method.weighting == "equal", mechanism.noise_multiplier
+    rounds = run.participations.rounds
     claims = user_claims(
         mechanism.delta,
         *_parties(mechanism),
@@ -249,40 +250,11 @@ def uldp_avg_guarantees(
         not_covered=run.not_covered,
     )
     models, of_models = _amplified(mechanism, rounds)
+    (sums, of_sums), (uploads, of_uploads) = _losses_to_server(mechanism, run, hidden_draw != "")
     hidden_sample: tuple[str, ...] = ()
     if not isinstance(mechanism.sampling, FullParticipation):
         drawn = draw_assumption("sampled users", run.secure_cohorts or hidden_draw != "")
         hidden_sample = (HIDDEN_DRAW, drawn)
-
-    # For the accountant, one upload is a sum with less noise, so the same formulas hold.
-    shares = (mechanism.silos or 1) if masked is None else masked.parameters.least_answers
-    share = "|S|" if masked is None else "least answers"
-    of_share = "" if is_equal or shares == 1 else f"/√{share}"
-    spread = 1.0 if is_equal else math.sqrt(shares)
-    upload = replace(mechanism, noise_multiplier=sigma / spread)
-    if hidden_draw:
-        # A lying server can see a sum with the noise of honest silos only. With equal weights, a
-        # sum of fewer silos also holds less of a user, so ε does not grow.
-        part = 1.0 if is_equal else math.sqrt(mechanism.honest_noise)
-        sums, of_sums = _amplified(replace(mechanism, noise_multiplier=sigma * part), rounds)
-        uploads, of_uploads = _amplified(upload, rounds)
-    else:
-        # Releases with the whole weight of the most exposed user; see `Participations`.
-        in_sums = run.participations.in_sums
-        in_uploads = float(max(run.participations.uploads.values(), default=0))
-        if masked is None:
-            # The adversary also saw refused uploads, and sums with too little noise count more.
-            in_sums = in_uploads = max(in_sums, in_uploads)
-        elif is_equal:  # collusion costs nothing (see the top of this module)
-            in_sums *= mechanism.honest_noise
-        sums, of_sums = _exposed(mechanism, rounds, in_sums)
-        uploads, of_uploads = _exposed(upload, rounds, in_uploads)
-    of_uploads = f"all uploads together: noise multiplier σ{of_share}; {of_uploads}"
-    hidden: tuple[str, ...] = (WHOLE_UPLOADS, secure_sum)
-    if masked is not None:
-        hidden = _masked_sum(mechanism)
-        of_sums += ", colluders' noise not counted"
-        of_uploads += ", should all masks fall"
     from_server = (hidden_draw,) if hidden_draw else ()
     return [
         _theorem_5(mechanism, rounds),
@@ -300,7 +272,7 @@ def uldp_avg_guarantees(
             AdversaryView.SUM_ONLY,
             sums,
             of_sums,
-            *hidden,
+            *_hidden_sum(mechanism, secure_sum),
             *from_server,
             *assumptions.get(AdversaryView.SUM_ONLY, ()),
             relation=_AT_SERVER,
@@ -314,6 +286,45 @@ def uldp_avg_guarantees(
             relation=_AT_SERVER,
         ),
     ]
+
+
+def _losses_to_server(
+    mechanism: NoisedSum, run: RunSummary, is_hidden: bool
+) -> tuple[tuple[PrivacyLoss, str], tuple[PrivacyLoss, str]]:
+    """Return a user's loss to a server that sees sums, and to one that sees uploads, with texts.
+
+    ``is_hidden`` says that the server does not know the sample.
+    """
+    masked, rounds, sigma = mechanism.masked, run.participations.rounds, mechanism.noise_multiplier
+    is_equal = run.method.weighting == "equal"
+    # For the accountant, one upload is a sum with less noise, so the same formulas hold.
+    shares = (mechanism.silos or 1) if masked is None else masked.parameters.least_answers
+    spread = 1.0 if is_equal else math.sqrt(shares)
+    upload = replace(mechanism, noise_multiplier=sigma / spread)
+    if is_hidden:
+        # A lying server can see a sum with the noise of honest silos only. With equal weights, a
+        # sum of fewer silos also holds less of a user, so ε does not grow.
+        part = 1.0 if is_equal else math.sqrt(mechanism.honest_noise)
+        sums, of_sums = _amplified(replace(mechanism, noise_multiplier=sigma * part), rounds)
+        uploads, of_uploads = _amplified(upload, rounds)
+    else:
+        # Releases with the whole weight of the most exposed user; see `Participations`.
+        in_sums = run.participations.in_sums
+        in_uploads = float(max(run.participations.uploads.values(), default=0))
+        if masked is None:
+            # The adversary also saw refused uploads, and sums with too little noise count more.
+            in_sums = in_uploads = max(in_sums, in_uploads)
+        elif is_equal:  # collusion costs nothing (see the top of this module)
+            in_sums *= mechanism.honest_noise
+        sums, of_sums = _exposed(mechanism, rounds, in_sums)
+        uploads, of_uploads = _exposed(upload, rounds, in_uploads)
+    share, masks_fall = "|S|", ""
+    if masked is not None:
+        share, masks_fall = "least answers", ", should all masks fall"
+        of_sums += ", colluders' noise not counted"
+    of_share = "" if spread == 1 else f"/√{share}"
+    together = f"all uploads together: noise multiplier σ{of_share}; {of_uploads}{masks_fall}"
+    return (sums, of_sums), (uploads, together)
 
 
 def _amplified(mechanism: NoisedSum, rounds: int) -> tuple[PrivacyLoss, str]:
