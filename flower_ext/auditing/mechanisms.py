@@ -56,7 +56,7 @@ from flower_ext.privacy import (
 )
 from flower_ext.privacy.mechanisms.adaptive_clipping import SIDE
 from flower_ext.privacy.mechanisms.correlated_noise import StrategyMatrix, Vector
-from flower_ext.privacy.plans.spaced_release import SpacedRelease
+from flower_ext.privacy.plans.release_mechanism import SpacedRelease
 from flower_ext.training import DpSgdTraining, LocalTraining
 
 DELTA = 1e-5

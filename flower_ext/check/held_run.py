@@ -135,8 +135,7 @@ class HeldRun:
             data = replace(data, train=examples)
         else:
             training = replace(training, learning_rate=training.learning_rate * _SLOW)
-        request = replace(work.request, training={**none, phase: training})
-        return replace(work, request=request, data=data)
+        return replace(work, training={**none, phase: training}, data=data)
 
     def shows_unit(self, protection: Protection) -> bool:
         """Return True if the run shows how far one unit moves the result by a huge update.
@@ -158,7 +157,7 @@ class HeldRun:
             name: replace(t, steps=1, learning_rate=t.learning_rate * HUGE, tolerance=0.0)
             for name, t in work.training.items()
         }
-        return replace(work, data=data, request=replace(work.request, training=phases))
+        return replace(work, data=data, training=phases)
 
     def _change_of(self, partition: int) -> Change:
         return self.change if partition == self._target else ""

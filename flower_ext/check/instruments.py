@@ -25,9 +25,9 @@ from flower_ext.check.held_run import TRAIN, HeldRun
 from flower_ext.check.observe import Watch
 from flower_ext.data import ClientData
 from flower_ext.federation import FederatedStrategy
-from flower_ext.federation.client import preparing, protecting
+from flower_ext.federation.client import preparing, upload
+from flower_ext.federation.client.app import CohortApp
 from flower_ext.federation.client.client_method import ClientWork
-from flower_ext.federation.client.cohort_app import CohortApp
 from flower_ext.federation.client.preparing import NO_DATA
 from flower_ext.federation.client.requests import ClientRequest
 from flower_ext.federation.round import Round
@@ -70,9 +70,9 @@ class Instruments:
             *((ClientApp, category, self._registered) for category in _CATEGORIES),
             # In a held run, clients of this package train without data, which also saves time.
             (preparing, "checked_data", self._data),
-            (protecting, "result_hiding_failures", self._result),
+            (upload, "result_hiding_failures", self._result),
             # In a held run, a public update replaces each update before the client protects it.
-            (protecting, "protected", self._protected),
+            (upload, "protected", self._protected),
             # In a held run that is quiet (`HeldRun.quiet`), noise sources add no noise.
             *((NoiseSource, name, self._noised) for name in _NOISE),
             # Each round of a strategy of this package reports the mean that it releases.

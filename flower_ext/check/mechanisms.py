@@ -17,9 +17,12 @@ from flower_ext.privacy import (
     Release,
 )
 from flower_ext.privacy.mechanisms.protections import OutputPerturbation
-from flower_ext.privacy.plans.adaptive_release import AdaptiveRelease
-from flower_ext.privacy.plans.release_mechanism import MaskedRelease, ReleaseMechanism
-from flower_ext.privacy.plans.spaced_release import SpacedRelease
+from flower_ext.privacy.plans.release_mechanism import (
+    AdaptiveRelease,
+    MaskedRelease,
+    ReleaseMechanism,
+    SpacedRelease,
+)
 from flower_ext.privacy.theorems.upcycled import sensitivity
 
 _LARGEST_COHORT = 1000

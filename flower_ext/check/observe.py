@@ -26,7 +26,7 @@ from flower_ext.check.held_run import TRAIN, HeldRun, category_of, partition_of,
 from flower_ext.check.vectors import Vector, vector
 from flower_ext.federation import InProcessGrid, records
 from flower_ext.federation import _flower_private as private
-from flower_ext.federation.client.cohort_app import CohortApp, answer_all
+from flower_ext.federation.client.app import CohortApp, answer_all
 from flower_ext.federation.client.requests import ClientRequest
 from flower_ext.federation.failures import CLIENT_APP_RAISED
 from flower_ext.federation.roster import asks_identity, is_rehearsal

@@ -24,7 +24,7 @@ from flower_ext.check.mechanisms import Mechanism, Noise, gaussian_release, mech
 from flower_ext.check.observe import Observed
 from flower_ext.federation import FederatedStrategy
 from flower_ext.federation.claims import claims_of, summary_of
-from flower_ext.federation.client.cohort_app import CohortApp
+from flower_ext.federation.client.app import CohortApp
 from flower_ext.privacy import (
     AdversaryView,
     Guarantee,
