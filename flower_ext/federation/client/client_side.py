@@ -25,9 +25,9 @@ from flower_ext.federation import records
 from flower_ext.federation.client.client_method import ClientMethod, ClientWork, Question
 from flower_ext.federation.client.evaluating import (
     WorkView,
+    evaluation_of,
     masked_vector,
     query_of,
-    scores_record,
     used_model,
 )
 from flower_ext.federation.client.node import NodePolicy
@@ -104,7 +104,7 @@ class ClientSide:
         works = self._works(messages, contexts, alone=True)
         if any(isinstance(work, ClientWork) and work.query for work in works):
             return attempt_each(self._masked_vector, works)
-        return side_by_side(attempt_in_turn(scores_record, works), memory_limit=memory_limit)
+        return side_by_side(attempt_in_turn(evaluation_of, works), memory_limit=memory_limit)
 
     def _masked_vector(self, work: ClientWork) -> RecordDict:
         return masked_vector(query_of(work, self.queries), WorkView(work))

@@ -70,7 +70,7 @@ def _evaluate(
     return evaluate_each(task, [job.params for job in jobs], [job.examples for job in jobs])
 
 
-def scores_record(work: ClientWork) -> Steps[RecordDict]:
+def evaluation_of(work: ClientWork) -> Steps[RecordDict]:
     """Return the reply with a client's finite scores and its number of test examples."""
     scores = yield from scores_of(work, training=bool(work.entries.get("training-loss")))
     # A score may be undefined for these examples. The server would refuse a reply that contains it.
