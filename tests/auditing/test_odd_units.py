@@ -347,13 +347,10 @@ def one_diverged_client():
 
     sums = []
     known = experiment(1e-5, {})
-
-    def note(seen, _):
+    for each in (known.without, known.present):
+        ((seen, _),) = observe(known, each, trials=1)
         others = [upload for partition, upload in seen.uploads[0].items() if partition]
         sums.append({name: sum(upload[name] for upload in others) for name in others[0]})
-
-    for each in (known.without, known.present):
-        observe(known, each, note, trials=1)
     return experiment(1.0, {name: sums[1][name] - sums[0][name] for name in sums[0]})
 
 
