@@ -51,8 +51,8 @@ from flower_ext.training import (
     job_batches,
     local_problem,
 )
+from flower_ext.training.isolation import seeded_by
 from flower_ext.training.params import to_device
-from flower_ext.training.seeding import seeded_by
 
 WEIGHT = "mixture/α"
 """Name of α_i in a client's memory, which also holds the parameters of v_i."""

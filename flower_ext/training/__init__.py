@@ -36,15 +36,15 @@ from flower_ext.training.batched.many import (
 )
 from flower_ext.training.dp.clipped_gradient import ClippedGradient
 from flower_ext.training.dp.dp_sgd import DpSgdTraining, train_dp_sgd
+from flower_ext.training.isolation import products_are_reproducible
 from flower_ext.training.job import Job, LocalTraining, StepNoise, job_batches
-from flower_ext.training.local import sgd_step, train
+from flower_ext.training.local import NotConverged, newton, sgd_step, train
 from flower_ext.training.models.features import Features
 from flower_ext.training.models.validation import (
     UnshareableModel,
     check_shareable,
     replace_batch_norm,
 )
-from flower_ext.training.newton import NotConverged, newton
 from flower_ext.training.params import Params, clone, difference, matches, part, tagged
 from flower_ext.training.problem import (
     Linear,
@@ -54,10 +54,8 @@ from flower_ext.training.problem import (
     gradient,
     local_problem,
 )
-from flower_ext.training.rounding import products_are_reproducible
 from flower_ext.training.scoring import evaluate, evaluate_each
-from flower_ext.training.survival import cox_loss
-from flower_ext.training.task import Task, accuracy
+from flower_ext.training.task import Task, accuracy, cox_loss
 
 __all__ = [
     "MEMORY_LIMIT",

@@ -21,11 +21,11 @@ from flower_ext.checks import require_not_negative
 from flower_ext.data import trees
 from flower_ext.data.trees import Tree
 from flower_ext.errors import InvalidValue
+from flower_ext.training.isolation import seeded
 from flower_ext.training.models.calls import SettableModel
 from flower_ext.training.models.dropout import own_dropout
 from flower_ext.training.models.factory import ModelFactory, in_training, suits_channels_last
 from flower_ext.training.params import Params, to_device
-from flower_ext.training.seeding import seeded
 from flower_ext.training.task import Task
 
 

@@ -26,8 +26,8 @@ from flower_ext.data import ClientData, Examples
 from flower_ext.runs.page import table
 from flower_ext.training import ClippedGradient, Job, LocalTraining, Params, Task, train
 from flower_ext.training.batched.many import train_groups
+from flower_ext.training.isolation import seeded_by
 from flower_ext.training.models.dropout import own_dropout
-from flower_ext.training.seeding import seeded_by
 
 WORDS, CLASSES, CLIENTS = 11, 3, 8
 ALIKE = 1e-4

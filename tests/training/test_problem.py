@@ -9,10 +9,10 @@ from torch.nn.functional import cross_entropy
 
 from flower_ext.data import Examples
 from flower_ext.training import Job, LocalTraining, Task
+from flower_ext.training.isolation import seeded
 from flower_ext.training.job import batch_rows
 from flower_ext.training.models import HeadedModel
 from flower_ext.training.models.factory import in_training
-from flower_ext.training.seeding import seeded
 from tests.support.jobs import batches, train_many, train_one
 
 SGD = LocalTraining(epochs=2, batch_size=4, learning_rate=0.1)

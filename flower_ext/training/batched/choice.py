@@ -17,16 +17,14 @@ of a plug-in     if it promises   yes              if it is faster  known layers
 `local.train`    yes              yes              yes              any
 ===============  ===============  ===============  ===============  =============================
 
-`local.train` also trains the jobs for which `_why_never_together` returns a reason. Trials use
-random jobs. The trials `trains_alike` and `why_not_stacked` compare a form's results with those of
-`local.train`. The trial `stack_rounds_alike` compares the bits of a stack with the bits of other
-stacks. The process remembers the outcome of each trial.
+`local.train` also trains the jobs for which `_why_never_together` returns a reason. The process
+remembers the outcome of each trial.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
 from logging import getLogger
 
@@ -42,14 +40,12 @@ from flower_ext.training.batched.constant_shape import (
 )
 from flower_ext.training.batched.form import GROUP, MEMORY_LIMIT, Form, longest_first
 from flower_ext.training.batched.stack import Stacked
-from flower_ext.training.job import SGD, Job
+from flower_ext.training.job import SGD, Job, refusing_layer
 from flower_ext.training.local import train
-from flower_ext.training.models.fewest_rows import refusing_layer
 from flower_ext.training.params import Params
 from flower_ext.training.problem import Linear, Proximal
-from flower_ext.training.task import Task
-from flower_ext.training.training_kind import TrainingKind, kind_of
-from flower_ext.training.trials.trainings_together import (
+from flower_ext.training.task import Task, TrainingKind, kind_of
+from flower_ext.training.trials.trainings import (
     random_job,
     why_bits_differ,
     why_changed_by_pass,
@@ -102,10 +98,7 @@ def _forms(task: Task, jobs: Sequence[Job], *, batch_invariant: bool) -> Iterato
 
 
 def _of_constant_shape(task: Task, jobs: Sequence[Job]) -> Iterator[Form]:
-    """Yield one `ConstantShape` for each `Shape` that a job has.
-
-    A shape is left out if a trial finds that its stacks are not batch-invariant.
-    """
+    """Yield a `ConstantShape` for each `Shape` of a job whose stacks a trial finds invariant."""
     kind = _kind(task, jobs[0])
     if not consists_of_rows(kind) or _why_not_stacked(kind) is not None:
         return
@@ -150,8 +143,7 @@ def _kind(task: Task, job: Job) -> TrainingKind:
 
 @lru_cache(maxsize=64)
 def _why_not_stacked(kind: TrainingKind) -> str | None:
-    form = Stacked(kind.task)
-    reason = why_models_differ(kind, lambda jobs: form.train(jobs, _every_name), train)
+    reason = why_models_differ(kind, Stacked(kind.task).train, train)
     if reason is None and (layer := refusing_layer(kind.model, kind.features)):
         reason = f"{layer} refuses a mini-batch of a single row"
     if reason:
@@ -167,39 +159,25 @@ def trains_alike(kind: TrainingKind, form: Form) -> bool:
     that counts its passes, for example, might begin to use the count after the trial has ended.
     """
 
-    def train_together(jobs: Sequence[Job]) -> Params:
+    def train_together(jobs: Sequence[Job], trained: Callable[[str], bool]) -> Params:
         if [*form.groups(jobs, MEMORY_LIMIT)] != [[*range(len(jobs))]]:
             raise InvalidValue(
                 f"{type(form).__name__}.groups() does not put the jobs of a trial into one group: "
                 "expected a single group with all jobs"
             )
-        return form.train(jobs, _every_name)
+        return form.train(jobs, trained)
 
-    reason = why_changed_by_pass(kind) or why_models_differ(kind, train_together, train)
-    return reason is None
+    return not (why_changed_by_pass(kind) or why_models_differ(kind, train_together, train))
 
 
 @lru_cache(maxsize=256)
 def stack_rounds_alike(kind: TrainingKind, shape: Shape) -> bool:
-    """Return True if a trial finds that no bit of a model depends on the other models of its stack.
-
-    The trial trains stacks of this ``shape``.
-    """
-    form = ConstantShape(kind, shape)
+    """Return True if a trial finds that no bit of a model depends on the rest of its stack."""
+    together, count = ConstantShape(kind, shape).train, jobs_for_trial(kind.device)
     try:
-        reason = why_bits_differ(
-            kind,
-            lambda jobs: form.train(jobs, _every_name),
-            shape.settings,
-            terms=shape.has_terms,
-            count=jobs_for_trial(kind.device),
-        )
+        reason = why_bits_differ(kind, together, shape.settings, terms=shape.has_terms, count=count)
     except RuntimeError as error:  # an accelerator lacks a deterministic kernel, or memory
         reason = str(error)
     if reason:
         log.info("local trainings run one by one: %s", reason)
     return reason is None
-
-
-def _every_name(name: str) -> bool:
-    return True

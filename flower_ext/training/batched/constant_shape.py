@@ -34,13 +34,11 @@ from torch.nn.functional import cross_entropy
 
 from flower_ext.training.batched.form import Form, longest_first
 from flower_ext.training.batched.mapped import BY_CHANNEL
-from flower_ext.training.batched.mini_batches import MiniBatches
-from flower_ext.training.batched.stack import IGNORED, Stack, together
+from flower_ext.training.batched.stack import IGNORED, MiniBatches, Stack, together
+from flower_ext.training.isolation import deterministic_kernels, products_are_reproducible
 from flower_ext.training.job import Job, LocalTraining
 from flower_ext.training.params import Params, clone
-from flower_ext.training.rounding import deterministic_kernels, products_are_reproducible
-from flower_ext.training.task import Task
-from flower_ext.training.training_kind import TrainingKind
+from flower_ext.training.task import Task, TrainingKind
 
 SIZES = (4, 8, 16, 32)
 """Possible numbers of models in a stack. A stack of 4 takes as long as 5 models one by one, and a

@@ -17,9 +17,8 @@ from flower_ext.errors import InvalidValue
 from flower_ext.training.dp.per_example import Parts
 from flower_ext.training.dp.ways import TOGETHER, GradientMethod, Passes
 from flower_ext.training.index_limits import usable_rows
-from flower_ext.training.isolation import attempted
+from flower_ext.training.isolation import attempted, seeded
 from flower_ext.training.params import Params
-from flower_ext.training.seeding import seeded
 from flower_ext.training.task import Task
 
 log = getLogger("flwr")

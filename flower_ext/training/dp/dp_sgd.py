@@ -20,10 +20,10 @@ from flower_ext.data import Examples, trees
 from flower_ext.data.trees import Tree
 from flower_ext.privacy import DpSgd, NoiseSource
 from flower_ext.training.dp.clipped_gradient import ClippedGradient
+from flower_ext.training.isolation import draws_seed, seeded
 from flower_ext.training.job import Job
 from flower_ext.training.params import Params, clone
 from flower_ext.training.problem import LocalProblem, Term, gradient, local_problem
-from flower_ext.training.seeding import draws_seed, seeded
 from flower_ext.training.task import Task
 
 

@@ -36,8 +36,7 @@ from flower_ext.training.example_gradient import (
     model_of_single_examples,
 )
 from flower_ext.training.params import Params, clone
-from flower_ext.training.task import Task
-from flower_ext.training.training_kind import TrainingKind, kind_of
+from flower_ext.training.task import Task, TrainingKind, kind_of
 from flower_ext.training.trials.examples_in_turn import why_not_one_by_one
 from flower_ext.training.trials.examples_together import BatchInvarianceTrial
 

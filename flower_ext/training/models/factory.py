@@ -23,8 +23,8 @@ import torch
 from torch import Tensor, nn
 
 from flower_ext.errors import InvalidValue
+from flower_ext.training.isolation import seeded
 from flower_ext.training.params import Params, clone, matches, require_modules, shaken
-from flower_ext.training.seeding import seeded
 
 _PARTS = "train real and imaginary parts as two parameters"
 _WIDER = "build the model in float32 (model.float())"

@@ -16,11 +16,9 @@ from torch import Tensor, nn
 from flower_ext.data import trees
 from flower_ext.data.trees import Tree
 from flower_ext.training.example_gradient import gradient_alone, model_of_single_examples
-from flower_ext.training.isolation import attempted
+from flower_ext.training.isolation import attempted, deterministic_kernels, seeded
 from flower_ext.training.models.calls import call_with
 from flower_ext.training.params import Params, clone, shaken
-from flower_ext.training.rounding import deterministic_kernels
-from flower_ext.training.seeding import seeded
 from flower_ext.training.task import Task
 from flower_ext.training.trials.lone_examples import why_nothing_learned
 from flower_ext.training.trials.made_up_examples import (

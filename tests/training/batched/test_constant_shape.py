@@ -13,7 +13,7 @@ from flower_ext.training.batched import choice
 from flower_ext.training.batched.constant_shape import SIZES as STACKS
 from flower_ext.training.batched.constant_shape import ConstantStack, Shape
 from flower_ext.training.batched.many import train_groups, trains_one_by_one
-from flower_ext.training.rounding import products_are_reproducible
+from flower_ext.training.isolation import products_are_reproducible
 from tests.support.grids import grid
 from tests.support.jobs import (
     SGD,

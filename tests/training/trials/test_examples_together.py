@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from flower_ext.training import ClippedGradient
-from flower_ext.training.seeding import seeded
+from flower_ext.training.isolation import seeded
 from flower_ext.training.trials.examples_together import BatchInvarianceTrial
 from flower_ext.training.trials.made_up_examples import ODD
 from tests.support.jobs import problem
