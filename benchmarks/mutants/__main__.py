@@ -108,7 +108,6 @@ TESTS = {
         "training/trials/test_lone_examples.py",
         "training/trials/test_examples_in_turn.py",
     ),
-    "training/trials/lone_examples.py": ("training/trials/test_lone_examples.py",),
     "training/trials/examples_together.py": (
         "training/trials/test_examples_together.py",
         "training/trials/test_examples_in_turn.py",

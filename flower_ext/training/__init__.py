@@ -1,30 +1,19 @@
 """Local training of torch models, as plain functions over parameter dictionaries.
 
-The module `local` computes one local training. It uses these modules:
-
 ====================  =====================================================================
 module                contents
 ====================  =====================================================================
 `task`                the model, the loss, the metrics and each partition's data
-`job`                 the description of a training: settings, examples, mini-batches, noise
+`job`                 one local training: its settings, examples, mini-batches and noise
 `models`              models of this package; functions that build, call and check any model
 `problem`             the loss plus terms, as a function of the trained part of a model
-`local`               `train`: sets up the problem, takes the steps, returns the model
+`local`               `train`: sets up a job's problem, takes the steps, returns the model
 `dp`                  steps of DP-SGD, which clip each example's gradient
+`batched`             trains many jobs in groups, which changes no result but for rounding
+`side_by_side`        collects the jobs that the methods of many clients wait for
+`trials`              find models in which one example, or one training, changes another
+`isolation`           keeps all else in the process out of a training's numbers
 ====================  =====================================================================
-
-When and how many trainings run together never changes a result, except for rounding:
-
-====================  =====================================================================
-`side_by_side`        collects the trainings that the methods of many clients wait for
-`batched.many`        trains many jobs, and finds the jobs that raise errors
-`batched.choice`      chooses the form in which each job trains
-`batched.form`        the interface of forms: one by one, in stacks, by a plug-in's code
-====================  =====================================================================
-
-The trials in `trials` find models in which one example changes the gradient of another example, or
-one training changes another training. `batched.choice` and `dp.ways` run these trials, and so does
-a client before its first training.
 """
 
 from flower_ext.training.batched.form import MEMORY_LIMIT

@@ -44,10 +44,7 @@ def model_of_single_examples(task: Task, trained: Sequence[str]) -> nn.Module:
 
 
 def has_rows(leaf: Any, count: int) -> bool:
-    """Return True if ``leaf`` is a tensor with ``count`` rows.
-
-    Callers have a batch of ``count`` examples, and assume that such a tensor has a row for each.
-    """
+    """Return True if ``leaf`` is a tensor with ``count`` rows: of a batch, one for each example."""
     return isinstance(leaf, Tensor) and leaf.dim() > 0 and len(leaf) == count
 
 
@@ -60,10 +57,7 @@ def loss_alone(model: nn.Module, params: Params, loss: ExampleLoss, x: Tree, y: 
 def gradient_alone(
     model: nn.Module, params: Params, names: Sequence[str], loss: ExampleLoss, x: Tree, y: Tree
 ) -> Params:
-    """Return the gradient of one example at ``params``, by parameter name.
-
-    ``x`` and ``y`` have no batch dimension. The model's buffers stay unchanged.
-    """
+    """Return the gradient of one example, without a batch dimension, and keep the buffers."""
     point = {**params, **clone(dict(model.named_buffers()))}
     return gradient(
         lambda leaves: loss_alone(model, {**point, **leaves}, loss, x, y),

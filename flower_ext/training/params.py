@@ -27,10 +27,7 @@ def to_device(params: Mapping[str, Tensor], device: torch.device) -> Params:
 
 
 def flat_rows(stack: Tensor) -> Tensor:
-    """Flatten each row: return a tensor of shape (rows, numbers in a row).
-
-    Rows may be scalars, and there may be no rows.
-    """
+    """Return (rows, numbers in a row). Rows may be scalars, and there may be no rows."""
     return stack.unsqueeze(-1).flatten(1)
 
 
@@ -54,8 +51,7 @@ def difference(after: Mapping[str, Tensor], before: Mapping[str, Tensor]) -> Par
 def shaken(params: Mapping[str, Tensor], generator: torch.Generator) -> Params:
     """Return the parameters plus random numbers that are as large as usual initial weights.
 
-    Trials use such parameters. A head that begins at zero would give the same output for all
-    examples.
+    Trials need them: a head that begins at zero would give the same output for all examples.
     """
     moved = dict(params)
     for name, weight in params.items():

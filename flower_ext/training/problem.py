@@ -49,10 +49,8 @@ class Proximal:
 
     def __call__(self, params: Mapping[str, Tensor]) -> Tensor:
         """Return the term at ``params``."""
-        squares = [
-            (p - self.anchor[name].to(p.device)).square().sum() for name, p in params.items()
-        ]
-        return 0.5 * self.weight * torch.stack(squares).sum()
+        pulls = ((p - self.anchor[name].to(p.device)).square().sum() for name, p in params.items())
+        return 0.5 * self.weight * torch.stack([*pulls]).sum()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,10 +69,7 @@ class Linear:
 
 
 def affine(terms: Sequence[Term]) -> Iterator[tuple[float, float, Mapping[str, Tensor]]]:
-    """Yield (slope, scale, vector) for each term.
-
-    The term's gradient at w is slope · w + scale · vector.
-    """
+    """Yield (slope, scale, vector) of each term's gradient, slope · w + scale · vector at w."""
     for term in terms:
         if type(term) is Proximal:  # a subclass may be another function
             yield term.weight, -term.weight, term.anchor
@@ -171,11 +166,10 @@ def local_problem(
 def _model_for(
     factory: ModelFactory, params: Params, device: torch.device, dtype: torch.dtype | None
 ) -> SettableModel:
-    """Return the model that computes a problem's loss.
+    """Return the model that computes a problem's loss: the thread's shared model, or a new one.
 
-    All problems of a thread share one model if three conditions hold. All layers are known.
-    ``dtype`` is None. And ``params`` has all parameters, in their usual shapes: the shared model
-    would otherwise keep the missing ones from another problem.
+    Problems share a model of known layers if ``params`` has all parameters, in their usual shapes.
+    The shared model would otherwise keep the missing ones from another problem.
     """
     travelling = factory.facts.travelling
     whole = all(n in params and params[n].shape == shape for n, (shape, _) in travelling.items())
@@ -186,10 +180,7 @@ def _model_for(
 
 @lru_cache(maxsize=64)
 def _shared_model(factory: ModelFactory, device: torch.device, thread: int) -> SettableModel:
-    """Return one model for all problems of a thread.
-
-    Sharing saves time, because building a small model takes as long as one or two steps.
-    """
+    """Return one model for a thread: building a small model takes as long as one or two steps."""
     return _new_model(factory, device, None)
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Generator, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -26,15 +25,7 @@ Work = TypeVar("Work", bound=Job)
 
 
 def check_whole(params: Mapping[str, torch.Tensor], task: Task) -> None:
-    """Refuse ``params`` that lack a part of the model, or that are a `Training`.
-
-    Raises
-    ------
-    ValueError
-        Parameters are missing; the message names them and says where a client can get them. Or
-        ``params`` are a training task, because the method lacks the ``yield`` before
-        ``work.train(...)``.
-    """
+    """Refuse ``params`` that lack a part of the model, or that are a `Training`."""
     check_yielded(params)
     if not params.keys() >= task.shapes.keys():
         missing = sorted(task.shapes.keys() - params.keys())
@@ -47,14 +38,7 @@ def check_whole(params: Mapping[str, torch.Tensor], task: Task) -> None:
 
 
 def check_yielded(model: object) -> None:
-    """Refuse a training task that was passed where a trained model is expected.
-
-    Raises
-    ------
-    ValueError
-        ``model`` is a `Training`, because the method lacks the ``yield`` before
-        ``work.train(...)``.
-    """
+    """Refuse a training task in place of a trained model: the method lacks a ``yield``."""
     if isinstance(model, Training):
         raise InvalidValue.tellable(
             "got a training task instead of a trained model: write model = yield work.train(...)"
@@ -162,16 +146,16 @@ def side_by_side(
         for members in alike.values():
             group = [waiting.pop(index) for index in members]
             first = group[0][1]
-            solve = partial(
-                first.solve, first.task, trained=first.trained, memory_limit=memory_limit
-            )
-            jobs = [training.job for _, training, _ in group]
-            for (number,), model in attempt_groups(partial(_solve_numbered, solve), jobs):
+
+            def solve(
+                jobs: Sequence[Job], first: Training = first
+            ) -> Iterator[tuple[list[int], Any]]:
+                options = {"trained": first.trained, "memory_limit": memory_limit}
+                results = first.solve(first.task, jobs, **options)
+                return (([number], result) for number, result in enumerate(results))
+
+            for (number,), model in attempt_groups(
+                solve, [training.job for _, training, _ in group]
+            ):
                 advance(members[number], group[number][0], model)
     return [results[index] for index in sorted(results)]
-
-
-def _solve_numbered(
-    solve: Callable[[Sequence[Job]], Iterable[R]], jobs: Sequence[Job]
-) -> Iterator[tuple[list[int], R]]:
-    return (([number], result) for number, result in enumerate(solve(jobs)))

@@ -137,7 +137,10 @@ class Task:
                 f"trainable={self.trainable!r}: expected several names, for example "
                 f"({self.trainable!r},)"
             )
-        object.__setattr__(self, "loss", _hashable(self.loss))  # a key of caches
+        try:
+            hash(self.loss)
+        except TypeError:  # caches need a hash
+            object.__setattr__(self, "loss", partial(self.loss))
         trainable = None if self.trainable is None else tuple(self.trainable)
         object.__setattr__(self, "trainable", trainable)
         object.__setattr__(self, "model", factory_of(self.model, trainable))
@@ -179,12 +182,9 @@ class Task:
 
     @property
     def fingerprint(self) -> str:
-        """Digest of the frozen parts; empty if nothing is frozen.
+        """Digest of the frozen parts of model and data, which the server compares between nodes.
 
-        The server compares the nodes' fingerprints to check that all have the same frozen parts.
-
-        If ``data`` has a fingerprint, as `Features` has for its frozen front, that fingerprint is
-        appended to the model's.
+        It is empty if nothing is frozen. `Features` has a fingerprint of its frozen front.
         """
         parts = (self.factory.fingerprint, getattr(self.data, "fingerprint", ""))
         return "-".join(part for part in parts if part)
@@ -194,15 +194,6 @@ class Task:
         """The factory that builds the models, and that knows which of their tensors are frozen."""
         assert isinstance(self.model, ModelFactory)
         return self.model
-
-
-def _hashable(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the function itself. If it is an object without a hash, wrap it in one with a hash."""
-    try:
-        hash(function)
-    except TypeError:
-        return partial(function)
-    return function
 
 
 @dataclass(frozen=True)

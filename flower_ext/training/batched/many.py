@@ -1,9 +1,7 @@
-"""Train many jobs, several at a time where that is faster.
+"""Train many jobs, in groups where that is faster.
 
 Each job gets the result that `train` gives, up to the order of floating-point sums. `choice`
-decides which jobs train together, and in which form. `train_groups` yields the models of a whole
-batch at a time, `train_each` yields single models, and `attempt_groups` finds the jobs that raise
-errors.
+decides which jobs train together, and in which form.
 """
 
 from __future__ import annotations
@@ -91,7 +89,7 @@ def train_each(
     Parameters
     ----------
     memory_limit : int
-        Most bytes for parameters, gradients, examples and activations of one batch, by an estimate.
+        Most bytes for parameters, gradients, examples and activations of a group, by an estimate.
     batch_invariant : bool
         As for `train_groups`.
 
@@ -133,12 +131,12 @@ def train_groups(
     memory_limit: int = MEMORY_LIMIT,
     batch_invariant: bool = False,
 ) -> Iterator[tuple[list[int], Params]]:
-    """Train as `train_each` does, but yield the models of a whole batch at a time.
+    """Train as `train_each` does, but yield the models of a whole group at a time.
 
-    Each batch is a pair: the indices of its jobs, and their parameters by name. Row k of each
+    Each group is a pair: the indices of its jobs, and their parameters by name. Row k of each
     tensor belongs to the k-th of these indices. The caller may change the tensors. Parameters and
-    buffers that no job of a batch trains may be absent. A caller that needs only sums over models
-    never holds more than one batch.
+    buffers that no job of a group trains may be absent. A caller that needs only sums over models
+    never holds more than one group.
 
     Parameters
     ----------
@@ -166,15 +164,8 @@ def trains_one_by_one(task: Task, example: Examples, training: LocalTraining) ->
     Only shapes and types of ``example`` matter. The answer may differ for other mini-batch sizes.
     """
     rows = min(training.batch_size, _TYPICAL_ROWS)
-    features, targets = (
-        trees.mapped(lambda leaf: leaf.new_zeros((rows, *leaf.shape[1:])), part)
-        for part in (example.features, example.targets)
-    )
-    job = Job(
-        params=task.initial_params(0),
-        examples=Examples(features, targets),
-        training=training,
-        generator=torch.Generator(),
-    )
+    examples = Examples(*trees.zeros((example.features, example.targets), rows))
+    params, generator = task.initial_params(0), torch.Generator()
+    job = Job(params=params, examples=examples, training=training, generator=generator)
     ((_, form),) = assigned(task, [job], MEMORY_LIMIT, batch_invariant=True)
     return form is None

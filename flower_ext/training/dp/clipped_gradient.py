@@ -1,4 +1,4 @@
-"""The sum of clipped gradients of single examples, in the fastest way that `ways` finds."""
+"""The sum of clipped gradients of single examples, in the fastest way that `passes` finds."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from torch.nn import functional
 from flower_ext.data import trees
 from flower_ext.data.trees import Tree
 from flower_ext.errors import InvalidValue
+from flower_ext.training.dp.passes import TOGETHER, GradientMethod, Passes
 from flower_ext.training.dp.per_example import Parts
-from flower_ext.training.dp.ways import TOGETHER, GradientMethod, Passes
 from flower_ext.training.index_limits import usable_rows
 from flower_ext.training.isolation import attempted, seeded
 from flower_ext.training.params import Params
@@ -110,13 +110,10 @@ class ClippedGradient:
             summed[name] += part.total(factors).view_as(summed[name])
 
     def _gradients(self, way: GradientMethod, x: Tree, y: Tree) -> tuple[Parts, Tensor]:
-        """Return the gradients from one pass, and booleans: True for an example with a gradient.
-
-        An example has none if its loss raises an error. If this is so for all examples, the
-        gradients are an empty mapping.
-        """
+        """Return gradients of one pass, or none, and booleans: False if a loss raises an error."""
         count, device = trees.length(x), trees.first(x).device
-        seed, valid = _seed(), torch.ones(count, dtype=torch.bool, device=device)
+        seed = int(torch.randint(2**62, (1,)))
+        valid = torch.ones(count, dtype=torch.bool, device=device)
         if device.type != "cpu" and not (usable := usable_rows(self.task, x, y)).all():
             valid = usable.to(device)
             x, y = _with_stand_ins(x, y, valid)
@@ -164,14 +161,10 @@ class ClippedGradient:
 
 
 def _with_stand_ins(x: Tree, y: Tree, valid: Tensor) -> tuple[Tree, Tree]:
-    """Replace every example that is not ``valid`` by the first valid example.
+    """Replace every example that is not ``valid`` by the first valid one; the others stay in place.
 
-    Every valid example keeps its place. Dropout therefore draws the same numbers for it.
+    Dropout therefore draws the same numbers for them.
     """
     rows = torch.arange(len(valid), device=valid.device)
     stood_in: tuple[Tree, Tree] = trees.rows((x, y), rows.where(valid, valid.int().argmax()))
     return stood_in
-
-
-def _seed() -> int:
-    return int(torch.randint(2**62, (1,)))

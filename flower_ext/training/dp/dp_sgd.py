@@ -113,12 +113,6 @@ def noised_step(
     Each pass over the examples divides them into mini-batches, in an order that depends on no
     record, and all steps divide by the same B. A record therefore moves a step that uses it by at
     most 2ηG/B. Each step adds noise z from N(0, stddev² I).
-
-    Raises
-    ------
-    ValueError
-        An example has no gradient of its own (see `ClippedGradient`), or the settings are not
-        those of plain SGD.
     """
     training, noise = job.training, job.noise
     assert noise is not None
@@ -155,11 +149,9 @@ def _step(
     seed: int,
     terms: Sequence[Term] = (),
 ) -> Callable[[Tree, Tree], None]:
-    """Return a function that moves ``weights`` by one step on a mini-batch.
+    """Return the step w ← w − η ((Σ clipped gradients + noise)/divisor + ∇terms) on a mini-batch.
 
-    The step is w ← w − η ((Σ clipped gradients + noise)/divisor + ∇terms), where η is the learning
-    rate. ``seed`` seeds the model's own random draws, such as dropout, in the first step. The
-    second step uses ``seed + 1``, and so on.
+    η is the learning rate. Step k (from 0) seeds the model's own random draws by ``seed + k``.
     """
     clipped_gradient = ClippedGradient(
         task, list(weights), clipping_norm=clipping_norm, batch_size=batch_size

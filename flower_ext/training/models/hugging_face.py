@@ -12,13 +12,7 @@ from flower_ext.errors import InvalidValue
 
 
 def libraries(setting: str) -> tuple[Any, Any]:
-    """Return the modules ``peft`` and ``transformers``.
-
-    Raises
-    ------
-    InvalidValue
-        A module is not installed; the message begins with ``setting``, which needs it.
-    """
+    """Return the modules ``peft`` and ``transformers``; ``setting`` names what needs them."""
     try:
         import peft
         import transformers
@@ -116,7 +110,11 @@ def with_lora(
 
 def _refuse_unknown(model: nn.Module, names: str | list[str]) -> None:
     """Refuse a name that no linear layer has. PEFT ignores such a name if another name matches."""
-    layers = [name for name, module in model.named_modules() if _is_linear(module)]
+    layers = [
+        name
+        for name, layer in model.named_modules()
+        if isinstance(layer, nn.Linear) or type(layer).__name__ == "Conv1D"
+    ]
     leaves = {name.rpartition(".")[2] for name in layers}
     for target in [] if names == "all-linear" else names or [""]:
         if not any(f".{name}".endswith(f".{target}") for name in layers):
@@ -125,10 +123,6 @@ def _refuse_unknown(model: nn.Module, names: str | list[str]) -> None:
                 f"{type(model).__name__}; expected all-linear, or some of "
                 f"{', '.join(sorted(leaves))}"
             )
-
-
-def _is_linear(layer: nn.Module) -> bool:
-    return isinstance(layer, nn.Linear) or type(layer).__name__ == "Conv1D"
 
 
 def _refuse_tied(model: nn.Module, names: str | list[str]) -> None:

@@ -1,10 +1,7 @@
 """Trials of batch invariance: an example's gradient must not depend on the rest of its batch.
 
 A model that mixes examples, as batch normalisation does, lets one record change the gradients of
-others. Clipping each gradient does not bound such a change. The trials compare the gradients from a
-pass over many examples with each example's own gradient, up to rounding. They also compare an
-example's gradients from different batches, bit by bit. They use random and unusual examples, which
-have only the shapes and types of real ones.
+others. Clipping each gradient does not bound such a change.
 """
 
 from __future__ import annotations
@@ -57,18 +54,10 @@ Follow = Callable[[Tree, Tree, ExampleLoss], Mapping[str, ExampleGradients]]
 
 
 class BatchInvarianceTrial:
-    """Trials of one model, with random weights, on random examples.
+    """Trials of one model on random examples; ``names`` are the trained parameters.
 
-    Weights must be random, because under a head that begins at zero the gradients of all other
-    layers are zero.
-
-    Parameters
-    ----------
-    model : nn.Module
-    params : Params
-        Parameters by name. Trials set them to random numbers, and restore them at the end.
-    names : list of str
-        The trained parameters.
+    The trials set ``params`` to random numbers, and restore them at the end: under a head that
+    begins at zero, the gradients of all other layers are zero.
     """
 
     def __init__(self, model: nn.Module, params: Params, names: list[str]) -> None:
@@ -79,13 +68,8 @@ class BatchInvarianceTrial:
     ) -> str | None:
         """Return why an example has another gradient in a pass over ``count`` examples than alone.
 
-        The result is None if both gradients are equal, up to rounding. The trial compares only
-        three of the examples.
-
-        Raises
-        ------
-        Exception
-            The model or the loss raises an error for an example.
+        The trial compares three of the examples, up to rounding. An error of the model or the loss
+        is raised again.
         """
         with self._random_weights() as generator:
             x, directions = self._examples(features, count, generator)
@@ -137,8 +121,8 @@ class BatchInvarianceTrial:
     ) -> str | None:
         """Return why examples with integers above 1 have other gradients together than alone.
 
-        The result is None if no gradients differ. Examples for which the model raises an error do
-        not count: the model may look up an integer in a table that is too short.
+        Examples for which the model raises an error do not count: the model may look up an integer
+        in a table that is too short.
         """
         for examples, extremes in integer_examples(x, self.model, generator):
             # On an accelerator such a look-up would end the process, so check first whether the
@@ -156,10 +140,7 @@ class BatchInvarianceTrial:
         return None
 
     def _takes(self, x: Tree) -> bool:
-        """Return True if the model raises no error for each example alone, and for all together.
-
-        The outputs for each example alone must also be finite.
-        """
+        """Return True if examples alone have finite outputs, and all together raise no error."""
         model = self.model if trees.first(x).is_cpu else copy.deepcopy(self.model).cpu()
         x = trees.mapped(lambda leaf: leaf.cpu().clone(), x)
         try:
@@ -184,9 +165,7 @@ class BatchInvarianceTrial:
     def _random_weights(self) -> Iterator[torch.Generator]:
         generator = torch.Generator().manual_seed(0)
         weights = {n: w for n, w in self.model.named_parameters() if n in self.params}
-        touched = weights | dict(
-            self.model.named_buffers()
-        )  # a trial's passes may write into buffers
+        touched = weights | dict(self.model.named_buffers())  # passes may write into buffers
         before = clone(touched)
         for name, weight in shaken(weights, generator).items():
             weights[name].copy_(weight)
@@ -202,7 +181,7 @@ def _pass_apart(examples: Tree, extremes: Sequence[Tree], directions: Tree, foll
     """Return True if examples in a batch have the same gradients as alone, up to rounding.
 
     ``extremes`` are variants of the batch with another first example. In each of them, all bits of
-    the other examples' gradients must be the same as before. ``follow`` computes the gradients.
+    the other examples' gradients must be the same as before.
     """
     together = _followed(follow, examples, directions, _along)
     rows = torch.arange(TRIED, device=trees.first(examples).device)
@@ -233,10 +212,7 @@ def _rows(gradients: Mapping[str, ExampleGradients], rows: Tensor, count: int) -
 def _random_directions(
     outputs: Any, rows: int, count: int, generator: torch.Generator
 ) -> dict[str, Tensor]:
-    """Return ``count`` random directions for each output tensor, by the tensor's name.
-
-    A tensor that does not have ``rows`` rows, one for each example, is left out.
-    """
+    """Return ``count`` random directions for each output tensor with one row per example."""
     return {
         name: torch.randn(count, *leaf.shape[1:], generator=generator).to(leaf.device)
         for name, leaf in trees.named("", outputs)
@@ -245,19 +221,13 @@ def _random_directions(
 
 
 def _along(outputs: Any, directions: Mapping[str, Tensor]) -> Tensor:
-    """Return the sum of the products of outputs and ``directions``.
-
-    Trials use it as a loss that depends on every output.
-    """
+    """Return the sum of outputs · ``directions``, a loss that depends on every output."""
     leaves = dict(trees.named("", outputs))
     return torch.stack([(leaves[n] * along).sum() for n, along in directions.items()]).sum()
 
 
 def _numbers(gradients: Mapping[str, ExampleGradients]) -> list[Tensor]:
-    """Return all tensors that determine the gradients, and the squared norms.
-
-    Each tensor has one row per example.
-    """
+    """Return all tensors that determine the gradients, and the squared norms, row by row."""
     return [tensor for part in gradients.values() for tensor in (*part.factors, part.squares())]
 
 
@@ -269,10 +239,9 @@ def _equal(ours: Sequence[Tensor], theirs: Sequence[Tensor], rows: slice = slice
 def _agree(gradients: Params, expected: Params, *, may_vanish: bool) -> bool:
     """Return True if the gradients equal the expected ones, up to rounding.
 
-    Both have one row per example. Without ``may_vanish``, the function returns False if all rows of
-    a parameter are zero. The gradient of a bias may consist of rounding errors alone, as under
-    softmax. A bias may therefore differ by rounding errors of the size that is usual for the weight
-    of the same layer.
+    Without ``may_vanish``, all-zero rows of a parameter are refused. The gradient of a bias may
+    consist of rounding errors alone, as under softmax. It may therefore differ by rounding errors
+    of the size that is usual for the weight of the same layer.
     """
     if any(part.any() for name, part in expected.items() if name not in gradients):
         return False

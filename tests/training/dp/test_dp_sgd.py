@@ -175,7 +175,7 @@ def test_gradients_are_written_down_only_where_that_takes_less(which, monkeypatc
     params = task.initial_params(1)
     gradient = ClippedGradient(task, list(params), clipping_norm=1.0)
     gradient(params, data.features, data.targets)
-    parts = gradient.passes.one_pass(data.features, data.targets, task.loss)
+    parts = gradient.passes.in_one_pass(data.features, data.targets, task.loss)
     kind, least = FORMS[which]
     weights = [p for n, p in parts.items() if n.endswith("weight")]
     assert sum(type(p) is kind for p in weights) >= least

@@ -5,7 +5,7 @@ import torch
 
 from flower_ext.data import Examples
 from flower_ext.training import ClippedGradient, Task
-from flower_ext.training.dp.ways import GradientMethod
+from flower_ext.training.dp.passes import GradientMethod
 from flower_ext.training.models.hugging_face import with_lora
 from flower_ext.training.models.language import IGNORED, LanguageModel, next_token_loss
 from tests.support.grids import grid

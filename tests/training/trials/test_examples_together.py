@@ -179,7 +179,7 @@ def test_a_pass_in_which_an_odd_example_moves_a_bit_of_the_others_is_not_steady(
         if odd is not None:
             is_odd = x.isnan() if math.isnan(odd) else x == odd
             x = x * (1.0 + 1e-3 * is_odd.any())
-        return passes.one_pass(x, y, by)
+        return passes.in_one_pass(x, y, by)
 
     examples = torch.zeros(1, 4), torch.zeros(1).long()
     trial = BatchInvarianceTrial(passes.model, passes.params, passes.names)
