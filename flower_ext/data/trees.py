@@ -44,6 +44,11 @@ def named(name: str, tree: Tree) -> Iterator[tuple[str, Any]]:
         yield from named(f"{name}[{key!r}]", part)
 
 
+def leaves(tree: Tree) -> Iterator[Any]:
+    """Yield each leaf."""
+    return (leaf for _, leaf in named("", tree))
+
+
 def first(tree: Tree) -> Tensor:
     """Return the first leaf. All leaves have its length and its device."""
     while not isinstance(tree, Tensor):

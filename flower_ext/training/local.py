@@ -60,16 +60,20 @@ def train(task: Task, job: Job, *, trained: Callable[[str], bool] = lambda name:
     if len(job.examples) == 0:
         raise InvalidValue("cannot train on a client without examples: leave the client out")
     with seeded_by(job.generator, task.torch_device()):
-        if job.training.tolerance and job.noise is None:
-            return _exact_minimiser(task, job, trained)
-        problem = local_problem(task, job.params, trained=trained, terms=job.objective)
-        weights = clone(problem.start)
-        if job.noise is None:
-            step = sgd_step(problem, weights, job.training)
+        tolerance = 0.0 if job.noise else job.training.tolerance
+        dtype = torch.float64 if tolerance else None
+        problem = local_problem(task, job.params, trained=trained, terms=job.objective, dtype=dtype)
+        if tolerance:
+            data = on_device(task, job.examples)
+            weights = newton(problem.loss_at, problem.start, data, tolerance=tolerance)
         else:
-            step = noised_step(task, job, problem, weights)
-        for x, y in job_batches(task, job):
-            step(x, y)
+            weights = clone(problem.start)
+            if job.noise is None:
+                step = sgd_step(problem, weights, job.training)
+            else:
+                step = noised_step(task, job, problem, weights)
+            for x, y in job_batches(task, job):
+                step(x, y)
     return problem.whole(weights, like=job.params)
 
 
@@ -80,7 +84,10 @@ def sgd_step(problem: LocalProblem, weights: Params, training: LocalTraining) ->
     """
     tensors = [*weights.values()]
     velocity = [torch.zeros_like(w) for w in tensors if training.momentum > 0]
-    optimizer = _other_optimizer(training, weights)
+    optimizer = None
+    if training.optimizer != SGD:
+        decay = {"weight_decay": training.weight_decay} if training.weight_decay else {}
+        optimizer = OPTIMIZERS[training.optimizer](tensors, lr=training.learning_rate, **decay)
 
     def step(x: Tree, y: Tree) -> None:
         slopes = gradient(problem.loss_at, weights, x, y)
@@ -109,27 +116,6 @@ def perturbation(gradient: Sequence[Tensor], radius: float) -> list[Tensor]:
     norm = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(g) for g in gradient]))
     scale = torch.where(norm > 0, radius / norm, 0.0)  # a flat point has no ascent direction
     return [scale * g for g in gradient]
-
-
-def _other_optimizer(
-    training: LocalTraining, weights: Mapping[str, Tensor]
-) -> torch.optim.Optimizer | None:
-    if training.optimizer == SGD:
-        return None
-    options: dict[str, float] = {"lr": training.learning_rate}
-    if training.weight_decay:
-        options["weight_decay"] = training.weight_decay
-    return OPTIMIZERS[training.optimizer]([*weights.values()], **options)
-
-
-def _exact_minimiser(task: Task, job: Job, trained: Callable[[str], bool]) -> Params:
-    """Return the whole model at the objective's minimum, found in float64 up to ``tolerance``."""
-    problem = local_problem(
-        task, job.params, trained=trained, terms=job.objective, dtype=torch.float64
-    )
-    data = on_device(task, job.examples)
-    minimum = newton(problem.loss_at, problem.start, data, tolerance=job.training.tolerance)
-    return problem.whole(minimum, like=job.params)
 
 
 class NotConverged(ArithmeticError):

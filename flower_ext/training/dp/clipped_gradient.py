@@ -15,10 +15,10 @@ from flower_ext.data import trees
 from flower_ext.data.trees import Tree
 from flower_ext.errors import InvalidValue
 from flower_ext.training.dp.passes import TOGETHER, GradientMethod, Passes
-from flower_ext.training.dp.per_example import Parts
 from flower_ext.training.index_limits import usable_rows
 from flower_ext.training.isolation import attempted, seeded
 from flower_ext.training.params import Params
+from flower_ext.training.per_example import Parts
 from flower_ext.training.task import Task
 
 log = getLogger("flwr")

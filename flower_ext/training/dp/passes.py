@@ -30,16 +30,16 @@ from flower_ext.data import trees
 from flower_ext.data.trees import Tree
 from flower_ext.errors import InvalidValue
 from flower_ext.training.dp.control_flow import watched
-from flower_ext.training.dp.per_example import GradientRows, Parts, gradients, is_known
-from flower_ext.training.example_gradient import (
+from flower_ext.training.models.calls import call_model, call_with
+from flower_ext.training.params import Params, clone
+from flower_ext.training.per_example import GradientRows, Parts, gradients, is_known
+from flower_ext.training.problem import (
     ExampleLoss,
     gradient_alone,
     has_rows,
     loss_alone,
     model_of_single_examples,
 )
-from flower_ext.training.models.calls import call_model, call_with
-from flower_ext.training.params import Params, clone
 from flower_ext.training.task import Task, TrainingKind, kind_of
 from flower_ext.training.trials.examples_in_turn import why_not_one_by_one
 from flower_ext.training.trials.examples_together import BatchInvarianceTrial
@@ -175,7 +175,7 @@ class Passes:
             Values of other examples decide which operations the model runs.
         """
         features = self._with_last(x)
-        with watched([leaf for _, leaf in trees.named("", features)], self.model) as watch:
+        with watched([*trees.leaves(features)], self.model) as watch:
             call_model(self.model, features)
         return watch.needs_last
 
@@ -232,21 +232,20 @@ def _tried(
     decide which operations the model runs (`watched`). They also exclude one pass, and then vmap,
     if bits of an example's gradient depend on the example's place or on other examples.
     """
-    if reason := why_not_one_by_one(kind.task, names, kind.features, kind.targets):
+    if reason := why_not_one_by_one(kind, names):
         raise InvalidValue.tellable(reason)
     passes = Passes(kind.task, [*names], batch_size)
-    trial = BatchInvarianceTrial(passes.model, passes.params, passes.names)
-    example = kind.features, kind.targets, kind.loss
+    trial = BatchInvarianceTrial(kind, passes.model, passes.params, passes.names)
     way, width = GradientMethod.IN_ONE_PASS, passes.width(GradientMethod.IN_ONE_PASS)
     if reason := (
         next((_UNKNOWN.format(n) for n, m in passes.layers.items() if not is_known(m)), None)
         or _why_not(passes.prepare, kind.features, width)
-        or _why_not(trial.why_gradients_differ, *example, passes.in_one_pass, width)
-        or _why_not(trial.why_bits_differ, *example, passes.in_one_pass, width)
+        or _why_not(trial.why_gradients_differ, passes.in_one_pass, width)
+        or _why_not(trial.why_bits_differ, passes.in_one_pass, width)
     ):
         log.info("DP-SGD does not compute single examples' gradients %s: %s", way, reason)
         way, width = GradientMethod.BY_VMAP, passes.width(GradientMethod.BY_VMAP)
-        if reason := _why_not(trial.why_bits_differ, *example, passes.by_vmap, width):
+        if reason := _why_not(trial.why_bits_differ, passes.by_vmap, width):
             log.info("DP-SGD does not compute single examples' gradients %s: %s", way, reason)
             way = GradientMethod.ONE_BY_ONE
     log.info("DP-SGD computes the gradients of single examples %s", way)

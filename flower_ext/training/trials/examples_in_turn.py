@@ -20,11 +20,11 @@ from torch import Tensor, nn
 from flower_ext.data import trees
 from flower_ext.data.trees import Tree
 from flower_ext.privacy.mechanisms.updates import is_finite
-from flower_ext.training.example_gradient import gradient_alone, has_rows, model_of_single_examples
 from flower_ext.training.isolation import attempted, deterministic_kernels, seeded
 from flower_ext.training.models.calls import UnlikeTypes, call_with
 from flower_ext.training.params import Params, clone, shaken
-from flower_ext.training.task import Task
+from flower_ext.training.problem import gradient_alone, has_rows, model_of_single_examples
+from flower_ext.training.task import Task, TrainingKind
 from flower_ext.training.trials.made_up_examples import (
     TRIED,
     deterministic,
@@ -55,9 +55,7 @@ _OF_LABELS = (
 _OVER_PAIRS = "expected a loss that one example alone can lower, not a loss over pairs of examples"
 
 
-def why_not_one_by_one(
-    task: Task, names: Sequence[str], features: Tree, targets: Tree
-) -> str | None:
+def why_not_one_by_one(kind: TrainingKind, names: Sequence[str]) -> str | None:
     """Return why a model or a loss cannot learn from one example at a time; None if it can.
 
     There are two possible reasons. First, the model or the loss remembers an example; the text then
@@ -69,11 +67,12 @@ def why_not_one_by_one(
     example had already made the same change. On an accelerator, integer features are zeros and
     ones; on a CPU the trial uses other integers too (see `unlike_examples`).
     """
-    usual = _usual_examples(features, targets)
-    for device in dict.fromkeys((task.torch_device(), torch.device("cpu"))):
-        on_device = replace(task, device=str(device))
+    usual = _usual_examples(kind.features, kind.targets)
+    for device in dict.fromkeys((kind.device, torch.device("cpu"))):
+        on_device = replace(kind, device=device).task
         model = _random_model(on_device, names)
-        unlike = unlike_examples(features, targets, model, integers=device.type == "cpu")
+        on_cpu = device.type == "cpu"
+        unlike = unlike_examples(kind.features, kind.targets, model, integers=on_cpu)
         examples = [*usual, *trees.each(unlike)]
         examples = [trees.to(example, device) for example in examples]
         order = range(len(examples))
@@ -83,7 +82,7 @@ def why_not_one_by_one(
             backwards = _passed(on_device, names, examples, reversed(order))
         if (place := _remembering_place(forwards, backwards)) is not None:
             return _KEEPS.format(place=place)
-        if device == task.torch_device():
+        if device == kind.device:
             gradients = [forwards.gradients[number] for number in range(len(usual))]
             outputs_of = partial(_outputs_of, model)
             name = type(model).__name__
@@ -201,7 +200,7 @@ def why_nothing_learned(
         return f"{reason}. loss, model={name}: {_OVER_PAIRS}"
     if None not in reasons:
         of_labels = isinstance(gradients[0], Exception) and not any(
-            leaf.is_floating_point() for _, leaf in trees.named("", examples[0][1])
+            leaf.is_floating_point() for leaf in trees.leaves(examples[0][1])
         )
         if of_labels and all(_takes(outputs_of, x) for x, _ in examples):
             return f"{reasons[0]}. loss, model={name}: {_OF_LABELS}"
@@ -232,7 +231,7 @@ def _outputs(outputs_of: Callable[[Tree], Tree], examples: Tree) -> Iterator[Ten
     """Call the model without dropout; yield its floating-point outputs with one row per example."""
     with torch.no_grad(), deterministic(), torch.random.fork_rng(devices=[]):
         outputs = outputs_of(trees.mapped(Tensor.clone, examples))
-    leaves = (leaf for _, leaf in trees.named("", outputs))
+    leaves = (leaf for leaf in trees.leaves(outputs))
     count = trees.length(examples)
     return (leaf for leaf in leaves if has_rows(leaf, count) and leaf.is_floating_point())
 
@@ -250,7 +249,7 @@ def _is_constant(outputs_of: Callable[[Tree], Tree], x: Tree) -> bool:
         return False
     # Equal outputs may be chance: random integers may be equal where the model looks, and an
     # activation may set all outputs to zero.
-    is_real = all(leaf.is_floating_point() for _, leaf in trees.named("", x))
+    is_real = all(leaf.is_floating_point() for leaf in trees.leaves(x))
     if is_real and any(rows.any() for rows in alone):
         return True
     return any(not torch.allclose(rows, others) for rows, others in pairs)

@@ -99,7 +99,7 @@ def integer_examples(
     The integers come from a range such as 0 … 255. Each variant comes with copies in which all
     integers of the first example are the smallest of the range, or the largest.
     """
-    for _, leaf in trees.named("", x):
+    for leaf in trees.leaves(x):
         for low, high in _ranges(leaf.dtype, model):
             # The first example consists of one end of the range, and the last example contains the
             # other end. Otherwise short examples might all have as many padding words, for example.
@@ -140,14 +140,14 @@ def _odd_examples(examples: Tree) -> Tree:
     odd = trees.zeros(examples, len(ODD))
     for row, value in enumerate(ODD):
         odd = with_odd_rows(odd, row, value)
-    if any(leaf.is_floating_point() for _, leaf in trees.named("", examples)):
+    if any(leaf.is_floating_point() for leaf in trees.leaves(examples)):
         return odd
     return trees.mapped(lambda leaf: leaf[-2:], odd)
 
 
 def _with_odd_integers(example: Tree, values: Sequence[int]) -> Iterator[Tree]:
     """Yield copies of an example. In each, one tensor of integers consists of one of ``values``."""
-    for _, leaf in trees.named("", example):
+    for leaf in trees.leaves(example):
         if leaf.dtype == torch.bool or leaf.is_floating_point() or leaf.is_complex():
             continue
         limits = torch.iinfo(leaf.dtype)

@@ -132,7 +132,7 @@ def _inner(name: str, key: Any) -> str:
 
 
 def _of_class(kind: type) -> Iterator[tuple[str, Any]]:
-    if not _in_library(kind.__module__):
+    if _package(kind.__module__) not in _LIBRARIES:
         for key, inner in [*vars(kind).items()]:
             if not (key.startswith("__") and key.endswith("__")):
                 yield f"{kind.__name__}.{key}", inner
@@ -140,7 +140,7 @@ def _of_class(kind: type) -> Iterator[tuple[str, Any]]:
 
 
 def _of_function(name: str, function: types.FunctionType) -> Iterator[tuple[str, Any]]:
-    if _in_library(function.__module__ or ""):
+    if _package(function.__module__) in _LIBRARIES:
         return
     code = function.__code__
     for variable, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
@@ -220,7 +220,3 @@ def _names(code: types.CodeType) -> tuple[str, ...]:
 
 def _package(module: str | None) -> str:
     return (module or "").partition(".")[0]
-
-
-def _in_library(module: str) -> bool:
-    return _package(module) in _LIBRARIES

@@ -21,10 +21,11 @@ from flower_ext.training import (
     StepNoise,
     Task,
     cox_loss,
+    per_example,
     train,
     train_dp_sgd,
 )
-from flower_ext.training.dp import dp_sgd, per_example
+from flower_ext.training.dp import dp_sgd
 from tests.support import worlds
 from tests.support.grids import grid
 from tests.support.jobs import problem

@@ -8,6 +8,7 @@ from torch import nn
 
 from flower_ext.training import ClippedGradient
 from flower_ext.training.isolation import seeded
+from flower_ext.training.task import kind_of
 from flower_ext.training.trials.examples_together import BatchInvarianceTrial
 from flower_ext.training.trials.made_up_examples import ODD
 from tests.support.jobs import problem
@@ -182,8 +183,9 @@ def test_a_pass_in_which_an_odd_example_moves_a_bit_of_the_others_is_not_steady(
         return passes.in_one_pass(x, y, by)
 
     examples = torch.zeros(1, 4), torch.zeros(1).long()
-    trial = BatchInvarianceTrial(passes.model, passes.params, passes.names)
-    assert bool(trial.why_bits_differ(*examples, task.loss, follow, 16)) == (odd is not None)
+    kind = kind_of(task, *examples, {})
+    trial = BatchInvarianceTrial(kind, passes.model, passes.params, passes.names)
+    assert bool(trial.why_bits_differ(follow, 16)) == (odd is not None)
 
 
 def test_trials_move_no_draw_of_the_first_training_in_a_process():
