@@ -43,13 +43,12 @@ class Examples:
     _count: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        if self.plain and self.features.shape and self.targets.shape:
-            count = self.features.shape[0]
-            # A short cut for plain tensors, in a third of the time of the checks below. It pays
-            # because a client makes its examples anew in every round.
-            if count == self.targets.shape[0]:
-                object.__setattr__(self, "_count", count)
-                return
+        # A short cut for plain tensors, in a third of the time of the checks below. It pays because
+        # a client makes its examples anew in every round.
+        plain = isinstance(self.features, Tensor) and isinstance(self.targets, Tensor)
+        if plain and self.features.shape and self.targets.shape[:1] == self.features.shape[:1]:
+            object.__setattr__(self, "_count", self.features.shape[0])
+            return
         leaves: list[tuple[str, Tensor]] = []
         for name in ("features", "targets"):
             tree = trees.checked(name, getattr(self, name))
@@ -68,11 +67,6 @@ class Examples:
 
     def __len__(self) -> int:
         return self._count
-
-    @property
-    def plain(self) -> bool:
-        """True if features and targets are one tensor each."""
-        return isinstance(self.features, Tensor) and isinstance(self.targets, Tensor)
 
     @property
     def row_type(self) -> tuple[Hashable, ...]:

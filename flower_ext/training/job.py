@@ -253,16 +253,6 @@ def batch_rows(
         left -= len(parts)
 
 
-def split_examples(
-    task: Task, examples: Examples, training: LocalTraining, generator: torch.Generator
-) -> list[Examples]:
-    """Return the shuffled mini-batches of a training, each as an `Examples`."""
-    fewest = fewest_rows(task.model, examples.features, training.batch_size)
-    batches = batch_rows(len(examples), training, generator, fewest=fewest)
-    parts = (examples.features, examples.targets)
-    return [Examples(*trees.rows(parts, rows)) for rows in [*batches]]
-
-
 def job_batches(task: Task, job: Job) -> Iterator[tuple[Tree, Tree]]:
     """Yield the shuffled mini-batches of a job, as features and targets, on the task's device."""
     device, size = task.torch_device(), job.training.batch_size

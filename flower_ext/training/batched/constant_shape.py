@@ -18,7 +18,7 @@ On an accelerator only deterministic kernels run (`deterministic_kernels`). Thes
 number of an array in the same way, so models with image layers may use this form there.
 
 The size of the stack and a model's place in it might still change the rounding, for example of
-matrix products. A trial tests this before a shape is used (`choice.stack_rounds_alike`).
+matrix products. A trial tests this before a shape is used (`many.stack_rounds_alike`).
 """
 
 from __future__ import annotations

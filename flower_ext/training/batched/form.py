@@ -2,7 +2,7 @@
 
 The forms of this package are in `stack` and `constant_shape`. A plug-in may offer another form,
 such as machine code: it registers a `FormFactory` as an entry point in the group `GROUP`. Only
-`choice` decides which form trains which jobs.
+`many` decides which form trains which jobs.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Form(Protocol):
     """A way to train jobs whose examples have one shape and type.
 
     A form may decline jobs. For a job that it accepts, it must return what `local.train` returns,
-    up to rounding. If a model has code that the package does not know, `choice` first compares the
+    up to rounding. If a model has code that the package does not know, `many` first compares the
     results of the form and of `local.train` on random jobs.
     """
 

@@ -17,7 +17,7 @@ module                 fault that its trials find            what the package th
                        rounding or in any bit.
 `trainings`            A training changes something that     The client refuses to train under a
                        a later training sees.                plan that promises privacy.
-`trainings`            A job that trains together with       `batched.choice` trains the jobs in
+`trainings`            A job that trains together with       `batched.many` trains the jobs in
                        others ends with another model than   another form.
                        alone, beyond rounding or in any bit.
 =====================  ====================================  ====================================
