@@ -99,7 +99,7 @@ TESTS = {
     "privacy/queries/secure_scores.py": ("privacy/queries/test_secure_scores.py",),
     "privacy/mechanisms/discrete_gaussian.py": ("privacy/mechanisms/test_discrete_gaussian.py",),
     "training/trials/trainings.py": ("training/trials/test_trainings.py",),
-    "training/dp/clipped_gradient.py": (
+    "training/dp/dp_sgd.py": (
         "training/trials/test_examples_in_turn.py",
         "training/trials/test_lone_examples.py",
         "training/dp/test_dp_sgd.py",

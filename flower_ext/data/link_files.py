@@ -43,10 +43,7 @@ def _write(path: Path, header: str, lines: Iterable[str]) -> None:
 
 
 def read_pseudonyms(path: Path) -> tuple[str, set[bytes]]:
-    """Return the fingerprint and the pseudonyms in a file of pseudonyms or of numbers.
-
-    Raises `InvalidValue` if the file is not such a file.
-    """
+    """Return the fingerprint and the pseudonyms in a file of pseudonyms or of numbers."""
     fingerprint, lines = _read(path)
     return fingerprint, {person for person, _ in lines}
 
@@ -54,8 +51,7 @@ def read_pseudonyms(path: Path) -> tuple[str, set[bytes]]:
 def read_numbers(path: Path, pseudonyms: Pseudonyms) -> Callable[[bytes], int]:
     """Return a function that looks up a pseudonym's number in a file of numbers.
 
-    The function raises `InvalidValue` for a person who is not in the file; `read_numbers` itself
-    does if the file is not such a file, or was made with another key or other columns.
+    It refuses a person who is not in the file, as `read_numbers` refuses the file of another key.
     """
     fingerprint, lines = _read(path)
     if fingerprint != pseudonyms.fingerprint:

@@ -10,6 +10,9 @@ pathological partition, some classes may go to more clients than others, or to n
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import numpy as np
 
 from flower_ext.checks import require_positive
@@ -34,21 +37,14 @@ def partition(
     ``classes_per_partition`` is for ``pathological``; ``alpha`` and ``min_size`` are for
     ``dirichlet``.
     """
-    match kind:
-        case "pathological":
-            return pathological(
-                targets,
-                num_partitions=num_partitions,
-                classes_per_partition=classes_per_partition,
-                rng=rng,
-            )
-        case "dirichlet":
-            return dirichlet(
-                targets, num_partitions=num_partitions, alpha=alpha, rng=rng, min_size=min_size
-            )
-        case "iid":
-            return iid(targets, num_partitions=num_partitions, rng=rng)
-    raise InvalidValue(f"partition={kind!r}: expected pathological, dirichlet or iid")
+    schemes: dict[str, Callable[..., list[np.ndarray]]] = {
+        "pathological": partial(pathological, classes_per_partition=classes_per_partition),
+        "dirichlet": partial(dirichlet, alpha=alpha, min_size=min_size),
+        "iid": iid,
+    }
+    if kind not in schemes:
+        raise InvalidValue(f"partition={kind!r}: expected pathological, dirichlet or iid")
+    return schemes[kind](targets, num_partitions=num_partitions, rng=rng)
 
 
 def pathological(

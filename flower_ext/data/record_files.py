@@ -56,10 +56,7 @@ class RecordFile:
         return [names.index(column) for column in columns]
 
     def rows(self) -> Iterator[Sequence[Any]]:
-        """Yield the rows: texts of a CSV file, values of a Parquet file.
-
-        Refuse a line with more or fewer fields than the first, and bytes that are not text.
-        """
+        """Yield the rows: texts of a CSV file, values of a Parquet file; refuse malformed lines."""
         if self.path.suffix == ".parquet":
             for batch in _open_parquet(self.path).iter_batches(batch_size=2**14):
                 yield from zip(*(column.to_pylist() for column in batch.columns), strict=True)

@@ -23,8 +23,7 @@ from flower_ext.training.batched.many import (
     train_groups,
     trains_one_by_one,
 )
-from flower_ext.training.dp.clipped_gradient import ClippedGradient
-from flower_ext.training.dp.dp_sgd import DpSgdTraining, train_dp_sgd
+from flower_ext.training.dp.dp_sgd import ClippedGradient, DpSgdTraining, train_dp_sgd
 from flower_ext.training.isolation import products_are_reproducible
 from flower_ext.training.job import Job, LocalTraining, StepNoise, job_batches
 from flower_ext.training.local import NotConverged, newton, sgd_step, train

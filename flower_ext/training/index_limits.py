@@ -110,13 +110,7 @@ def usable_rows(task: Task, features: Tree, targets: Tree) -> Tensor:
 
 
 def require_usable(task: Task, examples: Examples) -> None:
-    """Refuse examples with an integer that the task does not accept.
-
-    Raises
-    ------
-    IndexError
-        An example has such an integer. A model on a CPU raises the same type of error.
-    """
+    """Refuse integers that the task does not accept with an `IndexError`, as on a CPU."""
     usable = usable_rows(task, examples.features, examples.targets)
     if not usable.all():
         raise IndexError(

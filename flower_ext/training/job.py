@@ -186,11 +186,6 @@ def fewest_rows(build: Callable[[], nn.Module], features: Tree, batch_size: int)
 
     The result is 1, or 2 if the last mini-batch would have a single row and the model refuses a
     single row, as batch normalisation does in training.
-
-    Raises
-    ------
-    InvalidValue
-        ``batch_size`` is 1, and the model refuses a single row. The message may reach the server.
     """
     if batch_size > 1 and trees.length(features) % batch_size != 1:
         return 1

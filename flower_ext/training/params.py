@@ -97,12 +97,10 @@ def require_modules(
     names: Iterable[str],
     tied: Mapping[str, str] | None = None,
 ) -> None:
-    """Refuse ``patterns``, the value of ``option``, in two cases.
+    """Refuse ``patterns``, the value of ``option``, if one matches no parameter among ``names``.
 
-    The first case is a pattern that matches no parameter among ``names``. The second concerns a
-    parameter with several names, of which only one is matched. ``tied`` maps each other name to the
-    first one, for example ``{"head.weight": "embedding.weight"}``. The pattern ``"head"`` is then
-    refused unless ``"embedding"`` is given, too.
+    ``tied`` maps each further name of a parameter to its first one, for example
+    ``{"head.weight": "embedding.weight"}``. ``"head"`` is then refused without ``"embedding"``.
     """
     for name, first in (tied or {}).items():
         if matches(name, patterns) and not matches(first, patterns):

@@ -83,13 +83,7 @@ def _joined(outputs: Sequence[Any], sizes: Sequence[int]) -> Any:
 
 
 def score_each_alone(task: Task, outputs: Any, targets: Tree) -> dict[str, float]:
-    """Return the mean loss and the task's metrics. A score that raises an error is NaN.
-
-    Raises
-    ------
-    Exception
-        The loss and all metrics raise errors. The first of these errors is raised again.
-    """
+    """Return the mean loss and metrics. A score that fails is NaN; if all do, the first raises."""
 
     def value(metric: Callable[..., Any]) -> float:
         return float(metric(outputs, targets))

@@ -11,7 +11,7 @@ from flower_ext.auditing import Experiment, World, audit, projected
 from flower_ext.data import Examples, SiloData
 from flower_ext.privacy import AdversaryView
 from flower_ext.training import DpSgdTraining, Task
-from flower_ext.training.dp.clipped_gradient import ClippedGradient
+from flower_ext.training.dp.dp_sgd import ClippedGradient
 from flower_ext.training.dp.passes import Passes
 from flower_ext.training.trials.examples_together import BatchInvarianceTrial
 from tests.support import planted_faults as faults

@@ -59,7 +59,7 @@ _MOST_DENSE, _OF_EIGHT = 1024, 8
 _UNKNOWN = "flower_ext has no formula for the gradients of layer {!r}"
 
 
-class GradientMethod(StrEnum):
+class Way(StrEnum):
     """Ways to find the gradients of single examples, the fastest first."""
 
     IN_ONE_PASS = "in one pass"
@@ -68,7 +68,7 @@ class GradientMethod(StrEnum):
 
 
 class Passes:
-    """Passes of examples through one model of a task, in any `GradientMethod`.
+    """Passes of examples through one model of a task, in any `Way`.
 
     ``names`` are the trained parameters, and ``batch_size`` is the usual size of a batch. The
     constructor refuses a model with a layer that mixes examples.
@@ -85,22 +85,22 @@ class Passes:
         self.last: Tree | None = None
         """An extra last example in each pass, whose gradient is never returned (see `prepare`)."""
 
-    def gradients(self, way: GradientMethod, x: Tree, y: Tree) -> Parts:
+    def gradients(self, way: Way, x: Tree, y: Tree) -> Parts:
         """Run one pass over `width` examples; return the gradient of each."""
-        if way == GradientMethod.IN_ONE_PASS:
+        if way == Way.IN_ONE_PASS:
             return self.in_one_pass(x, y, self.task.loss)
-        if way == GradientMethod.BY_VMAP:
+        if way == Way.BY_VMAP:
             return self.by_vmap(x, y, self.task.loss)
         (pair,) = trees.each((x, y))
         alone = gradient_alone(self.model, self.params, self.names, self.task.loss, *pair)
         return {name: GradientRows(part.unsqueeze(0)) for name, part in alone.items()}
 
-    def width(self, way: GradientMethod) -> int:
+    def width(self, way: Way) -> int:
         """Return the number of examples of each pass, the same for every batch."""
-        if way == GradientMethod.ONE_BY_ONE:
+        if way == Way.ONE_BY_ONE:
             return 1
         on_cpu = self.task.torch_device().type == "cpu"
-        if way == GradientMethod.BY_VMAP or (on_cpu and not self._is_dense):
+        if way == Way.BY_VMAP or (on_cpu and not self._is_dense):
             # Each gradient is stored. Padding costs time, so two or three small passes are better
             # than a large one.
             half = math.ceil(min(self.batch_size, 2 * TOGETHER) / 2)
@@ -152,12 +152,7 @@ class Passes:
 
         Some models choose their operations by a test of feature values, such as "does any mask hide
         a word?". Such a test could mix examples. An extra example, the same in every pass, decides
-        the test in advance.
-
-        Raises
-        ------
-        ReadsValues
-            Values of the ``count`` examples still decide which operations the model runs.
+        the test in advance. If other values still decide it, the error is `ReadsValues`.
         """
         generator = torch.Generator().manual_seed(0)
         pair = random_examples(features, 2, generator)
@@ -167,13 +162,7 @@ class Passes:
                 self.last = None
 
     def reads_last(self, x: Tree) -> bool:
-        """Return True if values of the last example decide which operations the model runs.
-
-        Raises
-        ------
-        ReadsValues
-            Values of other examples decide which operations the model runs.
-        """
+        """Return True if values of the last example decide which operations the model runs."""
         features = self._with_last(x)
         with watched([*trees.leaves(features)], self.model) as watch:
             call_model(self.model, features)
@@ -210,7 +199,7 @@ class Passes:
         rows = vmap(grad(alone), in_dims=(None, 0, 0), randomness="different")(chosen, x, y)
         return {name: GradientRows(part) for name, part in rows.items()}
 
-    def fastest_way(self, features: Tree, targets: Tree) -> GradientMethod:
+    def fastest_way(self, features: Tree, targets: Tree) -> Way:
         """Return the fastest way that trials allow; refuse a model by `why_not_one_by_one`.
 
         The process remembers the trials' results.
@@ -224,7 +213,7 @@ class Passes:
 @lru_cache(maxsize=64)
 def _tried(
     kind: TrainingKind, names: tuple[str, ...], batch_size: float, threads: int
-) -> tuple[GradientMethod, Tree | None]:
+) -> tuple[Way, Tree | None]:
     """Return the fastest way that trials allow, and the extra last example (see `Passes.last`).
 
     Trials exclude the way "in one pass" in four cases. A layer gets rows that are not examples, but
@@ -236,7 +225,7 @@ def _tried(
         raise InvalidValue.tellable(reason)
     passes = Passes(kind.task, [*names], batch_size)
     trial = BatchInvarianceTrial(kind, passes.model, passes.params, passes.names)
-    way, width = GradientMethod.IN_ONE_PASS, passes.width(GradientMethod.IN_ONE_PASS)
+    way, width = Way.IN_ONE_PASS, passes.width(Way.IN_ONE_PASS)
     if reason := (
         next((_UNKNOWN.format(n) for n, m in passes.layers.items() if not is_known(m)), None)
         or _why_not(passes.prepare, kind.features, width)
@@ -244,10 +233,10 @@ def _tried(
         or _why_not(trial.why_bits_differ, passes.in_one_pass, width)
     ):
         log.info("DP-SGD does not compute single examples' gradients %s: %s", way, reason)
-        way, width = GradientMethod.BY_VMAP, passes.width(GradientMethod.BY_VMAP)
+        way, width = Way.BY_VMAP, passes.width(Way.BY_VMAP)
         if reason := _why_not(trial.why_bits_differ, passes.by_vmap, width):
             log.info("DP-SGD does not compute single examples' gradients %s: %s", way, reason)
-            way = GradientMethod.ONE_BY_ONE
+            way = Way.ONE_BY_ONE
     log.info("DP-SGD computes the gradients of single examples %s", way)
     return way, passes.last
 
@@ -274,8 +263,7 @@ def _summed(loss: ExampleLoss, outputs: Any, y: Tree, count: int) -> Tensor:
                 return next(left).unsqueeze(0)
             return None if isinstance(leaf, Tensor) else leaf
 
-        return loss(
-            trees.mapped(with_one_row, outputs), trees.mapped(lambda t: t.unsqueeze(0), target)
-        )
+        target = trees.mapped(lambda leaf: leaf.unsqueeze(0), target)
+        return loss(trees.mapped(with_one_row, outputs), target)
 
     return vmap(alone)(rows, y).sum()

@@ -284,13 +284,6 @@ def factory_of(
         return ModelFactory(function, trainable)
 
 
-@dataclass(frozen=True)
-class _Key:
-    identity: Hashable
-    trainable: tuple[str, ...] | None
-    function: Callable[[], nn.Module] = field(compare=False)
-
-
 def _identity(function: Callable[[], nn.Module]) -> Hashable:
     """Return a value that is the same for functions that `factory_of` treats as equal."""
     with suppress(TypeError):  # a part without a hash
@@ -303,6 +296,13 @@ def _identity(function: Callable[[], nn.Module]) -> Hashable:
             hash(function.__self__)
             return function.__func__, function.__self__
     return function
+
+
+@dataclass(frozen=True)
+class _Key:
+    identity: Hashable
+    trainable: tuple[str, ...] | None
+    function: Callable[[], nn.Module] = field(compare=False)
 
 
 @lru_cache(maxsize=128)

@@ -52,7 +52,6 @@ _OF_LABELS = (
     "for labels that begin at 0. If your labels begin at another number, as in cross_entropy("
     "outputs, targets - 1990), subtract it in the data set, not in the loss"
 )
-_OVER_PAIRS = "expected a loss that one example alone can lower, not a loss over pairs of examples"
 
 
 def why_not_one_by_one(kind: TrainingKind, names: Sequence[str]) -> str | None:
@@ -73,8 +72,7 @@ def why_not_one_by_one(kind: TrainingKind, names: Sequence[str]) -> str | None:
         model = _random_model(on_device, names)
         on_cpu = device.type == "cpu"
         unlike = unlike_examples(kind.features, kind.targets, model, integers=on_cpu)
-        examples = [*usual, *trees.each(unlike)]
-        examples = [trees.to(example, device) for example in examples]
+        examples = [trees.to(example, device) for example in (*usual, *trees.each(unlike))]
         order = range(len(examples))
         # Some kernels of accelerators round differently each time.
         with deterministic_kernels(device, strict=False):
@@ -129,10 +127,7 @@ def _usual_examples(features: Tree, targets: Tree) -> list[tuple[Tree, Tree]]:
 
 
 def _random_model(task: Task, names: Sequence[str]) -> nn.Module:
-    """Return a model whose trained weights are random.
-
-    A head that begins at zero would make all outputs equal.
-    """
+    """Return a model with random trained weights: a head of zeros would make outputs equal."""
     with seeded(0, devices=task.torch_device().type != "cpu"):
         model = model_of_single_examples(task, names)
     weights = {name: w for name, w in model.named_parameters() if name in names}
@@ -196,8 +191,10 @@ def why_nothing_learned(
             return str(gradient)
     reasons = [*map(_why_no_gradient, gradients)]
     if "" in reasons and None not in reasons:  # some examples have a gradient, of zero
-        reason = "each random example by itself has a gradient of zero"
-        return f"{reason}. loss, model={name}: {_OVER_PAIRS}"
+        return (
+            f"each random example by itself has a gradient of zero. loss, model={name}: expected a "
+            "loss that one example alone can lower, not a loss over pairs of examples"
+        )
     if None not in reasons:
         of_labels = isinstance(gradients[0], Exception) and not any(
             leaf.is_floating_point() for leaf in trees.leaves(examples[0][1])
@@ -205,10 +202,9 @@ def why_nothing_learned(
         if of_labels and all(_takes(outputs_of, x) for x, _ in examples):
             return f"{reasons[0]}. loss, model={name}: {_OF_LABELS}"
         return f"{reasons[0]}. model={name}: {_REMEDY}"
-    random = [x for x, _ in examples[:TRIED]]
-    if _is_constant(outputs_of, trees.mapped(lambda *rows: torch.stack(rows), *random)):
-        reason = "all random examples by themselves have equal outputs"
-        return f"{reason}. model={name}: {_REMEDY}"
+    random = trees.mapped(lambda *rows: torch.stack(rows), *(x for x, _ in examples[:TRIED]))
+    if _is_constant(outputs_of, random):
+        return f"all random examples by themselves have equal outputs. model={name}: {_REMEDY}"
     return None
 
 
@@ -231,9 +227,8 @@ def _outputs(outputs_of: Callable[[Tree], Tree], examples: Tree) -> Iterator[Ten
     """Call the model without dropout; yield its floating-point outputs with one row per example."""
     with torch.no_grad(), deterministic(), torch.random.fork_rng(devices=[]):
         outputs = outputs_of(trees.mapped(Tensor.clone, examples))
-    leaves = (leaf for leaf in trees.leaves(outputs))
-    count = trees.length(examples)
-    return (leaf for leaf in leaves if has_rows(leaf, count) and leaf.is_floating_point())
+    rows = (leaf for leaf in trees.leaves(outputs) if has_rows(leaf, trees.length(examples)))
+    return filter(Tensor.is_floating_point, rows)
 
 
 def _is_constant(outputs_of: Callable[[Tree], Tree], x: Tree) -> bool:

@@ -141,7 +141,11 @@ class BatchInvarianceTrial:
         pair = trees.mapped(lambda leaf: leaf[:2].clone(), x)
         with torch.no_grad():
             outputs = call_model(self.model, pair)
-        return x, _random_directions(outputs, 2, count, generator)
+        return x, {
+            name: torch.randn(count, *leaf.shape[1:], generator=generator).to(leaf.device)
+            for name, leaf in trees.named("", outputs)
+            if has_rows(leaf, 2) and leaf.is_floating_point()
+        }
 
     @contextmanager
     def _random_weights(self) -> Iterator[torch.Generator]:
@@ -189,17 +193,6 @@ def _rows(gradients: Parts, rows: Tensor, count: int) -> Params:
     """Return the gradients of some of ``count`` examples; ``rows`` are the examples' numbers."""
     one_hot = torch.eye(count, device=rows.device)[rows]
     return {n: torch.stack([part.total(one) for one in one_hot]) for n, part in gradients.items()}
-
-
-def _random_directions(
-    outputs: Any, rows: int, count: int, generator: torch.Generator
-) -> dict[str, Tensor]:
-    """Return ``count`` random directions for each output tensor with one row per example."""
-    return {
-        name: torch.randn(count, *leaf.shape[1:], generator=generator).to(leaf.device)
-        for name, leaf in trees.named("", outputs)
-        if has_rows(leaf, rows) and leaf.is_floating_point()
-    }
 
 
 def _along(outputs: Any, directions: Mapping[str, Tensor]) -> Tensor:

@@ -56,12 +56,8 @@ def why_state_is_shared(task: Task, examples: Examples, train: Train) -> str | N
     Both results must be equal.
 
     Only the shapes and types of the examples matter. The result depends on no data, so it may reach
-    the server. The process remembers it.
-
-    Raises
-    ------
-    Exception
-        Examples of this kind, such as quantised ones, cannot be made at random.
+    the server. The process remembers it. An error means that examples of this kind, such as
+    quantised ones, cannot be made at random.
     """
     kind = kind_of(task, examples.features, examples.targets, {})
     on_cpu = kind if kind.device.type == "cpu" else replace(kind, device=torch.device("cpu"))
