@@ -15,7 +15,7 @@ from flower_ext.training.params import Params
 from flower_ext.training.task import Task
 
 MEMORY_LIMIT = 2**30
-"""Bytes that one batch of trainings may take, unless the caller chooses another limit."""
+"""Bytes that one group of jobs may take, unless the caller chooses another limit."""
 GROUP = "flower_ext.forms"
 """Group of the entry points by which plug-ins offer a form."""
 

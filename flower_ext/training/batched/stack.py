@@ -33,7 +33,7 @@ from flower_ext.training.task import Task
 IGNORED = -100
 """Target value that cross_entropy leaves out of its mean."""
 _CACHE = 12 * 2**20
-"""Most bytes of parameters and activations of a batch on a CPU, so that they stay in its caches."""
+"""Most bytes of parameters and activations of a stack on a CPU, so that they stay in its caches."""
 _LEAST_TOGETHER = 8
 _TOGETHER_ELSEWHERE = 4096
 

@@ -88,14 +88,13 @@ def train_dp_sgd(
     """
     problem = local_problem(task, params)
     weights, data = clone(problem.start), examples.to(problem.device)
+    norm, size = training.clipping_norm, training.batch_size
     step = _step(
-        task,
+        ClippedGradient(task, [*weights], clipping_norm=norm, batch_size=size),
         problem,
         weights,
-        clipping_norm=training.clipping_norm,
-        batch_size=training.batch_size,
-        divisor=training.batch_size,
-        stddev=training.noise_multiplier * training.clipping_norm,
+        divisor=size,
+        stddev=training.noise_multiplier * norm,
         noise=noise,
         learning_rate=training.learning_rate,
         # An added record moves other records to places with other dropout masks, so the masks must
@@ -130,13 +129,11 @@ def noised_step(
     training.require_plain_sgd(
         "training", "each step is clipped and noised", besides=("proximal_weight",)
     )
-    size = min(training.batch_size, len(job.examples))
+    norm, size = noise.clipping_norm, min(training.batch_size, len(job.examples))
     return _step(
-        task,
+        ClippedGradient(task, [*weights], clipping_norm=norm, batch_size=training.batch_size),
         problem,
         weights,
-        clipping_norm=noise.clipping_norm,
-        batch_size=training.batch_size,
         divisor=size,
         stddev=noise.stddev * size / training.learning_rate,
         noise=noise.source,
@@ -147,12 +144,10 @@ def noised_step(
 
 
 def _step(
-    task: Task,
+    clipped_gradient: ClippedGradient,
     problem: LocalProblem,
     weights: Params,
     *,
-    clipping_norm: float,
-    batch_size: float,
     divisor: float,
     stddev: float,
     noise: NoiseSource,
@@ -164,9 +159,6 @@ def _step(
 
     η is the learning rate. Step k (from 0) seeds the model's own random draws by ``seed + k``.
     """
-    clipped_gradient = ClippedGradient(
-        task, list(weights), clipping_norm=clipping_norm, batch_size=batch_size
-    )
     seeds = count(seed)
 
     def added(point: Params) -> Tensor:
