@@ -123,7 +123,7 @@ def _parts(name: str, value: Any, values: Snapshot) -> Iterable[tuple[str, Any]]
         return [(name, value.get_state())]
     if isinstance(value, Mapping):
         values[name] = type(value), len(value)
-        return [(_inner(name, key), inner) for key, inner in value.items()]
+        return ((_inner(name, key), inner) for key, inner in [*value.items()])
     return _of_object(name, value)
 
 
