@@ -89,7 +89,6 @@ class LocalTraining(Checked):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-
         if self.tolerance and self.sam_radius:
             raise InvalidValue(f"tolerance={self.tolerance!r}: expected 0 with a sam_radius")
         if self.optimizer not in OPTIMIZERS:
@@ -106,10 +105,15 @@ class LocalTraining(Checked):
         """Refuse settings that plain SGD does not have, except those in ``besides``.
 
         The error names this training by ``phase``, and gives ``because`` as the reason.
+
+        Raises
+        ------
+        InvalidValue
+            Such a setting is in use.
         """
         for name in ("momentum", "sam_radius", "proximal_weight", "tolerance", "optimizer"):
             value = getattr(self, name)
-            if value and value != SGD and name not in besides:
+            if value not in (0, SGD) and name not in besides:
                 raise InvalidValue(f"{phase}.{name}={value!r}: leave it out, because {because}")
 
     def in_round(self, number: int) -> LocalTraining:
@@ -257,5 +261,4 @@ def job_batches(task: Task, job: Job) -> Iterator[tuple[Tree, Tree]]:
     for rows in batch_rows(len(data), job.training, job.generator, fewest=fewest):
         chosen = trees.rows((data.features, data.targets), rows.to(device))
         # Detach the tensors, so that the model's in-place operations stay out of later gradients.
-        x, y = trees.mapped(Tensor.detach, chosen)
-        yield x, y
+        yield trees.mapped(Tensor.detach, chosen)

@@ -54,8 +54,6 @@ Fewer than four would change the rounding, because libraries have other kernels 
 """
 _MOST_DENSE, _OF_EIGHT = 1024, 8
 """If no gradient is stored, at most 1,024 examples pass together, in a multiple of eight."""
-
-
 _UNKNOWN = "flower_ext has no formula for the gradients of layer {!r}"
 
 
