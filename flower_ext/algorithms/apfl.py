@@ -51,7 +51,7 @@ from flower_ext.training import (
     job_batches,
     local_problem,
 )
-from flower_ext.training.isolation import seeded_by
+from flower_ext.training.isolation import draws_seed, seeded
 from flower_ext.training.params import to_device
 
 WEIGHT = "mixture/α"
@@ -95,7 +95,7 @@ def local_update(work: ClientWork) -> Steps[LocalResult]:
 def descend_mixture(task: Task, job: LocalGlobalMixture, trained: Callable[[str], bool]) -> Params:
     """Train v_i and α_i of one client, and return both."""
     rate, alpha = job.training.learning_rate, float(job.params[WEIGHT])
-    with seeded_by(job.generator, task.torch_device()):
+    with seeded(draws_seed(job.generator), task.torch_device()):
         problem = local_problem(task, job.params, trained=trained)
         v, w = clone(problem.start), clone(to_device(job.shared, problem.device))
         for number, (x, y) in enumerate(job_batches(task, job)):

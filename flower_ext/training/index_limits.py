@@ -98,7 +98,7 @@ class IndexLimits:
             outputs = call_model(self.task.factory().eval(), features)
             return self.task.loss(outputs, targets)
 
-        with torch.no_grad(), seeded(0, devices=False):
+        with torch.no_grad(), seeded(0, torch.device("cpu")):
             takes = not isinstance(attempted(loss), Exception)
         self._tried[name, value] = takes
         return takes

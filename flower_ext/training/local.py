@@ -28,7 +28,7 @@ from flower_ext.data.trees import Tree
 from flower_ext.errors import InvalidValue
 from flower_ext.training.dp.dp_sgd import noised_step
 from flower_ext.training.index_limits import on_device
-from flower_ext.training.isolation import seeded_by
+from flower_ext.training.isolation import draws_seed, seeded
 from flower_ext.training.job import OPTIMIZERS, SGD, Job, LocalTraining, job_batches
 from flower_ext.training.params import Params, clone
 from flower_ext.training.problem import LocalProblem, gradient, local_problem
@@ -59,7 +59,7 @@ def train(task: Task, job: Job, *, trained: Callable[[str], bool] = lambda name:
     """
     if len(job.examples) == 0:
         raise InvalidValue("cannot train on a client without examples: leave the client out")
-    with seeded_by(job.generator, task.torch_device()):
+    with seeded(draws_seed(job.generator), task.torch_device()):
         tolerance = 0.0 if job.noise else job.training.tolerance
         dtype = torch.float64 if tolerance else None
         problem = local_problem(task, job.params, trained=trained, terms=job.objective, dtype=dtype)

@@ -189,7 +189,7 @@ def _new_model(
     factory: ModelFactory, device: torch.device, dtype: torch.dtype | None, thread: int
 ) -> SettableModel:
     # Seeded, so that random numbers drawn to build the model do not change later draws.
-    with seeded(0, devices=device.type != "cpu"):
+    with seeded(0, device):
         model = own_dropout(in_training(factory.on(device)))
     if dtype is not None and factory.facts.frozen:
         model = deepcopy(model).to(dtype)

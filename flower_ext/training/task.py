@@ -15,6 +15,7 @@ from torch.nn import functional
 from flower_ext.data import ClientData, trees
 from flower_ext.data.trees import Tree
 from flower_ext.errors import InvalidValue
+from flower_ext.training.isolation import default_device
 from flower_ext.training.models.factory import ModelFactory, factory_of
 from flower_ext.training.params import Params, Sizes, sizes
 
@@ -169,9 +170,7 @@ class Task:
 
     def torch_device(self) -> torch.device:
         """Return the device on which this process trains."""
-        if self.device == "auto":
-            return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        return torch.device(self.device)
+        return default_device() if self.device == "auto" else torch.device(self.device)
 
     def initial_params(self, seed: int) -> Params:
         """Return parameters and buffers of a fresh model, the same everywhere for the same seed.

@@ -334,16 +334,16 @@ def test_no_examples_are_no_mini_batches():
 
 
 def with_an_error() -> None:
-    with seeded(7, devices=False):
+    with seeded(7, torch.device("cpu")):
         torch.rand(1)
         raise ZeroDivisionError
 
 
 def test_random_numbers_go_on_as_if_nothing_had_been_seeded_in_between_even_by_an_error():
-    with seeded(1, devices=False):
+    with seeded(1, torch.device("cpu")):
         torch.rand(3)
         first = torch.rand(2)
-    with seeded(1, devices=False):
+    with seeded(1, torch.device("cpu")):
         torch.rand(3)
         with pytest.raises(ZeroDivisionError):
             with_an_error()

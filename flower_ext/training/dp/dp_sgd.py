@@ -165,7 +165,7 @@ def _step(
         return torch.stack([term(point) for term in terms]).sum()
 
     def step(x: Tree, y: Tree) -> None:
-        with seeded(next(seeds), devices=problem.device.type != "cpu"):
+        with seeded(next(seeds), problem.device):
             summed = clipped_gradient({**problem.rest, **weights}, x, y)
         pulls = gradient(added, weights) if terms else {}
         for name, noised in noise.add_gaussian(summed, stddev).items():
@@ -219,7 +219,7 @@ class ClippedGradient:
         self.way: Way | None = None
         """The way to find gradients, which the first call chooses."""
         self._logged: set[int] = set()
-        self._on_accelerator = task.torch_device().type != "cpu"
+        self._device = task.torch_device()
 
     def __call__(self, params: Mapping[str, Tensor], features: Tree, targets: Tree) -> Params:
         """Return the sum of the examples' clipped gradients at ``params``, which are a whole model.
@@ -231,7 +231,7 @@ class ClippedGradient:
             parameter.copy_(params[name])
         # Only the first training of a process runs trials. Seed the generators, so that the trials'
         # draws do not change the draws of this training.
-        with seeded(0, devices=self._on_accelerator):
+        with seeded(0, self._device):
             way = self.way = self.way or self.passes.fastest_way(features, targets)
         if trees.length(features) == 0:
             return summed
@@ -293,7 +293,7 @@ class ClippedGradient:
             return torch.cat([leaf, leaf[:1].expand(more, *leaf.shape[1:])])
 
         # Random draws, such as dropout, depend only on the seed and on an example's place.
-        with seeded(seed, devices=self._on_accelerator):
+        with seeded(seed, self._device):
             parts = attempted(self.passes.gradients, way, *trees.mapped(widened, (x, y)))
         if isinstance(parts, Exception):
             log.debug("a pass of examples raises an error", exc_info=parts)

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from flower_ext.errors import InvalidValue
-from flower_ext.training.isolation import seeded
+from flower_ext.training.isolation import default_device, seeded
 from flower_ext.training.params import Params, clone, matches, require_modules, shaken
 
 _PARTS = "train real and imaginary parts as two parameters"
@@ -104,7 +104,7 @@ class ModelFactory:
         return clone(self._last[1])
 
     def _initial(self, seed: int) -> Params:
-        with seeded(seed, devices=torch.cuda.is_available()):
+        with seeded(seed, default_device()):
             state = self._built().state_dict()
         return clone({name: state[name] for name in self.facts.travelling})
 
@@ -128,7 +128,7 @@ class ModelFactory:
     @cached_property
     def facts(self) -> ModelFacts:
         """Facts about the models. The first access builds a model to find them."""
-        with seeded(0, devices=torch.cuda.is_available()):
+        with seeded(0, default_device()):
             model = self._built()
         parameters = [*model.parameters()]
         if parameters and not any(p.requires_grad for p in parameters):

@@ -103,7 +103,7 @@ class Features:
 
     @cached_property
     def _front(self) -> nn.Module:
-        with seeded(0, devices=False):
+        with seeded(0, torch.device("cpu")):
             return self.front().eval().requires_grad_(False).to(self.device)
 
     def _outputs(self, partition: int, parts: tuple[Examples, ...]) -> Iterator[Tensor]:
@@ -125,7 +125,7 @@ class Features:
             if (content := read_cached(path)) is not None:
                 return load(content)["features"]
         # Seed the generator for each example, so that no example changes another's random draws.
-        with seeded(0, devices=self.device.type != "cpu"), torch.no_grad():
+        with seeded(0, self.device), torch.no_grad():
             output = call_with(self._front, {}, trees.to(row, self.device))
         if not isinstance(output, Tensor) or output.shape[:1] != (1,):
             form = tuple(output.shape) if isinstance(output, Tensor) else type(output).__name__

@@ -128,7 +128,7 @@ def _usual_examples(features: Tree, targets: Tree) -> list[tuple[Tree, Tree]]:
 
 def _random_model(task: Task, names: Sequence[str]) -> nn.Module:
     """Return a model with random trained weights: a head of zeros would make outputs equal."""
-    with seeded(0, devices=task.torch_device().type != "cpu"):
+    with seeded(0, task.torch_device()):
         model = model_of_single_examples(task, names)
     weights = {name: w for name, w in model.named_parameters() if name in names}
     for name, weight in shaken(weights, torch.Generator().manual_seed(0)).items():
@@ -158,7 +158,7 @@ def _passed(
         point = {n: p for n, p in model.state_dict().items() if n in task.shapes}
         # Model and loss may write into the example.
         x, y = trees.mapped(Tensor.clone, examples[number])
-        with seeded(0, devices=task.torch_device().type != "cpu"):
+        with seeded(0, task.torch_device()):
             gradient = attempted(gradient_alone, model, point, names, task.loss, x, y)
         passed.gradients[number] = gradient
         after = snapshot(model=model, loss=task.loss)

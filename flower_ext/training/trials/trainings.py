@@ -73,10 +73,7 @@ def _shared_place(kind: TrainingKind, train: Train) -> str | None:
     # Seed the generators, because only the first training of a process runs the trial, and the
     # trial's draws must not change later draws. Use deterministic kernels, because other kernels of
     # accelerators may round differently each time, most of all in half precision.
-    with (
-        seeded(0, devices=kind.device.type != "cpu"),
-        deterministic_kernels(kind.device, strict=False),
-    ):
+    with seeded(0, kind.device), deterministic_kernels(kind.device, strict=False):
         task, generator = kind.task, torch.Generator().manual_seed(0)
         start = shaken(task.factory.like_initial(0), generator)
         # No training uses this model, so whatever changes in it is shared by all models.

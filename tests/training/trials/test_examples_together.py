@@ -202,7 +202,7 @@ def test_trials_move_no_draw_of_the_first_training_in_a_process():
     x, y = torch.randn(6, 4, generator=torch.Generator().manual_seed(0)), torch.arange(6) % 3
 
     def summed():
-        with seeded(1, devices=False):
+        with seeded(1, torch.device("cpu")):
             return ClippedGradient(task, list(params), clipping_norm=1.0)(params, x, y)
 
     first, second = summed(), summed()
