@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from benchmarks.runs import APPS, Config, Experiment, overrides_of, paper, parser_of
 from flower_ext.runs import write_comparison
-from flower_ext.runs.presets import presets
+from flower_ext.runs.app_settings import presets
 
 METHODS = (
     "dp-fedavg",

@@ -20,8 +20,8 @@ from rich.progress import track
 
 from flower_ext.federation.engines.run_app import run_app
 from flower_ext.runs import RunDirectory
+from flower_ext.runs.app_settings import preset
 from flower_ext.runs.figures import Chart, Line, draw_lines
-from flower_ext.runs.presets import preset
 from flower_ext.runs.settings import num_nodes
 
 Config = dict[str, bool | float | int | str]

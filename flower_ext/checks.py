@@ -109,8 +109,7 @@ class Checked:
 def _rules(kind: type) -> list[tuple[str, Rule, bool]]:
     """Return (name, rule, True if None is accepted) for each field whose type has a rule.
 
-    A subclass may give a field of its base class a type without a rule. The field then keeps the
-    rule of the base class.
+    If a subclass gives a field a type without a rule, the rule of the base class stays.
     """
     rules: dict[str, tuple[str, Rule, bool]] = {}
     for owner in kind.__mro__:

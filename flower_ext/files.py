@@ -34,19 +34,9 @@ class InUse(FlowerExtError, RuntimeError):
 def write_whole(path: Path, content: bytes, *, sync: bool = True, private: bool = True) -> None:
     """Write ``content`` to the file ``path``; an existing file is replaced.
 
-    Whatever happens, the file has either the old or the new content.
-
-    Parameters
-    ----------
-    sync : bool
-        If True, the new content survives a power failure, not only a crash of this process.
-    private : bool
-        If True, only the user can read the file (mode 0600); otherwise the user's umask applies.
-
-    Raises
-    ------
-    OSError
-        The file could not be written and keeps its old content; the message names it.
+    Whatever happens, the file has either the old or the new content. With ``sync``, the new content
+    survives a power failure, not only a crash of this process. If the file is ``private``, only the
+    user can read it (mode 0600). The message of an `OSError` names the file.
     """
     with whole_file(path, sync=sync, private=private) as stream:
         stream.write(content)
@@ -54,10 +44,7 @@ def write_whole(path: Path, content: bytes, *, sync: bool = True, private: bool 
 
 @contextmanager
 def whole_file(path: Path, *, sync: bool = True, private: bool = True) -> Iterator[IO[bytes]]:
-    """Open a file that replaces ``path`` at the end of the block, unless the block fails.
-
-    Parameters and errors are those of `write_whole`.
-    """
+    """Open a file that replaces ``path`` as `write_whole` does, unless the block fails."""
     draft = path.with_name(f".{path.name}.{os.getpid()}-{token_hex(4)}.draft")  # one per writer
     # A rename is atomic, so a reader sees the old or the new content, never a part of either.
     try:
@@ -86,13 +73,7 @@ def write_rows(
 
 
 def append_line(path: Path, line: bytes, *, sync: bool = True) -> None:
-    """Append a line to a file. A crash may leave this line incomplete, but no earlier one.
-
-    Raises
-    ------
-    OSError
-        The file could not be written; the message names it.
-    """
+    """Append a line to a file. A crash may leave this line incomplete, but no earlier one."""
     try:
         with _opened(path, os.O_APPEND, sync, private=True) as stream:
             stream.write(line + b"\n")
@@ -101,22 +82,13 @@ def append_line(path: Path, line: bytes, *, sync: bool = True) -> None:
 
 
 def whole_lines(path: Path) -> list[bytes]:
-    """Return a file's complete lines; leave out an incomplete last line.
-
-    Return no lines if there is no file.
-    """
+    """Return a file's lines without an incomplete last one; none if there is no file."""
     content = path.read_bytes() if path.exists() else b""
     return content[: content.rfind(b"\n") + 1].splitlines()
 
 
 def read_toml(path: Path) -> dict[str, Any]:
-    """Return the content of a TOML file.
-
-    Raises
-    ------
-    InvalidValue
-        There is no such file, or it is not TOML; the message names it.
-    """
+    """Return the content of a TOML file."""
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -128,11 +100,7 @@ def read_toml(path: Path) -> dict[str, Any]:
 def from_table(kind: type[T], table: Mapping[str, Any], where: str) -> T:
     """Make a dataclass from a TOML table, whose names have hyphens in place of underscores.
 
-    Raises
-    ------
-    InvalidValue
-        ``table`` is no table, lacks a field or has an unknown field, or the class refuses a value.
-        Except in the last case, the message begins with ``where``.
+    ``where`` begins the error for a missing or unknown field.
     """
     known = {each.name.replace("_", "-"): each.name for each in fields(kind)}  # type: ignore[arg-type]
     expected = ", ".join(sorted(known))
@@ -175,37 +143,28 @@ LAST_MOMENTS = 5
 def lock(path: Path, *, seconds: float = LAST_MOMENTS) -> IO[str]:
     """Take a lock, which the caller releases by closing the returned file.
 
-    The lock also ends when this process and all processes that it forked have ended. The file
-    names this process, and the errors of other processes that want the lock show the name.
-
-    Raises
-    ------
-    InUse
-        Another process still holds the lock after ``seconds``; the message names that process.
+    The lock also ends when this process and all processes that it forked have ended. The file names
+    this process. If another process still holds the lock after ``seconds``, `InUse` names it.
     """
     stream = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT, 0o600), "r+", encoding="utf-8")
     deadline = time.monotonic() + seconds
-    while not _locked(stream):
-        if time.monotonic() > deadline:
-            holder = stream.read() or "another process"
-            stream.close()
-            raise InUse(
-                f"{path.parent} is in use by {holder}, or by a process that it started: wait until "
-                "they have ended, or name another directory"
-            )
-        time.sleep(0.1)
+    while True:
+        try:
+            fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            break
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                holder = stream.read() or "another process"
+                stream.close()
+                raise InUse(
+                    f"{path.parent} is in use by {holder}, or by a process that it started: wait "
+                    "until they have ended, or name another directory"
+                ) from None
+            time.sleep(0.1)
     stream.truncate()
     stream.write(f"process {os.getpid()} on {socket.gethostname()} since {time.ctime()}")
     stream.flush()
     return stream
-
-
-def _locked(stream: IO[str]) -> bool:
-    try:
-        fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
 
 
 def not_written(path: Path, error: OSError) -> OSError:
@@ -224,10 +183,7 @@ def _opened(path: Path, how: int, sync: bool, *, private: bool) -> Iterator[IO[b
 
 
 def _remove_drafts_of_the_dead(path: Path) -> None:
-    """Remove drafts of a file that processes of this machine left behind when they were killed.
-
-    A draft may hold secrets.
-    """
+    """Remove drafts, which may hold secrets, of processes that were killed on this machine."""
     for draft in path.parent.glob(f".{escape(path.name)}.*-*.draft"):
         writer = draft.name.rsplit(".", 2)[1].partition("-")[0]
         if writer.isdecimal() and not psutil.pid_exists(int(writer)):

@@ -44,13 +44,7 @@ class JsonRecord:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
-        """Undo `to_dict`: return the record from which it made ``values``.
-
-        Raises
-        ------
-        InvalidValue
-            The values are malformed or of a different kind, or a field is out of range.
-        """
+        """Undo `to_dict`: return the record from which it made ``values``, or refuse them."""
         try:
             record: Any = cls
             types = _types(record)
@@ -71,13 +65,7 @@ class JsonRecord:
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Self:
-        """Undo `to_bytes`: return the record from which it made ``data``.
-
-        Raises
-        ------
-        InvalidValue
-            ``data`` is not JSON, or `from_dict` refuses its content.
-        """
+        """Undo `to_bytes`: return the record from which it made ``data``, or refuse it."""
         try:
             values = json.loads(data)
         except (ValueError, RecursionError) as error:

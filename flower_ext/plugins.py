@@ -20,13 +20,7 @@ log = getLogger("flwr")
 
 @lru_cache(maxsize=16)
 def offered(group: str) -> tuple[Any, ...]:
-    """Return the objects that plug-ins offer in a group of entry points, in order of their names.
-
-    Raises
-    ------
-    InvalidValue
-        ``FLOWER_EXT_PLUGINS`` is set to something other than ``none``.
-    """
+    """Return the objects that plug-ins offer in a group of entry points, ordered by name."""
     if (setting := os.environ.get("FLOWER_EXT_PLUGINS", "")) not in ("", "none"):
         raise InvalidValue(f"FLOWER_EXT_PLUGINS={setting!r}: expected 'none', or an unset variable")
     if setting:

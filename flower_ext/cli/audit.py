@@ -28,9 +28,6 @@ EXPERIMENTS: Mapping[str, Callable[[], Experiment]] = {
     **STATISTICS,
     GUARD: guard_experiment,
 }
-"""Functions that make the experiments of this package, by their names."""
-
-_BROKEN, _NO_AUDIT, _INTERRUPTED = 1, 2, 130
 
 
 def audit(
@@ -72,29 +69,23 @@ def audit(
                 progress=lambda done, _: bar.update(task, completed=done),
             )
     except KeyboardInterrupt:
-        raise typer.Exit(_INTERRUPTED) from None
+        raise typer.Exit(130) from None
     except InvalidValue:
         raise
     except Exception:  # raised by the strategy or its clients: the traceback shows where
         traceback.print_exc()
-        raise typer.Exit(_NO_AUDIT) from None
+        raise typer.Exit(2) from None
     print_audit(result)
-    output.mkdir(parents=True, exist_ok=True)
     file = output / "audit.json"
+    output.mkdir(parents=True, exist_ok=True)
     write_whole(file, json.dumps(result.to_dict(), indent=2).encode(), private=False)
     say(str(file))
     if result.broken:
-        raise typer.Exit(_BROKEN)
+        raise typer.Exit(1)
 
 
 def experiment_of(target: str) -> Experiment:
-    """Return the experiment of a named mechanism, or the experiment of ``module:function``.
-
-    Raises
-    ------
-    InvalidValue
-        There is no such mechanism or function, or the function returns something else.
-    """
+    """Return the experiment of a named mechanism, or the experiment of ``module:function``."""
     if target in EXPERIMENTS:
         return EXPERIMENTS[target]()
     module, separator, name = target.partition(":")

@@ -4,28 +4,42 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator
 from typing import Annotated, Any
 
 import typer
 
 from flower_ext.cli.screen import console, titled_table
 from flower_ext.privacy import (
+    CorrelatedNoise,
+    DpSgd,
     FixedSizeSampling,
+    FullParticipation,
     NeighboringRelation,
     PoissonSampling,
     PrivacyUnit,
+    Release,
+    Sampling,
+    calibrate_noise_multiplier,
     epsilon_text,
+    privacy_loss_of,
     size_for_rate,
 )
 from flower_ext.privacy.accounting.calibration import (
     MAX_ROUNDS,
     calibrate_rounds,
     calibrate_sampling_rate,
+    least_noise_multiplier,
 )
+from flower_ext.privacy.accounting.events import PrivacyLoss
+from flower_ext.privacy.accounting.group_privacy import group_loss
 from flower_ext.privacy.guarantee import large_delta
-from flower_ext.privacy.noise_choices import NoiseChoice, ways_of_clients, ways_of_groups
-from flower_ext.privacy.theorems.dp2_fedsam_theorem import dp2_fedsam_theorem2
+from flower_ext.privacy.mechanisms.correlated_noise import StrategyMatrix
+from flower_ext.privacy.theorems.dp2_fedsam_theorem import (
+    dp2_fedsam_theorem2,
+    dp2_fedsam_theorem2_noise_multiplier,
+)
+from flower_ext.privacy.theorems.uldp_group import group_loss_by_conversion, group_loss_by_renyi
 
 _WORDS = ("calibrated by", "basis", "relation", "adversary sees")
 _SIGNS = {
@@ -35,6 +49,8 @@ _SIGNS = {
     "rounds": "T",
     "sampling_rate": "r",
 }
+_LONGEST = 2_000
+"""Largest number of rounds for which a strategy matrix is computed, within a second."""
 
 
 def calibrate(
@@ -73,7 +89,15 @@ def calibrate(
     Example: flower-ext calibrate --population 100 --sampling-rate 0.1 --rounds 60 --epsilon 2. To
     find the largest number of rounds, give --noise-multiplier 1 in place of --rounds 60.
     """
-    _check_unit(unit, group_size, cohort_size)
+    if unit is PrivacyUnit.RECORD:
+        raise typer.BadParameter("--unit record: expected client or user")
+    if (unit is PrivacyUnit.USER) != (group_size is not None):
+        raise typer.BadParameter("give --unit user and --group-size together, or neither")
+    if group_size and cohort_size is not None:
+        raise typer.BadParameter(
+            "--cohort-size counts clients, but silos sample records: with --unit user, give "
+            "--sampling-rate"
+        )
     if sampling_rate is not None and cohort_size is not None:
         raise typer.BadParameter("give either --sampling-rate or --cohort-size")
     if cohort_size is not None and not 1 <= cohort_size <= population:
@@ -113,20 +137,10 @@ def calibrate(
     if group_size is None and name in ("epsilon", "noise_multiplier"):
         noise = known.pop("noise_multiplier", None) or rows[0][name]
         known.pop("epsilon", None)
-        _print_failed_conditions(noise_multiplier=noise, **known)
-
-
-def _check_unit(unit: PrivacyUnit, group_size: int | None, cohort_size: int | None) -> None:
-    """Refuse options that do not fit the privacy unit."""
-    if unit is PrivacyUnit.RECORD:
-        raise typer.BadParameter("--unit record: expected client or user")
-    if (unit is PrivacyUnit.USER) != (group_size is not None):
-        raise typer.BadParameter("give --unit user and --group-size together, or neither")
-    if group_size and cohort_size is not None:
-        raise typer.BadParameter(
-            "--cohort-size counts clients, but silos sample records: with --unit user, give "
-            "--sampling-rate"
-        )
+        console.print(f"Conditions of Theorem 2 not met at σ = {noise_text(noise)}:")
+        for condition in dp2_fedsam_theorem2(noise_multiplier=noise, **known).conditions:
+            if not condition.holds:
+                console.print(f"  ✗ {condition.text}")
 
 
 def _answers(
@@ -142,57 +156,139 @@ def _answers(
                 "with --unit user, the command computes --epsilon or --noise-multiplier only: "
                 "leave out one of the two, and give all other options"
             )
-        target = known.pop("noise_multiplier" if name == "epsilon" else "epsilon")
-        return _of_each(ways_of_groups(group_size, **known), name, target)
+        return _of_groups(group_size, **known)
     if name == "sampling_rate":
         most = calibrate_sampling_rate(population=population, **known)
-        return [{**_words("Poisson, PLD"), name: most}]
+        return [_row(name, most, "Poisson, PLD")]
     rate = known.pop("sampling_rate")
     poisson = PoissonSampling(population, rate)
     fixed = FixedSizeSampling(population, size_for_rate(population, rate))
     if name == "rounds":
-        most_poisson = calibrate_rounds(sampling=poisson, **known)
         most_fixed = calibrate_rounds(sampling=fixed, **known)
         return [
-            {**_words("Poisson, PLD"), name: most_poisson},
-            {**_words("fixed size, RDP", NeighboringRelation.REPLACE_ONE), name: most_fixed},
+            _row(name, calibrate_rounds(sampling=poisson, **known), "Poisson, PLD"),
+            _row(name, most_fixed, "fixed size, RDP", NeighboringRelation.REPLACE_ONE),
         ]
-    target = known["noise_multiplier" if name == "epsilon" else "epsilon"]
-    ways = ways_of_clients(poisson, fixed, known["rounds"], known["delta"])
-    return _of_each(ways, name, target)
+    return _of_clients(poisson, fixed, **known)
 
 
-def _of_each(ways: Sequence[NoiseChoice], name: str, target: float) -> list[dict[str, Any]]:
-    """Return a table row for each way to account for a run.
-
-    If ``name`` is "epsilon", ``target`` is a noise multiplier, and the row has its ε. Otherwise
-    ``target`` is an ε, and the row has the least noise multiplier for it.
-    """
-    return [
-        {
-            **_words(way.name, way.relation, way.view, way.basis),
-            name: way.epsilon_at(target) if name == "epsilon" else way.noise_for(target),
-        }
-        for way in ways
-    ]
-
-
-def _words(
+def _row(
     name: str,
+    value: float,
+    way: str,
     relation: NeighboringRelation = NeighboringRelation.ADD_OR_REMOVE_ONE,
     view: str = "released models",
     basis: str = "provable",
-) -> dict[str, str]:
-    """Return the cells of a table row that name one way to account for a run."""
-    return dict(zip(_WORDS, (name, basis, relation.value, view), strict=True))
+) -> dict[str, Any]:
+    """Return a table row: the value of the quantity ``name`` by one way to account for a run."""
+    return {**dict(zip(_WORDS, (way, basis, relation.value, view), strict=True)), name: value}
 
 
-def _print_failed_conditions(**run: Any) -> None:
-    claim = dp2_fedsam_theorem2(**run)
-    console.print(f"Conditions of Theorem 2 not met at σ = {noise_text(run['noise_multiplier'])}:")
-    for condition in claim.conditions:
-        if not condition.holds:
-            console.print(f"  ✗ {condition.text}")
+def _of_clients(
+    poisson: PoissonSampling,
+    fixed: FixedSizeSampling,
+    *,
+    rounds: int,
+    delta: float,
+    epsilon: float | None = None,
+    noise_multiplier: float = 0.0,
+) -> list[dict[str, Any]]:
+    """Return a row for each way to account for a run whose privacy unit is one client.
+
+    Each row has the least noise for ``epsilon`` or, without it, the ε of ``noise_multiplier``.
+    """
+    run: dict[str, Any] = {"sampling_rate": poisson.rate, "rounds": rounds, "delta": delta}
+    if epsilon is None:
+        name = "epsilon"
+        claimed = dp2_fedsam_theorem2(noise_multiplier=noise_multiplier, **run).epsilon
+    else:
+        name = "noise_multiplier"
+        claimed = dp2_fedsam_theorem2_noise_multiplier(epsilon=epsilon, **run)
+
+    def value(
+        sampling: Sampling, relation: NeighboringRelation, releases: float | None = None
+    ) -> float:
+        # An adversary who knows the cohorts sees a known number of releases with each client's
+        # data. Together they are one Gaussian mechanism, with less noise.
+        scale, repeats = (1.0, rounds) if releases is None else (math.sqrt(releases), 1)
+        options: dict[str, Any] = {"sampling": sampling, "relation": relation}
+        if epsilon is None:
+            release = Release(noise_multiplier=noise_multiplier / scale, **options)
+            return privacy_loss_of({release: repeats}, delta=delta).epsilon
+        noise = calibrate_noise_multiplier(epsilon=epsilon, delta=delta, rounds=repeats, **options)
+        return scale * noise
+
+    add, replace = NeighboringRelation.ADD_OR_REMOVE_ONE, NeighboringRelation.REPLACE_ONE
+    special, everyone = NeighboringRelation.REPLACE_SPECIAL, FullParticipation(fixed.population)
+    known = {way: ("released models and who took part", n) for way, n in _in_turn(fixed, rounds)}
+    known["cohorts known"] = ("complete sums, in every round", rounds)
+    uploads = f"each upload, every round, cohorts of {fixed.size}"
+    known["uploads known"] = (uploads, rounds * fixed.size)
+    return [
+        _row(name, claimed, "Theorem 2 (DP²-FedSAM)", add, "each upload (claimed)", "published"),
+        _row(name, value(poisson, add), "Poisson, PLD"),
+        _row(name, value(fixed, replace), "fixed size, RDP", replace),
+        *(
+            _row(name, value(everyone, special, releases), way, special, view)
+            for way, (view, releases) in known.items()
+        ),
+    ]
+
+
+def _in_turn(fixed: FixedSizeSampling, rounds: int) -> Iterator[tuple[str, float]]:
+    """Yield sens(C)² for each kind of noise that the server may add when clients take turns.
+
+    sens(C) is the sensitivity of the noise's `StrategyMatrix` C, for the most exposed client. Let σ
+    be the noise multiplier of each round's fresh noise. Then the run has the same ε as sens(C)²
+    releases that all use the client's data, with independent noise of multiplier σ.
+    """
+    apart = fixed.population // fixed.size
+    limits = {"rounds_apart": apart, "participations": math.ceil(rounds / apart)}
+    independent = StrategyMatrix()
+    yield "in turn, independent noise", independent.sensitivity(**limits) ** 2
+    if rounds <= _LONGEST:
+        best = CorrelatedNoise().matrix(rounds, **limits)
+        error, least = (
+            matrix.model_error(rounds) * matrix.sensitivity(**limits)
+            for matrix in (independent, best)
+        )
+        way = f"in turn, correlated noise: error of sums over rounds ÷ {error / least:.2g}"
+        yield way, best.sensitivity(**limits) ** 2
+
+
+def _of_groups(
+    group_size: int,
+    *,
+    rounds: int,
+    delta: float,
+    sampling_rate: float,
+    epsilon: float | None = None,
+    noise_multiplier: float = 0.0,
+) -> list[dict[str, Any]]:
+    """Return a row for each bound on all records of a user: two lemmas, and a tight bound.
+
+    Each row has the least noise for ``epsilon`` or, without it, the ε of ``noise_multiplier``.
+    """
+
+    def row(way: str, loss_of: Callable[..., PrivacyLoss]) -> dict[str, Any]:
+        def epsilon_at(noise: float) -> float:
+            silo = DpSgd(noise_multiplier=noise, sampling_rate=sampling_rate, steps=rounds)
+            return loss_of(silo, group_size=group_size, delta=delta).epsilon
+
+        if epsilon is None:
+            name, value = "epsilon", epsilon_at(noise_multiplier)
+        else:
+            target = f"epsilon={epsilon!r} at delta={delta!r} of {group_size} records by {way}"
+            name = "noise_multiplier"
+            value = least_noise_multiplier(lambda noise: epsilon_at(noise) <= epsilon, target)
+        return _row(name, value, way, view="each step of every silo")
+
+    covered = 1 << (group_size - 1).bit_length()
+    return [
+        row("Lemma 8 (Uldp-FL)", group_loss_by_conversion),
+        row(f"Lemma 9 (Uldp-FL), {covered} records", group_loss_by_renyi),
+        row("mixture of Gaussians, PLD", group_loss),
+    ]
 
 
 def noise_text(noise_multiplier: float) -> str:

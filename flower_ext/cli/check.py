@@ -20,9 +20,6 @@ from flower_ext.runs.app_settings import checked_settings
 from flower_ext.runs.page import to_markdown
 from flower_ext.runs.settings import clients_setting, num_nodes
 
-UNPROVEN = 3
-"""Exit status if the app claims an ε that is not provable."""
-
 
 class AppFailed(FlowerExtError):
     """The app could not be checked."""
@@ -79,7 +76,26 @@ def check(
             "random_data": data == "random",
             "columns": columns,
         }
-        result = _result(request, Path(scratch))
+        work = Path(scratch, "work")
+        work.mkdir()
+        done = subprocess.run(
+            [sys.executable, "-m", "flower_ext.check.child"],
+            input=json.dumps(request),
+            stdout=subprocess.PIPE,
+            text=True,
+            check=False,
+            cwd=work,
+            env={
+                **os.environ,
+                "OMP_NUM_THREADS": "1",
+                "CUDA_VISIBLE_DEVICES": "",
+                "FLWR_TELEMETRY_ENABLED": "0",
+                "PYTHONDONTWRITEBYTECODE": "1",
+            },
+        )
+        if done.returncode != 0 or not done.stdout:
+            raise AppFailed("the app ended the process in which the check ran it")
+        result: dict[str, Any] = json.loads(done.stdout)
         if log is not None:
             shutil.copyfile(Path(scratch, "log"), log)
             log.chmod(0o600)
@@ -92,28 +108,4 @@ def check(
         if result["diff"]:
             say("\nA change that makes ε provable (read it: it replaces strategy and mods)")
             say(result["diff"])
-    raise typer.Exit(UNPROVEN if result["unproven"] else 0)
-
-
-def _result(request: dict[str, Any], scratch: Path) -> dict[str, Any]:
-    work = scratch / "work"
-    work.mkdir()
-    done = subprocess.run(
-        [sys.executable, "-m", "flower_ext.check.child"],
-        input=json.dumps(request),
-        stdout=subprocess.PIPE,
-        text=True,
-        check=False,
-        cwd=work,
-        env={
-            **os.environ,
-            "OMP_NUM_THREADS": "1",
-            "CUDA_VISIBLE_DEVICES": "",
-            "FLWR_TELEMETRY_ENABLED": "0",
-            "PYTHONDONTWRITEBYTECODE": "1",
-        },
-    )
-    if done.returncode != 0 or not done.stdout:
-        raise AppFailed("the app ended the process in which the check ran it")
-    result: dict[str, Any] = json.loads(done.stdout)
-    return result
+    raise typer.Exit(3 if result["unproven"] else 0)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, TypeVar
@@ -16,7 +15,7 @@ from flower_ext.cli.screen import console
 from flower_ext.errors import InvalidValue
 from flower_ext.files import read_toml
 from flower_ext.planning import DittoProblem, LinearFairness
-from flower_ext.planning.search import PlannedSchedule, planned_schedules
+from flower_ext.planning.search import planned_schedules
 from flower_ext.privacy import ClippedSteps, FullParticipation, RecordLevelPlan
 from flower_ext.privacy.guarantee import Basis, is_large
 from flower_ext.runs.page import to_markdown
@@ -77,7 +76,8 @@ class ScheduleSettings(Settings):
         super().__post_init__()
         absent = [name for name in _LINEAR if getattr(self, name) is None]
         if (absent and len(absent) < len(_LINEAR)) or (self.global_weight is None) != (not absent):
-            raise InvalidValue(f"give either global-weight or all of {_named(_LINEAR)}")
+            names = ", ".join(_LINEAR).replace("_", "-")
+            raise InvalidValue(f"give either global-weight or all of {names}")
         several = self.batch_size is not None or self.local_steps > 1
         if several and self.gradient_clipping_norm is None:
             raise InvalidValue(
@@ -85,10 +85,7 @@ class ScheduleSettings(Settings):
             )
 
     def plan_of(self, rounds: int, basis: Basis) -> RecordLevelPlan:
-        """Return the plan that spends at most the budget in ``rounds`` rounds.
-
-        ``basis`` chooses the formulas for ε: the published or the provable ones.
-        """
+        """Return the plan that spends at most the budget in ``rounds`` rounds."""
         return RecordLevelPlan.for_target(
             epsilon=self.epsilon,
             delta=self.delta or 1 / self.num_examples,
@@ -117,11 +114,7 @@ class ScheduleSettings(Settings):
         return self._part(LinearFairness) if self.global_weight is None else self.global_weight
 
     def _part(self, kind: type[Part], **values: Any) -> Part:
-        """Make an object of the class ``kind``.
-
-        Its fields get their values from ``values``. A field that is not there gets the value of
-        the setting with the same name.
-        """
+        """Make a ``kind`` of ``values``, and of the settings with the names of its other fields."""
         names = {each.name for each in fields(kind)}
         present = {name: value for name, value in vars(self).items() if value is not None}
         return kind(**{**{name: present[name] for name in names & present.keys()}, **values})
@@ -154,7 +147,18 @@ def ditto_schedule(
             "view": "each-upload",
             "epsilon": settings.epsilon,
             "delta": delta,
-            "schedules": [_json_ready(schedule) for schedule in schedules],
+            "schedules": [
+                {
+                    "basis": planned.basis,
+                    "rounds": planned.schedule.rounds,
+                    "global_weight": planned.schedule.global_weight,
+                    "bound": h if math.isfinite(h := planned.schedule.value) else None,
+                    "noise_stddev": planned.noise_stddev,
+                    "epsilon": planned.epsilons,
+                    "conditions_not_met": planned.not_met,
+                }
+                for planned in schedules
+            ],
         }
         console.print_json(json.dumps(answer))
         return
@@ -170,20 +174,3 @@ def ditto_schedule(
         unknown=[name.replace("_", "-") for name in bounds if math.isinf(getattr(problem, name))],
     )
     console.print(Markdown(text))
-
-
-def _json_ready(planned: PlannedSchedule) -> dict[str, Any]:
-    schedule = planned.schedule
-    return {
-        "basis": planned.basis,
-        "rounds": schedule.rounds,
-        "global_weight": schedule.global_weight,
-        "bound": schedule.value if math.isfinite(schedule.value) else None,
-        "noise_stddev": planned.noise_stddev,
-        "epsilon": planned.epsilons,
-        "conditions_not_met": planned.not_met,
-    }
-
-
-def _named(names: Sequence[str]) -> str:
-    return ", ".join(name.replace("_", "-") for name in names)

@@ -21,7 +21,7 @@ from safetensors.torch import load_file, save
 from flower_ext.cli.screen import say
 from flower_ext.errors import InvalidValue
 from flower_ext.federation import ClientMemory, InProcessGrid, records
-from flower_ext.federation.client.app import MethodsApp
+from flower_ext.federation.client.app import CohortApp
 from flower_ext.federation.client.client_side import ClientSide
 from flower_ext.federation.engines.run_app import load_app
 from flower_ext.files import write_whole
@@ -68,13 +68,21 @@ def export(
     ]
     # A model may reveal whether its client ever took part, even if it equals the shared one.
     is_secret = bool(personal) or has_memory
+    # A guarantee for uploads covers the models, too, because models are computed from uploads.
+    guarantees = directory.guarantees()
+    against_models = [g for g in guarantees if g.view is AdversaryView.RELEASED_MODELS]
+    covering = against_models or guarantees
+    statements = [each.statement() for each in covering] or [
+        "The run gave no guarantee: no ε covers anybody's records in this file."
+    ]
     guarantee: dict[str, Any] = {
         "file": file.name,
         "run": directory.id,
         "client": client,
         "for": f"client {client} alone" if is_secret else "everyone who may have the run's models",
         "parameters": {"shared": [n for n in params if n not in personal], "personal": personal},
-        **_guarantees(directory, _about_client(client, personal, is_secret)),
+        "statements": [*_about_client(client, personal, is_secret), *statements],
+        "guarantees": [each.to_dict() for each in covering],
     }
     tags = {"run": directory.id, "frozen": str(directory.use().get("frozen", ""))}
     # Write the guarantee first, so that no model is ever on disk without it.
@@ -102,10 +110,7 @@ def _check_files(run: RunDirectory, *outputs: Path) -> None:
 def _client_model(
     run: RunDirectory, shared: Params, client: int, app: Path | None
 ) -> tuple[Params, bool]:
-    """Return the model that a client builds from the shared model.
-
-    The second result is True if the method's clients keep a memory between rounds.
-    """
+    """Return the model that a client builds from the shared one, and if clients keep a memory."""
     use = run.use()
     if not use:
         raise InvalidValue(
@@ -146,7 +151,7 @@ def _client_side(
         raise InvalidValue("app=None: the run did not record its app; name its folder by --app")
     checked_settings(Path(folder), ())
     _, client_app = load_app(Path(folder).absolute())
-    sides = client_app.sides if isinstance(client_app, MethodsApp) else {}
+    sides = client_app.sides if isinstance(client_app, CohortApp) else {}
     if use["method"] not in sides:
         raise InvalidValue(
             f"app={folder}: its ClientApp knows no method {use['method']!r}, which trained this "
@@ -156,10 +161,7 @@ def _client_side(
 
 
 def _check_memory(side: ClientSide, context: Context, use: Mapping[str, Any], run_id: str) -> None:
-    """Refuse a state folder that does not hold the client's latest memory.
-
-    Without this check, the client would build its model as if it had never taken part.
-    """
+    """Refuse a state folder without the client's latest memory, from which it builds its model."""
     client, folder = context.node_config["partition-id"], context.node_config["state-folder"]
     last = use["records"][records.ROUND]["number"]
     newest = ClientMemory(context, side.method.name, run_id).newest(last + 1)
@@ -172,30 +174,8 @@ def _check_memory(side: ClientSide, context: Context, use: Mapping[str, Any], ru
         )
 
 
-def _guarantees(run: RunDirectory, about_client: list[str]) -> dict[str, list[Any]]:
-    """Return the "guarantees" that hold for an exported file, and "statements" about them.
-
-    The statements are sentences for people: first ``about_client``, then one for each guarantee.
-    """
-    guarantees = run.guarantees()
-    # A guarantee for uploads covers the models, too, because models are computed from uploads.
-    against_models = [g for g in guarantees if g.view is AdversaryView.RELEASED_MODELS]
-    covering = against_models or guarantees
-    statements = [each.statement() for each in covering] or [
-        "The run gave no guarantee: no ε covers anybody's records in this file."
-    ]
-    return {
-        "statements": [*about_client, *statements],
-        "guarantees": [each.to_dict() for each in covering],
-    }
-
-
 def _about_client(client: int | None, personal: Sequence[str], is_secret: bool) -> list[str]:
-    """Return sentences that say what the file reveals about its client and about other clients.
-
-    ``client`` is None for a file with the shared model. ``personal`` names the parameters that
-    only this client has. ``is_secret`` is True if only this client may have the file.
-    """
+    """Return sentences that say what the file reveals about its client and about other clients."""
     if is_secret:
         return [
             f"This file holds parameters of client {client} that carry no noise: no ε covers the "

@@ -60,13 +60,7 @@ def guard(
 
 
 def costs(policy: GuardPolicy) -> list[str]:
-    """Say what one reply costs: return a line for each type of message that spends privacy.
-
-    Raises
-    ------
-    InvalidValue
-        The budget does not pay for one reply.
-    """
+    """Say what one reply costs: return a line for each type of message that spends privacy."""
     lines, budget = [], policy.budget
     for name, rule in policy.messages.items():
         if rule.release == CONSTANTS:
@@ -93,10 +87,7 @@ def costs(policy: GuardPolicy) -> list[str]:
 
 
 def uncovered(policy: GuardPolicy, secret: Path) -> list[str]:
-    """Return one line for each leak that the guard does not stop.
-
-    Such a leak comes from the policy, or from a secret file that other users may read.
-    """
+    """Return one line for each leak, by the policy or by the secret file, that stays open."""
     lines = []
     if secret.stat().st_mode & 0o077:
         lines.append(f"not covered: other users of this machine may read {secret} (chmod 600)")

@@ -28,36 +28,26 @@ from flower_ext.privacy import LedgerCorrupt
 from flower_ext.runs.directory import NotARun, RunWriter
 from flower_ext.runs.report import write_report
 
-_PROGRAM = "flower_ext.federation.engines.run_app"
-"""Module that a run in one process executes.
-
-It runs in a process of its own, so that after Ctrl-C the run can still write its last files.
-"""
-
 
 def launch(run: PreparedRun, *, env: Mapping[str, str] | None = None) -> Path | None:
     """Run an app and stream its log; return its run directory, if it has one on this machine.
 
-    Parameters
-    ----------
-    run : PreparedRun
-    env : Mapping[str, str], optional
-        Variables for Flower's commands; by default `environment`.
-
-    Raises
-    ------
-    LaunchFailed
-        ``flwr run`` refused, or the run failed.
-    Interrupted
-        Ctrl-C, SIGTERM or SIGHUP ended the run; the message says how to continue it.
+    ``env`` has variables for Flower's commands; by default `environment`. A failure is recorded in
+    the run directory, and raises `LaunchFailed`. An interruption raises `Interrupted`, whose
+    message says how to continue the run.
     """
-    options = run.options
-    log = RunLog()
+    options, log, variables = run.options, RunLog(), env or environment()
     # A SuperLink that others started may have to outlive this command.
     ending = reaped() if options.superlink is None else nullcontext()
     try:
         with ending:
-            _run(run, env or environment(), log)
+            if options.in_process:
+                _in_one_process(run, log)
+            elif options.superlink is not None:
+                run_on_superlink(run, variables, log)
+            else:
+                with simulation_superlink(variables) as simulation:
+                    run_on_superlink(run, simulation, log)
     except KeyboardInterrupt as error:
         raise _interrupted(run, error, log.directory) from None
     except LaunchFailed as error:
@@ -66,32 +56,15 @@ def launch(run: PreparedRun, *, env: Mapping[str, str] | None = None) -> Path | 
     return run.path
 
 
-def _run(run: PreparedRun, env: Mapping[str, str], log: RunLog) -> None:
-    if run.options.in_process:
-        _in_one_process(run, log)
-    elif run.options.superlink is not None:
-        run_on_superlink(run, env, log)
-    else:
-        with simulation_superlink(env) as variables:
-            run_on_superlink(run, variables, log)
-
-
 def _in_one_process(run: PreparedRun, log: RunLog) -> None:
     """Run an app in one new process, which starts further workers if the options ask for them.
 
-    If this command is interrupted, the new process gets SIGTERM. It then has `GRACE` seconds to
-    write its last files, unless the user presses Ctrl-C again.
-
-    Raises
-    ------
-    LaunchFailed
-        The run failed.
-    KeyboardInterrupt
-        The run was interrupted, and its process has ended.
+    After Ctrl-C the new process can still write its last files: it gets SIGTERM, and then has
+    `GRACE` seconds, unless the user presses Ctrl-C again.
     """
     words = [run.options.app, run.options.workers, run.nodes]
-    command = [sys.executable, "-m", _PROGRAM, *map(str, words)]
-    program = Followed(command, log)
+    module = "flower_ext.federation.engines.run_app"
+    program = Followed([sys.executable, "-m", module, *map(str, words)], log)
     try:
         program.tell(json.dumps(dict(run.config)))
         status = program.wait()
@@ -141,13 +114,9 @@ def _interrupted(run: PreparedRun, error: KeyboardInterrupt, named: str | None) 
 def _note_failure(run: PreparedRun, reason: str) -> bool:
     """Record in the run directory that the run failed, and write its report.
 
-    If a process still writes to the directory, the function waits some seconds for its end. If the
-    process does not end, the run goes on or belongs to another command: nothing is changed.
-
-    Returns
-    -------
-    bool
-        True if the run's directory is on this machine, even if nothing was changed.
+    Return True if the directory is on this machine. A process that still writes to it gets some
+    seconds to end; if it does not, the run goes on or belongs to another command, so that nothing
+    is changed.
     """
     if run.path is None or not (run.path / "run.json").is_file():
         return False

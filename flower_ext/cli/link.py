@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, TypeVar
 
 import typer
 
@@ -32,9 +32,9 @@ from flower_ext.data.record_files import RecordFile
 from flower_ext.errors import InvalidValue
 from flower_ext.files import whole_file
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+T = TypeVar("T")
 
-_ROWS_PER_NOTICE = 100_000
+app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 
 Table = Annotated[Path, typer.Argument(help="CSV or Parquet file of this silo.")]
 KeyFile = Annotated[Path, typer.Option("--key", help="Key of `link key`; equal in every silo.")]
@@ -158,13 +158,23 @@ def users(
         number_of = partial(bucket, num_buckets=buckets)
     else:
         raise InvalidValue("buckets: give one of --buckets and --numbers")
-    persons = _write(
-        RecordFile(path=table, encoding=encoding), pseudonyms, number_of, output, skip_unusable
-    )
+    source = RecordFile(path=table, encoding=encoding)
+    unusable: Counter[str] = Counter()
+    with whole_file(output) as stream:
+        rows = _watched(pseudonyms.of_rows(source, unusable))
+        linked = write_linked(stream, source, pseudonyms, rows, number_of)
+        _refuse(table, unusable, skip_unusable)
+    say(f"{output}: {linked.num_rows:,} rows of {linked.num_people:,} people")
+    say(f"Columns kept: {', '.join(linked.columns)}")
+    for column, count in linked.texts.items():
+        say(
+            f"Column {column!r}: {count:,} of {linked.num_rows:,} values are not numbers (they "
+            "may be words, or decimals with a comma); apps that expect numbers take them as missing"
+        )
     common = pseudonyms.fingerprint if buckets is None else f"{pseudonyms.fingerprint}-{buckets}"
     say(f"Fingerprint {common}: silos number people alike only if they print the same one.")
     if buckets is not None:
-        everyone = people or persons
+        everyone = people or linked.num_people
         of_whom = "all silos together" if people else "this file alone; --people for all silos"
         say(
             f"{expected_shared_pairs(everyone, buckets):.3g} pairs of {everyone:,} people are "
@@ -176,10 +186,7 @@ def users(
 def _pseudonyms(
     key: Path, by: list[str] | None, by_date: list[str] | None, date_format: str
 ) -> Pseudonyms:
-    """Return the key and the identifier's columns, from which pseudonyms are made.
-
-    Columns of text come first, then columns of dates, each in the order of the options.
-    """
+    """Return the key and the identifier's columns: first those of text, then those of dates."""
     texts = [IdentifierField(column=column) for column in by or []]
     dates = [
         IdentifierField(column=column, kind="date", date_format=date_format)
@@ -190,48 +197,17 @@ def _pseudonyms(
     return Pseudonyms(read_key(key), (*texts, *dates))
 
 
-def _write(
-    source: RecordFile,
-    pseudonyms: Pseudonyms,
-    number: Callable[[bytes], int],
-    output: Path,
-    skip_unusable: bool,
-) -> int:
-    """Write the table with a number in place of the identifying columns.
-
-    Return the number of people.
-    """
-    unusable: Counter[str] = Counter()
-    rows = _watched(pseudonyms.of_rows(source, unusable))
-    with whole_file(output) as stream:
-        linked = write_linked(stream, source, pseudonyms, rows, number)
-        _refuse(source.path, unusable, skip_unusable)
-    say(f"{output}: {linked.num_rows:,} rows of {linked.num_people:,} people")
-    say(f"Columns kept: {', '.join(linked.columns)}")
-    for column, count in linked.texts.items():
-        say(
-            f"Column {column!r}: {count:,} of {linked.num_rows:,} values are not numbers (they "
-            "may be words, or decimals with a comma); apps that expect numbers take them as missing"
-        )
-    return linked.num_people
-
-
-def _watched(
-    rows: Iterator[tuple[Sequence[Any], bytes]],
-) -> Iterator[tuple[Sequence[Any], bytes]]:
+def _watched(rows: Iterator[T]) -> Iterator[T]:
     """Yield rows, and show how many have been read."""
     with console.status("") as status:
         for number, row in enumerate(rows, 1):
-            if number % _ROWS_PER_NOTICE == 0:
+            if number % 100_000 == 0:
                 status.update(f"{number:,} rows")
             yield row
 
 
 def _refuse(path: Path, unusable: Counter[str], skip_unusable: bool) -> None:
-    """Refuse a file with rows that cannot be linked.
-
-    With ``skip_unusable``, do not refuse it, but say how many rows were left out.
-    """
+    """Refuse a file with rows that cannot be linked; say how many, if they may be left out."""
     reasons = "; ".join(
         f"{count:,} row{'s' if count > 1 else ''}: {reason}" for reason, count in unusable.items()
     )

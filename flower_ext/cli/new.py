@@ -64,15 +64,19 @@ def templates() -> dict[str, Path]:
 
 
 def copy(template: Path, folder: Path) -> None:
-    """Copy an app; name its project and its Python package after the folder.
-
-    Raises
-    ------
-    InvalidValue
-        The folder exists, or its name does not fit an app or an importable Python package.
-    """
+    """Copy an app; name its project and its Python package after the folder."""
     name = folder.absolute().name
-    package = _package(name)
+    if not _NAME.fullmatch(name):
+        raise InvalidValue(
+            f"folder={name!r}: expected a name of at most 32 letters, digits and hyphens that "
+            "begins with a letter and does not end with a hyphen"
+        )
+    package = name.replace("-", "_").lower()
+    if keyword.iskeyword(package) or find_spec(package) is not None:
+        raise InvalidValue(
+            f"folder={name!r}: expected a name that no installed Python module has; add a word, "
+            f"for example {name}-app"
+        )
     if folder.exists():
         raise InvalidValue(f"folder={str(folder)!r}: expected a folder that does not exist yet")
     # Imports, commands and links of the copy name the new app in place of the template.
@@ -89,18 +93,3 @@ def copy(template: Path, folder: Path) -> None:
         target = folder / str(source.relative_to(template)).replace(was, package)
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_text(text, encoding="utf-8")
-
-
-def _package(name: str) -> str:
-    if not _NAME.fullmatch(name):
-        raise InvalidValue(
-            f"folder={name!r}: expected a name of at most 32 letters, digits and hyphens that "
-            "begins with a letter and does not end with a hyphen"
-        )
-    package = name.replace("-", "_").lower()
-    if keyword.iskeyword(package) or find_spec(package) is not None:
-        raise InvalidValue(
-            f"folder={name!r}: expected a name that no installed Python module has; add a word, "
-            f"for example {name}-app"
-        )
-    return package

@@ -15,9 +15,8 @@ import typer
 from flower_ext.cli.screen import console
 from flower_ext.errors import InvalidValue
 from flower_ext.files import FOLDER_VARIABLE
-from flower_ext.runs.app_settings import checked_settings
+from flower_ext.runs.app_settings import SettingsFile, checked_settings, preset
 from flower_ext.runs.directory import RUNS_VARIABLE, RunDirectory, new_run_path
-from flower_ext.runs.presets import SettingsFile, preset
 from flower_ext.runs.settings import (
     OF_NODES,
     PATHS,
@@ -37,13 +36,7 @@ Overrides = Annotated[
 
 @dataclass(frozen=True, kw_only=True)
 class RunOptions:
-    """Options of ``flower-ext run``; its help explains them.
-
-    Raises
-    ------
-    InvalidValue
-        The options contradict each other.
-    """
+    """Options of ``flower-ext run``; its help explains them."""
 
     app: Path
     superlink: str | None = None
@@ -78,40 +71,25 @@ class RunOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class PreparedRun:
-    """A run whose options and settings are checked, ready to start.
-
-    Parameters
-    ----------
-    options : RunOptions
-    config : Mapping[str, Any]
-        All settings of the run.
-    changes : Mapping[str, Any]
-        The settings that override the app's defaults.
-    path : Path, optional
-        The run directory; None if no setting names it.
-    nodes : int, optional
-        Number of nodes to simulate; None if neither options nor settings give it.
-    """
+    """A run whose options and settings are checked, ready to start."""
 
     options: RunOptions
     config: Mapping[str, Any]
     changes: Mapping[str, Any]
+    """The settings that override the app's defaults."""
     path: Path | None
+    """The run directory; None if no setting names it."""
     nodes: int | None
+    """Number of nodes to simulate; None if neither options nor settings give it."""
 
 
 def prepare(options: RunOptions) -> PreparedRun:
-    """Return the run that the options describe; start and write nothing.
-
-    Raises
-    ------
-    InvalidValue
-        The options do not fit the app, a setting has an invalid value, or there is no run of this
-        app to resume.
-    InUse
-        A process still writes the run to resume.
-    """
-    file = _settings_file(options)
+    """Return the run that the options describe; start and write nothing."""
+    file = None
+    if options.preset is not None:
+        file = preset(options.app, options.preset)
+    elif options.settings_file is not None:
+        file = SettingsFile.read(options.settings_file)
     defaults, changes = checked_settings(options.app, options.settings, file)
     if options.resume is not None:
         changes = {**begun_with(options.resume, options.app, defaults), **changes}
@@ -119,7 +97,12 @@ def prepare(options: RunOptions) -> PreparedRun:
     _choose_clients(options, config)
     if file is not None and "preset" in defaults:
         before = {**defaults, **file.settings(changes, defaults)}
-        config["preset"] = file.text(_changed(changes, before))
+        # "method" and "upcycled" choose one of the methods that a paper compares, and no result
+        # depends on "clients-per-node".
+        rows = ("method", "upcycled", "clients-per-node")
+        config["preset"] = file.text(
+            [name for name in changes if name not in rows and changes[name] != before[name]]
+        )
     path = _choose_paths(options, config)
     nodes = options.clients if clients_setting(config) is None else num_nodes(config)
     if options.superlink is None and nodes is None:
@@ -130,23 +113,6 @@ def prepare(options: RunOptions) -> PreparedRun:
     return PreparedRun(
         options=options, config=dict(config), changes=changes, path=path, nodes=nodes
     )
-
-
-def _settings_file(options: RunOptions) -> SettingsFile | None:
-    """Return the file of settings that the options name."""
-    if options.preset is not None:
-        return preset(options.app, options.preset)
-    return SettingsFile.read(options.settings_file) if options.settings_file else None
-
-
-def _changed(changes: Mapping[str, Any], before: Mapping[str, Any]) -> list[str]:
-    """Return the names of settings in ``changes`` whose value differs from ``before``.
-
-    The function leaves out three settings. ``method`` and ``upcycled`` choose one of the methods
-    that a paper compares, and no result depends on ``clients-per-node``.
-    """
-    rows = ("method", "upcycled", "clients-per-node")
-    return [name for name in changes if name not in rows and changes[name] != before[name]]
 
 
 def _choose_clients(options: RunOptions, config: ChainMap[str, Any]) -> None:
@@ -179,31 +145,16 @@ def _choose_paths(options: RunOptions, config: ChainMap[str, Any]) -> Path | Non
 
 
 def clients_per_node(config: Mapping[str, Any]) -> int:
-    """Return the number of clients on each node.
-
-    All nodes have equally many, and there are at most as many nodes as cores.
-    """
+    """Return the number of clients on each of at most as many nodes as there are cores."""
     clients = int(config["clients"])
-    nodes = range(min(clients, _cores()), 0, -1)
+    has_affinity = hasattr(os, "sched_getaffinity")  # not on macOS and Windows
+    cores = len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1
+    nodes = range(min(clients, cores), 0, -1)
     return next(clients // count for count in nodes if clients % count == 0)
 
 
-def _cores() -> int:
-    if hasattr(os, "sched_getaffinity"):  # not on macOS and Windows
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
-
-
 def begun_with(run: Path, app: Path, defaults: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings under which a resumed run began.
-
-    Raises
-    ------
-    InvalidValue
-        There is no run, it is a run of another app, or the app's runs cannot be resumed.
-    InUse
-        A process still writes the run; the message names it.
-    """
+    """Return the settings under which a resumed run began."""
     if "resume" not in defaults:
         raise InvalidValue(
             "the app has no setting 'resume', so its runs cannot be resumed: start a new run"

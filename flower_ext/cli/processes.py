@@ -49,13 +49,7 @@ class Ended(KeyboardInterrupt):
 
 
 def executable(name: str) -> str:
-    """Return the path of one of Flower's programs.
-
-    Raises
-    ------
-    LaunchFailed
-        The program is not installed.
-    """
+    """Return the path of one of Flower's programs."""
     beside = Path(sys.executable).parent / name
     path = str(beside) if beside.exists() else shutil.which(name)
     if path is None:
@@ -79,16 +73,10 @@ def environment() -> dict[str, str]:
 
 
 class RunLog:
-    """Shows the lines of a run's log, with colours only in a terminal that has them.
+    """Shows the lines of a run's log, with colours only in a terminal that has them."""
 
-    Attributes
-    ----------
-    directory : str or None
-        Path of the run directory as the log names it; it may be on another machine.
-    """
-
-    def __init__(self) -> None:
-        self.directory: str | None = None
+    directory: str | None = None
+    """Path of the run directory as the log names it; it may be on another machine."""
 
     def show(self, line: str, stream: IO[str]) -> None:
         """Print a line of the log."""
@@ -117,10 +105,13 @@ class Followed:
             # callbacks, which ignore errors. The run would then begin, and nothing would end it.
             process_group=0,
         )
+
+        def show(source: IO[str], sink: IO[str]) -> None:
+            for line in source:
+                log.show(line.rstrip("\r\n"), sink)
+
         pairs = ((self.process.stdout, sys.stdout), (self.process.stderr, sys.stderr))
-        self._readers = [
-            Thread(target=_pump, args=(source, log, sink), daemon=True) for source, sink in pairs
-        ]
+        self._readers = [Thread(target=show, args=pair, daemon=True) for pair in pairs]
         for reader in self._readers:
             reader.start()
 
@@ -139,11 +130,6 @@ class Followed:
         return status
 
 
-def _pump(source: IO[str], log: RunLog, sink: IO[str]) -> None:
-    for line in source:
-        log.show(line.rstrip("\r\n"), sink)
-
-
 def free_port() -> int:
     """Return a free port of the loopback interface."""
     with socket.socket() as probe:
@@ -152,13 +138,7 @@ def free_port() -> int:
 
 
 def wait_for_port(port: int, process: subprocess.Popen[bytes], log: Path) -> None:
-    """Wait until Flower's SuperLink, which is ``process``, listens on a port of loopback.
-
-    Raises
-    ------
-    LaunchFailed
-        The SuperLink has ended or takes over a minute; the message ends with its log.
-    """
+    """Wait until Flower's SuperLink, which is ``process``, listens on a port of loopback."""
     deadline = time.monotonic() + 60
     while process.poll() is None and time.monotonic() < deadline:
         with suppress(OSError), socket.create_connection((HOST, port), timeout=2):

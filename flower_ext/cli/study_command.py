@@ -2,16 +2,40 @@
 
 The run directory of each stage is in the study's folder, beside the account. Repeat the command to
 continue a study: a complete stage is kept, and an interrupted stage is resumed.
+
+A study is a TOML file::
+
+    title = "Three hospitals"
+    app = "apps/consortium"
+
+    [settings]                       # of all stages, as for `flower-ext run --set`
+    num-silos = 3
+
+    [[link]]                         # options of `flower-ext link users`, once for each silo
+    table = "north.csv"
+    by = ["surname", "given"]
+    key = "study.key"
+    buckets = 100000
+    output = "linked/silo-0.csv"
+
+    [[stage]]
+    name = "statistics"
+    settings = { method = "statistics", epsilon = 0.3 }
+
+    [[stage]]
+    name = "training"
+    uses = ["statistics/standardise.toml"]      # files of settings that earlier stages wrote
+    settings = { epsilon = 1.0 }
 """
 
 from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Self
 
 import typer
 
@@ -22,12 +46,68 @@ from flower_ext.cli.processes import Interrupted, LaunchFailed, signals_as_inter
 from flower_ext.cli.reporting import ledger
 from flower_ext.cli.screen import console, say, titled_table
 from flower_ext.errors import InvalidValue
+from flower_ext.files import from_table, read_toml
+from flower_ext.runs.app_settings import SettingsFile
 from flower_ext.runs.directory import RunDirectory
-from flower_ext.runs.settings import INCIDENTAL, nearest
-from flower_ext.runs.study import ACCOUNT, Stage, Study
+from flower_ext.runs.settings import INCIDENTAL, OF_NODES, nearest
 
+_ACCOUNT = "account.jsonl"
+"""File in a study's folder with the privacy that all stages have spent."""
 _LINK_PATHS = ("table", "key", "output", "numbers")
 _LINK_OPTIONS = tuple(name.replace("_", "-") for name in inspect.signature(link.users).parameters)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stage:
+    """A run of a study: its name, its settings, and the files of earlier stages that it uses."""
+
+    name: str
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    uses: Sequence[str] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Study:
+    """The content of a study's file; paths in it are relative to the file's folder."""
+
+    path: Path
+    app: str
+    stage: Sequence[Stage]
+    title: str = ""
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    link: Sequence[Mapping[str, Any]] = ()
+
+    @classmethod
+    def read(cls, path: Path) -> Self:
+        """Read a study; refuse a file that lacks the form shown at the top of this module."""
+        content, where = read_toml(path), f"study {path}"
+        stages = [
+            from_table(Stage, each, f"{where}: [[stage]]") for each in content.pop("stage", [])
+        ]
+        study = from_table(cls, {**content, "path": path, "stage": stages}, where)
+        if not stages or len({stage.name for stage in stages}) < len(stages):
+            raise InvalidValue(f"{where}: expected tables [[stage]], each with a different name")
+        return study
+
+    def placed(self, path: str) -> Path:
+        """Return a path in the study's file as an absolute path."""
+        return (self.path.parent / Path(path).expanduser()).absolute()
+
+    def settings_of(self, stage: Stage, folder: Path) -> dict[str, Any]:
+        """Return a stage's settings; ``folder`` has the account and the runs of earlier stages."""
+        settings = {"run-directory": str(folder / stage.name), **self.settings}
+        if "population-epsilon" in settings:
+            settings.setdefault("budget-ledger", str(folder / _ACCOUNT))
+        for name in OF_NODES:
+            if settings.get(name):
+                settings[name] = str(self.placed(settings[name]))
+        for name in stage.uses:
+            if not (path := folder / name).exists():
+                raise InvalidValue(
+                    f"`uses` names {path}, but no earlier stage has written this file"
+                )
+            settings |= SettingsFile.read(path).settings(settings)
+        return {**settings, **stage.settings}
 
 
 def study(
@@ -54,7 +134,15 @@ def study(
         console.rule(f"Stage {number} of {len(plan.stage)}: {stage.name}")
         try:
             with signals_as_interrupts():
-                _run(_prepared(plan, stage, place, superlink), place / stage.name)
+                settings = plan.settings_of(stage, place)
+                texts = [v if isinstance(v, str) else json.dumps(v) for v in settings.values()]
+                options = RunOptions(
+                    app=plan.placed(plan.app),
+                    superlink=superlink,
+                    settings=[f"{name}={text}" for name, text in zip(settings, texts, strict=True)],
+                    in_process=superlink is None,
+                )
+                _run(prepare(options), place / stage.name)
         except Interrupted as error:
             text = f"stage {stage.name} was interrupted: repeat the command to continue the study"
             raise Interrupted(text, error.exit_status - 128) from None
@@ -71,7 +159,7 @@ def study(
         for page in sorted((place / stage.name).glob("*.html")):
             pages.add_row(stage.name, str(page))
     console.print(pages)
-    if (account := place / ACCOUNT).exists():
+    if (account := place / _ACCOUNT).exists():
         ledger(account)
 
 
@@ -90,11 +178,7 @@ def _check_links(plan: Study) -> None:
 
 
 def _link(plan: Study, entry: Mapping[str, Any]) -> None:
-    """Write a silo's linked table.
-
-    Keep a linked table that exists and is newer than the study's file, the silo's table and the
-    key.
-    """
+    """Write a silo's linked table, unless it is newer than the study, the table and the key."""
     options = {name.replace("-", "_"): value for name, value in entry.items()}
     options |= {name: plan.placed(options[name]) for name in _LINK_PATHS if name in options}
     output, sources = options["output"], [plan.path, options["table"], options["key"]]
@@ -107,32 +191,8 @@ def _link(plan: Study, entry: Mapping[str, Any]) -> None:
     link.users(**options)
 
 
-def _prepared(plan: Study, stage: Stage, place: Path, superlink: str | None) -> PreparedRun:
-    """Return the run of a stage, ready to start."""
-    settings = plan.settings_of(stage, place)
-    options = RunOptions(
-        app=plan.placed(plan.app),
-        superlink=superlink,
-        settings=[f"{name}={_text(value)}" for name, value in settings.items()],
-        in_process=superlink is None,
-    )
-    return prepare(options)
-
-
-def _text(value: object) -> str:
-    return value if isinstance(value, str) else json.dumps(value)
-
-
 def _run(run: PreparedRun, path: Path) -> None:
-    """Run a stage; continue it if it was interrupted, and keep it if it is complete.
-
-    Raises
-    ------
-    InvalidValue
-        The stage began with different settings.
-    LaunchFailed
-        The stage failed, or did not complete within the budget.
-    """
+    """Run a stage; continue it if it was interrupted, and keep it if it is complete."""
     if (path / "run.json").exists():
         directory = RunDirectory.open(path)
         before = directory.config

@@ -36,18 +36,9 @@ PATIENCE = 180
 def simulation_superlink(env: Mapping[str, str]) -> Iterator[dict[str, str]]:
     """Start a SuperLink for one simulation; yield the variables with which ``flwr`` finds it.
 
-    ``flwr run`` starts a SuperLink that stays and that all simulations of a user share. The
-    SuperLink of this function has its own port and home and no database, and ends with the block,
-    so that no other run depends on it. Use the function inside `flower_ext.cli.reaper.reaped`,
-    which ends Ray's processes.
-
-    ``env`` holds the environment variables of Flower's processes. The SuperLink's home is a folder
-    below ``FLWR_HOME``.
-
-    Raises
-    ------
-    LaunchFailed
-        The SuperLink does not start.
+    ``flwr run`` starts a SuperLink that stays and that all simulations of a user share. This one
+    has its own port, its own home below ``FLWR_HOME`` and no database, and ends with the block, so
+    that no other run depends on it. Use it inside `reaper.reaped`, which ends Ray's processes.
     """
     base = Path(env.get("FLWR_HOME") or Path.home() / ".flwr").expanduser().absolute()
     base.mkdir(parents=True, exist_ok=True)
@@ -77,15 +68,8 @@ def simulation_superlink(env: Mapping[str, str]) -> Iterator[dict[str, str]]:
 def run_on_superlink(run: PreparedRun, env: Mapping[str, str], log: RunLog) -> None:
     """Run an app on the SuperLink that a connection of Flower's configuration names.
 
-    If the run names no connection, it uses the SuperLink of `simulation_superlink`. That SuperLink
-    simulates the run's nodes, and ends with this command.
-
-    Raises
-    ------
-    LaunchFailed
-        Flower refused the run, or the run failed.
-    KeyboardInterrupt
-        The caller was interrupted. If the SuperLink outlives this command, the run was stopped.
+    Without a connection, it runs on the SuperLink of `simulation_superlink`, which ends with this
+    command. On any other SuperLink, an interruption of this command stops the run.
     """
     superlink, options = run.options.superlink, list[str]()
     flwr = Flwr([] if superlink is None else [superlink], env)
@@ -113,34 +97,22 @@ def run_on_superlink(run: PreparedRun, env: Mapping[str, str], log: RunLog) -> N
         if superlink is not None:
             flwr.stop(run_id)
         raise
-    if outcome["status"] == "finished:stopped":
-        raise LaunchFailed(f"somebody stopped run {run_id}: {outcome['status-details']}")
-    if outcome["status"] != "finished:completed":
-        raise LaunchFailed(
-            f"run {run_id} ended as {outcome['status']}: {outcome['status-details']}"
-        )
+    status, details = outcome["status"], outcome["status-details"]
+    if status == "finished:stopped":
+        raise LaunchFailed(f"somebody stopped run {run_id}: {details}")
+    if status != "finished:completed":
+        raise LaunchFailed(f"run {run_id} ended as {status}: {details}")
 
 
 @dataclass(frozen=True)
 class Flwr:
-    """Flower's command ``flwr`` on one SuperLink.
-
-    Parameters
-    ----------
-    connection : Sequence[str]
-        The connection's name in Flower's configuration; empty for the default connection.
-    env : Mapping[str, str]
-        Environment variables of the command.
-    """
+    """Flower's command ``flwr`` on one SuperLink; the default one has no ``connection``."""
 
     connection: Sequence[str]
     env: Mapping[str, str]
 
     def answer(self, *words: str, options: Sequence[str] = ()) -> dict[str, Any]:
-        """Run a command of ``flwr``, and return the JSON that it prints.
-
-        For example, ``answer("stop", run_id)`` runs ``flwr stop RUN_ID``.
-        """
+        """Run a command of ``flwr``, such as ``stop RUN_ID``; return the JSON that it prints."""
         done = subprocess.run(
             [*self._words(*words), *options, "--format", "json"],
             capture_output=True,
@@ -155,11 +127,7 @@ class Flwr:
         return answer
 
     def follow(self, run_id: str, log: RunLog) -> dict[str, Any]:
-        """Show a run's log until the run has finished; return its entry in ``flwr list``.
-
-        If the SuperLink does not answer, the method waits for up to `PATIENCE` seconds, because the
-        ServerApp may still be running.
-        """
+        """Show a run's log until the run has finished; return its entry in ``flwr list``."""
         program = Followed([*self._words("log", run_id), "--stream"], log, self.env)
         try:
             program.tell()
@@ -171,6 +139,7 @@ class Flwr:
             try:
                 (outcome,) = self.answer("list", options=["--run-id", run_id])["runs"]
             except (LaunchFailed, KeyError) as error:
+                # The ServerApp may still be running.
                 if time.monotonic() - last_answer > PATIENCE:
                     raise LaunchFailed(
                         f"the SuperLink has not answered for {PATIENCE} s; run {run_id} may still "

@@ -39,7 +39,7 @@ from flower_ext.privacy.accounting.participations import Participations
 from flower_ext.privacy.mechanisms.correlated_noise import StrategyMatrix
 from flower_ext.privacy.mechanisms.masked_noised_sum import MaskedNoisedSum, QuerySum
 from flower_ext.privacy.mechanisms.round_mechanism import RoundMechanism
-from flower_ext.privacy.plans.spaced_release import SpacedRelease
+from flower_ext.privacy.plans.release_mechanism import SpacedRelease
 from flower_ext.privacy.randomness import derived_seed
 from flower_ext.runs import RunWriter
 from flower_ext.training import matches

@@ -148,7 +148,7 @@ class ConvergenceBound:
         a, b = self.personal_rate, self.global_rate
         with np.errstate(over="ignore", invalid="ignore"):
             crossed = _crossed(a, b, T)
-            accumulated = _sum_of_powers(a, T)
+            accumulated = T if a == 1 else (1 - a**T) / (1 - a)  # Σ_{x<T} a^x
             noisy = (accumulated - crossed) / (1 - b)
             h = (
                 a**T * self.initial_distance
@@ -204,7 +204,14 @@ def convergence_bound(
         f"η_L ≤ 2/(m + ℓ) (η_L = {eta_L:.4g}, bound {longest_step:.4g})", eta_L <= longest_step
     )
     if basis == "published":
-        G = _gradient_square(problem, weight)
+        G0, M = problem.gradient_bound, problem.model_spread
+        for name, value in (("gradient_bound", G0), ("model_spread", M)):
+            if math.isinf(value):
+                raise InvalidValue(
+                    f"{name}={value!r}: expected a finite number, because the published bound "
+                    "needs it; if you do not know it, set basis='provable'"
+                )
+        G = ((1 - weight / 2) * G0 + weight * (G0 / mu + M)) ** 2  # bounds a squared gradient
         rate = 1 - eta_L * curvature + eta_L
         residual = (1 + weight**2) * eta_L**2 * G
         coupling = (4 * eta_L**2 * weight**2 + 2 * eta_L * weight**2) / mu
@@ -235,28 +242,8 @@ def check_global_weight(global_weight: float) -> None:
         raise InvalidValue(f"global_weight={global_weight!r}: expected λ, a number in [0, 2]")
 
 
-def _gradient_square(problem: DittoProblem, weight: float) -> float:
-    """Return G of Lemma 1, a bound on a squared gradient."""
-    G0, M = problem.gradient_bound, problem.model_spread
-    for name, value in (("gradient_bound", G0), ("model_spread", M)):
-        if math.isinf(value):
-            raise InvalidValue(
-                f"{name}={value!r}: expected a finite number, because the published bound needs "
-                "it; if you do not know it, set basis='provable'"
-            )
-    return ((1 - weight / 2) * G0 + weight * (G0 / problem.strong_convexity + M)) ** 2
-
-
-def _sum_of_powers(rate: float, T: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return Σ_{x<T} rate^x."""
-    return T.copy() if rate == 1 else (1 - rate**T) / (1 - rate)
-
-
 def _crossed(a: float, b: float, T: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return Σ_{x<T} a^x b^(T−1−x).
-
-    The function avoids the difference of two almost equal numbers where a and b are close.
-    """
+    """Return Σ_{x<T} a^x b^(T−1−x), without a difference of two almost equal numbers."""
     large, small = max(a, b), min(a, b)
     if large == small:
         return np.where(T > 0, T * large ** np.maximum(T - 1, 0), 0.0)

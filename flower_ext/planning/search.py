@@ -1,9 +1,9 @@
-"""Search for the number of rounds and the weight of the global model: DP-Ditto, Section V-B.
+"""Search for the number of rounds and the weight of the global model: DP-Ditto, Section V.
 
 T is the number of rounds, and λ the weight of the global model. If there is a formula for the
 unfairness R(λ), Eqn 33 applies. It takes for every T the fairest λ*(T) under the noise that T
 rounds need, and then the T whose bound h(T, λ*(T)) is smallest. If there is no formula, use
-`alternating_search`.
+`alternating_search`, which makes short training runs (Section V-C).
 
 h bounds the distance to v_n*(λ), an optimum that depends on λ. So h tells how many rounds a λ
 needs, and R tells which λ is best. `planned_schedules` searches the best T and λ for a privacy
@@ -13,7 +13,7 @@ budget, by the published and by the provable formulas.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from flower_ext.checks import require_at_least_one
@@ -21,6 +21,7 @@ from flower_ext.errors import InvalidValue
 from flower_ext.planning.convergence import (
     ConvergenceBound,
     DittoProblem,
+    check_global_weight,
     convergence_bound,
 )
 from flower_ext.planning.fairness import LinearFairness
@@ -102,24 +103,12 @@ def best_schedule(
     return best if best.value < problem.initial_distance else replace(best, rounds=0)
 
 
-PlanOf = Callable[[int, Basis], RecordLevelPlan]
-"""Takes a number of rounds and a basis; returns the plan that keeps the privacy budget."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class PlannedSchedule:
     """A schedule, and a plan with enough noise to keep the privacy budget.
 
-    Attributes
-    ----------
-    basis : {"published", "provable"}
-        Whether the noise was calibrated by the paper's formulas or by provable ones.
-    schedule : Schedule
-        T* and λ*.
-    plan : RecordLevelPlan or None
-        The plan of T* rounds. With T* = 0 clients release nothing, so there is no plan.
-    not_met : tuple[str, ...]
-        Conditions of the theorem that do not hold.
+    ``plan`` is None if T* is 0, because clients then release nothing. ``not_met`` names the
+    conditions of the theorem that do not hold.
     """
 
     basis: Basis
@@ -134,16 +123,13 @@ class PlannedSchedule:
 
     @property
     def epsilons(self) -> dict[str, float]:
-        """The plan's ε by up to three computations; empty without a plan.
-
-        "as published" follows the paper. "worst case" holds for Algorithm 1, which clips models but
-        no gradients. "gradients clipped" is present only if the plan's ``steps`` clip gradients.
-        """
+        """The plan's ε as published, in the worst case, and with clipped gradients if it clips."""
         plan = self.plan
         if plan is None:
             return {}
         uploads = replace(plan, noise_stddev=plan.upload_stddev, steps=None)
         published, provable = dp_ditto_guarantees(uploads, rounds=plan.rounds)
+        # Algorithm 1 clips models but no gradients, so the worst case holds for it.
         epsilons = {"as published": published.epsilon, "worst case": provable.epsilon}
         if plan.steps is not None:
             loss = plan.steps.loss(plan.noise_stddev, delta=plan.delta, rounds=plan.rounds)
@@ -152,17 +138,16 @@ class PlannedSchedule:
 
 
 def planned_schedules(
-    plan_of: PlanOf,
+    plan_of: Callable[[int, Basis], RecordLevelPlan],
     problem: DittoProblem,
     global_weight: float | LinearFairness,
     *,
     max_rounds: int,
 ) -> list[PlannedSchedule]:
-    """Return a list of one or two schedules.
+    """Return the schedule by the published formulas if ``problem`` has G₀ and M, then the provable.
 
-    The schedule by the provable formulas is always there, as the last one. The schedule by the
-    published formulas comes before it if ``problem`` has G₀ and M. ``global_weight`` is λ, or the
-    fairness problem that determines λ.
+    ``plan_of`` takes a number of rounds and a basis, and returns the plan that keeps the privacy
+    budget. ``global_weight`` is λ, or the fairness problem that determines λ.
     """
     bases: list[Basis] = ["provable"]
     if math.isfinite(problem.gradient_bound) and math.isfinite(problem.model_spread):
@@ -193,10 +178,7 @@ def planned_schedules(
 
 
 def _one_full_step(steps: ClippedSteps | None) -> Condition:
-    """Return the condition of Theorem 1 that each round is a single step on all records.
-
-    The condition also says whether it holds for ``steps``.
-    """
+    """Return the condition of Theorem 1 that each round is a single step on all records."""
     if steps is None:
         return Condition("one full-gradient step a round", True)
     batch = steps.batch_size or steps.num_examples
@@ -206,3 +188,93 @@ def _one_full_step(steps: ClippedSteps | None) -> Condition:
         "all steps",
         steps.local_steps == 1 and batch == steps.num_examples,
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """Result of a short run: the mean training loss, and how it varies over clients.
+
+    Lower values are better for both.
+    """
+
+    loss: float
+    unfairness: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class EmpiricalSchedule:
+    """The best ``rounds`` (T*) and ``global_weight`` (λ*) that short training runs have found.
+
+    ``settled`` is true if a further step of the search would change neither T* nor λ*. It is false
+    if the search ran in a cycle of several pairs (T, λ). The result is then the pair of this cycle
+    with the smallest loss. ``outcomes`` holds the outcome of every run, by (T, λ).
+    """
+
+    rounds: int
+    global_weight: float
+    settled: bool
+    outcomes: dict[tuple[int, float], Outcome]
+
+
+def alternating_search(
+    run: Callable[[int, float], Outcome],
+    *,
+    rounds: Sequence[int],
+    global_weights: Sequence[float],
+    start: float | None = None,
+) -> EmpiricalSchedule:
+    """Search the T with the lowest loss, then the λ with the lowest unfairness, and repeat.
+
+    The search ends when neither changes, or when it comes back to an earlier pair (Section V-C).
+
+    Parameters
+    ----------
+    run : Callable[[int, float], Outcome]
+        Takes T and λ, trains for T rounds with λ and the noise that T rounds need, and returns the
+        outcome. The search calls it at most once for each pair (T, λ). If a run diverges, it may
+        return NaN or infinity, which count as worse than every number.
+    rounds, global_weights : Sequence
+        Candidates for T and for λ. Of equally good candidates, the search takes the first.
+    start : float, optional
+        The first λ; by default the first of ``global_weights``.
+
+    Raises
+    ------
+    ValueError
+        There is no candidate, or one is out of range.
+    """
+    if not rounds or min(rounds) < 1:
+        raise InvalidValue(f"rounds={list(rounds)!r}: expected at least one integer, all >= 1")
+    if not global_weights:
+        raise InvalidValue("global_weights=[]: expected at least one number in [0, 2]")
+    for candidate in global_weights:
+        check_global_weight(candidate)
+    weight = global_weights[0] if start is None else start
+    check_global_weight(weight)
+    outcomes: dict[tuple[int, float], Outcome] = {}
+
+    def measured(name: str, pair: tuple[int, float]) -> float:
+        if pair not in outcomes:
+            outcomes[pair] = run(*pair)
+        value: float = getattr(outcomes[pair], name)
+        return math.inf if math.isnan(value) else value
+
+    def loss(pair: tuple[int, float]) -> float:
+        return measured("loss", pair)
+
+    visited: list[tuple[int, float]] = []
+    while True:
+        current = weight
+        T = min(rounds, key=lambda candidate: loss((candidate, current)))
+        weight = min(global_weights, key=lambda candidate: measured("unfairness", (T, candidate)))
+        # Each search depends on the other's result alone, so a pair that recurs begins a cycle.
+        if (T, weight) in visited:
+            cycle = visited[visited.index((T, weight)) :]
+            best_T, best_weight = min(cycle, key=loss)
+            return EmpiricalSchedule(
+                rounds=best_T,
+                global_weight=best_weight,
+                settled=len(cycle) == 1,
+                outcomes=outcomes,
+            )
+        visited.append((T, weight))

@@ -27,13 +27,9 @@ def epsilon_text(epsilon: float) -> str:
     return _rounded_up(epsilon or 1e-3)
 
 
-LARGE_DELTA = 1e-3
-"""Every guarantee with a δ above this warns about it, however few units there are."""
-
-
 def is_large(delta: float, units: float | None = None) -> bool:
-    """Return True if δ is above `LARGE_DELTA`, or is at least 1/``units``."""
-    return delta > LARGE_DELTA or delta * (units or 0) >= 1
+    """Return True if δ is above 0.001, or is at least 1/``units``."""
+    return delta > 1e-3 or delta * (units or 0) >= 1
 
 
 def large_delta(delta: float, unit: PrivacyUnit, units: int | None = None) -> str | None:
@@ -117,21 +113,19 @@ class Guarantee(JsonRecord):
             nothing_leaves = self.epsilon == self.delta == 0
             epsilon = "0" if nothing_leaves else epsilon_text(self.epsilon)
             bound = f"ε = {epsilon} at δ = {_rounded_up(self.delta)}"
+        lists = {
+            "Conditions NOT met": [each.text for each in self.conditions if not each.holds],
+            "Assumes": self.assumptions,
+            "Not covered": self.not_covered,
+        }
         parts = [
             f"{bound} for one {self.unit.value} under the relation {self.relation.value}, "
             f"against an adversary who sees {self.view.sees} "
-            f"({self.basis}; {self.accountant}; {self.source})."
+            f"({self.basis}; {self.accountant}; {self.source}).",
+            self.large_delta or "",
+            *(f"{name}: {'; '.join(texts)}." for name, texts in lists.items() if texts),
         ]
-        if warning := self.large_delta:
-            parts.append(warning)
-        failed = [condition.text for condition in self.conditions if not condition.holds]
-        if failed:
-            parts.append("Conditions NOT met: " + "; ".join(failed) + ".")
-        if self.assumptions:
-            parts.append("Assumes: " + "; ".join(self.assumptions) + ".")
-        if self.not_covered:
-            parts.append("Not covered: " + "; ".join(self.not_covered) + ".")
-        return " ".join(parts)
+        return " ".join(filter(None, parts))
 
 
 def claim_against(view: AdversaryView, claims: Sequence[Guarantee]) -> Guarantee | None:
@@ -140,9 +134,5 @@ def claim_against(view: AdversaryView, claims: Sequence[Guarantee]) -> Guarantee
     Without a claim about this view, the function returns a claim about an adversary that sees more.
     Of several such claims, it takes the one whose adversary sees least.
     """
-    provable = [claim for claim in claims if claim.basis == "provable"]
-    for other in view.at_least:
-        for claim in provable:
-            if claim.view is other:
-                return claim
-    return None
+    by_view = {claim.view: claim for claim in reversed(claims) if claim.basis == "provable"}
+    return next((by_view[other] for other in view.at_least if other in by_view), None)

@@ -64,17 +64,8 @@ class Budget:
 class LedgerFile:
     """A file of JSON lines, locked until `close` so that no other process can write to it.
 
-    Attributes
-    ----------
-    entries : list of dict
-        All lines.
-
-    Raises
-    ------
-    InUse
-        Another process holds the lock, and ``wait`` is False.
-    LedgerCorrupt
-        The hash chain is broken; the message names the file and the line.
+    ``entries`` are all lines. If another process holds the lock and ``wait`` is False, the error is
+    `InUse`; if the hash chain is broken, it is `LedgerCorrupt`.
     """
 
     def __init__(self, path: Path, *, wait: bool) -> None:
@@ -99,13 +90,7 @@ class LedgerFile:
             raise
 
     def append(self, kind: str, values: Mapping[str, Any]) -> None:
-        """Write a line and wait until it is on the disk.
-
-        Raises
-        ------
-        OSError
-            The line cannot be written. Nothing may be released, now or later.
-        """
+        """Write a line, and wait for the disk; after an `OSError`, nothing may be released."""
         self._check_usable()
         # Each line names the hash of the one before, so no earlier line can change unnoticed.
         previous = self.entries[-1]["hash"] if self.entries else GENESIS
@@ -139,10 +124,7 @@ class LedgerFile:
 
 
 class Reservation:
-    """A reserved release, and the caller's notes on it.
-
-    The ledger writes these notes to its file when the ``with`` block of `Ledger.reserve` ends.
-    """
+    """A reserved release, and the caller's notes on it, which the ledger writes at its end."""
 
     def __init__(self) -> None:
         self.notes: dict[str, Any] = {}
@@ -242,13 +224,7 @@ class Ledger(LedgerFile):
         return len(self._reserved)
 
     def check_holds(self, releases: int) -> None:
-        """Refuse a ledger that lacks some of the releases that the run made.
-
-        Raises
-        ------
-        LedgerCorrupt
-            The message says how many are missing.
-        """
+        """Refuse a ledger that lacks some of the releases that the run made, as `LedgerCorrupt`."""
         if self.releases < releases:
             raise LedgerCorrupt(
                 f"{self.path} holds {self.releases} releases of a run that made {releases}: some "

@@ -33,57 +33,39 @@ class DoesNotCompose(InvalidValue):
 class Charge(JsonRecord):
     """The privacy that one run has spent after its newest round, or its newest answer to a query.
 
-    Parameters
-    ----------
-    run, method : str
-        The run's id, which stays the same when the run is resumed, and its training method.
-    name : str
-        Name of the run directory, for readers; empty if the run has no directory.
-    query : str
-        Name of the query whose answer is released; empty for a training round.
-    start : str
-        Id of the process that computes the round; a resumed run has a new process.
-    training : int
-        Number of the round within the run, or number of the answer to the query, counted from 1.
-    repeatable : bool
-        True if a repeated round has the same result, bit for bit, and so reveals nothing new.
-    unit : PrivacyUnit
-    relation : NeighboringRelation
-    epsilon, delta : float
-        Provable privacy loss of this run alone, including this round, against an adversary that
-        sees the released models.
-    release : Release, optional
-        The round's noised sum, if the released models depend on this round through that sum only.
-    claims : Sequence[Guarantee]
-        Provable guarantees of this run alone, including this round, one for each adversary. The
-        JSON of a charge leaves them out; the account holds only their (ε, δ) and releases.
+    ``epsilon``, ``delta`` and ``claims`` are provable, and hold for this run alone, including this
+    round.
     """
 
     run: str
+    """The run's id, which stays the same when the run is resumed."""
     method: str
     name: str = ""
+    """Name of the run directory, for readers."""
     query: str = ""
+    """Name of the query whose answer is released; empty for a training round."""
     start: str = ""
+    """Id of the process that computes the round; a resumed run has a new process."""
     training: int
+    """Number of the round within the run, or number of the answer to the query, counted from 1."""
     repeatable: bool = False
+    """True if a repeated round has the same result, bit for bit, and so reveals nothing new."""
     unit: PrivacyUnit
     relation: NeighboringRelation
     epsilon: float
+    """ε against an adversary that sees the released models."""
     delta: float
     release: Release | None = None
+    """The round's noised sum, if the released models depend on this round through it only."""
     claims: Sequence[Guarantee] = field(default=(), metadata=NOT_WRITTEN)
+    """One for each adversary; the account holds only their (ε, δ) and releases."""
 
 
 def charge(path: Path, new: Charge, budget: Budget) -> list[dict[str, Any]]:
     """Write a round's spend durably, before anything of the round is released.
 
-    If a run repeats a round, the account counts it twice, because the noise is new. It counts a
-    ``repeatable`` round once.
-
-    Returns
-    -------
-    list of dict
-        All entries of the account, including the new one.
+    Return all entries of the account, including the new one. If a run repeats a round, the account
+    counts it twice, because the noise is new. It counts a ``repeatable`` round once.
 
     Raises
     ------
@@ -95,32 +77,24 @@ def charge(path: Path, new: Charge, budget: Budget) -> list[dict[str, Any]]:
         The hash chain is broken; the message names the line.
     """
     line = {**_charge_to_dict(new), "budget": {"epsilon": budget.epsilon, "delta": budget.delta}}
+    same = {"run": new.run, "query": new.query, "training": new.training}
     with closing(LedgerFile(path, wait=True)) as account:
-        charges = [entry for entry in account.entries if entry["kind"] == CHARGE]
-        _check_relation(path, charges, new)
+        _check_relation(path, account.entries, new)
         if new.repeatable and any(
-            (entry["run"], entry["query"], entry["training"]) == (new.run, new.query, new.training)
-            for entry in charges
+            entry["kind"] == CHARGE and same.items() <= entry.items() for entry in account.entries
         ):
-            same = {"run": new.run, "query": new.query, "training": new.training}
             account.append(REPEAT, same)
-            return account.entries
-        # Under the lock, so that two simultaneous runs cannot both take the rest of the budget.
-        _check_budget(path, account.entries, new, budget)
-        account.append(CHARGE, line)
+        else:
+            # Under the lock, so that two simultaneous runs cannot both take the rest of the budget.
+            _check_budget(path, account.entries, new, budget)
+            account.append(CHARGE, line)
         return account.entries
 
 
 def check_affordable(path: Path, new: Charge, budget: Budget) -> None:
-    """Refuse a charge that `charge` would refuse now; write nothing.
-
-    Raises
-    ------
-    BudgetExhausted, DoesNotCompose, LedgerCorrupt
-        As `charge`.
-    """
+    """Refuse a charge that `charge` would refuse now; write nothing."""
     entries = entries_of(path)
-    _check_relation(path, [entry for entry in entries if entry["kind"] == CHARGE], new)
+    _check_relation(path, entries, new)
     _check_budget(path, entries, new, budget)
 
 
@@ -134,25 +108,14 @@ def note_claims(path: Path, claims: Sequence[Guarantee], **identity: str) -> Non
 
     A charge is written before its round, when nobody knows yet which clients will answer. The
     guarantees recorded here are computed after the round, from the clients that answered.
-
-    Parameters
-    ----------
-    claims : Sequence[Guarantee]
-    **identity
-        ``run``, ``method``, ``name`` and ``start``, as in `Charge`.
+    ``identity`` has ``run``, ``method``, ``name`` and ``start``, as in `Charge`.
     """
     spends = [{**_spend_to_dict(claim), "guarantee": claim.to_dict()} for claim in claims]
     _note_once(path, CLAIMS, {**identity, "claims": spends})
 
 
 def note_uncovered(path: Path, *, run: str, method: str, name: str = "", what: str) -> None:
-    """Record, once per run, that the run reveals something about people's data that no ε covers.
-
-    Parameters
-    ----------
-    what : str
-        Description in one line, such as "a pilot of 20 rounds without noise".
-    """
+    """Record, once per run, what it reveals, such as "a pilot without noise", that no ε covers."""
     _note_once(path, UNCOVERED, {"run": run, "method": method, "name": name, "what": what})
 
 
@@ -179,41 +142,36 @@ def _spend_to_dict(claim: Guarantee) -> dict[str, Any]:
     }
 
 
-def _why(charges: Sequence[dict[str, Any]], epsilon: float, delta: float) -> str:
-    if not charges:
-        return "the first round alone exceeds it; plan more noise"
-    if math.isinf(epsilon):
-        return (
-            "the δ's of the runs add up to more than the budget's δ; plan runs with a smaller δ, "
-            "or raise the budget's δ"
+def _check_relation(path: Path, entries: Sequence[dict[str, Any]], new: Charge) -> None:
+    first = next((entry for entry in entries if entry["kind"] == CHARGE), None)
+    if first is not None and (first["unit"], first["relation"]) != (new.unit, new.relation):
+        raise DoesNotCompose(
+            f"{path} has the privacy unit {first['unit']!r} and the relation "
+            f"{first['relation']!r}, but this run has the unit {new.unit.value!r} and the relation "
+            f"{new.relation.value!r}: no single ε covers both; keep a separate account for each, "
+            "or plan the run with the unit and the relation of the account"
         )
-    runs = len({entry["run"] for entry in charges})
-    return (
-        f"{runs} run{'s' if runs > 1 else ''} spent {epsilon_text(total_spent(charges, delta))} "
-        "so far"
-    )
-
-
-def _check_relation(path: Path, charges: Sequence[dict[str, Any]], new: Charge) -> None:
-    for entry in charges[:1]:
-        of = (entry["unit"], entry["relation"])
-        if of != (new.unit, new.relation):
-            raise DoesNotCompose(
-                f"{path} has the privacy unit {of[0]!r} and the relation {of[1]!r}, but this run "
-                f"has the unit {new.unit.value!r} and the relation {new.relation.value!r}: no "
-                "single ε covers both; keep a separate account for each, or plan the run with the "
-                "unit and the relation of the account"
-            )
 
 
 def _check_budget(
     path: Path, entries: Sequence[dict[str, Any]], new: Charge, budget: Budget
 ) -> None:
     epsilon = total_spent([*entries, {**_charge_to_dict(new), "kind": CHARGE}], budget.delta)
-    if epsilon > budget.epsilon:
-        charges = [entry for entry in entries if entry["kind"] == CHARGE]
-        raise BudgetExhausted(
-            f"training round {new.training} would raise the total of {path} to ε = "
-            f"{epsilon_text(epsilon)} at δ = {budget.delta:.3g}, above the budget of "
-            f"{budget.epsilon:g}: {_why(charges, epsilon, budget.delta)}"
+    if epsilon <= budget.epsilon:
+        return
+    runs = {entry["run"] for entry in entries if entry["kind"] == CHARGE}
+    if not runs:
+        why = "the first round alone exceeds it; plan more noise"
+    elif math.isinf(epsilon):
+        why = (
+            "the δ's of the runs add up to more than the budget's δ; plan runs with a smaller δ, "
+            "or raise the budget's δ"
         )
+    else:
+        spent = epsilon_text(total_spent(entries, budget.delta))
+        why = f"{len(runs)} run{'s' if len(runs) > 1 else ''} spent {spent} so far"
+    raise BudgetExhausted(
+        f"training round {new.training} would raise the total of {path} to ε = "
+        f"{epsilon_text(epsilon)} at δ = {budget.delta:.3g}, above the budget of "
+        f"{budget.epsilon:g}: {why}"
+    )

@@ -31,32 +31,23 @@ _MODELS = AdversaryView.RELEASED_MODELS
 
 @dataclass(frozen=True, kw_only=True)
 class RunSpend:
-    """The privacy that one run spent, as if it were the only run of the account.
+    """The privacy that one run spent, as if it were the only run of the account."""
 
-    ``epsilons`` holds ε for each view against which the account has a guarantee of this run.
-    `epsilon` is ε against an adversary that sees the released models; None if no ε covers the run.
-    """
-
-    run: str
-    name: str
+    label: str
     method: str
     rounds: int = 0
     epsilon: float | None = None
+    """ε against an adversary that sees the released models; None if no ε covers the run."""
     delta: float | None = None
     what: str = ""
     epsilons: dict[AdversaryView, float] = field(default_factory=dict)
-
-    @property
-    def label(self) -> str:
-        """The name of the run directory, or the beginning of the run's id."""
-        return self.name or self.run[:8]
+    """ε for each view against which the account has a guarantee of this run."""
 
 
 def total_spent(entries: Sequence[dict[str, Any]], delta: float) -> float:
     """Return ε at ``delta`` of all charges, against an adversary that sees the released models.
 
-    ε is infinite if a charge has no known ε, or if the δ's of the charges add up to more than
-    ``delta``.
+    ε is infinite if a charge has no known ε, or if the δ's of the charges exceed ``delta``.
     """
     return _joint([run.against(_MODELS) for run in runs_of(entries)], delta).epsilon
 
@@ -67,16 +58,7 @@ def study_guarantees(
     """Return the guarantees of all runs of an account together, one for each adversary.
 
     Runs under different relations do not compose. The function then returns one guarantee for each
-    relation, and the guarantee's source names the runs that it covers.
-
-    Parameters
-    ----------
-    entries : Sequence[dict]
-        The account's entries.
-    delta : float
-        δ of the result.
-    study : str
-        Name of the account.
+    relation, and the guarantee's source names the runs that it covers. ``study`` names the account.
     """
     runs = runs_of(entries)
     bare = sorted({label_of(entry) for entry in entries if entry.get("what") == WITHOUT_NOISE})
@@ -133,53 +115,49 @@ def spent_by_run(entries: Sequence[dict[str, Any]]) -> list[RunSpend]:
             alone = replace(run, by_query={query: charges})
             part = alone.against(_MODELS)
             delta = charges[-1]["delta"] if part.releases else sum(s.delta for s in part.spends)
-            identity = _identity(charges[-1])
-            if query:
-                identity["method"] += f", {query}"
+            method = charges[-1]["method"]
             spends.append(
                 RunSpend(
-                    **identity,
+                    label=label_of(charges[-1]),
+                    method=f"{method}, {query}" if query else method,
                     rounds=len(charges),
                     epsilon=_joint([part], delta).epsilon,
                     delta=delta,
                     epsilons={} if query else run.epsilons(charges[-1]["delta"]),
                 )
             )
-    uncovered = [entry for entry in entries if entry["kind"] == UNCOVERED]
-    return spends + [RunSpend(**_identity(entry), what=entry["what"]) for entry in uncovered]
+    return spends + [
+        RunSpend(label=label_of(entry), method=entry["method"], what=entry["what"])
+        for entry in entries
+        if entry["kind"] == UNCOVERED
+    ]
 
 
 @dataclass(kw_only=True)
 class _Part:
-    """The releases that one run adds to the total against one view.
-
-    ``spends`` holds (ε, δ) of rounds whose releases are not known.
-    ``is_unbounded`` is True if the run has no guarantee against the view.
-    """
+    """The releases that one run adds to the total against one view."""
 
     relation: NeighboringRelation | None
     releases: Counter[Release] = field(default_factory=Counter)
     spends: list[PrivacyLoss] = field(default_factory=list)
+    """(ε, δ) of rounds whose releases are not known."""
     is_unbounded: bool = False
+    """True if the run has no guarantee against the view."""
 
 
 @dataclass(kw_only=True)
 class RunCharges:
     """The entries of one run.
 
-    Parameters
-    ----------
-    by_query : dict
-        The charges for each query, by its name; training rounds have the empty name.
-    stretches : list of dict
-        For each stretch of rounds, the newest (ε, δ) against each view, which covers all rounds of
-        the stretch. A new stretch begins when a round number occurs again: the run was then resumed
-        from an earlier round, and repeated the round with new noise.
+    A new stretch of rounds begins when a round number occurs again: the run was then resumed from
+    an earlier round, and repeated the round with new noise.
     """
 
     label: str
     by_query: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
+    """The charges for each query, by its name; training rounds have the empty name."""
     stretches: list[dict[str, Any]] = field(default_factory=list)
+    """For each stretch, the newest (ε, δ) against each view, which covers all its rounds."""
     starts: list[set[str]] = field(default_factory=list)
     guarantees: dict[str, dict[str, Any]] = field(default_factory=dict)
 
@@ -206,9 +184,10 @@ class RunCharges:
     def _cover(self, place: int, claims: Sequence[dict[str, Any]]) -> None:
         stretch = self.stretches[place]
         for claim in claims:
-            before = stretch.get(claim["view"])
-            # Another process of a copied run may have charged more.
-            if before is None or _epsilon(claim) >= _epsilon(before):
+            before = stretch.get(claim["view"], {"epsilon": 0.0})
+            # No ε means infinity. Another process of a copied run may have charged more.
+            new, old = (math.inf if c["epsilon"] is None else c["epsilon"] for c in (claim, before))
+            if new >= old:
                 stretch[claim["view"]] = claim
 
     @property
@@ -227,11 +206,7 @@ class RunCharges:
         return {_MODELS, *(AdversaryView(view) for stretch in self.stretches for view in stretch)}
 
     def against(self, view: AdversaryView) -> _Part:
-        """Return what this run adds to the total against a view.
-
-        These are the run's releases. Where they are not known, the (ε, δ) of a stretch of rounds
-        takes their place.
-        """
+        """Return the run's releases against a view, and (ε, δ) where they are not known."""
         if view is _MODELS and self.charges[0]["release"] is not None:
             made = Counter(Release.from_dict(charge["release"]) for charge in self.charges)
             return _Part(relation=NeighboringRelation(self.charges[0]["relation"]), releases=made)
@@ -260,11 +235,7 @@ class RunCharges:
         }
 
     def texts(self, view: AdversaryView, name: str) -> list[str]:
-        """Return the texts in one field of this run's guarantee against a view.
-
-        ``name`` is the name of a field of `Guarantee`, such as "assumptions". The list is empty if
-        the account has no guarantee that covers this view.
-        """
+        """Return the texts in a field of this run's `Guarantee` against a view, if any."""
         kept = (self.guarantees[other] for other in view.at_least if other in self.guarantees)
         return list(next(kept, {}).get(name, ()))
 
@@ -288,10 +259,7 @@ def _joint(parts: Sequence[_Part], delta: float) -> PrivacyLoss:
 
 
 def _shared_texts(runs: Sequence[RunCharges], view: AdversaryView, name: str) -> list[str]:
-    """Return the texts in field ``name`` of all runs' guarantees, each text once.
-
-    If only some runs have a text, the names of these runs follow the text in brackets.
-    """
+    """Return each text in a field of all runs' guarantees; name the runs, if only some have it."""
     by_text: dict[str, list[str]] = {}
     for run in runs:
         for text in run.texts(view, name):
@@ -302,14 +270,6 @@ def _shared_texts(runs: Sequence[RunCharges], view: AdversaryView, name: str) ->
     ]
 
 
-def _epsilon(claim: dict[str, Any]) -> float:
-    return math.inf if claim["epsilon"] is None else float(claim["epsilon"])
-
-
 def label_of(entry: dict[str, Any]) -> str:
     """Return the name of an entry's run directory, or the beginning of the run's id."""
     return entry["name"] or str(entry["run"])[:8]
-
-
-def _identity(entry: dict[str, Any]) -> dict[str, Any]:
-    return {name: entry[name] for name in ("run", "name", "method")}

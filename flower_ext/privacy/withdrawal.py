@@ -42,20 +42,8 @@ _NOTHING = "nothing can be claimed"
 def withdraw(path: Path, unit: PrivacyUnit, numbers: Collection[int]) -> list[dict[str, Any]]:
     """Record in a study's account that units withdraw; return all entries of the account.
 
-    A unit that has already withdrawn is not recorded again.
-
-    Parameters
-    ----------
-    path : Path
-    unit : {PrivacyUnit.USER, PrivacyUnit.CLIENT}
-    numbers : Collection[int]
-        Numbers of users, or partitions of clients. Several numbers stand for one person, whom
-        different silos know by different numbers.
-
-    Raises
-    ------
-    InvalidValue
-        There is no account, it counts units of a different kind, or a number is out of range.
+    ``numbers`` are numbers of users, or partitions of clients. Several stand for one person, whom
+    silos know by different numbers. A unit that has already withdrawn is not recorded again.
     """
     if not path.is_file():
         raise InvalidValue(
@@ -102,13 +90,7 @@ def note_forgotten(path: Path, numbers: Collection[int]) -> None:
 
 
 def statement(path: Path, unit: PrivacyUnit, numbers: Collection[int]) -> dict[str, Any]:
-    """Return a statement about the models of all runs that charged rounds before the withdrawal.
-
-    Raises
-    ------
-    InvalidValue
-        One of the numbers has not withdrawn.
-    """
+    """Return a statement about the models of all runs that charged rounds before the withdrawal."""
     entries = Ledger.read(path)
     if missing := sorted(set(numbers) - withdrawn(entries)):
         raise InvalidValue(
@@ -121,6 +103,12 @@ def statement(path: Path, unit: PrivacyUnit, numbers: Collection[int]) -> dict[s
         if entry["kind"] == WITHDRAWN and entry["number"] in numbers
     ]
     before = entries[: max(ends)]
+    if unit is PrivacyUnit.USER:
+        memory = "silos keep no model of a single user"
+    elif set(numbers) <= forgotten(entries):
+        memory = "the node confirmed that it deleted the memory of all runs of the study"
+    else:
+        memory = "the node has not confirmed yet; the study's next run asks it to delete its memory"
     runs, size = runs_of(before), len(set(numbers))
     whole = unit is PrivacyUnit.USER or all(run.unit is unit for run in runs)
     bare = {label_of(entry): entry for entry in before if entry.get("what") == WITHOUT_NOISE}
@@ -146,7 +134,7 @@ def statement(path: Path, unit: PrivacyUnit, numbers: Collection[int]) -> dict[s
         ),
         "runs": lines,
         "all runs together": together,
-        "memory of clients": _memory(unit, numbers, entries),
+        "memory of clients": memory,
         "not claimed": [
             "whether each silo deleted the person's records: ask each silo, because records for "
             "tests of a model carry no numbers, so tests may still use this person's",
@@ -155,19 +143,8 @@ def statement(path: Path, unit: PrivacyUnit, numbers: Collection[int]) -> dict[s
     }
 
 
-def _memory(unit: PrivacyUnit, numbers: Collection[int], entries: Sequence[Any]) -> str:
-    if unit is PrivacyUnit.USER:
-        return "silos keep no model of a single user"
-    if set(numbers) <= forgotten(entries):
-        return "the node confirmed that it deleted the memory of all runs of the study"
-    return "the node has not confirmed yet; the study's next run asks it to delete its memory"
-
-
 def _line(run: RunCharges, size: int, *, is_protected: bool) -> dict[str, Any]:
-    """Return the statement's entry about one run.
-
-    ``is_protected`` is False if the run's guarantee is for another unit than the one that withdrew.
-    """
+    """Return the statement's entry about one run, whose guarantee may be for another unit."""
     last, rounds = run.charges[-1], len(run.charges)
     of_run = {"run": last["run"], "name": run.label, "method": last["method"], "releases": rounds}
     if not is_protected:
@@ -192,10 +169,7 @@ def _claim(loss: PrivacyLoss | None) -> str:
 
 
 def _loss_of_group(parts: Sequence[Any], size: int, delta: float) -> PrivacyLoss | None:
-    """Return the joint loss of runs for a person with ``size`` numbers.
-
-    None means that no finite ε can be claimed.
-    """
+    """Return the joint loss of runs for a person with ``size`` numbers; None without a finite ε."""
     if any(part.is_unbounded for part in parts):
         return None
     releases = sum((part.releases for part in parts), type(parts[0].releases)())
@@ -224,9 +198,6 @@ def _loss_of_group(parts: Sequence[Any], size: int, delta: float) -> PrivacyLoss
     return loss if math.isfinite(loss.epsilon) else None
 
 
-# Signatures -------------------------------------------------------------------------------------
-
-
 def signed(content: Mapping[str, Any], key: Ed25519PrivateKey) -> dict[str, Any]:
     """Return a statement with its public key and its signature."""
     whole = {**content, "public key": key.public_key().public_bytes_raw().hex()}
@@ -236,18 +207,8 @@ def signed(content: Mapping[str, Any], key: Ed25519PrivateKey) -> dict[str, Any]
 def verify(content: Mapping[str, Any], public_key: str) -> None:
     """Refuse a statement that was changed, or that the owner of ``public_key`` did not sign.
 
-    Parameters
-    ----------
-    content : Mapping
-        The statement that `signed` returned.
-    public_key : str
-        The study's public key, 64 hexadecimal digits, from a source that you trust. The key inside
-        the statement proves nothing.
-
-    Raises
-    ------
-    InvalidValue
-        The signature does not hold.
+    Take the study's public key, 64 hexadecimal digits, from a source that you trust. The key inside
+    the statement proves nothing.
     """
     whole = {name: value for name, value in content.items() if name != "signature"}
     try:
@@ -269,13 +230,7 @@ def verify(content: Mapping[str, Any], public_key: str) -> None:
 
 
 def signing_key(path: Path) -> Ed25519PrivateKey:
-    """Return the study's signing key from a file; write a new key if the file does not exist.
-
-    Raises
-    ------
-    InvalidValue
-        Other accounts of the machine can read the file, or the file holds no key.
-    """
+    """Return the study's signing key from a file; write a new key if the file does not exist."""
     if not path.exists():
         write_whole(path, Ed25519PrivateKey.generate().private_bytes_raw().hex().encode() + b"\n")
     if path.stat().st_mode & 0o077:

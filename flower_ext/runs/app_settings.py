@@ -1,21 +1,110 @@
-"""The settings of an app: its defaults, their declarations, and checked overrides.
+"""The settings of an app: defaults, declarations, checked overrides, and files of settings.
 
 An app of this package names its class of settings in its ``pyproject.toml``, in
 ``[tool.flower-ext.app]``. The settings of any other Flower app have the types of their defaults.
+
+The preset NAME of an app is the file ``papers/NAME.toml`` in the app's folder. A user's own file of
+settings has the same format::
+
+    title = "DP²-FedSAM, Table II, (N, S) = (1000, 2)"
+
+    [settings]
+    dataset = "cifar10"
+    clients = 1000
+
+    [where.method.dp-fedavg]    # only for runs with method = "dp-fedavg"
+    local-epochs = 4
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections import ChainMap
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
+from typing import Any, Self
 
 from flower_ext.errors import InvalidValue
 from flower_ext.files import read_toml
-from flower_ext.runs.presets import SettingsFile
-from flower_ext.runs.settings import Declaration, declarations, nearest
+from flower_ext.runs.settings import INCIDENTAL, Declaration, declarations, nearest
+
+
+@dataclass(frozen=True)
+class SettingsFile:
+    """The settings in a file.
+
+    Parameters
+    ----------
+    name, title : str
+        Name of the file without its ending, and what the settings are for.
+    shared : Mapping[str, Any]
+        The table ``[settings]``.
+    special : Mapping[str, Mapping[str, Mapping[str, Any]]]
+        The tables ``[where.SETTING.VALUE]``, by SETTING and by VALUE as text.
+    """
+
+    name: str
+    title: str
+    shared: Mapping[str, Any]
+    special: Mapping[str, Mapping[str, Mapping[str, Any]]]
+
+    @classmethod
+    def read(cls, path: Path) -> Self:
+        """Read a file of settings; refuse one without the format at the top of this module."""
+        content = read_toml(path)
+        title, shared = content.pop("title", ""), content.pop("settings", {})
+        special = content.pop("where", {})
+        if content or not (_is_table(shared) and _is_table(special, depth=3)):
+            raise InvalidValue(
+                f'settings file {path}: expected title = "…", a table [settings], and tables '
+                "[where.SETTING.VALUE], nothing else"
+            )
+        return cls(path.stem, str(title), shared, special)
+
+    def settings(
+        self, chosen: Mapping[str, Any], defaults: Mapping[str, Any] = MappingProxyType({})
+    ) -> dict[str, Any]:
+        """Return the settings that this file gives to a run.
+
+        A table ``[where.SETTING.VALUE]`` counts if SETTING has the VALUE in ``chosen``, which the
+        user set, or otherwise in ``[settings]``, or otherwise in ``defaults``, which are the app's.
+        The result does not include ``chosen``.
+        """
+        values = dict(self.shared)
+        for name, cases in self.special.items():
+            value = ChainMap(dict(chosen), dict(self.shared), dict(defaults)).get(name)
+            values |= cases.get(str(value).lower() if isinstance(value, bool) else str(value), {})
+        return values
+
+    def text(self, changed: Collection[str]) -> str:
+        """Return a text for a run's records: name, title, and the names of ``changed`` settings."""
+        names = ", ".join(name for name in changed if name not in INCIDENTAL)
+        title = f" ({self.title})" if self.title else ""
+        return f"{self.name}{title}" + (f", changed: {names}" if names else "")
+
+
+def _is_table(value: object, depth: int = 1) -> bool:
+    """Return True if a value is a table of tables, nested ``depth`` levels deep."""
+    if depth == 0:
+        return True
+    return isinstance(value, dict) and all(_is_table(each, depth - 1) for each in value.values())
+
+
+def presets(app: Path) -> dict[str, Path]:
+    """Return the files of an app's presets by name."""
+    return {path.stem: path for path in sorted((app / "papers").glob("*.toml"))}
+
+
+def preset(app: Path, name: str) -> SettingsFile:
+    """Return an app's preset; an error suggests the nearest ones."""
+    known = presets(app)
+    if name not in known:
+        which = nearest(name, known) if known else f"{app} has no folder papers"
+        raise InvalidValue(f"preset {name!r}: no such preset; {which}")
+    return SettingsFile.read(known[name])
 
 
 def checked_settings(
@@ -25,11 +114,6 @@ def checked_settings(
 
     A setting ``name=value`` also overrides the file. Each override is checked against its
     declaration, even if the chosen method ignores it.
-
-    Raises
-    ------
-    InvalidValue
-        There is no app, the app has no such setting, or a value does not fit its setting.
     """
     defaults, known = declared_settings(app)
     changes: dict[str, Any] = {}
@@ -54,13 +138,7 @@ def checked_settings(
 
 
 def declared_settings(app: Path) -> tuple[dict[str, Any], dict[str, Declaration]]:
-    """Return the defaults in an app's ``pyproject.toml``, and the declarations of its settings.
-
-    Raises
-    ------
-    InvalidValue
-        There is no app.
-    """
+    """Return the defaults in an app's ``pyproject.toml``, and the declarations of its settings."""
     project = app / "pyproject.toml"
     if not project.is_file():
         missing = "no pyproject.toml in it" if app.is_dir() else "no such folder"
@@ -68,15 +146,17 @@ def declared_settings(app: Path) -> tuple[dict[str, Any], dict[str, Declaration]
     tool = read_toml(project).get("tool", {})
     defaults = tool.get("flwr", {}).get("app", {}).get("config", {})
     named = tool.get("flower-ext", {}).get("app", {}).get("settings")
-    known = _declared(app, named) if named else {}
+    known: dict[str, Declaration] = {}
+    if named:
+        known = {each.name: each for each in declarations(_settings_class(app, named)).values()}
     return defaults, {
         name: known.get(name) or Declaration.of_type(name, type(default))
         for name, default in defaults.items()
     }
 
 
-def _declared(app: Path, named: str) -> dict[str, Declaration]:
-    """Return the declarations of the class ``module:Class`` in an app's folder."""
+def _settings_class(app: Path, named: str) -> Any:
+    """Return the class ``module:Class`` in an app's folder."""
     module, _, kind = named.partition(":")
     file = app.absolute() / Path(*module.split(".")).with_suffix(".py")
     # Dataclasses look modules up by name, and two apps may have packages of one name, so the name
@@ -90,5 +170,4 @@ def _declared(app: Path, named: str) -> dict[str, Declaration]:
     if name not in sys.modules:
         sys.modules[name] = module_from_spec(spec)
         spec.loader.exec_module(sys.modules[name])
-    declared = declarations(getattr(sys.modules[name], kind))
-    return {declaration.name: declaration for declaration in declared.values()}
+    return getattr(sys.modules[name], kind)

@@ -20,12 +20,8 @@ def write_comparison(runs: Sequence[RunDirectory], folder: Path, *, title: str) 
     """Write ``comparison.md`` and ``.html``: a table, and figures against rounds and messages.
 
     Runs with the same settings except for the seed are repetitions and share one row. A run that
-    is named twice counts once. The function returns the path of the HTML page.
-
-    Raises
-    ------
-    NotARun
-        A run has no accuracy to compare, or has not ended.
+    is named twice counts once. A run without accuracy, or that has not ended, is refused as
+    `NotARun`. The function returns the path of the HTML page.
     """
     # A run that counted twice would make the deviation over runs too small.
     runs = list({run.path.resolve(): run for run in runs}.values())
@@ -44,19 +40,15 @@ def write_comparison(runs: Sequence[RunDirectory], folder: Path, *, title: str) 
     groups = grouped(runs)
     folder.mkdir(parents=True, exist_ok=True)
     rows = [_row(name, members) for name, members in groups.items()]
-    configs = [run.config for run in runs]
-    stopped = [run.path.name for run in runs if run.status == "budget-exhausted"]
     return write_page(
         folder,
         "comparison",
         title=title,
         columns=list(rows[0]),
         rows=[list(row.values()) for row in rows],
-        sources=sorted(
-            {str(config["data-source"]) for config in configs if "data-source" in config}
-        ),
+        sources=sorted({str(source) for run in runs if (source := run.config.get("data-source"))}),
         has_noised_scores=any(_noised(run) is not None for run in runs),
-        stopped_early=stopped,
+        stopped_early=[run.path.name for run in runs if run.status == "budget-exhausted"],
         figures=_figures(groups, folder / "figures"),
     )
 
@@ -89,14 +81,9 @@ def grouped(runs: Sequence[RunDirectory]) -> dict[str, list[RunDirectory]]:
 
 
 def _settings(run: RunDirectory) -> dict[str, Any]:
-    """Return the run's settings, in which ``rounds`` is the number of rounds that it really made.
-
-    A run may make fewer rounds than planned, because its budget ended it, or more, if it was
-    resumed.
-    """
-    return (
-        {**run.config, "rounds": int(run.metrics().last)} if "rounds" in run.config else run.config
-    )
+    """Return the run's settings, with the number of rounds that it made, not that it planned."""
+    made = {"rounds": int(run.metrics().last)} if "rounds" in run.config else {}
+    return {**run.config, **made}
 
 
 def _method(run: RunDirectory) -> str:
@@ -142,23 +129,16 @@ def _row(name: str, runs: Sequence[RunDirectory]) -> dict[str, object]:
 
 
 def _figures(groups: Mapping[str, Sequence[RunDirectory]], folder: Path) -> dict[str, Path]:
-    """Draw accuracy, loss and costs against rounds, and accuracy against messages.
-
-    Return the paths of the figures by title. A figure without measurements is left out.
-    """
+    """Draw all figures with measurements; return their paths by title."""
     rounds = {group: [run.metrics() for run in runs] for group, runs in groups.items()}
 
     def lines(name: str) -> dict[str, list[Line]]:
-        """Return the metric ``name`` of all runs, by group.
-
-        Leave out a group if one of its runs lacks the metric.
-        """
-        measured: dict[str, list[Line]] = {}
-        for group, members in rounds.items():
-            series: list[Line] = [metrics.series(name) for metrics in members]
-            if all(rounds for rounds, _ in series):
-                measured[group] = series
-        return measured
+        """Return the metric ``name`` of each group whose runs all have it."""
+        series: dict[str, list[Line]] = {
+            group: [metrics.series(name) for metrics in members]
+            for group, members in rounds.items()
+        }
+        return {group: lines for group, lines in series.items() if all(x for x, _ in lines)}
 
     def sums(name: str, scale: float = 1.0) -> dict[str, list[Line]]:
         return {
@@ -200,10 +180,9 @@ def mean_and_std(values: Sequence[float], *, digits: int = 3) -> str:
 
 
 def _epsilon(runs: Sequence[RunDirectory], basis: str) -> str:
-    """Return a text with the largest ε of several runs, and its unit, adversary view and δ.
+    """Return the largest ε of runs with unit, view and δ; "none" if a run has no guarantee.
 
-    The text is "none" if one of the runs has no guarantee with this ``basis``. If a run has
-    guarantees against released models, its guarantees against other adversaries do not count.
+    If a run has guarantees against released models, its other guarantees do not count.
     """
     largest: list[Guarantee] = []
     for run in runs:

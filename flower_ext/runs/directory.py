@@ -29,6 +29,7 @@ import math
 import platform
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -40,7 +41,6 @@ import numpy as np
 from flower_ext.errors import InvalidValue
 from flower_ext.files import LAST_MOMENTS, append_line, lock, write_rows, write_whole
 from flower_ext.privacy import Budget, Guarantee, Ledger
-from flower_ext.runs.rounds import Rounds
 
 if TYPE_CHECKING:
     import torch
@@ -56,8 +56,6 @@ _METADATA = {"id", "config", "status", "started", "starts", "versions"}
 """Entries that every ``run.json`` has."""
 _RENEWED = ("guarantee.json", "clients.csv", "use.json")
 """Files that a run rewrites when it is resumed or ends."""
-_BEFORE_A_RUN = (LOCK, f".{RUN_FILE}.*.draft")
-"""Patterns of files that a run leaves if it ends before its ``run.json`` is written."""
 _ENDED = ("reason", "finished", "summary", "accounted")
 """Entries of ``run.json`` that a run has only after its end."""
 _PACKAGES = ("flower-ext", "flwr", "torch", "numpy", "opacus", "dp-accounting", "ray")
@@ -65,6 +63,52 @@ _PACKAGES = ("flower-ext", "flwr", "torch", "numpy", "opacus", "dp-accounting", 
 
 class NotARun(InvalidValue):
     """A path is not a run directory, cannot become one, or holds a file that cannot be read."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class NoisedScores:
+    """Scores that a secure evaluation released: means over all clients, with noise.
+
+    ``round`` is the round after which clients were evaluated. ``clients`` is the number of clients
+    with scores, with noise. ``errors`` has the standard errors of ``means`` that the noise causes.
+    """
+
+    round: int
+    clients: float
+    means: Mapping[str, float]
+    errors: Mapping[str, float]
+
+
+class Rounds(list[dict[str, float]]):
+    """The metrics of a run's rounds, one row per round and in order."""
+
+    @property
+    def last(self) -> float:
+        """Number of the last round; 0 without rounds."""
+        return max((row["round"] for row in self), default=0)
+
+    def series(self, name: str) -> tuple[list[float], list[float]]:
+        """Return (rounds, values) of one metric, for the rounds that measured it."""
+        rows = [row for row in self if name in row]
+        return [row["round"] for row in rows], [row[name] for row in rows]
+
+    def total(self, *names: str) -> float:
+        """Return the sum of metrics over all rounds."""
+        return sum(row.get(name, 0) for row in self for name in names)
+
+    def noised_scores(self) -> NoisedScores | None:
+        """Return the last noised scores; None if no secure evaluation released any."""
+        for row in reversed(self):
+            if "scored_clients" in row:
+                end = "_mean_error"
+                names = [key.removesuffix(end) for key in row if key.endswith(end)]
+                return NoisedScores(
+                    round=int(row["round"]),
+                    clients=row["scored_clients"],
+                    means={name: row[f"{name}_mean"] for name in names},
+                    errors={name: row[name + end] for name in names},
+                )
+        return None
 
 
 class RunDirectory:
@@ -75,6 +119,7 @@ class RunDirectory:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self.ledger_path, self.metrics_path = path / "ledger.jsonl", path / "metrics.jsonl"
 
     @classmethod
     def open(cls, path: Path) -> Self:
@@ -135,28 +180,12 @@ class RunDirectory:
         marks = (self.ledger_path, self.path / "checkpoints" / "begun.jsonl")
         return bool(self.metrics()) or any(m.exists() and m.stat().st_size for m in marks)
 
-    @property
-    def ledger_path(self) -> Path:
-        """Path of the run's ledger."""
-        return self.path / "ledger.jsonl"
-
     def ledger(self) -> list[dict[str, Any]]:
-        """Return the entries of the ledger, after a check of its hash chain.
-
-        The list is empty for a run without privacy.
-        """
+        """Return the ledger's verified entries; none for a run without privacy."""
         return Ledger.read(self.ledger_path) if self.ledger_path.exists() else []
 
-    @property
-    def metrics_path(self) -> Path:
-        """Path of the rounds' metrics."""
-        return self.path / "metrics.jsonl"
-
     def metrics(self) -> Rounds:
-        """Return all rounds' metrics in order, with all rows of one round merged into one.
-
-        The function ignores a last line that a crash left incomplete.
-        """
+        """Return all rounds' metrics in order, with all rows of one round merged into one."""
         rounds: dict[float, dict[str, float]] = {}
         for row in self._lines(self.metrics_path.name):
             rounds[row["round"]] = rounds.get(row["round"], {}) | row
@@ -188,10 +217,7 @@ class RunDirectory:
 
     @contextmanager
     def _reading(self, name: str) -> Iterator[str]:
-        """Yield a file's text, or an empty text if the file does not exist.
-
-        If the block cannot parse the text, raise `NotARun`, which names the file.
-        """
+        """Yield a file's text, or an empty one; raise `NotARun` if the block cannot parse it."""
         path = self.path / name
         try:
             yield path.read_text(encoding="utf-8") if path.exists() else ""
@@ -232,17 +258,17 @@ class RunWriter(RunDirectory):
         Raises
         ------
         NotARun
-            The path exists and is not an empty directory (nothing is ever overwritten), or the
-            directory cannot be made.
+            The path is not an empty directory (nothing is ever overwritten), or cannot be made.
         InUse
             Another run has just begun there.
         """
         path = Path(path)
         run = cls(path)
         try:
+            # A run that ends before its ``run.json`` is written leaves these.
+            left = (LOCK, f".{RUN_FILE}.*.draft")
             if path.exists() and (
-                not path.is_dir()
-                or any(not any(map(each.match, _BEFORE_A_RUN)) for each in path.iterdir())
+                not path.is_dir() or not all(any(map(each.match, left)) for each in path.iterdir())
             ):
                 raise NotARun(f"run directory {path} is not empty; name a new one")
             path.mkdir(parents=True, exist_ok=True)
@@ -250,17 +276,15 @@ class RunWriter(RunDirectory):
             run._open.enter_context(lock(path / LOCK))
         except OSError as error:
             raise NotARun(f"run directory {path} cannot be made: {error}") from error
-        run._write_json(
-            RUN_FILE,
-            {
-                "id": uuid4().hex,
-                "config": dict(config),
-                "status": "running",
-                "started": _now(),
-                "starts": [{"started": _now()}],
-                "versions": _versions(),
-            },
-        )
+        metadata = {
+            "id": uuid4().hex,
+            "config": dict(config),
+            "status": "running",
+            "started": _now(),
+            "starts": [{"started": _now()}],
+            "versions": _versions(),
+        }
+        run._write_json(RUN_FILE, metadata)
         return run
 
     @classmethod
@@ -287,10 +311,7 @@ class RunWriter(RunDirectory):
         return run
 
     def withdraw(self) -> bool:
-        """Restore ``run.json`` as it was before `resume`, if no round has ended since.
-
-        Return True if the file was restored.
-        """
+        """Restore ``run.json`` as it was before `resume`; return False if a round has ended."""
         idle: bool = self.metadata["starts"][-1]["after_round"] == len(self.metrics())
         if idle:
             self._write_json(RUN_FILE, self._before)
@@ -309,10 +330,8 @@ class RunWriter(RunDirectory):
 
         Raises
         ------
-        ValueError
+        InvalidValue
             A metric is not finite.
-        OSError
-            The line could not be written.
         """
         for name, value in metrics.items():
             if not math.isfinite(value):
@@ -336,8 +355,7 @@ class RunWriter(RunDirectory):
     ) -> None:
         """Add a line to ``missing.jsonl``: the partitions without a usable answer to a request.
 
-        ``kind`` is the kind of the request, and ``refusals`` are the reasons why the server refused
-        replies to it.
+        ``refusals`` are the reasons why the server refused replies.
         """
         line = {"round": round, "kind": kind, "partitions": list(partitions)}
         content = json.dumps({**line, "refusals": list(refusals)}).encode()
@@ -349,10 +367,7 @@ class RunWriter(RunDirectory):
         self.accounted = True
 
     def save_client_metrics(self, rows: Sequence[Mapping[str, float]]) -> None:
-        """Write ``clients.csv``: the last evaluation, one row per client.
-
-        The cell of a score that a client did not report is empty.
-        """
+        """Write ``clients.csv``; the cell of a score that a client did not report is empty."""
         if not rows:
             return
         names = list(dict.fromkeys(name for row in rows for name in row))
@@ -372,11 +387,7 @@ class RunWriter(RunDirectory):
         write_whole(self.path / "model.safetensors", save(tensors), private=False)
 
     def save_use(self, use: Mapping[str, Any]) -> None:
-        """Write ``use.json``, which ``flower-ext export`` needs to build a client's own model.
-
-        The file has the method's name, the number of clients, the records of an evaluation request,
-        the round of each client's newest memory, and the fingerprint of the frozen parameters.
-        """
+        """Write ``use.json``, with which ``flower-ext export`` builds a client's own model."""
         self._write_json("use.json", dict(use))
 
     def note(self, **entries: str) -> None:

@@ -15,8 +15,7 @@ from numpy.typing import NDArray
 
 from flower_ext.files import write_rows, write_whole
 from flower_ext.metrics.spread import reported_by_most
-from flower_ext.runs.directory import RunDirectory
-from flower_ext.runs.rounds import Rounds
+from flower_ext.runs.directory import Rounds, RunDirectory
 
 if TYPE_CHECKING:  # a SuperNode imports this package for every message, but draws nothing
     from matplotlib.axes import Axes
@@ -37,30 +36,19 @@ class Chart:
     A line is the mean over runs. The band around it is one sample standard deviation wide to each
     side.
 
-    Parameters
-    ----------
-    title, xlabel, ylabel : str
-    lines : Mapping[str, Sequence[Line]]
-        The runs of each label, as (rounds, values). Only the rounds that all runs of a label
-        measured are drawn.
-    against : Mapping[str, Sequence[Line]], optional
-        Values for the horizontal axis, as (rounds, values) of the same runs as in ``lines``. The
-        axis shows the mean of these values over the runs. By default, it shows the round.
-    labels : Sequence[str], optional
-        Labels of all charts of a page, so that a label has the same colour in all of them; by
-        default those of ``lines``.
-    log : bool
-        Use a logarithmic vertical axis.
-    from_zero : bool
-        Begin the vertical axis at zero, unless a value is negative.
+    The vertical axis is logarithmic with ``log``; with ``from_zero`` it begins at zero, unless a
+    value is negative.
     """
 
     title: str
     ylabel: str
     lines: Mapping[str, Sequence[Line]]
+    """The runs of each label; only the rounds that all runs of a label measured are drawn."""
     xlabel: str = "round"
     against: Mapping[str, Sequence[Line]] = field(default_factory=dict)
+    """Values of the same runs, whose mean the horizontal axis shows in place of the round."""
     labels: Sequence[str] = ()
+    """Labels of all charts of a page, so that a label has the same colour in all of them."""
     log: bool = False
     from_zero: bool = False
 
@@ -106,28 +94,25 @@ def _charts(rounds: Rounds, names: Iterable[str]) -> Iterator[tuple[str, Chart]]
     privacy = _of_one_run("Privacy spent", "ε", epsilon_lines(rounds))
     last = [values[-1] for [(_, values)] in privacy.lines.values()]
     yield "epsilon", replace(privacy, log=bool(last) and max(last) > 20 * min(last))
-    messages = {"to and from clients": cumulative(rounds.series("messages"))}
-    yield "messages", _of_one_run("Training messages", "messages, cumulative", messages)
-    megabytes = {
-        "to clients": cumulative(rounds.series("bytes_down"), scale=1e-6),
-        "from clients": cumulative(rounds.series("bytes_up"), scale=1e-6),
-    }
-    title = "Model arrays sent for training"
-    yield "traffic", _of_one_run(title, "megabytes, cumulative", megabytes)
-    seconds = {
-        "training": cumulative(rounds.series("training_seconds")),
-        "with evaluation": cumulative(rounds.series("seconds")),
-    }
-    yield "time", _of_one_run("Time of the rounds", "seconds, cumulative", seconds)
-    spread = {"standard deviation over clients": rounds.series("training_loss_std")}
-    title = "Spread of the clients' training losses"
-    yield "training_loss_spread", _of_one_run(title, "loss", spread)
-    clipping = {"clipping norm": rounds.series("clipping_norm")}
-    title = "Clipping norm that follows a quantile of the updates' norms"
-    yield "clipping_norm", _of_one_run(title, "L2 norm", clipping)
+
+    def total(name: str, scale: float = 1.0) -> Line:
+        return cumulative(rounds.series(name), scale=scale)
+
+    messages = {"to and from clients": total("messages")}
+    megabytes = {"to clients": total("bytes_down", 1e-6), "from clients": total("bytes_up", 1e-6)}
+    seconds = {"training": total("training_seconds"), "with evaluation": total("seconds")}
+    deviation = {"standard deviation over clients": rounds.series("training_loss_std")}
     norm = {"mean over the cohort": rounds.series("update_norm_mean")}
-    title = "Norm of local updates before clipping"
-    yield "update_norm", _of_one_run(title, "L2 norm", norm)
+    clipping = "Clipping norm that follows a quantile of the updates' norms"
+    for name, title, ylabel, lines in (
+        ("messages", "Training messages", "messages, cumulative", messages),
+        ("traffic", "Model arrays sent for training", "megabytes, cumulative", megabytes),
+        ("time", "Time of the rounds", "seconds, cumulative", seconds),
+        ("training_loss_spread", "Spread of the clients' training losses", "loss", deviation),
+        ("clipping_norm", clipping, "L2 norm", {"clipping norm": rounds.series("clipping_norm")}),
+        ("update_norm", "Norm of local updates before clipping", "L2 norm", norm),
+    ):
+        yield name, _of_one_run(title, ylabel, lines)
 
 
 def _of_one_run(title: str, ylabel: str, lines: Mapping[str, Line]) -> Chart:
@@ -146,10 +131,7 @@ def qualities(rounds: Rounds, clients: Iterable[Mapping[str, float]]) -> list[st
 
 
 def _unused(name: str, files: Collection[str]) -> str:
-    """Return a file name without suffix that resembles ``name`` and is not among ``files``.
-
-    It consists of ASCII letters, digits, ``_`` and ``-``.
-    """
+    """Return a file name like ``name``, of plain characters, without suffix, not in ``files``."""
     safe = re.sub(r"[^\w-]", "_", name, flags=re.ASCII)[:100]
     used = {file.lower() for file in files}
     stems = chain([safe], (f"{safe}-{number}" for number in count(2)))
@@ -162,11 +144,7 @@ def in_words(metric: str) -> str:
 
 
 def epsilon_lines(rounds: Rounds) -> dict[str, Line]:
-    """Return lines that show ε after each round, by label.
-
-    If each client has an ε of its own, there are two lines: the largest ε of all clients, and the
-    mean over clients.
-    """
+    """Return lines of ε by label: its largest and mean value, if each client has its own ε."""
     lines: dict[str, Line] = {}
     for basis in ("published", "provable"):
         largest, mean = (rounds.series(f"epsilon_{basis}{end}") for end in ("", "_mean"))
@@ -221,11 +199,7 @@ def _draw_line(axes: Axes, chart: Chart, label: str) -> list[tuple[str, float, f
 def _mean_and_deviation(
     runs: Sequence[Line], against: Sequence[Line]
 ) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.float64]]:
-    """Return three arrays, with one element for each round that all runs measured.
-
-    They are the places on the horizontal axis, the mean over the runs, and the standard deviation
-    over the runs. A place is the round or, if ``against`` has values, their mean in this round.
-    """
+    """Return x, and mean and deviation over the runs, for each round that all runs measured."""
     measured = [dict(zip(*run, strict=True)) for run in [*runs, *against]]
     rounds = sorted(set.intersection(*(set(values) for values in measured)))
     values = np.asarray([[run[round] for round in rounds] for run in measured])
@@ -238,7 +212,7 @@ def _mean_and_deviation(
 def _histogram(
     folder: Path, name: str, title: str, xlabel: str, scores: Sequence[tuple[float, float]]
 ) -> None:
-    """Draw a histogram of scores; ``scores`` has (partition, score) for each client."""
+    """Draw a histogram of ``scores``: (partition, score) of each client."""
     figure, axes = canvas(title, xlabel, "clients")
     values = [score for _, score in scores]
     # Every run has the same bins, so that histograms can be compared, unless a score is outside.

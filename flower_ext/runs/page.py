@@ -48,15 +48,12 @@ def to_markdown(name: str, **values: object) -> str:
 def _templates() -> Environment:
     from jinja2 import Environment, PackageLoader, StrictUndefined
 
-    def shown(value: object) -> str:
-        return value if isinstance(value, Markup) else escaped(str(value))
-
     templates = Environment(
         loader=PackageLoader("flower_ext.runs"),
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
-        finalize=shown,
+        finalize=lambda value: value if isinstance(value, Markup) else escaped(str(value)),
     )
     templates.globals["table"] = table
     templates.filters |= {

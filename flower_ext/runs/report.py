@@ -35,13 +35,10 @@ from flower_ext.privacy.study_composition import (
     total_spent,
 )
 from flower_ext.privacy.theorems.claims import NOT_PROVIDED
-from flower_ext.runs.directory import RunDirectory
+from flower_ext.runs.directory import Rounds, RunDirectory
 from flower_ext.runs.figures import draw_figures, in_words, qualities
 from flower_ext.runs.page import Markup, to_markdown, write_page
-from flower_ext.runs.rounds import Rounds
 
-_MOST_SHOWN = 10
-"""Largest number of scores that the report names, of those that few clients report."""
 _VIEWS = {
     AdversaryView.RELEASED_MODELS: "released models",
     AdversaryView.MODELS_AND_COHORTS: "and cohorts",
@@ -54,11 +51,12 @@ _RUN_COLUMNS = ("run", "method", "rounds", "δ", *(f"ε: {words}" for words in _
 
 def write_report(run: RunDirectory) -> Path:
     """Write ``report.md`` and ``report.html`` into the run directory; return the HTML's path."""
-    rounds, status = run.metrics(), run.status
+    rounds, status, config = run.metrics(), run.status, run.config
+    method, on = config.get("method", "Run"), config.get("dataset")
     return write_page(
         run.path,
         "report",
-        title=_title(run),
+        title=f"{method} on {on}" if on is not None else str(method),
         run=run,
         status=status,
         reason=run.metadata.get("reason"),
@@ -75,17 +73,13 @@ def write_report(run: RunDirectory) -> Path:
     )
 
 
-def _title(run: RunDirectory) -> str:
-    config = run.config
-    method = str(config.get("method", "Run"))
-    return f"{method} on {config['dataset']}" if "dataset" in config else method
-
-
 def _score_values(rounds: Rounds, clients: Sequence[Mapping[str, float]]) -> dict[str, Any]:
     noised = rounds.noised_scores()
-    names = qualities(rounds, clients)
-    by_name = {name: [row[name] for row in clients if name in row] for name in names}
-    by_name = {in_words(name): scores for name, scores in by_name.items() if scores}
+    by_name = {
+        in_words(name): scores
+        for name in qualities(rounds, clients)
+        if (scores := [row[name] for row in clients if name in row])
+    }
     evaluated = rounds.series("evaluation_messages")[0]
     scored = evaluated if noised is None else [noised.round]
     return {
@@ -99,7 +93,7 @@ def _score_values(rounds: Rounds, clients: Sequence[Mapping[str, float]]) -> dic
         "noised": noised,
         "in_words": in_words,
         "is_loss": is_loss,
-        "few": list(reported_by_few(clients).items())[:_MOST_SHOWN],
+        "few": list(reported_by_few(clients).items())[:10],
         "evaluated": evaluated,
         "scored_round": scored[-1] if scored and scored[-1] != rounds.last else None,
         "last_round": rounds.last,
@@ -161,11 +155,7 @@ def _lacking(run: RunDirectory, rounds: Rounds, entries: list[dict[str, Any]]) -
 
 
 def _spent_beyond(entries: list[dict[str, Any]], guarantees: list[Guarantee]) -> float | None:
-    """Return ε of all releases in the ledger if the run's guarantee states a smaller ε.
-
-    The guarantee is the first provable one against released models. None if its ε is not smaller,
-    or if the run has no such guarantee.
-    """
+    """Return ε of all releases in the ledger if the guarantee against models states less."""
     releases = Counter(
         Release.from_dict(entry["release"]) for entry in entries if entry["kind"] == "reserve"
     )
@@ -181,8 +171,8 @@ def _spent_beyond(entries: list[dict[str, Any]], guarantees: list[Guarantee]) ->
 def _ledger_counts(entries: list[dict[str, Any]]) -> tuple[int, ...]:
     """Return how many releases were reserved, committed, discarded, left open and topped up.
 
-    A round reserves its release, and later commits or discards it. A release is left open if its
-    round did neither. It is topped up if the server added the noise that lost clients did not add.
+    A release is left open if its round neither committed nor discarded it. It is topped up if the
+    server added the noise that lost clients did not add.
     """
     kinds = [entry["kind"] for entry in entries]
     left_open = sum(
@@ -195,10 +185,7 @@ def _ledger_counts(entries: list[dict[str, Any]]) -> tuple[int, ...]:
 
 
 def _missing(row: dict[str, Any]) -> tuple[object, ...]:
-    """Return a table row for one line of ``missing.jsonl``.
-
-    It has the last line of each reason why the server refused a reply.
-    """
+    """Return a table row for one line of ``missing.jsonl``, with the last line of each refusal."""
     reasons = [refusal.strip().splitlines()[-1][:200] for refusal in row["refusals"]]
     partitions = ", ".join(map(str, row["partitions"]))
     return (row["round"], row["kind"], partitions, "; ".join(reasons))
@@ -216,8 +203,7 @@ def _run_row(run: RunSpend) -> tuple[str, ...]:
 def _study_values(run: RunDirectory) -> dict[str, Any] | None:
     """Return the values of the report's part on the study; None if the run charges no account.
 
-    The setting ``budget-ledger`` names the account. The function reads the account's present state,
-    so the report of the last run covers all runs.
+    They are of the account's present state, so the report of the last run covers all runs.
     """
     path, config = Path(str(run.config.get("budget-ledger") or "")), run.config
     if not path.is_file():
@@ -230,18 +216,7 @@ def _account_values(
 ) -> dict[str, Any]:
     """Return the values that the template ``study.md.jinja`` shows about all runs of an account.
 
-    Parameters
-    ----------
-    path : Path
-    epsilon, delta : float, optional
-        The budget; by default the budget in the last charge to the account.
-
-    Raises
-    ------
-    InvalidValue
-        The file is the ledger of one run, or the δ is not in (0, 1).
-    LedgerCorrupt
-        The hash chain is broken; the message names the file and the line.
+    By default, ``epsilon`` and ``delta`` are the budget in the last charge to the account.
     """
     entries = Ledger.read(path)
     if any(entry["kind"] == "reserve" for entry in entries):
@@ -249,8 +224,6 @@ def _account_values(
             f"path={path} is the ledger of one run: expected an account that runs share; to see "
             "one run, use flower-ext report"
         )
-    given = {"epsilon": epsilon, "delta": delta}
-    chosen = {name: value for name, value in given.items() if value is not None}
     runs = spent_by_run(entries)
     values: dict[str, Any] = {
         "name": path.name,
@@ -261,7 +234,9 @@ def _account_values(
         "uncovered": [f"{each.what} ({each.label})" for each in runs if each.epsilon is None],
     }
     if charges := [entry for entry in entries if entry["kind"] == CHARGE]:
-        budget = {**charges[-1]["budget"], **chosen}
+        budget = dict(charges[-1]["budget"])
+        budget |= {} if epsilon is None else {"epsilon": epsilon}
+        budget |= {} if delta is None else {"delta": delta}
         require_delta(budget["delta"])
         spent = total_spent(entries, budget["delta"])
         guarantees = study_guarantees(entries, budget["delta"], study=path.name)

@@ -50,9 +50,7 @@ class UnfitSetting(InvalidValue):
 
 
 def _is_absolute_or_empty(text: object) -> bool:
-    if not isinstance(text, str):
-        return False
-    return text == "" or Path(text).expanduser().is_absolute()
+    return text == "" or (isinstance(text, str) and Path(text).expanduser().is_absolute())
 
 
 AbsolutePath = Annotated[str, Rule("an absolute path", _is_absolute_or_empty)]
@@ -61,13 +59,8 @@ AbsolutePath = Annotated[str, Rule("an absolute path", _is_absolute_or_empty)]
 def setting(meaning: str, default: Any = MISSING) -> Any:
     """Declare a field of a `Settings` class.
 
-    Parameters
-    ----------
-    meaning : str
-        The text that ``flower-ext settings`` and the documentation show.
-    default : Any
-        Value of the setting in apps that leave it out. Without a default, every app must have the
-        setting.
+    ``flower-ext settings`` and the documentation show its ``meaning``. Apps may leave out a setting
+    that has a ``default``.
     """
     return field(default=default, metadata={"meaning": meaning})
 
@@ -106,34 +99,19 @@ class Declaration:
         return cls(name, hint, _RULES[hint], **options)
 
     def check(self, value: Any, origin: str = "run-config") -> None:
-        """Refuse a value that the setting cannot have; the message begins with ``origin``.
-
-        Raises
-        ------
-        UnfitSetting
-            The value is of the wrong type, not finite, or out of range.
-        """
+        """Refuse a value that the setting cannot have; the message begins with ``origin``."""
         if not self.rule.accepts(value):
             raise UnfitSetting(f"{origin} {self.name}={value!r}: expected {self.rule.expected}")
 
     def parse(self, text: str) -> Any:
-        """Return the value that a text on the command line gives to this setting.
-
-        Raises
-        ------
-        UnfitSetting
-            The text is not a value of the setting's type, or `check` refuses the value.
-        """
+        """Return the value that a text on the command line gives to this setting, or refuse it."""
         try:
-            value = _TRUTH[text] if self.kind is bool else self.kind(text)
+            value = {"true": True, "false": False}[text] if self.kind is bool else self.kind(text)
         except (KeyError, ValueError):
             expected = self.rule.expected
             raise UnfitSetting(f"setting {self.name}={text!r}: expected {expected}") from None
         self.check(value, "setting")
         return value
-
-
-_TRUTH = {"true": True, "false": False}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -215,16 +193,9 @@ def absolute_path(text: str) -> Path | None:
 
 
 def num_nodes(config: Mapping[str, Any]) -> int | None:
-    """Return the number of nodes that an app's settings ask for.
+    """Return the number of nodes that an app's settings ask for; None if no setting counts clients.
 
-    The result is None if the app has no setting for the number of clients. If ``clients-per-node``
-    is 0, the number of nodes is open, because ``flower-ext run`` chooses it. The function then
-    returns the number of clients.
-
-    Raises
-    ------
-    UnfitSetting
-        The number of clients is not a multiple of ``clients-per-node``.
+    If ``clients-per-node`` is 0, ``flower-ext run`` chooses it, and this is the number of clients.
     """
     name = clients_setting(config)
     if name is None:

@@ -17,7 +17,7 @@ from flower_ext.federation import run_in_process
 from flower_ext.privacy import Ledger
 from flower_ext.privacy.study_composition import total_spent
 from flower_ext.runs import RunDirectory
-from flower_ext.runs.presets import SettingsFile
+from flower_ext.runs.app_settings import SettingsFile
 from flower_ext.statistics.results import STANDARDISE, TABLE
 from tests.faults.processes import WatchedRun, kill_node, return_node
 from tests.support.apps import CONSORTIUM

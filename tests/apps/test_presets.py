@@ -6,7 +6,7 @@ import pytest
 
 from flower_ext.cli.preparing import RunOptions, prepare
 from flower_ext.errors import InvalidValue
-from flower_ext.runs.presets import SettingsFile, preset, presets
+from flower_ext.runs.app_settings import SettingsFile, preset, presets
 from tests.support.apps import DP2_FEDSAM, DP_DITTO, ULDP_FL, UPCYCLED_FL
 
 # DP²-FedSAM, Section 5.1: T, r, learning rates and their decay, epochs, CIFAR-10's C, q, momentum.

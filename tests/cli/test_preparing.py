@@ -53,7 +53,7 @@ def test_a_number_of_clients_is_the_value_of_the_setting_that_the_app_has_for_it
 def test_a_simulation_has_no_more_nodes_than_cores_and_says_so(
     cores, clients, nodes, monkeypatch, tmp_path, capsys
 ):
-    monkeypatch.setattr(module, "_cores", lambda: cores)
+    monkeypatch.setattr(module.os, "sched_getaffinity", lambda _: range(cores), raising=False)
     config = overrides(runs=tmp_path, settings=[f"clients={clients}"])
     assert int(config["clients-per-node"]) * nodes == clients
     assert f"Ray: {nodes} nodes with {clients // nodes} clients each" in capsys.readouterr().out

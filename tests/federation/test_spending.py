@@ -67,7 +67,7 @@ def test_runs_in_several_folders_spend_one_budget_and_the_last_ends_at_it(tmp_pa
     assert "2 runs spent" in second.stopped
     entries = Ledger.read(budget.ledger)
     assert total_spent(entries, DELTA) == pytest.approx(epsilon(5))
-    assert [(run.name, run.rounds) for run in spent_by_run(entries)] == [("a", 3), ("b", 2)]
+    assert [(run.label, run.rounds) for run in spent_by_run(entries)] == [("a", 3), ("b", 2)]
 
 
 def test_a_resumed_run_is_charged_for_its_new_rounds_alone(tmp_path):
@@ -181,7 +181,7 @@ def test_a_run_without_noise_and_a_pilot_are_named_as_what_they_are(tmp_path):
     bare = NonPrivatePlan(sampling=FullParticipation(CLIENTS))
     run_of(tmp_path / "a", budget, plan=bare)
     run_of(tmp_path / "b", budget, exposed=["a pilot run without noise"])
-    runs = {(run.name, run.epsilon is None, run.what) for run in spent_by_run(_of(budget))}
+    runs = {(run.label, run.epsilon is None, run.what) for run in spent_by_run(_of(budget))}
     assert runs == {
         ("a", True, "training without noise"),
         ("b", True, "a pilot run without noise"),

@@ -33,8 +33,7 @@ from flower_ext.privacy.mechanisms.correlated_noise import PreparedNoise
 from flower_ext.privacy.mechanisms.noise import NoiseSource
 from flower_ext.privacy.mechanisms.quantization import in_cells
 from flower_ext.privacy.mechanisms.updates import RunningSum, in_float64, l2_norm
-from flower_ext.privacy.plans.adaptive_release import AdaptiveRelease
-from flower_ext.privacy.plans.spaced_release import SpacedRelease
+from flower_ext.privacy.plans.release_mechanism import AdaptiveRelease, SpacedRelease
 from flower_ext.secure.aggregation import mask_streams, member
 from flower_ext.training.dp.dp_sgd import ClippedGradient
 

@@ -11,14 +11,13 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from typing import Literal
 
 from flower_ext.checks import require_count, require_delta
 from flower_ext.errors import InvalidValue
-from flower_ext.privacy.accounting.approximation import with_approximation_error
 from flower_ext.privacy.accounting.events import PrivacyLoss, Release
 from flower_ext.privacy.accounting.gaussian import without_amplification
 from flower_ext.privacy.accounting.pld import has_grid, optimal_loss, pld_loss
@@ -27,10 +26,6 @@ from flower_ext.privacy.accounting.sampling import FixedSizeSampling, PoissonSam
 from flower_ext.privacy.units import NeighboringRelation
 
 Accountant = Literal["pld", "rdp"]
-
-SELDOM_DRAWN = "chance of being drawn"
-"""Name of the accountant if δ is at least the probability that a unit is ever drawn. ε is then 0,
-because a run with the unit equals a run without it unless the unit is drawn."""
 
 _LARGEST_GRID_EPSILON = 1e6
 """Largest ε for which PLD is used. Beyond it, a grid of privacy losses would not fit into memory,
@@ -131,6 +126,58 @@ def joint_loss(
     )
 
 
+def with_approximation_error(
+    loss: Callable[[float], PrivacyLoss], releases: Mapping[Release, int], delta: float
+) -> PrivacyLoss:
+    """Return an upper bound on (ε, δ) of a run whose sums differ a little from sampled Gaussians.
+
+    A protocol that computes sums under encryption changes each sum a little. Besides, a unit that
+    was not drawn may still move a sum a little; call this small change the unit's trace. The proof
+    goes from the real run with a unit, A, to the real run without it, E, by three imagined runs:
+
+    * A: the real run with the unit;
+    * B: its sums are exact, except for the unit's trace;
+    * C: as B, but the unit contributes nothing except its trace;
+    * D: exact sums without the unit and its trace;
+    * E: the real run without the unit.
+
+    The accountant's loss (ε₁, δ₁) covers the step from B to C. In each of the three other steps,
+    the two runs are Gaussians with means that are at most μ standard deviations of the noise apart.
+    Such a step costs (ε₂, δ₂) with ε₂ = μ²/2 + μ √(2 ln 1/δ₂), because its privacy loss is Gaussian
+    with mean μ²/2 and standard deviation μ. All steps together cost ε₁ + 3ε₂ and a δ of at most
+    e^(3ε₂) (δ₁ + 3 e^ε₁ δ₂).
+
+    Parameters
+    ----------
+    loss : Callable[[float], PrivacyLoss]
+        Takes δ, and returns (ε₁, δ): the loss without approximation errors.
+    releases : Mapping[Release, int]
+        All releases, with their counts. Their approximation errors together bound μ.
+    delta : float
+        δ of the result. ε is infinite if μ is too large, above about 0.01.
+    """
+    shift = math.sqrt(
+        sum(
+            count * (release.relation.sensitivity_factor * release.approximation_error) ** 2
+            for release, count in releases.items()
+        )
+    )
+    if not shift:
+        return loss(delta)
+    steps = 3
+    # Fractions of δ to try for the three Gaussian steps, the smallest first.
+    for share in (2.0**-10, 2.0**-5, 0.5):
+        spared = share * delta
+        first = loss(delta - spared)
+        # Half of the δ set aside pays for δ₂, the other half for the factor e^(3ε₂).
+        tail = first.epsilon + math.log(2 * steps / spared)
+        second = shift**2 / 2 + shift * math.sqrt(2 * tail)
+        if math.expm1(steps * second) * (delta - spared / 2) <= spared / 2:
+            epsilon = first.epsilon + steps * second
+            return replace(first, epsilon=epsilon, delta=delta, releases=None)
+    return replace(first, epsilon=math.inf, delta=delta, releases=None)
+
+
 @lru_cache(maxsize=4096)
 def _loss(
     counts: tuple[tuple[Release, int], ...], delta: float, accountant: Accountant
@@ -140,7 +187,8 @@ def _loss(
     if any(release.noise_multiplier == 0 for release, _ in counts):
         return PrivacyLoss(epsilon=math.inf, delta=delta, accountant=accountant.upper())
     if _chance_drawn(counts) <= delta:
-        return PrivacyLoss(epsilon=0.0, delta=delta, accountant=SELDOM_DRAWN)
+        # A run with the unit equals a run without it unless the unit is drawn.
+        return PrivacyLoss(epsilon=0.0, delta=delta, accountant="chance of being drawn")
     import dp_accounting
 
     kinds = {type(release.event) for release, _ in counts}

@@ -22,9 +22,6 @@ from flower_ext.privacy.units import NeighboringRelation
 
 MAX_NOISE_MULTIPLIER = 1e6
 MAX_ROUNDS = 10_000_000
-_EXACT_ROUNDS = 100_000
-"""The search for the most rounds is exact if its upper end is at most this number. For more rounds,
-an exact search takes too long."""
 _LEAST_NOISE = 1e-3
 """Below this noise multiplier, which hides nothing, the search for the least noise ends."""
 
@@ -36,9 +33,8 @@ class TargetOutOfReach(InvalidValue):
 def default_relation(sampling: Sampling) -> NeighboringRelation:
     """Return the neighbouring relation to use with ``sampling`` if the caller names none.
 
-    For Poisson and fixed-size sampling, it is the relation for which amplification is proved. Full
-    participation has add-or-remove-one. Spaced sampling amplifies nothing, and its cohorts are
-    visible, so it has replace-special.
+    If amplification is proved, it is proved for this relation. Spaced sampling amplifies nothing,
+    and its cohorts are visible.
     """
     if isinstance(sampling, SpacedSampling):
         return NeighboringRelation.REPLACE_SPECIAL
@@ -98,21 +94,10 @@ def calibrate_noise_multiplier(
 def least_noise_multiplier(
     fits: Callable[[float], bool], target: str, *, tolerance: float = 1e-3
 ) -> float:
-    """Return the smallest noise multiplier that ``fits`` accepts.
+    """Return the smallest noise multiplier that ``fits`` accepts, as it does every larger one.
 
-    The result may be too large by the fraction ``tolerance``, but it is never too small.
-
-    Parameters
-    ----------
-    fits : Callable[[float], bool]
-        Returns True for a noise multiplier that meets the target, and for every larger one.
-    target : str
-        Description of the target, for the error message.
-
-    Raises
-    ------
-    TargetOutOfReach
-        Not even `MAX_NOISE_MULTIPLIER` fits.
+    The result may be too large by the fraction ``tolerance``, but it is never too small. If not
+    even `MAX_NOISE_MULTIPLIER` fits, the error `TargetOutOfReach` names the ``target``.
     """
     # ε falls as noise grows: double the noise until it fits, then halve it until it does not.
     safe = 1.0
@@ -155,7 +140,7 @@ def calibrate_rounds(
         safe, unsafe = unsafe, 2 * unsafe
         if unsafe > MAX_ROUNDS:
             return safe
-    exact = unsafe <= _EXACT_ROUNDS
+    exact = unsafe <= 100_000  # for more rounds, an exact search takes too long
     while unsafe - safe > (1 if exact else safe // 1000):
         middle = (safe + unsafe) // 2
         meets = _meets(epsilon, delta, {release: middle})

@@ -51,20 +51,15 @@ MOST_NOISE = 1e7
 class PrivacyLoss:
     """An upper bound (ε, δ), and the accountant that computed it.
 
-    Parameters
-    ----------
-    epsilon, delta : float
-    accountant : str
-    releases : Counts, optional
-        Releases that together have at most this loss. To compose the loss with other releases,
-        compose these releases, because (ε, δ) alone give a larger bound. None if only (ε, δ) is
-        known.
+    To compose the loss with other releases, compose its ``releases``, because (ε, δ) alone give a
+    larger bound.
     """
 
     epsilon: float
     delta: float
     accountant: str
     releases: Counts | None = field(default=None, compare=False, repr=False)
+    """Releases that together have at most this loss; None if only (ε, δ) is known."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,24 +86,25 @@ class Release(Checked, JsonRecord):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        poisson = isinstance(self.sampling, PoissonSampling)
-        if poisson and self.relation is not NeighboringRelation.ADD_OR_REMOVE_ONE:
-            raise InvalidValue(
-                f"relation={self.relation.value!r} with Poisson sampling: no accountant covers it; "
-                "use 'add-or-remove-one', or fixed-size sampling with 'replace-one'"
+        adds = self.relation is NeighboringRelation.ADD_OR_REMOVE_ONE
+        if isinstance(self.sampling, PoissonSampling) and not adds:
+            why = (
+                "Poisson sampling: no accountant covers it; use 'add-or-remove-one', or fixed-size "
+                "sampling with 'replace-one'"
             )
-        drawn = isinstance(self.sampling, FixedSizeSampling)
-        if drawn and self.relation is NeighboringRelation.ADD_OR_REMOVE_ONE:
-            raise InvalidValue(
-                f"relation={self.relation.value!r} with fixed-size sampling: an added unit takes "
-                "another's place, which moves a sum by 2C; use 'replace-one', or Poisson sampling"
+        elif isinstance(self.sampling, FixedSizeSampling) and adds:
+            why = (
+                "fixed-size sampling: an added unit takes another's place, which moves a sum by "
+                "2C; use 'replace-one', or Poisson sampling"
             )
-        spaced = isinstance(self.sampling, SpacedSampling)
-        if spaced and self.relation is NeighboringRelation.ADD_OR_REMOVE_ONE:
-            raise InvalidValue(
-                f"relation={self.relation.value!r} with spaced sampling: an added unit delays the "
-                "turns of all others; use 'replace-special' or 'replace-one'"
+        elif isinstance(self.sampling, SpacedSampling) and adds:
+            why = (
+                "spaced sampling: an added unit delays the turns of all others; use "
+                "'replace-special' or 'replace-one'"
             )
+        else:
+            return
+        raise InvalidValue(f"relation={self.relation.value!r} with {why}")
 
     @property
     def relative_noise(self) -> float:

@@ -58,12 +58,7 @@ def group_loss(silo: DpSgd, *, group_size: int, delta: float) -> PrivacyLoss:
 
     The sums that all silos compute in one step form one vector, with noise in every coordinate.
     Each sampled record of the group moves this vector by at most one clipping norm. The number of
-    sampled records is Binomial(``group_size``, ``sampling_rate``).
-
-    Parameters
-    ----------
-    silo : DpSgd
-        DP-SGD of each silo.
+    sampled records is Binomial(``group_size``, ``sampling_rate``). ``silo`` is each silo's DP-SGD.
 
     Raises
     ------
@@ -110,10 +105,7 @@ def _binomial(count: int, rate: float) -> tuple[list[float], list[float]]:
 
 
 def _by_central_limit(silo: DpSgd, group_size: int, delta: float) -> float:
-    """Return a rough estimate of ε, which treats all steps as one Gaussian. It may be 0.
-
-    The grid for the exact computation is chosen from it.
-    """
+    """Return a rough estimate of ε, which treats all steps as one Gaussian. It may be 0."""
     exponent = silo.noise_multiplier**-2
     if exponent > 100:
         return math.inf

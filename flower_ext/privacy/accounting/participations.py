@@ -64,13 +64,7 @@ class Participations(JsonRecord):
     def record_answer(
         self, query: str, units: Iterable[int], *, in_sum: float, in_upload: float
     ) -> None:
-        """Count one release that answers a query about ``units``.
-
-        Parameters
-        ----------
-        in_sum, in_upload : float
-            Weight of the released sum, and of each single upload to it.
-        """
+        """Count one release about ``units``, by the weights of its sum and of each upload to it."""
         self.answers[query] += 1
         for unit in units:
             _add(self.weights_in_sums, unit, in_sum)

@@ -55,11 +55,10 @@ def optimal_loss(
     *,
     rough: float,
 ) -> PrivacyLoss:
-    """Return the bound on ε of releases together with other mechanisms.
+    """Return the bound on ε of releases together with other mechanisms, of which (ε, δ) is known.
 
-    Each of ``spends`` is the (ε, δ) of one other mechanism. The bound replaces the mechanism by the
-    worst mechanism with this (ε, δ). ``rough`` is an estimate of ε, from which the interval of the
-    grid is chosen.
+    The bound takes the worst mechanisms with these (ε, δ). ``rough`` is an estimate of ε, from
+    which the interval of the grid is chosen.
     """
     from dp_accounting.pld.common import DifferentialPrivacyParameters
 
@@ -75,10 +74,9 @@ def optimal_loss(
 
 
 def _widest_step(counts: Iterable[tuple[Release, int]]) -> float:
-    """Return the width of the widest range of privacy losses that one release needs on a grid.
+    """Return the widest range of privacy losses of one release, within ten deviations of noise.
 
-    A release's range has the losses for noise of at most ten standard deviations. Equal releases
-    without sub-sampling count as one Gaussian.
+    Equal releases without sub-sampling count as one Gaussian.
     """
     widest = 0.0
     for release, count in counts:
@@ -126,15 +124,12 @@ def pld_epsilon(events: Sequence[tuple[Any, int]], delta: float, *, interval: fl
 
 
 def _grid_of(event: Any, count: int, interval: float) -> tuple[Any, int]:
-    """Return an event's privacy losses on a grid, and how many copies of them to compose.
-
-    One copy is enough for ``count`` Gaussians, because they have the losses of a single Gaussian.
-    """
+    """Return an event's privacy losses on a grid, and how many copies of them to compose."""
     import dp_accounting
     from dp_accounting.pld import privacy_loss_distribution as grids
 
     match event:
-        case dp_accounting.GaussianDpEvent():
+        case dp_accounting.GaussianDpEvent():  # together they have the losses of one Gaussian
             noise = event.noise_multiplier / math.sqrt(count)
             return grids.from_gaussian_mechanism(noise, value_discretization_interval=interval), 1
         case dp_accounting.PoissonSampledDpEvent(event=dp_accounting.GaussianDpEvent()):

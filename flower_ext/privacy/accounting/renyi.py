@@ -36,10 +36,7 @@ _MARGIN = 1e-9
 
 
 def renyi_loss(counts: Iterable[tuple[Release, int]], delta: float) -> PrivacyLoss:
-    """Return RDP's bound on ε, at the order that gives the smallest one.
-
-    The computed divergence is above 0 at every order, so no loss is rounded to 0.
-    """
+    """Return RDP's bound on ε, at the order that gives the smallest one."""
     from dp_accounting import rdp
 
     curve = np.zeros(len(RDP_ORDERS))
@@ -52,10 +49,9 @@ def renyi_loss(counts: Iterable[tuple[Release, int]], delta: float) -> PrivacyLo
 
 
 def without_replacement_loss(counts: Sequence[tuple[Release, int]], delta: float) -> PrivacyLoss:
-    """Return RDP's bound on ε for sampling without replacement.
+    """Return RDP's bound on ε for sampling without replacement, at the best order.
 
-    It is the bound at the order that gives the smallest one. The function tries every fourth order,
-    and then all orders near the best of these.
+    The function tries every fourth order, and then all orders near the best of these.
     """
     from dp_accounting import rdp
 
@@ -97,19 +93,8 @@ def sampled_gaussian_renyi(
     at the two nearest integer orders. This is possible because (α - 1) times the divergence is
     convex in α.
 
-    Parameters
-    ----------
-    noise_multiplier : float
-        σ > 0: standard deviation of the noise, divided by the norm bound of one contribution.
-    rate : float
-        γ in (0, 1]: the probability that the unit is sampled.
-    orders : tuple[float, ...]
-        Orders α > 1, shape (n,).
-
-    Returns
-    -------
-    np.ndarray
-        Divergences, shape (n,); read-only.
+    ``noise_multiplier`` is σ > 0, ``rate`` is γ in (0, 1], and the n ``orders`` are above 1. The
+    result is a read-only array of shape (n,).
     """
     alphas = np.asarray(orders, dtype=np.float64)
     if rate == 1:

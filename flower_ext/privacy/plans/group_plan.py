@@ -54,10 +54,7 @@ class GroupPlan(Checked, PlainAverage):
         return ProtectedByTraining()
 
     def guarantees(self, run: RunSummary) -> list[Guarantee]:
-        """Return `uldp_group_guarantees` for the rounds so far.
-
-        The list is empty as long as the group size k is not known.
-        """
+        """Return `uldp_group_guarantees` for the rounds so far; none until k is known."""
         rounds = run.participations.rounds
         if rounds == 0 or run.group_size is None:
             return []

@@ -98,13 +98,9 @@ class PerturbationPlan(Checked, PlainAverage):
         Both are given for the published and the provable ε. Infinite values are left out.
         """
         by_client = epsilons(self.perturbation, self.objective_in(run), run, delta=self.delta)
-        published, provable = (
-            np.asarray(list(by_client.values()), dtype=np.float64).reshape(-1, 2).T
-        )
-        spent = {
-            "epsilon_published": published.max(initial=0.0),
-            "epsilon_published_mean": published.mean() if published.size else 0.0,
-            "epsilon_provable": provable.max(initial=0.0),
-            "epsilon_provable_mean": provable.mean() if provable.size else 0.0,
-        }
+        columns = np.asarray(list(by_client.values()), dtype=np.float64).reshape(-1, 2).T
+        spent = {}
+        for basis, values in zip(("published", "provable"), columns, strict=True):
+            spent[f"epsilon_{basis}"] = values.max(initial=0.0)
+            spent[f"epsilon_{basis}_mean"] = values.mean() if values.size else 0.0
         return {name: float(value) for name, value in spent.items() if np.isfinite(value)}

@@ -13,9 +13,13 @@ from flower_ext.privacy.base_plan import PrivacyPlan
 from flower_ext.privacy.mechanisms.adaptive_clipping import AdaptiveClipping
 from flower_ext.privacy.mechanisms.correlated_noise import CorrelatedNoise, StrategyMatrix
 from flower_ext.privacy.mechanisms.noised_sum import ReleaseTerms
-from flower_ext.privacy.plans.adaptive_release import AdaptiveRelease, MaskedAdaptiveRelease
-from flower_ext.privacy.plans.release_mechanism import MaskedRelease, ReleaseMechanism
-from flower_ext.privacy.plans.spaced_release import SpacedRelease
+from flower_ext.privacy.plans.release_mechanism import (
+    AdaptiveRelease,
+    MaskedAdaptiveRelease,
+    MaskedRelease,
+    ReleaseMechanism,
+    SpacedRelease,
+)
 from flower_ext.privacy.run_summary import MethodTraits, RunSummary
 
 _OF_CLIENTS = MethodTraits(name="a method of clients")

@@ -27,8 +27,7 @@ import numpy as np
 
 from flower_ext.checks import require_count, require_delta, require_positive
 from flower_ext.errors import InvalidValue
-from flower_ext.privacy.accounting.accountant import privacy_loss_of
-from flower_ext.privacy.accounting.approximation import with_approximation_error
+from flower_ext.privacy.accounting.accountant import privacy_loss_of, with_approximation_error
 from flower_ext.privacy.accounting.events import PrivacyLoss, Release
 from flower_ext.privacy.accounting.gaussian import gaussian_loss
 from flower_ext.privacy.accounting.group_privacy import DpSgd, group_loss

@@ -8,8 +8,7 @@ import pytest
 from scipy import optimize, stats
 
 from flower_ext.privacy import FullParticipation, NeighboringRelation, PoissonSampling
-from flower_ext.privacy.accounting.accountant import privacy_loss_of
-from flower_ext.privacy.accounting.approximation import with_approximation_error
+from flower_ext.privacy.accounting.accountant import privacy_loss_of, with_approximation_error
 from flower_ext.privacy.accounting.events import Release
 from flower_ext.privacy.accounting.gaussian import gaussian_loss
 from tests.support.grids import grid

@@ -2,8 +2,8 @@
 
 import pytest
 
+from flower_ext.cli.study_command import Study
 from flower_ext.errors import InvalidValue
-from flower_ext.runs.study import Study
 
 FILE = """
 app = "../app"
