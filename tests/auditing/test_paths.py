@@ -419,11 +419,11 @@ PATHS = {
     # Several processes, which share the clients.
     "workers, the server clips": Path(
         run=partial(sent, grid=Lossy, workers=2),
-        through=(CLIPPED, (workers.WorkerLost, "_replies_of")),
+        through=(CLIPPED, (workers.Workers, "_replies_of")),
     ),
     "workers, the clients clip": Path(
         run=partial(sent, plan=BY_CLIENTS, workers=2),
-        through=(ADDED, (workers.WorkerLost, "_replies_of")),
+        through=(ADDED, (workers.Workers, "_replies_of")),
     ),
     # Messages, as Ray and SuperNodes send them.
     "messages, the server clips": Path(
