@@ -49,8 +49,8 @@ from flower_ext.training import (
     job_batches,
     local_problem,
 )
+from flower_ext.training.isolation import draws_seed, seeded
 from flower_ext.training.params import to_device
-from flower_ext.training.seeding import seeded_by
 
 WEIGHT = "mixture/α"
 """Name of α_i in a client's memory, which also holds the parameters of v_i."""
@@ -71,7 +71,7 @@ def local_update(work: ClientWork) -> Steps[LocalResult]:
 def descend_mixture(work: ClientWork, job: Job) -> Params:
     """Train v_i and α_i, which ``params`` of the job holds, along with w_i; return v_i and α_i."""
     rate, alpha = job.training.learning_rate, float(job.params[WEIGHT])
-    with seeded_by(job.generator, work.task.torch_device()):
+    with seeded(draws_seed(job.generator), work.task.torch_device()):
         problem = local_problem(work.task, job.params)
         v, w = clone(problem.start), clone(to_device(work.received, problem.device))
         for number, (x, y) in enumerate(job_batches(work.task, job)):
