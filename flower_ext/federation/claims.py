@@ -9,7 +9,7 @@ from flower_ext.federation.run import Run
 from flower_ext.privacy import BudgetExhausted, Guarantee, epsilon_text
 from flower_ext.privacy.accounting.participations import Participations
 from flower_ext.privacy.guarantee import claim_against
-from flower_ext.privacy.mechanisms.masked_noised_sum import QuerySum
+from flower_ext.privacy.mechanisms.noised_sum import QuerySum
 from flower_ext.privacy.run_summary import RunSummary
 from flower_ext.privacy.shared_ledger import Charge, note_claims, note_uncovered
 from flower_ext.privacy.shared_ledger import charge as charge_account

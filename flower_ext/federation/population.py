@@ -15,7 +15,6 @@ from flwr.app import ArrayRecord
 
 from flower_ext.privacy import FullParticipation, Sampling
 from flower_ext.privacy.accounting.participations import Participations
-from flower_ext.privacy.units import UserDraw
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,19 +138,20 @@ class UsersInSilos(Population):
 class HiddenUsers(UsersInSilos):
     """Users whose records lie in silos that hide from the server which users are drawn.
 
-    If the party that draws, ``draw``, hides its draw, any user may have been drawn. Otherwise the
-    server draws indices in a secret order of the users, which only the silos know.
+    If ``drawn_by_server`` is True, the server draws indices in a secret order of the users, which
+    only the silos know. Otherwise the server knows nothing of the draw, so any user may have been
+    drawn.
     """
 
     repeats = False  # new secret keys change the draw
 
-    def __init__(self, sampling: Sampling, num_silos: int, draw: UserDraw) -> None:
+    def __init__(self, sampling: Sampling, num_silos: int, *, drawn_by_server: bool) -> None:
         super().__init__(sampling, num_silos)
-        self._is_hidden = draw.is_hidden
+        self._drawn_by_server = drawn_by_server
 
     def draw(self, rng: np.random.Generator) -> Cohort:
-        """Draw indices in the silos' secret order; if the silos hide the draw, return all users."""
-        if not self._is_hidden:
+        """Draw indices in the silos' secret order; if the server draws none, return all users."""
+        if self._drawn_by_server:
             return super().draw(rng)
         users = range(self.sampling.population)
         return Cohort(partitions=range(self.num_nodes), units=users, population=len(users))
@@ -162,7 +162,7 @@ class HiddenUsers(UsersInSilos):
 
     def columns(self, drawn: Cohort) -> Mapping[str, int]:
         """Return the number of drawn users; nothing if the server does not know it."""
-        return {} if self._is_hidden else super().columns(drawn)
+        return super().columns(drawn) if self._drawn_by_server else {}
 
     def count(self, units: Sequence[int], uploads: int, *, requests: int) -> None:
         """Count a round with an upload of every silo, because a weighted sum needs all uploads.

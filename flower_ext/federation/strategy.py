@@ -30,7 +30,7 @@ from flower_ext.federation.sums.masked import MaskedSum
 from flower_ext.federation.sums.summation import PlainSum, Summation
 from flower_ext.privacy import Budget, Guarantee, Ledger, PrivacyPlan
 from flower_ext.privacy.accounting.participations import Participations
-from flower_ext.privacy.mechanisms.masked_noised_sum import MaskedNoisedSum
+from flower_ext.privacy.mechanisms.noised_sum import NoisedSum
 from flower_ext.privacy.mechanisms.round_mechanism import RoundMechanism
 from flower_ext.runs import RunWriter
 
@@ -132,7 +132,8 @@ class FederatedStrategy(Strategy):
         )
         method.check(plan)
         mechanism = method.mechanism(plan)
-        usual_sum = MaskedSum if isinstance(mechanism, MaskedNoisedSum) else PlainSum
+        is_masked = isinstance(mechanism, NoisedSum) and mechanism.masked is not None
+        usual_sum = MaskedSum if is_masked else PlainSum
         summation = (sum or usual_sum)(mechanism)
         summation.check(method.traits, diagnostics=diagnostics)
         self.method = method
