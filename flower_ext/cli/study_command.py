@@ -214,11 +214,6 @@ def _run(run: PreparedRun, path: Path) -> None:
             return
         else:
             run = prepare(replace(run.options, settings=(), resume=path))
-    _launch(run, path)
-
-
-def _launch(run: PreparedRun, path: Path) -> None:
-    """Run a stage to its end; fail if the run leaves nothing for later stages."""
     launch(run)
     if not (path / "run.json").exists():
         raise LaunchFailed(

@@ -1,10 +1,9 @@
 """An account of the privacy that all runs of a study on one population spend together.
 
-Statistics, trainings, evaluations, pilots and searches share one file. Before each round, a run
-writes a charge into it: the privacy that the run has spent once this round is over. Like a
-`Ledger`, the file is append-only, fsynced and hash-chained. The run holds a lock while it reads all
-charges, composes them with the new round and checks the budget. `study_composition` composes the
-charges.
+Statistics, trainings, evaluations, pilots and searches share one file, which is hash-chained as a
+`Ledger` is. Before each round, a run writes a charge into it: the privacy that the run has spent
+once this round is over. The run holds a lock while it composes all charges with the new round
+(`study_composition`) and checks the budget.
 """
 
 from __future__ import annotations

@@ -54,15 +54,13 @@ def write_comparison(runs: Sequence[RunDirectory], folder: Path, *, title: str) 
 
 
 NOT_COMPARED = INCIDENTAL | {"seed", "planned-rounds", "clients-per-node"}
-"""Settings in which repetitions may differ: the seed, planned rounds, clients per node, paths and
-waiting times."""
+"""Settings in which repetitions may differ."""
 
 
 def grouped(runs: Sequence[RunDirectory]) -> dict[str, list[RunDirectory]]:
-    """Return groups of runs that repeat each other, by a label.
+    """Return groups of runs that differ only in `NOT_COMPARED`.
 
-    The runs of a group have the same method and the same settings, except `NOT_COMPARED`. The label
-    has the method, and those settings in which other runs of the method differ.
+    Their label has the method, and those settings in which other runs of the method differ.
     """
     settings = {run: _settings(run) for run in runs}
     groups: dict[str, list[RunDirectory]] = {}

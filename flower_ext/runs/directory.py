@@ -67,10 +67,9 @@ class NotARun(InvalidValue):
 
 @dataclass(frozen=True, kw_only=True)
 class NoisedScores:
-    """Scores that a secure evaluation released: means over all clients, with noise.
+    """Scores that a secure evaluation released after a round: means over all clients, with noise.
 
-    ``round`` is the round after which clients were evaluated. ``clients`` is the number of clients
-    with scores, with noise. ``errors`` has the standard errors of ``means`` that the noise causes.
+    ``clients`` counts them, with noise. ``errors`` are the standard errors of ``means`` by noise.
     """
 
     round: int
@@ -112,10 +111,7 @@ class Rounds(list[dict[str, float]]):
 
 
 class RunDirectory:
-    """The files of one run, to read. A `RunWriter` writes them.
-
-    ``path`` is the directory.
-    """
+    """The files of one run in the directory ``path``, to read. A `RunWriter` writes them."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -237,15 +233,12 @@ class RunDirectory:
 
 
 class RunWriter(RunDirectory):
-    """The files of a run in progress. `create` makes the files, and `resume` continues them.
-
-    ``accounted`` is True if the guarantees in ``guarantee.json`` cover all requests to clients so
-    far.
-    """
+    """The files of a run in progress. `create` makes the files, and `resume` continues them."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)
         self.accounted = False
+        """True if ``guarantee.json`` covers all requests to clients so far."""
         self.on_round: Callable[[int, Mapping[str, float]], None] | None = None
         """Called with every row that `log` has written."""
         self._open = ExitStack()

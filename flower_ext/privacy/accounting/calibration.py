@@ -124,9 +124,8 @@ def calibrate_rounds(
 ) -> int:
     """Return the largest number of rounds that meets the target; 0 if not even one does.
 
-    A result below 65,536 is exact. A larger result may be too small by a thousandth of itself, but
-    it is never too large. If more than half of `MAX_ROUNDS` rounds meet the target, the search ends
-    early, and the result may be too small by more.
+    A result below 65,536 is exact. A larger one is never too large. It is too small by at most a
+    thousandth of itself, or by more if more than half of `MAX_ROUNDS` rounds meet the target.
     """
     _check_target(epsilon, rounds=1)
     release = Release(
@@ -159,11 +158,6 @@ def calibrate_sampling_rate(
     """Return the largest Poisson sampling rate that meets the target.
 
     The result may be too small by a thousandth of itself, but it is never too large.
-
-    Raises
-    ------
-    TargetOutOfReach
-        Even a sampling rate of 0.001 / ``population`` exceeds the target.
     """
     _check_target(epsilon, rounds)
 
