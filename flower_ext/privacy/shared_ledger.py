@@ -30,11 +30,7 @@ class DoesNotCompose(InvalidValue):
 
 @dataclass(frozen=True, kw_only=True)
 class Charge(JsonRecord):
-    """The privacy that one run has spent after its newest round, or its newest answer to a query.
-
-    ``epsilon``, ``delta`` and ``claims`` are provable, and hold for this run alone, including this
-    round.
-    """
+    """The provable loss of one run alone, after its newest round or answer to a query."""
 
     run: str
     """The run's id, which stays the same when the run is resumed."""
