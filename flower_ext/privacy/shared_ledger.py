@@ -60,16 +60,9 @@ def charge(path: Path, new: Charge, budget: Budget) -> list[dict[str, Any]]:
     """Write a round's spend durably, before anything of the round is released.
 
     Return all entries of the account, including the new one. If a run repeats a round, the account
-    counts it twice, because the noise is new. It counts a ``repeatable`` round once.
-
-    Raises
-    ------
-    BudgetExhausted
-        The account and this round together exceed ``budget``; nothing was written.
-    DoesNotCompose
-        The account has a different unit or relation.
-    LedgerCorrupt
-        The hash chain is broken; the message names the line.
+    counts it twice, because the noise is new. It counts a ``repeatable`` round once. If the round
+    would exceed ``budget`` (`BudgetExhausted`), or the account has another unit or relation
+    (`DoesNotCompose`), nothing is written.
     """
     line = {**_charge_to_dict(new), "budget": {"epsilon": budget.epsilon, "delta": budget.delta}}
     same = {"run": new.run, "query": new.query, "training": new.training}

@@ -139,14 +139,8 @@ def with_approximation_error(
     with mean μ²/2 and standard deviation μ. All steps together cost ε₁ + 3ε₂ and a δ of at most
     e^(3ε₂) (δ₁ + 3 e^ε₁ δ₂).
 
-    Parameters
-    ----------
-    loss : Callable[[float], PrivacyLoss]
-        Takes δ, and returns (ε₁, δ): the loss without approximation errors.
-    releases : Mapping[Release, int]
-        All releases, with their counts. Their approximation errors together bound μ.
-    delta : float
-        δ of the result. ε is infinite if μ is too large, above about 0.01.
+    ``loss`` takes δ, and returns the loss without approximation errors. The errors of all
+    ``releases`` together bound μ. If μ is above about 0.01, ε is infinite.
     """
     shift = math.sqrt(
         sum(

@@ -36,13 +36,7 @@ class PlainAverage(PrivacyPlan, RoundMechanism):
         return self
 
     def aggregate(self, summed: RunningSum, *, cohort_size: int, noise: NoiseSource) -> Aggregate:
-        """Return the mean of the uploads; ``noise`` is not used.
-
-        Raises
-        ------
-        RoundDiscarded
-            No client answered.
-        """
+        """Return the mean of the uploads; ``noise`` is not used."""
         if not summed.count:
             raise RoundDiscarded(f"none of {cohort_size} clients answered, so there is no mean")
         mean = divided(summed.value, summed.count, summed.like)
