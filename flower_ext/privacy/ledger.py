@@ -249,10 +249,7 @@ class Ledger(LedgerFile):
     def read(path: Path) -> list[dict[str, Any]]:
         """Return a ledger's verified entries, without a lock; ignore an incomplete last line.
 
-        Raises
-        ------
-        LedgerCorrupt
-            The hash chain is broken; the message names the file and the line.
+        If the hash chain is broken, `LedgerCorrupt` names the file and the line.
         """
         return _parse(Path(path))[0]
 

@@ -119,25 +119,13 @@ class RunDirectory:
 
     @classmethod
     def open(cls, path: Path) -> Self:
-        """Open an existing run directory for reading.
-
-        Raises
-        ------
-        NotARun
-            There is no ``run.json``.
-        """
+        """Open an existing run directory; one without ``run.json`` is refused as `NotARun`."""
         if not (Path(path) / RUN_FILE).is_file():
             raise NotARun(f"{path} holds no {RUN_FILE}: expected the directory of a run")
         return cls(Path(path))
 
     def check_free(self, *, seconds: float = LAST_MOMENTS) -> None:
-        """Wait until no process writes to the run directory.
-
-        Raises
-        ------
-        InUse
-            A process still writes to it after ``seconds``; the message names the process.
-        """
+        """Wait until no process writes to the run directory; after ``seconds``, raise `InUse`."""
         lock(self.path / LOCK, seconds=seconds).close()
 
     @property
@@ -248,12 +236,8 @@ class RunWriter(RunDirectory):
     def create(cls, path: Path, config: Mapping[str, Any]) -> RunWriter:
         """Make a new run directory, and lock it against other runs until `close`.
 
-        Raises
-        ------
-        NotARun
-            The path is not an empty directory (nothing is ever overwritten), or cannot be made.
-        InUse
-            Another run has just begun there.
+        The error is `NotARun` if the directory is not empty, because nothing is ever overwritten,
+        or cannot be made. It is `InUse` if another run has just begun there.
         """
         path = Path(path)
         run = cls(path)
@@ -284,12 +268,7 @@ class RunWriter(RunDirectory):
     def resume(cls, path: Path) -> RunWriter:
         """Continue a run that was interrupted, or extend one that is complete.
 
-        Raises
-        ------
-        NotARun
-            There is no ``run.json``.
-        InUse
-            A process still writes to the run directory.
+        The error is `InUse` if a process still writes to the run directory, and else as in `open`.
         """
         run = cls.open(path)
         run._open.enter_context(lock(run.path / LOCK))
@@ -321,10 +300,7 @@ class RunWriter(RunDirectory):
     def log(self, round: int, **metrics: float) -> None:
         """Add one round's metrics to ``metrics.jsonl``, then call ``on_round`` if it is set.
 
-        Raises
-        ------
-        InvalidValue
-            A metric is not finite.
+        A metric that is not finite is refused as `InvalidValue`.
         """
         for name, value in metrics.items():
             if not math.isfinite(value):
