@@ -1,4 +1,7 @@
-"""Samplers, which draw each round's cohort. The accountant computes ε from the same objects."""
+"""Samplers, which draw each round's cohort. The accountant computes ε from the same objects.
+
+If sampling amplifies, this is proved for the sampler's ``default_relation``.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,7 @@ from flower_ext.checks import Checked, Count, Fraction, is_integer
 from flower_ext.errors import InvalidValue
 from flower_ext.json_record import JsonRecord
 from flower_ext.privacy.accounting.participations import Participations
+from flower_ext.privacy.units import NeighboringRelation
 
 
 @dataclass(frozen=True)
@@ -21,6 +25,7 @@ class PoissonSampling(Checked, JsonRecord):
     """
 
     kind = "poisson"
+    default_relation = NeighboringRelation.ADD_OR_REMOVE_ONE
 
     population: Count
     rate: Fraction
@@ -68,6 +73,7 @@ class FixedSizeSampling(_OfFixedSize):
     """Draw exactly ``size`` of ``population`` units, uniformly, without replacement."""
 
     kind = "fixed-size"
+    default_relation = NeighboringRelation.REPLACE_ONE
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -92,6 +98,7 @@ class FullParticipation(Checked, JsonRecord):
     sampling_rate = 1.0
 
     kind = "everyone"
+    default_relation = NeighboringRelation.ADD_OR_REMOVE_ONE
 
     population: Count
 
@@ -130,6 +137,7 @@ class SpacedSampling(_OfFixedSize):
     """
 
     kind = "spaced"
+    default_relation = NeighboringRelation.REPLACE_SPECIAL  # its cohorts are visible
 
     size: Count
     rounds_apart: Count
