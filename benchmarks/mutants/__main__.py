@@ -33,7 +33,7 @@ from benchmarks.mutants.faults import Fault, faults_of
 
 ROOT = Path(__file__).parents[2]
 _OF_FAILURES = (
-    "federation/client/test_running.py",
+    "federation/client/test_upload.py",
     "federation/client/test_failing_clients.py",
 )
 _OF_PROTECTION = (
@@ -127,8 +127,7 @@ TESTS = {
     ),
     "secure/weighting/encoding.py": ("secure/weighting/test_encoding.py",),
     "federation/protection.py": _OF_PROTECTION,
-    "federation/client/protecting.py": (*_OF_PROTECTION, *_OF_FAILURES),
-    "federation/client/running.py": _OF_FAILURES,
+    "federation/client/upload.py": (*_OF_PROTECTION, *_OF_FAILURES),
     "federation/client/evaluating.py": _OF_MASKS,
     "federation/client/preparing.py": (*_OF_PROTECTION, *_OF_FAILURES),
     "federation/population.py": ("federation/test_population.py", "auditing/test_cohorts.py"),
@@ -142,7 +141,7 @@ TESTS = {
     "federation/spending.py": ("federation/test_spending.py", "privacy/test_shared_ledger.py"),
     "federation/strategy.py": _OF_RUNS,
     "federation/sums/masked.py": _OF_MASKS,
-    "federation/sums/plain.py": ("federation/test_records_uploads.py", *_OF_ROUNDS),
+    "federation/sums/summation.py": ("federation/test_records_uploads.py", *_OF_ROUNDS),
     "federation/records.py": (
         "federation/test_records.py",
         "federation/test_records_uploads.py",

@@ -28,7 +28,7 @@ from benchmarks.speed.workload import (
 from flower_ext.algorithms import DPFedAvg
 from flower_ext.data import ClientData, Examples
 from flower_ext.federation import FederatedStrategy, VirtualGrid, run_in_process
-from flower_ext.federation.client.cohort_app import CohortApp
+from flower_ext.federation.client.app import CohortApp
 from flower_ext.privacy import FixedSizeSampling, NonPrivatePlan, PrivacyPlan, ReleasePlan
 from flower_ext.training import LocalTraining, Task
 from flower_ext.training.batched.form import MEMORY_LIMIT

@@ -23,8 +23,9 @@ v_i moves by the gradient at v_i, and the mixture replaces v_i after each round.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -38,14 +39,11 @@ from flower_ext.federation import (
     Memory,
     Method,
     Steps,
-    Training,
-    one_by_one,
 )
 from flower_ext.training import (
     Job,
     LocalTraining,
     Params,
-    Task,
     clone,
     gradient,
     job_batches,
@@ -58,47 +56,24 @@ WEIGHT = "mixture/α"
 """Name of α_i in a client's memory, which also holds the parameters of v_i."""
 
 
-@dataclass(kw_only=True)
-class LocalGlobalMixture(Job):
-    """Job that trains three values together: v_i and α_i in ``params``, and w_i.
-
-    w_i starts at the received model ``shared``.
-    """
-
-    shared: Params
-    weight_rate: float
-
-
 def local_update(work: ClientWork) -> Steps[LocalResult]:
     """Train w_i, which the client uploads, then v_i and α_i on the same mini-batches."""
-    alpha = number_of(work.settings["personal_weight"])
-    job = LocalGlobalMixture(
-        params=work.memory or {**work.received, WEIGHT: alpha},
-        examples=work.data.train,
-        training=work.training["local"],
-        generator=torch.Generator().set_state(work.generator.get_state()),
-        shared=work.received,
-        weight_rate=work.settings["weight_learning_rate"],
-    )
+    start = work.memory or {**work.received, WEIGHT: number_of(work.settings["personal_weight"])}
+    # Repeat the draws of the mini-batches, and add no noise: v_i and α_i stay on the client.
+    generator = torch.Generator().set_state(work.generator.get_state())
+    private = replace(work, generator=generator, step_noise={})
     trained = yield work.train("local", work.received)
-    personal = yield Training(
-        task=work.task,
-        job=job,
-        trained=lambda name: True,
-        solve=descend_mixture,
-        returns_params=True,
-    )
+    personal = yield private.train("local", start, solve=partial(descend_mixture, work))
     return LocalResult(model=trained, memory=personal)
 
 
-@one_by_one
-def descend_mixture(task: Task, job: LocalGlobalMixture, trained: Callable[[str], bool]) -> Params:
-    """Train v_i and α_i of one client, and return both."""
+def descend_mixture(work: ClientWork, job: Job) -> Params:
+    """Train v_i and α_i, which ``params`` of the job holds, along with w_i; return v_i and α_i."""
     rate, alpha = job.training.learning_rate, float(job.params[WEIGHT])
-    with seeded_by(job.generator, task.torch_device()):
-        problem = local_problem(task, job.params, trained=trained)
-        v, w = clone(problem.start), clone(to_device(job.shared, problem.device))
-        for number, (x, y) in enumerate(job_batches(task, job)):
+    with seeded_by(job.generator, work.task.torch_device()):
+        problem = local_problem(work.task, job.params)
+        v, w = clone(problem.start), clone(to_device(work.received, problem.device))
+        for number, (x, y) in enumerate(job_batches(work.task, job)):
             at_mixture = gradient(problem.loss_at, mixture(v, w, alpha), x, y)
             at_w = gradient(problem.loss_at, {name: w[name] for name in v}, x, y)
             along = sum(float(((v[n] - w[n]) * slope).sum()) for n, slope in at_mixture.items())
@@ -106,7 +81,8 @@ def descend_mixture(task: Task, job: LocalGlobalMixture, trained: Callable[[str]
                 v[name].sub_(slope, alpha=rate * alpha)
                 w[name].sub_(at_w[name], alpha=rate)
             if number == 0:
-                alpha = min(1.0, max(0.0, alpha - job.weight_rate * along))
+                step = work.settings["weight_learning_rate"] * along
+                alpha = min(1.0, max(0.0, alpha - step))
     return problem.whole({**v, WEIGHT: number_of(alpha)}, like=job.params)
 
 
@@ -131,9 +107,6 @@ def local_model(work: ClientWork) -> Params:
 @dataclass(frozen=True, kw_only=True)
 class APFL(Method):
     """A shared model, and a mixture of it with a personal model on each client.
-
-    All clients have the same weight in the mean. With ``NonPrivatePlan(weighting="examples")``, a
-    client's weight is its number of examples.
 
     Every plan that fits `DPFedAvg` fits here, because the upload does not depend on the client's
     memory. A `ReleasePlan` protects clients. A `RecordLevelPlan` protects records, by noise on the

@@ -23,9 +23,8 @@ model after clipping and with noise; p_i and the personal model never leave the 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from functools import reduce
+from functools import partial
 
 import numpy as np
 import torch
@@ -42,8 +41,6 @@ from flower_ext.federation import (
     Released,
     State,
     Steps,
-    Training,
-    one_by_one,
     records,
     require_usual_server,
 )
@@ -52,7 +49,6 @@ from flower_ext.training import (
     Job,
     LocalTraining,
     Params,
-    Task,
     clone,
     gradient,
     job_batches,
@@ -65,83 +61,47 @@ from flower_ext.training.params import flat_rows
 CORE, PERSONAL, RELATION = "core", "personal", "relation"
 
 
-@dataclass(kw_only=True)
-class CoreModelMixture(Job):
-    """Job that trains the model Σ_j p_j w_j by changing p and the client's own core model.
-
-    The client has the number ``index``, and its own core model is ``params``. ``others`` maps the
-    number of every other client to that client's core model. ``relation`` is the vector p.
-    """
-
-    others: Mapping[int, Params]
-    index: int
-    relation: Tensor
-    relation_rate: float
-    penalty: float
-
-
 def local_update(work: ClientWork) -> Steps[LocalResult]:
     """Train the client's core model and its vector p_i, by the gradient at the personal model."""
-    others = {int(other): core for other, core in groups_under(f"{CORE}.", work.state).items()}
-    population = len(others) + 1
-    (index,) = set(range(population)) - set(others)
-    kept = work.memory or {}
-    last, rounds = work.round - 1, work.settings["penalty_rounds"]
-    fading = (math.cos(math.pi * last / rounds) + 1) / 2 if last < rounds else 0.0
-    types = [p.dtype for p in work.received.values() if p.is_floating_point()]
-    dtype = reduce(torch.promote_types, types, torch.float32)
-    job = CoreModelMixture(
-        params=part(kept, CORE) or work.received,
-        examples=work.data.train,
-        training=work.training["local"],
-        generator=work.generator,
-        terms=work.terms,
-        others=others,
-        index=index,
-        relation=kept.get(RELATION, torch.full((population,), 1 / population, dtype=dtype)),
-        relation_rate=work.settings["relation_learning_rate"],
-        penalty=fading * work.settings["penalty"],
-    )
-    core, relation, personal = yield Training(
-        task=work.task, job=job, trained=lambda name: True, solve=train_mixture
-    )
+    start = part(work.memory or {}, CORE) or work.received
+    solve = partial(train_mixture, work)
+    core, relation, personal = yield work.train("local", start, solve=solve, returns_params=False)
     memory = {RELATION: relation, **tagged(CORE, core), **tagged(PERSONAL, personal)}
     return LocalResult(model=core, memory=memory)
 
 
-@one_by_one
-def train_mixture(
-    task: Task, job: CoreModelMixture, trained: Callable[[str], bool]
-) -> tuple[Params, Tensor, Params]:
-    """Return the core model, p and the personal model of one job after its training.
-
-    Jobs run one after another, because each job holds all core models.
-    """
-    problem = local_problem(task, job.params, trained=trained, terms=job.terms)
-    models = [job.others.get(j, job.params) for j in range(len(job.others) + 1)]
+def train_mixture(work: ClientWork, job: Job) -> tuple[Params, Tensor, Params]:
+    """Train the core model in ``params`` of the job, and p; return both and the personal model."""
+    problem = local_problem(work.task, job.params, terms=job.terms)
+    others = {int(other): core for other, core in groups_under(f"{CORE}.", work.state).items()}
+    clients = range(len(others) + 1)
+    (index,) = set(clients) - set(others)
+    models = [others.get(j, job.params) for j in clients]
     # Stack the models, so that the mix and the gradient along p take one product for each name.
     cores = {
         name: torch.stack([model[name].to(problem.device) for model in models])
         for name in problem.start
     }
-    p = job.relation.to(problem.device).clone()
-    centre = 1 / len(p)
+    centre = 1 / len(clients)
+    equal = torch.full((len(clients),), centre, dtype=torch.float64)
+    p = (work.memory or {}).get(RELATION, equal).to(problem.device)
+    last, rounds = work.round - 1, work.settings["penalty_rounds"]
+    fading = (math.cos(math.pi * last / rounds) + 1) / 2 if last < rounds else 0.0
+    penalty, step = fading * work.settings["penalty"], work.settings["relation_learning_rate"]
 
     def personal() -> Params:
         return {
             name: torch.tensordot(p.to(core.dtype), core, dims=1) for name, core in cores.items()
         }
 
-    for x, y in job_batches(task, job):
+    for x, y in job_batches(work.task, job):
         slope = gradient(problem.loss_at, personal(), x, y)
         along = sum(flat_rows(cores[name]) @ slope[name].flatten() for name in cores)
         for name, core in cores.items():
-            rate = job.training.learning_rate * float(p[job.index])
-            core[job.index].sub_(slope[name], alpha=rate)
-        p = p - job.relation_rate * (along + job.penalty * (p - centre))
-    core_model = problem.whole(
-        {name: core[job.index] for name, core in cores.items()}, like=job.params
-    )
+            rate = job.training.learning_rate * float(p[index])
+            core[index].sub_(slope[name], alpha=rate)
+        p = p - step * (along + penalty * (p - centre))
+    core_model = problem.whole({name: core[index] for name, core in cores.items()}, like=job.params)
     return clone(core_model), p.cpu(), problem.whole(personal(), like=job.params)
 
 

@@ -14,7 +14,8 @@ C, σ                  ``plan.clipping_norm``, ``plan.noise_multiplier``
 ====================  =====================================================
 
 `Centaur` is the same with SGD in place of SAM; with a `NonPrivatePlan`, `DP2FedSAM` is the
-paper's P-FedSAM.
+paper's P-FedSAM, and `Centaur` is FedRep (Collins, Hassani, Mokhtari, Shakkottai, "Exploiting
+Shared Representations for Personalized Federated Learning", ICML 2021, Algorithm 1).
 """
 
 from __future__ import annotations
@@ -66,9 +67,6 @@ def local_model(work: ClientWork) -> Steps[Params]:
 class DP2FedSAM(Method):
     """Partial sharing with sharpness-aware training under client-level DP.
 
-    All clients have the same weight in the mean. With ``NonPrivatePlan(weighting="examples")``, a
-    client's weight is its number of examples.
-
     Parameters
     ----------
     personal : Sequence[str]
@@ -118,3 +116,15 @@ class Centaur(DP2FedSAM):
     def __post_init__(self) -> None:
         super().__post_init__()
         object.__setattr__(self, "extractor", replace(self.extractor, sam_radius=0.0))
+
+
+@dataclass(frozen=True, kw_only=True)
+class FedRep(Centaur):
+    """Personal heads on a shared representation, both trained by plain SGD as in `Centaur`.
+
+    Only the defaults differ from `Centaur`: a client trains its head for ten epochs and the
+    representation for one. Both classes accept the plans that `FedPer` accepts.
+    """
+
+    head: LocalTraining = LocalTraining(epochs=10)
+    extractor: LocalTraining = LocalTraining(epochs=1)

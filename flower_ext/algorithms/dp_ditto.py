@@ -75,9 +75,6 @@ class DPDitto(Method):
     With a `RecordLevelPlan` the method is DP-Ditto, with a `NonPrivatePlan` Ditto. A `ReleasePlan`
     protects whole clients instead of records.
 
-    All clients have the same weight in the mean. With ``NonPrivatePlan(weighting="examples")``, a
-    client's weight is its number of examples, as in FedAvg.
-
     Parameters
     ----------
     global_weight : float

@@ -56,9 +56,6 @@ def local_model(work: ClientWork) -> Steps[Params]:
 class DPFedAvg(Method):
     """Federated averaging with client-level DP.
 
-    All clients have the same weight in the mean. With ``NonPrivatePlan(weighting="examples")``, a
-    client's weight is its number of examples, as in FedAvg.
-
     Parameters
     ----------
     local : LocalTraining

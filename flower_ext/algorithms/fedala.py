@@ -22,8 +22,9 @@ uploads Θ_i after clipping and with noise; Θ_i itself and W_i never leave the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -37,15 +38,12 @@ from flower_ext.federation import (
     LocalResult,
     Method,
     Steps,
-    Training,
-    one_by_one,
 )
 from flower_ext.privacy import PrivacyPlan
 from flower_ext.training import (
     Job,
     LocalTraining,
     Params,
-    Task,
     gradient,
     job_batches,
     local_problem,
@@ -59,59 +57,28 @@ MODEL, WEIGHTS = "model", "weights"
 ADAPTIVE = "adaptive."
 
 
-@dataclass(kw_only=True)
-class Aggregation(Job):
-    """A job that trains how to mix two models: the local one (``params``) and the shared one.
-
-    The trained values are the aggregation weights ``weights``, not the models.
-    """
-
-    shared: Params
-    weights: Params
-
-
 def local_update(work: ClientWork) -> Steps[LocalResult]:
     """Train W_i, mix the client's last model with the shared one by W_i, and train the mixture.
 
     A client that has no model from an earlier round trains the shared model instead.
     """
-    kept = work.memory or {}
-    weights = part(kept, WEIGHTS)
-    start = work.received
-    if local := part(kept, MODEL):
-        weights = yield aggregation(work, local, weights)
+    start, memory = work.received, work.memory or {}
+    weights = part(memory, WEIGHTS)
+    if local := part(memory, MODEL):
+        phase = "weights" if weights else "first_weights"
+        modules = [n.removeprefix(ADAPTIVE) for n in work.settings if n.startswith(ADAPTIVE)]
+        # With ones, training begins at the shared layers and moves towards the client's layers.
+        ones = {name: torch.ones_like(p) for name, p in local.items() if matches(name, modules)}
+        # Every round draws another part of the client's records.
+        size = max(1, round(work.settings["sample_share"] * len(work.data.train)))
+        rows = torch.randperm(len(work.data.train), generator=work.generator)[:size]
+        sample = work.data.train.subset(rows.numpy())
+        solve = partial(train_weights, work, weights or ones)
+        weights = yield work.train(phase, local, examples=sample, solve=solve, returns_params=False)
         start = {**work.received, **mixed(local, work.received, weights)}
     trained = yield work.train("local", start)
     memory = {**tagged(MODEL, trained), **tagged(WEIGHTS, weights)}
     return LocalResult(model=trained, memory=memory)
-
-
-def aggregation(work: ClientWork, local: Params, weights: Params) -> Training:
-    """Return the training of W_i, which uses a random part of the client's records.
-
-    Every round draws another part. In a client's first training of W_i, W_i starts at ones
-    and trains for ``first_passes`` passes.
-    """
-    modules = [name.removeprefix(ADAPTIVE) for name in work.settings if name.startswith(ADAPTIVE)]
-    names = {name for name in local if matches(name, modules)}
-    size = max(1, round(work.settings["sample_share"] * len(work.data.train)))
-    rows = torch.randperm(len(work.data.train), generator=work.generator)[:size]
-    training = work.training["weights"]
-    if not weights:
-        # With ones, training begins at the shared layers and moves towards the client's layers.
-        weights = {name: torch.ones_like(local[name]) for name in local if name in names}
-        training = replace(training, epochs=int(work.settings["first_passes"]))
-    job = Aggregation(
-        params=local,
-        examples=work.data.train.subset(rows.numpy()),
-        training=training,
-        generator=work.generator,
-        shared=work.received,
-        weights=weights,
-    )
-    return Training(
-        task=work.task, job=job, trained=lambda name: name in names, solve=train_weights
-    )
 
 
 def mixed(local: Mapping[str, Tensor], shared: Mapping[str, Tensor], weights: Params) -> Params:
@@ -119,16 +86,18 @@ def mixed(local: Mapping[str, Tensor], shared: Mapping[str, Tensor], weights: Pa
     return {n: local[n] + (shared[n] - local[n]) * w for n, w in weights.items()}
 
 
-@one_by_one
-def train_weights(task: Task, job: Aggregation, trained: Callable[[str], bool]) -> Params:
-    """Train and return W of one job. Parameters without W keep the values of the shared model."""
-    frozen = {name: p for name, p in job.shared.items() if not trained(name)}
-    problem = local_problem(task, {**job.params, **frozen}, trained=trained)
-    device = problem.device
-    local = {name: job.params[name].to(device) for name in problem.start}
-    shared = {name: job.shared[name].to(device) for name in problem.start}
-    weights = {name: job.weights[name].to(device) for name in problem.start}
-    for x, y in job_batches(task, job):
+def train_weights(work: ClientWork, start: Params, job: Job) -> Params:
+    """Train and return W, which begins as ``start``, for the local model in ``params`` of the job.
+
+    Parameters without W keep the values of the received model.
+    """
+    model = {**work.received, **{name: job.params[name] for name in start}}
+    problem = local_problem(work.task, model, trained=lambda name: name in start)
+    local, shared, weights = (
+        {name: params[name].to(problem.device) for name in problem.start}
+        for params in (job.params, work.received, start)
+    )
+    for x, y in job_batches(work.task, job):
         slope = gradient(problem.loss_at, mixed(local, shared, weights), x, y)
         for name, g in slope.items():
             step = job.training.learning_rate * g * (shared[name] - local[name])
@@ -144,9 +113,6 @@ def local_model(work: ClientWork) -> Params:
 @dataclass(frozen=True, kw_only=True)
 class FedALA(Method):
     """Adaptive local aggregation: each client mixes the shared model into its own.
-
-    All clients have the same weight in the mean. With ``NonPrivatePlan(weighting="examples")``, a
-    client's weight is its number of examples.
 
     Parameters
     ----------
@@ -190,13 +156,14 @@ class FedALA(Method):
 
     @property
     def training(self) -> Mapping[str, LocalTraining]:
-        """The phases of local training: the local model, and the aggregation weights W."""
+        """The phases of local training: the local model, and W, which begins with more passes."""
         weights = LocalTraining(
             epochs=1,
             batch_size=self.local.batch_size,
             learning_rate=self.weight_learning_rate,
         )
-        return {"local": self.local, "weights": weights}
+        first = replace(weights, epochs=self.first_passes)
+        return {"local": self.local, "weights": weights, "first_weights": first}
 
     def settings(self, plan: PrivacyPlan) -> Mapping[str, float]:
         """Return the settings that clients need, with the names of modules that have weights."""

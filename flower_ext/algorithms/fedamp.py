@@ -62,16 +62,9 @@ def local_update(work: ClientWork) -> Steps[LocalResult]:
 
 
 def attention(models: NDArray[np.float64], *, width: float, population: int) -> NDArray[np.float64]:
-    """Return ξ for all pairs of ``models``; every row sums to 1.
+    """Return ξ for all pairs of rows of ``models``, one flattened model each; every row sums to 1.
 
-    Parameters
-    ----------
-    models : NDArray[np.float64]
-        One flattened model in each row (clients × parameters).
-    width : float
-        σ.
-    population : int
-        N, which is at least the number of models.
+    ``width`` is σ, and ``population`` is N, which is at least the number of models.
     """
     weights = np.exp(-_squared_distances(models) / width) / population
     np.fill_diagonal(weights, 0.0)

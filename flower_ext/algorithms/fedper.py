@@ -50,9 +50,6 @@ def local_model(work: ClientWork) -> Params:
 class FedPer(Method):
     """A shared base and personal layers, trained jointly by local SGD.
 
-    All clients have the same weight in the mean. With ``NonPrivatePlan(weighting="examples")``, a
-    client's weight is its number of examples, as in the paper.
-
     A `ReleasePlan` protects whole clients; a `RecordLevelPlan` with noise on uploads protects
     records. Both bound the client's update of the base layers, and add noise. A `RecordLevelPlan`
     with noise in local steps is refused, because the personal layers of earlier rounds, which

@@ -5,9 +5,10 @@ This package draws the cohorts, and checks the replies before the strategy sees 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
@@ -93,13 +94,16 @@ class Hosted(DPFedAvg):
                 "the plan's sampling is PoissonSampling: expected FixedSizeSampling or "
                 "FullParticipation, because Flower's strategies wait for a fixed number of replies"
             )
-        needed = max(self.strategy.min_train_nodes, self.strategy.min_available_nodes)
-        if plan.sampling.expected_cohort_size < needed:
+        size, needed = plan.sampling.expected_cohort_size, self._least_replies
+        if size < needed:
             raise InvalidValue(
-                f"cohorts of {plan.sampling.expected_cohort_size:g} are smaller than the "
-                f"{needed} nodes that {self.label} waits for: lower its "
-                "min_train_nodes and min_available_nodes"
+                f"cohorts of {size:g} are smaller than the {needed} nodes that {self.label} waits "
+                "for: lower its min_train_nodes and min_available_nodes"
             )
+
+    @property
+    def _least_replies(self) -> int:
+        return max(self.strategy.min_train_nodes, self.strategy.min_available_nodes)
 
     @property
     def label(self) -> str:
@@ -127,10 +131,15 @@ class Hosted(DPFedAvg):
         """Return a copy of the Flower strategy that began a round with ``state``'s moments."""
         # Work on a copy: after a discarded round, the user's strategy must be as it was given.
         server = deepcopy(self.strategy)
-        self._restore(server, state)
+        for group, members in state.server.items():
+            if group != _STEPS:
+                kind, _, name = group.partition(".")
+                setattr(server, name, list(members.values()) if kind == "list" else dict(members))
         if isinstance(server, FedAvgM):  # reads the model in its first round only
             server.current_arrays = None
-        grid = cast(Grid, _Cohort(range(cohort)))
+        # This package has not drawn the cohort yet, so let the strategy see as many invented nodes
+        # as a cohort has. Nobody sends its messages to these nodes.
+        grid = cast(Grid, SimpleNamespace(get_node_ids=lambda: range(cohort)))
         server.configure_train(_steps(state) + 1, records.to_record(model), config, grid)
         return server
 
@@ -146,8 +155,8 @@ class Hosted(DPFedAvg):
     ) -> tuple[records.Arrays, State]:
         """Return the model that the Flower strategy computes from the accepted models."""
         replies = [self._reply(model, *each) for each in released.updates.items()]
-        needed = max(self.strategy.min_train_nodes, self.strategy.min_available_nodes, len(replies))
-        server = self._configured(ConfigRecord(), model, state, needed)
+        cohort = max(self._least_replies, len(replies))
+        server = self._configured(ConfigRecord(), model, state, cohort)
         arrays, _ = server.aggregate_train(_steps(state) + 1, replies)
         if arrays is None:
             return model, state
@@ -156,13 +165,10 @@ class Hosted(DPFedAvg):
     def _reply(self, base: records.Arrays, partition: int, update: records.Update) -> Message:
         """Return the reply that a ClientApp would send for an accepted update."""
         model = {name: base[name] + update.arrays[name] for name in base}
-        weight = {self.strategy.weighted_by_key: update.metrics[self.strategy.weighted_by_key]}
-        content = RecordDict(
-            {
-                self.strategy.arrayrecord_key: records.to_record(model),
-                "metrics": records.metrics_record(weight),
-            }
-        )
+        key = self.strategy.weighted_by_key
+        metrics = records.metrics_record({key: update.metrics[key]})
+        content = RecordDict({self.strategy.arrayrecord_key: records.to_record(model)})
+        content["metrics"] = metrics
         return Message(content, dst_node_id=partition, message_type="train")
 
     def _state(self, server: FedAvg, *, steps: int) -> State:
@@ -180,29 +186,6 @@ class Hosted(DPFedAvg):
                 groups[f"{kind}.{name}"] = {str(key): array for key, array in members.items()}
         return State(server=groups)
 
-    def _restore(self, server: FedAvg, state: State) -> None:
-        """Set the Flower strategy's moments and momenta to those in ``state``."""
-        for group, members in state.server.items():
-            if group != _STEPS:
-                kind, _, name = group.partition(".")
-                value = list(members.values()) if kind == "list" else dict(members)
-                setattr(server, name, value)
-
 
 def _steps(state: State) -> int:
     return int(state.server[_STEPS]["taken"][0])
-
-
-@dataclass(frozen=True)
-class _Cohort:
-    """Stand-in for a Grid that tells a Flower strategy which nodes are connected.
-
-    When the strategy configures a round, this package has not drawn the cohort yet. The stand-in
-    therefore names as many invented nodes as a cohort has. Nobody sends the strategy's messages
-    to these nodes.
-    """
-
-    nodes: Sequence[int]
-
-    def get_node_ids(self) -> Sequence[int]:
-        return self.nodes

@@ -45,9 +45,10 @@ def local_update(work: ClientWork) -> Steps[LocalResult]:
     # The training of θ_i draws from the same generator, so all mini-batches are drawn before it.
     for examples in split_examples(work.task, work.data.train, local, work.generator):
         near = Proximal(weight=attraction, anchor=w)
-        steps = work.train("personal_training", theta, terms=[near], examples=examples)
         # If one mini-batch fails, the whole training fails, as it does in other methods.
-        theta = yield replace(steps, returns_params=False)
+        theta = yield work.train(
+            "personal_training", theta, terms=[near], examples=examples, returns_params=False
+        )
         pull = local.learning_rate * attraction
         w = {name: centre - pull * (centre - theta[name]) for name, centre in w.items()}
     return LocalResult(model=w, memory=theta)
@@ -56,9 +57,6 @@ def local_update(work: ClientWork) -> Steps[LocalResult]:
 @dataclass(frozen=True, kw_only=True)
 class PFedMe(Method):
     """Personal models that stay on the clients, anchored to a shared model.
-
-    All clients have the same weight in the mean. With ``NonPrivatePlan(weighting="examples")``, a
-    client's weight is its number of examples.
 
     Parameters
     ----------

@@ -42,8 +42,7 @@ from flower_ext.federation import (
 )
 from flower_ext.training import Linear, LocalTraining, Params, difference
 
-STEPS = "local-steps"
-CONTROL = "control"
+STEPS, CONTROL = "local-steps", "control"
 
 
 def local_update(work: ClientWork) -> Steps[LocalResult]:
@@ -52,16 +51,13 @@ def local_update(work: ClientWork) -> Steps[LocalResult]:
     client_control = work.memory or {name: torch.zeros_like(c) for name, c in control.items()}
     correction = Linear(direction=difference(control, client_control))
     trained = yield work.train("local", work.received, terms=[correction])
-    local = work.training["local"]
-    steps = local.effective_steps(len(work.data.train))
+    steps = work.training["local"].effective_steps(len(work.data.train))
 
     def renewed(released: Params) -> Params:
         if steps == 0:
-            return dict(client_control)
-        return {
-            name: c_i - control[name] - released[name] / (steps * local.learning_rate)
-            for name, c_i in client_control.items()
-        }
+            return client_control
+        length = steps * work.training["local"].learning_rate
+        return {n: c_i - control[n] - released[n] / length for n, c_i in client_control.items()}
 
     return LocalResult(model=trained, memory=renewed, metrics={STEPS: steps})
 

@@ -24,8 +24,7 @@ a number λ / 2        λ / 2                               Algorithm 1, line 6
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from logging import getLogger
 from typing import Any
@@ -36,7 +35,6 @@ from flwr.serverapp import Grid
 from flwr.serverapp.strategy import FedAvgM, Result, Strategy
 
 from flower_ext.checks import Checked, NotNegative, require_not_negative, require_positive
-from flower_ext.errors import InvalidValue
 from flower_ext.federation import FederatedStrategy
 from flower_ext.federation.records import Arrays, to_arrays, to_record
 from flower_ext.privacy.mechanisms.updates import require_finite
@@ -115,6 +113,11 @@ class Upcycled(Strategy):
                 "sends each client a model of its own, so no client would receive the shared model "
                 "that an even round extrapolates"
             )
+        if not isinstance(base, FederatedStrategy) and type(base).start is not Strategy.start:
+            raise TypeError(
+                f"base={type(base).__name__}: expected a strategy that runs in Flower's loop, not "
+                "in a start of its own"
+            )
         if not callable(coefficient):
             if not isinstance(coefficient, int | float):
                 raise TypeError(
@@ -124,10 +127,6 @@ class Upcycled(Strategy):
         self.base, self.coefficient = base, coefficient
         self._before: Mapping[str, Arrays] = {}
         self._after: Mapping[str, Arrays] = {}
-        # Keep the base's methods: while a base of Flower runs, `_routed` replaces them by this
-        # wrapper's.
-        self._base_configure = base.configure_train
-        self._base_aggregate = base.aggregate_train
 
     def __getattr__(self, name: str) -> Any:
         if name == "base" or name.startswith("__"):
@@ -146,7 +145,7 @@ class Upcycled(Strategy):
             return []
         _follow(self.base, arrays)
         number = self._base_round(server_round)
-        messages = self._base_configure(number, arrays, config, grid)
+        messages = self.base.configure_train(number, arrays, config, grid)
         self._before = self._groups(arrays)
         if isinstance(self.base, FederatedStrategy):
             self.base.run.companions = self._before  # for the checkpoint
@@ -155,25 +154,15 @@ class Upcycled(Strategy):
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
-        """Return the base's aggregate in odd rounds, and the extrapolated model in even rounds.
-
-        Raises
-        ------
-        InvalidValue
-            The round's coefficient is negative or not finite, or the extrapolated model is not
-            finite.
-        """
+        """Return the base's aggregate in odd rounds, and the extrapolated model in even rounds."""
         if server_round % 2 == 1:
             # Some of Flower's strategies read the replies twice.
             kept = replies if isinstance(self.base, FederatedStrategy) else list(replies)
-            return self._base_aggregate(self._base_round(server_round), kept)
+            return self.base.aggregate_train(self._base_round(server_round), kept)
         coefficient = self.coefficient
         if callable(coefficient):
             coefficient = coefficient(server_round // 2)
-        if not 0 <= coefficient < float("inf"):
-            raise InvalidValue(
-                f"coefficient({server_round // 2})={coefficient!r}: expected a finite number >= 0"
-            )
+        require_not_negative(f"coefficient({server_round // 2})", coefficient)
         metrics = MetricRecord({"upcycling-coefficient": float(coefficient)})
         before, after = self._before[_MODEL], self._after[_MODEL]
         if all(np.array_equal(before[name], after[name]) for name in after):
@@ -222,25 +211,10 @@ class Upcycled(Strategy):
         self.base.summary()
 
     def start(self, *arguments: Any, **options: Any) -> Result:
-        """Run ``num_rounds`` rounds, odd and even, in the base's own loop.
-
-        Parameters
-        ----------
-        *arguments, **options
-            Arguments of `flwr.serverapp.strategy.Strategy.start`.
-
-        Returns
-        -------
-        Result
-            The result of the base's ``start``.
-        """
+        """Run ``num_rounds`` rounds; the arguments are those of Flower's ``start``."""
         if isinstance(self.base, FederatedStrategy):
             return self.base.start(*arguments, **options, player=self)
-        log.info("Upcycled · coefficient %s", self.coefficient)
-        with _routed(
-            self.base, configure_train=self.configure_train, aggregate_train=self.aggregate_train
-        ):
-            return self.base.start(*arguments, **options)
+        return super().start(*arguments, **options)
 
     def _base_round(self, server_round: int) -> int:
         """Return the number under which the base sees an odd round."""
@@ -272,16 +246,3 @@ def _follow(base: Strategy, arrays: ArrayRecord) -> None:
         base.current_arrays = arrays.copy()
     if isinstance(inner := getattr(base, "strategy", None), Strategy):
         _follow(inner, arrays)
-
-
-@contextmanager
-def _routed(base: Strategy, **methods: Callable[..., Any]) -> Iterator[None]:
-    """During the block, let calls of the base's methods run ``methods`` instead."""
-    replaced = {name: vars(base)[name] for name in methods if name in vars(base)}
-    vars(base).update(methods)
-    try:
-        yield
-    finally:
-        for name in methods:
-            vars(base).pop(name)
-        vars(base).update(replaced)

@@ -6,6 +6,8 @@ the adversary tell the two data sets apart no better than its ledger says.
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 from flwr.app import Array, ArrayRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
@@ -35,8 +37,17 @@ def guard_experiment(noise_multiplier: float = 1.0) -> Experiment:
         release=UPDATE, clipping_norm=1.0, noise_multiplier=noise_multiplier, constants={"n": 1}
     )
 
+    strategy = partial(
+        FedAvg,
+        fraction_evaluate=0.0,
+        min_train_nodes=1,
+        min_available_nodes=1,
+        weighted_by_key="n",
+        arrayrecord_key=records.MODEL,
+    )
+
     def world(pull: float) -> World:
-        return World(strategy=_strategy, client_app=_guarded(pull, policy), num_clients=1)
+        return World(strategy=strategy, client_app=_guarded(pull, policy), num_clients=1)
 
     return Experiment(
         name=GUARD,
@@ -50,16 +61,6 @@ def guard_experiment(noise_multiplier: float = 1.0) -> Experiment:
         },
         delta=_DELTA,
         gaussian=True,
-    )
-
-
-def _strategy() -> FedAvg:
-    return FedAvg(
-        fraction_evaluate=0.0,
-        min_train_nodes=1,
-        min_available_nodes=1,
-        weighted_by_key="n",
-        arrayrecord_key=records.MODEL,
     )
 
 

@@ -34,19 +34,11 @@ from flower_ext.privacy.accounting.gaussian import EXACT_GAUSSIAN
 
 
 class ReportedEpsilon(NamedTuple):
-    """The ε and δ that a strategy reports as provable against one adversary's view.
-
-    ``epsilon`` is infinite if the strategy reports none for this view.
-    """
+    """The provable ε and δ of a strategy against one view; ε is infinite if it reports none."""
 
     epsilon: float
     delta: float
     gaussian: bool
-
-    @property
-    def methods(self) -> list[Callable[..., LowerBound]]:
-        """Functions that bound ε: `by_rates`, and for Gaussian mechanisms also `if_gaussian`."""
-        return [by_rates, if_gaussian] if self.gaussian else [by_rates]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,34 +131,29 @@ def audit(
     }
     reported: dict[AdversaryView, ReportedEpsilon] = {}
     known: set[str] = set()
-
-    def take(seen: Observation, strategy: Strategy) -> None:
-        nonlocal done
-        # If the drawn units are visible, ε may depend on them, so the largest ε counts.
-        counted = getattr(strategy, "participations", None)
-        participations = str(done) if counted is None else repr(vars(counted))
-        if participations not in known:
-            known.add(participations)
-            for view, claim in reported_epsilons(experiment, strategy).items():
-                reported[view] = max(claim, reported.get(view, claim))
-        for view in experiment.views:
-            scores[view][0 if done < trials else 1].append(experiment.score(seen, view))
-        done += 1
-        if progress is not None:
-            progress(done, 2 * trials)
-
-    # Run the world without the canary first: `take` tells worlds apart by the number of runs.
-    for world in (experiment.without, experiment.present):
-        observe(experiment, world, take, trials=trials)
+    for number, world in enumerate((experiment.without, experiment.present)):
+        for seen, strategy in observe(experiment, world, trials=trials):
+            # If the drawn units are visible, ε may depend on them, so the largest ε counts.
+            counted = getattr(strategy, "participations", None)
+            participations = str(done) if counted is None else repr(vars(counted))
+            if participations not in known:
+                known.add(participations)
+                for view, claim in reported_epsilons(experiment, strategy).items():
+                    reported[view] = max(claim, reported.get(view, claim))
+            for view, of_worlds in scores.items():
+                of_worlds[number].append(experiment.score(seen, view))
+            done += 1
+            if progress is not None:
+                progress(done, 2 * trials)
     views = [view for view in experiment.views if math.isfinite(reported[view].epsilon)]
     if not views:
         raise InvalidValue(
             f"{experiment.name}: none of the views has a finite ε to audit; add a view for which "
             "the strategy reports a finite ε, or add noise to the plan"
         )
-    num_bounds = sum(len(reported[view].methods) for view in views)
-
-    def audit_view(view: AdversaryView) -> ViewAudit:
+    num_bounds = sum(1 + reported[view].gaussian for view in views)
+    audits = []
+    for view in views:
         claim, (without, present) = reported[view], scores[view]
         terms = BoundTerms(
             delta=claim.delta,
@@ -174,12 +161,12 @@ def audit(
             num_bounds=num_bounds,
             reported=claim.epsilon,
         )
-        bounds = tuple(method(without, present, terms) for method in claim.methods)
-        return ViewAudit(view=view, bounds=bounds)
-
+        methods = [by_rates, if_gaussian] if claim.gaussian else [by_rates]
+        bounds = tuple(method(without, present, terms) for method in methods)
+        audits.append(ViewAudit(view=view, bounds=bounds))
     return Audit(
         name=experiment.name,
-        views=tuple(map(audit_view, views)),
+        views=tuple(audits),
         trials=trials,
         confidence=confidence,
         seconds=time.monotonic() - started,
@@ -256,17 +243,12 @@ def audit_in_one_run(
         rounds=rounds,
         views=[view],
     )
-    audits: list[ViewAudit] = []
-
-    def take(seen: Observation, strategy: Strategy) -> None:
-        claim = reported_epsilons(experiment, strategy)[view]
-        if math.isinf(claim.epsilon):
-            raise InvalidValue(f"view={view.value!r}: expected a view with a finite ε")
-        terms = BoundTerms(delta=claim.delta, confidence=confidence, reported=claim.epsilon)
-        methods = [in_one_run, in_one_run_by_curve] if claim.gaussian else [in_one_run]
-        values = scores(seen)
-        bounds = tuple(method(values, included, terms, guesses=guesses) for method in methods)
-        audits.append(ViewAudit(view=view, bounds=bounds))
-
-    observe(experiment, both, take, trials=1)
-    return audits[0]
+    ((seen, strategy),) = observe(experiment, both, trials=1)
+    claim = reported_epsilons(experiment, strategy)[view]
+    if math.isinf(claim.epsilon):
+        raise InvalidValue(f"view={view.value!r}: expected a view with a finite ε")
+    terms = BoundTerms(delta=claim.delta, confidence=confidence, reported=claim.epsilon)
+    methods = [in_one_run, in_one_run_by_curve] if claim.gaussian else [in_one_run]
+    values = scores(seen)
+    bounds = tuple(method(values, included, terms, guesses=guesses) for method in methods)
+    return ViewAudit(view=view, bounds=bounds)

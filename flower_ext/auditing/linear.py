@@ -53,66 +53,42 @@ class Turns:
 
 
 def pulls(*forces: float, size: int = SIZE) -> Examples:
-    """Return one record for each number in ``forces``.
-
-    The number is the force with which the record pulls the first weight, and the bias if there is
-    one.
-    """
+    """Return a record for each force with which to pull the first weight and, if any, the bias."""
     return Examples(torch.eye(1, size).repeat(len(forces), 1), torch.tensor(forces))
 
 
 def axes(size: int) -> dict[str, np.ndarray]:
-    """Return the direction in which a record pulls the model: its first weight, and its bias.
-
-    A model with a single weight (``size`` = 1) has no bias.
-    """
+    """Return the direction in which a record pulls the model: its first weight, and any bias."""
     bias = {"bias": np.ones(1)} if size > 1 else {}
     return {"weight": np.eye(1, size), **bias}
 
 
 @dataclass(frozen=True, kw_only=True)
 class LinearMechanism:
-    """A mechanism that trains the linear problem of this module, ready to be audited.
-
-    Parameters
-    ----------
-    name : str
-    plan : Callable[[float, int], Any]
-        Makes the object that adds the noise: a plan, or the settings of DP-SGD. Its arguments are a
-        factor on the usual noise, and the number of rounds.
-    strategy : Callable[[Any], FederatedStrategy]
-        Makes a new strategy from the result of ``plan``.
-    without, present : Sequence[ClientData]
-        Each partition's data, without the canary and with it.
-    views, gaussian, score
-        The fields of `Experiment` of these names. The default score is `projected` on the
-        direction in which the canary pulls.
-    partitions, whole
-        The arguments of `projected` of these names.
-    size : int
-        Number of weights of the model; a model with a single weight has no bias.
-    app : Callable[[Task], ClientApp], optional
-        Makes the ClientApp; by default the strategy's own.
-    metrics : Mapping
-        Metrics of the evaluations.
-    rounds : int
-        Number of rounds that an experiment needs at least.
-    """
+    """A mechanism that trains the linear problem of this module, ready to be audited."""
 
     name: str
     plan: Callable[[float, int], Any]
+    """Makes the object that adds the noise: a plan, or the settings of DP-SGD. Its arguments are a
+    factor on the usual noise, and the number of rounds."""
     strategy: Callable[[Any], FederatedStrategy]
+    """Makes a new strategy from the result of ``plan``."""
     without: Sequence[ClientData]
+    """Each partition's data without the canary; ``present`` holds them with it."""
     present: Sequence[ClientData]
     views: Sequence[AdversaryView] = tuple(AdversaryView)
     partitions: Sequence[int] | None = None
     whole: bool = False
     gaussian: bool | None = None
     size: int = SIZE
+    """Number of weights of the model; a model with a single weight has no bias."""
     app: Callable[[Task], ClientApp] | None = None
+    """Makes the ClientApp; by default the strategy's own."""
     metrics: Mapping[str, Callable[[Tensor, Tensor], float]] = field(default_factory=dict)
     score: Score | None = None
+    """By default `projected` on the direction in which the canary pulls."""
     rounds: int = 1
+    """Number of rounds that an experiment needs at least."""
 
     def experiment(self, *, noise: float = 1.0, rounds: int = 1) -> Experiment:
         """Return the experiment that audits this mechanism with ``noise`` times its usual noise."""
@@ -137,13 +113,12 @@ class LinearMechanism:
             partitions=self.partitions,
             whole=self.whole,
         )
+        initial = {n: Array(np.zeros_like(a, np.float32)) for n, a in axes(self.size).items()}
         return Experiment(
             name=self.name,
             without=world(self.without),
             present=world(self.present),
-            initial=ArrayRecord(
-                {n: Array(np.zeros_like(a, np.float32)) for n, a in axes(self.size).items()}
-            ),
+            initial=ArrayRecord(initial),
             score=score,
             rounds=rounds,
             views=self.views,
@@ -165,10 +140,7 @@ def silo_data(owners: Sequence[int], forces: Sequence[float]) -> SiloData:
 
 
 def plain_app(task: Task) -> ClientApp:
-    """Return a ClientApp that takes one step in plain PyTorch.
-
-    This package's Flower mod then protects the update as the plan says.
-    """
+    """Return a ClientApp that takes one step in plain PyTorch, under this package's Flower mod."""
     app = ClientApp(mods=[client_level_dp_mod()])
 
     @app.train()

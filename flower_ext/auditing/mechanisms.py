@@ -73,10 +73,7 @@ _record_plan = partial(RecordLevelPlan, sampling=FullParticipation(1), num_examp
 def release_plans(
     sampling: Sampling, *, noise_multiplier: float = 0.5, **options: Any
 ) -> Callable[[float, int], ReleasePlan]:
-    """Return a function ``plan(noise, rounds)`` that makes a plan for a number of rounds.
-
-    The plan's noise multiplier is ``noise`` times ``noise_multiplier``.
-    """
+    """Return a function of a factor on ``noise_multiplier`` and a number of rounds."""
     return lambda noise, rounds: ReleasePlan(
         sampling=sampling,
         clipping_norm=1.0,
@@ -91,8 +88,7 @@ def _run(method: Method, plan: PrivacyPlan, evaluate_every: int = 0) -> Federate
     return FederatedStrategy(method, plan, evaluate_every=evaluate_every)
 
 
-def _dp_fedavg(plan: ReleasePlan, evaluate_every: int = 0) -> FederatedStrategy:
-    return _run(DPFedAvg(local=ONE_STEP), plan, evaluate_every=evaluate_every)
+_dp_fedavg = partial(_run, DPFedAvg(local=ONE_STEP))
 
 
 _CLIENT_NOISE = LinearMechanism(
@@ -119,10 +115,7 @@ _RATE = 1e-2
 
 
 def _adaptive_plans(sampling: Sampling, **options: Any) -> Callable[[float, int], ReleasePlan]:
-    """Return a function ``plan(noise, rounds)`` that makes a plan with an adaptive clipping norm.
-
-    These plans spend half of the privacy on counting the updates that the norm does not clip.
-    """
+    """Return `release_plans` with an adaptive norm; half of the privacy pays for its counts."""
     fixed = release_plans(sampling, **options)
 
     def plan(noise: float, rounds: int) -> ReleasePlan:
@@ -140,8 +133,8 @@ def _sided_score(*, silos: int = 1, partitions: Sequence[int] | None = None) -> 
     It adds up what three values reveal of the canary: the update, the entry `SIDE` that is sent
     with it, and the clipping norm of the next round.
     """
-    # `SIDE` says whether the norm clips the update. The canary's entry at `SIDE` is as long as its
-    # update, and `axes` has length √2. The next norm reveals this entry.
+    # The canary's entry at `SIDE` is as long as its update, and `axes` has length √2. The next norm
+    # reveals this entry.
     norm = 2 * math.sqrt(2) / _RATE / silos
     direction = {**axes(SIZE), SIDE: np.array([-math.sqrt(2)]), NEXT_NORM: np.array([norm])}
     return projected(direction, signs=(1.0, -1.0), partitions=partitions)
@@ -226,12 +219,10 @@ _OF_CLIENTS = (
         plan=_adaptive_plans(FullParticipation(2), noise_placement="server"),
     ),
     replace(
-        _ADAPTIVE,
+        _SECURE_SUM,
         name="adaptive-clipping-secure-sum",
         plan=_adaptive_plans(FullParticipation(3), noise_placement=_HONEST_SUM),
-        without=[client_data(0.0), client_data(0.0), client_data(0.0)],
-        present=[client_data(HUGE), client_data(0.0), client_data(0.0)],
-        views=(AdversaryView.RELEASED_MODELS, AdversaryView.SUM_ONLY),
+        score=_sided_score(partitions=[0]),
     ),
     _POISSON_CLIENT_NOISE,
     replace(
@@ -274,11 +265,14 @@ _ULDP_AVG = LinearMechanism(
 )
 
 
-_ULDP_ADAPTIVE = replace(
-    _ULDP_AVG,
-    name="uldp-adaptive",
-    plan=_adaptive_plans(FullParticipation(3)),
-    score=_sided_score(silos=2),
+_ULDP_SECURE_SUM = LinearMechanism(
+    name="uldp-secure-sum",
+    plan=release_plans(FullParticipation(3), noise_placement=_HONEST_SUM),
+    strategy=lambda plan: _run(UldpAvg(num_silos=3, local=ONE_STEP), plan),
+    without=[_OTHER_USERS] * 3,
+    present=[silo_data([0, 1, 2], [BEYOND, 0.0, 0.0])] * 3,
+    # A released model is a multiple of the sum, so an adversary that sees models sees sums.
+    views=_MODELS,
 )
 
 
@@ -294,15 +288,7 @@ _OF_USERS = (
         name="uldp-sgd",
         strategy=lambda plan: _run(UldpSgd(num_silos=2), plan),
     ),
-    LinearMechanism(
-        name="uldp-secure-sum",
-        plan=release_plans(FullParticipation(3), noise_placement=_HONEST_SUM),
-        strategy=lambda plan: _run(UldpAvg(num_silos=3, local=ONE_STEP), plan),
-        without=[_OTHER_USERS] * 3,
-        present=[silo_data([0, 1, 2], [BEYOND, 0.0, 0.0])] * 3,
-        # A released model is a multiple of the sum, so an adversary that sees models sees sums.
-        views=_MODELS,
-    ),
+    _ULDP_SECURE_SUM,
     replace(
         _ULDP_AVG,
         name="uldp-avg-by-records",
@@ -313,29 +299,29 @@ _OF_USERS = (
         present=[silo_data([0, 1, 2], [HUGE, 0.0, 0.0]), _OTHER_USERS],
         partitions=[0],
     ),
-    LinearMechanism(
+    replace(
+        _ULDP_SECURE_SUM,
         name="uldp-silos-draw",
         # The rate is so small that sampling determines ε, and silos tell nobody whom they draw.
         plan=release_plans(
             PoissonSampling(3, 0.05), noise_multiplier=1.0, noise_placement=_HONEST_SUM
         ),
         strategy=lambda plan: _run(UldpAvg(num_silos=3, user_draw="silos", local=ONE_STEP), plan),
-        without=[_OTHER_USERS] * 3,
-        present=[silo_data([0, 1, 2], [BEYOND, 0.0, 0.0])] * 3,
         views=(AdversaryView.RELEASED_MODELS, AdversaryView.SUM_ONLY),
         app=lambda task: UldpAvg.client_app(replace(task, draw_key=bytes(32))),
         rounds=4,
     ),
-    _ULDP_ADAPTIVE,
     replace(
-        _ULDP_ADAPTIVE,
+        _ULDP_AVG,
+        name="uldp-adaptive",
+        plan=_adaptive_plans(FullParticipation(3)),
+        score=_sided_score(silos=2),
+    ),
+    replace(
+        _ULDP_SECURE_SUM,
         name="uldp-adaptive-secure-sum",
         plan=_adaptive_plans(FullParticipation(3), noise_placement=_HONEST_SUM),
-        strategy=lambda plan: _run(UldpAvg(num_silos=3, local=ONE_STEP), plan),
-        without=[_OTHER_USERS] * 3,
-        present=[silo_data([0, 1, 2], [BEYOND, 0.0, 0.0])] * 3,
         score=_sided_score(silos=3),
-        views=_MODELS,
     ),
     LinearMechanism(
         name="uldp-naive",

@@ -18,20 +18,16 @@ from flower_ext.federation.roster import asks_identity, partition_of
 
 
 def observe(
-    experiment: Experiment,
-    world: World,
-    take: Callable[[Observation, Strategy], None],
-    *,
-    trials: int,
-) -> None:
-    """Run one world ``trials`` times. After each run, call ``take(observation, strategy)``.
+    experiment: Experiment, world: World, *, trials: int
+) -> Iterator[tuple[Observation, Strategy]]:
+    """Run one world ``trials`` times, and yield what the adversary observes, and the strategy.
 
     Clients forget each run before the next one, so that the runs are independent.
     """
     grid = _Listener(world.client_app, world.num_clients, world.run_config)
     with _undisturbed():
         for _ in range(trials):
-            take(*_trial(experiment, world, grid))
+            yield _trial(experiment, world, grid)
 
 
 def _trial(experiment: Experiment, world: World, grid: _Listener) -> tuple[Observation, Strategy]:
@@ -39,13 +35,17 @@ def _trial(experiment: Experiment, world: World, grid: _Listener) -> tuple[Obser
     initial = records.to_arrays(experiment.initial)
     models: dict[int, Arrays] = {0: _wide(initial)}
 
+    strategy, metrics = world.strategy(), {}
+    run = getattr(strategy, "run", None)  # of this package
+
     def note(number: int, arrays: ArrayRecord) -> MetricRecord | None:
-        models[number] = {**_wide(records.to_arrays(arrays)), **_next_norm(strategy)}
+        state = {} if run is None else run.mechanism.state
+        norm = {NEXT_NORM: np.log([state["clipping_norm"]])} if state else {}
+        models[number] = {**_wide(records.to_arrays(arrays)), **norm}
         if number < experiment.rounds:
             grid.begin(number + 1)
         return None
 
-    strategy, metrics = world.strategy(), {}
     grid.begin(1)
     try:
         result = strategy.start(
@@ -55,7 +55,6 @@ def _trial(experiment: Experiment, world: World, grid: _Listener) -> tuple[Obser
     except FederationNotReady:
         if not any(grid.uploads):
             raise  # else the server refused all uploads, but the adversary still saw them
-    run = getattr(strategy, "run", None)
     like = initial if run is None else run.mechanism.upload_like(initial)
     released = [models[0]]
     for number in range(1, experiment.rounds + 1):  # a round without release keeps the model
@@ -75,17 +74,8 @@ def _trial(experiment: Experiment, world: World, grid: _Listener) -> tuple[Obser
     return observation, strategy
 
 
-def _next_norm(strategy: Strategy) -> Arrays:
-    run = getattr(strategy, "run", None)
-    state = {} if run is None else run.mechanism.state
-    return {NEXT_NORM: np.log([state["clipping_norm"]])} if state else {}
-
-
 class _Listener(InProcessGrid):
-    """A grid that records what an adversary may see.
-
-    It records the models that clients receive, their uploads, and all messages of secure sums.
-    """
+    """A grid that records the models that clients receive, their uploads, and secure sums."""
 
     def start(self, on_round: Callable[[int], None] | None) -> None:
         """Start a trial with empty records and new clients."""
@@ -98,10 +88,7 @@ class _Listener(InProcessGrid):
             context.state = RecordDict()
 
     def begin(self, number: int) -> None:
-        """Open an empty record for round ``number``, unless that round has begun already.
-
-        It stays empty if the server sends nothing in this round.
-        """
+        """Open an empty record for round ``number``, unless that round has begun already."""
         if number > len(self.uploads):
             self.sent.append({})
             self.uploads.append({})

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -79,32 +80,25 @@ def _experiment(
 
 
 _OTHERS = _silo([1, 2], _UNKNOWN, _UNKNOWN)
-_NOBODY, _SOMEBODY = _client(), _client(_CANARY, _CANARY)
-
-STATISTICS: Mapping[str, Callable[..., Experiment]] = {
-    "statistics-users": partial(
-        _experiment,
-        "statistics-users",
+_CLIENTS_WITHOUT = [_client(), _client(_UNKNOWN), _client(_UNKNOWN)]
+_CLIENTS = [_client(_CANARY, _CANARY), _client(_UNKNOWN), _client(_UNKNOWN)]
+_CASES: Mapping[str, tuple[Any, ...]] = {
+    "statistics-users": (
         UserStatistics(num_silos=2),
         [_OTHERS, _OTHERS],
         # The canary has two records, all in one silo.
         [_silo([0, 0, 1, 2], _CANARY, _CANARY, _UNKNOWN, _UNKNOWN), _OTHERS],
     ),
-    "statistics-clients": partial(
-        _experiment,
-        "statistics-clients",
+    "statistics-clients": (ClientStatistics(), _CLIENTS_WITHOUT, _CLIENTS),
+    "statistics-secure-sum": (
         ClientStatistics(),
-        [_NOBODY, _client(_UNKNOWN), _client(_UNKNOWN)],
-        [_SOMEBODY, _client(_UNKNOWN), _client(_UNKNOWN)],
-    ),
-    "statistics-secure-sum": partial(
-        _experiment,
-        "statistics-secure-sum",
-        ClientStatistics(),
-        [_NOBODY, _client(_UNKNOWN), _client(_UNKNOWN)],
-        [_SOMEBODY, _client(_UNKNOWN), _client(_UNKNOWN)],
+        _CLIENTS_WITHOUT,
+        _CLIENTS,
         SecureSum(colluding=0.0, dropouts=0.0),
         (AdversaryView.RELEASED_MODELS, AdversaryView.SUM_ONLY),
     ),
+}
+STATISTICS: Mapping[str, Callable[..., Experiment]] = {
+    name: partial(_experiment, name, *case) for name, case in _CASES.items()
 }
 """Functions that make the experiments, by their names in ``flower-ext audit``."""

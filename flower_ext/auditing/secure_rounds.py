@@ -8,6 +8,7 @@ messages only.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, TypeVar
 
 import numpy as np
@@ -65,9 +66,9 @@ class SecureTranscript:
 
     def sum(self, like: Arrays) -> Arrays | None:
         """Return the sum in steps of its grid, shaped as ``like``; None without a sum."""
-        if self._context is None or not self._is_of(like):
+        if (context := self._context) is None or context.length != _length(like):
             return None
-        server = SumServer(self._context, [self._graph[m] for m in sorted(self._graph)])
+        server = SumServer(context, [self._graph[member] for member in sorted(self._graph)])
         stages: tuple[tuple[Any, Any, Any], ...] = (
             (Advert, server.add_advert, server.keys),
             (SealedShares, server.add_shares, server.deliveries),
@@ -76,15 +77,14 @@ class SecureTranscript:
         # The package's own server computes the sum, so that an audit judges the real one.
         try:
             for kind, add, close in stages:
-                for message in self._received(kind):
+                for message in self._received(kind, context):
                     add(message)
                 close()
-            for message in self._received(Revealed):
+            for message in self._received(Revealed, context):
                 server.add_revealed(message)
-            total = server.total()
+            return _shaped(server.total(), like, context)
         except FlowerExtError:
             return None  # the round was discarded
-        return self._shaped(total, like)
 
     def bare(self, like: Arrays) -> Mapping[int, Arrays]:
         """Return the uploads that the server can read in the clear, by node.
@@ -94,64 +94,52 @@ class SecureTranscript:
         that only the masks of neighbours hide the upload. The result holds the uploads on which
         these masks are missing.
         """
-        if self._context is None or not self._is_of(like) or self._context.length < LEAST_NUMBERS:
+        context = self._context
+        if context is None or context.length != _length(like) or context.length < LEAST_NUMBERS:
             return {}
         nodes = {member: node for node, member in self._members.items()}
-        uploads = {}
-        for message in self._received(MaskedInput):
-            values = np.frombuffer(message.values, dtype=self._context.dtype).copy()
-            seed = self._seed(message.member)
-            if seed is not None:
-                key = self_mask_key(self._context.digest, seed, message.member)
-                apply_mask(key, values, subtract=True)
-            near = np.abs(self._signed(values)) < _CENTRAL / 2 * 2.0**self._context.bits
+        revealed, uploads = self._received(Revealed, context), {}
+        for message in self._received(MaskedInput, context):
+            values = np.frombuffer(message.values, dtype=context.dtype).copy()
+            # Shamir's shares are points of a polynomial at 1, 2, …; its secret is the value at 0.
+            shares = {
+                one.member + 1: one.shares[message.member][1:]
+                for one in revealed
+                if one.shares.get(message.member, b"")[:1] == OF_SEED
+            }
+            with suppress(FlowerExtError):  # too few shares: the server does not learn the seed
+                seed = combine(shares, context.threshold)
+                apply_mask(
+                    self_mask_key(context.digest, seed, message.member), values, subtract=True
+                )
+            near = np.abs(_signed(values, context)) < _CENTRAL / 2 * 2.0**context.bits
             if np.mean(near) > _MOST:
-                uploads[nodes[message.member]] = self._shaped(values, like)
+                uploads[nodes[message.member]] = _shaped(values, like, context)
         return uploads
 
-    def _is_of(self, like: Arrays) -> bool:
-        assert self._context is not None
-        return self._context.length == sum(array.size for array in like.values())
-
-    def _seed(self, member: int) -> bytes | None:
-        assert self._context is not None
-        # Shamir's shares are points of a polynomial at 1, 2, …; its secret is the value at 0.
-        shares = {
-            revealed.member + 1: revealed.shares[member][1:]
-            for revealed in self._received(Revealed)
-            if revealed.shares.get(member, b"")[:1] == OF_SEED
-        }
-        try:
-            return combine(shares, self._context.threshold)
-        except FlowerExtError:
-            return None
-
-    def _received(self, kind: type[M]) -> list[M]:
-        assert self._context is not None
+    def _received(self, kind: type[M], context: RoundContext) -> list[M]:
         messages = []
         for reply in self._replies:
             for name in (records.ANSWER, records.UPDATE):
                 record = reply.content.get(name)
                 if isinstance(record, ArrayRecord) and SENT in record:
-                    try:
-                        data = record[SENT].numpy().tobytes()
-                        messages.append(kind.from_bytes(data, self._context))
-                    except FlowerExtError:
-                        continue  # a message of another stage
+                    with suppress(FlowerExtError):  # a message of another stage
+                        messages.append(kind.from_bytes(record[SENT].numpy().tobytes(), context))
         return messages
 
-    def _signed(self, values: np.ndarray) -> np.ndarray:
-        assert self._context is not None
-        kind = np.int32 if self._context.bits == 32 else np.int64
-        return values.view(kind).astype(np.float64)
 
-    def _shaped(self, values: np.ndarray, like: Arrays) -> Arrays:
-        flat, start, arrays = self._signed(values), 0, {}
-        for name in sorted(like):
-            size = like[name].size
-            arrays[name] = flat[start : start + size].reshape(like[name].shape)
-            start += size
-        return arrays
+def _length(like: Arrays) -> int:
+    return sum(array.size for array in like.values())
+
+
+def _signed(values: np.ndarray, context: RoundContext) -> np.ndarray:
+    return values.view(np.int32 if context.bits == 32 else np.int64).astype(np.float64)
+
+
+def _shaped(values: np.ndarray, like: Arrays, context: RoundContext) -> Arrays:
+    names, flat = sorted(like), _signed(values, context)
+    parts = np.split(flat, np.cumsum([like[name].size for name in names])[:-1])
+    return {name: part.reshape(like[name].shape) for name, part in zip(names, parts, strict=True)}
 
 
 def is_secure(message: Message) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import shutil
+import traceback
 import zipfile
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -43,10 +44,10 @@ class AppFolder:
     @cached_property
     def literals(self) -> frozenset[str]:
         """All string literals of the source. A name that is not among them may come from data."""
-        nodes = (node for tree in self.modules.values() for node in ast.walk(tree))
         return frozenset(
             node.value
-            for node in nodes
+            for tree in self.modules.values()
+            for node in ast.walk(tree)
             if isinstance(node, ast.Constant) and isinstance(node.value, str)
         )
 
@@ -55,10 +56,7 @@ class AppFolder:
         return name if name in self.literals | _KNOWN else "(a computed name)"
 
     def component(self, side: str) -> Path | None:
-        """Return the file that defines the ``"serverapp"`` or the ``"clientapp"``.
-
-        None if the app has no such file.
-        """
+        """Return the file that defines the ``"serverapp"`` or the ``"clientapp"``, if any."""
         module = str(self.tool["components"][side]).partition(":")[0]
         path = Path(*module.split(".")).with_suffix(".py")
         return path if path in self.modules else None
@@ -66,8 +64,7 @@ class AppFolder:
     def call_of(self, side: str, *names: str) -> str:
         """Return ``path:line`` of a call in the source; "" if the source calls none of ``names``.
 
-        The method searches for the first name in all files, then for the second name, and so on.
-        It begins each search with the file that defines the component ``side``.
+        Earlier names come first, and for each of them the file of the component ``side``.
         """
         trees = dict(self.modules)
         if (first := self.component(side)) is not None:
@@ -78,15 +75,17 @@ class AppFolder:
                     return f"{path.as_posix()}:{call.lineno}"
         return ""
 
-    def place(self, file: str, line: int) -> str:
-        """Return ``path:line``.
+    def described(self, error: BaseException) -> str:
+        """Return the type and place of an error without its text, which may hold data.
 
-        The path of a file of the app is relative to the app's folder. For any other file, the
-        path is the file's name alone.
+        The place is the last line of the app that raised it, as ``path:line``; for an error that no
+        line of the app raised, the name of the file and the line.
         """
-        path = Path(file)
-        inside = path.is_relative_to(self.path)
-        return f"{path.relative_to(self.path) if inside else path.name}:{line}"
+        frames = traceback.extract_tb(error.__traceback__)
+        paths = [(Path(frame.filename), frame.lineno) for frame in frames]
+        inside = [(p.relative_to(self.path), n) for p, n in paths if p.is_relative_to(self.path)]
+        places = inside or [(Path(path.name), line) for path, line in paths]
+        return f"{type(error).__name__} at {':'.join(map(str, places[-1]))}"
 
 
 _KNOWN = frozenset(
@@ -95,10 +94,7 @@ _KNOWN = frozenset(
 
 
 def calls(tree: ast.AST, name: str) -> Iterator[ast.Call]:
-    """Yield the calls of the function or method ``name``.
-
-    A call comes before the calls inside it.
-    """
+    """Yield the calls of the function or method ``name``, each before the calls inside it."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Call) and name in (
             getattr(node.func, "attr", None),
@@ -108,13 +104,7 @@ def calls(tree: ast.AST, name: str) -> Iterator[ast.Call]:
 
 
 def unpacked(app: Path, scratch: Path) -> AppFolder:
-    """Copy an app, which is a folder or a FAB, into a new folder.
-
-    Raises
-    ------
-    InvalidValue
-        The path is no Flower app.
-    """
+    """Copy an app, which is a folder or a FAB, into a new folder; refuse any other path."""
     folder = scratch / "app"
     if app.is_file() and zipfile.is_zipfile(app):
         with zipfile.ZipFile(app) as archive:

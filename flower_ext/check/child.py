@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import time
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
@@ -23,12 +24,12 @@ from flower_ext.check import stand_in
 from flower_ext.check.app_folder import AppFolder
 from flower_ext.check.held_run import TRAIN
 from flower_ext.check.instruments import Instruments
-from flower_ext.check.observe import Observed
 from flower_ext.check.probes import REAL, ProbeRequest, Probes
-from flower_ext.check.repair import repaired
-from flower_ext.check.verdict import DELTA, Verdict, verdict
+from flower_ext.check.verdict import verdict
 from flower_ext.federation.engines.run_app import load_app
 
+_LONG = 5
+"""If the first run takes more seconds than this, the user learns how long the check may take."""
 _DATA_WORDS = ("flwr_datasets", "datasets", "Connection", "Timeout", "HTTPError", "FileNotFound")
 
 
@@ -56,12 +57,9 @@ def main() -> None:
 def checked(
     request: ProbeRequest, tell: Callable[[str], object] = lambda text: None
 ) -> dict[str, Any]:
-    """Run an app and return the verdict.
+    """Run an app and return the verdict, if the app loads and a client trains.
 
-    Raises
-    ------
-    NotChecked
-        The app does not load, or no client trains.
+    ``tell`` shows the user how long the check may take.
     """
     torch.set_num_threads(1)  # so that two equal runs compute equal numbers
     app, instruments = AppFolder(Path(request.app)), Instruments()
@@ -74,25 +72,18 @@ def checked(
     if any("opacus" in (app.path / path).read_text(encoding="utf-8") for path in app.modules):
         instruments.count_engines()
     import_slow_modules()
-    with Path(request.log).open("rb") as log:
-        probes = Probes(
-            app=app,
-            server=server,
-            client=client,
-            request=request,
-            instruments=instruments,
-            log=lambda: log.read().decode(errors="replace"),
-            tell=tell,
-        )
-        real = probes.run(REAL, 1)
-        if real is None:
-            raise NotChecked(
-                f"the app's first run did not end in {request.seconds:g} s, or crashed"
-            )
-        _refuse_failed(real)
-        probes.run_all()
-    opinion = verdict(probes)
-    return {**opinion.to_dict(), "diff": _change(probes, opinion)}
+    probes = Probes(app=app, server=server, client=client, request=request, instruments=instruments)
+    start = time.monotonic()
+    real = probes.run(REAL, 1)
+    if (taken := time.monotonic() - start) > _LONG:
+        tell(f"The app's first run took {taken:.0f} s; up to 9 follow, most of them faster")
+    if real is None:
+        raise NotChecked(f"the app's first run did not end in {request.seconds:g} s, or crashed")
+    if real.ended or not real.answers(TRAIN):
+        reason = real.ended or (real.client_errors or ["no client sent a training reply"])[0]
+        raise NotChecked(f"the app failed: {reason}{_advice(reason)}")
+    probes.run_all()
+    return verdict(probes)
 
 
 def _loaded(app: AppFolder) -> tuple[ServerApp, ClientApp]:
@@ -101,7 +92,10 @@ def _loaded(app: AppFolder) -> tuple[ServerApp, ClientApp]:
         return load_app(app.path)
     except (Exception, SystemExit) as error:
         traceback.print_exc()
-        raise NotChecked(f"the app does not load: {_described(error, app)}") from None
+        # The name of a missing module or attribute comes from source, other texts from data.
+        what = f" ({error})" if isinstance(error, ImportError | AttributeError) else ""
+        advice = _advice(f"{type(error).__name__}{what}")
+        raise NotChecked(f"the app does not load: {app.described(error)}{what}{advice}") from None
 
 
 def import_slow_modules() -> None:
@@ -116,42 +110,6 @@ def import_slow_modules() -> None:
     if (hugging_face := sys.modules.get("flower_ext.training.models.hugging_face")) is not None:
         with suppress(Exception):  # the run says what is missing
             hugging_face.libraries("")
-
-
-def _change(probes: Probes, opinion: Verdict) -> str:
-    """Return a diff of the app's source that makes an ε provable.
-
-    The text is "" if every ε that the app claims is provable and no finding refutes, or if the
-    check finds no place to change.
-    """
-    if not (opinion.unproven or any(finding.refutes for finding in opinion.findings)):
-        return ""
-    claim = max(opinion.claims, key=lambda claim: claim["delta"], default=None)
-    noise = probes.traits.noise
-    return repaired(
-        probes.app,
-        epsilon=8.0 if claim is None else claim["epsilon"],
-        delta=DELTA if claim is None or not claim["delta"] else claim["delta"],
-        clipping_norm=1.0 if noise is None else noise.clipping_norm,
-        clients=probes.request.clients,
-    )
-
-
-def _refuse_failed(real: Observed) -> None:
-    """Refuse an app whose first run ended with an error, or in which no client trained."""
-    if real.ended or not real.answers(TRAIN):
-        reason = real.ended or (real.client_errors or ["no client sent a training reply"])[0]
-        raise NotChecked(f"the app failed: {reason}{_advice(reason)}")
-
-
-def _described(error: BaseException, app: AppFolder) -> str:
-    """Return the type of an error and the app's line that raised it, without data of the app."""
-    frames = traceback.extract_tb(error.__traceback__)
-    inside = [f for f in frames if Path(f.filename).is_relative_to(app.path)]
-    where = f" at {app.place(inside[-1].filename, inside[-1].lineno or 0)}" if inside else ""
-    # The name of a missing module or attribute comes from source, not from data.
-    what = f" ({error})" if isinstance(error, ImportError | AttributeError) else ""
-    return f"{type(error).__name__}{where}{what}{_advice(f'{type(error).__name__}{what}')}"
 
 
 def _advice(reason: str) -> str:

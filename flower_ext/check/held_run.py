@@ -18,7 +18,7 @@ import torch
 from flwr.app import Array, ArrayRecord, Error, Message, RecordDict
 
 from flower_ext.check.vectors import direction, held_step
-from flower_ext.data import Examples, SiloData, trees
+from flower_ext.data import SiloData, trees
 from flower_ext.federation._flower_private import FIRST_CLIENT_ID
 from flower_ext.federation.client.client_method import ClientWork
 from flower_ext.federation.client.preparing import NO_DATA
@@ -28,11 +28,9 @@ from flower_ext.privacy.mechanisms.bounds import BoundedSum
 from flower_ext.privacy.mechanisms.protections import ClipSteps, Protection
 
 Change = Literal["", "huge", "huge and heavy", "nan", "zero", "raise"]
-"""Misbehaviour of the target in each round: it sends a huge update, a huge update with a huge
-weight, or an update of NaN or of zeros, or it raises an error. "" stands for none of these."""
+"""Misbehaviour of the target in each round. A heavy update has a huge weight; "" means none."""
 HUGE, HEAVY = 1e4, 1000
-"""Norm of a huge update, and the factor by which the target multiplies its metrics, such as its
-weight."""
+"""Norm of a huge update, and factor on the metrics of a heavy one, such as its weight."""
 _SLOW = 1e-6
 """Factor on the learning rate: the local steps become so small that only their noise shows."""
 TRAIN = "train"
@@ -40,22 +38,14 @@ TRAIN = "train"
 
 @dataclass(kw_only=True)
 class HeldRun:
-    """Answer requests in place of the clients, in a held run.
-
-    Parameters
-    ----------
-    template : Mapping[str, RecordDict]
-        What the app's function returned in the first run, by category of messages.
-    change : Change
-        Misbehaviour of the target, which is also called the changed client.
-    quiet : bool
-        True if the noise sources of this package add no noise. The run then shows exactly to what
-        norm an update is clipped.
-    """
+    """Answer requests in place of the clients, in a held run."""
 
     template: Mapping[str, RecordDict]
+    """What the app's function returned in the first run, by category of messages."""
     change: Change = ""
+    """Misbehaviour of the target, which is also called the changed client."""
     quiet: bool = False
+    """The noise sources of this package add no noise, so the run shows how an update is clipped."""
     _kind: str = ""
     _target: int = -1
     _unit: int | None = None
@@ -69,8 +59,7 @@ class HeldRun:
         category = category_of(message)
         content = deepcopy(self.template[category])
         if category == TRAIN:
-            is_changed = self._kind == TRAIN
-            change = self._change_of(partition_of(message)) if is_changed else ""
+            change = self._change_of(partition_of(message)) if self._kind == TRAIN else ""
             if change == "raise":
                 raise RuntimeError("the check lets this client fail")
             for name, record in content.array_records.items():
@@ -84,11 +73,10 @@ class HeldRun:
         return Message(content, reply_to=message)
 
     def changed_reply(self, message: Message, reply: Message) -> Message:
-        """Return the reply of a client of this package, or its replacement.
+        """Return the reply of a client of this package, or NaN or an error in its place.
 
-        If the changed client must send NaN, the reply's arrays become NaN. If it must fail, an
-        error takes the reply's place. Every other reply stays as it is, because `contribution`
-        makes all other changes. The check cannot replace the function of such a client.
+        `contribution` makes all other changes, because the check cannot replace the function of
+        such a client.
         """
         change = self._change_of(partition_of(message))
         if self._kind != TRAIN or change not in ("nan", "raise"):
@@ -103,11 +91,10 @@ class HeldRun:
     def contribution(
         self, update: Any, received: Mapping[str, Any], protection: Protection, partition: int
     ) -> Any:
-        """Return the update that a client of this package protects and sends in a held run.
+        """Return the public update that a client of this package protects and sends in a held run.
 
-        This is a public update, with two exceptions. If noise is added within the training, or if
-        the update is a sum over privacy units, it is the client's own update. In the second case,
-        `work` has already taken away the client's records, or left those of a single unit.
+        Noise within the training, and sums over privacy units, need the client's own update. For
+        such a sum, `work` has already taken away the client's records, or left those of one unit.
         """
         if not protection.hides_failures or isinstance(update, BoundedSum | HiddenSum):
             return update
@@ -129,7 +116,7 @@ class HeldRun:
         such step stays, with the usual learning rate, and a huge update comes from a huge first
         record. In a run that shows one unit's influence, the client keeps the records of one unit.
         """
-        protection, phase = work.protection, work.method.upload_phase
+        protection, phase, data = work.protection, work.method.upload_phase, work.data
         if self.shows_unit(protection):
             return self._of_one_unit(work)
         if protection.hides_failures:
@@ -137,18 +124,18 @@ class HeldRun:
         if not isinstance(protection, ClipSteps) or phase is None:
             return work
         none = {name: replace(t, epochs=0, steps=None) for name, t in work.training.items()}
-        training, data = work.training[phase], work.data
+        training = work.training[phase]
         if self.quiet:
             size = min(training.batch_size, len(data.train))
             training = replace(training, steps=1, batch_size=size)
             examples = data.train.subset(range(size))
             if self._change_of(work.policy.partition).startswith("huge"):
-                examples = _with_huge_record(examples)
+                features = trees.mapped(_with_huge_record, examples.features)
+                examples = replace(examples, features=features)
             data = replace(data, train=examples)
         else:
             training = replace(training, learning_rate=training.learning_rate * _SLOW)
-        request = replace(work.request, training={**none, phase: training})
-        return replace(work, request=request, data=data)
+        return replace(work, training={**none, phase: training}, data=data)
 
     def shows_unit(self, protection: Protection) -> bool:
         """Return True if the run shows how far one unit moves the result by a huge update.
@@ -158,10 +145,7 @@ class HeldRun:
         return protection.of_units and self.quiet and self.change.startswith("huge")
 
     def _of_one_unit(self, work: ClientWork) -> ClientWork:
-        """Return work that trains on the records of one unit alone, by one huge step.
-
-        All clients use the same unit. A client without records of units keeps its work.
-        """
+        """Return work that takes a huge step on the records of one unit, the same everywhere."""
         data = work.data
         if not isinstance(data, SiloData) or not len(data.owners):
             return work
@@ -173,7 +157,7 @@ class HeldRun:
             name: replace(t, steps=1, learning_rate=t.learning_rate * HUGE, tolerance=0.0)
             for name, t in work.training.items()
         }
-        return replace(work, data=data, request=replace(work.request, training=phases))
+        return replace(work, data=data, training=phases)
 
     def _change_of(self, partition: int) -> Change:
         return self.change if partition == self._target else ""
@@ -190,10 +174,7 @@ def partition_of(message: Message) -> int:
 
 
 def received_like(record: ArrayRecord, content: RecordDict) -> ArrayRecord | None:
-    """Return the array record of ``content`` with the same names and shapes as ``record``.
-
-    None if ``content`` has no such record.
-    """
+    """Return the array record of ``content`` with the same names and shapes, if there is one."""
     shapes = {key: tuple(array.shape) for key, array in record.items()}
     for received in content.array_records.values():
         if shapes == {key: tuple(array.shape) for key, array in received.items()}:
@@ -202,29 +183,20 @@ def received_like(record: ArrayRecord, content: RecordDict) -> ArrayRecord | Non
 
 
 def _moved(record: ArrayRecord, change: Change) -> ArrayRecord:
-    """Return a copy of a record, with the update of `moved_arrays` added to its arrays."""
     moved = moved_arrays({key: array.numpy() for key, array in record.items()}, change)
     return ArrayRecord({key: Array(np.asarray(array)) for key, array in moved.items()})
 
 
-def _with_huge_record(examples: Examples) -> Examples:
-    """Return a copy of the examples; the floating-point features of its first record are huge."""
-
-    def enlarged(part: torch.Tensor) -> torch.Tensor:
-        part = part.clone()
-        if part.is_floating_point():
-            part[0] = HUGE * torch.where(part[0] == 0, 1, part[0])
-        return part
-
-    return replace(examples, features=trees.mapped(enlarged, examples.features))
+def _with_huge_record(part: torch.Tensor) -> torch.Tensor:
+    """Return a copy of features; the floating-point features of the first record are huge."""
+    part = part.clone()
+    if part.is_floating_point():
+        part[0] = HUGE * torch.where(part[0] == 0, 1, part[0])
+    return part
 
 
 def moved_arrays(arrays: Mapping[str, np.ndarray], change: Change) -> dict[str, np.ndarray]:
-    """Return arrays plus an update that is public.
-
-    For a client without a change, it is the small update that all clients send in a held run. For
-    the changed client, ``change`` says if the update is huge, zero or NaN.
-    """
+    """Return arrays plus a public update: `held_step`, or what ``change`` says."""
     size = sum(array.size for array in arrays.values() if array.dtype.kind == "f")
     move = np.zeros(size) if change == "zero" or not size else held_step(size)
     if change.startswith("huge"):

@@ -18,16 +18,16 @@ from typing import Any
 
 from flwr.app import Context, Message
 from flwr.clientapp import ClientApp
-from flwr.serverapp.strategy import Result, Strategy
+from flwr.serverapp.strategy import Strategy
 
 from flower_ext.algorithms import Upcycled
 from flower_ext.check.held_run import TRAIN, HeldRun
 from flower_ext.check.observe import Watch
 from flower_ext.data import ClientData
 from flower_ext.federation import FederatedStrategy
-from flower_ext.federation.client import preparing, protecting
+from flower_ext.federation.client import preparing, upload
+from flower_ext.federation.client.app import CohortApp
 from flower_ext.federation.client.client_method import ClientWork
-from flower_ext.federation.client.cohort_app import CohortApp
 from flower_ext.federation.client.preparing import NO_DATA
 from flower_ext.federation.client.requests import ClientRequest
 from flower_ext.federation.round import Round
@@ -63,8 +63,6 @@ class Instruments:
         """Return (owner, name, wrapper) for each function that `install` changes.
 
         `limit_rounds` and `count_engines` change further functions, after the app is loaded.
-
-        `tests/check/test_instruments.py` checks that runs call all functions of this table.
         """
         return [
             # Every ClientApp reports its mods, and gets a mod of the check as the innermost one.
@@ -72,9 +70,9 @@ class Instruments:
             *((ClientApp, category, self._registered) for category in _CATEGORIES),
             # In a held run, clients of this package train without data, which also saves time.
             (preparing, "checked_data", self._data),
-            (protecting, "result_hiding_failures", self._result),
+            (upload, "result_hiding_failures", self._result),
             # In a held run, a public update replaces each update before the client protects it.
-            (protecting, "protected", self._protected),
+            (upload, "protected", self._protected),
             # In a held run that is quiet (`HeldRun.quiet`), noise sources add no noise.
             *((NoiseSource, name, self._noised) for name in _NOISE),
             # Each round of a strategy of this package reports the mean that it releases.
@@ -87,12 +85,7 @@ class Instruments:
             wrap(owner, name, wrapper)
 
     def _with_mod(
-        self,
-        begin: Callable[..., None],
-        app: ClientApp,
-        client_fn: Any = None,
-        mods: list[Any] | None = None,
-        **more: Any,
+        self, begin: Any, app: ClientApp, client_fn: Any = None, mods: Any = None, **more: Any
     ) -> None:
         vars(app)["watched_mods"] = outer = list(mods or [])
         if client_fn is not None:
@@ -100,12 +93,7 @@ class Instruments:
         begin(app, client_fn, [*outer, self._inner] if client_fn else outer, **more)
 
     def _registered(
-        self,
-        register: Callable[..., Any],
-        app: ClientApp,
-        action: str = "default",
-        *,
-        mods: list[Any] | None = None,
+        self, register: Any, app: ClientApp, action: str = "default", *, mods: Any = None
     ) -> Any:
         self.mods[register.__name__] = [*vars(app).get("watched_mods", ()), *(mods or [])]
         if isinstance(app, CohortApp):
@@ -130,18 +118,12 @@ class Instruments:
     def _protected(
         self, protect: Callable[..., Any], update: Any, received: Any, protection: Any, noise: Any
     ) -> Any:
-        if self.watch is not None and self.watch.held is not None:
-            client = self.watch.answering
-            update = self.watch.held.contribution(update, received, protection, client)
+        if self.watch is not None and (held := self.watch.held) is not None:
+            update = held.contribution(update, received, protection, self.watch.answering)
         return protect(update, received, protection, noise)
 
     def _noised(
-        self,
-        add: Callable[..., Any],
-        source: NoiseSource,
-        value: Any,
-        stddev: float,
-        **options: Any,
+        self, add: Any, source: NoiseSource, value: Any, stddev: float, **options: Any
     ) -> Any:
         if self.held_run is None or not self.held_run.quiet:
             return add(source, value, stddev, **options)
@@ -163,13 +145,8 @@ class Instruments:
                 wrap(kind, "start", partial(self._limited, rounds))
 
     def _limited(
-        self,
-        rounds: int,
-        start: Callable[..., Result],
-        strategy: Strategy,
-        *arguments: Any,
-        **options: Any,
-    ) -> Result:
+        self, rounds: int, start: Any, strategy: Strategy, *arguments: Any, **options: Any
+    ) -> Any:
         watch = self.watch
         if watch is None or watch.in_strategy:
             return start(strategy, *arguments, **options)
@@ -194,7 +171,8 @@ class Instruments:
         watch.in_strategy = True
         result = start(*call.args, **call.kwargs)
         watch.in_strategy = False
-        watch.finish(result)
+        if arrays := getattr(result, "arrays", None):
+            watch.release(array.numpy() for array in arrays.values())
         return result
 
     def count_engines(self) -> None:
@@ -206,9 +184,7 @@ class Instruments:
 
         wrap(PrivacyEngine, "make_private", self._engine)
 
-    def _engine(
-        self, make: Callable[..., Any], engine: Any, *arguments: Any, **options: Any
-    ) -> Any:
+    def _engine(self, make: Any, engine: Any, *arguments: Any, **options: Any) -> Any:
         if self.watch is not None:
             self.engines[self.watch.answering] += 1
         return make(engine, *arguments, **options)

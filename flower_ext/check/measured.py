@@ -1,28 +1,53 @@
-"""Compute ε a second time: from measured noise, measured bounds and observed cohorts.
+"""Measure noise and bounds in held runs, and compute ε a second time from them.
 
-This ε uses neither the app's guarantees nor the accountants of this package: dp-accounting and a
-closed form compose the measured releases.
+This ε uses neither the app's guarantees nor the accountants of this package: dp-accounting composes
+the measured releases.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import dp_accounting
 import numpy as np
 from dp_accounting.pld import PLDAccountant
 from dp_accounting.rdp import RdpAccountant
-from scipy.optimize import brentq
-from scipy.special import log_ndtr
+from scipy.stats import chi2
 
 from flower_ext.check.mechanisms import Declared
-from flower_ext.check.probes import AGAIN, OTHER, QUIET, REAL, Probes, spread
+from flower_ext.check.observe import Observed
+from flower_ext.check.probes import AGAIN, OTHER, QUIET, REAL, Probes
+from flower_ext.check.vectors import HELD
 from flower_ext.privacy import FixedSizeSampling, NeighboringRelation, PoissonSampling
 from flower_ext.privacy.guarantee import epsilon_text
 
+LUCK = 1e-6
+"""All statistical decisions of a check are right with a probability of at least 1 − `LUCK`."""
+_DECISIONS = 100
 _SLACK = 1.01
 """Factor by which two accountants may differ, because each rounds on its own grid."""
+_NOTHING = np.empty(0)
+
+
+class Spread(NamedTuple):
+    """A measured standard deviation, with bounds that hold almost surely (see `spread`)."""
+
+    value: float
+    low: float
+    high: float
+
+
+def spread(differences: np.ndarray) -> Spread:
+    """Return the standard deviation of Gaussian noise of mean zero, with bounds.
+
+    The bounds fail with probability `LUCK` / `_DECISIONS`.
+    """
+    count, total = differences.size, float(np.sum(differences**2))
+    low, high = chi2.ppf([LUCK / _DECISIONS / 2, 1 - LUCK / _DECISIONS / 2], count)
+    return Spread((total / count) ** 0.5, (total / high) ** 0.5, (total / low) ** 0.5)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,9 +74,12 @@ def measured(probes: Probes) -> Measured | None:
     declared, noise, stated = traits.ours.declared, traits.noise, traits.stated
     if declared is None or noise is None or stated is None:
         return None
-    if (gap := _pooled_gap(probes)) is None:
+    gap = _pooled(upload_gap, probes)
+    if not gap.size:
+        gap = _pooled(release_gap, probes)
+    if not gap.size:
         return None
-    ratio, size = spread(gap), probes.cohort(AGAIN, 1)
+    ratio, size = spread(gap), len(probes.seen(AGAIN).cohort(1))
     in_upload, sampling = noise.of_upload(size), declared.release.sampling.describe()
     stddev = in_upload * size**0.5 or noise.release_stddev * noise.cohort
     if noise.bounds_models:  # the adversary sees each upload
@@ -80,22 +108,48 @@ def unmeasured(probes: Probes) -> str:
         return ""
     if reason := probes.traits.ours.unmeasured:
         return reason
-    held = [name for name in (AGAIN, OTHER) if (run := probes.runs.get(name)) is None or run.ended]
-    if held:
+    if any((run := probes.runs.get(name)) is None or run.ended for name in (AGAIN, OTHER)):
         return "a run with other random numbers did not end in time, or failed"
     return "no upload and no released mean shows the noise in the first round"
 
 
-def _pooled_gap(probes: Probes) -> np.ndarray | None:
-    """Return `upload_gap` of all rounds; if uploads show no noise, `release_gap` of all rounds.
+def _pooled(gap: Callable[[Probes, int], np.ndarray], probes: Probes) -> np.ndarray:
+    return np.concatenate([gap(probes, number) for number in probes.comparable])
 
-    None if neither shows noise.
+
+def upload_gap(probes: Probes, number: int) -> np.ndarray:
+    """Return the differences between the uploads of two runs, which have different noise.
+
+    They are divided by the standard deviation that the app's parameters promise for them. Empty if
+    the uploads carry no noise, or if no two uploads can be compared.
     """
-    for gap in (upload_gap, release_gap):
-        gaps = (gap(probes, number) for number in probes.comparable)
-        if parts := [part for part in gaps if part is not None]:
-            return np.concatenate(parts)
-    return None
+    noise, holds = probes.traits.noise, probes.traits.holds
+    runs = [probes.seen(name) for name in ((AGAIN, OTHER) if holds else (REAL, AGAIN))]
+    left, right = (run.uploads(number) for run in runs)
+    if holds and not left.keys() & right.keys():
+        # Without a common client, compare different ones: all send the same public update.
+        right = dict(zip(left, right.values(), strict=False))
+    pairs = [(left[client], right[client]) for client in left.keys() & right.keys()]
+    parts = [one.sample - other.sample for one, other in pairs if one.finite and other.finite]
+    if noise is None or not parts:
+        return _NOTHING
+    stddev = math.hypot(*(noise.of_upload(len(run.cohort(number))) for run in runs))
+    return np.concatenate(parts) / stddev if stddev else _NOTHING
+
+
+def release_gap(probes: Probes, number: int) -> np.ndarray:
+    """Return the difference between the releases of two runs, which have different noise.
+
+    It is divided by the standard deviation that the app's parameters promise for it. Empty if they
+    promise no noise in a release, or if the releases cannot be compared.
+    """
+    noise = probes.traits.noise
+    one, other = (probes.seen(name).step(number) for name in (AGAIN, OTHER))
+    if noise is None or not noise.release_stddev or not probes.traits.holds:
+        return _NOTHING
+    if one is None or other is None:
+        return _NOTHING
+    return np.asarray((one.sample - other.sample) / (noise.release_stddev * 2**0.5))
 
 
 def _growth(probes: Probes) -> float:
@@ -103,57 +157,60 @@ def _growth(probes: Probes) -> float:
 
     The distance is measured. The result is 0 if no run shows it.
     """
-    noise, declared = probes.traits.noise, probes.traits.ours.declared
+    noise, ours = probes.traits.noise, probes.traits.ours
     assert noise is not None
-    assert declared is not None
+    assert ours.declared is not None
+    huge, quiet = probes.seen("huge"), probes.seen(QUIET)
     if noise.steps:
-        moved = probes.upload_change("huge", QUIET, 1)
-        return 0.0 if moved is None else moved / declared.moves
-    if noise.bounds_models:
+        return _upload_change(huge, quiet) / ours.declared.moves
+    if noise.bounds_models or not probes.is_exact:
         return 0.0
-    if probes.traits.ours.of_units:
-        moved = probes.unit_movement(1, noise.cohort) if probes.is_exact else None
-        return 0.0 if moved is None else moved / noise.clipping_norm
-    by_client = any(noise.upload_stddev.values())
-    bound = probes.bound(1, noise.cohort, by_client=by_client)
-    return 0.0 if bound is None else bound / noise.clipping_norm
+    if ours.of_units:
+        return _unit_movement(huge, quiet, noise.cohort) / noise.clipping_norm
+    if any(noise.upload_stddev.values()) and (upload := huge.target_upload(1)):
+        return upload.norm / noise.clipping_norm
+    moved = probes.movement("huge", 1)
+    return 0.0 if moved is None else (abs(moved) * noise.cohort + HELD) / noise.clipping_norm
 
 
-def upload_gap(probes: Probes, number: int) -> np.ndarray | None:
-    """Return the differences between the uploads of two runs, which have different noise.
+def _upload_change(huge: Observed, quiet: Observed) -> float:
+    """Return the distance between the first uploads of the changed client in two runs.
 
-    They are divided by the standard deviation that the app's parameters promise for them. None if
-    the uploads carry no noise, or if no two uploads can be compared.
+    0 if the uploads of another client differ, because the runs then differ in more than the change.
     """
-    if (noise := probes.traits.noise) is None or not any(noise.upload_stddev.values()):
-        return None
-    pair = (AGAIN, OTHER) if probes.traits.holds else (REAL, AGAIN)
-    sizes = [probes.cohort(name, number) for name in pair]
-    stddev = math.hypot(*(noise.of_upload(size) for size in sizes))
-    parts = probes.upload_noise(*pair, number)
-    return np.concatenate(list(parts.values())) / stddev if parts and stddev else None
+    left, right, target = huge.uploads(1), quiet.uploads(1), huge.target(1)
+    if left.keys() != right.keys() or target not in left:
+        return 0.0
+    distances = {client: left[client].minus(right[client]) for client in left}
+    changed = distances.pop(target)
+    if not changed.finite or any(distance.norm for distance in distances.values()):
+        return 0.0
+    return float(changed.norm * (changed.size / changed.sample.size) ** 0.5)
 
 
-def release_gap(probes: Probes, number: int) -> np.ndarray | None:
-    """Return the difference between the releases of two runs, which have different noise.
+def _unit_movement(huge: Observed, quiet: Observed, cohort: float) -> float:
+    """Return how far one unit moves the sum of round 1, if several clients have its records.
 
-    It is divided by the standard deviation that the app's parameters promise for it. None if they
-    promise no noise in a release, or if the releases cannot be compared.
+    The function compares the uploads of two runs if the check sees uploads, and the released means
+    if not. Uploads come first because the server may refuse a huge upload.
     """
-    if (
-        (noise := probes.traits.noise) is None
-        or not noise.release_stddev
-        or not probes.traits.holds
-    ):
-        return None
-    step = probes.release_noise(AGAIN, OTHER, number)
-    return None if step is None else step / (noise.release_stddev * 2**0.5)
+    left, right = huge.uploads(1), quiet.uploads(1)
+    changed, held = huge.step(1), quiet.step(1)
+    if left and left.keys() == right.keys():
+        parts, factor = [left[client].minus(right[client]) for client in left], 1.0
+    elif changed is not None and held is not None:
+        parts, factor = [changed.minus(held)], cohort
+    else:
+        return 0.0
+    moved = np.linalg.norm(np.sum([part.sample for part in parts], axis=0))
+    skipped = parts[0].size / parts[0].sample.size
+    return float(moved * factor * skipped**0.5) if all(p.finite for p in parts) else 0.0
 
 
 def second_epsilon(declared: Declared, noise_multiplier: float, delta: float) -> float:
-    """Return the ε that the declared releases have at the noise multiplier ``noise_multiplier``.
+    """Return the ε that the declared releases have, by dp-accounting, at another noise multiplier.
 
-    This noise multiplier replaces the declared one. dp-accounting or a closed form computes ε.
+    ``noise_multiplier`` replaces the declared one.
     """
     if noise_multiplier <= 0:
         return math.inf
@@ -163,8 +220,9 @@ def second_epsilon(declared: Declared, noise_multiplier: float, delta: float) ->
         (query.noise_multiplier / query.relation.sensitivity_factor, times)
         for query, times in declared.besides.items()
     ]
-    distance = sum(times / sigma**2 for sigma, times in [(relative, count), *besides]) ** 0.5
-    plain = gaussian_epsilon(distance, delta)
+    # Gaussian releases compose to one with the root of the sum of squares.
+    sigma = sum(times / sigma**2 for sigma, times in [(relative, count), *besides]) ** -0.5
+    plain = float(dp_accounting.get_epsilon_gaussian(sigma, delta))
     sampling, gaussian = release.sampling, dp_accounting.GaussianDpEvent(relative)
     if sampling.sampling_rate == 1 or plain > 1000:
         return plain
@@ -188,16 +246,3 @@ def second_epsilon(declared: Declared, noise_multiplier: float, delta: float) ->
     for sigma, times in besides:
         accountant.compose(dp_accounting.GaussianDpEvent(sigma), times)
     return min(plain, float(accountant.get_epsilon(delta)))
-
-
-def gaussian_epsilon(distance: float, delta: float) -> float:
-    """Return ε for two Gaussians N(0, 1) and N(d, 1): δ = Φ(d/2 − ε/d) − e^ε Φ(−d/2 − ε/d)."""
-
-    def excess(epsilon: float) -> float:
-        first = log_ndtr(distance / 2 - epsilon / distance)
-        second = epsilon + log_ndtr(-distance / 2 - epsilon / distance)
-        return float(first + np.log(-np.expm1(min(second - first, -1e-300))) - math.log(delta))
-
-    if excess(0.0) <= 0:
-        return 0.0
-    return float(brentq(excess, 0.0, distance**2 + 50 * distance + 1, xtol=1e-9))

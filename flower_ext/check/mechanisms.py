@@ -30,31 +30,19 @@ _LARGEST_COHORT = 1000
 
 @dataclass(frozen=True, kw_only=True)
 class Noise:
-    """Clipping and Gaussian noise, as the parameters of the app's live object promise them.
-
-    Parameters
-    ----------
-    clipping_norm : float
-    release_stddev : float
-        Standard deviation of the noise in a coordinate of the released mean; 0 if it is not known.
-    upload_stddev : Mapping[int, float]
-        Standard deviation of the noise in a coordinate of an upload, by the size of the cohort.
-        The key 0 has the value for all sizes that are not keys.
-    cohort : float
-        Number by which the sum of updates is divided; 0 if it is not known.
-    bounds_models : bool
-        True if clients clip their whole models instead of their updates. Two clipped models are
-        at most twice ``clipping_norm`` apart.
-    steps : int
-        Number of noised local steps in an upload; 0 if the noise is added to the whole upload.
-    """
+    """Clipping and Gaussian noise, as the parameters of the app's live object promise them."""
 
     clipping_norm: float
     release_stddev: float = 0.0
+    """Standard deviation of the noise in a coordinate of the released mean; 0 if unknown."""
     upload_stddev: Mapping[int, float]
+    """The same for an upload, by the size of the cohort; the key 0 stands for all other sizes."""
     cohort: float = 0.0
+    """Number by which the sum of updates is divided; 0 if unknown."""
     bounds_models: bool = False
+    """Clients clip their whole models, of which two are at most twice ``clipping_norm`` apart."""
     steps: int = 0
+    """Number of noised local steps in an upload; 0 if the noise is added to the whole upload."""
 
     def of_upload(self, cohort: int) -> float:
         """Return the noise's standard deviation in an upload if a round has ``cohort`` clients."""
@@ -73,53 +61,33 @@ def promised(noise: Noise | None) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Declared:
-    """The equal, independent releases from which an app of this package computes its stated ε.
-
-    Parameters
-    ----------
-    release : Release
-    count : int
-        Number of such releases in the whole run.
-    moves : float
-        Largest distance by which one unit moves the value to which noise is added. This value is a
-        sum of updates, an upload, or a local step.
-    besides : Mapping[Release, int]
-        Other releases of the run, and how often each is made. The check does not measure them.
-    """
+    """The equal, independent releases from which an app of this package computes its stated ε."""
 
     release: Release
     count: int
+    """Number of such releases in the whole run."""
     moves: float
+    """Largest distance by which one unit moves the sum, upload or local step that is noised."""
     besides: Mapping[Release, int] = field(default_factory=dict)
+    """Other releases of the run, and how often each is made. The check does not measure them."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class OurMechanism:
-    """The mechanism of a `FederatedStrategy` in its first round, as far as the check knows it.
-
-    Parameters
-    ----------
-    noise : Noise, optional
-        None if no message shows the noise alone.
-    declared : Declared, optional
-        None if the stated ε does not follow from equal releases of Gaussian noise.
-    unmeasured : str
-        The reason why the check cannot measure the noise; "" without such a reason.
-    holds : bool
-        True if, in a held run, a public update replaces each client's update before the client
-        clips it and adds noise.
-    of_units : bool
-        True if an upload is a sum over privacy units, and each unit's part is clipped by itself.
-    rounds_alike : bool
-        True if every round has the same bound and noise, whatever earlier rounds released.
-    """
+    """The mechanism of a `FederatedStrategy` in its first round, as far as the check knows it."""
 
     noise: Noise | None = None
+    """None if no message shows the noise alone."""
     declared: Declared | None = None
+    """None if the stated ε does not follow from equal releases of Gaussian noise."""
     unmeasured: str = ""
+    """The reason why the check cannot measure the noise; "" without such a reason."""
     holds: bool = True
+    """In held runs, a public update replaces each client's before the client protects it."""
     of_units: bool = False
+    """An upload is a sum over privacy units, and each unit's part is clipped by itself."""
     rounds_alike: bool = False
+    """Every round has the same bound and noise, whatever earlier rounds released."""
 
 
 def mechanism_of(strategy: FederatedStrategy, rounds: int) -> OurMechanism:

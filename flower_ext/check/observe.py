@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import random
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, field
@@ -21,11 +21,12 @@ from flwr.app import ConfigRecord, Context, Error, Message, MetricRecord, Record
 from flwr.clientapp import ClientApp
 from flwr.serverapp import ServerApp
 
+from flower_ext.check.app_folder import AppFolder
 from flower_ext.check.held_run import TRAIN, HeldRun, category_of, partition_of, received_like
 from flower_ext.check.vectors import Vector, vector
 from flower_ext.federation import InProcessGrid, records
 from flower_ext.federation import _flower_private as private
-from flower_ext.federation.client.cohort_app import CohortApp, answer_all
+from flower_ext.federation.client.app import CohortApp, answer_all
 from flower_ext.federation.client.requests import ClientRequest
 from flower_ext.federation.failures import CLIENT_APP_RAISED
 from flower_ext.federation.roster import asks_identity, is_rehearsal
@@ -35,7 +36,7 @@ _LEARNERS = 20
 
 
 class Enough(BaseException):
-    """The app has run for as many rounds as the check observes; this error ends the run."""
+    """Ends a run, because the app has run for as many rounds as the check observes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,8 +53,9 @@ class Reply:
     upload: Vector | None
     """Sent model minus received model; None if no array record fits the received model."""
     integers: bool
+    """The client sent arrays of integers."""
     scalars: bool
-    """The client sent floats without axes; ``integers`` says if it sent arrays of integers."""
+    """The client sent floats without axes."""
 
 
 @dataclass(kw_only=True)
@@ -90,14 +92,13 @@ class Observed:
             if reply.kind == TRAIN and reply.round == round and reply.upload is not None
         }
 
-    def target(self, round: int) -> int | None:
-        """Return the partition of the client that may be changed in this round of a held run."""
-        return next(iter(self.cohort(round)), None)
+    def target(self, round: int) -> int:
+        """Return the partition of the client that may be changed in a held run; −1 if none is."""
+        return next(iter(self.cohort(round)), -1)
 
     def target_upload(self, round: int) -> Vector | None:
-        """Return the upload, in a round of a held run, of the client whose data may be changed."""
-        target = self.target(round)
-        return None if target is None else self.uploads(round).get(target)
+        """Return the upload of the client that may be changed in this round of a held run."""
+        return self.uploads(round).get(self.target(round))
 
     def cohort(self, round: int) -> tuple[int, ...]:
         """Return the partitions that got a message in a training round."""
@@ -109,11 +110,8 @@ class Observed:
         For a strategy of this package, this is the released mean. For any other strategy, it is
         the model after the round minus the model before it.
         """
-        if self.means:
-            step = self.means.get(round)
-        elif len(self.releases) <= round:
-            return None
-        else:
+        step = self.means.get(round)
+        if not self.means and round < len(self.releases):
             step = self.releases[round].minus(self.releases[round - 1])
         return step if step is not None and step.finite else None
 
@@ -130,21 +128,16 @@ class Observed:
         """
         return self.rounds + 1 - len(self.releases)
 
-    @property
-    def planned_trainings(self) -> int:
-        """Number of training rounds of the whole run."""
-        return max(self.planned, self.rounds)
-
 
 @dataclass(kw_only=True)
 class Watch:
-    """The observer of one run: the run's seed, its `HeldRun` if any, and what was seen so far."""
+    """The observer of one run of an app."""
 
+    app: AppFolder
     seed: int
     rounds: int
     held: HeldRun | None = None
     """None if clients learn from their data."""
-    place: Callable[[str, int], str] = lambda file, line: f"{file}:{line}"
     observed: Observed = field(default_factory=Observed)
     in_strategy: bool = False
     kind: str = ""
@@ -156,32 +149,27 @@ class Watch:
         """Record a batch of messages before the clients answer them."""
         if not messages:
             return
-        kind = self.kind = _kind(messages[0])
-        trainings = self.observed.trainings
+        first, trainings = messages[0], self.observed.trainings
+        kind = self.kind = _kind(first)
         # A round of a secure sum has several batches, all of one group.
-        group = messages[0].metadata.group_id or f"batch {len(trainings)}"
+        group = first.metadata.group_id or f"batch {len(trainings)}"
         is_new = kind == TRAIN and group not in trainings
         if is_new and len(trainings) >= self.rounds and not self.in_strategy:
             raise Enough
         if not self.in_strategy:
             self.observed.beside.add(kind)
-        sent = vector(_arrays(messages[0].content).values())
-        same = all(
-            message.content is messages[0].content or _same(message.content, messages[0].content)
-            for message in messages[1:]
-        )
-        if sent is not None and same and kind in (TRAIN, "evaluate"):
-            self.release(sent)
+        if kind in (TRAIN, "evaluate") and all(_same(m.content, first.content) for m in messages):
+            self.release(_arrays(first.content).values())
         partitions = tuple(partition_of(message) for message in messages)
         if self.held is not None:
             self.held.begin(kind, target=partitions[0])
         if kind == TRAIN:
             trainings.setdefault(group, partitions)
 
-    def release(self, sent: Vector) -> None:
-        """Record a model that the server sent, unless it equals the last recorded model."""
-        known = self.observed.releases
-        if known and known[-1].size != sent.size:
+    def release(self, arrays: Iterable[np.ndarray]) -> None:
+        """Record a model that the server released, unless it equals the last recorded model."""
+        known, sent = self.observed.releases, vector(arrays)
+        if sent is None or (known and known[-1].size != sent.size):
             return
         if not known or not np.array_equal(known[-1].sample, sent.sample, equal_nan=True):
             known.append(sent)
@@ -190,12 +178,6 @@ class Watch:
         """Record the mean that a round of a strategy of this package released."""
         if (mean := vector(np.asarray(array) for array in arrays.values())) is not None:
             self.observed.means[self.observed.rounds] = mean
-
-    def finish(self, result: Any) -> None:
-        """Record the model that the run returned at its end."""
-        arrays = getattr(result, "arrays", None)
-        if arrays and (last := vector(a.numpy() for a in arrays.values())) is not None:
-            self.release(last)
 
     def answer(self, app: ClientApp, message: Message, context: Context) -> Message:
         """Return one client's reply; while the client runs, seed the global random generators."""
@@ -210,7 +192,7 @@ class Watch:
                     message.content = deepcopy(content)  # the app may write into what it gets
                     reply = app(message, context)
         except Exception as error:  # whatever the app raises becomes an error reply, as in Flower
-            self.observed.client_errors.append(self.described(error))
+            self.observed.client_errors.append(self.app.described(error))
             reply = Message(Error(code=CLIENT_APP_RAISED, reason=""), reply_to=message)
         message.content = content
         if is_ours and self.held is not None:
@@ -221,8 +203,7 @@ class Watch:
     def inner(self, message: Message, context: Context, call_next: Any) -> Message:
         """Return a client's reply as it is before any mod of the app sees it.
 
-        In the first run, the app's function makes the reply, and the method keeps a copy. In a held
-        run, `HeldRun` makes the reply.
+        The app's function makes it; in a held run, `HeldRun` does.
         """
         category = category_of(message)
         if self.held is not None and category in self.held.template:
@@ -235,9 +216,8 @@ class Watch:
     def holds_data(self, request: ClientRequest, partition: int) -> bool:
         """Return True if a client of this package must train without its data.
 
-        In a held run, all clients train without data, except in a run that shows one unit's
-        influence. In the first run, the first `_LEARNERS` clients train with their data. All other
-        clients train without, because no comparison uses the updates of the first run.
+        In the first run, `_LEARNERS` clients train with their data: no comparison needs more. In a
+        held run, none does, except if the run shows one unit's influence.
         """
         if request.kind != TRAIN or not request.hides_missing_data:
             return False
@@ -269,19 +249,11 @@ class Watch:
             )
         )
 
-    def described(self, error: BaseException) -> str:
-        """Return the type and place of an error without its text, which may hold data."""
-        frames = traceback.extract_tb(error.__traceback__)
-        places = [self.place(frame.filename, frame.lineno or 0) for frame in frames]
-        last = next((p for p in reversed(places) if "/" in p), places[-1] if places else "")
-        return f"{type(error).__name__} at {last}"
-
 
 class WatchedGrid(InProcessGrid):
     """A grid in this process that shows every message to a `Watch`."""
 
     watch: Watch
-    app: ClientApp
 
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
         """Note the messages, then run the clients."""
@@ -296,27 +268,23 @@ class WatchedGrid(InProcessGrid):
         return list(super().send_and_receive(messages, timeout=timeout))
 
     def _answer_here(self, messages: Sequence[Message]) -> list[Message]:
-        if self.watch.held is None and isinstance(self.app, CohortApp):
+        if self.watch.held is None and isinstance(self._app, CohortApp):
             replies = super()._answer_here(messages)  # in batches, as the app would run
             for message, reply in zip(messages, replies, strict=True):
                 self.watch.note(message, reply)
             return replies
         return [
-            self.watch.answer(self.app, message, self.contexts[message.metadata.dst_node_id])
+            self.watch.answer(self._app, message, self.contexts[message.metadata.dst_node_id])
             for message in messages
         ]
 
 
 def observe(
-    server: ServerApp,
-    client: ClientApp,
-    config: Mapping[str, Any],
-    clients: int,
-    watch: Watch,
+    server: ServerApp, client: ClientApp, config: Mapping[str, Any], clients: int, watch: Watch
 ) -> Observed:
     """Run an app once, and return what was observed, even if the app raises an error."""
     grid = WatchedGrid(client, clients, config)
-    grid.watch, grid.app = watch, client
+    grid.watch = watch
     context = Context(
         run_id=1,
         node_id=private.SERVER_NODE_ID,
@@ -331,7 +299,7 @@ def observe(
         pass
     except BaseException as error:  # also SystemExit of the app
         if not isinstance(error.__context__, Enough):
-            watch.observed.ended = watch.described(error)
+            watch.observed.ended = watch.app.described(error)
             traceback.print_exc()
     return watch.observed
 
@@ -358,16 +326,10 @@ def _seed(*path: int) -> None:
 
 
 def _kind(message: Message) -> str:
-    """Return a message's category, such as "train".
-
-    Two kinds of messages look like training but are none: requests for a client's identity and
-    rehearsals. For them, the function returns "identity" and "rehearsal".
-    """
+    """Return a message's category, such as "train"; name the two that only look like training."""
     if asks_identity(message):
         return "identity"
-    if is_rehearsal(message):
-        return "rehearsal"
-    return category_of(message)
+    return "rehearsal" if is_rehearsal(message) else category_of(message)
 
 
 def _arrays(content: RecordDict) -> dict[tuple[str, str], np.ndarray]:
@@ -379,6 +341,8 @@ def _arrays(content: RecordDict) -> dict[tuple[str, str], np.ndarray]:
 
 
 def _same(one: RecordDict, other: RecordDict) -> bool:
+    if one is other:
+        return True
     left, right = _arrays(one), _arrays(other)
     return left.keys() == right.keys() and all(
         np.array_equal(array, right[key]) for key, array in left.items()

@@ -1,23 +1,22 @@
-"""Run an app several times, with new random numbers or one changed client, and compare the runs.
-
-With a probability of at least 1 − `LUCK`, all statistical decisions of a check are right.
-"""
+"""Run an app several times, with new random numbers or one changed client."""
 
 from __future__ import annotations
 
-import time
+import pickle
+import sys
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import partial
-from typing import Any
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, TypeVar
 
 import numpy as np
 from flwr.clientapp import ClientApp
 from flwr.serverapp import ServerApp
-from scipy.stats import chi2
 
 from flower_ext.check.app_folder import AppFolder
-from flower_ext.check.forks import in_fork
 from flower_ext.check.held_run import Change, HeldRun
 from flower_ext.check.instruments import Instruments
 from flower_ext.check.observe import Observed, Watch, observe
@@ -25,55 +24,17 @@ from flower_ext.check.recognise import AppTraits, traits_of
 from flower_ext.check.stand_in import Column
 from flower_ext.check.vectors import HELD, Vector
 
-LUCK = 1e-6
-_DECISIONS = 100
-_DEVIATIONS = 6.5
-"""Standard deviations that a Gaussian exceeds with probability `LUCK` / `_DECISIONS`."""
-_LONG = 5
-"""If the first run takes more seconds than this, the user learns how long the check may take."""
+R = TypeVar("R")
 REAL, AGAIN, OTHER, QUIET = "real", "again", "other", "quiet"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Spread:
-    """A measured standard deviation, with bounds that hold almost surely (see `spread`)."""
-
-    value: float
-    low: float
-    high: float
-
-
-def spread(differences: np.ndarray) -> Spread:
-    """Return the standard deviation of Gaussian noise of mean zero, with bounds.
-
-    The bounds fail with probability `LUCK` / `_DECISIONS`.
-    """
-    count, total = differences.size, float(np.sum(differences**2))
-    low, high = chi2.ppf([LUCK / _DECISIONS / 2, 1 - LUCK / _DECISIONS / 2], count)
-    return Spread(
-        value=(total / count) ** 0.5, low=(total / high) ** 0.5, high=(total / low) ** 0.5
-    )
+_FORKING = get_context("fork")
 
 
 @dataclass(frozen=True, kw_only=True)
 class ProbeRequest:
-    """The options of a check.
+    """The options of a check: ``app`` and ``log`` are paths, ``config`` holds the app's settings.
 
-    Parameters
-    ----------
-    app : str
-        Folder of the app's copy.
-    log : str
-        File for everything that the app prints.
-    config : Mapping[str, Any]
-        The app's settings.
-    clients, rounds : int
-    seconds : float
-        Longest time of a run.
-    random_data : bool
-        True if random rows take the place of ``flwr_datasets``.
-    columns : Mapping[str, Column]
-        Columns of the random rows, by name.
+    ``seconds`` is the longest time of a run. With ``random_data``, random rows with ``columns``
+    take the place of ``flwr_datasets``.
     """
 
     app: str
@@ -88,30 +49,16 @@ class ProbeRequest:
 
 @dataclass(kw_only=True)
 class Probes:
-    """The runs of one check, by name.
-
-    Parameters
-    ----------
-    app : AppFolder
-    server, client
-        The app's two sides, loaded from ``app``.
-    request : ProbeRequest
-    instruments : Instruments
-    log : Callable
-        Returns what the app printed since the last call.
-    tell : Callable
-        Shows the user a text on how long the check takes.
-    """
+    """The runs of one check, by name."""
 
     app: AppFolder
     server: ServerApp
     client: ClientApp
     request: ProbeRequest
     instruments: Instruments
-    log: Callable[[], str]
-    tell: Callable[[str], object] = lambda text: None
     runs: dict[str, Observed | None] = field(default_factory=dict)
-    _facts: AppTraits | None = None
+    traits: AppTraits = field(init=False)
+    """The traits of the app, which the check recognises in its first run."""
 
     @property
     def real(self) -> Observed:
@@ -121,16 +68,9 @@ class Probes:
         return real
 
     @property
-    def traits(self) -> AppTraits:
-        """The traits of the app, which the check recognised in its first run."""
-        assert self._facts is not None
-        return self._facts
-
-    @property
     def comparable(self) -> range:
         """The rounds in which a held run has noise with the same standard deviation as the app."""
-        rounds = self.request.rounds if self.traits.rounds_alike else 1
-        return range(1, rounds + 1)
+        return range(1, (self.request.rounds if self.traits.rounds_alike else 1) + 1)
 
     def run(
         self, name: str, seed: int, change: Change = "", *, quiet: bool = False
@@ -139,39 +79,28 @@ class Probes:
 
         The first run, named `REAL`, lets clients learn. All other runs are held (see `HeldRun`).
         """
-        real = self.runs.get(REAL)
+        real, request = self.runs.get(REAL), self.request
         held = None if real is None else HeldRun(template=real.template, change=change, quiet=quiet)
-        watch = Watch(seed=seed, rounds=self.request.rounds, held=held, place=self.app.place)
-        start = time.monotonic()
-        result = in_fork(partial(self._observed, watch), seconds=self.request.seconds)
-        observed = self.runs[name] = None if result is None else result[0]
-        if name == REAL and (taken := time.monotonic() - start) > _LONG:
-            self.tell(
-                f"The app's first run took {taken:.0f} s; up to 9 follow, most of them faster"
-            )
-        if result is None or observed is None:
-            return None
-        if name == REAL:
-            self._facts = result[1]
-        observed.log = self.log()
-        return observed
-
-    def _observed(self, watch: Watch) -> tuple[Observed, AppTraits | None]:
-        """Run the app; return what was observed and, after the first run, the app's traits."""
+        watch = Watch(app=self.app, seed=seed, rounds=request.rounds, held=held)
         self.instruments.watch = watch
-        observed = observe(
-            self.server, self.client, self.request.config, self.request.clients, watch
-        )
-        if REAL in self.runs:
-            return observed, None
-        return observed, traits_of(self.instruments, self.client, observed)
+
+        def watched() -> tuple[Observed, AppTraits | None]:
+            seen = observe(self.server, self.client, request.config, request.clients, watch)
+            return seen, traits_of(self.instruments, self.client, seen) if held is None else None
+
+        observed, traits = in_fork(watched, seconds=request.seconds) or (None, None)
+        self.runs[name] = observed
+        if observed is not None and traits is not None:
+            self.traits = traits
+            observed.log = Path(request.log).read_text(encoding="utf-8", errors="replace")
+        return observed
 
     def run_all(self) -> None:
         """Make all held runs, which follow the first run."""
         self.run(AGAIN, 1)
         self.run(OTHER, 2)
-        for change in ("nan", "raise"):
-            self.run(change, 1, change)
+        self.run("nan", 1, "nan")
+        self.run("raise", 1, "raise")
         self.run(QUIET, 1, quiet=True)
         self.run("huge", 1, "huge", quiet=True)
         if not self.traits.has_task:
@@ -203,103 +132,41 @@ class Probes:
         """Return the run ``name``; an empty one if the run was not made or did not end in time."""
         return self.runs.get(name) or Observed()
 
-    def upload_noise(self, one: str, other: str, round: int) -> dict[int, np.ndarray]:
-        """Return the differences between two runs' uploads in one round, by partition.
-
-        If no client takes part in both runs, the method compares different clients. This is right
-        in held runs, because there all clients send the same public update.
-        """
-        left, right = self.seen(one).uploads(round), self.seen(other).uploads(round)
-        if one != REAL and not left.keys() & right.keys():
-            right = dict(zip(left, right.values(), strict=False))
-        return {
-            client: left[client].sample - right[client].sample
-            for client in left.keys() & right.keys()
-            if left[client].finite and right[client].finite
-        }
-
-    def target_noise(self, one: str, other: str, round: int) -> np.ndarray | None:
-        """Return the difference between the changed client's uploads in two runs."""
-        left, right = (self.seen(name).target_upload(round) for name in (one, other))
-        if left is None or right is None or not (left.finite and right.finite):
-            return None
-        return np.asarray(left.sample - right.sample)
-
-    def release_noise(self, one: str, other: str, round: int) -> np.ndarray | None:
-        """Return the difference between what two runs released in one round."""
-        left, right = (self.seen(name).step(round) for name in (one, other))
-        return None if left is None or right is None else np.asarray(left.sample - right.sample)
-
-    def cohort(self, name: str, round: int) -> int:
-        """Return the number of clients that a run asked in a round."""
-        return len(self.seen(name).cohort(round))
-
-    def bound(self, round: int, cohort: float, *, by_client: bool) -> float | None:
-        """Return the norm to which a huge update was clipped; None if no quiet run shows it.
-
-        ``by_client`` is True if the clients clip their uploads, and False if the server does.
-        """
-        if not self.is_exact:
-            return None
-        if by_client and (upload := self.seen("huge").target_upload(round)):
-            return upload.norm
-        moved = self.movement("huge", round)
-        return abs(moved) * cohort + HELD if moved is not None and cohort else None
-
-    def upload_growth(self, name: str, round: int) -> float | None:
-        """Return how far the changed client's upload is from a usual upload, along `direction`.
-
-        The usual upload is the median in a quiet run. None if an upload is missing.
-        """
-        left, right = self.seen(name).target_upload(round), self.seen(QUIET).uploads(round)
-        if left is None or not left.finite or not right:
-            return None
-        return left.along - float(np.median([upload.along for upload in right.values()]))
-
-    def upload_change(self, name: str, other: str, round: int) -> float | None:
-        """Return the distance between the uploads of the changed client in two runs.
-
-        None if the uploads of another client differ, because the runs then differ in more than the
-        change.
-        """
-        left, right = self.seen(name).uploads(round), self.seen(other).uploads(round)
-        target = self.seen(name).target(round)
-        if target is None or left.keys() != right.keys() or target not in left:
-            return None
-        distances = {client: left[client].minus(right[client]) for client in left}
-        changed = distances.pop(target)
-        if not changed.finite or any(distance.norm for distance in distances.values()):
-            return None
-        return float(changed.norm * (changed.size / changed.sample.size) ** 0.5)
-
     def movement(self, name: str, round: int) -> float | None:
         """Return how far along `direction` one changed client moves the model in a round."""
         changed, held = self.seen(name).step(round), self.seen(QUIET).step(round)
         return None if changed is None or held is None else changed.along - held.along
 
-    def unit_movement(self, round: int, cohort: float) -> float | None:
-        """Return how far one unit moves the sum of a round, if several clients have its records.
 
-        The method compares the uploads of two runs if the check sees uploads, and the released
-        means if not. Uploads come first because the server may refuse a huge upload.
-        """
-        huge, quiet = self.seen("huge"), self.seen(QUIET)
-        left, right = huge.uploads(round), quiet.uploads(round)
-        if left and left.keys() == right.keys():
-            parts, factor = [left[client].minus(right[client]) for client in left], 1.0
-        else:
-            changed, held = huge.step(round), quiet.step(round)
-            if changed is None or held is None:
-                return None
-            parts, factor = [changed.minus(held)], cohort
-        moved = np.linalg.norm(np.sum([part.sample for part in parts], axis=0))
-        skipped = parts[0].size / parts[0].sample.size
-        return float(moved * factor * skipped**0.5) if all(p.finite for p in parts) else None
+def in_fork(run: Callable[[], R], *, seconds: float) -> R | None:
+    """Run a function in a forked process, and return its result.
 
-
-def exceeds(value: float, bound: float, stddev: float) -> bool:
-    """Return True if ``value`` exceeds ``bound`` by more than noise and rounding explain.
-
-    ``value`` is how far a client moved an upload or the model along `direction`.
+    None if the process takes longer than ``seconds``, or dies. Changes that the app makes in its
+    modules end with the process, so the next run does not see them.
     """
-    return value > bound * 1.01 + 2 * HELD + _DEVIATIONS * stddev * 2**0.5
+    _flush()
+    receiver, sender = _FORKING.Pipe(duplex=False)
+    process = _FORKING.Process(target=_send_result, args=(run, sender))
+    process.start()
+    sender.close()  # when the fork ends, no sender is left, and `recv` raises EOFError
+    try:
+        result: R | None = receiver.recv() if receiver.poll(seconds) else None
+        return result
+    except (EOFError, pickle.UnpicklingError):
+        return None
+    finally:
+        receiver.close()
+        process.kill()
+        process.join()
+
+
+def _send_result(run: Callable[[], R], sender: Connection) -> None:
+    result = run()
+    _flush()  # the caller ends this process as soon as it has the result
+    sender.send(result)
+
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(Exception):  # an app may have replaced or closed it
+            stream.flush()

@@ -24,7 +24,7 @@ from flower_ext.check.mechanisms import Noise, OurMechanism, gaussian_release, m
 from flower_ext.check.observe import Observed
 from flower_ext.federation import FederatedStrategy
 from flower_ext.federation.claims import claims_of, summary_of
-from flower_ext.federation.client.cohort_app import CohortApp
+from flower_ext.federation.client.app import CohortApp
 from flower_ext.privacy import (
     AdversaryView,
     Guarantee,
@@ -38,16 +38,15 @@ SERVER_SIDE = "DifferentialPrivacyServerSideFixedClipping"
 CLIENT_SIDE = "DifferentialPrivacyClientSideFixedClipping"
 SERVER_ADAPTIVE = "DifferentialPrivacyServerSideAdaptiveClipping"
 CLIENT_ADAPTIVE = "DifferentialPrivacyClientSideAdaptiveClipping"
-FIXED_MOD, ADAPTIVE_MOD, OUR_MOD = (
-    "fixedclipping_mod",
-    "adaptiveclipping_mod",
-    "client_level_dp_mod",
-)
-LOCAL_MOD = LocalDpMod.__name__
+_PRIVATE_STRATEGIES = (SERVER_SIDE, CLIENT_SIDE, SERVER_ADAPTIVE, CLIENT_ADAPTIVE)
+FIXED_MOD, ADAPTIVE_MOD = "fixedclipping_mod", "adaptiveclipping_mod"
+LOCAL_MOD, OUR_MOD = LocalDpMod.__name__, "client_level_dp_mod"
+PROTECTING_MODS = (LOCAL_MOD, FIXED_MOD, ADAPTIVE_MOD, OUR_MOD)
 SECURE_SUM_MODS = frozenset({"secagg_mod", "secaggplus_mod"})
-_SIZE_MODS = frozenset({"arrays_size_mod", "message_size_mod"})
-"""Mods that change no message."""
-_AVERAGES = frozenset({"FedAvg", "FedAvgM", "FedAdam", "FedYogi", "FedAdagrad", "FedProx"})
+SILENT_MODS = frozenset({"arrays_size_mod", "message_size_mod"})
+"""Mods of Flower that change no message."""
+AVERAGES = frozenset({"FedAvg", "FedAvgM", "FedAdam", "FedYogi", "FedAdagrad", "FedProx"})
+"""Strategies of Flower that compute the model from the mean of the replies."""
 APP = "app"
 _KNOWN_PACKAGES = frozenset(
     {"flwr", "flower_ext", "dataclasses", "abc", "typing", "builtins", "contextlib", "functools"}
@@ -62,7 +61,7 @@ class Part:
     origin: str
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Claim:
     """An ε that the app states for ``rounds`` rounds; ``delta`` is 0 if the app states no δ."""
 
@@ -85,8 +84,6 @@ class AppTraits:
     """One round of Flower's mechanism; None if it adds no noise, or if the app does not use it."""
     ours: OurMechanism
     """The mechanism of this package's strategy. Without such a strategy, it has no noise."""
-    holds: bool
-    """True if, in held runs, a public update replaces a client's update before its protection."""
     foreign: Sequence[str]
     """Parts of a strategy of this package that the app has replaced."""
     guarantees: Sequence[Guarantee]
@@ -104,6 +101,11 @@ class AppTraits:
     """The largest number of privacy engines of Opacus that one client made."""
 
     @property
+    def holds(self) -> bool:
+        """True if, in held runs, a public update replaces a client's before its protection."""
+        return self.ours.holds or not self.has_task
+
+    @property
     def rounds_alike(self) -> bool:
         """True if every round of a held run has noise with the standard deviation in ``noise``."""
         if self.has(FederatedStrategy.__name__) and not self.ours.rounds_alike:
@@ -117,10 +119,11 @@ class AppTraits:
         It is a guarantee against released models or, without one, against each upload. None if the
         app has neither.
         """
-        views = [AdversaryView.RELEASED_MODELS, AdversaryView.EACH_UPLOAD]
-        provable = [claim for claim in self.guarantees if claim.basis == "provable"]
-        fitting = [claim for view in views for claim in provable if claim.view is view]
-        return next((claim for claim in fitting if math.isfinite(claim.epsilon)), None)
+        for view in (AdversaryView.RELEASED_MODELS, AdversaryView.EACH_UPLOAD):
+            for claim in self.guarantees:
+                if claim.view is view and is_proved(claim):
+                    return claim
+        return None
 
     def has(self, name: str) -> bool:
         """Return True if the app uses the strategy or mod ``name`` of Flower or of this package."""
@@ -134,10 +137,7 @@ class AppTraits:
         )
 
     def epsilon(self, rounds: int, delta: float) -> float | None:
-        """Return ε of Flower's mechanism after ``rounds`` rounds, if all its conditions hold.
-
-        None if the app does not use such a mechanism, or if the mechanism adds no noise.
-        """
+        """Return ε of ``release`` after ``rounds`` rounds, if all its conditions hold."""
         if self.release is None:
             return None
         return privacy_loss_of({self.release: rounds}, delta=delta).epsilon
@@ -147,7 +147,7 @@ def traits_of(instruments: Instruments, client: ClientApp, observed: Observed) -
     """Return what the app's live objects show after a run."""
     chain: list[Any] = instruments.strategies
     mods = instruments.mods.get(TRAIN, [])
-    planned = observed.planned_trainings
+    planned = max(observed.planned, observed.rounds)
     federated = next((s for s in chain if type(s) is FederatedStrategy), None)
     local = next((mod for mod in mods if type(mod) is LocalDpMod), None)
     noise, release = _flower_noise(instruments.begun, local)
@@ -160,28 +160,17 @@ def traits_of(instruments: Instruments, client: ClientApp, observed: Observed) -
         noise=ours.noise or noise,
         release=release,
         ours=ours,
-        holds=ours.holds or not isinstance(client, CohortApp),
         foreign=_foreign(federated, client),
         guarantees=guarantees,
         planned=planned,
         guarantees_now=[] if federated is None else federated.guarantees(),
-        claims=_claims(chain, local, guarantees, observed),
+        claims=_claims(chain, local, guarantees, observed.rounds, planned),
         local={} if local is None else dict(vars(local)),
         weighted_by=str(getattr(chain[-1], "weighted_by_key", "")) if chain else "",
         secure_noise=federated is not None
         and isinstance(federated.run.noise("check"), SecureNoise),
         engines_per_client=max(instruments.engines.values(), default=0),
     )
-
-
-def is_silent(part: Part) -> bool:
-    """Return True for a mod that changes no message."""
-    return part.name in _SIZE_MODS and part.origin == "flwr"
-
-
-def is_average(part: Part) -> bool:
-    """Return True for a strategy of Flower that computes its model from the mean of the replies."""
-    return part.name in _AVERAGES and part.origin == "flwr"
 
 
 def _part(thing: Any) -> Part:
@@ -203,12 +192,7 @@ def _flower_noise(
         noise = Noise(clipping_norm=local.clipping_norm, upload_stddev={0: stddev})
         return noise, gaussian_release(stddev / local.clipping_norm)
     for strategy in chain:
-        if _part(type(strategy)).name in (
-            SERVER_SIDE,
-            CLIENT_SIDE,
-            SERVER_ADAPTIVE,
-            CLIENT_ADAPTIVE,
-        ):
+        if _part(type(strategy)).name in _PRIVATE_STRATEGIES:
             multiplier, cohort = strategy.noise_multiplier, strategy.num_sampled_clients
             norm = strategy.clipping_norm
             noise = Noise(
@@ -223,15 +207,13 @@ def _flower_noise(
 
 def _foreign(strategy: FederatedStrategy | None, client: ClientApp) -> list[str]:
     """Return the names of parts of this package's strategy and ClientApp that the app replaced."""
-    parts: list[Any] = []
-    if isinstance(client, CohortApp):
-        parts += [client, *client.cohort_answers.values()]
+    parts = [client, *client.cohort_answers.values()] if isinstance(client, CohortApp) else []
     if strategy is not None:
         run = strategy.run
         parts += [strategy, run, run.plan, run.mechanism, run.summation, run.population]
-        method = type(run.method)  # may be the app's, except for the parts that state the guarantee
-        parts += [getattr(method, name) for name in ("claims", "mechanism", "complete_summary")]
-        parts += [getattr(method, name) for name in ("population", "disclosures")]
+        # The method may be the app's, except for the parts that state the guarantee.
+        stating = ("claims", "mechanism", "complete_summary", "population", "disclosures")
+        parts += [getattr(type(run.method), name) for name in stating]
     names = [
         getattr(part, "__qualname__", type(part).__qualname__)
         for part in parts
@@ -242,9 +224,12 @@ def _foreign(strategy: FederatedStrategy | None, client: ClientApp) -> list[str]
         if isroutine(part) or isinstance(part, partial):
             continue
         names += [f"{kind.__name__}.{n}" for n in values if isroutine(getattr(kind, n, None))]
-        for base in kind.__mro__:
-            functions = [(name, value) for name, value in vars(base).items() if isfunction(value)]
-            names += [f"{base.__name__}.{n}" for n, value in functions if _origin(value) == APP]
+        names += [
+            f"{base.__name__}.{name}"
+            for base in kind.__mro__
+            for name, value in vars(base).items()
+            if isfunction(value) and _origin(value) == APP
+        ]
     return list(dict.fromkeys(names))
 
 
@@ -278,30 +263,23 @@ def _claims(
     chain: Sequence[Any],
     local: LocalDpMod | None,
     guarantees: Sequence[Guarantee],
-    observed: Observed,
+    rounds: int,
+    planned: int,
 ) -> list[Claim]:
-    claims = [
-        Claim(
-            source=f"report for a {claim.unit.value} against {claim.view.sees}",
-            epsilon=claim.epsilon,
-            delta=claim.delta,
-            rounds=observed.planned_trainings,
-        )
-        for claim in guarantees
-        if claim.basis == "provable" and math.isfinite(claim.epsilon)
-    ]
+    """Return each ε of a report, a mod or an accountant; ``rounds`` rounds have run."""
+    claims = []
+    for claim in filter(is_proved, guarantees):
+        source = f"report for a {claim.unit.value} against {claim.view.sees}"
+        claims.append(Claim(source, claim.epsilon, claim.delta, planned))
     if local is not None:
-        claims.append(Claim(source=LOCAL_MOD, epsilon=local.epsilon, delta=local.delta, rounds=1))
+        claims.append(Claim(LOCAL_MOD, local.epsilon, local.delta, rounds=1))
     for strategy in chain:
-        if (accountant := getattr(strategy, "accountant", None)) is None:
-            continue
-        spent = accountant.get_privacy_spent()
-        claims.append(
-            Claim(
-                source=type(accountant).__name__,
-                epsilon=float(spent.epsilon),
-                delta=float(spent.delta),
-                rounds=observed.rounds,
-            )
-        )
+        if (accountant := getattr(strategy, "accountant", None)) is not None:
+            spent, name = accountant.get_privacy_spent(), type(accountant).__name__
+            claims.append(Claim(name, float(spent.epsilon), float(spent.delta), rounds))
     return claims
+
+
+def is_proved(claim: Guarantee) -> bool:
+    """Return True for a provable guarantee with a finite ε."""
+    return claim.basis == "provable" and math.isfinite(claim.epsilon)

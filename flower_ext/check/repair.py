@@ -10,9 +10,8 @@ from __future__ import annotations
 import ast
 import difflib
 from collections.abc import Iterator
-from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
-from typing import TypeGuard
 
 from flower_ext.check.app_folder import AppFolder, calls
 from flower_ext.check.recognise import ADAPTIVE_MOD, FIXED_MOD, LOCAL_MOD, OUR_MOD, SECURE_SUM_MODS
@@ -26,16 +25,11 @@ _SERVER_IMPORTS = (
 )
 
 
-@dataclass(frozen=True)
-class Edit:
-    """A new text for the range of the source from ``start`` to ``end``.
+Edit = tuple[tuple[int, int], tuple[int, int], str]
+"""A new text for the range of the source between two positions, which are (line, column).
 
-    Both are (line, column). Lines count from 1, and columns count UTF-8 bytes from 0.
-    """
-
-    start: tuple[int, int]
-    end: tuple[int, int]
-    text: str
+Lines count from 1, and columns count UTF-8 bytes from 0, as in a syntax tree.
+"""
 
 
 def repaired(
@@ -50,13 +44,10 @@ def repaired(
         f"clipping_norm={clipping_norm:g}, rounds={{rounds}}, "
         f"sampling=FullParticipation(population={clients}))"
     )
-    edits = {
-        server: list(_server_edits(app, server, plan)),
-        client: list(_client_edits(app, client)),
-    }
-    if not all(edits.values()):
+    on_server, on_client = [*_server_edits(app, server, plan)], [*_client_edits(app, client)]
+    if not (on_server and on_client):
         return ""
-    return "".join(_diff(app, path, changes) for path, changes in edits.items())
+    return _diff(app, server, on_server) + _diff(app, client, on_client)
 
 
 def _server_edits(app: AppFolder, path: Path, plan: str) -> Iterator[Edit]:
@@ -65,7 +56,12 @@ def _server_edits(app: AppFolder, path: Path, plan: str) -> Iterator[Edit]:
         if not isinstance(call.func, ast.Attribute) or not isinstance(call.func.value, ast.Name):
             continue
         name = call.func.value.id
-        assignments = [node for node in ast.walk(tree) if _assigns(node, name)]
+        assignments = [
+            node
+            for node in ast.walk(tree)
+            if isinstance(node, ast.Assign)
+            and [getattr(target, "id", None) for target in node.targets] == [name]
+        ]
         if not assignments:
             continue
         rounds = next((k.value for k in call.keywords if k.arg == "num_rounds"), None)
@@ -76,8 +72,10 @@ def _server_edits(app: AppFolder, path: Path, plan: str) -> Iterator[Edit]:
         for node in assignments:
             indent = " " * node.col_offset
             kept = f"{name} = FederatedStrategy(DPFedAvg(), plan)"
-            new = f"plan = {plan.format(rounds=text)}\n{indent}{kept}"
-            yield _edit(node, new) if node is last else _removal(node)
+            if node is last:
+                yield _edit(node, f"plan = {plan.format(rounds=text)}\n{indent}{kept}")
+            else:
+                yield (node.lineno, 0), ((node.end_lineno or node.lineno) + 1, 0), ""
         return
 
 
@@ -87,8 +85,8 @@ def _client_edits(app: AppFolder, path: Path) -> Iterator[Edit]:
     if not apps or any(apps[0].args) or any(k.arg == "client_fn" for k in apps[0].keywords):
         return
     yield _import_edit(tree, _CLIENT_IMPORT, source)
-    others = [mod for call in apps[:1] for mod in _mods(call, source)]
-    yield _edit(apps[0], f"ClientApp(mods=[{', '.join(['client_level_dp_mod()', *others])}])")
+    mods = ["client_level_dp_mod()", *_mods(apps[0], source)]
+    yield _edit(apps[0], f"ClientApp(mods=[{', '.join(mods)}])")
     for call in calls(tree, "train"):
         if any(keyword.arg == "mods" for keyword in call.keywords):
             keywords = ", ".join(
@@ -110,39 +108,24 @@ def _mods(call: ast.Call, source: str) -> list[str]:
     return [text for text in texts if not any(name in text for name in _REPLACED)]
 
 
-def _assigns(node: ast.AST, name: str) -> TypeGuard[ast.Assign]:
-    if not isinstance(node, ast.Assign):
-        return False
-    return [getattr(target, "id", None) for target in node.targets] == [name]
-
-
 def _edit(node: ast.expr | ast.stmt, text: str) -> Edit:
     assert node.end_lineno is not None
     assert node.end_col_offset is not None
-    return Edit((node.lineno, node.col_offset), (node.end_lineno, node.end_col_offset), text)
-
-
-def _removal(node: ast.stmt) -> Edit:
-    return Edit((node.lineno, 0), ((node.end_lineno or node.lineno) + 1, 0), "")
+    return (node.lineno, node.col_offset), (node.end_lineno, node.end_col_offset), text
 
 
 def _import_edit(tree: ast.Module, text: str, source: str) -> Edit:
     new = [line for line in text.splitlines(keepends=True) if line not in source]
     imports = [node for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)]
     line = max((node.end_lineno or 0 for node in imports), default=0) + 1
-    return Edit((line, 0), (line, 0), "".join(new))
+    return (line, 0), (line, 0), "".join(new)
 
 
 def _diff(app: AppFolder, path: Path, edits: list[Edit]) -> str:
-    old = (app.path / path).read_text(encoding="utf-8").splitlines(keepends=True)
-    lines = list(old)
-    for edit in sorted(edits, key=lambda edit: edit.start, reverse=True):
-        (first, left), (last, right) = edit.start, edit.end
-        if first > len(lines):
-            lines.append(edit.text)
-            continue
-        # Columns of the syntax tree count bytes.
-        before = lines[first - 1].encode()[:left].decode()
-        after = lines[last - 1].encode()[right:].decode() if last <= len(lines) else ""
-        lines[first - 1 : last] = (before + edit.text + after).splitlines(keepends=True)
+    new = (app.path / path).read_bytes()
+    old = new.decode().splitlines(keepends=True)
+    starts = [0, *accumulate(len(line.encode()) for line in old)]
+    for (first, left), (last, right), text in sorted(edits, reverse=True):
+        new = new[: starts[first - 1] + left] + text.encode() + new[starts[last - 1] + right :]
+    lines = new.decode().splitlines(keepends=True)
     return "".join(difflib.unified_diff(old, lines, f"a/{path.as_posix()}", f"b/{path.as_posix()}"))

@@ -17,27 +17,19 @@ ROWS = 40
 
 Column = tuple[str, tuple[int, ...]]
 """Kind (image, int, float, text), and shape or number of classes."""
-
-_IMAGE, _LABELS = "image", "int"
 KNOWN: Mapping[str, Mapping[str, Column]] = {
-    "mnist": {"image": (_IMAGE, (28, 28)), "label": (_LABELS, (10,))},
-    "fashion_mnist": {"image": (_IMAGE, (28, 28)), "label": (_LABELS, (10,))},
-    "femnist": {"image": (_IMAGE, (28, 28)), "character": (_LABELS, (62,))},
-    "cifar10": {"img": (_IMAGE, (32, 32, 3)), "label": (_LABELS, (10,))},
-    "cifar100": {"img": (_IMAGE, (32, 32, 3)), "fine_label": (_LABELS, (100,))},
-    "imdb": {"text": ("text", ()), "label": (_LABELS, (2,))},
+    "mnist": {"image": ("image", (28, 28)), "label": ("int", (10,))},
+    "fashion_mnist": {"image": ("image", (28, 28)), "label": ("int", (10,))},
+    "femnist": {"image": ("image", (28, 28)), "character": ("int", (62,))},
+    "cifar10": {"img": ("image", (32, 32, 3)), "label": ("int", (10,))},
+    "cifar100": {"img": ("image", (32, 32, 3)), "fine_label": ("int", (100,))},
+    "imdb": {"text": ("text", ()), "label": ("int", (2,))},
 }
 """Columns of well-known data sets, by the last part of their name."""
 
 
 def parsed_column(text: str) -> tuple[str, Column]:
-    """Read ``NAME=image:32x32x3``, ``NAME=int:10``, ``NAME=float:8`` or ``NAME=text``.
-
-    Raises
-    ------
-    InvalidValue
-        The text has none of these four forms.
-    """
+    """Read ``NAME=image:32x32x3``, ``NAME=int:10``, ``NAME=float:8`` or ``NAME=text``."""
     name, _, kind = text.partition("=")
     kind, _, size = kind.partition(":")
     try:
@@ -69,28 +61,23 @@ def install(columns: Mapping[str, Column]) -> None:
                 )
             self._columns = known_columns
 
-        def load_partition(self, partition_id: int, split: str | None = None) -> RandomRows:
+        def load_partition(self, partition_id: int, split: str | None = None) -> _RandomRows:
             return drawn(self._columns, seed=partition_id)
 
-        def load_split(self, split: str) -> RandomRows:
+        def load_split(self, split: str) -> _RandomRows:
             return drawn(self._columns, seed=1_000_003)
 
     module, partitioner = ModuleType("flwr_datasets"), ModuleType("flwr_datasets.partitioner")
     module.FederatedDataset = FederatedDataset  # type: ignore[attr-defined]
     module.partitioner = partitioner  # type: ignore[attr-defined]
-    partitioner.__getattr__ = lambda name: _Partitioner  # type: ignore[method-assign]
+    partitioner.__getattr__ = lambda name: lambda *given, **options: None  # type: ignore[method-assign]
     sys.modules.update({module.__name__: module, partitioner.__name__: partitioner})
 
 
-class _Partitioner:
-    def __init__(self, *arguments: Any, **options: Any) -> None:
-        pass
-
-
-def drawn(columns: Mapping[str, Column], *, seed: int) -> RandomRows:
+def drawn(columns: Mapping[str, Column], *, seed: int) -> _RandomRows:
     """Return random rows, the same for the same seed."""
     rng = np.random.default_rng(seed)
-    return RandomRows({name: _values(rng, *column) for name, column in columns.items()})
+    return _RandomRows({name: _values(rng, *column) for name, column in columns.items()})
 
 
 def _values(rng: np.random.Generator, kind: str, shape: tuple[int, ...]) -> list[Any]:
@@ -101,19 +88,16 @@ def _values(rng: np.random.Generator, kind: str, shape: tuple[int, ...]) -> list
     if kind == "float":
         values = rng.standard_normal((ROWS, *shape))
         return list(values) if shape else [float(value) for value in values]
-    return [_image(pixels) for pixels in rng.integers(0, 256, (ROWS, *shape), dtype=np.uint8)]
-
-
-def _image(pixels: np.ndarray) -> Any:
+    pixels = rng.integers(0, 256, (ROWS, *shape), dtype=np.uint8)
     try:
         from PIL import Image
     except ImportError:  # then no transform of the app needs it
-        return pixels
-    return Image.fromarray(pixels)
+        return list(pixels)
+    return list(map(Image.fromarray, pixels))
 
 
 @dataclass(frozen=True)
-class RandomRows:
+class _RandomRows:
     """Rows with those methods of ``datasets.Dataset`` that Flower's examples use."""
 
     columns: Mapping[str, Sequence[Any]]
@@ -135,7 +119,6 @@ class RandomRows:
         return self._rows(key)
 
     def __getitems__(self, keys: Sequence[int]) -> list[Any]:
-        """Return rows one by one, as PyTorch's data loader asks for them."""
         return [self[key] for key in keys]
 
     def _rows(self, numbers: Sequence[int]) -> Mapping[str, Any]:
@@ -144,55 +127,45 @@ class RandomRows:
 
     @property
     def column_names(self) -> list[str]:
-        """The names of the columns."""
         return list(self.columns)
 
     @property
     def num_rows(self) -> int:
-        """The number of rows."""
         return len(self)
 
-    def select(self, numbers: Sequence[int]) -> RandomRows:
-        """Return some rows."""
+    def select(self, numbers: Sequence[int]) -> _RandomRows:
         columns = {name: [values[i] for i in numbers] for name, values in self.columns.items()}
         return replace(self, columns=columns)
 
-    def shuffle(self, seed: int | None = None, **options: Any) -> RandomRows:
-        """Return the rows in random order."""
+    def shuffle(self, seed: int | None = None, **options: Any) -> _RandomRows:
         return self.select(list(np.random.default_rng(seed).permutation(len(self))))
 
     def train_test_split(
         self, test_size: float = 0.25, seed: int | None = None, **options: Any
-    ) -> dict[str, RandomRows]:
-        """Divide the rows."""
-        order = list(np.random.default_rng(seed).permutation(len(self)))
-        count = max(1, round(test_size * len(self)))
-        return {"train": self.select(order[count:]), "test": self.select(order[:count])}
+    ) -> dict[str, _RandomRows]:
+        rows, count = self.shuffle(seed), max(1, round(test_size * len(self)))
+        train = rows.select(range(count, len(self)))
+        return {"train": train, "test": rows.select(range(count))}
 
-    def with_transform(self, transform: Callable[..., Any], **options: Any) -> RandomRows:
-        """Return rows that apply ``transform`` to each batch that is read."""
+    def with_transform(self, transform: Callable[..., Any], **options: Any) -> _RandomRows:
         return replace(self, transform=transform)
 
-    def with_format(self, kind: str | None = None, **options: Any) -> RandomRows:
-        """Return the rows as NumPy arrays or PyTorch tensors."""
+    def with_format(self, kind: str | None = None, **options: Any) -> _RandomRows:
         if kind not in ("torch", "numpy"):
             return self
         return replace(self, transform=_as_tensors if kind == "torch" else _as_arrays)
 
     def map(self, function: Callable[..., Any], batched: bool = False, **options: Any) -> Any:
-        """Apply a function to all rows, and add the columns that it returns."""
         if batched:
             return replace(self, columns={**self.columns, **function(dict(self.columns))})
         rows = [{**row, **function(row)} for row in self]
         return replace(self, columns={name: [row[name] for row in rows] for name in rows[0]})
 
-    def rename_column(self, old: str, new: str) -> RandomRows:
-        """Rename a column."""
+    def rename_column(self, old: str, new: str) -> _RandomRows:
         named = {new if name == old else name: values for name, values in self.columns.items()}
         return replace(self, columns=named)
 
-    def remove_columns(self, names: Sequence[str]) -> RandomRows:
-        """Drop columns."""
+    def remove_columns(self, names: Sequence[str]) -> _RandomRows:
         kept = {name: values for name, values in self.columns.items() if name not in names}
         return replace(self, columns=kept)
 
@@ -200,9 +173,7 @@ class RandomRows:
 def _as_arrays(rows: Mapping[str, Sequence[Any]]) -> dict[str, Any]:
     """Return each column as an array; a column of texts stays a list, as in ``datasets``."""
     return {
-        name: list(values)
-        if isinstance(values[0], str)
-        else np.stack([np.asarray(value) for value in values])
+        name: list(values) if isinstance(values[0], str) else np.stack([*map(np.asarray, values)])
         for name, values in rows.items()
     }
 

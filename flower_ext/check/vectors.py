@@ -42,21 +42,20 @@ class Vector:
 @cache
 def direction(size: int) -> np.ndarray:
     """Return a public unit vector. A changed client moves the model in its direction."""
-    unit: np.ndarray = _signs(size, 7) / size**0.5
-    return unit
+    return _signs(size, 7, norm=1.0)
 
 
 @cache
 def held_step(size: int) -> np.ndarray:
     """Return the public update of norm `HELD` that every client makes in a held run."""
-    step: np.ndarray = _signs(size, 8) * (HELD / size**0.5)
-    return step
+    return _signs(size, 8, norm=HELD)
 
 
-def _signs(size: int, seed: int) -> np.ndarray:
-    """Return ``size`` pseudorandom signs, 1.0 or -1.0; they are public because the seed is."""
+def _signs(size: int, seed: int, *, norm: float) -> np.ndarray:
+    """Return equal numbers with pseudorandom signs, which are public because the seed is."""
     bits = np.random.Generator(np.random.PCG64(seed)).integers(0, 2, size)
-    return np.where(bits == 0, -1.0, 1.0)
+    signs: np.ndarray = np.where(bits == 0, -1.0, 1.0) * (norm / size**0.5)
+    return signs
 
 
 def vector(arrays: Iterable[np.ndarray]) -> Vector | None:

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict
 from typing import Any
 
 from flower_ext.check.app_folder import AppFolder
 from flower_ext.check.findings import Finding, findings
-from flower_ext.check.measured import Measured, measured, unmeasured
+from flower_ext.check.measured import measured, unmeasured
 from flower_ext.check.mechanisms import promised
 from flower_ext.check.observe import Observed
 from flower_ext.check.probes import Probes
-from flower_ext.check.recognise import AppTraits, Claim
+from flower_ext.check.recognise import AppTraits, Claim, is_proved
+from flower_ext.check.repair import repaired
 from flower_ext.privacy import Guarantee, PrivacyUnit, privacy_loss_of
 
 DELTA = 1e-5
@@ -28,125 +29,92 @@ _PRINTED = re.compile(r"(?:\bepsilon|\beps|ε)" + _NUMBER, re.IGNORECASE)
 _PRINTED_DELTA = re.compile(r"(?:\bdelta|δ)" + _NUMBER, re.IGNORECASE)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Provable:
-    """The provable ε for one privacy unit; if ``epsilon`` is None, ``text`` says why."""
-
-    unit: str
-    epsilon: float | None
-    delta: float | None
-    text: str
-
-
-@dataclass(frozen=True, kw_only=True)
-class Verdict:
-    """The result of a check. It holds no data of the app."""
-
-    strategies: Sequence[str]
-    mods: Sequence[str]
-    protection: str
-    rounds: int
-    planned_rounds: int
-    clients: int
-    provable: Sequence[Provable]
-    measured: Measured | None
-    unmeasured: str
-    """The reason why ``measured`` is None for an app of this package that states an ε."""
-    conditional: Mapping[str, float]
-    """ε of Flower's mechanism for one release and for all rounds, provided its conditions hold."""
-    claims: Sequence[Mapping[str, Any]]
-    findings: Sequence[Finding]
-    messages: Sequence[str]
-
-    @property
-    def unproven(self) -> bool:
-        """True if the app claims an ε that is not provable."""
-        return any(not claim["provable"] for claim in self.claims)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the verdict, ready for JSON."""
-        second = self.measured
-        return {
-            **asdict(self),
-            "unproven": self.unproven,
-            "measured": None if second is None else {**asdict(second), "agrees": second.agrees},
-        }
-
-
-def verdict(probes: Probes) -> Verdict:
-    """Return the verdict after all runs."""
-    real, traits = probes.real, probes.traits
-    planned = traits.planned
-    second = measured(probes)
+def verdict(probes: Probes) -> dict[str, Any]:
+    """Return the result of a check after all runs, ready for JSON. It holds no data of the app."""
+    real, traits, second = probes.real, probes.traits, measured(probes)
+    planned, config = traits.planned, probes.request.config
     every_finding = findings(probes, second)
-    claims = [*traits.claims, *_configured(probes.request.config, planned), *_reported(real)]
-    delta = max((claim.delta for claim in claims), default=0.0) or DELTA
     refuted = next((finding for finding in every_finding if finding.refutes), None)
-    provable = list(_provable(traits, refuted, delta))
-    conditional = {}
+    found = [*traits.claims, *_configured(config, planned), *_reported(real)]
+    claims = [
+        {**asdict(claim), "provable": not refuted and _follows(claim, traits)} for claim in found
+    ]
+    unproven = any(not claim["provable"] for claim in claims)
+    # The claim with the largest δ is the easiest one to prove.
+    weakest = max(found, key=lambda claim: claim.delta, default=None)
+    delta = (weakest.delta if weakest is not None else 0.0) or DELTA
+    diff, conditional = "", {}
+    if unproven or refuted:
+        diff = repaired(
+            probes.app,
+            epsilon=8.0 if weakest is None else weakest.epsilon,
+            delta=delta,
+            clipping_norm=1.0 if traits.noise is None else traits.noise.clipping_norm,
+            clients=probes.request.clients,
+        )
     if traits.release is not None:
+        # ε of Flower's mechanism, provided its conditions hold.
         conditional = {
             "delta": delta,
             "one release": traits.epsilon(1, delta) or math.inf,
             "all rounds": traits.epsilon(planned, delta) or math.inf,
         }
-    return Verdict(
-        strategies=[f"{part.name} ({part.origin})" for part in traits.strategies],
-        mods=[f"{part.name} ({part.origin})" for part in traits.mods],
-        protection=promised(traits.noise),
-        rounds=real.rounds,
-        planned_rounds=planned,
-        clients=probes.request.clients,
-        provable=provable,
-        measured=second,
-        unmeasured="" if second is not None else unmeasured(probes),
-        conditional=conditional,
-        claims=[
-            {**asdict(claim), "provable": not refuted and _follows(claim, traits)}
-            for claim in claims
-        ],
-        findings=every_finding,
-        messages=list(_messages(real, probes.app)),
-    )
+    return {
+        "strategies": [f"{part.name} ({part.origin})" for part in traits.strategies],
+        "mods": [f"{part.name} ({part.origin})" for part in traits.mods],
+        "protection": promised(traits.noise),
+        "rounds": real.rounds,
+        "planned_rounds": planned,
+        "clients": probes.request.clients,
+        "provable": list(_provable(traits, refuted, delta)),
+        "measured": None if second is None else {**asdict(second), "agrees": second.agrees},
+        "unmeasured": "" if second is not None else unmeasured(probes),
+        "conditional": conditional,
+        "claims": claims,
+        "findings": [asdict(finding) for finding in every_finding],
+        "messages": list(_messages(real, probes.app)),
+        "unproven": unproven,
+        "diff": diff,
+    }
 
 
-def _provable(traits: AppTraits, refuted: Finding | None, delta: float) -> Iterator[Provable]:
+def _provable(
+    traits: AppTraits, refuted: Finding | None, delta: float
+) -> Iterator[dict[str, str | float | None]]:
     """Yield, for each privacy unit, every provable ε, or the reason why there is none."""
-    proved = [
-        claim
-        for claim in traits.guarantees
-        if claim.basis == "provable" and math.isfinite(claim.epsilon) and claim.conditions_hold
-    ]
+
+    def entry(text: str, epsilon: float | None = None, delta: float | None = None) -> Any:
+        return {"unit": unit.value, "epsilon": epsilon, "delta": delta, "text": text}
+
     for unit in (PrivacyUnit.RECORD, PrivacyUnit.CLIENT, PrivacyUnit.USER):
         if refuted is not None:
-            yield Provable(
-                unit=unit.value, epsilon=None, delta=None, text=f"nothing: {refuted.text}"
-            )
+            yield entry(f"nothing: {refuted.text}")
             continue
         # A guarantee for a client or a user covers each of its records too.
-        fitting = [claim for claim in proved if unit in (claim.unit, PrivacyUnit.RECORD)]
+        fitting = [
+            claim
+            for claim in traits.guarantees
+            if is_proved(claim)
+            and claim.conditions_hold
+            and unit in (claim.unit, PrivacyUnit.RECORD)
+        ]
         for claim in fitting:
             warning = f"; {claim.large_delta}" if claim.large_delta else ""
-            yield Provable(
-                unit=unit.value,
-                epsilon=claim.epsilon,
-                delta=claim.delta,
-                text=f"under the relation {claim.relation.value}, against an adversary who sees "
-                f"{claim.view.sees} ({claim.basis}; {claim.accountant}){warning}",
+            text = (
+                f"under the relation {claim.relation.value}, against an adversary who sees "
+                f"{claim.view.sees} ({claim.basis}; {claim.accountant}){warning}"
             )
+            yield entry(text, claim.epsilon, claim.delta)
         if fitting:
             continue
         if unit is not PrivacyUnit.USER and (epsilon := traits.epsilon(traits.planned, delta)):
-            yield Provable(
-                unit=unit.value,
-                epsilon=epsilon,
-                delta=delta,
-                text="under the relation replace-special (a client's update becomes zero), against "
-                "an adversary who sees the released models (provable; exact Gaussian composition)",
+            text = (
+                "under the relation replace-special (a client's update becomes zero), against an "
+                "adversary who sees the released models (provable; exact Gaussian composition)"
             )
+            yield entry(text, epsilon, delta)
         else:
-            text = "nothing: no mechanism of the app bounds what one such unit contributes"
-            yield Provable(unit=unit.value, epsilon=None, delta=None, text=text)
+            yield entry("nothing: no mechanism of the app bounds what one such unit contributes")
 
 
 def _follows(claim: Claim, traits: AppTraits) -> bool:
@@ -183,7 +151,7 @@ def _configured(config: Mapping[str, Any], planned: int) -> Iterator[Claim]:
     delta = next((v for name, v in numbers.items() if _DELTA_KEY.fullmatch(name)), 0.0)
     for name, value in numbers.items():
         if _EPSILON_KEY.fullmatch(name):
-            yield Claim(source=f"setting {name}", epsilon=value, delta=delta, rounds=planned)
+            yield Claim(f"setting {name}", value, delta, planned)
 
 
 def _reported(real: Observed) -> Iterator[Claim]:
@@ -197,10 +165,10 @@ def _reported(real: Observed) -> Iterator[Claim]:
     lines = [line for line in real.log.splitlines() if "published" not in line]
     printed = [float(number) for line in lines for number in _PRINTED.findall(line)]
     deltas = [float(number) for line in lines for number in _PRINTED_DELTA.findall(line)]
+    delta = max((value for value in deltas if 0 < value < 1), default=0.0)
     for source, values in (("metric epsilon", metrics), ("printed", [*filter(None, printed)])):
         if values:
-            delta = max(filter(lambda value: 0 < value < 1, deltas), default=0.0)
-            yield Claim(source=source, epsilon=max(values), delta=delta, rounds=real.rounds)
+            yield Claim(source, max(values), delta, real.rounds)
 
 
 def _messages(real: Observed, app: AppFolder) -> Iterator[str]:

@@ -21,7 +21,7 @@ from safetensors.torch import load_file, save
 from flower_ext.cli.screen import say
 from flower_ext.errors import InvalidValue
 from flower_ext.federation import ClientMemory, InProcessGrid, records
-from flower_ext.federation.client.app import MethodsApp
+from flower_ext.federation.client.app import CohortApp
 from flower_ext.federation.client.client_side import ClientSide
 from flower_ext.federation.engines.run_app import load_app
 from flower_ext.files import write_whole
@@ -151,7 +151,7 @@ def _client_side(
         raise InvalidValue("app=None: the run did not record its app; name its folder by --app")
     checked_settings(Path(folder), ())
     _, client_app = load_app(Path(folder).absolute())
-    sides = client_app.sides if isinstance(client_app, MethodsApp) else {}
+    sides = client_app.sides if isinstance(client_app, CohortApp) else {}
     if use["method"] not in sides:
         raise InvalidValue(
             f"app={folder}: its ClientApp knows no method {use['method']!r}, which trained this "

@@ -37,7 +37,7 @@ from flower_ext.federation.stragglers import Stragglers
 from flower_ext.federation.strategy import FederatedStrategy
 from flower_ext.federation.sums.summation import Opening, OpenSum, Summation
 from flower_ext.federation.sums.weighted_silo import HiddenSum
-from flower_ext.training.side_by_side import Steps, Training, one_by_one
+from flower_ext.training.side_by_side import Steps, Training
 
 __all__ = [
     "Adagrad",
@@ -80,7 +80,6 @@ __all__ = [
     "client_level_dp_mod",
     "clients_of",
     "first_config",
-    "one_by_one",
     "personal_model",
     "personal_part",
     "record",

@@ -199,7 +199,8 @@ class Method:
     """Base class of federated methods; a subclass is a frozen dataclass.
 
     A subclass sets ``client`` to its client side. Those of its fields that are a `LocalTraining`
-    describe the phases of local training.
+    describe the phases of local training. All clients have the same weight in the mean, unless the
+    method says otherwise, or the plan is a ``NonPrivatePlan(weighting="examples")``.
 
     Parameters
     ----------

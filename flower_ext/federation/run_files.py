@@ -9,7 +9,7 @@ from flower_ext.federation import records
 from flower_ext.federation.claims import guarantees_of
 from flower_ext.federation.method import State, groups_under
 from flower_ext.federation.run import Run
-from flower_ext.federation.state.sealed import Packed
+from flower_ext.federation.state.folder import Packed
 from flower_ext.privacy import Budget
 from flower_ext.privacy.accounting.participations import Participations
 from flower_ext.runs import RunWriter

@@ -28,8 +28,7 @@ from flower_ext.federation.run_loop import RunLoop
 from flower_ext.federation.spending import Spending
 from flower_ext.federation.stragglers import Stragglers
 from flower_ext.federation.sums.masked import MaskedSum
-from flower_ext.federation.sums.plain import PlainSum
-from flower_ext.federation.sums.summation import Summation
+from flower_ext.federation.sums.summation import PlainSum, Summation
 from flower_ext.privacy import Budget, Guarantee, Ledger, PrivacyPlan
 from flower_ext.privacy.accounting.participations import Participations
 from flower_ext.privacy.mechanisms.masked_noised_sum import MaskedNoisedSum

@@ -28,10 +28,7 @@ _PIECE = 1 << 20
 def answer_of(request: bytes, policy: GuardPolicy, log: IO[bytes]) -> bytes | None:
     """Run an app on a request and return its answer; None if it failed in any way.
 
-    Parameters
-    ----------
-    log : file
-        Gets what the app prints, up to ``answer_limit`` bytes of it.
+    ``log`` gets what the app prints, up to ``answer_limit`` bytes of it.
     """
     with (
         TemporaryDirectory(ignore_cleanup_errors=True) as home,
@@ -69,13 +66,7 @@ def command(policy: GuardPolicy) -> list[str]:
 
 
 def check_hidden(policy: GuardPolicy, name: str, file: Path) -> None:
-    """Refuse a file of the guard if apps may read it; ``name`` describes it in the message.
-
-    Raises
-    ------
-    InvalidValue
-        The message says which file to move.
-    """
+    """Refuse a file of the guard if apps may read it; ``name`` describes it in the message."""
     for folder in _visible(policy):
         if file.resolve().is_relative_to(Path(folder).resolve()):
             raise InvalidValue(
@@ -85,14 +76,7 @@ def check_hidden(policy: GuardPolicy, name: str, file: Path) -> None:
 
 
 def check_isolation(policy: GuardPolicy) -> None:
-    """Refuse to start if apps cannot be isolated as the policy says.
-
-    Raises
-    ------
-    InvalidValue
-        The isolation does not work here, apps could read a file of the guard, or ``readable`` names
-        a missing path. The message says what to do.
-    """
+    """Refuse to start if apps cannot be isolated as the policy says, or could read its files."""
     if missing := [path for path in policy.readable if not Path(path).exists()]:
         raise InvalidValue(
             f"`readable` names {missing[0]!r}, which does not exist: expected existing files or "
@@ -105,13 +89,9 @@ def check_isolation(policy: GuardPolicy) -> None:
     if policy.isolation == NOT_ISOLATED:
         return
     probe = [*command(policy)[: -len(_CHILD)], "-c", _PROBE]
+    environment = _environment(policy, SCRATCH)
     done = subprocess.run(
-        probe,
-        env=_environment(policy, SCRATCH),
-        cwd="/",
-        capture_output=True,
-        text=True,
-        check=False,
+        probe, env=environment, cwd="/", capture_output=True, text=True, check=False
     )
     if done.returncode != 0:
         reason = (done.stderr.strip().splitlines() or ["no reason given"])[-1]
@@ -153,34 +133,22 @@ def _environment(policy: GuardPolicy, home: str) -> dict[str, str]:
 
 
 def _visible(policy: GuardPolicy) -> list[str]:
-    """Return the paths of this machine that apps may read.
-
-    If apps run in a container, they may also read the files of its image.
-    """
-    if policy.isolation == NAMESPACES:
-        return [*_SYSTEM, *_python_paths(), *policy.readable]
-    return policy.readable
-
-
-def _python_paths() -> list[str]:
-    """Return the folders of this Python, of its packages, and of this package."""
+    """Return the paths of this machine that apps may read, beside the image of their container."""
+    if policy.isolation != NAMESPACES:
+        return policy.readable
     interpreter = Path(sys.executable).resolve().parents[1]
     # The first entry of sys.path is the folder of the command, or the present one.
     folders = [Path(path) for path in sys.path[1:] if path and Path(path) != Path.cwd()]
     packages = [path for folder in folders for path in _packages_in(folder)]
-    this_package = Path(__file__).parents[1]
-    return [*map(str, (sys.prefix, sys.base_prefix, interpreter, this_package, *packages))]
+    python = (sys.prefix, sys.base_prefix, interpreter, Path(__file__).parents[1], *packages)
+    return [*_SYSTEM, *map(str, python), *policy.readable]
 
 
 def _packages_in(folder: Path) -> list[Path]:
-    """Return the paths that let an app import the packages in a folder.
-
-    As a rule, this is the folder itself. If the folder is a checkout, to which an editable install
-    points, return only the packages and modules in it: a checkout also has private files, such as
-    ``.git/config``.
-    """
+    """Return the paths that let an app import the packages in a folder."""
     if not any((folder / name).exists() for name in ("pyproject.toml", "setup.py", ".git")):
         return [folder]
+    # The folder is a checkout, as of an editable install, with private files such as .git/config.
     modules = folder.glob("*.py")
     return [*modules, *(path.parent for path in folder.glob("*/__init__.py"))]
 
@@ -188,10 +156,7 @@ def _packages_in(folder: Path) -> list[Path]:
 def _read(
     process: subprocess.Popen[bytes], limit: int, timeout: float, log: IO[bytes]
 ) -> bytes | None:
-    """Return what the process writes to its output, and copy what it prints to ``log``.
-
-    Return None if it writes more than ``limit`` bytes, or takes more than ``timeout`` seconds.
-    """
+    """Return what the process writes, and copy what it prints; None beyond a limit."""
     assert process.stdout is not None
     assert process.stderr is not None
     deadline, answer, printed = time.monotonic() + timeout, bytearray(), 0

@@ -52,18 +52,9 @@ _libc.prctl.argtypes = [ctypes.c_int, *[ctypes.c_ulong] * 4]
 def confine(readable: Sequence[str], scratch_bytes: int, *, close: int) -> None:
     """Confine this process, which `UNSHARE` started, and everything that it will start.
 
-    The function returns in a new process. The calling process, which the app cannot reach, waits
-    for the new one.
-
-    Parameters
-    ----------
-    readable : Sequence[str]
-        Paths that stay visible, read-only.
-    scratch_bytes : int
-        Largest size of all files that the app writes.
-    close : int
-        Descriptor of an open file. The waiting process closes it; only the new process may keep it
-        open.
+    The paths in ``readable`` stay visible, read-only. The function returns in a new process. The
+    calling process, which the app cannot reach, closes the descriptor ``close`` and waits for the
+    new one.
     """
     Path("/proc/self/oom_score_adj").write_text("1000")  # the first to go if memory runs out
     # Otherwise the app could make a user namespace, in which it would have all capabilities again.
@@ -102,21 +93,19 @@ def confine(readable: Sequence[str], scratch_bytes: int, *, close: int) -> None:
 def _roots(readable: Sequence[str]) -> list[str]:
     """Return the paths that exist, without paths inside another folder of the list."""
     paths: list[str] = []
-    existing = filter(os.path.exists, readable)
-    for path in sorted({os.path.abspath(path) for path in existing}):  # noqa: PTH100 - keeps links
+    for path in sorted({*map(os.path.abspath, filter(os.path.exists, readable))}):  # keeps links
         if not any(path.startswith(f"{parent}/") for parent in paths):
             paths.append(path)
     return paths
 
 
 def _wait_for(process: int, close: int) -> None:
-    """Wait until the app's process ends, and then end this process.
+    """Wait until the app's process ends, and then end this process with status 0 or 1.
 
-    The exit status is 0 if the app's process succeeded, and 1 otherwise. This process is the first
-    of its namespace, so the kernel ends all processes of the namespace with it. The app must not be
-    able to change this process, or to keep it from ending with the guard.
+    This process is the first of its namespace, so the kernel ends all processes of the namespace
+    with it.
     """
-    _call("prctl", _DUMPABLE, 0, 0, 0, 0)
+    _call("prctl", _DUMPABLE, 0, 0, 0, 0)  # keeps the app from changing this process
     os.close(close)
     while True:
         ended, status = os.wait()  # also orphans of the app
@@ -163,15 +152,8 @@ def _mount(source: str | None, target: str, kind: str | None, flags: int, data: 
 
 def _make_read_only(path: str) -> None:
     attributes = struct.pack("QQQQ", _RDONLY_NOSUID, 0, 0, 0)
-    _call(
-        "syscall",
-        ctypes.c_long(_MOUNT_SETATTR),
-        _AT_FDCWD,
-        path.encode(),
-        _AT_RECURSIVE,
-        attributes,
-        ctypes.c_size_t(len(attributes)),
-    )
+    size, number = ctypes.c_size_t(len(attributes)), ctypes.c_long(_MOUNT_SETATTR)
+    _call("syscall", number, _AT_FDCWD, path.encode(), _AT_RECURSIVE, attributes, size)
 
 
 def _call(name: str, *arguments: object) -> None:

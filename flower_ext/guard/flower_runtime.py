@@ -75,22 +75,13 @@ _LENGTH = Struct("!Q")
 
 @dataclass(frozen=True, kw_only=True)
 class RuntimeRequest:
-    """A message for an app, with everything that the app's process needs.
-
-    Parameters
-    ----------
-    message : Message
-    context : Context
-    run_id, task_id : int
-    fab : bytes
-        The app, as the SuperLink sent it.
-    """
+    """A message for an app, with everything that the app's process needs."""
 
     message: Message
     context: Context
     run_id: int
-    task_id: int
     fab: bytes
+    """The app, as the SuperLink sent it."""
     _input: bytes
 
     def to_bytes(self) -> bytes:
@@ -99,25 +90,17 @@ class RuntimeRequest:
 
 
 class Runtime:
-    """A SuperNode's Runtime API, which hands out tasks.
+    """A SuperNode's Runtime API at ``host:port``, which hands out tasks.
 
-    Parameters
-    ----------
-    address : str
-        ``host:port``.
-    root_certificates : Path, optional
-        CA certificates that verify the API's certificate; without them the connection is not
-        encrypted.
-    secret : bytes
-        The SuperNode's SuperExec secret.
+    Without CA certificates to verify the API's certificate, the connection is not encrypted.
+    ``secret`` is the SuperNode's SuperExec secret.
     """
 
     def __init__(self, address: str, *, root_certificates: Path | None, secret: bytes) -> None:
         self._address, self._certificates = address, root_certificates
+        methods = {"/flwr.proto.Runtime/AcquireTask"}
         self._client = self._connect(
-            SuperExecAuthHttpInterceptor(
-                master_secret=secret, protected_methods={"/flwr.proto.Runtime/AcquireTask"}
-            )
+            SuperExecAuthHttpInterceptor(master_secret=secret, protected_methods=methods)
         )
 
     def is_open(self) -> bool:
@@ -130,8 +113,8 @@ class Runtime:
 
     def acquire(self) -> str | None:
         """Return the token of the next ClientApp task, or None if there is none."""
-        types = [TaskType.CLIENT_APP]
-        return self._client.AcquireTask(AcquireTaskRequest(supported_task_types=types)).token
+        request = AcquireTaskRequest(supported_task_types=[TaskType.CLIENT_APP])
+        return self._client.AcquireTask(request).token
 
     def task(self, token: str) -> RuntimeTask:
         """Return the task to which a token belongs."""
@@ -164,19 +147,20 @@ class RuntimeTask:
     @contextmanager
     def kept_alive(self) -> Iterator[None]:
         """Extend the wait regularly during the block."""
-        sender = HeartbeatSender(self._extend)
+
+        def extend() -> bool:
+            try:
+                self.is_alive()
+            except httpx.HTTPError:
+                return False  # the sender tries again
+            return True
+
+        sender = HeartbeatSender(extend)
         sender.start()
         try:
             yield
         finally:
             sender.stop()
-
-    def _extend(self) -> bool:
-        try:
-            self.is_alive()
-        except httpx.HTTPError:
-            return False  # the sender tries again
-        return True
 
     def pull(self) -> RuntimeRequest:
         """Return the task's message; this works once for a task."""
@@ -198,7 +182,6 @@ class RuntimeTask:
             message=message,
             context=context,
             run_id=run.run_id,
-            task_id=pulled.task_id,
             fab=pulled.fab.content,
             _input=pulled.SerializeToString(),
         )
@@ -221,24 +204,22 @@ class RuntimeTask:
                 ),
                 object_ids_to_push=set(pushed.objects_to_push),
             )
+        left = ProtoContext.FromString(context)
         self._client.PushTaskOutput(
-            PushTaskOutputRequest(
-                context=ProtoContext.FromString(context),
-                sub_status=SubStatus.COMPLETED,
-                details="",
-            )
+            PushTaskOutputRequest(context=left, sub_status=SubStatus.COMPLETED, details="")
         )
 
 
-def reply_bytes(request: RuntimeRequest, content: RecordDict) -> bytes:
+def reply_bytes(request: RuntimeRequest, body: RecordDict | Error) -> bytes:
     """Return a reply as bytes. Its metadata depend on the request and the present time alone."""
-    return _with_id(Message(content, reply_to=request.message))
+    message = Message(body, reply_to=request.message)
+    message.metadata.__dict__["_message_id"] = message.object_id
+    return bytes(message_to_proto(message).SerializeToString())
 
 
-def refusal_bytes(request: RuntimeRequest, reason: str) -> bytes:
-    """Return an error reply as bytes. ``reason`` must not depend on the site's data."""
-    error = Error(ErrorCode.CLIENT_APP_RAISED_EXCEPTION, reason)
-    return _with_id(Message(error, reply_to=request.message))
+def refusal(reason: object) -> Error:
+    """Return the body of a refusal. ``reason`` must not depend on the site's data."""
+    return Error(ErrorCode.CLIENT_APP_RAISED_EXCEPTION, f"flower-ext guard: {reason}")
 
 
 def context_bytes(context: Context, state: RecordDict | None) -> bytes:
@@ -252,10 +233,7 @@ def context_bytes(context: Context, state: RecordDict | None) -> bytes:
 def read_answer(answer: bytes) -> tuple[RecordDict, RecordDict]:
     """Return the content and the state that an app's process wrote as bytes.
 
-    Raises
-    ------
-    Exception
-        The bytes have another format. Their writer may be hostile, so any error may occur.
+    The process may be hostile, so this may raise any error.
     """
     content, state = (ProtoRecordDict.FromString(part) for part in parts_of(answer))
     return recorddict_from_proto(content), recorddict_from_proto(state)
@@ -291,13 +269,7 @@ def only_arrays(content: RecordDict) -> tuple[str, ArrayRecord] | None:
 
 
 def parts_of(whole: bytes) -> list[bytes]:
-    """Take apart the byte strings that `joined` joined.
-
-    Raises
-    ------
-    InvalidValue, struct.error
-        The bytes do not have the form that `joined` gives them.
-    """
+    """Take apart the byte strings that `joined` joined; raise an error for any other bytes."""
     parts, start = [], 0
     while start < len(whole):
         (length,) = _LENGTH.unpack_from(whole, start)
@@ -306,11 +278,6 @@ def parts_of(whole: bytes) -> list[bytes]:
             raise InvalidValue("the last part is incomplete")
         parts.append(whole[start - length : start])
     return parts
-
-
-def _with_id(message: Message) -> bytes:
-    message.metadata.__dict__["_message_id"] = message.object_id
-    return bytes(message_to_proto(message).SerializeToString())
 
 
 def _become(task_id: int, run_id: int, node_id: int) -> None:

@@ -20,11 +20,8 @@ from flower_ext.files import from_table, read_toml
 from flower_ext.privacy import Budget, FullParticipation, NeighboringRelation, Release
 from flower_ext.secure.aggregation import Identities
 
-UPDATE, CONTRIBUTION, CONSTANTS = (
-    "clipped-noised-update",
-    "secure-sum-contribution",
-    "constants",
-)
+UPDATE, CONTRIBUTION = "clipped-noised-update", "secure-sum-contribution"
+CONSTANTS = "constants"
 TRAIN = "train"
 """Type of the messages that ask for training; only these may ask for a contribution to a sum."""
 ANY = "any"
@@ -37,32 +34,23 @@ class Refused(Exception):
 
 @dataclass(frozen=True, kw_only=True)
 class MessagePolicy:
-    """Rules for the replies to one type of message.
-
-    Parameters
-    ----------
-    release : {"clipped-noised-update", "secure-sum-contribution", "constants"}
-        Content of the reply. "clipped-noised-update": an update that the guard bounds and noises.
-        "secure-sum-contribution": an update that the guard bounds, noises and also masks, so that
-        only a sum over sites becomes known. "constants": only the ``constants``; no app runs.
-    clipping_norm : float
-        Largest L2 norm of the update, over all its arrays together. For a contribution to a sum,
-        leave it out, because the server chooses this norm.
-    noise_multiplier : float
-        Standard deviation of the guard's noise, divided by the clipping norm. For a contribution,
-        it is the smallest multiplier that the server may ask for.
-    arrays : {"all"} or list of str
-        Arrays of the request that the app may update. The guard sends all other arrays, and those
-        that are not floating-point, as it received them.
-    constants : Mapping[str, int or float]
-        Public numbers for the reply's only MetricRecord. The app's own metrics never leave.
-    """
+    """Rules for the replies to one type of message."""
 
     release: str
+    """Content of the reply. "clipped-noised-update": an update that the guard bounds and noises.
+    "secure-sum-contribution": an update that the guard bounds, noises and also masks, so that only
+    a sum over sites becomes known. "constants": only the ``constants``; no app runs."""
     clipping_norm: float = 0.0
+    """Largest L2 norm of the update, over all its arrays together. For a contribution to a sum,
+    leave it out, because the server chooses this norm."""
     noise_multiplier: float = 0.0
+    """Standard deviation of the guard's noise, divided by the clipping norm. For a contribution, it
+    is the smallest multiplier that the server may ask for."""
     arrays: str | list[str] = "all"
+    """Arrays of the request that the app may update: "all", or names. The guard sends all other
+    arrays, and those that are not floating-point, as it received them."""
     constants: Mapping[str, int | float] = field(default_factory=dict)
+    """Public numbers for the reply's only MetricRecord. The app's own metrics never leave."""
 
     def __post_init__(self) -> None:
         require_one_of("release", self.release, [UPDATE, CONTRIBUTION, CONSTANTS])
@@ -92,15 +80,9 @@ class MessagePolicy:
         return self.arrays == "all" or name in self.arrays
 
     def spend(self, sites: int = 0) -> Release:
-        """Return the `Release` as which accounting counts one reply.
+        """Return the `Release` as which accounting counts one reply; the unit is the whole site.
 
-        The privacy unit is the whole site.
-
-        Parameters
-        ----------
-        sites : int
-            Number of sites whose noise is in each sum, from `GuardPolicy.noised_by`; 0 if the reply
-            goes to no sum.
+        ``sites`` is the number of sites whose noise is in each sum, from `GuardPolicy.noised_by`.
         """
         return Release(
             sampling=FullParticipation(1),
@@ -111,30 +93,18 @@ class MessagePolicy:
 
 @dataclass(frozen=True, kw_only=True)
 class SumPolicy:
-    """The signed sums in which a site takes part.
-
-    Parameters
-    ----------
-    identity_key, members : str
-        Files of this site's Ed25519 key, and of the public keys of all sites, as ``ssh-keygen -t
-        ed25519`` writes them.
-    colluders : int
-        Number of other sites that may collude with the server.
-    honest_answers : int
-        Least number of sites that do not collude, this site included, in every sum that becomes
-        known. A guarantee for the sums counts the noise of all these sites, so each of them must
-        demand at least the noise of this policy.
-
-    Raises
-    ------
-    InvalidValue
-        A number is out of range, or a file holds no keys.
-    """
+    """The signed sums in which a site takes part."""
 
     identity_key: str
+    """File of this site's Ed25519 key, as ``ssh-keygen -t ed25519`` writes it."""
     members: str
+    """File of the public keys of all sites."""
     colluders: int
+    """Number of other sites that may collude with the server."""
     honest_answers: int
+    """Least number of sites that do not collude, this site included, in every sum that becomes
+    known. A guarantee for the sums counts the noise of all these sites, so each of them must demand
+    at least the noise of this policy."""
 
     def __post_init__(self) -> None:
         require_count("colluders", self.colluders)
@@ -154,52 +124,36 @@ class SumPolicy:
 
 @dataclass(frozen=True, kw_only=True)
 class GuardPolicy:
-    """Everything that a site permits. The guard refuses everything else.
-
-    Parameters
-    ----------
-    apps : {"any"} or list of str
-        SHA-256 of each permitted app, as ``sha256sum`` prints it for the file of ``flwr build``.
-    ledger : Path
-        File with the site's privacy account. The guard charges every reply to it before the reply
-        leaves.
-    budget : Budget
-        The most that all replies of the site may spend together.
-    messages : Mapping[str, MessagePolicy]
-        Permitted types of messages, such as "train".
-    sum : SumPolicy, optional
-        The secure sums in which the site takes part; needed for a "secure-sum-contribution".
-    timeout : float
-        Seconds after which the guard ends an app.
-    reply_after : float, optional
-        Seconds from the arrival of a message to its reply, however long the app takes. Without this
-        setting, the time of the reply shows how long the app ran.
-    answer_limit, scratch_limit : int
-        Largest number of bytes of an app's answer, and of all files that the app writes.
-    isolation : {"namespaces", "none"} or list of str
-        Isolation of the app's process. A list is the beginning of a command, such as the command
-        that starts a container; the guard adds the app's command to it.
-    readable : list of str
-        Files and folders with data that the app may read. Python's folders need not be listed.
-    environment : Mapping[str, str]
-        Environment variables of the app.
-    path : Path
-        The policy's file. The guard derives the names of its other files from this name.
-    """
+    """Everything that a site permits. The guard refuses everything else."""
 
     apps: str | list[str]
+    """Either "any", or the SHA-256 of each permitted app's FAB, as ``sha256sum`` prints it."""
     ledger: Path
+    """The site's privacy account. The guard charges every reply to it before the reply leaves."""
     budget: Budget
+    """The most that all replies of the site may spend together."""
     messages: Mapping[str, MessagePolicy]
+    """Permitted types of messages, such as "train"."""
     sum: SumPolicy | None = None
+    """The secure sums in which the site takes part; needed for a "secure-sum-contribution"."""
     timeout: float
+    """Seconds after which the guard ends an app."""
     reply_after: float | None = None
+    """Seconds from the arrival of a message to its reply, however long the app takes. Without this
+    setting, the time of the reply shows how long the app ran."""
     answer_limit: int = 1 << 30
+    """Largest number of bytes of an app's answer."""
     scratch_limit: int = 1 << 30
+    """Largest number of bytes of all files that the app writes."""
     isolation: str | list[str] = NAMESPACES
+    """Isolation of the app's process: "namespaces" or "none". A list is the beginning of a command,
+    such as the command that starts a container; the guard adds the app's command to it."""
     readable: list[str] = field(default_factory=list)
+    """Files and folders with data that the app may read. Python's folders need not be listed."""
     environment: Mapping[str, str] = field(default_factory=dict)
+    """Environment variables of the app."""
     path: Path
+    """The policy's file. The guard derives the names of its other files from this name."""
 
     def __post_init__(self) -> None:
         require_positive("timeout", self.timeout)
@@ -224,33 +178,18 @@ class GuardPolicy:
                 )
 
     def check_app(self, digest: str) -> None:
-        """Refuse an app that the policy does not list.
-
-        Raises
-        ------
-        Refused
-            The text names the app's SHA-256.
-        """
+        """Refuse an app that the policy does not list; the text names its SHA-256."""
         if self.apps != ANY and digest not in self.apps:
             raise Refused(f"this site does not permit the app {digest}")
 
     def of(self, message_type: str) -> MessagePolicy:
-        """Return the rules for the replies to messages of a type.
-
-        Raises
-        ------
-        Refused
-            The policy does not list the type of message.
-        """
+        """Return the rules for the replies to messages of a type; refuse unlisted types."""
         if message_type not in self.messages:
             raise Refused(f"this site does not answer messages of the type {message_type!r}")
         return self.messages[message_type]
 
     def noised_by(self, rule: MessagePolicy) -> int:
-        """Return the number of sites whose noise is in each sum to which replies go.
-
-        Return 0 if the rule's replies go to no sum.
-        """
+        """Return the number of sites whose noise is in each sum to which replies go; 0 if none."""
         if rule.release != CONTRIBUTION:
             return 0
         assert self.sum is not None
@@ -258,12 +197,9 @@ class GuardPolicy:
 
 
 def read_policy(path: Path) -> GuardPolicy:
-    """Read a policy from a TOML file. In the file, names have hyphens in place of underscores.
+    """Read a policy from a TOML file, whose names have hyphens in place of underscores.
 
-    Raises
-    ------
-    InvalidValue
-        The message names the file, the field and the values allowed.
+    An error names the file, the field and the values allowed.
     """
     values, path = read_toml(path), path.absolute()
     try:

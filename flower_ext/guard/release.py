@@ -27,13 +27,7 @@ from flower_ext.privacy.mechanisms.updates import NonFiniteUpdate, check_like
 
 
 def requested_arrays(record: ArrayRecord | None, policy: MessagePolicy) -> Arrays:
-    """Return the arrays of a request.
-
-    Raises
-    ------
-    Refused
-        The request has no arrays, or none that the policy lets an app update.
-    """
+    """Return the arrays of a request; refuse it if the policy lets an app update none of them."""
     if record is None:
         raise Refused("this site answers only messages with exactly one ArrayRecord")
     try:
@@ -85,10 +79,7 @@ def _updatable(request: Arrays, policy: MessagePolicy) -> Arrays:
 
 
 def _read(answer: ArrayRecord | None, request: Arrays) -> Arrays:
-    """Return the arrays of an answer.
-
-    Return no arrays if a name, shape or type differs from the request's.
-    """
+    """Return the arrays of an answer; none if a name, shape or type differs from the request's."""
     if answer is None:
         return {}
     try:

@@ -16,11 +16,10 @@ import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
-from typing import IO, Any, NoReturn
+from typing import Any, NoReturn
 
-from flwr.app import ArrayRecord, Message, MetricRecord, RecordDict
+from flwr.app import ArrayRecord, Error, Message, MetricRecord, RecordDict
 
 from flower_ext.federation.records import to_record
 from flower_ext.files import write_whole
@@ -34,7 +33,7 @@ from flower_ext.guard.flower_runtime import (
     only_arrays,
     parts_of,
     read_answer,
-    refusal_bytes,
+    refusal,
     reply_bytes,
 )
 from flower_ext.guard.policy import CONTRIBUTION, UPDATE, GuardPolicy, MessagePolicy, Refused
@@ -43,7 +42,6 @@ from flower_ext.privacy import (
     AdversaryView,
     BudgetExhausted,
     Guarantee,
-    NoiseSource,
     PrivacyUnit,
     SecureNoise,
 )
@@ -88,25 +86,13 @@ class Pending:
 class Guard:
     """A guard of one SuperNode.
 
-    Parameters
-    ----------
-    policy : GuardPolicy
-    runtime : Runtime
-    noise : NoiseSource
-    tell : Callable[[str], None]
-        Gets one line about each message. The line depends on no data.
+    ``tell`` gets one line about each message. The line depends on no data.
     """
 
     def __init__(
-        self,
-        policy: GuardPolicy,
-        runtime: Runtime,
-        *,
-        noise: NoiseSource | None = None,
-        tell: Callable[[str], None] = print,
+        self, policy: GuardPolicy, runtime: Runtime, *, tell: Callable[[str], None] = print
     ) -> None:
         self.policy, self.runtime, self.tell = policy, runtime, tell
-        self.noise = SecureNoise() if noise is None else noise
         self._pending = policy.path.with_suffix(".pending")
         self._log = policy.path.with_suffix(".app.log")
 
@@ -139,46 +125,36 @@ class Guard:
 
     def _reply_to(self, request: RuntimeRequest, token: str, started: float) -> Pending:
         """Run the app if the policy permits it, and return the reply."""
-        answer, sites = _AppAnswer(self.policy, self._log), 0
+        answer, sites = _AppAnswer(request, self.policy, self._log), 0
+        body: RecordDict | Error
         try:
             self.policy.check_app(hashlib.sha256(request.fab).hexdigest())
             rule = self.policy.of(request.message.metadata.message_type)
             if not request.message.has_content():
                 raise Refused("this site answers only messages with content")
             sites = self.policy.noised_by(rule)
-            content, new = self._content(request, rule, answer)
-            self._wait(answer, started)
-            message = reply_bytes(request, content)
-            self.tell(f"run {request.run_id}: {rule.release}")
+            body, new = self._content(request, rule, answer)
+            line = rule.release
         except Refused as error:
-            self._wait(answer, started)
-            message, new = refusal_bytes(request, f"flower-ext guard: {error}"), None
-            self.tell(f"run {request.run_id}: refused, {error}")
+            body, new, line = refusal(error), None, f"refused, {error}"
+        if answer.has_run and self.policy.reply_after is not None:
+            # In a sum, a message may be refused after the app has run, so a refusal waits as well.
+            time.sleep(max(0.0, started + self.policy.reply_after - time.monotonic()))
+        message = reply_bytes(request, body)
+        self.tell(f"run {request.run_id}: {line}")
         return Pending(
             token=token,
             charge=None if new is None else new.to_dict(),
             sites=sites,
-            refusal=refusal_bytes(request, f"flower-ext guard: {_SPENT}"),
+            refusal=reply_bytes(request, refusal(_SPENT)),
             message=message,
             context=context_bytes(request.context, answer.state),
         )
 
-    def _wait(self, answer: _AppAnswer, started: float) -> None:
-        """Wait until ``reply_after`` seconds have passed since the message arrived.
-
-        The reply's time then does not show how long the app ran. A refusal waits as well, because
-        in a sum, a message may be refused after the app has run.
-        """
-        if answer.has_run and self.policy.reply_after is not None:
-            time.sleep(max(0.0, started + self.policy.reply_after - time.monotonic()))
-
     def _content(
         self, request: RuntimeRequest, rule: MessagePolicy, answer: _AppAnswer
     ) -> tuple[RecordDict, Charge | None]:
-        """Run the app if the rule asks for it, and return the reply's content and its charge.
-
-        The charge is None if the content uses no data.
-        """
+        """Return the reply's content and its charge; None if the content uses no data."""
         content, new = RecordDict(), None
         if rule.release == CONTRIBUTION:
             # Its imports take seconds, and most guards need none of them.
@@ -186,13 +162,12 @@ class Guard:
 
             if asks_for_contribution(request.message):
                 new = self._affordable_charge(request, rule)
-            run_app = partial(answer.to, request)
-            content = answer_in_sum(request, self.policy, rule, run_app)
+            content = answer_in_sum(request, self.policy, rule, answer.to)
         elif rule.release == UPDATE:
             name, record = only_arrays(request.message.content) or ("", None)
             arrays = requested_arrays(record, rule)
             new = self._affordable_charge(request, rule)
-            leaving = released(arrays, answer.to(request, request.message), rule, self.noise)
+            leaving = released(arrays, answer.to(request.message), rule, SecureNoise())
             content = RecordDict({name: to_record(leaving)})
         if rule.constants:
             content[METRICS] = MetricRecord(dict(rule.constants))
@@ -232,10 +207,7 @@ class Guard:
         return new
 
     def _deliver(self) -> None:
-        """Charge and send the reply that is ready.
-
-        Do nothing if no reply is ready. If the SuperNode no longer waits for it, delete the reply.
-        """
+        """Charge and send the reply that is ready; drop it if the SuperNode no longer waits."""
         if not self._pending.exists():
             return
         pending = Pending.from_bytes(self._pending.read_bytes())
@@ -257,24 +229,23 @@ class Guard:
 
 
 class _AppAnswer:
-    """The answer of one app to one message.
+    """The answer of a request's app; ``state`` is the readable memory that the app left, if any."""
 
-    ``state`` is the memory that the app left; None if the app left none that can be read.
-    """
-
-    def __init__(self, policy: GuardPolicy, log: Path) -> None:
-        self._policy, self._log = policy, log
+    def __init__(self, request: RuntimeRequest, policy: GuardPolicy, log: Path) -> None:
+        self._request, self._policy, self._log = request, policy, log
         self.state: RecordDict | None = None
         self.has_run = False
 
-    def to(self, request: RuntimeRequest, message: Message) -> ArrayRecord | None:
-        """Run the app on ``message`` in place of the request's message, and return its arrays.
+    def to(self, message: Message) -> ArrayRecord | None:
+        """Run the app on ``message``, and return the only ArrayRecord of its answer.
 
         Return None if the app fails, or does not answer with exactly one ArrayRecord.
         """
         self.has_run = True
-        with _new_private_file(self._log) as log:
-            answer = answer_of(replace(request, message=message).to_bytes(), self._policy, log)
+        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC  # a log that only the site's user may read
+        with os.fdopen(os.open(self._log, flags, 0o600), "wb") as log:
+            request = replace(self._request, message=message)
+            answer = answer_of(request.to_bytes(), self._policy, log)
         if answer is None:
             return None
         try:
@@ -286,16 +257,10 @@ class _AppAnswer:
 
 
 def _claims(new: Charge, sites: int) -> list[Guarantee]:
-    """Return the guarantees of a run, whose latest charge is ``new``.
-
-    The first holds against an adversary who sees each reply. If the replies go to sums, a second
-    one holds against an adversary who sees only the sums.
-    """
+    """Return the guarantees of a run, whose latest charge is ``new``, against each view."""
     assert new.release is not None
-    alone = new.release
-    if sites:
-        share = new.release.noise_multiplier / math.sqrt(sites)
-        alone = replace(new.release, noise_multiplier=share)
+    share = new.release.noise_multiplier / math.sqrt(sites or 1)
+    alone = replace(new.release, noise_multiplier=share)
     loss = privacy_loss_of({alone: new.training}, delta=new.delta)
     claim = Guarantee(
         unit=new.unit,
@@ -322,9 +287,3 @@ def _claims(new: Charge, sites: int) -> list[Guarantee]:
         releases=((new.release, new.training),),
     )
     return [claim, in_sums]
-
-
-def _new_private_file(path: Path) -> IO[bytes]:
-    """Open an empty file that only the site's user may read."""
-    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
-    return os.fdopen(os.open(path, flags, 0o600), "wb")

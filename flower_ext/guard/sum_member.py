@@ -39,18 +39,9 @@ def answer_in_sum(
     rule: MessagePolicy,
     run_app: Callable[[Message], ArrayRecord | None],
 ) -> RecordDict:
-    """Answer a message of a masked sum.
+    """Answer a message of a masked sum, or refuse it with a text that depends on no data.
 
-    Parameters
-    ----------
-    run_app : Callable[[Message], ArrayRecord | None]
-        Returns an app's arrays; None if the app failed in any way.
-
-    Raises
-    ------
-    Refused
-        The policy does not permit the sum, or the noise that this site would add to it; or the
-        guard cannot read the message. The text depends on no data.
+    ``run_app`` returns None if the app failed in any way.
     """
 
     def train(message: Message, context: Context) -> Message:
@@ -58,21 +49,8 @@ def answer_in_sum(
             raise InvalidValue("the app did not answer with one ArrayRecord")
         return Message(RecordDict({records.MODEL: arrays}), reply_to=message)
 
-    try:
-        reply = _MOD(request.message, _context(request, policy, rule), train)
-    except Exception:  # the server's bytes, from which any error may come
-        raise Refused("this site cannot read the message") from None
-    if reply.has_error():
-        raise Refused(reply.error.reason)
-    return reply.content
-
-
-def _context(request: RuntimeRequest, policy: GuardPolicy, rule: MessagePolicy) -> Context:
-    """Return the context for `client_level_dp_mod`.
-
-    Nothing in it comes from the app or the server.
-    """
     assert policy.sum is not None
+    # Nothing in the context comes from the app or the server.
     node_config = {
         "require-secure-noise": True,
         "require-secure-sum": True,
@@ -82,7 +60,7 @@ def _context(request: RuntimeRequest, policy: GuardPolicy, rule: MessagePolicy) 
     }
     if (partition := request.context.node_config.get(PARTITION)) is not None:
         node_config[PARTITION] = partition
-    return Context(
+    context = Context(
         run_id=request.run_id,
         node_id=request.context.node_id,
         node_config=node_config,
@@ -90,3 +68,10 @@ def _context(request: RuntimeRequest, policy: GuardPolicy, rule: MessagePolicy) 
         run_config={},
         series_id=request.context.series_id,
     )
+    try:
+        reply = _MOD(request.message, context, train)
+    except Exception:  # the server's bytes, from which any error may come
+        raise Refused("this site cannot read the message") from None
+    if reply.has_error():
+        raise Refused(reply.error.reason)
+    return reply.content

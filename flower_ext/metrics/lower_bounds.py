@@ -28,17 +28,13 @@ from flower_ext.privacy import gaussian_loss
 HELD_OUT = 0.25
 """Share of the trials that choose the threshold."""
 
-RATES, GAUSSIAN = (
-    "rates (Clopper-Pearson)",
-    "Gaussian shift (valid for Gaussian mechanisms only)",
-)
+RATES, GAUSSIAN = "rates (Clopper-Pearson)", "Gaussian shift (valid for Gaussian mechanisms only)"
 
 _CANDIDATES = 500
 """Largest number of thresholds that are tried."""
 
 _ROOT = 1e-8
 """Relative error by which a root finder may overshoot; the bound subtracts it."""
-
 
 Scores = Sequence[float] | np.ndarray
 
@@ -144,23 +140,15 @@ def if_gaussian(without: Scores, present: Scores, terms: BoundTerms) -> LowerBou
 
 
 def upper_rate(count: int | np.ndarray, trials: int, failure: float) -> np.ndarray:
-    """Return an upper bound on a probability; it is too low with chance ``failure`` at most.
+    """Return Clopper and Pearson's upper bound on a probability.
 
-    This is Clopper and Pearson's upper bound.
+    It is too low with chance ``failure`` at most.
     """
     from scipy import special
 
     count = np.asarray(count)
     rate = special.betainccinv(count + 1, np.maximum(trials - count, 0.5), failure)
     return np.where(count >= trials, 1.0, rate)
-
-
-def lower_rate(count: int | np.ndarray, trials: int, failure: float) -> np.ndarray:
-    """Return a lower bound on a probability; it is too high with chance ``failure`` at most.
-
-    This is Clopper and Pearson's lower bound.
-    """
-    return 1.0 - upper_rate(trials - np.asarray(count), trials, failure)
 
 
 Pair = tuple[np.ndarray, np.ndarray]
@@ -182,10 +170,7 @@ def _proved(without: Scores, present: Scores, terms: BoundTerms, value: Value) -
 
 
 def _held_out(without: Scores, present: Scores) -> tuple[Pair, Pair]:
-    """Divide the trials of both worlds into two pairs (trials without the canary, with it).
-
-    The first pair chooses the threshold, the second tests it.
-    """
+    """Divide both worlds' trials into a pair that chooses the threshold, and one that tests it."""
     choosing, testing = [], []
     for name, scores in (("without", without), ("present", present)):
         trials = np.asarray(scores, dtype=np.float64)
@@ -231,4 +216,5 @@ def _rates(
         len(scores) - np.searchsorted(np.sort(scores), threshold, side="right")
         for scores in (zero, one)
     )
-    return upper_rate(false, len(zero), failure), lower_rate(true, len(one), failure)
+    missed = upper_rate(len(one) - true, len(one), failure)
+    return upper_rate(false, len(zero), failure), 1.0 - missed

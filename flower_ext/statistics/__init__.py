@@ -4,8 +4,15 @@ Begin with `JointStatistics`: several statistics that one noised sum releases to
 `ClientStatistics` or `UserStatistics` releases them.
 """
 
-from flower_ext.statistics.cells import Bins, Histogram, Quantiles, SurvivalCurve
-from flower_ext.statistics.moments import Count, Mean, Variance
+from flower_ext.statistics.kinds import (
+    Bins,
+    Count,
+    Histogram,
+    Mean,
+    Quantiles,
+    SurvivalCurve,
+    Variance,
+)
 from flower_ext.statistics.notation import read_statistics
 from flower_ext.statistics.release import (
     ClientStatistics,

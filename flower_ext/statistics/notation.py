@@ -18,16 +18,23 @@ Semicolons separate several statistics.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 
 from flower_ext.errors import InvalidValue
-from flower_ext.statistics.cells import Bins, Histogram, Quantiles, SurvivalCurve
-from flower_ext.statistics.moments import Count, Mean, Variance
+from flower_ext.statistics.kinds import (
+    Bins,
+    Count,
+    Histogram,
+    Mean,
+    Quantiles,
+    SurvivalCurve,
+    Variance,
+)
 from flower_ext.statistics.statistic import JointStatistics, Statistic
 
 
-def _bounds(text: str) -> tuple[float, float]:
-    lower, upper = text.split(":")
-    return float(lower), float(upper)
+def _mean(column: str, bounds: str, kind: type[Mean] = Mean) -> Statistic:
+    return kind(column, *map(float, bounds.split(":")))
 
 
 def _bins(column: str, text: str) -> Bins:
@@ -36,23 +43,22 @@ def _bins(column: str, text: str) -> Bins:
 
 
 def _quantiles(column: str, bounds: str, probabilities: str = "0.25,0.5,0.75") -> Statistic:
-    return Quantiles(column, *_bounds(bounds), tuple(map(float, probabilities.split(","))))
+    lower, upper = bounds.split(":")
+    numbers = tuple(map(float, probabilities.split(",")))
+    return Quantiles(column, float(lower), float(upper), numbers)
 
 
 _FORMS: Mapping[str, tuple[str, Callable[..., Statistic]]] = {
     "count": ("count", Count),
-    "mean": ("mean COLUMN LOWER:UPPER", lambda column, text: Mean(column, *_bounds(text))),
-    "variance": (
-        "variance COLUMN LOWER:UPPER",
-        lambda column, text: Variance(column, *_bounds(text)),
-    ),
+    "mean": ("mean COLUMN LOWER:UPPER", _mean),
+    "variance": ("variance COLUMN LOWER:UPPER", partial(_mean, kind=Variance)),
     "histogram": (
         "histogram COLUMN LOWER:UPPER:BINS",
-        lambda column, text: Histogram((_bins(column, text),)),
+        lambda column, text: Histogram(_bins(column, text)),
     ),
     "table": (
         "table COLUMN LOWER:UPPER:BINS COLUMN LOWER:UPPER:BINS",
-        lambda one, bins, other, others: Histogram((_bins(one, bins), _bins(other, others))),
+        lambda one, bins, other, others: Histogram(_bins(one, bins), _bins(other, others)),
     ),
     "quantiles": ("quantiles COLUMN LOWER:UPPER [PROBABILITY,…]", _quantiles),
     "survival": (
@@ -72,17 +78,17 @@ def read_statistics(text: str) -> JointStatistics:
     InvalidValue
         A statistic does not have one of the forms above; the message shows the expected form.
     """
-    return JointStatistics(tuple(_read(part) for part in text.split(";") if part.strip()))
-
-
-def _read(text: str) -> Statistic:
-    name, *words = text.split()
-    if name not in _FORMS:
-        raise InvalidValue(f"statistic {text.strip()!r}: expected one of {', '.join(_FORMS)}")
-    form, make = _FORMS[name]
-    try:
-        return make(*words)
-    except InvalidValue as error:
-        raise InvalidValue(f"statistic {text.strip()!r}: {error}") from None
-    except (TypeError, ValueError):
-        raise InvalidValue(f"statistic {text.strip()!r}: expected {form}") from None
+    statistics = []
+    for part in filter(str.strip, text.split(";")):
+        name, *words = part.split()
+        wrong = f"statistic {part.strip()!r}"
+        if name not in _FORMS:
+            raise InvalidValue(f"{wrong}: expected one of {', '.join(_FORMS)}")
+        form, make = _FORMS[name]
+        try:
+            statistics.append(make(*words))
+        except InvalidValue as error:
+            raise InvalidValue(f"{wrong}: {error}") from None
+        except (TypeError, ValueError):
+            raise InvalidValue(f"{wrong}: expected {form}") from None
+    return JointStatistics(tuple(statistics))

@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from flower_ext.algorithms.uldp.averaging import UldpAvg, users_of_round
 from flower_ext.algorithms.uldp.weights import answer_server
@@ -214,9 +214,7 @@ def estimates(
     rng : numpy.random.Generator
         Draws noise again to find standard errors; see `Statistic.estimates`.
     """
-    released = model[RELEASED]
-    mean = released.numpy() if isinstance(released, Tensor) else np.asarray(released)
-    mechanism = method.mechanism(plan)
+    mean, mechanism = np.asarray(model[RELEASED]), method.mechanism(plan)
     units = mechanism.sampling.population
     stddev = units * method.mean_noise(mechanism)
     return joint.estimates(units * mean.astype(np.float64), stddev, rng)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+import numpy as np
 
 from flower_ext.files import write_rows, write_whole
 from flower_ext.privacy import PrivacyPlan, seeded_generator
@@ -13,14 +14,11 @@ from flower_ext.runs import RunDirectory
 from flower_ext.runs.callbacks import Callback
 from flower_ext.runs.figures import COLOURS, canvas, save_figure
 from flower_ext.runs.page import write_page
-from flower_ext.statistics.cells import Histogram, SurvivalCurve
-from flower_ext.statistics.moments import Variance
+from flower_ext.statistics.kinds import Histogram, SurvivalCurve, Variance
 from flower_ext.statistics.release import estimates
 from flower_ext.statistics.statistic import Estimate, JointStatistics, Statistic
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-
     from flower_ext.federation import Method
 
 HEADER = ("statistic", "name", "estimate", "standard error", "lower", "upper")
@@ -58,53 +56,40 @@ class StatisticsFiles(Callback):
             plan=self._plan,
             rng=seeded_generator(0, "standard errors"),  # draws no noise that protects anybody
         )
-        write_statistics(run, results)
-
-
-def write_statistics(run: RunDirectory, results: Mapping[Statistic, list[Estimate]]) -> Path:
-    """Write the estimates of a run as a table, figures and a page; return the page's path."""
-    rows = [
-        (statistic.title, each.name, each.value, each.standard_error, each.lower, each.upper)
-        for statistic, released in results.items()
-        for each in released
-    ]
-    write_rows(run.path / TABLE, HEADER, rows)
-    if scales := _scales(results):
-        content = f'title = "Centres and deviations"\n\n[settings]\nstandardise = "{scales}"\n'
-        write_whole(run.path / STANDARDISE, content.encode())
-    figures = {}
-    for number, (statistic, released) in enumerate(results.items(), 1):
-        is_bars = isinstance(statistic, Histogram) and len(statistic.axes) == 1
-        if is_bars or isinstance(statistic, SurvivalCurve):
-            name = f"statistic-{number}"
-            _draw(run.path / "figures", name, statistic, released)
-            figures[f"{name}.svg"] = statistic.title
-    return write_page(
-        run.path,
-        "statistics",
-        title="Statistics",
-        results={
-            statistic.title: [(each.name, *_shown(each)) for each in released]
+        rows = [
+            (statistic.title, each.name, each.value, each.standard_error, each.lower, each.upper)
             for statistic, released in results.items()
-        },
-        figures=figures,
-        guarantees=[each for each in run.guarantees() if each.basis == "provable"],
-    )
-
-
-def _scales(results: Mapping[Statistic, list[Estimate]]) -> str:
-    """Return the means and standard deviations of columns, as text for the setting ``standardise``.
-
-    Columns without an estimated variance above 0 are left out.
-    """
-    scales = [
-        f"{statistic.column} {mean.value:.6g} {math.sqrt(variance.value):.6g}"
-        for statistic, released in results.items()
-        if isinstance(statistic, Variance)
-        for _, mean, variance in [released]
-        if variance.value > 0
-    ]
-    return "; ".join(scales)
+            for each in released
+        ]
+        write_rows(run.path / TABLE, HEADER, rows)
+        scales = []
+        for statistic, released in results.items():
+            if isinstance(statistic, Variance) and released[-1].value > 0:
+                _, mean, variance = released
+                deviation = math.sqrt(variance.value)
+                scales.append(f"{statistic.column} {mean.value:.6g} {deviation:.6g}")
+        if scales:
+            setting = f'[settings]\nstandardise = "{"; ".join(scales)}"\n'
+            content = f'title = "Centres and deviations"\n\n{setting}'
+            write_whole(run.path / STANDARDISE, content.encode())
+        figures = {}
+        for number, (statistic, released) in enumerate(results.items(), 1):
+            is_bars = isinstance(statistic, Histogram) and len(statistic.axes) == 1
+            if is_bars or isinstance(statistic, SurvivalCurve):
+                name = f"statistic-{number}"
+                _draw(run.path / "figures", name, statistic, released)
+                figures[f"{name}.svg"] = statistic.title
+        write_page(
+            run.path,
+            "statistics",
+            title="Statistics",
+            results={
+                statistic.title: [(each.name, *_shown(each)) for each in released]
+                for statistic, released in results.items()
+            },
+            figures=figures,
+            guarantees=[each for each in run.guarantees() if each.basis == "provable"],
+        )
 
 
 def _shown(estimate: Estimate) -> tuple[str, str, str]:
@@ -123,37 +108,25 @@ def _shown(estimate: Estimate) -> tuple[str, str, str]:
 
 
 def _draw(folder: Path, name: str, statistic: Statistic, released: list[Estimate]) -> None:
+    """Draw a histogram as bars, or a survival curve as steps, with 95 % intervals."""
+    rows = [(each.name, each.value, each.lower, each.upper) for each in released]
+    names, *numbers = zip(*rows, strict=True)
     is_curve = isinstance(statistic, SurvivalCurve)
-    axis = statistic.columns[0]
-    figure, axes = canvas(statistic.title, axis, "share of people" if is_curve else "people")
+    axis = "share of people" if is_curve else "people"
+    figure, axes = canvas(statistic.title, statistic.columns[0], axis)
     if isinstance(statistic, SurvivalCurve):
-        _draw_curve(axes, statistic, released)
+        times = statistic.times.edges
+        values, lower, upper = (
+            np.insert(np.clip(np.nan_to_num(shares), 0, 1), 0, 1.0) for shares in numbers
+        )
+        axes.fill_between(times, lower, upper, step="post", alpha=0.25, color=COLOURS[0])
+        axes.step(times, values, where="post", color=COLOURS[0])
+        axes.set_ylim(0, 1.02)
     else:
-        places = range(len(released))
-        axes.bar(places, [each.value for each in released], color=COLOURS[0])
-        half = [(each.upper - each.lower) / 2 for each in released]
-        axes.errorbar(places, [each.value for each in released], half, fmt="none", ecolor="black")
-        axes.set_xticks(list(places), [each.name for each in released], rotation=30, ha="right")
+        places, (values, lower, upper) = range(len(released)), np.array(numbers)
+        axes.bar(places, values, color=COLOURS[0])
+        axes.errorbar(places, values, (upper - lower) / 2, fmt="none", ecolor="black")
+        axes.set_xticks(list(places), names, rotation=30, ha="right")
         axes.tick_params(axis="x", labelsize=7)
         figure.set_layout_engine("constrained")  # makes room for the names of bins
-    rows = [(each.name, each.value, each.lower, each.upper) for each in released]
     save_figure(figure, folder, name, ("name", "estimate", "lower", "upper"), rows)
-
-
-def _draw_curve(axes: Axes, curve: SurvivalCurve, released: list[Estimate]) -> None:
-    """Draw the survival curve as steps, with its 95 % intervals."""
-    times = [curve.times.lower, *curve.times.edges[1:].tolist()]
-
-    def from_one(values: list[float]) -> list[float]:
-        return [1.0, *(min(1.0, max(0.0, value)) for value in values)]
-
-    axes.fill_between(
-        times,
-        from_one([each.lower for each in released]),
-        from_one([each.upper for each in released]),
-        step="post",
-        alpha=0.25,
-        color=COLOURS[0],
-    )
-    axes.step(times, from_one([each.value for each in released]), where="post", color=COLOURS[0])
-    axes.set_ylim(0, 1.02)

@@ -57,27 +57,27 @@ class Estimate:
 
 
 class Statistic(ABC):
-    """A statistic of the people in all silos together; subclasses are frozen dataclasses."""
+    """A statistic of the people in all silos together.
 
-    @property
-    @abstractmethod
-    def title(self) -> str:
-        """The statistic in words, with its bounds."""
+    Parameters
+    ----------
+    title : str
+        The statistic in words, with its bounds.
+    columns : Sequence[str]
+        Names of the columns that the statistic reads.
+    names : Sequence[str]
+        Names of the estimates.
+    size : int
+        Number of elements of a record's vector.
+    norm : float
+        Largest L2 norm of a record's vector.
+    """
 
-    @property
-    @abstractmethod
-    def columns(self) -> Sequence[str]:
-        """Names of the columns that the statistic reads."""
-
-    @property
-    @abstractmethod
-    def size(self) -> int:
-        """Number of elements of a record's vector."""
-
-    @property
-    @abstractmethod
-    def norm(self) -> float:
-        """Largest L2 norm of a record's vector."""
+    def __init__(
+        self, title: str, *, columns: Sequence[str], names: Sequence[str], size: int, norm: float
+    ) -> None:
+        self.title, self.columns, self.names = title, columns, names
+        self.size, self.norm = size, norm
 
     @abstractmethod
     def vectors(self, columns: Columns) -> NDArray[np.float64]:
@@ -85,11 +85,6 @@ class Statistic(ABC):
 
         A value may be anything, NaN included, and changes the row of its record only.
         """
-
-    @property
-    @abstractmethod
-    def names(self) -> Sequence[str]:
-        """Names of the estimates."""
 
     @abstractmethod
     def estimate(self, totals: NDArray[np.float64]) -> NDArray[np.float64]:
@@ -101,16 +96,10 @@ class Statistic(ABC):
     def estimates(
         self, total: NDArray[np.float64], stddev: float, rng: np.random.Generator
     ) -> list[Estimate]:
-        """Return the estimates from the noised total, with standard errors and intervals.
+        """Return the estimates, with standard errors and intervals, from a noised total (size,).
 
-        Parameters
-        ----------
-        total : ndarray
-            The noised sum over all units, of shape (size,).
-        stddev : float
-            Standard deviation of the noise in each element.
-        rng : numpy.random.Generator
-            Draws noise again to see how far the estimates move.
+        ``stddev`` is the standard deviation of the noise in each element. ``rng`` draws noise again
+        to see how far the estimates move.
         """
         values = self.estimate(total[np.newaxis])[0]
         moved_totals = total + stddev * rng.standard_normal((DRAWS, self.size))
@@ -135,16 +124,9 @@ class Statistic(ABC):
     ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
         """Return the lower and the upper ends of the estimates' 95 % intervals.
 
-        The default is an interval for normally distributed errors.
-
-        Parameters
-        ----------
-        total : ndarray
-            The noised sum, of shape (size,).
-        moved_totals : ndarray
-            The sum with new noise added many times, of shape (draws, size).
-        values, errors : ndarray
-            The estimates and their standard errors.
+        By default, errors are normally distributed. ``moved_totals``, of shape (draws, size), is
+        the noised ``total`` with new noise. ``values`` and ``errors`` are the estimates and their
+        standard errors.
         """
         half = NORMAL_QUANTILE * errors
         return values - half, values + half
@@ -171,13 +153,10 @@ class JointStatistics:
         return sum(statistic.size for statistic in self.statistics)
 
     def require_columns(self, examples: Examples) -> None:
-        """Raise an error if the examples lack a column of a statistic, even if there are no rows.
+        """Refuse examples that lack a column of a statistic, even if there are no rows.
 
-        Raises
-        ------
-        InvalidValue
-            The message names the missing columns. The server may see it, because it depends on
-            which columns the table has, and on no record.
+        The server may see the error, because it depends on which columns the table has, and on no
+        record.
         """
         columns = columns_of(examples)
         for statistic in self.statistics:

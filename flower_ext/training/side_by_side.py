@@ -22,7 +22,6 @@ from flower_ext.training.task import Task
 
 T = TypeVar("T")
 R = TypeVar("R")
-Work = TypeVar("Work", bound=Job)
 
 
 def check_whole(params: Mapping[str, torch.Tensor], task: Task) -> None:
@@ -101,19 +100,6 @@ class Training:
         """Key of this training's batch: trainings with equal keys run together."""
         names = frozenset(filter(self.trained, self.job.params))
         return self.solve, names, self.job.noise is None
-
-
-def one_by_one(
-    solve: Callable[[Task, Work, Callable[[str], bool]], R],
-) -> Callable[..., Iterator[R]]:
-    """Turn a function for one job into a ``solve`` for `Training`, which runs jobs one by one."""
-
-    def solve_each(
-        task: Task, jobs: Sequence[Work], *, trained: Callable[[str], bool], memory_limit: int
-    ) -> Iterator[R]:
-        return (solve(task, job, trained) for job in jobs)
-
-    return solve_each
 
 
 Steps = Generator[Training, Any, T]

@@ -11,7 +11,6 @@ from flower_ext.algorithms.pfedme import PFedMe, local_update
 from flower_ext.data import ClientData, Examples
 from flower_ext.federation import ClientWork
 from flower_ext.federation.client.node import NodePolicy
-from flower_ext.federation.client.requests import ClientRequest
 from flower_ext.training import Linear, LocalTraining, Task
 from flower_ext.training.side_by_side import side_by_side
 from tests.support.jobs import batches
@@ -53,11 +52,9 @@ def client_work(task, client, method, *, size, dtype=torch.float32, terms=()):
         task=task,
         data=ClientData(train=examples, test=examples),
         policy=NodePolicy(Context(1, 1, {}, RecordDict(), {}), allow_seeded_noise=False),
-        request=ClientRequest(
-            model=task.initial_params(0),
-            training=method.training,
-            settings={"attraction": method.attraction},
-        ),
+        received=task.initial_params(0),
+        training=method.training,
+        settings={"attraction": method.attraction},
         generator=generator,
         terms=terms,
     )

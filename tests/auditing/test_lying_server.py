@@ -107,16 +107,12 @@ def experiment_of(silos, dropouts, rate, noise):
 
 def opened_sums(experiment, world, trials):
     """Return the opened sums' coordinate along the canary, all their others, and a strategy."""
-    along, beside, strategies = [], [], []
-
-    def take(seen, strategy):
+    along, beside = [], []
+    for seen, strategy in observe(experiment, world, trials=trials):
         cell, (total,) = strategy.run.mechanism.cell, seen.sums
         along.append((total["weight"][0, 0] + total["bias"][0]) / math.sqrt(2) * cell)
         beside.append(total["weight"][0, 1:] * cell)
-        strategies.append(strategy)
-
-    observe(experiment, world, take, trials=trials)
-    return np.array(along), np.concatenate(beside), strategies[-1]
+    return np.array(along), np.concatenate(beside), strategy
 
 
 def most_noise(without, present, beside):

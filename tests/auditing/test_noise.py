@@ -152,9 +152,7 @@ def seen(name, runs=RUNS):
         score=lambda seen, view: 0.0,
         rounds=ROUNDS,
     )
-    found = []
-    observe(experiment, world, lambda one, _: found.append(one), trials=runs)
-    return found
+    return [one for one, _ in observe(experiment, world, trials=runs)]
 
 
 def uploads_in(observations, whole):

@@ -14,7 +14,7 @@ from flower_ext.algorithms.uldp import UldpAvg, UldpSgd, silo_training
 from flower_ext.auditing import Experiment, World, audit, observe, projected
 from flower_ext.data import ClientData, Examples, SiloData
 from flower_ext.federation import FederatedStrategy
-from flower_ext.federation.client import client_method, protecting, running
+from flower_ext.federation.client import client_method, upload
 from flower_ext.privacy import (
     AdversaryView,
     ClippedSteps,
@@ -278,8 +278,7 @@ def test_a_client_whose_training_fails_is_not_found(setup, kind):
 def test_a_client_whose_error_takes_the_place_of_its_upload_is_found(setup, kind, monkeypatch):
     monkeypatch.setattr(Protection, "hides_failures", False)
     monkeypatch.setattr(OutputPerturbation, "hides_missing_data", False)
-    for module in (protecting, running):
-        monkeypatch.setattr(module, "log_hidden", _raised)
+    monkeypatch.setattr(upload, "log_hidden", _raised)
     experiment = with_a_client_that_fails(setup, kind)
     found = audit(experiment, trials=FAULTY, confidence=OF_A_FAULT)
     assert found.broken, found.to_dict()
@@ -348,13 +347,10 @@ def one_diverged_client():
 
     sums = []
     known = experiment(1e-5, {})
-
-    def note(seen, _):
+    for each in (known.without, known.present):
+        ((seen, _),) = observe(known, each, trials=1)
         others = [upload for partition, upload in seen.uploads[0].items() if partition]
         sums.append({name: sum(upload[name] for upload in others) for name in others[0]})
-
-    for each in (known.without, known.present):
-        observe(known, each, note, trials=1)
     return experiment(1.0, {name: sums[1][name] - sums[0][name] for name in sums[0]})
 
 

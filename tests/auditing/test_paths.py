@@ -46,7 +46,7 @@ from flower_ext.federation import (
 )
 from flower_ext.federation.engines import workers
 from flower_ext.federation.records import Update, UploadReply
-from flower_ext.federation.sums import masked, plain, weighted_silo
+from flower_ext.federation.sums import masked, summation, weighted_silo
 from flower_ext.federation.sums.summation import Summation
 from flower_ext.federation.sums.weighted import WeightedSum
 from flower_ext.privacy import (
@@ -409,7 +409,7 @@ PATHS = {
             records_of=lambda client: 5 if client == LAST else 1,
             factor=(CLIENTS + 4) / 5,
         ),
-        through=(ADDED, (plain, "as_float64"), (plain, "divided")),
+        through=(ADDED, (summation, "as_float64"), (summation, "divided")),
         bound=math.inf,
     ),
     "arrays, whole models": Path(
@@ -418,15 +418,17 @@ PATHS = {
     ),
     # Several processes, which share the clients.
     "workers, the server clips": Path(
-        run=partial(sent, grid=Lossy, workers=2), through=(CLIPPED, (workers, "_reply"))
+        run=partial(sent, grid=Lossy, workers=2),
+        through=(CLIPPED, (workers.Workers, "_replies_of")),
     ),
     "workers, the clients clip": Path(
-        run=partial(sent, plan=BY_CLIENTS, workers=2), through=(ADDED, (workers, "_reply"))
+        run=partial(sent, plan=BY_CLIENTS, workers=2),
+        through=(ADDED, (workers.Workers, "_replies_of")),
     ),
     # Messages, as Ray and SuperNodes send them.
     "messages, the server clips": Path(
         run=partial(sent, grid=Messages),
-        through=(CLIPPED, (plain.PlainSum, "open"), (Update, "content")),
+        through=(CLIPPED, (summation.PlainSum, "open"), (Update, "content")),
     ),
     "messages, the clients clip": Path(
         run=partial(sent, plan=BY_CLIENTS, grid=Messages),

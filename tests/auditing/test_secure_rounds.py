@@ -10,9 +10,7 @@ from tests.support import planted_faults as faults
 
 
 def seen(experiment, trials=3):
-    found = []
-    observe(experiment, experiment.present, lambda *one: found.append(one), trials=trials)
-    return found
+    return list(observe(experiment, experiment.present, trials=trials))
 
 
 def test_the_server_computes_the_sum_that_it_releases_and_reads_no_upload():

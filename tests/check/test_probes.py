@@ -1,8 +1,8 @@
 import numpy as np
 import pytest
 
-from flower_ext.check.forks import in_fork
-from flower_ext.check.probes import spread
+from flower_ext.check.measured import spread
+from flower_ext.check.probes import in_fork
 from flower_ext.check.vectors import direction, vector
 
 

@@ -21,7 +21,7 @@ from flower_ext.federation import (
     records,
 )
 from flower_ext.federation.client.node import NodePolicy
-from flower_ext.federation.client.protecting import contribution_of, protected
+from flower_ext.federation.client.upload import contribution_of, protected
 from flower_ext.federation.protection import Unprotected, check_entries, from_entries, to_entries
 from flower_ext.privacy import (
     ClippedSteps,

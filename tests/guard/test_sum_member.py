@@ -202,11 +202,12 @@ def test_a_site_whose_guard_died_after_masking_answers_no_second_time(sites, mon
     grid = sites()
     real, masked = service.reply_bytes, []
 
-    def dying(request, content):
+    def dying(request, body):
+        content = body if isinstance(body, RecordDict) else {}
         if list(content.get(records.UPDATE, ())) == ["message"] and not masked:
             masked.append(request.message)
             raise KeyboardInterrupt
-        return real(request, content)
+        return real(request, body)
 
     monkeypatch.setattr(service, "reply_bytes", dying)
     with pytest.raises(KeyboardInterrupt):

@@ -10,8 +10,7 @@ from typing import Any
 
 from flower_ext.check.app_folder import unpacked
 from flower_ext.check.child import NotChecked, checked, import_slow_modules
-from flower_ext.check.forks import in_fork
-from flower_ext.check.probes import ProbeRequest
+from flower_ext.check.probes import ProbeRequest, in_fork
 from flower_ext.files import read_toml
 from tests.support.check_apps import CLIENTS
 

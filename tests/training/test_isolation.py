@@ -11,7 +11,7 @@ from flwr.app import ArrayRecord
 from flower_ext.algorithms import DPFedAvg
 from flower_ext.data import ClientData, Examples
 from flower_ext.federation import FederatedStrategy, FederationNotReady, InProcessGrid
-from flower_ext.federation.client import preparing, running
+from flower_ext.federation.client import preparing, upload
 from flower_ext.privacy import FullParticipation, ReleasePlan
 from flower_ext.training import LocalTraining, Task
 from flower_ext.training.isolation import ClientCrashed, _settings, isolated
@@ -111,7 +111,7 @@ def test_settings_that_a_client_leaves_move_the_sum_by_one_norm_at_most(name):
 
 
 def test_the_sum_shows_a_client_that_is_not_isolated(monkeypatch):
-    monkeypatch.setattr(running, "isolated", nullcontext)
+    monkeypatch.setattr(upload, "isolated", nullcontext)
     monkeypatch.setattr(preparing, "isolated", nullcontext)
     monkeypatch.setattr("flower_ext.training.side_by_side.isolated", nullcontext)
     monkeypatch.setattr("flower_ext.training.isolation.isolated", nullcontext)

@@ -4,31 +4,93 @@ A method supplies two functions (`ClientMethod`), written for one client. `work_
 input from a message. `upload_of` runs them, bounds their results and adds noise before anything
 leaves the client, so no method can forget one of these steps. The memory that a method returns
 cannot reach a reply.
+
+The app can answer for many clients at a time, and then trains them in batches: for a cohort in the
+server's process (`engines.in_process`), or on a node for all clients whose messages a `VirtualGrid`
+packed into one message. Each client has its own partition, state, noise and errors, as if it were
+alone on its node.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from copy import deepcopy
+from functools import partial
 
-from flwr.app import Context, Message, RecordDict
+from flwr.app import Context, Error, Message, RecordDict
+from flwr.clientapp import ClientApp
 
-from flower_ext.federation import records
-from flower_ext.federation.client.answering import answer_question
+from flower_ext.errors import InvalidValue
+from flower_ext.federation import _flower_private as private
 from flower_ext.federation.client.client_method import ClientMethod
 from flower_ext.federation.client.client_side import ClientSide
-from flower_ext.federation.client.cohort_app import Answer, CohortApp
+from flower_ext.federation.failures import CLIENT_APP_RAISED, REASON_WITHHELD, failed
+from flower_ext.federation.packing import answer_packed, is_packed
+from flower_ext.federation.records import Update, UploadReply
 from flower_ext.federation.roster import IDENTITY, identity
 from flower_ext.privacy import SecureScores
 from flower_ext.privacy.queries.vector_query import VectorQuery
-from flower_ext.training import Task
+from flower_ext.training import MEMORY_LIMIT, Task
+from flower_ext.training.isolation import isolated
+
+Answer = RecordDict | Update | Exception
+"""One client's answer in a list of several clients' answers."""
 
 
-class MethodsApp(CohortApp):
-    """A ClientApp for several methods; ``sides`` maps a method's name to its client side."""
+class CohortApp(ClientApp):
+    """A ClientApp that can also answer for several clients of this process at a time.
+
+    ``cohort_answers`` maps a type of messages to the function that answers for several clients, and
+    ``sides`` a method's name to its client side.
+    """
 
     def __init__(self) -> None:
         super().__init__()
+        self.cohort_answers: dict[str, Callable[..., Sequence[Answer]]] = {}
         self.sides: dict[str, ClientSide] = {}
+
+    def __call__(self, message: Message, context: Context) -> Message:
+        """Answer a message for one client, or a packed message of a `VirtualGrid` for several.
+
+        If a client raises an error, the reply is an error reply of `failed`, whose text reveals
+        nothing about the client's data.
+        """
+        if is_packed(message):
+            answer = partial(answer_packed, answer=partial(answer_all, self))
+            return _answered(self, message, context, answer)
+        return _answered(self, message, context, self._answer_alone)
+
+    def _answer_alone(self, message: Message, context: Context) -> Message:
+        kind = message.metadata.message_type
+        if not private.answers(self, kind):
+            raise InvalidValue.tellable(
+                f"this ClientApp does not answer messages of type {kind!r}: build it by "
+                "client_app with the method that the server runs"
+            )
+        return super().__call__(message, context)
+
+    def answer(
+        self, messages: Sequence[Message], contexts: Sequence[Context], *, memory_limit: int
+    ) -> list[Message]:
+        """Return replies in the order of ``messages``, which are all of one known type."""
+        before = [context.state.copy() if context.state else RecordDict() for context in contexts]
+        answer = self.cohort_answers[messages[0].metadata.message_type]
+        contents: Sequence[Answer]
+        try:
+            with isolated():
+                contents = answer(messages, contexts, memory_limit=memory_limit)
+        except Exception as error:  # an error in an object that clients share, such as the task
+            contents = [error] * len(messages)
+        replies = []
+        for message, context, state, content in zip(
+            messages, contexts, before, contents, strict=True
+        ):
+            if isinstance(content, Exception):
+                context.state = state
+                replies.append(failed(self, message, context, content))
+            else:
+                replies.append(reply_of(message, content))
+        return replies
 
 
 def client_app(
@@ -36,7 +98,7 @@ def client_app(
     task: Task | Callable[[Context], Task],
     allow_seeded_noise: bool = False,
     queries: Sequence[type[VectorQuery]] = (),
-) -> MethodsApp:
+) -> CohortApp:
     """Return a ClientApp that answers the messages of one or several methods.
 
     Parameters
@@ -52,7 +114,7 @@ def client_app(
     queries : Sequence[type[VectorQuery]]
         Kinds of queries that clients answer, in addition to `SecureScores`.
     """
-    app = MethodsApp()
+    app = CohortApp()
     kinds: dict[str, type[VectorQuery]] = {"scores": SecureScores}
     kinds |= {kind.name: kind for kind in queries}
 
@@ -60,7 +122,9 @@ def client_app(
     def _(message: Message, context: Context) -> Message:
         return Message(identity(context.node_config), reply_to=message)
 
-    app.cohort_answers[IDENTITY] = _identities
+    app.cohort_answers[IDENTITY] = lambda messages, contexts, *, memory_limit: [
+        identity(context.node_config) for context in contexts
+    ]
 
     for method in methods:
         side = app.sides[method.name] = ClientSide(method, task, allow_seeded_noise, kinds)
@@ -77,20 +141,76 @@ def client_app(
 
         @app.query(method.name)
         def _(message: Message, context: Context, side: ClientSide = side) -> Message:
-            return answer_question(side, message, context)
+            return side.answer(message, context)
 
     return app
-
-
-def _identities(
-    messages: Sequence[Message], contexts: Sequence[Context], *, memory_limit: int
-) -> list[RecordDict | Exception]:
-    return [identity(context.node_config) for context in contexts]
 
 
 def _reply(message: Message, answers: Sequence[Answer]) -> Message:
     (answer,) = answers
     if isinstance(answer, Exception):
         raise answer
-    content = answer.content() if isinstance(answer, records.Update) else answer
-    return Message(content, reply_to=message)
+    return Message(answer.content() if isinstance(answer, Update) else answer, reply_to=message)
+
+
+def reply_of(message: Message, answer: Error | RecordDict | Update) -> Message:
+    """Return the reply to a message in this process, which is not serialised."""
+    if isinstance(answer, Error):
+        return Message(answer, reply_to=message)
+    if isinstance(answer, Update):
+        return UploadReply(message, answer)
+    return private.reply_to(message, answer)
+
+
+def answer_all(
+    app: ClientApp,
+    messages: Sequence[Message],
+    contexts: Sequence[Context],
+    *,
+    memory_limit: int = MEMORY_LIMIT,
+) -> list[Message]:
+    """Return replies in the order of ``messages``; answer for a cohort at once if the app can.
+
+    If a client raises an error, its reply is an error and its changes to its state are undone. The
+    other clients' answers do not depend on the error.
+    """
+    kinds = {message.metadata.message_type for message in messages}
+    if (
+        isinstance(app, CohortApp)
+        and len(kinds) == 1
+        and kinds <= set(app.cohort_answers)
+        and len({id(context) for context in contexts}) == len(contexts)
+    ):
+        return app.answer(messages, contexts, memory_limit=memory_limit)
+    return [_answer(app, *pair) for pair in zip(messages, contexts, strict=True)]
+
+
+def _answer(app: ClientApp, message: Message, context: Context) -> Message:
+    is_ours = isinstance(app, CohortApp)
+    if not is_ours and not private.answers(app, message.metadata.message_type):
+        # Another project's app: the server is finding out if it uses this package.
+        unknown = Error(code=CLIENT_APP_RAISED, reason=REASON_WITHHELD)
+        return Message(unknown, reply_to=message)
+    # Messages may share their records, and another project's app may write into what it gets.
+    message.content = message.content.copy() if is_ours else deepcopy(message.content)
+    return _answered(app, message, context, app)
+
+
+def _answered(
+    app: ClientApp,
+    message: Message,
+    context: Context,
+    answer: Callable[[Message, Context], Message],
+) -> Message:
+    before = context.state.copy()
+    try:
+        with isolated():
+            reply = answer(message, context)
+        if not isinstance(reply, Message) or not isinstance(context.state, RecordDict):
+            raise TypeError(
+                "the ClientApp must return a Message, and leave a RecordDict in context.state"
+            )
+        return reply
+    except Exception as error:  # whatever a ClientApp raises becomes an error reply
+        context.state = before
+        return failed(app, message, context, error)

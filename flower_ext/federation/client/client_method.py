@@ -6,9 +6,10 @@ method can forget one of these steps. The memory that a method returns cannot re
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,7 +24,6 @@ from flower_ext.federation.state.memory import ClientMemory, ClientVault
 from flower_ext.federation.sums.weighted_silo import HiddenSum, LostPart, SiloPart, open_part
 from flower_ext.privacy import NoiseSource, PoissonSampling, SecureNoise
 from flower_ext.privacy.mechanisms.bounds import BoundedSum
-from flower_ext.privacy.mechanisms.protections import Protection
 from flower_ext.training import Job, LocalTraining, Params, StepNoise, Task, Term
 from flower_ext.training.batched.many import train_each, train_invariantly
 from flower_ext.training.models.validation import RUNNING_STATISTICS
@@ -33,19 +33,33 @@ Contribution = Params | BoundedSum | HiddenSum
 """A client's update, or its whole model, before clipping and noise."""
 
 
-@dataclass(kw_only=True)  # a frozen class would take six times as long to make
-class ClientWork:
+@dataclass(kw_only=True)
+class ClientWork(ClientRequest):
     """The input of a method on one client in one round; the method must not change the input.
 
     Attributes
     ----------
+    received : Params
+        The model that the server sent.
+    state : Mapping[str, Params]
+        The server's array records other than the model, by name.
+    training : Mapping[str, LocalTraining]
+        The phases of training by name.
+    settings : Mapping[str, float]
+        The method's own numbers by name, such as a regularisation weight.
+    config : Mapping[str, object]
+        The ``train_config`` or ``evaluate_config`` that the user passed to ``start``.
+    protection : Protection
+        The plan's protection of the upload. A method that bounds the update of each privacy unit
+        adds up these updates by `ClipAndNoise.sum_units`. The client side applies all other parts
+        of the protection.
+    round, seed : int
+        Number of the training round, and the run's seed.
     method : ClientMethod
     task, data
         The task and this client's data.
     policy : NodePolicy
         The client's node, and limits that its owner sets.
-    request : ClientRequest
-        The server's request. The properties below return the parts of it that a method needs.
     generator
         Random generator for this client and round.
     memory : Params or None
@@ -67,7 +81,6 @@ class ClientWork:
     task: Task
     data: ClientData
     policy: NodePolicy
-    request: ClientRequest
     generator: torch.Generator
     memory: Params | None = None
     store: ClientMemory | None = None
@@ -76,66 +89,19 @@ class ClientWork:
     step_noise: Mapping[str, StepNoise] = field(default_factory=dict)
     batch_invariant: bool = False
 
-    @property
-    def received(self) -> Params:
-        """The model that the server sent."""
-        return self.request.model
-
-    @property
-    def state(self) -> Mapping[str, Params]:
-        """The server's array records other than the model, by name."""
-        return self.request.state
-
-    @property
-    def training(self) -> Mapping[str, LocalTraining]:
-        """The phases of training by name."""
-        return self.request.training
-
-    @property
-    def settings(self) -> Mapping[str, float]:
-        """The method's own numbers by name, such as a regularisation weight."""
-        return self.request.settings
-
-    @property
-    def config(self) -> Mapping[str, object]:
-        """The ``train_config`` or ``evaluate_config`` that the user passed to ``start``."""
-        return self.request.config
-
-    @property
-    def round(self) -> int:
-        """Number of the training round."""
-        return self.request.round
-
-    @property
-    def seed(self) -> int:
-        """The run's seed."""
-        return self.request.seed
-
-    @property
-    def protection(self) -> Protection:
-        """The plan's protection of the upload.
-
-        A method that bounds the update of each privacy unit adds up these updates by
-        `ClipAndNoise.sum_units`. The client side applies all other parts of the protection.
-        """
-        return self.request.protection
-
     def weighted_part(self, num_users: int, clipping_norm: float) -> SiloPart | LostPart | None:
         """Begin this silo's contribution to a `weighted_sum`; return None if there is no such sum.
 
         ``num_users`` counts the users of all silos. ``clipping_norm`` bounds each user's update.
         """
         vault = ClientVault(self.policy.context, self.method.name)
-        message = self.request.sums.get(records.WEIGHTED_SUM)
+        message = self.sums.get(records.WEIGHTED_SUM)
         return open_part(message, vault, self.round, num_users, clipping_norm, like=self.received)
 
     def draw_users(self, sampling: PoissonSampling) -> list[int]:
-        """Return the users that all silos draw for this round; a second call raises an error.
-
-        See `user_draws`.
-        """
+        """Return the users that all silos draw for this round; a second call raises an error."""
         context = self.policy.context
-        vault, run = draws_vault(context, self.method.name), (self.request.run, context.run_id)
+        vault, run = draws_vault(context, self.method.name), (self.run, context.run_id)
         return draw_users(self.task, vault, run, self.round, sampling)
 
     def initial_params(self) -> Params:
@@ -150,6 +116,8 @@ class ClientWork:
         *,
         terms: Sequence[Term] = (),
         examples: Examples | None = None,
+        solve: Callable[[Job], Any] | None = None,
+        returns_params: bool = True,
     ) -> Training:
         """Return a training of ``params`` with the settings of ``phase``, for the method to yield.
 
@@ -160,7 +128,9 @@ class ClientWork:
         are no examples.
 
         The training adds ``terms`` to the loss. It uses ``examples``, by default all training
-        examples of the client.
+        examples of the client. ``solve`` trains the client's job in place of SGD; the ``yield``
+        returns its result. With ``returns_params=False``, a failed training fails the method:
+        ``params`` cannot take the place of the result.
         """
         job = Job(
             params=params,
@@ -170,13 +140,23 @@ class ClientWork:
             terms=[*self.terms, *terms],
             noise=self.step_noise.get(phase),
         )
+        solve_each: Callable[..., Iterable[Any]]
+        solve_each = train_invariantly if self.batch_invariant else train_each
+        if solve is not None:
+            solve_each = partial(_one_by_one, solve)
         return Training(
             task=self.task,
             job=job,
             trained=trained,
-            solve=train_invariantly if self.batch_invariant else train_each,
-            returns_params=True,
+            solve=solve_each,
+            returns_params=returns_params,
         )
+
+
+def _one_by_one(
+    solve: Callable[[Job], Any], task: Task, jobs: Iterable[Job], **options: Any
+) -> Iterator[Any]:
+    return map(solve, jobs)
 
 
 @dataclass(kw_only=True)

@@ -1,9 +1,12 @@
-"""Train and evaluate the clients of a process, many at a time, by one method.
+"""Train and evaluate the clients of a process, many at a time, and answer the server's questions.
 
 If many clients live in one process, their functions run `side_by_side`: whenever all of them wait
 for a local training, these trainings form one batch (`training.train_each`). If the plan bounds
 uploads, no bit that one client sends depends on the other clients: not on their data, their errors
 or their presence.
+
+A record in a question's message names its kind: a question of the method, a step of a masked or a
+weighted sum, the frozen part of the model, or otherwise what the client remembers.
 """
 
 from __future__ import annotations
@@ -11,11 +14,15 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
-from flwr.app import Context, Message, RecordDict
+import numpy as np
+from flwr.app import ArrayRecord, Context, Message, RecordDict
 
+from flower_ext.data import ClientData, SiloData
+from flower_ext.errors import InvalidValue, knowing_no_data
 from flower_ext.federation import records
-from flower_ext.federation.client.client_method import ClientMethod, ClientWork
+from flower_ext.federation.client.client_method import ClientMethod, ClientWork, Question
 from flower_ext.federation.client.evaluating import (
     WorkView,
     masked_vector,
@@ -24,10 +31,14 @@ from flower_ext.federation.client.evaluating import (
     scores_record,
 )
 from flower_ext.federation.client.node import NodePolicy
-from flower_ext.federation.client.preparing import work_of
-from flower_ext.federation.client.protecting import upload_of
+from flower_ext.federation.client.preparing import NO_DATA, data_of, work_of
 from flower_ext.federation.client.requests import read_each
+from flower_ext.federation.client.upload import upload_of
+from flower_ext.federation.client.user_draws import draw_fingerprint, draws_vault
 from flower_ext.federation.failures import attempt_each, attempt_in_turn
+from flower_ext.federation.roster import check_addressee
+from flower_ext.federation.state.memory import ClientMemory, ClientVault, forget_client
+from flower_ext.federation.sums import masked, weighted_setup
 from flower_ext.privacy.queries.vector_query import VectorQuery
 from flower_ext.training import MEMORY_LIMIT, Params, Task
 from flower_ext.training.side_by_side import Steps, check_whole, completed, side_by_side
@@ -37,14 +48,7 @@ from flower_ext.training.side_by_side import Steps, check_whole, completed, side
 class ClientSide:
     """Answers messages of one method, for any number of clients at a time, one message each.
 
-    Parameters
-    ----------
-    method : ClientMethod
-    task : Task | Callable[[Context], Task]
-    allow_seeded_noise : bool
-        As in `client_app`.
-    queries : Mapping[str, type[VectorQuery]]
-        Kinds of queries that clients answer, by name.
+    The fields are as in `client_app`; ``queries`` has all kinds of queries by name.
     """
 
     method: ClientMethod
@@ -98,26 +102,22 @@ class ClientSide:
         clients.
         """
         works = self._works(messages, contexts, alone=True)
-        if any(isinstance(work, ClientWork) and work.request.query for work in works):
+        if any(isinstance(work, ClientWork) and work.query for work in works):
             return attempt_each(self._masked_vector, works)
         models = self._used(works, memory_limit)
-        wanted = attempt_each(lambda work: bool(work.request.entries.get("training-loss")), works)
-        scores = scores_of(works, models, also_training=True in wanted)
+        asked = any(
+            isinstance(work, ClientWork) and work.entries.get("training-loss") for work in works
+        )
+        scores = scores_of(works, models, also_training=asked)
         return attempt_each(scores_record, works, scores)
 
     def _masked_vector(self, work: ClientWork) -> RecordDict:
-        query = query_of(work.request, self.queries)
+        query = query_of(work, self.queries)
         view = WorkView(work, lambda: self._used([work], MEMORY_LIMIT)[0])
         return masked_vector(query, view)
 
     def used(self, message: Message, context: Context) -> Params:
-        """Return the model that this client would use, which is the one that `score` evaluates.
-
-        Raises
-        ------
-        Exception
-            The error that `score` would return.
-        """
+        """Return the model that this client would use, which is the one that `score` evaluates."""
         works = self._works([message], [context], alone=True)
         (model,) = self._used(works, MEMORY_LIMIT)
         if isinstance(model, Exception):
@@ -136,6 +136,90 @@ class ClientSide:
 
         return side_by_side(attempt_in_turn(model_of, works), memory_limit=memory_limit)
 
+    def answer(self, message: Message, context: Context) -> Message:
+        """Return one client's reply to a question outside training and evaluation."""
+        check_addressee(message, context)
+        if records.SECURE_SUM in message.content:
+            return masked.answer(message, context, self.method.name)
+        if records.QUESTION in message.content:
+            answer = self._answer_of_method(message, context)
+        elif records.WEIGHTED_SUM in message.content:
+            answer = self._answer_of_weighted_sum(message, context)
+        elif records.FROZEN in message.content:
+            answer = self._confirmation_of_frozen(message, context)
+        else:
+            answer = self._memory_state(message, context)
+        return Message(RecordDict({records.ANSWER: answer}), reply_to=message)
+
+    def _answer_of_method(self, message: Message, context: Context) -> ArrayRecord:
+        """Answer a question that the server asks for the method."""
+        if self.method.answer is None:
+            raise InvalidValue.tellable(
+                f"{self.method.name}: the server sent a question, but this ClientMethod answers "
+                "none; create it with ClientMethod(answer=...)"
+            )
+        policy = self.policy(context)
+        policy.check_way_out("an answer", in_sum=False)
+        task = policy.task(self.task)
+        question = Question(
+            task=task,
+            data=_data(task, message, policy.partition),
+            values=dict(message.content.config_records[records.QUESTION]),
+            training=records.read_trainings(message.content),
+            draw_fingerprint=partial(
+                draw_fingerprint, task, draws_vault(context, self.method.name)
+            ),
+        )
+        return records.to_record(self.method.answer(question))
+
+    def _answer_of_weighted_sum(self, message: Message, context: Context) -> ArrayRecord:
+        """Answer one step of the set-up of a weighted sum, or of a secret draw of users."""
+        if not self.method.takes_weighted_sums:
+            raise InvalidValue.tellable(
+                f"{self.method.name} takes no part in weighted sums: run UldpAvg or UldpSgd"
+            )
+        policy = self.policy(context)
+        policy.check_way_out("a weighted sum", in_sum=False)
+        return weighted_setup.answer(
+            records.to_arrays(message.content.array_records[records.WEIGHTED_SUM]),
+            _data(policy.task(self.task), message, policy.partition),
+            policy.partition,
+            ClientVault(context, self.method.name),
+            may_simulate=policy.may_simulate,
+        )
+
+    def _confirmation_of_frozen(self, message: Message, context: Context) -> ArrayRecord:
+        """Confirm that this node's model has the frozen part that the server names."""
+        expected = message.content.config_records[records.FROZEN]["fingerprint"]
+        if (fingerprint := self.task_of(context).fingerprint) != expected:
+            raise InvalidValue.tellable(
+                f"the frozen part of this node's model has the fingerprint {fingerprint!r}: "
+                f"expected {expected!r}; install the same base model on all nodes"
+            )
+        return records.to_record({records.FROZEN: np.array(1, dtype=np.int64)})
+
+    def _memory_state(self, message: Message, context: Context) -> ArrayRecord:
+        """Return the training round in which this client last stored memory, or 0 if it has none.
+
+        The client loads the memory to make sure that it is readable. With ``report-size``, the
+        answer includes the number of training examples, as a reply to a training message does.
+        With ``forget``, the client deletes everything that it remembers of the named runs.
+        """
+        round_entries = message.content.config_records[records.ROUND]
+        if "forget" in round_entries:
+            self.policy(context).check_forgetting()
+            forget_client(context, list(round_entries["forget"]))  # type: ignore[arg-type]
+            return records.to_record({"version": np.array(0, dtype=np.int64)})
+        before = int(round_entries["number"]) + 1  # type: ignore[arg-type]
+        memory = ClientMemory(context, self.method.name, str(round_entries["run"]))
+        numbers = {"version": memory.newest(before) if memory.load(before) is not None else 0}
+        if round_entries.get("report-size"):
+            policy = self.policy(context)
+            policy.check_way_out("the number of examples", in_sum=False)
+            data = policy.task(self.task).data(policy.partition)
+            numbers["num-examples"] = len(data.train)
+        return records.to_record({n: np.array(v, dtype=np.int64) for n, v in numbers.items()})
+
     def policy(self, context: Context) -> NodePolicy:
         """Return what the node's owner permits; refuse a device that PyTorch does not know."""
         policy = NodePolicy(context, self.allow_seeded_noise)
@@ -145,3 +229,16 @@ class ClientSide:
     def task_of(self, context: Context) -> Task:
         """Return the task, on the device that the node's owner names."""
         return self.policy(context).task(self.task)
+
+
+def _data(task: Task, message: Message, partition: int) -> ClientData:
+    """Return a client's data without the users who, as the message says, have withdrawn."""
+    data = data_of(task, partition, hide_errors=True)
+    named = message.content.config_records.get(records.WITHDRAWN)
+    if named is None or data is NO_DATA or not isinstance(data, SiloData):
+        return data
+    with knowing_no_data():
+        users: list[Any] = list(named["users"])  # type: ignore[arg-type]
+        if any(type(user) is not int for user in users):
+            raise TypeError("withdrawn users in the server's message: expected integers")
+    return data.without(users)

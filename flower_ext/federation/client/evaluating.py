@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from logging import getLogger
 
@@ -39,8 +39,7 @@ def scores_of(
     A client without test examples has no scores. With ``also_training``, the scores include the
     loss on the client's training examples.
     """
-    tests = attempt_each(lambda work: work.data.test, works)
-    scores = _scores(works, models, tests)
+    scores = _scores(works, models, attempt_each(lambda work: work.data.test, works))
     if not also_training:
         return scores
     trained = _scores(works, models, attempt_each(lambda work: work.data.train, works))
@@ -55,19 +54,13 @@ def _scores(
     examples: Sequence[Examples | Exception],
 ) -> list[dict[str, float] | Exception]:
     rows = attempt_each(lambda *row: row, works, models, examples)
-    scores: list[dict[str, float] | Exception] = [
-        row if isinstance(row, Exception) else {} for row in rows
-    ]
-    scored = {
-        n: row for n, row in enumerate(rows) if not isinstance(row, Exception) and len(row[2])
-    }
+    scored = [row for row in rows if not isinstance(row, Exception) and len(row[2])]
+    evaluated: Iterator[dict[str, float] | Exception] = iter(())
     if scored:
-        (work, *_), *_ = scored.values()  # all clients of a process share the task
-        _, chosen, data = zip(*scored.values(), strict=True)
-        evaluated = evaluate_each(work.task, chosen, data)
-        for index, result in zip(scored, evaluated, strict=True):
-            scores[index] = result
-    return scores
+        (work, *_), *_ = scored  # all clients of a process share the task
+        _, chosen, data = zip(*scored, strict=True)
+        evaluated = iter(evaluate_each(work.task, chosen, data))
+    return attempt_each(lambda row: next(evaluated) if len(row[2]) else {}, rows)
 
 
 def scores_record(work: ClientWork, scores: dict[str, float]) -> RecordDict:
@@ -103,13 +96,7 @@ class WorkView:
 
 
 def query_of(request: ClientRequest, kinds: Mapping[str, type[VectorQuery]]) -> VectorQuery:
-    """Return the query that the server asks, if this ClientApp answers its kind.
-
-    Raises
-    ------
-    InvalidValue
-        The ClientApp does not answer this kind of query, or the message does not describe one.
-    """
+    """Return the query that the server asks; refuse a kind that this ClientApp does not answer."""
     name = str(request.query["name"])
     with knowing_no_data():
         if name not in kinds:
@@ -124,31 +111,20 @@ def query_of(request: ClientRequest, kinds: Mapping[str, type[VectorQuery]]) -> 
 
 
 def masked_vector(query: VectorQuery, view: WorkView) -> RecordDict:
-    """Return a client's answer to a query: its vector, bounded, noised and masked.
-
-    Raises
-    ------
-    PermissionError
-        The node's owner requires more noise.
-    InvalidValue, ProtocolError
-        The server's message is malformed or out of order, or its protection is not the one that
-        queries use.
-    """
-    vector = _vector(query, view)
-    work = view.work
-    request, protection = work.request, work.protection
+    """Return a client's answer to a query: its vector, bounded, noised and masked."""
+    vector, work, protection = _vector(query, view), view.work, view.work.protection
     with knowing_no_data():
         work.policy.check(protection)
-        if protection.cell is None or records.SECURE_SUM not in request.sums:
+        if protection.cell is None or records.SECURE_SUM not in work.sums:
             raise InvalidValue.tellable(
                 "a query in the server's message: expected a message with a secure sum and the "
                 "protection ClipToCells"
             )
-        number = request.entries["query"]
-        noise = work.policy.noise({**request.entries, "number": number}, f"{OF_QUERY} {query.name}")
+        entries = {**work.entries, "number": work.entries["query"]}
+        noise = work.policy.noise(entries, f"{OF_QUERY} {query.name}")
     # `released` clips to the norm that the noise is for, whatever norm the query names.
     cells = protection.released({"vector": vector}, noise)
-    sealed = request.seal(cells, work.policy.context, work.method.name)
+    sealed = work.seal(cells, work.policy.context, work.method.name)
     return RecordDict({records.UPDATE: records.to_record(sealed)})
 
 

@@ -32,6 +32,8 @@ _ROUNDING = 1e-9
 class NodePolicy:
     """Limits that the owner of a node, and the developer of its ClientApp, set.
 
+    Each refusal is a PermissionError.
+
     The owner of a SuperNode sets these values with ``--node-config``:
 
     * ``require-secure-noise=true``: the client refuses settings that protect nobody, such as seeded
@@ -64,13 +66,7 @@ class NodePolicy:
 
     @property
     def device(self) -> str | None:
-        """The device that the node config names, or None.
-
-        Raises
-        ------
-        InvalidValue
-            PyTorch knows no such device.
-        """
+        """The device that the node config names, or None; refuse one that PyTorch does not know."""
         if (named := self.context.node_config.get("device")) is None:
             return None
         name = str(named)
@@ -93,26 +89,14 @@ class NodePolicy:
         return self.allow_seeded_noise and not self.context.node_config.get("require-secure-noise")
 
     def admit(self, request: UploadRequest) -> NoiseSource:
-        """Refuse a request that the owner does not permit; return the upload's source of noise.
-
-        Raises
-        ------
-        PermissionError
-            The owner requires more noise, secure noise, or secure sums.
-        """
+        """Refuse a request that the owner does not permit; return the upload's source of noise."""
         if request.kind == "train":
             self.check(request.protection)
         self.check_way_out("an update or scores", in_sum=request.is_summed)
         return self.noise(request.entries, OF_UPLOADS)
 
     def check(self, protection: Protection) -> None:
-        """Refuse training with less noise than the node's owner requires.
-
-        Raises
-        ------
-        PermissionError
-            The node's owner requires more noise.
-        """
+        """Refuse training with less noise than the node's owner requires."""
         least = float(self.context.node_config.get("least-noise-multiplier", 0.0))
         # Rounding may make a share of the noise a little smaller than the least, if both are equal.
         if not (multiplier := protection.noise_multiplier) >= least * (1 - _ROUNDING):
@@ -122,58 +106,39 @@ class NodePolicy:
             )
 
     def check_way_out(self, message: str, *, in_sum: bool) -> None:
-        """Refuse to send ``message`` outside a secure sum, if the node's owner requires such sums.
-
-        Raises
-        ------
-        PermissionError
-            The node's owner requires secure sums.
-        """
+        """Refuse to send ``message`` outside a secure sum, if the owner requires such sums."""
         if self.context.node_config.get("require-secure-sum") and not in_sum:
-            raise tellable(
-                PermissionError(
-                    f"the server asks for {message} outside a secure sum: the owner of this node "
-                    "requires require-secure-sum=true"
-                )
+            raise _forbidden(
+                f"the server asks for {message} outside a secure sum: the owner of this node "
+                "requires require-secure-sum=true"
             )
 
     def check_forgetting(self) -> None:
-        """Refuse the server's request to delete memory, if the node's owner forbids deletion.
-
-        Raises
-        ------
-        PermissionError
-            The node's owner keeps the memory.
-        """
+        """Refuse the server's request to delete memory, if the node's owner forbids deletion."""
         if self.context.node_config.get("keep-memory"):
-            raise tellable(
-                PermissionError(
-                    "the server asks this client to delete its memory: the owner of this node set "
-                    "keep-memory=true"
-                )
+            raise _forbidden(
+                "the server asks this client to delete its memory: the owner of this node set "
+                "keep-memory=true"
             )
 
     def noise(self, entries: Mapping[str, Any], purpose: str) -> NoiseSource:
         """Return secure noise, or seeded noise if the server asks and this client allows it.
 
         Seeded noise is independent for each ``purpose``.
-
-        Raises
-        ------
-        PermissionError
-            The server asks for seeded noise, but this client does not allow it.
         """
         if not entries.get(SEEDED):
             return SecureNoise()
         if not self.may_simulate:
-            raise tellable(
-                PermissionError(
-                    "the server asks for seeded noise, which this client does not allow: in "
-                    "simulation, build the ClientApp by client_app(..., allow_seeded_noise=True); "
-                    "elsewhere, set seeded_noise=False on the server"
-                )
+            raise _forbidden(
+                "the server asks for seeded noise, which this client does not allow: in "
+                "simulation, build the ClientApp by client_app(..., allow_seeded_noise=True); "
+                "elsewhere, set seeded_noise=False on the server"
             )
         return SeededNoise(entries["seed"], purpose, self.partition, entries["number"])
+
+
+def _forbidden(reason: str) -> PermissionError:
+    return tellable(PermissionError(reason))
 
 
 def _built(task: Callable[[Context], Task], context: Context) -> Task:

@@ -31,16 +31,6 @@ def work_of(
     """Return a client's work, if the owner of its node permits the request.
 
     ``alone`` means that the node trains no other client at the same time.
-
-    Raises
-    ------
-    PermissionError
-        The node's owner requires more noise, secure noise, or secure sums.
-    InvalidValue
-        The server asks for noise in local steps, but no phase of the method makes the whole update.
-        Or the client has lost the memory that the method needs.
-    PreconditionFailed
-        The guarantee assumes a different number of examples than the client has.
     """
     protection = request.protection
     with knowing_no_data():
@@ -52,15 +42,15 @@ def work_of(
     keeps = method.keeps_memory
     store = ClientMemory(policy.context, method.name, request.run) if keeps else None
     return ClientWork(
+        **vars(request),
         method=method,
         task=task,
         policy=policy,
-        request=request,
         data=data,
         store=store,
         memory=None if store is None else _load(store, method, request),
         generator=torch.Generator().manual_seed(seed),
-        terms=objective_terms(request.model, len(data.train), protection, noise),
+        terms=objective_terms(request.received, len(data.train), protection, noise),
         noise=policy.noise(request.entries, "training-noise"),
         step_noise=step_noise,
         # Libraries may round differently if clients train in one batch, but no bit of an upload may
@@ -72,14 +62,8 @@ def work_of(
 def checked_data(task: Task, request: ClientRequest, partition: int) -> ClientData:
     """Return a client's checked data, or `NO_DATA` if the server must not learn of an error in it.
 
-    Raises
-    ------
-    PreconditionFailed
-        The server's plan assumes another number of examples.
-    InvalidValue
-        This training would change later trainings of the process (see `why_state_is_shared`).
-    Exception
-        Any error that `data_of` or `why_state_is_shared` raises.
+    The check refuses another number of examples than the plan assumes, and a training that would
+    change later trainings of the process (see `why_state_is_shared`).
     """
     hide_errors = request.hides_missing_data
     data = data_of(task, partition, hide_errors=hide_errors)
@@ -109,13 +93,7 @@ def checked_data(task: Task, request: ClientRequest, partition: int) -> ClientDa
 def data_of(task: Task, partition: int, *, hide_errors: bool) -> ClientData:
     """Return a client's data, or `NO_DATA` if loading fails and ``hide_errors`` is True.
 
-    Raises
-    ------
-    TypeError
-        The task returned an object that is not a ClientData.
-    Exception
-        Any error of ``Task.data``. If ``hide_errors`` is True, only a `tellable` one is raised; all
-        others are written to the client's log.
+    A `tellable` error is raised nevertheless; all others are written to the client's log.
     """
     try:
         with isolated():
@@ -143,29 +121,17 @@ def _load(store: ClientMemory, method: ClientMethod, request: ClientRequest) -> 
     A training may use the memory of earlier rounds. An evaluation may also use the memory that the
     client stored in the request's own round.
     """
+    # The last round whose reply from this client the server used; 0 if there is none.
     used = request.entries.get("remembered")
     if method.memory is Memory.MIRRORED and request.kind == "train" and used is not None:
-        _go_back(store, used)
+        store.forget(after=used)
+        if (newest := store.newest()) < used:
+            raise InvalidValue.tellable(
+                f"this client cannot take part, because it lost its memory of training round "
+                f"{used}, which the server's state includes (newest memory: {newest or 'none'}): "
+                "name a state-folder in the node config, so that memory outlives the SuperNode"
+            )
     return store.load(before=request.round + (request.kind == "evaluate"))
-
-
-def _go_back(store: ClientMemory, used: int) -> None:
-    """Forget the memory of training rounds after ``used``.
-
-    ``used`` is the last round whose reply from this client the server used; 0 if there is none.
-
-    Raises
-    ------
-    InvalidValue
-        The client has lost its memory of round ``used``.
-    """
-    store.forget(after=used)
-    if (newest := store.newest()) < used:
-        raise InvalidValue.tellable(
-            f"this client cannot take part, because it lost its memory of training round {used}, "
-            f"which the server's state includes (newest memory: {newest or 'none'}): name a "
-            "state-folder in the node config, so that memory outlives the SuperNode"
-        )
 
 
 def _step_noise(
@@ -195,11 +161,6 @@ def objective_terms(
 
     The term is ⟨n, w⟩, where w are the trained parameters and n is fresh noise. Return no term if
     the server does not ask for objective perturbation.
-
-    Raises
-    ------
-    PreconditionFailed
-        This client has too few examples for the noise to protect one of them.
     """
     if not isinstance(protection, ObjectivePerturbation):
         return ()

@@ -26,7 +26,9 @@ _IN_THE_CLEAR = ("report-size", "diagnostics", "training-loss")
 """Entries that ask for numbers about the client's data without noise, in addition to the update."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(
+    kw_only=True
+)  # a frozen class, and `ClientWork` with it, takes six times as long to make
 class UploadRequest:
     """The part of a server's request that says how the client's answer leaves the client."""
 
@@ -50,21 +52,9 @@ class UploadRequest:
     def seal(self, update: NamedArrays, context: Context, method: str) -> records.Arrays:
         """Return a protected update as it leaves the client: masked, if the server asks for masks.
 
-        A client encrypts its part of a weighted sum when it adds the noise (see `HiddenSum`).
-
-        Parameters
-        ----------
-        update : Mapping[str, array]
-            The bounded update with noise, in cells if the protection has a ``cell``.
-        context : Context
-            The client's context, whose vault has the secrets of a masked sum.
-        method : str
-            Name of the client method, under which the vault stores them.
-
-        Raises
-        ------
-        ProtocolError, InvalidValue
-            As `masked.seal`; also if the message has no record of the masked sum.
+        The update is in cells if the protection has a ``cell``. The vault of ``context`` stores the
+        secrets of a masked sum under the name ``method``. A client encrypts its part of a weighted
+        sum when it adds the noise (see `HiddenSum`).
         """
         arrays = records.arrays_of(update)
         if self.protection.cell is None:
@@ -73,14 +63,14 @@ class UploadRequest:
         return masked.seal(arrays, self.sums[records.SECURE_SUM], context, method)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class ClientRequest(UploadRequest):
     """A request of the server, as read from its message.
 
     It holds the model, other arrays, the phases of training, and the entries of the round.
     """
 
-    model: Params
+    received: Params
     training: Mapping[str, LocalTraining]
     state: Mapping[str, Params] = field(default_factory=dict)
     settings: Mapping[str, float] = field(default_factory=dict)
@@ -114,76 +104,63 @@ def read_each(
 ) -> list[ClientRequest | Exception]:
     """Return each client's request, or its error; read a record of several messages only once.
 
-    The error of a client may be one of these:
-
-    InvalidValue
-        The message is for another partition, or the model does not fit ``task``.
-    NonFiniteUpdate
-        The model has NaN or infinite values.
-    TypeError
-        An entry of the round has the wrong type (see `check_entries`).
+    A client has an error if the message is for another partition, an entry of the round is
+    malformed (see `check_entries`), or the model does not fit ``task`` or is not finite.
     """
-    contents: dict[int, ClientRequest] = {}
-    arrays: dict[int, Params] = {}
-
-    def params(record: ArrayRecord) -> Params:
-        if id(record) not in arrays:
-            received = records.to_params(record)
-            _check_received(received, task)  # before the next client can reuse it
-            arrays[id(record)] = received
-        return arrays[id(record)]
-
-    def request(message: Message) -> ClientRequest:
-        content = message.content
-        arrays_of = records.of_kind(content, ArrayRecord)
-        sums = {n: records.to_arrays(arrays_of.pop(n)) for n in _OF_SUMS if n in arrays_of}
-        received = {name: params(record) for name, record in arrays_of.items()}
-        configs = records.of_kind(content, ConfigRecord)
-        if not set(received[records.MODEL]) <= set(task.shapes):
-            extra, tied = (
-                sorted(set(received[records.MODEL]) - set(task.shapes)),
-                task.factory.facts.tied,
-            )
-            known = [f"{name!r} is tied to {tied[name]!r}" for name in extra if name in tied]
-            raise InvalidValue(
-                f"the server's model has {extra}: expected only parameters of this task's model, "
-                "as in ArrayRecord(task.initial_params(0))"
-                + (f"; {', '.join(known)}: send it under that name only" if known else "")
-            )
-        round_entries = dict(configs[records.ROUND])
-        protection = check_entries(round_entries) or Unprotected()
-        return ClientRequest(
-            kind=message.metadata.message_type.partition(".")[0],
-            protection=protection,
-            entries=round_entries,
-            model=received.pop(records.MODEL),
-            state=_Named(received),
-            sums=_Named(sums),
-            training=_Named(records.read_trainings(content)),
-            settings=_Named(configs.get(records.SETTINGS, {})),  # type: ignore[arg-type]
-            config=dict(configs.get(records.CONFIG, {})),
-            query=dict(configs.get(records.QUERY, {})),
-        )
+    requests: dict[int, ClientRequest] = {}
+    params: dict[int, Params] = {}
 
     def read(message: Message, context: Context) -> ClientRequest:
         check_addressee(message, context)
         key = id(message.content)
-        if key not in contents:
+        if key not in requests:
             # Build a model outside the block below: its errors may depend on the client's data.
             _ = task.shapes, task.template
             with knowing_no_data():
-                contents[key] = request(message)
-        return contents[key]
+                requests[key] = _request(task, message, params)
+        return requests[key]
 
     return attempt_each(read, messages, contexts)
 
 
-def _check_received(params: Params, task: Task) -> None:
-    """Refuse arrays on which training would fail, before their results reach the memory."""
-    require_finite(params, "in the server's message", "the server's model may have diverged")
-    known = [name for name in params if name in task.template]
-    like = {name: task.template[name] for name in known}
-    check_like({name: params[name] for name in known}, like, types=True)
+def _request(task: Task, message: Message, params: dict[int, Params]) -> ClientRequest:
+    """Return the request in a message. ``params`` keeps the arrays of each record by its id."""
+    content = message.content
+    arrays_of = records.of_kind(content, ArrayRecord)
+    sums = {n: records.to_arrays(arrays_of.pop(n)) for n in _OF_SUMS if n in arrays_of}
+    for record in arrays_of.values():
+        if id(record) not in params:
+            received = records.to_params(record)
+            # Refuse arrays on which training would fail, before the next client can reuse them.
+            require_finite(
+                received, "in the server's message", "the server's model may have diverged"
+            )
+            known = {name: p for name, p in received.items() if name in task.template}
+            check_like(known, {name: task.template[name] for name in known}, types=True)
+            params[id(record)] = received
+    arrays = {name: params[id(record)] for name, record in arrays_of.items()}
+    if extra := sorted(set(arrays[records.MODEL]) - set(task.shapes)):
+        tied = task.factory.facts.tied
+        known_as = [f"{name!r} is tied to {tied[name]!r}" for name in extra if name in tied]
+        raise InvalidValue(
+            f"the server's model has {extra}: expected only parameters of this task's model, "
+            "as in ArrayRecord(task.initial_params(0))"
+            + (f"; {', '.join(known_as)}: send it under that name only" if known_as else "")
+        )
+    configs = records.of_kind(content, ConfigRecord)
+    entries = dict(configs[records.ROUND])
+    return ClientRequest(
+        kind=message.metadata.message_type.partition(".")[0],
+        protection=check_entries(entries) or Unprotected(),
+        entries=entries,
+        received=arrays.pop(records.MODEL),
+        state=_Named(arrays),
+        sums=_Named(sums),
+        training=_Named(records.read_trainings(content)),
+        settings=_Named(configs.get(records.SETTINGS, {})),  # type: ignore[arg-type]
+        config=dict(configs.get(records.CONFIG, {})),
+        query=dict(configs.get(records.QUERY, {})),
+    )
 
 
 class _Named(dict[str, T]):

@@ -25,25 +25,10 @@ FINGERPRINT_BYTES = 16
 def draw_users(
     task: Task, vault: ClientVault, run: tuple[str, int], number: int, sampling: PoissonSampling
 ) -> list[int]:
-    """Return the users of a training round, in ascending order.
+    """Return the users of training round ``number``, in ascending order.
 
-    Parameters
-    ----------
-    task : Task
-    vault : ClientVault
-        Memory of the newest round for which this silo drew users (`draws_vault`).
-    run : tuple of str and int
-        The run's name, and Flower's run id, which is new in a resumed run.
-    number : int
-        Number of the round, from 1.
-    sampling : PoissonSampling
-
-    Raises
-    ------
-    ProtocolError
-        This silo drew the users of this round, or of a later one, before.
-    InvalidValue
-        The task has no key, or the node has no ``state-folder``.
+    ``run`` is the run's name, and Flower's run id, which is new in a resumed run. Raise a
+    `ProtocolError` if this silo drew the users of this round, or of a later one, before.
     """
     key = _key_of(task, vault)
     if number <= (newest := int.from_bytes(vault.load() or b"")):
@@ -56,13 +41,7 @@ def draw_users(
 
 
 def draw_fingerprint(task: Task, vault: ClientVault) -> bytes:
-    """Return 16 bytes that are equal in silos with the same key and the same generator.
-
-    Raises
-    ------
-    InvalidValue
-        The task has no key, or the node has no ``state-folder``.
-    """
+    """Return 16 bytes that are equal in silos with the same key and the same generator."""
     trial = keyed_generator(_key_of(task, vault), "fingerprint").random(256)
     return hashlib.sha256(trial.astype("<f8").tobytes()).digest()[:FINGERPRINT_BYTES]
 
@@ -73,6 +52,7 @@ def draws_vault(context: Context, method: str) -> ClientVault:
 
 
 def _key_of(task: Task, vault: ClientVault) -> bytes:
+    """Return the silos' key; refuse a task without key, and a node without ``state-folder``."""
     if not vault.outlives_process:
         raise InvalidValue.tellable(
             "this silo would forget at a restart which users it drew, and could draw them "

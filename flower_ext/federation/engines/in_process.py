@@ -21,7 +21,7 @@ from flwr.serverapp import Grid, ServerApp
 
 from flower_ext.errors import InvalidValue
 from flower_ext.federation import _flower_private as private
-from flower_ext.federation.client.cohort_app import answer_all
+from flower_ext.federation.client.app import answer_all
 from flower_ext.federation.engines.virtual import replies_in_memory
 from flower_ext.federation.engines.workers import Workers
 from flower_ext.training import MEMORY_LIMIT

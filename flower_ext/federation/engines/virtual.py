@@ -116,8 +116,8 @@ class VirtualGrid(Grid):
     ) -> list[Mapping[int, Sequence[Message]]]:
         """Divide messages into exchanges; return the messages of each exchange by node.
 
-        An exchange sends one packed message to each node and waits for the replies. No exchange
-        asks a client twice. About ``most`` messages go to a node in one exchange.
+        An exchange sends one packed message, of about ``most`` messages, to each node and waits for
+        the replies. No exchange asks a client twice.
         """
         exchanges: dict[int, dict[int, list[Message]]] = defaultdict(lambda: defaultdict(list))
         earlier: Counter[int] = Counter()

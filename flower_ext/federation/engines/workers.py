@@ -31,7 +31,7 @@ import torch
 from flwr.app import Context, Error, Message, RecordDict
 
 from flower_ext.errors import FlowerExtError, InvalidValue
-from flower_ext.federation import _flower_private as private
+from flower_ext.federation.client.app import reply_of
 from flower_ext.federation.records import Update, UploadReply
 
 
@@ -42,14 +42,8 @@ class WorkerLost(FlowerExtError, RuntimeError):
 class Workers:
     """The server's process and its workers, which start when the first messages are sent.
 
-    Parameters
-    ----------
-    count : int
-        Number of processes, including this one.
-    answer : Callable[[Sequence[Message]], list[Message]]
-        Returns replies for clients whose contexts are in ``contexts``.
-    contexts : Mapping[int, Context]
-        Contexts of all clients, by node id.
+    ``count`` is the number of processes, including this one. ``answer`` returns replies for clients
+    whose ``contexts``, by node id, are in the process that calls it.
     """
 
     def __init__(
@@ -76,12 +70,8 @@ class Workers:
         """Return an iterator over the replies, in the order of ``messages``.
 
         This process answers its share before the function returns, while the other processes work.
-        When the caller takes the first reply of another process, the iterator waits for it.
-
-        Raises
-        ------
-        WorkerLost
-            A worker process has ended.
+        When the caller takes the first reply of another process, the iterator waits for it. If a
+        process has ended, the iterator raises `WorkerLost`.
         """
         if self.count == 1:
             return iter(self._answer(messages))
@@ -112,7 +102,7 @@ class Workers:
             return {}
         answers, stateful = worker.receive()
         self._homes |= dict.fromkeys(stateful, worker.number)
-        return {id(m): _reply(m, answer) for m, answer in zip(messages, answers, strict=True)}
+        return {id(m): reply_of(m, answer) for m, answer in zip(messages, answers, strict=True)}
 
     def _divided(self, messages: Sequence[Message]) -> list[list[Message]]:
         """Divide messages among the processes, with about as much work for each.
@@ -268,14 +258,6 @@ def _answer_in(reply: Message) -> Error | RecordDict | Update:
         return reply.error
     update = reply.update if isinstance(reply, UploadReply) else None
     return reply.content if update is None else update
-
-
-def _reply(message: Message, answer: Error | RecordDict | Update) -> Message:
-    if isinstance(answer, Error):
-        return Message(answer, reply_to=message)
-    if isinstance(answer, Update):
-        return UploadReply(message, answer)
-    return private.reply_to(message, answer)
 
 
 class _Channel:

@@ -22,7 +22,7 @@ from typing import Any
 from uuid import uuid4
 
 from flower_ext.federation.records import Arrays
-from flower_ext.federation.state.sealed import Damaged, Packed, pack, unpack
+from flower_ext.federation.state.folder import Damaged, Packed, pack, unpack
 from flower_ext.files import append_line, sync_to_disk, whole_lines, write_whole
 from flower_ext.runs import RunWriter
 
@@ -56,12 +56,8 @@ class BegunRound:
 class Checkpoints:
     """The checkpoints of one run. Without a run directory, no method writes a file.
 
-    Parameters
-    ----------
-    directory : RunWriter, optional
-    repeats : bool
-        True if a repeated round equals the first attempt, bit for bit. The server then asks clients
-        without first recording the round on disk.
+    ``repeats`` means that a repeated round equals the first attempt, bit for bit. The server then
+    asks clients without first recording the round on disk.
     """
 
     def __init__(self, directory: RunWriter | None, *, repeats: bool) -> None:
@@ -74,10 +70,7 @@ class Checkpoints:
     def begin(self, begun: BegunRound) -> None:
         """Write to disk which units' data the next training round will use.
 
-        Raises
-        ------
-        OSError
-            The record could not be written, so the server must not ask any client.
+        After an OSError, the server must not ask any client.
         """
         self.open = begun
         self._note(**vars(begun))
@@ -85,24 +78,13 @@ class Checkpoints:
             self.directory.accounted = False
 
     def begin_query(self, query: str, number: int) -> None:
-        """Write to disk that the server is about to ask a query for the ``number``-th time.
-
-        Raises
-        ------
-        OSError
-            The record could not be written, so the server must not ask any client.
-        """
+        """Write to disk that the server is about to ask a query for the ``number``-th time."""
         self._note(**{QUERY: query, "number": number})
 
     def finish(self, uploads: int) -> None:
         """Write to disk the number of uploads from honest clients in the round's sum.
 
-        Call this before the server uses the sum.
-
-        Raises
-        ------
-        OSError
-            The record could not be written, so the server must not use the sum.
+        Call this before the server uses the sum; after an OSError, the server must not use it.
         """
         if self.open is not None:
             self.open.uploads = uploads
@@ -110,13 +92,7 @@ class Checkpoints:
             self.open = None  # the caller now counts the round's participations
 
     def save(self, round: int, values: Mapping[str, Any], groups: Mapping[str, Arrays]) -> None:
-        """Write a checkpoint of the state after a round, and keep the previous checkpoint.
-
-        Raises
-        ------
-        OSError
-            The state could not be written; earlier checkpoints are intact.
-        """
+        """Write a checkpoint of the state after a round, and keep the previous checkpoint."""
         if self.directory is None:
             return
         if not self.repeats and self.directory.metrics_path.exists():
@@ -127,13 +103,7 @@ class Checkpoints:
             (folder / f"{old}.checkpoint").unlink()
 
     def newest(self) -> Packed | None:
-        """Read the newest intact checkpoint; return None if there never was one.
-
-        Raises
-        ------
-        Damaged
-            There are checkpoints, but none is intact.
-        """
+        """Read the newest intact checkpoint; return None if there never was one."""
         damage: list[str] = []
         for number in reversed(self._rounds()):
             file = self._folder() / f"{number}.checkpoint"
@@ -160,20 +130,14 @@ class Checkpoints:
             write_whole(file, b"".join(line + b"\n" for line in lines))
         abandoned: dict[int, BegunRound] = {}
         for entry in map(json.loads, lines):
-            if QUERY in entry:
-                continue
             if "units" in entry:
                 abandoned[entry["training"]] = BegunRound(**entry)
-            else:
+            elif "uploads" in entry:
                 abandoned[entry["training"]].uploads = entry["uploads"]
         return [begun for number, begun in sorted(abandoned.items()) if number > after]
 
     def times_asked(self, query: str) -> int:
-        """Return how often the server asked a query.
-
-        If rounds repeat bit for bit (`repeats`), ``begun.jsonl`` records no queries, and the number
-        is 0.
-        """
+        """Return how often the server asked a query; 0 if rounds repeat bit for bit (`repeats`)."""
         if self.repeats:
             return 0
         noted = map(json.loads, whole_lines(self._folder() / BEGUN))

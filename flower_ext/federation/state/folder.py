@@ -1,4 +1,4 @@
-"""A folder for the secrets and memory of a client or server, which outlive its process.
+"""Files that outlive a process: a folder for secrets and memory, and the format of files of arrays.
 
 ====================  =====================================================
 node config           meaning
@@ -18,27 +18,38 @@ of power may destroy the newest files.
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 import re
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers.aead import ChaCha20Poly1305
 from flwr.app import Context
+from safetensors.numpy import load, save
 
 from flower_ext.errors import InvalidValue
 from flower_ext.federation import _flower_private as private
-from flower_ext.federation.state.sealed import Damaged
+from flower_ext.federation.records import Arrays
 from flower_ext.files import held, sync_to_disk, write_whole
 
 KEY_BYTES = 32
 SECRETS = "secrets"
 _SEALED = b"flower_ext sealed 1\n"
 _NONCE_BYTES = 12
+_MAGIC = b"flower_ext 1\n"
+_START = len(_MAGIC) + hashlib.sha256().digest_size
+
+
+class Damaged(InvalidValue):
+    """Stored bytes differ from the bytes that were written."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,15 +62,7 @@ class StateFolder:
 
     @classmethod
     def of(cls, context: Context) -> StateFolder | None:
-        """Return the state folder of this client; None if no config names one.
-
-        Raises
-        ------
-        InvalidValue
-            The key file does not hold a key.
-        PermissionError
-            Users other than its owner can read the key file.
-        """
+        """Return the state folder of this client; None if no config names one."""
         if named := context.node_config.get("state-folder"):
             file = context.node_config.get("state-key-file")
             key = read_key(Path(str(file)).expanduser()) if file else None
@@ -71,22 +74,20 @@ class StateFolder:
     def write(self, name: str, content: bytes) -> None:
         """Write ``content`` to the file ``name`` in the folder; an existing file is replaced.
 
-        Raises
-        ------
-        OSError
-            The file could not be written; its old content is intact.
+        If the file cannot be written, its old content stays.
         """
-        file = self.path / name
         self._make(Path(name).parent)
-        write_whole(file, self._sealed(name, content), sync=self.sync)
+        if self.key is not None:
+            # The encryption binds the content to the name, so a moved file does not decrypt.
+            nonce = os.urandom(_NONCE_BYTES)
+            sealed = ChaCha20Poly1305(self.key).encrypt(nonce, content, name.encode())
+            content = _SEALED + nonce + sealed
+        write_whole(self.path / name, content, sync=self.sync)
 
     def read(self, name: str) -> bytes | None:
         """Return a file's content, or None if there is no such file.
 
-        Raises
-        ------
-        Damaged
-            The file was altered, moved or encrypted with another key.
+        The file is `Damaged` if it was altered, moved or encrypted with another key.
         """
         file = self.path / name
         try:
@@ -138,24 +139,9 @@ class StateFolder:
                 if self.sync:
                     sync_to_disk(folder.parent)
 
-    def _sealed(self, name: str, content: bytes) -> bytes:
-        if self.key is None:
-            return content
-        # The encryption binds the content to the name, so a moved or swapped file does not decrypt.
-        nonce = os.urandom(_NONCE_BYTES)
-        return _SEALED + nonce + ChaCha20Poly1305(self.key).encrypt(nonce, content, name.encode())
-
 
 def read_key(file: Path) -> bytes:
-    """Return the encryption key that a state-key-file holds.
-
-    Raises
-    ------
-    InvalidValue
-        The file does not hold 32 bytes.
-    PermissionError
-        Users other than its owner can read the file.
-    """
+    """Return the 32 bytes of a state-key-file; refuse a file that other users can read."""
     key = file.read_bytes()
     if len(key) != KEY_BYTES:
         raise InvalidValue(
@@ -168,16 +154,47 @@ def read_key(file: Path) -> bytes:
 
 
 def safe_name(text: str) -> str:
-    """Return ``text``, a name from a message, unchanged if it is safe as the name of a folder.
-
-    Raises
-    ------
-    InvalidValue
-        The name is not made of 1 to 64 letters, digits, ``-`` and ``_``, or is `SECRETS`.
-    """
+    """Return ``text``, a name from a message, unchanged if it is safe as the name of a folder."""
     if not re.fullmatch(r"[A-Za-z0-9_-]{1,64}", text) or text == SECRETS:
         raise InvalidValue(
             f"run={text!r} in the server's message: expected 1 to 64 letters, digits, - and _, and "
             f"not {SECRETS!r}"
         )
     return text
+
+
+@dataclass(frozen=True)
+class Packed:
+    """The result of `unpack`: plain values, and groups of named arrays in their original order."""
+
+    values: dict[str, Any]
+    arrays: dict[str, Arrays]
+
+
+def pack(values: Mapping[str, Any], arrays: Mapping[str, Mapping[str, np.ndarray]]) -> bytes:
+    """Return JSON-compatible values and groups of arrays as bytes with a checksum.
+
+    The checksum shows torn or altered files.
+    """
+    groups = {group: list(members) for group, members in arrays.items()}
+    every = [array for members in arrays.values() for array in members.values()]
+    body = save(
+        {str(number): np.asarray(array, order="C") for number, array in enumerate(every)},
+        {"values": json.dumps(dict(values)), "groups": json.dumps(groups)},
+    )
+    return _MAGIC + hashlib.sha256(body).digest() + body
+
+
+def unpack(content: bytes) -> Packed:
+    """Return the values and arrays that `pack` put into these bytes, unless they are `Damaged`."""
+    body = content[_START:]
+    if content[:_START] != _MAGIC + hashlib.sha256(body).digest():
+        raise Damaged("torn or altered: the checksum does not match the content")
+    header = json.loads(body[8 : 8 + int.from_bytes(body[:8], "little")])["__metadata__"]
+    arrays = load(body)
+    numbers = iter(range(len(arrays)))
+    groups = {
+        group: {name: arrays[str(next(numbers))] for name in names}
+        for group, names in json.loads(header["groups"]).items()
+    }
+    return Packed(json.loads(header["values"]), groups)

@@ -9,19 +9,24 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence, Set
 from pathlib import Path
 
-from flwr.app import ConfigRecord, Context, RecordDict
+from flwr.app import ConfigRecord, Context
 from torch import Tensor
 
 from flower_ext.errors import ProtocolError
 from flower_ext.federation import _flower_private as private
 from flower_ext.federation.records import arrays_of, to_params, to_record
 from flower_ext.federation.roster import partition_of
-from flower_ext.federation.state.folder import SECRETS, StateFolder, safe_name
-from flower_ext.federation.state.sealed import Damaged, pack, unpack
+from flower_ext.federation.state.folder import (
+    SECRETS,
+    Damaged,
+    StateFolder,
+    pack,
+    safe_name,
+    unpack,
+)
 from flower_ext.training import Params
 
 _GROUP = "memory"
@@ -54,26 +59,27 @@ class ClientMemory:
     """
 
     def __init__(self, context: Context, method: str, run: str = "") -> None:
-        folder = StateFolder.of(context) if run else None
-        self._versions: _InState | _InFolder
-        if folder is None:
-            self._versions = _InState(context.state, f"flower_ext.{method}.")
-        else:
-            inside = f"{safe_name(run)}/{method}-{partition_of(context.node_config)}"
-            self._versions = _InFolder(folder, inside)
+        self._state, self._key = context.state, f"flower_ext.{method}."
+        self._folder = StateFolder.of(context) if run else None
+        if self._folder is not None:
+            self._inside = f"{safe_name(run)}/{method}-{partition_of(context.node_config)}"
 
     def load(self, before: int | None = None) -> Params | None:
         """Return the newest memory that a training round below ``before`` stored; None if none did.
 
-        If the memory is in a context's state, return the newest memory of all rounds.
-
-        Raises
-        ------
-        Damaged
-            The file was altered or encrypted with another key.
+        If the memory is in a context's state, return the newest memory of all rounds. A file is
+        `Damaged` if it was altered or encrypted with another key.
         """
-        version = self.newest(before)
-        return self._versions.read(version) if version else None
+        if not (version := self.newest(before)):
+            return None
+        if self._folder is None:
+            return to_params(self._state.array_records[f"{self._key}{version}"])
+        content = self._folder.read(self._file(version))
+        assert content is not None
+        try:
+            return to_params(to_record(unpack(content).arrays[_GROUP]))
+        except Damaged as error:
+            raise Damaged(f"{self._folder.path / self._file(version)}: {error}") from None
 
     def store(
         self, params: Mapping[str, Tensor], version: int = 1, *, and_before: bool = False
@@ -81,87 +87,49 @@ class ClientMemory:
         """Store ``params`` as what this client remembers after training round ``version``.
 
         A folder also keeps the two previous versions. A context's state keeps one previous version
-        if ``and_before`` is True, and none otherwise. All other versions are deleted.
-
-        Raises
-        ------
-        OSError
-            The memory could not be written, so nothing of this round may leave the client.
+        if ``and_before`` is True, and none otherwise. All other versions are deleted. After an
+        OSError, nothing of this round may leave the client.
         """
         # Clone, because a view would keep a whole batch in memory.
-        self._versions.write(version, {name: value.clone() for name, value in params.items()})
-        kept = _EARLIER if isinstance(self._versions, _InFolder) else int(and_before)
+        memory = {name: value.clone() for name, value in params.items()}
+        if self._folder is None:
+            self._state[f"{self._key}{version}"] = to_record(memory)
+        else:
+            content = pack({"round": version}, {_GROUP: arrays_of(memory)})
+            self._folder.write(self._file(version), content)
+        kept = int(and_before) if self._folder is None else _EARLIER
+        earlier = sorted((other for other in self._versions() if other < version), reverse=True)
         # Versions with larger numbers are of rounds that a resumed run repeats.
-        versions = self._versions.numbers()
-        earlier = sorted((other for other in versions if other < version), reverse=True)
-        for other in versions:
-            if other not in (version, *earlier[:kept]):
-                self._versions.remove(other)
+        self._keep({version, *earlier[:kept]})
 
     def forget(self, after: int) -> None:
         """Delete the memory that training rounds above ``after`` stored."""
-        for version in self._versions.numbers():
-            if version > after:
-                self._versions.remove(version)
+        self._keep({version for version in self._versions() if version <= after})
 
     def newest(self, before: int | None = None) -> int:
         """Return the last training round below ``before`` that stored memory; 0 if none did."""
-        versions = self._versions.numbers()
+        versions = self._versions()
         # Only a resumed run repeats a round, and no run resumes from a context's state.
-        if before is not None and isinstance(self._versions, _InFolder):
+        if before is not None and self._folder is not None:
             versions = [version for version in versions if version < before]
         return max(versions, default=0)
 
-
-@dataclass(frozen=True)
-class _InState:
-    """Memory in a context's state, which lasts as long as a run or a SuperNode's process."""
-
-    state: RecordDict
-    key: str
-
-    def numbers(self) -> list[int]:
-        numbers = (n.removeprefix(self.key) for n in self.state if n.startswith(self.key))
+    def _versions(self) -> list[int]:
+        if self._folder is not None:
+            kept: Path = self._folder.path / self._inside
+            return [int(file.stem) for file in kept.glob("[0-9]*.memory")]
+        numbers = (n.removeprefix(self._key) for n in self._state if n.startswith(self._key))
         return [int(number) for number in numbers if number.isdecimal()]
 
-    def read(self, version: int) -> Params:
-        return to_params(self.state.array_records[f"{self.key}{version}"])
+    def _keep(self, kept: Set[int]) -> None:
+        for version in set(self._versions()) - kept:
+            if self._folder is None:
+                del self._state[f"{self._key}{version}"]
+            else:
+                (self._folder.path / self._file(version)).unlink(missing_ok=True)
 
-    def write(self, version: int, params: Params) -> None:
-        self.state[f"{self.key}{version}"] = to_record(params)
-
-    def remove(self, version: int) -> None:
-        del self.state[f"{self.key}{version}"]
-
-
-@dataclass(frozen=True)
-class _InFolder:
-    """Memory in a folder of the client's owner; each version is a file with a checksum."""
-
-    folder: StateFolder
-    inside: str
-
-    def numbers(self) -> list[int]:
-        kept: Path = self.folder.path / self.inside
-        return [int(file.stem) for file in kept.glob("[0-9]*.memory")]
-
-    def read(self, version: int) -> Params:
-        content = self.folder.read(self._name(version))
-        assert content is not None
-        try:
-            return to_params(to_record(unpack(content).arrays[_GROUP]))
-        except Damaged as error:
-            raise Damaged(f"{self.folder.path / self._name(version)}: {error}") from None
-
-    def write(self, version: int, params: Params) -> None:
-        content = pack({"round": version}, {_GROUP: arrays_of(params)})
-        self.folder.write(self._name(version), content)
-
-    def remove(self, version: int) -> None:
-        (self.folder.path / self._name(version)).unlink(missing_ok=True)
-
-    def _name(self, version: int) -> str:
-        return f"{self.inside}/{version}.memory"
+    def _file(self, version: int) -> str:
+        return f"{self._inside}/{version}.memory"
 
 
 class ClientVault:
@@ -176,16 +144,10 @@ class ClientVault:
     message. If two processes do this at the same time with a folder, the second call of `store`
     raises an error, so only one process sends a message.
 
-    Parameters
-    ----------
-    context : Context
-    method : str
-        Name of the method, or of the part of the method that keeps the bytes.
-    is_permanent : bool
-        True for the record of a step that this client must never repeat in the run. The record is
-        never removed. The name of its file has the client's partition instead of the node's id,
-        because the server may give the node another id. False for keys, which are removed when they
-        are old. This is safe, because a client without keys answers nothing.
+    Keys are removed when they are old. This is safe, because a client without keys answers nothing.
+    With ``is_permanent``, the bytes record a step that this client must never repeat in the run.
+    They are never removed, and the name of their file has the client's partition instead of the
+    node's id, because the server may give the node another id.
     """
 
     def __init__(self, context: Context, method: str, *, is_permanent: bool = False) -> None:
@@ -219,11 +181,8 @@ class ClientVault:
     def store(self, secret: bytes) -> None:
         """Store ``secret`` in place of the bytes that were stored before.
 
-        Raises
-        ------
-        ProtocolError
-            Another process stored bytes after this process loaded them, so this process must not
-            send anything.
+        Refuse to if another process stored bytes after this process loaded them. This process must
+        then not send anything.
         """
         if (folder := StateFolder.of(self._context)) is not None:
             with folder.one_at_a_time(SECRETS) as secrets:

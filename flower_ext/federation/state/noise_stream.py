@@ -26,8 +26,7 @@ from collections.abc import Callable
 
 from flower_ext.errors import InvalidValue
 from flower_ext.federation.records import Arrays
-from flower_ext.federation.state.folder import SECRETS, StateFolder
-from flower_ext.federation.state.sealed import Packed, pack, unpack
+from flower_ext.federation.state.folder import SECRETS, Packed, StateFolder, pack, unpack
 from flower_ext.privacy import NoiseSource
 from flower_ext.privacy.mechanisms.correlated_noise import Past, PreparedNoise, StrategyMatrix
 
@@ -36,19 +35,9 @@ _LATEST, _EARLIER, _BUFFER = "latest", "earlier.", "buffer."
 
 
 class NoiseStream:
-    """The noise of a run's rounds.
+    """The noise of a run's rounds, whose state is in a folder, or in memory only.
 
-    Parameters
-    ----------
-    matrix : StrategyMatrix
-        Matrix for a new run. A resumed run takes the matrix in the stored state instead.
-    folder : StateFolder, optional
-        Folder of the state file; None to keep the state in memory only.
-
-    Raises
-    ------
-    Damaged
-        The stored state was altered, or is encrypted with another key.
+    ``matrix`` is for a new run. A resumed run takes the matrix in the stored state instead.
     """
 
     def __init__(self, matrix: StrategyMatrix, folder: StateFolder | None) -> None:
@@ -58,18 +47,22 @@ class NoiseStream:
         if folder is not None and (content := folder.read(FILE)) is not None:
             self._restore(unpack(content))
 
+    def _restore(self, kept: Packed) -> None:
+        self._number = kept.values["round"]
+        self.matrix = StrategyMatrix(**kept.values["matrix"])
+        earlier, buffers = (
+            tuple(group for name, group in kept.arrays.items() if name.startswith(prefix))
+            for prefix in (_EARLIER, _BUFFER)
+        )
+        self._past = Past(latest=kept.arrays[_LATEST], earlier=earlier, buffers=buffers)
+
     def has_unnoted(self, rounds: int) -> bool:
-        """Return True if noise is stored for a round that ``begun.jsonl`` does not record.
+        """Return True if noise is stored for the round after the ``rounds`` that the run recorded.
 
-        This is the round after the last recorded one. Usually, the process ended after it stored
-        the noise, and before it asked a client. But somebody may also have restored an older
-        ``begun.jsonl`` after a model with this noise left the server. The caller must therefore
-        count the round for its cohort, and let no other round use its noise.
-
-        Parameters
-        ----------
-        rounds : int
-            Number of training rounds that the run has recorded.
+        Usually, the process ended after it stored the noise, and before it asked a client. But
+        somebody may also have restored an older ``begun.jsonl`` after a model with this noise left
+        the server. The caller must therefore count the round for its cohort, and let no other round
+        use its noise.
         """
         return self._folder is not None and self._number == rounds + 1
 
@@ -78,21 +71,8 @@ class NoiseStream:
     ) -> NoiseSource:
         """Write the state of training round ``number`` to disk, then return the round's noise.
 
-        Parameters
-        ----------
-        like : Mapping[str, ndarray]
-            Names and shapes of the noise's arrays.
-        source : Callable[[int], NoiseSource]
-            Returns the source of a round's fresh noise, given the number of the round.
-        repeats : bool
-            True if ``source`` gives the same numbers again when it is called again.
-
-        Raises
-        ------
-        InvalidValue
-            The stored state does not belong to the previous round.
-        OSError
-            The state cannot be stored, so the server must not ask any client.
+        ``source`` returns the source of a round's fresh noise; ``repeats`` means that it gives the
+        same numbers again. After an error, the server must not ask any client.
         """
         if repeats and self._number >= number:
             self._number, self._past = 0, None  # all numbers are drawn again
@@ -110,30 +90,16 @@ class NoiseStream:
         return PreparedNoise(self._past.latest, is_secure=source(number).is_secure)
 
     def _advance(self, like: Arrays, source: Callable[[int], NoiseSource]) -> None:
-        past = self._drawn(like, source)
-        self._store(self._number + 1, past)  # if this fails, the stream has not moved
-        self._past, self._number = past, self._number + 1
+        """Draw the noise of the next round, and store it with what later rounds need of it."""
+        number, past = self._number + 1, self._drawn(like, source)
+        if self._folder is not None:  # if writing fails, the stream has not moved
+            groups = {
+                _LATEST: past.latest,
+                **{f"{_EARLIER}{n}": vector for n, vector in enumerate(past.earlier)},
+                **{f"{_BUFFER}{n}": vector for n, vector in enumerate(past.buffers)},
+            }
+            self._folder.write(FILE, pack({"round": number, "matrix": vars(self.matrix)}, groups))
+        self._past, self._number = past, number
 
     def _drawn(self, like: Arrays, source: Callable[[int], NoiseSource]) -> Past:
-        """Draw the noise of the next round, and return it with what later rounds need of it."""
         return self.matrix.next(source(self._number + 1).gaussian(like, 1.0), self._past)
-
-    def _store(self, number: int, past: Past) -> None:
-        if self._folder is None:
-            return
-        groups = {
-            _LATEST: past.latest,
-            **{f"{_EARLIER}{n}": vector for n, vector in enumerate(past.earlier)},
-            **{f"{_BUFFER}{n}": vector for n, vector in enumerate(past.buffers)},
-        }
-        self._folder.write(FILE, pack({"round": number, "matrix": vars(self.matrix)}, groups))
-
-    def _restore(self, kept: Packed) -> None:
-        def vectors(prefix: str) -> tuple[Arrays, ...]:
-            return tuple(group for name, group in kept.arrays.items() if name.startswith(prefix))
-
-        self._number = kept.values["round"]
-        self.matrix = StrategyMatrix(**kept.values["matrix"])
-        self._past = Past(
-            latest=kept.arrays[_LATEST], earlier=vectors(_EARLIER), buffers=vectors(_BUFFER)
-        )

@@ -28,6 +28,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from logging import getLogger
 from typing import Any, TypeVar
@@ -35,12 +36,7 @@ from typing import Any, TypeVar
 import numpy as np
 from flwr.app import ArrayRecord, Context, Message, RecordDict
 
-from flower_ext.errors import (
-    IncompleteRound,
-    InvalidValue,
-    ProtocolError,
-    knowing_no_data,
-)
+from flower_ext.errors import IncompleteRound, InvalidValue, ProtocolError, knowing_no_data
 from flower_ext.federation import records
 from flower_ext.federation.failures import printable
 from flower_ext.federation.records import Arrays, bytes_record, flattened, shaped, single_message
@@ -82,13 +78,7 @@ T = TypeVar("T", Advert, SealedShares, MaskedInput, Revealed)
 
 
 class MaskedSum(Summation):
-    """Sums of masked contributions.
-
-    Parameters
-    ----------
-    mechanism : MaskedNoisedSum
-        Mechanism of a plan with ``noise_placement=SecureSum(…)``.
-    """
+    """Sums of masked contributions, of a plan with ``noise_placement=SecureSum(…)``."""
 
     mechanism: MaskedNoisedSum
 
@@ -98,13 +88,7 @@ class MaskedSum(Summation):
 
 
 class OpenMaskedSum(OpenSum):
-    """The masked sum of one round, whose members have agreed on masks.
-
-    Raises
-    ------
-    RoundDiscarded
-        Too few clients are left.
-    """
+    """The masked sum of one round, whose members have agreed on masks."""
 
     def __init__(self, mechanism: MaskedNoisedSum, opening: Opening) -> None:
         self._mechanism, self._opening = mechanism, opening
@@ -135,19 +119,20 @@ class OpenMaskedSum(OpenSum):
         )
         self._server = SumServer(self._context, graph)
         self._unmasking = False
-        try:
-            self._deliveries = self._agree()
+        try:  # a message delivers the shares that a member's neighbours encrypted for it
+            self._ask(BEGIN, self._server.invitations(), Advert, self._server.add_advert)
+            self._ask(KEYS, self._server.keys(), SealedShares, self._server.add_shares)
+            self._deliveries = self._server.deliveries()
         except IncompleteRound as error:
             raise RoundDiscarded(str(error)) from error
         ready = sorted(self._partitions[member] for member in self._deliveries)
         self.cohort = replace(opening.cohort, partitions=ready)
 
     def exposure(self, answered: int | None = None) -> tuple[int, int | None]:
-        """Return the two counts of uploads that `OpenSum.exposure` describes.
+        """Return the least number of answers in an unmasked sum, and of honest ones among them.
 
-        The first is the least number of answers in an unmasked sum. The second is how many of them
-        come from honest clients at least. If the answers have arrived and the unmasking has not
-        begun, the second count is 0, because nobody can see a sum yet.
+        If the answers have arrived and the unmasking has not begun, the second count is 0, because
+        nobody can see a sum yet.
         """
         least, honest = self.parameters.least_answers, self.parameters.honest_answers
         return least, honest if answered is None or self._unmasking else 0
@@ -169,11 +154,8 @@ class OpenMaskedSum(OpenSum):
     def close(self) -> Aggregate:
         """Unmask the sum with the clients' help, and release its mean.
 
-        Raises
-        ------
-        RoundDiscarded
-            Too few clients answered in one of the stages, and nobody learns any part of a sum; or
-            the sum is larger than a sum of honest clients can be (`MaskedNoisedSum.aggregate_sum`).
+        Discard the round if too few clients answered in one of the stages, so that nobody learns
+        any part of a sum; or if the sum is larger than a sum of honest clients can be.
         """
         try:
             requests = self._server.unmask_requests()
@@ -192,16 +174,6 @@ class OpenMaskedSum(OpenSum):
             noise=self._opening.noise,
             like=self._opening.like,
         )
-
-    def _agree(self) -> Mapping[int, Delivery]:
-        """Let the members agree on masks, and return the next message to each remaining member.
-
-        The message holds the shares that the member's neighbours encrypted for it.
-        """
-        server = self._server
-        self._ask(BEGIN, server.invitations(), Advert, server.add_advert)
-        self._ask(KEYS, server.keys(), SealedShares, server.add_shares)
-        return server.deliveries()
 
     def _ask(
         self,
@@ -242,20 +214,19 @@ class OpenMaskedSum(OpenSum):
             partitions = sorted(self._partitions[neighbour] for neighbour in neighbours)
             named = "clients " + ", ".join(map(str, partitions))
             reason = fault.value.format(neighbours=named)
-            self._refuse(f"client {self._partitions[member]}: {reason}")
-
-    def _refuse(self, reason: str) -> None:
-        number = self._opening.server_round
-        refusal = printable(f"round {number}: {reason}"[:LONGEST_REASON])
-        log.warning("%s", refusal)
-        self._clients.refusals.append(refusal)
+            text = (
+                f"round {self._opening.server_round}: client {self._partitions[member]}: {reason}"
+            )
+            refusal = printable(text[:LONGEST_REASON])
+            log.warning("%s", refusal)
+            self._clients.refusals.append(refusal)
 
 
 # The client's end ------------------------------------------------------------------------------
 
 
 def check_limits(context: RoundContext, node_config: Mapping[str, Any]) -> None:
-    """Refuse a sum that shows the server more than the owner of this node permits.
+    """Refuse, by a PermissionError, a sum that shows the server more than the node's owner permits.
 
     =============================  ===========================================================
     node config                    meaning
@@ -268,12 +239,6 @@ def check_limits(context: RoundContext, node_config: Mapping[str, Any]) -> None:
                                    included, in every sum that the server may unmask
                                    (`SumParameters.honest_answers`)
     =============================  ===========================================================
-
-    Raises
-    ------
-    PermissionError
-        The server could unmask a sum with fewer members or fewer honest members than the owner
-        requires, or with the help of a smaller share of a member's neighbours.
     """
     least_members = int(node_config.get("least-sum-members", 0))
     least_share = float(node_config.get("least-sum-threshold-share", 0.0))
@@ -302,11 +267,6 @@ def identities_of(node_config: Mapping[str, Any]) -> Identities | None:
 
     The node then takes part in signed sums only. Return None if the node config names no keys: the
     node then takes part in unsigned sums only.
-
-    Raises
-    ------
-    InvalidValue
-        Only one of ``sum-identity-key`` and ``sum-members`` is set, or a file is unreadable.
     """
     key, members = (node_config.get(name) for name in ("sum-identity-key", "sum-members"))
     if (key is None) != (members is None):
@@ -334,16 +294,7 @@ def _honest_answers(context: RoundContext, colluders: int) -> int:
 
 
 def answer(message: Message, context: Context, method: str) -> Message:
-    """Answer a message of the stage ``begin``, ``keys`` or ``question``; see the module's table.
-
-    Raises
-    ------
-    ProtocolError, InvalidValue
-        The server's message is malformed or out of order, or the signature of a key is missing or
-        wrong.
-    PermissionError
-        The sum shows the server more than the node's owner permits; see `check_limits`.
-    """
+    """Answer a message of the stage ``begin``, ``keys`` or ``question``; see the module's table."""
     # Read files outside the block below, because the server must not see an error in reading them.
     identities = identities_of(context.node_config)
     with knowing_no_data():
@@ -369,19 +320,9 @@ def answer(message: Message, context: Context, method: str) -> Message:
 def seal(cells: Mapping[str, np.ndarray], message: Arrays, context: Context, method: str) -> Arrays:
     """Mask this client's contribution, and return the arrays of the upload.
 
-    Parameters
-    ----------
-    cells : Mapping[str, ndarray]
-        The noised update, as int64 multiples of the plan's grid step (`Protection.cell`). The
-        client sends these integers modulo a power of two, in the order of their names.
-    message : Mapping[str, ndarray]
-        The arrays of the server's training message that concern the secure sum.
-
-    Raises
-    ------
-    ProtocolError, InvalidValue
-        The server's message is malformed or out of order, or the client has already masked its
-        contribution to this round.
+    ``cells`` is the noised update as int64 multiples of the plan's grid step (`Protection.cell`).
+    The client sends these integers modulo a power of two, in the order of their names. ``message``
+    has the arrays of the server's training message that concern the secure sum.
     """
     with knowing_no_data():
         vault = _vault(context, method)
@@ -400,20 +341,14 @@ def _vault(context: Context, method: str) -> ClientVault:
 
 def _invited(vault: ClientVault, data: bytes) -> Member:
     invitation = Invitation.from_bytes(data)
-    begun = invitation.context
-    if (stored := vault.load()) is not None and _is_of(stored, begun):
-        raise ProtocolError(
-            f"the server begins round {begun.round_number}, which this client has already begun: "
-            "expected a new round"
-        )
+    if (stored := vault.load()) is not None:
+        with suppress(InvalidValue):  # unreadable secrets are of no round
+            if Member.from_bytes(stored).context == invitation.context:
+                raise ProtocolError(
+                    f"the server begins round {invitation.context.round_number}, which this client "
+                    "has already begun: expected a new round"
+                )
     return Member(invitation=invitation)
-
-
-def _is_of(stored: bytes, begun: RoundContext) -> bool:
-    try:
-        return Member.from_bytes(stored).context == begun
-    except InvalidValue:
-        return False
 
 
 def _stored(vault: ClientVault) -> Member:

@@ -1,10 +1,13 @@
-"""Interface of the sums of clients' contributions. A mechanism releases the mean of each sum."""
+"""Sums of clients' contributions: their interface, and sums whose contributions the server sees.
+
+A mechanism releases the mean of each sum.
+"""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from flwr.app import ArrayRecord, Message
 
@@ -12,7 +15,8 @@ from flower_ext.federation.exchange import Clients
 from flower_ext.federation.population import Cohort, Population
 from flower_ext.federation.records import Arrays, Update
 from flower_ext.privacy import AdversaryView, NoiseSource
-from flower_ext.privacy.mechanisms.round_mechanism import Aggregate, RoundMechanism
+from flower_ext.privacy.mechanisms.round_mechanism import Aggregate, RoundMechanism, divided
+from flower_ext.privacy.mechanisms.updates import as_float64, in_float64
 from flower_ext.privacy.run_summary import MethodTraits
 
 
@@ -168,3 +172,45 @@ class Summation(ABC):
 
     def restore(self, state: Mapping[str, Arrays]) -> None:  # noqa: B027 - most have no state
         """Restore a checkpoint's `state`; call it after `connect` if the run continues."""
+
+
+class PlainSum(Summation):
+    """Sums of contributions that the server sees one by one, and discards once they are added.
+
+    Clients or the server bound the contributions and add noise, as the plan says.
+    """
+
+    def open(self, opening: Opening) -> OpenSum:
+        """Begin the sum of one round, without a message to the clients."""
+        return _OpenPlainSum(self.mechanism, opening)
+
+
+class _OpenPlainSum(OpenSum):
+    def __init__(self, mechanism: RoundMechanism, opening: Opening) -> None:
+        self._mechanism, self._opening = mechanism, opening
+        self.cohort = opening.cohort
+        like = opening.like
+        self._summed = mechanism.begin_sum(in_float64(like) if mechanism.weighs_examples else like)
+        self._examples = 0.0
+
+    def read(self, reply: Message) -> Update:
+        return self._opening.read(reply)
+
+    # Floating-point sums depend on the order, so add in the order of partitions, not of arrival.
+    def add(self, update: Update) -> None:
+        arrays = update.arrays
+        if self._mechanism.weighs_examples:
+            size = update.metrics["num-examples"]
+            self._examples += size
+            arrays = {name: as_float64(array) * size for name, array in arrays.items()}
+        self._summed.add(arrays)
+
+    def close(self) -> Aggregate:
+        size, noise = len(self.cohort.partitions), self._opening.noise
+        mean = self._mechanism.aggregate(self._summed, cohort_size=size, noise=noise)
+        del self._summed  # as large as a model, and of no more use
+        if not self._mechanism.weighs_examples:
+            return mean
+        # The mean of n weighted uploads becomes their sum over all examples.
+        value = divided(mean.value, self._examples / mean.answered, self._opening.like)
+        return replace(mean, value=value)

@@ -54,7 +54,7 @@ def answer(asked, *, least=0.0):
     query = query_of(asked, KINDS)
     policy = NodePolicy(context, allow_seeded_noise=False)
     method = SimpleNamespace(name="m")
-    work = SimpleNamespace(request=asked, protection=asked.protection, policy=policy, method=method)
+    work = SimpleNamespace(**vars(asked), policy=policy, method=method)
     view = SimpleNamespace(work=work, data=None, scores=lambda *, training: {"accuracy": 1.0})
     return masked_vector(query, view)
 

@@ -6,7 +6,7 @@ from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict
 
 from flower_ext.algorithms import DP2FedSAM, DPFedAvg, FedAMP, Scaffold
 from flower_ext.federation import FederatedStrategy, InProcessGrid, VirtualGrid, client_app, records
-from flower_ext.federation.client.cohort_app import CohortApp
+from flower_ext.federation.client.app import CohortApp
 from flower_ext.federation.failures import REASON_WITHHELD
 from flower_ext.privacy import FixedSizeSampling, NonPrivatePlan, ReleasePlan
 from flower_ext.training import LocalTraining

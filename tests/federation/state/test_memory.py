@@ -12,8 +12,8 @@ from flwr.app import Context, RecordDict
 from flower_ext.errors import ProtocolError
 from flower_ext.federation import ClientMemory
 from flower_ext.federation import _flower_private as private
+from flower_ext.federation.state.folder import Damaged
 from flower_ext.federation.state.memory import ClientVault
-from flower_ext.federation.state.sealed import Damaged
 
 
 def context(run_config=None, **node_config) -> Context:

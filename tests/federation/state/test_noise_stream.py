@@ -8,9 +8,8 @@ import numpy as np
 import pytest
 
 from flower_ext.errors import InvalidValue
-from flower_ext.federation.state.folder import StateFolder
+from flower_ext.federation.state.folder import Damaged, StateFolder
 from flower_ext.federation.state.noise_stream import FILE, NoiseStream
-from flower_ext.federation.state.sealed import Damaged
 from flower_ext.privacy import SecureNoise, SeededNoise
 from flower_ext.privacy.mechanisms.correlated_noise import StrategyMatrix
 from tests.support.grids import grid

@@ -1,12 +1,13 @@
-"""Statistics that count people by cells: histograms, tables of two columns, quantiles, survival.
+"""Kinds of statistics: counts, means, variances, histograms, quantiles and survival curves.
 
-A record's vector has a one in the record's cell and zeros elsewhere, so its norm is 1. `Quantiles`
+Means and variances add up powers of bounded values. All other kinds count people by cells: a
+record's vector has a one in the record's cell and zeros elsewhere, so its norm is 1. `Quantiles`
 count a record once on each level of a tree.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
 from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise, product
@@ -16,8 +17,76 @@ from numpy.typing import NDArray
 
 from flower_ext.checks import require_at_least_one
 from flower_ext.errors import InvalidValue
-from flower_ext.statistics.moments import check_bounds
 from flower_ext.statistics.statistic import NORMAL_QUANTILE, Columns, Statistic
+
+
+class Count(Statistic):
+    """The number of people."""
+
+    def __init__(self) -> None:
+        super().__init__("number of people", columns=(), names=["people"], size=1, norm=1.0)
+
+    def vectors(self, columns: Columns) -> NDArray[np.float64]:
+        """Return ones."""
+        return np.ones((len(next(iter(columns.values()))), 1))
+
+    def estimate(self, totals: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Return the totals."""
+        return totals
+
+
+class Mean(Statistic):
+    """The mean of a column, and the number of people who have a value.
+
+    Parameters
+    ----------
+    column : str
+    lower, upper : float
+        Public bounds. Values outside are moved to the nearer bound.
+    """
+
+    highest_power = 1
+
+    def __init__(self, column: str, lower: float, upper: float) -> None:
+        check_bounds(column, lower, upper)
+        names = [f"people with {column}", f"mean of {column}", f"variance of {column}"]
+        names = names[: self.highest_power + 1]
+        super().__init__(
+            f"{names[-1]}, values clamped to [{lower:g}, {upper:g}]",
+            columns=[column],
+            names=names,
+            size=self.highest_power + 1,  # 1, the value, and so on to the highest power
+            norm=math.sqrt(self.highest_power + 1),  # each power lies in [−1, 1]
+        )
+        self.column, self.lower, self.upper = column, lower, upper
+        self._middle, self._half = (lower + upper) / 2, (upper - lower) / 2
+
+    def vectors(self, columns: Columns) -> NDArray[np.float64]:
+        """Scale the values to [−1, 1], and return their powers; zeros for a missing value."""
+        values = columns[self.column]
+        scaled = (np.clip(values, self.lower, self.upper) - self._middle) / self._half
+        powers = np.clip(scaled, -1, 1)[:, np.newaxis] ** np.arange(self.size)
+        return np.where(np.isnan(values)[:, np.newaxis], 0.0, powers)
+
+    def estimate(self, totals: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Return the number of values and their mean, which noise may move beyond the bounds."""
+        count, first = totals[:, 0], totals[:, 1]
+        return np.stack([count, self._middle + self._half * _ratio(first, count)], axis=1)
+
+
+class Variance(Mean):
+    """Number, mean and variance of a column's values. The parameters are those of `Mean`."""
+
+    highest_power = 2
+
+    def estimate(self, totals: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Return the number of values, their mean and their variance.
+
+        Noise may move all three out of range, even the variance below 0.
+        """
+        count, first, second = totals.T
+        variance = _ratio(second, count) - _ratio(first, count) ** 2
+        return np.column_stack([super().estimate(totals[:, :2]), self._half**2 * variance])
 
 
 @dataclass(frozen=True)
@@ -66,7 +135,6 @@ class Bins:
         return np.where(np.isnan(values), self.count + 2, bins)
 
 
-@dataclass(frozen=True)
 class Histogram(Statistic):
     """Numbers of people in cells.
 
@@ -75,51 +143,31 @@ class Histogram(Statistic):
 
     Parameters
     ----------
-    axes : tuple of Bins
+    *axes : Bins
         The bins of each column.
     """
 
-    axes: tuple[Bins, ...]
-    norm = 1.0
-
-    @property
-    def title(self) -> str:
-        """The statistic in words."""
-        kind = "histogram" if len(self.axes) == 1 else "table"
-        return f"{kind} of {' by '.join(self.columns)}"
-
-    @property
-    def columns(self) -> Sequence[str]:
-        """The columns."""
-        return [bins.column for bins in self.axes]
-
-    @property
-    def names(self) -> Sequence[str]:
-        """Names of the cells: the bins' names, after their columns' names if there are several."""
-        if len(self.axes) == 1:
-            return self.axes[0].names
-        labels = [[f"{bins.column} {name}" for name in bins.names] for bins in self.axes]
-        return [", ".join(cell) for cell in product(*labels)]
-
-    @property
-    def size(self) -> int:
-        """Number of cells."""
-        return len(self.names)
+    def __init__(self, *axes: Bins) -> None:
+        kind, names = "histogram", axes[0].names
+        if len(axes) > 1:
+            labels = [[f"{bins.column} {name}" for name in bins.names] for bins in axes]
+            kind, names = "table", [", ".join(cell) for cell in product(*labels)]
+        columns = [bins.column for bins in axes]
+        title = f"{kind} of {' by '.join(columns)}"
+        super().__init__(title, columns=columns, names=names, size=len(names), norm=1.0)
+        self.axes = axes
 
     def vectors(self, columns: Columns) -> NDArray[np.float64]:
         """Return a row for each record: a one in the record's cell, and zeros elsewhere."""
         positions = tuple(bins.of(columns[bins.column]) for bins in self.axes)
         cells = np.ravel_multi_index(positions, [len(bins.names) for bins in self.axes])
-        ones = np.zeros((len(cells), self.size))
-        ones[np.arange(len(cells)), cells] = 1.0
-        return ones
+        return np.asarray(cells[:, np.newaxis] == np.arange(self.size), dtype=np.float64)
 
     def estimate(self, totals: NDArray[np.float64]) -> NDArray[np.float64]:
         """Return the totals themselves. They are unbiased, so noise may move a count below 0."""
         return totals
 
 
-@dataclass(frozen=True)
 class SurvivalCurve(Statistic):
     """Kaplan–Meier's curve: shares of people without an event at the end of each interval.
 
@@ -137,29 +185,15 @@ class SurvivalCurve(Statistic):
         Column with 1 for an event, 0 for censoring.
     """
 
-    times: Bins
-    event: str
-    norm = 1.0
-
-    @property
-    def title(self) -> str:
-        """The statistic in words."""
-        return f"Kaplan–Meier curve of {self.times.column}"
-
-    @property
-    def columns(self) -> Sequence[str]:
-        """Names of the columns with times and with events."""
-        return self.times.column, self.event
-
-    @property
-    def size(self) -> int:
-        """Number of counts: events and censorings by interval, and people after the last one."""
-        return 2 * self.times.count + 1
-
-    @property
-    def names(self) -> Sequence[str]:
-        """Names of the estimates: survival beyond the end of each interval."""
-        return [f"survival beyond {end:g}" for end in self.times.edges[1:]]
+    def __init__(self, times: Bins, event: str) -> None:
+        super().__init__(
+            f"Kaplan–Meier curve of {times.column}",
+            columns=[times.column, event],
+            names=[f"survival beyond {end:g}" for end in times.edges[1:]],
+            size=2 * times.count + 1,  # events, censorings, and people after the last interval
+            norm=1.0,
+        )
+        self.times, self.event = times, event
 
     def vectors(self, columns: Columns) -> NDArray[np.float64]:
         """Return a row for each record: a one in the record's cell, and zeros elsewhere.
@@ -172,9 +206,8 @@ class SurvivalCurve(Statistic):
         cells = np.where(intervals == self.times.count + 1, 2 * self.times.count, cells)
         is_known = (intervals < self.times.count) | (intervals == self.times.count + 1)
         is_known &= (events == 0) | (events == 1)
-        ones = np.zeros((len(times), self.size))
-        ones[np.flatnonzero(is_known), cells[is_known]] = 1.0
-        return ones
+        cells = np.where(is_known, cells, -1)
+        return np.asarray(cells[:, np.newaxis] == np.arange(self.size), dtype=np.float64)
 
     def estimate(self, totals: NDArray[np.float64]) -> NDArray[np.float64]:
         """Return the survival at the end of each interval.
@@ -185,12 +218,9 @@ class SurvivalCurve(Statistic):
         count = self.times.count
         events, leaving = totals[:, :count], totals[:, :count] + totals[:, count:-1]
         at_risk = np.cumsum(np.column_stack([leaving, totals[:, -1]])[:, ::-1], axis=1)[:, :0:-1]
-        with np.errstate(divide="ignore", invalid="ignore"):
-            factors: NDArray[np.float64] = np.where(at_risk > 0, 1 - events / at_risk, np.nan)
-        return np.asarray(np.cumprod(factors, axis=1), dtype=np.float64)
+        return np.asarray(np.cumprod(1 - _ratio(events, at_risk), axis=1), dtype=np.float64)
 
 
-@dataclass(frozen=True)
 class Quantiles(Statistic):
     """Quantiles of a column, from counts on every level of a binary tree of bins.
 
@@ -210,56 +240,39 @@ class Quantiles(Statistic):
         The finest level has 2^depth bins. Within a bin, quantiles are interpolated.
     """
 
-    column: str
-    lower: float
-    upper: float
-    probabilities: tuple[float, ...] = (0.25, 0.5, 0.75)
-    depth: int = 7
-
-    def __post_init__(self) -> None:
-        check_bounds(self.column, self.lower, self.upper)
-        if not self.probabilities or not all(0 < p < 1 for p in self.probabilities):
-            raise InvalidValue(f"probabilities={self.probabilities!r}: expected numbers in (0, 1)")
-        if not 1 <= self.depth <= 10:
-            raise InvalidValue(f"depth={self.depth!r}: expected 1 to 10")
-
-    @property
-    def title(self) -> str:
-        """The statistic in words, with its bounds."""
-        return (
-            f"quantiles of {self.column}, values clamped to [{self.lower:g}, {self.upper:g}], to "
-            f"{(self.upper - self.lower) / 2**self.depth:g}"
+    def __init__(
+        self,
+        column: str,
+        lower: float,
+        upper: float,
+        probabilities: tuple[float, ...] = (0.25, 0.5, 0.75),
+        depth: int = 7,
+    ) -> None:
+        check_bounds(column, lower, upper)
+        if not probabilities or not all(0 < p < 1 for p in probabilities):
+            raise InvalidValue(f"probabilities={probabilities!r}: expected numbers in (0, 1)")
+        if not 1 <= depth <= 10:
+            raise InvalidValue(f"depth={depth!r}: expected 1 to 10")
+        super().__init__(
+            f"quantiles of {column}, values clamped to [{lower:g}, {upper:g}], to "
+            f"{(upper - lower) / 2**depth:g}",
+            columns=[column],
+            names=[f"{p:g} quantile of {column}" for p in probabilities],
+            size=(2 << depth) - 1,  # nodes of the tree
+            norm=math.sqrt(depth + 1),  # a record is in one node of each level
         )
-
-    @property
-    def columns(self) -> Sequence[str]:
-        """The one column."""
-        return (self.column,)
-
-    @property
-    def size(self) -> int:
-        """Number of nodes of the tree."""
-        return (2 << self.depth) - 1
-
-    @property
-    def norm(self) -> float:
-        """√(levels), because a record is in one node of each level."""
-        return float((self.depth + 1) ** 0.5)
-
-    @property
-    def names(self) -> Sequence[str]:
-        """The quantiles."""
-        return [f"{p:g} quantile of {self.column}" for p in self.probabilities]
+        self.probabilities, self.depth = probabilities, depth
+        self._leaves = Bins(column, lower, upper, 2**depth)
 
     def vectors(self, columns: Columns) -> NDArray[np.float64]:
         """Return a row for each record: ones in its node on every level, and zeros elsewhere.
 
         A record whose value is missing has zeros only.
         """
-        values = columns[self.column]
+        values = columns[self._leaves.column]
         is_known = ~np.isnan(values)
-        leaves = self._leaves.of(np.clip(values[is_known], self.lower, self.upper))
-        nodes = np.zeros((len(values), self.size))
+        bounded = np.clip(values[is_known], self._leaves.lower, self._leaves.upper)
+        leaves, nodes = self._leaves.of(bounded), np.zeros((len(values), self.size))
         for level in range(self.depth + 1):
             nodes[np.flatnonzero(is_known), 2**level - 1 + (leaves >> (self.depth - level))] = 1.0
         return nodes
@@ -286,16 +299,10 @@ class Quantiles(Statistic):
         least, largest = self._inverted(np.stack([highest, lowest]))
         return least, largest
 
-    @property
-    def _leaves(self) -> Bins:
-        """The bins of the finest level."""
-        return Bins(self.column, self.lower, self.upper, 2**self.depth)
-
     def _distributions(self, totals: NDArray[np.float64]) -> NDArray[np.float64]:
         """Return the distribution function at the bins' edges, of shape (draws, 2^depth + 1)."""
         sums = np.cumsum(totals @ _tree_inverse(self.depth).T, axis=1)
-        with np.errstate(divide="ignore", invalid="ignore"):
-            shares = np.where(sums[:, -1:] > 0, sums / sums[:, -1:], np.nan)
+        shares = _ratio(sums, np.broadcast_to(sums[:, -1:], sums.shape))
         above, below = _rising(np.column_stack([np.zeros(len(totals)), shares]))
         return (above + below) / 2  # one of them alone would be biased
 
@@ -304,17 +311,25 @@ class Quantiles(Statistic):
 
         ``functions`` has the shape (draws, edges). The result for a function with NaN is NaN.
         """
-        wanted, edges = np.asarray(self.probabilities), self._leaves.edges
-        reached = (functions[:, :, np.newaxis] <= wanted).sum(axis=1)
-        right = np.clip(reached, 1, len(edges) - 1)
-        below, above = (np.take_along_axis(functions, at, axis=1) for at in (right - 1, right))
-        with np.errstate(divide="ignore", invalid="ignore"):
-            values = edges[right - 1] + (wanted - below) * np.diff(edges)[right - 1] / (
-                above - below
-            )
-        values = np.where(reached == 0, edges[0], values)
-        values = np.where(reached == len(edges), edges[-1], values)
+        wanted, edges = self.probabilities, self._leaves.edges
+        values = np.array([np.interp(wanted, function, edges) for function in functions])
         return np.where(np.isnan(functions).any(axis=1, keepdims=True), np.nan, values)
+
+
+def check_bounds(column: str, lower: float, upper: float) -> None:
+    """Refuse bounds that are not finite, or whose lower bound is not below the upper one."""
+    if not (math.isfinite(lower) and math.isfinite(upper) and lower < upper):
+        raise InvalidValue(
+            f"bounds {lower:g}:{upper:g} of {column}: expected two finite numbers, the smaller "
+            "one first"
+        )
+
+
+def _ratio(numerator: NDArray[np.float64], denominator: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Divide; the result is NaN where noise moved the denominator to 0 or below."""
+    return np.divide(
+        numerator, denominator, out=np.full_like(numerator, np.nan), where=denominator > 0
+    )
 
 
 def _rising(functions: NDArray[np.float64]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
