@@ -34,10 +34,8 @@ class Chart:
     """A chart with one line for each label.
 
     A line is the mean over runs. The band around it is one sample standard deviation wide to each
-    side.
-
-    The vertical axis is logarithmic with ``log``; with ``from_zero`` it begins at zero, unless a
-    value is negative.
+    side. With ``log``, the vertical axis is logarithmic. With ``from_zero``, it begins at zero,
+    unless a value is negative.
     """
 
     title: str
