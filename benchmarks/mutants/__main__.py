@@ -43,7 +43,6 @@ _OF_PROTECTION = (
 _OF_SUMS = (
     "privacy/mechanisms/test_noised_sum.py",
     "privacy/plans/test_release_plan.py",
-    "privacy/mechanisms/test_masked_noised_sum.py",
     "auditing/test_paths.py",
     "auditing/test_noise.py",
 )
@@ -90,7 +89,6 @@ TESTS = {
     ),
     "privacy/accounting/sampling.py": ("privacy/accounting/test_sampling.py",),
     "privacy/mechanisms/noised_sum.py": _OF_SUMS,
-    "privacy/mechanisms/masked_noised_sum.py": _OF_SUMS,
     "privacy/mechanisms/quantization.py": (
         "privacy/mechanisms/test_quantization.py",
         "auditing/test_paths.py",
@@ -98,8 +96,8 @@ TESTS = {
     "privacy/mechanisms/secure_sum.py": ("privacy/mechanisms/test_secure_sum.py",),
     "privacy/queries/secure_scores.py": ("privacy/queries/test_secure_scores.py",),
     "privacy/mechanisms/discrete_gaussian.py": ("privacy/mechanisms/test_discrete_gaussian.py",),
-    "training/trials/trainings_in_turn.py": ("training/trials/test_trainings_in_turn.py",),
-    "training/dp/clipped_gradient.py": (
+    "training/trials/trainings.py": ("training/trials/test_trainings.py",),
+    "training/dp/dp_sgd.py": (
         "training/trials/test_examples_in_turn.py",
         "training/trials/test_lone_examples.py",
         "training/dp/test_dp_sgd.py",
@@ -108,7 +106,6 @@ TESTS = {
         "training/trials/test_lone_examples.py",
         "training/trials/test_examples_in_turn.py",
     ),
-    "training/trials/lone_examples.py": ("training/trials/test_lone_examples.py",),
     "training/trials/examples_together.py": (
         "training/trials/test_examples_together.py",
         "training/trials/test_examples_in_turn.py",
@@ -118,12 +115,12 @@ TESTS = {
     "training/trials/made_up_examples.py": (
         "training/trials/test_examples_together.py",
         "training/trials/test_examples_in_turn.py",
-        "training/trials/test_trainings_in_turn.py",
+        "training/trials/test_trainings.py",
     ),
     "training/isolation.py": ("training/test_isolation.py",),
     "training/trials/snapshots.py": (
         "training/trials/test_snapshots.py",
-        "training/trials/test_trainings_in_turn.py",
+        "training/trials/test_trainings.py",
     ),
     "secure/weighting/encoding.py": ("secure/weighting/test_encoding.py",),
     "federation/protection.py": _OF_PROTECTION,

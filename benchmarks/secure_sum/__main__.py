@@ -39,7 +39,9 @@ def main(
 def row(members: int, length: int) -> list[str]:
     """Run a round of both protocols with the same graph and threshold."""
     here = ours.round_cost(members, length)
-    sums = ours.mechanism_of(members).sum_parameters
+    masked = ours.mechanism_of(members).masked
+    assert masked is not None
+    sums = masked.parameters
     there = legacy.round_cost(members, sums.neighbors, sums.threshold, length)
     return [
         f"{members:,}",

@@ -11,18 +11,18 @@ from unittest import mock
 import numpy as np
 
 from flower_ext.privacy import FullParticipation, ReleasePlan, SecureNoise, SecureSum
-from flower_ext.privacy.mechanisms.masked_noised_sum import MaskedNoisedSum
-from flower_ext.secure.aggregation import (
+from flower_ext.privacy.mechanisms.noised_sum import NoisedSum
+from flower_ext.secure.aggregation import member
+from flower_ext.secure.aggregation.aggregation_server import SumServer
+from flower_ext.secure.aggregation.context import (
     Invitation,
-    Member,
     RoundContext,
-    SumServer,
     degree,
     graph_digest,
     graph_of,
-    member,
 )
 from flower_ext.secure.aggregation.mask_streams import Residues, apply_mask
+from flower_ext.secure.aggregation.member import Member
 
 MEASURED = 3
 """Number of timed clients, which clip, noise and mask their whole vector."""
@@ -65,9 +65,9 @@ class Clock:
         return result
 
 
-def mechanism_of(members: int) -> MaskedNoisedSum:
+def mechanism_of(members: int) -> NoisedSum:
     """Return the measured mechanism: γ = δ = 0.1, σ = 1."""
-    mechanism = ReleasePlan(
+    return ReleasePlan(
         sampling=FullParticipation(members),
         clipping_norm=1.0,
         noise_multiplier=1.0,
@@ -75,8 +75,6 @@ def mechanism_of(members: int) -> MaskedNoisedSum:
         delta=1e-5,
         noise_placement=SecureSum(colluding=0.1, dropouts=0.1),
     ).mechanism()
-    assert isinstance(mechanism, MaskedNoisedSum)
-    return mechanism
 
 
 def round_cost(members: int, length: int) -> Cost:
@@ -86,7 +84,8 @@ def round_cost(members: int, length: int) -> Cost:
     a thousand clients would take hours. The server's work does not depend on the numbers.
     """
     mechanism = mechanism_of(members)
-    parameters = mechanism.sum_parameters
+    assert mechanism.masked is not None
+    parameters = mechanism.masked.parameters
     neighbours = degree(members, parameters.neighbors)
     graph = graph_of(np.random.default_rng().permutation(members).tolist(), neighbours)
     context = RoundContext(
@@ -94,7 +93,7 @@ def round_cost(members: int, length: int) -> Cost:
         round_number=1,
         members=members,
         graph=graph_digest(graph),
-        bits=mechanism.sum_bits,
+        bits=mechanism.masked.bits,
         length=length,
         neighbours=neighbours,
         threshold=parameters.threshold,
@@ -145,10 +144,10 @@ def round_cost(members: int, length: int) -> Cost:
     )
 
 
-def _noising(mechanism: MaskedNoisedSum, length: int) -> float:
+def _noising(mechanism: NoisedSum, length: int) -> float:
     """Return CPU seconds of clipping, rounding and noise, without the tables of the first call."""
     update = {"w": np.random.default_rng(1).standard_normal(length).astype(np.float32)}
-    protection = mechanism.cells_protection
+    protection = mechanism.client_protection(mechanism.cohort_size)
     protection.released({"w": update["w"][:10]}, SecureNoise())
     clock = Clock()
     for _ in range(MEASURED):

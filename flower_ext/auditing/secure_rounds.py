@@ -18,16 +18,15 @@ from flower_ext.auditing.experiment import Arrays
 from flower_ext.errors import FlowerExtError
 from flower_ext.federation import records
 from flower_ext.federation.sums.masked import BEGIN, SENT
-from flower_ext.secure.aggregation import (
+from flower_ext.secure.aggregation.aggregation_messages import (
+    OF_SEED,
     Advert,
-    Invitation,
     MaskedInput,
     Revealed,
-    RoundContext,
     SealedShares,
-    SumServer,
 )
-from flower_ext.secure.aggregation.aggregation_messages import OF_SEED
+from flower_ext.secure.aggregation.aggregation_server import SumServer
+from flower_ext.secure.aggregation.context import Invitation, RoundContext
 from flower_ext.secure.aggregation.mask_streams import apply_mask, self_mask_key
 from flower_ext.secure.aggregation.shamir import combine
 

@@ -8,7 +8,7 @@ from flower_ext.federation.method import State
 from flower_ext.federation.run import Run
 from flower_ext.privacy import Guarantee
 from flower_ext.privacy.accounting.participations import Participations
-from flower_ext.privacy.mechanisms.masked_noised_sum import QuerySum
+from flower_ext.privacy.mechanisms.noised_sum import QuerySum
 from flower_ext.privacy.run_summary import RunSummary
 
 _ROUNDS_ALONE = "the published claim covers training rounds only"

@@ -15,7 +15,6 @@ from flwr.app import ArrayRecord
 
 from flower_ext.privacy import FullParticipation, Sampling
 from flower_ext.privacy.accounting.participations import Participations
-from flower_ext.privacy.units import UserDraw
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,8 +103,8 @@ class Population:
         """Count a round that was never finished, because clients may already have uploaded."""
         self.count(units, uploads, requests=requests)
 
-    def resume(self) -> None:
-        """Adjust the counts in a new process that continues the run; by default, change nothing."""
+    def forget_order(self) -> None:
+        """Adjust the counts to a new secret order of silos' users; by default, change nothing."""
 
     def equalise_counts(self) -> None:
         """Give every unit the count of the unit that took part most.
@@ -163,24 +162,23 @@ class HiddenUsers(UsersInSilos):
     ----------
     sampling, num_silos
         See `UsersInSilos`.
-    draw : UserDraw
-        The party that draws the users. If it hides its draw, any user may have been drawn.
-        Otherwise the server draws indices in a secret order of the users, which only the silos
-        know.
+    drawn_by_server : bool
+        True if the server draws indices in a secret order of the users, which only the silos know.
+        Otherwise the server knows nothing of the draw, so any user may have been drawn.
     """
 
     repeats = False  # new secret keys change the draw
 
-    def __init__(self, sampling: Sampling, num_silos: int, draw: UserDraw) -> None:
+    def __init__(self, sampling: Sampling, num_silos: int, *, drawn_by_server: bool) -> None:
         super().__init__(sampling, num_silos)
-        self._is_hidden = draw.is_hidden
+        self._drawn_by_server = drawn_by_server
 
     def draw(self, rng: np.random.Generator) -> Cohort:
         """Draw indices in the silos' secret order of the users.
 
-        If the silos hide the draw, return a cohort of all users.
+        If the server does not draw, return a cohort of all users.
         """
-        if not self._is_hidden:
+        if self._drawn_by_server:
             return super().draw(rng)
         return self._cohort(range(self.sampling.population))
 
@@ -190,7 +188,7 @@ class HiddenUsers(UsersInSilos):
 
     def columns(self, drawn: Cohort) -> Mapping[str, int]:
         """Return the number of drawn users; nothing if the server does not know it."""
-        return {} if self._is_hidden else super().columns(drawn)
+        return super().columns(drawn) if self._drawn_by_server else {}
 
     def count(self, units: Sequence[int], uploads: int, *, requests: int) -> None:
         """Count a round with an upload of every silo, because a weighted sum needs all uploads.
@@ -205,10 +203,6 @@ class HiddenUsers(UsersInSilos):
         # all users the same count, before and after.
         self.forget_order()
         self.count(units, uploads, requests=requests)
-        self.forget_order()
-
-    def resume(self) -> None:
-        """Forget the silos' order of the users, because their new set-up has another order."""
         self.forget_order()
 
     def forget_order(self) -> None:

@@ -27,7 +27,7 @@ from flower_ext.federation.run import Run
 from flower_ext.federation.sums.masked import MaskedSum
 from flower_ext.federation.sums.summation import Opening
 from flower_ext.privacy import BudgetExhausted
-from flower_ext.privacy.mechanisms.masked_noised_sum import QuerySum
+from flower_ext.privacy.mechanisms.noised_sum import QuerySum
 
 log = getLogger("flwr")
 
@@ -115,7 +115,7 @@ class QueryRound:
         total = np.asarray(released.value[VECTOR]) * size
         # The server adds the noise shares of silent clients, so every sum has the same number of
         # shares.
-        stddev = self._mechanism.cells_protection.noise_stddev * size**0.5
+        stddev = self._mechanism.client_noise_stddev(size) * size**0.5
         answer = self._query.answer(total, stddev)
         self._run.progress.row |= answer
         self._run.answers[name] = answer
@@ -123,11 +123,12 @@ class QueryRound:
 
     def _query_records(self) -> Content:
         run = self._run
-        protection = to_entries(self._mechanism.cells_protection, seeded_noise=run.seeded_noise)
+        protection = self._mechanism.client_protection(self._mechanism.cohort_size)
+        entries = to_entries(protection, seeded_noise=run.seeded_noise)
         last = max(1, run.participations.rounds)
         fields = json.dumps(asdict(self._query))
         return {
-            records.ROUND: run.round_record(last, **protection, query=self._number),
+            records.ROUND: run.round_record(last, **entries, query=self._number),
             records.QUERY: ConfigRecord({"name": self._query.name, "fields": fields}),
         }
 

@@ -37,7 +37,7 @@ from flower_ext.privacy import (
 )
 from flower_ext.privacy.accounting.participations import Participations
 from flower_ext.privacy.mechanisms.correlated_noise import StrategyMatrix
-from flower_ext.privacy.mechanisms.masked_noised_sum import MaskedNoisedSum, QuerySum
+from flower_ext.privacy.mechanisms.noised_sum import NoisedSum, QuerySum
 from flower_ext.privacy.mechanisms.round_mechanism import RoundMechanism
 from flower_ext.privacy.plans.release_mechanism import SpacedRelease
 from flower_ext.privacy.randomness import derived_seed
@@ -156,7 +156,7 @@ class Run:
     def query_sums(self) -> Sequence[QuerySum]:
         """The plan's queries, each with the mechanism of its answers."""
         mechanism = self.mechanism
-        return mechanism.query_sums if isinstance(mechanism, MaskedNoisedSum) else ()
+        return mechanism.query_sums if isinstance(mechanism, NoisedSum) else ()
 
     @property
     def participations(self) -> Participations:

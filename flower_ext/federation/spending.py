@@ -16,7 +16,7 @@ from flower_ext.errors import InvalidValue
 from flower_ext.privacy import Budget, BudgetExhausted, Guarantee, Ledger, Release, epsilon_text
 from flower_ext.privacy.guarantee import claim_against
 from flower_ext.privacy.ledger import Reservation
-from flower_ext.privacy.mechanisms.masked_noised_sum import QuerySum
+from flower_ext.privacy.mechanisms.noised_sum import QuerySum
 from flower_ext.privacy.mechanisms.round_mechanism import RoundMechanism
 from flower_ext.privacy.run_summary import RunSummary
 from flower_ext.privacy.shared_ledger import Charge, charge, note_claims, note_uncovered

@@ -31,7 +31,7 @@ from flower_ext.federation.sums.masked import MaskedSum
 from flower_ext.federation.sums.summation import PlainSum, Summation
 from flower_ext.privacy import Budget, Guarantee, Ledger, PrivacyPlan
 from flower_ext.privacy.accounting.participations import Participations
-from flower_ext.privacy.mechanisms.masked_noised_sum import MaskedNoisedSum
+from flower_ext.privacy.mechanisms.noised_sum import NoisedSum
 from flower_ext.privacy.mechanisms.round_mechanism import RoundMechanism
 from flower_ext.runs import RunWriter
 
@@ -319,7 +319,9 @@ class FederatedStrategy(Strategy):
 
 
 def _usual_sum(mechanism: RoundMechanism) -> Summation:
-    return MaskedSum(mechanism) if isinstance(mechanism, MaskedNoisedSum) else PlainSum(mechanism)
+    if isinstance(mechanism, NoisedSum) and mechanism.masked is not None:
+        return MaskedSum(mechanism)
+    return PlainSum(mechanism)
 
 
 def _numbered(config: ConfigRecord, server_round: int) -> ConfigRecord:

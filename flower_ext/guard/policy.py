@@ -18,7 +18,7 @@ from flower_ext.checks import (
 from flower_ext.errors import InvalidValue
 from flower_ext.files import from_table, read_toml
 from flower_ext.privacy import Budget, FullParticipation, NeighboringRelation, Release
-from flower_ext.secure.aggregation import Identities
+from flower_ext.secure.aggregation.identities import Identities
 
 UPDATE, CONTRIBUTION = "clipped-noised-update", "secure-sum-contribution"
 CONSTANTS = "constants"

@@ -78,21 +78,3 @@ class AdversaryView(StrEnum):
             AdversaryView.RELEASED_MODELS: "the released models, not who took part",
             AdversaryView.MODELS_AND_COHORTS: "the released models and who took part",
         }[self]
-
-
-class UserDraw(StrEnum):
-    """The party that draws the users of a round in silos, and so knows who takes part.
-
-    * ``SERVER`` — the server draws, so sampling amplifies nothing against it.
-    * ``PROTOCOL`` — a protocol between server and silos draws, and no party knows the users.
-    * ``SILOS`` — the silos draw by a key that the server does not have. Every silo knows the users.
-    """
-
-    SERVER = "server"
-    PROTOCOL = "protocol"
-    SILOS = "silos"
-
-    @property
-    def is_hidden(self) -> bool:
-        """True if the server does not know the users, so that sampling amplifies against it."""
-        return self is not UserDraw.SERVER

@@ -51,13 +51,7 @@ class ProtocolMessage:
 
     @classmethod
     def from_bytes(cls, data: bytes, settings: Any) -> Self:
-        """Read a message from the bytes of `to_bytes`, and check it.
-
-        Raises
-        ------
-        InvalidValue
-            The bytes are not a message of this kind under these settings.
-        """
+        """Read a message from the bytes of `to_bytes`, and `check` it."""
         name, lengths, view = cls.__name__, cls._lengths(settings), memoryview(data)
         if view[: len(cls.kind)] != cls.kind:
             raise InvalidValue(f"{name}: expected bytes that begin with {cls.kind!r}")
@@ -78,13 +72,7 @@ class ProtocolMessage:
         return message
 
     def check(self, settings: Any) -> None:
-        """Refuse a message that does not fit ``settings``. Parties check every received message.
-
-        Raises
-        ------
-        InvalidValue
-            A field, or an entry of a field, has a wrong length.
-        """
+        """Refuse a message with a field, or an entry of a field, of a wrong length."""
         for name, length in self._lengths(settings).items():
             value = vars(self)[name]
             for part in value.values() if isinstance(value, Mapping) else [value]:
@@ -117,7 +105,7 @@ def unpack_numbers(data: bytes, size: int) -> list[int]:
 
 
 def check_length(name: str, data: bytes, size: int) -> None:
-    """Raise an InvalidValue unless ``data`` has ``size`` bytes; the error calls it ``name``."""
+    """Raise an InvalidValue unless ``data`` has ``size`` bytes."""
     if len(data) != size:
         raise InvalidValue(f"{name} of {len(data)} bytes: expected {size}")
 

@@ -44,21 +44,11 @@ def uniform_residues(key: bytes, count: int, modulus: mpz) -> list[mpz]:
 
 
 class PairKeys:
-    """One silo's keys with every other silo of one run.
+    """The keys of silo ``index`` with every other silo of one run.
 
-    Parameters
-    ----------
-    context : bytes
-        Public bytes that all parties of this run share and no other run has.
-    index : int
-        Number of this silo, from zero.
-    private : bytes
-        This silo's raw X25519 private key.
-    public_keys : Sequence[bytes]
-        Raw public keys of all silos, including this one, in their order.
-    server_key : bytes
-        The server's public key. Silos that received different server keys derive different pair
-        keys.
+    No other run has the same public ``context``. ``private`` is the silo's raw X25519 key, and
+    ``public_keys`` are the raw keys of all silos, in their order. Silos that received different
+    keys of the server derive different pair keys.
 
     Attributes
     ----------
@@ -68,7 +58,7 @@ class PairKeys:
 
     Raises
     ------
-    ValueError
+    InvalidValue
         A key is malformed, of low order or given twice, or ``public_keys[index]`` does not belong
         to ``private``.
     """
@@ -115,12 +105,6 @@ class PairKeys:
         """Return ``numbers`` plus this silo's masks, modulo ``modulus``.
 
         At each position, the masks of all silos sum to zero.
-
-        Raises
-        ------
-        ProtocolError
-            Masks for this purpose and round were drawn before. Two values under the same mask
-            reveal the difference of the values.
         """
         total = [mpz(number) for number in numbers]
         for key, subtracts in self.mask_keys(purpose, round_number):
@@ -134,13 +118,7 @@ class PairKeys:
         """Return this silo's masks: ``count`` numbers that are invertible modulo ``modulus``.
 
         At each position, the product of all silos' masks is one. A random number has no inverse
-        with a probability of about one over the smallest prime factor of ``modulus``. If
-        ``modulus`` is the product of two large primes, this probability is negligible.
-
-        Raises
-        ------
-        ProtocolError
-            Masks for this purpose and round were drawn before, as in `masked`.
+        with a probability of about one over the smallest prime factor of ``modulus``.
         """
         above, below = [mpz(1)] * count, [mpz(1)] * count
         for key, divides in self.mask_keys(purpose, round_number):
@@ -158,7 +136,8 @@ class PairKeys:
         Raises
         ------
         ProtocolError
-            Masks for this purpose and round were drawn before, as in `masked`.
+            Masks for this purpose and round were drawn before. Two values under the same mask
+            reveal the difference of the values.
         """
         if (purpose, round_number) in self._used:
             raise ProtocolError(
@@ -172,23 +151,13 @@ class PairKeys:
         ]
 
     def seal(self, receiver: int, purpose: str, message: bytes) -> bytes:
-        """Encrypt a message for one silo (ChaCha20-Poly1305).
-
-        Only ``receiver`` can open it, and only as a message of this sender, run and purpose.
-        """
+        """Encrypt a message for one silo, bound to sender, run and purpose (ChaCha20-Poly1305)."""
         nonce = secrets.token_bytes(_NONCE_BYTES)
         cipher = ChaCha20Poly1305(self._sealing_key(receiver))
         return nonce + cipher.encrypt(nonce, message, self._header(self._index, receiver, purpose))
 
     def open(self, sender: int, purpose: str, sealed: bytes) -> bytes:
-        """Decrypt a message that ``sender`` encrypted with `seal` for this silo.
-
-        Raises
-        ------
-        ValueError
-            The message was not sealed by ``sender`` for this silo, run and purpose, or somebody
-            changed it.
-        """
+        """Decrypt a message that ``sender`` sealed for this silo, run and purpose."""
         cipher = ChaCha20Poly1305(self._sealing_key(sender))
         nonce, text = sealed[:_NONCE_BYTES], sealed[_NONCE_BYTES:]
         try:

@@ -26,8 +26,9 @@ from flower_ext.federation import FederatedStrategy
 from flower_ext.federation.sums import masked
 from flower_ext.privacy import AdversaryView, PoissonSampling, SecureSum, privacy_loss_of
 from flower_ext.privacy.mechanisms.secure_sum import SumParameters
-from flower_ext.secure.aggregation import Identities, SumServer
 from flower_ext.secure.aggregation.aggregation_messages import OF_KEY, OF_SEED
+from flower_ext.secure.aggregation.aggregation_server import SumServer
+from flower_ext.secure.aggregation.identities import Identities
 from tests.support.identities import write_identities
 
 SIZE = 10_000
@@ -109,7 +110,7 @@ def opened_sums(experiment, world, trials):
     """Return the opened sums' coordinate along the canary, all their others, and a strategy."""
     along, beside = [], []
     for seen, strategy in observe(experiment, world, trials=trials):
-        cell, (total,) = strategy.run.mechanism.cell, seen.sums
+        cell, (total,) = strategy.run.mechanism.masked.cell, seen.sums
         along.append((total["weight"][0, 0] + total["bias"][0]) / math.sqrt(2) * cell)
         beside.append(total["weight"][0, 1:] * cell)
     return np.array(along), np.concatenate(beside), strategy

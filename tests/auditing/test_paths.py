@@ -61,7 +61,6 @@ from flower_ext.privacy import (
     SecureSum,
 )
 from flower_ext.privacy.mechanisms import bounds, protections, quantization
-from flower_ext.privacy.mechanisms.masked_noised_sum import MaskedNoisedSum
 from flower_ext.privacy.mechanisms.noised_sum import NoisedSum
 from flower_ext.privacy.mechanisms.protections import (
     ClipAndNoise,
@@ -71,7 +70,7 @@ from flower_ext.privacy.mechanisms.protections import (
 from flower_ext.privacy.mechanisms.round_mechanism import RoundMechanism
 from flower_ext.privacy.mechanisms.updates import RunningSum
 from flower_ext.privacy.plans.group_plan import GroupPlan
-from flower_ext.privacy.plans.release_mechanism import MaskedRelease, ReleaseMechanism
+from flower_ext.privacy.plans.release_mechanism import ReleaseMechanism
 from flower_ext.training import DpSgdTraining, LocalTraining, Task
 from tests.support import planted_faults as faults
 from tests.support.strategies import group_strategy, private_strategy_of, strategy_of
@@ -467,8 +466,9 @@ PATHS = {
         run=partial(sent, plan=release_plan(**LOST), grid=Lossy),
         through=(
             (protections, "in_cells"),
-            (MaskedRelease, "protection"),
-            (MaskedNoisedSum, "aggregate_sum"),
+            (ReleaseMechanism, "protection"),
+            (NoisedSum, "aggregate"),
+            (quantization.CellSum, "add"),
         ),
     ),
     "masked scores": Path(
@@ -479,7 +479,7 @@ PATHS = {
     # Sums over users or records in a silo.
     "users' sum": Path(
         run=users,
-        through=(ADDED, (protections, "sum_clipped_rows"), (ClipAndNoise, "noised")),
+        through=(ADDED, (protections, "sum_clipped_rows"), (bounds.BoundedSum, "noised")),
         direction=AXIS,
     ),
     "users' sum of gradients": Path(
@@ -489,12 +489,12 @@ PATHS = {
     ),
     "users' sum, weighted by records": Path(
         run=partial(users, weighting="by-records"),
-        through=((protections, "sum_clipped_rows"), (ClipAndNoise, "noised")),
+        through=((protections, "sum_clipped_rows"), (bounds.BoundedSum, "noised")),
         direction=AXIS,
     ),
     "users' masked sum": Path(
         run=partial(users, silos=SILOS, plan=SECURE),
-        through=((protections, "sum_rows_in_cells"), (ClipAndNoise, "noised")),
+        through=((protections, "sum_rows_in_cells"), (bounds.BoundedSum, "noised")),
         direction=AXIS,
     ),
     "users' encrypted sum": Path(
@@ -586,13 +586,11 @@ NOT_HERE = {
     "ProtectedByServer": "leaves an upload as it is; the paths on which the server clips",
     "ProtectedByTraining": "leaves an upload as it is; the path of records' gradients",
     "Unprotected": "leaves an upload as it is; nothing is promised",
-    "AdaptiveRelease": "the paths of ReleaseMechanism, with noise by clients or by the server",
-    "MaskedAdaptiveRelease": "the path of MaskedRelease",
+    "AdaptiveRelease": "the paths of ReleaseMechanism, with every noise placement",
     "QuerySum": "the path of masked scores",
     "SpacedRelease": "the path of ReleaseMechanism with noise by the server",
     "squared_norms_of_rows": "adds nothing",
     "SidedSum": "the path of ClippedSum, with one more number",
-    "BoundedSum": "returned by sum_clipped_rows",
     "checked_weights": "adds nothing",
     "cell_of": "adds nothing",
     "check_cell": "adds nothing",

@@ -15,7 +15,7 @@ def seen(experiment, trials=3):
 
 def test_the_server_computes_the_sum_that_it_releases_and_reads_no_upload():
     for one, strategy in seen(MECHANISMS["secure-sum"].experiment(rounds=2)):
-        cell = strategy.run.mechanism.cell
+        cell = strategy.run.mechanism.masked.cell
         for number in range(2):
             released = one.models[number + 1]["weight"] - one.models[number]["weight"]
             expected = one.sums[number]["weight"] * cell / 3

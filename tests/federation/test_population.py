@@ -6,7 +6,6 @@ import pytest
 from flower_ext.federation.population import HiddenUsers, Population, UsersInSilos
 from flower_ext.privacy import FullParticipation, PoissonSampling
 from flower_ext.privacy.accounting.participations import Participations
-from flower_ext.privacy.units import UserDraw
 
 UNITS, SILOS = 20, 3
 SOME = PoissonSampling(UNITS, 0.4)
@@ -14,6 +13,10 @@ SOME = PoissonSampling(UNITS, 0.4)
 
 def rng():
     return np.random.default_rng(1)
+
+
+def hidden_users(sampling=SOME, *, drawn_by_server=True):
+    return HiddenUsers(sampling, SILOS, drawn_by_server=drawn_by_server)
 
 
 def counted(record, *rounds):
@@ -51,18 +54,18 @@ def test_an_abandoned_round_counts_for_those_who_were_asked(population):
 
 
 def test_an_oblivious_draw_may_have_taken_anybody():
-    assert list(HiddenUsers(SOME, SILOS, UserDraw.PROTOCOL).draw(rng()).units) == list(range(UNITS))
-    assert HiddenUsers(SOME, SILOS, UserDraw.SERVER).draw(rng()).units == SOME.draw(rng())
+    assert list(hidden_users(drawn_by_server=False).draw(rng()).units) == list(range(UNITS))
+    assert hidden_users().draw(rng()).units == SOME.draw(rng())
 
 
 def test_who_misses_a_masked_part_of_a_sum_has_seen_no_sum():
-    users = HiddenUsers(SOME, SILOS, UserDraw.SERVER)
+    users = hidden_users()
     users.count([1, 2], 1, requests=SILOS)
     assert counted(users.participations, ([1, 2], SILOS, SILOS))
 
 
 def test_places_of_a_lost_order_count_for_everybody():
-    users = HiddenUsers(SOME, SILOS, UserDraw.SERVER)
+    users = hidden_users()
     users.count([1, 2], SILOS, requests=SILOS)
     users.count_abandoned([3], 0, requests=SILOS)
     assert users.participations.rounds == 2
@@ -71,7 +74,7 @@ def test_places_of_a_lost_order_count_for_everybody():
 
 
 def test_where_everyone_takes_part_there_is_no_order_to_forget():
-    users = HiddenUsers(FullParticipation(UNITS), SILOS, UserDraw.SERVER)
+    users = hidden_users(FullParticipation(UNITS))
     users.count_abandoned(range(UNITS), 0, requests=SILOS)
     assert set(users.participations.uploads.values()) == {1}
 
@@ -86,7 +89,7 @@ def test_strangers_count_as_the_one_that_took_part_most():
 
 @pytest.mark.parametrize(
     "clients",
-    [Population(SOME), UsersInSilos(SOME, SILOS), HiddenUsers(SOME, SILOS, UserDraw.SERVER)],
+    [Population(SOME), UsersInSilos(SOME, SILOS), hidden_users()],
 )
 def test_participations_of_a_round_to_come_are_those_that_its_answers_would_count(clients):
     cohort = clients.draw(rng())

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -23,6 +24,7 @@ from flower_ext.federation import (
 from flower_ext.federation.client.node import NodePolicy
 from flower_ext.federation.client.upload import contribution_of, protected
 from flower_ext.federation.protection import Unprotected, check_entries, from_entries, to_entries
+from flower_ext.federation.sums.weighted import WEIGHTS
 from flower_ext.privacy import (
     ClippedSteps,
     FixedSizeSampling,
@@ -91,6 +93,17 @@ def leaving(update, received, facts, *, context=None, allow_seeded_noise=False):
     """Return the upload of a client whose request has ``facts``."""
     noise = NodePolicy(context, allow_seeded_noise).noise(facts, "client-noise")
     return protected(update, received, from_entries(facts) or Unprotected(), noise)
+
+
+def hidden_sum(bound, like=None, finish=None):
+    """Return an encrypted sum; ``finish`` takes its noise and returns the bytes of the upload."""
+    silo = SimpleNamespace(
+        counted=(),
+        settings=SimpleNamespace(users=9),
+        open_sum=lambda number, weights: SimpleNamespace(finish=finish),
+    )
+    message = {WEIGHTS: np.empty(0, np.uint8)}
+    return HiddenSum(silo, message, number=1, users=9, bound=bound, like=like or {})
 
 
 def logistic_loss(outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -665,17 +678,9 @@ WHOLE = ClipAndNoise(clipping_norm=2.0, noise_stddev=1.0)
             replace(UNITS, clipping_norm=1.9),
             "a bound of nan",
         ),
-        (
-            HiddenSum(bound=2.0, like={}, encrypt=dict),
-            replace(UNITS, clipping_norm=1.9),
-            "a bound of 2",
-        ),
-        (
-            HiddenSum(bound=2.0, like={}, encrypt=dict),
-            WHOLE,
-            "the plan expects no bound",
-        ),
-        (HiddenSum(bound=2.0, like={}, encrypt=dict), Unprotected(), "the plan expects no bound"),
+        (hidden_sum(2.0), replace(UNITS, clipping_norm=1.9), "a bound of 2"),
+        (hidden_sum(2.0), WHOLE, "the plan expects no bound"),
+        (hidden_sum(2.0), Unprotected(), "the plan expects no bound"),
     ],
 )
 def test_what_bounds_the_units_of_a_sum_must_be_what_the_plan_asks_for(update, protection, said):
@@ -692,11 +697,11 @@ def test_a_hidden_sum_is_given_the_noise_that_an_open_one_would_have():
     }
     value = {"weight": torch.linspace(0, 1, 50, dtype=torch.float64)}
 
-    def encrypt(noise):
-        assert noise["weight"].dtype == torch.float64
-        cells = noise["weight"] / facts["noise-grid"]  # finer than the steps of an encoding
-        assert not bool((cells == cells.round()).any())
-        return {"sum": (value["weight"] + noise["weight"]).numpy()}
+    def finish(noise):
+        assert noise.dtype == np.float64
+        cells = noise / facts["noise-grid"]  # finer than the steps of an encoding
+        assert not (cells == cells.round()).any()
+        return (value["weight"].numpy() + noise).tobytes()
 
     context = Context(
         run_id=1, node_id=1, node_config={"partition-id": 0}, state=RecordDict(), run_config={}
@@ -704,11 +709,12 @@ def test_a_hidden_sum_is_given_the_noise_that_an_open_one_would_have():
     hidden, opened = (
         leaving(update, received, facts, context=context, allow_seeded_noise=True)
         for update in (
-            HiddenSum(bound=0.5, like=received, encrypt=encrypt),
+            hidden_sum(0.5, received, finish),
             BoundedSum(value=value, bound=0.5, count=9),
         )
     )
-    np.testing.assert_allclose(hidden["sum"], opened["weight"].numpy(), atol=facts["noise-grid"])
+    sent = hidden["sum"].view(np.float64)
+    np.testing.assert_allclose(sent, opened["weight"].numpy(), atol=facts["noise-grid"])
 
 
 def test_a_sum_of_bounded_units_leaves_noised_and_not_clipped():

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import numpy as np
 
-from flower_ext.secure.aggregation import (
+from flower_ext.secure.aggregation.aggregation_server import SumServer
+from flower_ext.secure.aggregation.context import (
     Invitation,
-    Member,
     RoundContext,
-    SumServer,
     degree,
     graph_digest,
     graph_of,
 )
+from flower_ext.secure.aggregation.member import Member
 
 _FIELD = 2**255 - 19
 _OF_ORDER_EIGHT = (

@@ -66,22 +66,20 @@ from flower_ext.federation import (
 )
 from flower_ext.federation.population import HiddenUsers, UsersInSilos
 from flower_ext.privacy import Guarantee, PrivacyPlan
-from flower_ext.privacy.mechanisms.masked_noised_sum import MaskedNoisedSum
+from flower_ext.privacy.mechanisms.noised_sum import NoisedSum
 from flower_ext.privacy.mechanisms.protections import ClipAndNoise
 from flower_ext.privacy.mechanisms.round_mechanism import RoundMechanism
 from flower_ext.privacy.run_summary import MethodTraits, RunSummary
-from flower_ext.privacy.theorems.silo_claims import (
-    NO_SECURE_SUM_OF_SILOS,
-    DrawAndSum,
-    batching_assumption,
-)
 from flower_ext.privacy.theorems.uldp import (
+    NO_SECURE_SUM_OF_SILOS,
     Weighting,
+    batching_assumption,
     check_silos_can_draw,
+    drawn_by_silos,
     sums_of_users,
     uldp_avg_guarantees,
 )
-from flower_ext.privacy.units import UserDraw
+from flower_ext.privacy.units import AdversaryView
 from flower_ext.training import LocalTraining
 
 log = getLogger("flwr")
@@ -93,14 +91,9 @@ GRADIENT = LocalTraining(steps=1, batch_size=2**31 - 1, learning_rate=1.0)
 
 
 def users_of_round(work: ClientWork) -> tuple[dict[int, Examples], UsersTotal]:
-    """Return the users that this silo trains in this round, and the total of their updates.
+    """Return the users whose weight in this silo is above 0, and an empty total for their updates.
 
-    A silo trains each of its users whose weight is above 0. The total is still empty.
-
-    Raises
-    ------
-    InvalidValue
-        The server asks for a protection that does not bound each user's update.
+    Refuse a protection that does not bound each user's update.
     """
     num_users, protection = int(work.settings[USERS]), work.protection
     if not (isinstance(protection, ClipAndNoise) and protection.of_units):
@@ -109,10 +102,10 @@ def users_of_round(work: ClientWork) -> tuple[dict[int, Examples], UsersTotal]:
             "clips each user's update"
         )
     data = owned(work.data, num_users)
-    total = work.weighted_part(num_users, protection.clipping_norm) or WeightedTotal(
+    total = work.hidden_sum(num_users, protection.clipping_norm) or WeightedTotal(
         work.received, protection, read_weights(work).tolist()
     )
-    users = {user: records for user, records in data.by_user().items() if total.counts(user)}
+    users = {user: records for user, records in data.by_user().items() if total.includes(user)}
     return users, total
 
 
@@ -183,27 +176,17 @@ class UldpAvg(Method):
         return replace(super().traits, num_silos=self.num_silos, weighting=self.weighting)
 
     def mechanism(self, plan: PrivacyPlan) -> RoundMechanism:
-        """Return the mechanism of the silos' sum.
-
-        Raises
-        ------
-        InvalidValue
-            The plan does not protect users whose records lie in this method's silos.
-        """
+        """Return the mechanism of the silos' sum; refuse a plan that protects no users in silos."""
         sums = sums_of_users(super().mechanism(plan))
         if self.user_draw == "silos":
             check_silos_can_draw(sums)
         return sums
 
     def population(self, plan: PrivacyPlan, summation: Summation) -> Population:
-        """Return the population of users.
-
-        It is `HiddenUsers` if the run has a weighted sum or the server does not see the draw, and
-        `UsersInSilos` otherwise.
-        """
-        draw = self._draw(summation)
-        if summation.brings_weights or draw.is_hidden:
-            return HiddenUsers(plan.sampling, self.num_silos, draw)
+        """Return the population of users, hidden by a weighted sum or by the silos' draw."""
+        by_server = self.user_draw == "server" and not summation.hidden_draw
+        if summation.brings_weights or not by_server:
+            return HiddenUsers(plan.sampling, self.num_silos, drawn_by_server=by_server)
         return UsersInSilos(plan.sampling, self.num_silos)
 
     def settings(self, plan: PrivacyPlan) -> Mapping[str, float]:
@@ -225,8 +208,9 @@ class UldpAvg(Method):
             histogram=self.weighting == "by-records" and not brings_weights,
             silos_draw=self.user_draw == "silos",
         )
-        if isinstance(mechanism, MaskedNoisedSum):
-            _warn_of_rounding(mechanism, connected.model, self.num_silos)
+        if isinstance(mechanism, NoisedSum) and mechanism.masked is not None:
+            cells = mechanism.clipping_norm / mechanism.masked.cell / self.num_silos
+            _warn_of_rounding(cells, connected.model)
         weights = {} if brings_weights else {WEIGHTS: user_weights(self.weighting, histogram)}
         return state.updated(server={SILOS: {ONE_BY_ONE: one_by_one, **weights}})
 
@@ -273,17 +257,17 @@ class UldpAvg(Method):
     ) -> list[Guarantee]:
         """Return Theorem 5, and the provable guarantees of this run against each adversary."""
         apart = state.server.get(SILOS, {}).get(ONE_BY_ONE, np.empty(0, dtype=bool))
-        protocol = DrawAndSum(
-            draw=self._draw(summation),
-            hidden_draw=summation.hidden_draw,
+        sums, hidden_draw = sums_of_users(summation.mechanism), summation.hidden_draw
+        if self.user_draw == "silos":
+            hidden_draw = drawn_by_silos(sums, run.participations.rounds)
+        return uldp_avg_guarantees(
+            sums,
+            run,
+            hidden_draw=hidden_draw,
             secure_sum=summation.secure_sum or NO_SECURE_SUM_OF_SILOS,
-            assumptions=summation.assumptions,
+            assumptions={view: summation.assumptions(view) for view in AdversaryView},
             batching=batching_assumption(dict(enumerate(apart.tolist()))),
         )
-        return uldp_avg_guarantees(sums_of_users(summation.mechanism), run, protocol)
-
-    def _draw(self, summation: Summation) -> UserDraw:
-        return UserDraw.PROTOCOL if summation.hidden_draw else UserDraw(self.user_draw)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -309,10 +293,9 @@ class UldpSgd(UldpAvg):
             )
 
 
-def _warn_of_rounding(sums: MaskedNoisedSum, model: Arrays, num_silos: int) -> None:
-    """Warn if secure sums round so coarsely that most numbers of a user's update become zero."""
+def _warn_of_rounding(cells: float, model: Arrays) -> None:
+    """Warn if most numbers of a user's update, of norm ``cells``, are rounded to zero."""
     numbers = sum(array.size for array in model.values())
-    cells = sums.clipping_norm / sums.cell / num_silos
     if (usual := cells / math.sqrt(numbers)) < 1:
         log.warning(
             "secure sums round each number to whole grid cells, and a typical number of a user's "

@@ -1,8 +1,7 @@
 """Train a silo's users: train each user alone, clip the update, and add it to the silo's total.
 
 The kind of total depends on the plan. By default, it is a sum in float64. With secure sums, it is a
-sum of whole numbers, which count cells of a grid. With a weighted sum, it is a `SiloPart`, the
-silo's contribution to that sum.
+sum of whole numbers, which count cells of a grid. With a weighted sum, it is a `HiddenSum`.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ import torch
 
 from flower_ext.data import Examples
 from flower_ext.federation import ClientWork, Training
-from flower_ext.federation.sums.weighted_silo import LostPart, SiloPart
+from flower_ext.federation.sums.weighted_silo import HiddenSum
 from flower_ext.privacy.mechanisms.bounds import BoundedSum
 from flower_ext.privacy.mechanisms.protections import ClipAndNoise
 from flower_ext.training import Job, Params, Task, attempt_groups, train_groups
@@ -33,14 +32,8 @@ _PREPARED = 2048
 class WeightedTotal:
     """The weighted sum of users' clipped updates, in float64 or in whole numbers of grid cells.
 
-    Parameters
-    ----------
-    params : Params
-        Names and shapes of an update.
-    protection : ClipAndNoise
-        Clips each user's update.
-    weights : Sequence[float]
-        w_{s,u} of every user.
+    ``params`` have an update's names and shapes, ``protection`` clips each user's update, and
+    ``weights`` are w_{s,u} of every user.
     """
 
     def __init__(self, params: Params, protection: ClipAndNoise, weights: Sequence[float]) -> None:
@@ -49,7 +42,7 @@ class WeightedTotal:
         self._empty, self._count = protection.sum_units(nobody, [0.0]), 0
         self._sums = dict(self._empty.value)
 
-    def counts(self, user: int) -> bool:
+    def includes(self, user: int) -> bool:
         """Return True if the user's weight is above zero; other users need no training."""
         return self._weights[user] > 0
 
@@ -66,7 +59,7 @@ class WeightedTotal:
         return replace(self._empty, value=self._sums, count=self._count)
 
 
-UsersTotal = WeightedTotal | SiloPart | LostPart
+UsersTotal = WeightedTotal | HiddenSum
 """A total over a silo's users. Callers add unclipped updates, one row per user."""
 
 

@@ -73,14 +73,9 @@ def check_weights(
 ) -> None:
     """Refuse weights with which one user could move the sum by more than the clipping norm.
 
-    If ``weighting`` is "equal", refuse also every weight above 1/|S|, because the guarantee assumes
-    that a user moves a single upload by at most 1/|S| clipping norms.
-
-    Raises
-    ------
-    ValueError
-        The shape is neither (silos, users) nor (silos, 1); a weight is outside [0, 1], or above
-        1/|S| for equal weights; or a user's weights sum to more than 1.
+    The shape is (silos, users), or (silos, 1) if all users have the same weights. If ``weighting``
+    is "equal", refuse also every weight above 1/|S|, because the guarantee assumes that a user
+    moves a single upload by at most 1/|S| clipping norms.
     """
     if weights.shape not in ((num_silos, len(users)), (num_silos, 1)):
         raise InvalidValue(
@@ -118,14 +113,8 @@ def users_records(weights: np.ndarray, users: Sequence[int], num_users: int) -> 
 def read_weights(work: ClientWork) -> np.ndarray:
     """Return the weight of each user in this silo, of shape (users,).
 
-    The weight of a user that does not take part in this round is 0.
-
-    Raises
-    ------
-    ValueError
-        A weight is outside [0, 1], or the number of weights is not the number of sampled users.
-    ProtocolError
-        The silos draw the users, and this silo has already drawn the users of this round.
+    The weight of a user that does not take part in this round is 0. If the silos draw the users, a
+    round for which this silo has already drawn raises a `ProtocolError`.
     """
     with knowing_no_data():
         num_users, sent = int(work.settings[USERS]), work.state[USERS]
@@ -172,27 +161,14 @@ def ask_silos(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Ask the silos whether users train one by one, and how many records each user has.
 
-    Parameters
-    ----------
-    trainings : Mapping[str, LocalTraining]
-        The phases of a user's training. How they run depends on a silo's machine.
-    histogram : bool
-        True to ask for the number of records of each user.
-    silos_draw : bool
-        True if silos draw the users, so that they need the same key.
-
-    Returns
-    -------
-    one_by_one : ndarray
-        One bool per silo.
-    histogram : ndarray
-        n_{s,u} as int64 (silos, users); (silos, 0) if ``histogram`` is False.
+    Return one bool per silo, because how ``trainings`` run depends on a silo's machine, and n_{s,u}
+    as int64 (silos, users); (silos, 0) if ``histogram`` is False.
 
     Raises
     ------
     FederationNotReady
-        A silo's data do not name the user of each record, a user's number is out of range, or the
-        silo's key differs from that of another silo. The message names the silo.
+        A silo's data do not name the user of each record, a user's number is out of range, or
+        silos that draw the users have different keys. The message names the silo.
     """
     question = ConfigRecord({USERS: num_users, HISTOGRAM: histogram, FINGERPRINT: silos_draw})
     content = {records.QUESTION: question, **records.training_records(trainings)}

@@ -1,8 +1,4 @@
-"""A method on the client: two functions, and the types of their arguments and results.
-
-The client side bounds the result of these functions and adds noise before it sends anything, so no
-method can forget one of these steps. The memory that a method returns cannot reach a reply.
-"""
+"""A method on the client: two functions, and the types of their arguments and results."""
 
 from __future__ import annotations
 
@@ -21,7 +17,7 @@ from flower_ext.federation.client.node import NodePolicy
 from flower_ext.federation.client.requests import ClientRequest
 from flower_ext.federation.client.user_draws import draw_users, draws_vault
 from flower_ext.federation.state.memory import ClientMemory, ClientVault
-from flower_ext.federation.sums.weighted_silo import HiddenSum, LostPart, SiloPart, open_part
+from flower_ext.federation.sums.weighted_silo import HiddenSum, stored_silo
 from flower_ext.privacy import NoiseSource, PoissonSampling, SecureNoise
 from flower_ext.privacy.mechanisms.bounds import BoundedSum
 from flower_ext.training import Job, LocalTraining, Params, StepNoise, Task, Term
@@ -89,14 +85,21 @@ class ClientWork(ClientRequest):
     step_noise: Mapping[str, StepNoise] = field(default_factory=dict)
     batch_invariant: bool = False
 
-    def weighted_part(self, num_users: int, clipping_norm: float) -> SiloPart | LostPart | None:
+    def hidden_sum(self, num_users: int, clipping_norm: float) -> HiddenSum | None:
         """Begin this silo's contribution to a `weighted_sum`; return None if there is no such sum.
 
         ``num_users`` counts the users of all silos. ``clipping_norm`` bounds each user's update.
         """
-        vault = ClientVault(self.policy.context, self.method.name)
-        message = self.sums.get(records.WEIGHTED_SUM)
-        return open_part(message, vault, self.round, num_users, clipping_norm, like=self.received)
+        if (message := self.sums.get(records.WEIGHTED_SUM)) is None:
+            return None
+        return HiddenSum(
+            stored_silo(ClientVault(self.policy.context, self.method.name)),
+            message,
+            number=self.round,
+            users=num_users,
+            bound=clipping_norm,
+            like=self.received,
+        )
 
     def draw_users(self, sampling: PoissonSampling) -> list[int]:
         """Return the users that all silos draw for this round; a second call raises an error."""
@@ -256,7 +259,7 @@ class ClientMethod:
         the uploaded model, and no term in the loss of this phase may depend on a record. Noise in
         the steps of this phase then protects the update. None if there is no such phase.
     takes_weighted_sums : bool
-        True if ``local_update`` calls `ClientWork.weighted_part`. Clients of other methods refuse
+        True if ``local_update`` calls `ClientWork.hidden_sum`. Clients of other methods refuse
         to set up a weighted sum, because the set-up counts the records of each user.
     """
 

@@ -43,27 +43,29 @@ from flower_ext.federation.records import Arrays, bytes_record, flattened, shape
 from flower_ext.federation.replies import LONGEST_REASON, RefusedReply, read_answer, read_metrics
 from flower_ext.federation.state.memory import ClientVault
 from flower_ext.federation.sums.summation import Opening, OpenSum, Summation
-from flower_ext.privacy.mechanisms.masked_noised_sum import MaskedNoisedSum
+from flower_ext.privacy.mechanisms.noised_sum import NoisedSum
 from flower_ext.privacy.mechanisms.round_mechanism import Aggregate, RoundDiscarded
 from flower_ext.privacy.mechanisms.secure_sum import SumParameters
 from flower_ext.privacy.randomness import secure_generator
-from flower_ext.secure.aggregation import (
+from flower_ext.secure.aggregation.aggregation_messages import (
     Advert,
     Delivery,
-    Identities,
-    Invitation,
     Keys,
     MaskedInput,
-    Member,
     Revealed,
-    RoundContext,
     SealedShares,
-    SumServer,
     UnmaskRequest,
+)
+from flower_ext.secure.aggregation.aggregation_server import SumServer
+from flower_ext.secure.aggregation.context import (
+    Invitation,
+    RoundContext,
     degree,
     graph_digest,
     graph_of,
 )
+from flower_ext.secure.aggregation.identities import Identities
+from flower_ext.secure.aggregation.member import Member
 
 log = getLogger("flwr")
 
@@ -80,7 +82,7 @@ T = TypeVar("T", Advert, SealedShares, MaskedInput, Revealed)
 class MaskedSum(Summation):
     """Sums of masked contributions, of a plan with ``noise_placement=SecureSum(…)``."""
 
-    mechanism: MaskedNoisedSum
+    mechanism: NoisedSum
 
     def open(self, opening: Opening) -> OpenMaskedSum:
         """Let the cohort agree on masks; clients that fail to agree leave the cohort."""
@@ -90,11 +92,12 @@ class MaskedSum(Summation):
 class OpenMaskedSum(OpenSum):
     """The masked sum of one round, whose members have agreed on masks."""
 
-    def __init__(self, mechanism: MaskedNoisedSum, opening: Opening) -> None:
+    def __init__(self, mechanism: NoisedSum, opening: Opening) -> None:
         self._mechanism, self._opening = mechanism, opening
         self._clients = opening.clients
         self._partitions = list(opening.cohort.partitions)
-        self.parameters = parameters = mechanism.sum_parameters
+        assert mechanism.masked is not None
+        self.parameters = parameters = mechanism.masked.parameters
         self._members = {partition: member for member, partition in enumerate(self._partitions)}
         size = len(self._partitions)
         if size < parameters.least_answers:  # clients of the cohort have withdrawn
@@ -110,7 +113,7 @@ class OpenMaskedSum(OpenSum):
             round_number=opening.number,
             members=size,
             graph=graph_digest(graph),
-            bits=mechanism.sum_bits,
+            bits=mechanism.masked.bits,
             length=sum(array.size for array in opening.like.values()),
             neighbours=neighbours,
             threshold=parameters.threshold,
@@ -168,12 +171,13 @@ class OpenMaskedSum(OpenSum):
         finally:
             self._report_faults()
         signed = total.view(np.int32 if self._context.bits == 32 else np.int64)
-        return self._mechanism.aggregate_sum(
-            shaped(signed.astype(np.int64), self._opening.like),
-            answered=len(self._server.answered),
-            noise=self._opening.noise,
-            like=self._opening.like,
-        )
+        mechanism, opening = self._mechanism, self._opening
+        summed = mechanism.begin_sum(opening.like)
+        summed.add(shaped(signed.astype(np.int64), opening.like))
+        summed.count = len(self._server.answered)
+        # Members that left before the round count as members that did not answer.
+        size = mechanism.cohort_size
+        return mechanism.aggregate(summed, cohort_size=size, noise=opening.noise)
 
     def _ask(
         self,

@@ -29,7 +29,7 @@ class Opening:
     clients : Clients
     population : Population
         Counts in how many rounds each unit took part. If the silos put their users in a new secret
-        order, the sum calls `HiddenUsers.forget_order`.
+        order, the sum calls `Population.forget_order`.
     cohort : Cohort
         The clients that the server will ask to contribute.
     number : int

@@ -37,15 +37,18 @@ from flwr.app import ArrayRecord, Message
 from flower_ext.errors import FlowerExtError, IncompleteRound, InvalidValue, ProtocolError
 from flower_ext.federation import records
 from flower_ext.federation.exchange import Clients
-from flower_ext.federation.population import HiddenUsers
 from flower_ext.federation.records import Arrays, Update, bytes_record, shaped, single_message
 from flower_ext.federation.replies import RefusedReply, read_answer, read_metrics
 from flower_ext.federation.roster import FederationNotReady
 from flower_ext.federation.sums.summation import Opening, OpenSum, Summation
-from flower_ext.privacy import AdversaryView, FullParticipation, SecureNoise
-from flower_ext.privacy.mechanisms.masked_noised_sum import MaskedNoisedSum
-from flower_ext.privacy.mechanisms.noised_sum import NoisedSum
-from flower_ext.privacy.mechanisms.round_mechanism import Aggregate, RoundDiscarded, RoundMechanism
+from flower_ext.privacy import AdversaryView, FullParticipation
+from flower_ext.privacy.mechanisms.noised_sum import NoisedSum, refuse_spoiled
+from flower_ext.privacy.mechanisms.round_mechanism import (
+    Aggregate,
+    RoundDiscarded,
+    RoundMechanism,
+    divided,
+)
 from flower_ext.privacy.run_summary import MethodTraits
 from flower_ext.secure.weighting.agreement import Dialogue, ProtocolStep
 from flower_ext.secure.weighting.protocol import WeightingProtocol, load_protocol
@@ -88,17 +91,8 @@ def weighted_sum(
 class WeightedSum(Summation):
     """Sums of users' updates over silos, under weights that no party learns.
 
-    Parameters
-    ----------
-    protocol : WeightingProtocol
-    mechanism : NoisedSum
-        The plan's mechanism. After the set-up, its guarantees include the privacy loss that comes
-        from the protocol, such as from rounding.
-
-    Raises
-    ------
-    InvalidValue
-        The plan is not a `ReleasePlan`, has noise placement `SecureSum`, or clips adaptively.
+    After the set-up, the guarantees of ``mechanism`` include the privacy loss that comes from the
+    protocol, such as from rounding.
     """
 
     repeats = False  # a repeated round has new secret keys and new random numbers
@@ -108,7 +102,7 @@ class WeightedSum(Summation):
     def __init__(self, protocol: WeightingProtocol, mechanism: RoundMechanism) -> None:
         if not isinstance(mechanism, NoisedSum):
             raise InvalidValue(f"plan={type(mechanism).__name__}: expected a ReleasePlan of users")
-        if isinstance(mechanism, MaskedNoisedSum):
+        if mechanism.secure_sum is not None:
             raise InvalidValue(
                 "noise_placement=SecureSum(…) of the plan: expected 'client', because a weighted "
                 "sum is a secure sum itself"
@@ -164,20 +158,13 @@ class WeightedSum(Summation):
 
         If a silo has lost its keys, all silos first set up new keys and a new secret order of the
         users.
-
-        Raises
-        ------
-        RoundDiscarded
-            A silo gave no valid answer in the new set-up, or in a secret draw of users.
         """
-        population = opening.population
-        assert isinstance(population, HiddenUsers)
         is_unnamed = self.hidden_draw or isinstance(self.mechanism.sampling, FullParticipation)
         stage = "the new set-up"
         try:
             if self.keys_lost:
                 self._set_up(opening.clients, opening.like)
-                population.forget_order()
+                opening.population.forget_order()
             stage, started = "the secret draw of users", time.monotonic()
             places = None if is_unnamed else opening.cohort.units
             dialogue = self.server.begin_round(opening.number, places)
@@ -187,22 +174,15 @@ class WeightedSum(Summation):
             raise RoundDiscarded(
                 f"{stage} failed, because a silo gave no valid answer: {missing}"
             ) from missing
-        seconds = {"encryption_seconds": time.monotonic() - started}
-        return OpenWeightedSum(self, opening, bytes_record(WEIGHTS, weights), seconds)
+        return OpenWeightedSum(self, opening, weights, time.monotonic() - started)
 
     def state(self) -> Mapping[str, Arrays]:
-        """Return the mechanism's sensitivity and approximation error, for a checkpoint.
-
-        Through these two numbers, the protocol makes ε larger.
-        """
+        """Return the two numbers by which the protocol makes ε larger, for a checkpoint."""
         costs = {name: np.asarray(getattr(self.mechanism, name)) for name in _COSTS}
         return {_STATE: costs}
 
     def restore(self, state: Mapping[str, Arrays]) -> None:
-        """Raise the mechanism's sensitivity and approximation error to those in ``state``.
-
-        A number that is already larger than in ``state`` stays.
-        """
+        """Raise the mechanism's sensitivity and approximation error to at least ``state``."""
         self._raise_costs(*(float(state[_STATE][name]) for name in _COSTS))
 
     @property
@@ -213,11 +193,7 @@ class WeightedSum(Summation):
         return self._server
 
     def _set_up(self, clients: Clients, model: Arrays) -> None:
-        """Let the silos set up fresh keys and seeds, and count their records.
-
-        If the new settings have a larger sensitivity or approximation error, the mechanism takes
-        the larger number.
-        """
+        """Let the silos set up fresh keys and seeds, and count their records."""
         coordinates = sum(array.size for array in model.values())
         settings = self.protocol.settings_of(
             self.mechanism, silos=self._num_silos, coordinates=coordinates
@@ -243,15 +219,12 @@ class OpenWeightedSum(OpenSum):
     """The weighted sum of one round; the server has encrypted its weights."""
 
     def __init__(
-        self,
-        summation: WeightedSum,
-        opening: Opening,
-        weights: ArrayRecord,
-        seconds: Mapping[str, float],
+        self, summation: WeightedSum, opening: Opening, weights: bytes, seconds: float
     ) -> None:
-        self._summation, self._opening, self._weights = summation, opening, weights
+        self._summation, self._opening = summation, opening
+        self._weights = bytes_record(WEIGHTS, weights)
         self.cohort = opening.cohort
-        self.measures = dict(seconds)
+        self.measures = {"encryption_seconds": seconds}
         self._messages: dict[int, Any] = {}
 
     def request(self, partition: int) -> Mapping[str, ArrayRecord]:
@@ -300,7 +273,7 @@ class OpenWeightedSum(OpenSum):
         bound = norms * mechanism.clipping_norm
         try:
             total = shaped(summation.server.close_round([*self._messages.values()]), like)
-            mechanism.refuse_spoiled(total, bound=bound, stddev=mechanism.noise_stddev)
+            refuse_spoiled(total, bound=bound, stddev=mechanism.noise_stddev)
         except IncompleteRound as missing:
             raise RoundDiscarded(f"{missing}; nothing was decrypted") from missing
         except OverflowError as error:
@@ -308,20 +281,13 @@ class OpenWeightedSum(OpenSum):
         except RoundDiscarded as reason:
             raise self._discarding(str(reason)) from reason
         summation.spoiled = None
-        # Release the total as one contribution, without noise of the server: the silos' shares of
-        # the noise are in the total.
-        summed = mechanism.begin_sum(like)
-        summed.add(total)
-        released = mechanism.aggregate(summed, cohort_size=1, noise=SecureNoise())
+        mean = divided(total, mechanism.sampling.expected_cohort_size, like)
         self.measures = {**self.measures, "decryption_seconds": time.monotonic() - started}
-        return replace(released, answered=len(self._messages))
+        # The silos' shares of the noise are in the total, so the server adds none.
+        return Aggregate(value=mean, answered=len(self._messages), topped_up_stddev=0.0)
 
     def _discarding(self, reason: str) -> RoundDiscarded | FederationNotReady:
-        """Return the error to raise for a spoiled sum.
-
-        A RoundDiscarded discards the round. If the first `_SPOILED_AT_FIRST` sums of the run were
-        all spoiled, the error is a FederationNotReady, which ends the run.
-        """
+        """Return the error for a spoiled sum, which ends the run if all sums were spoiled."""
         if self._summation.spoiled is not None:
             self._summation.spoiled += 1
             if self._summation.spoiled >= _SPOILED_AT_FIRST:

@@ -1,60 +1,249 @@
-"""A silo's end of a weighted sum: what it adds to the sum of a round.
+"""A silo's end of a weighted sum: its answers to the steps of the set-up, and its contributions.
 
-`weighted` has the server's end and a table of all messages, and `weighted_setup` the silo's set-up.
+`weighted` has the server's end and a table of all messages. A silo's state is in the client's
+vault. Each message may reach a new process, which loads the state, takes one step and stores the
+new state before it sends anything.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from logging import getLogger
 from typing import TYPE_CHECKING, ClassVar, NoReturn
 
 import numpy as np
 import torch
+from flwr.app import ArrayRecord
 
-from flower_ext.errors import InvalidValue, ProtocolError
-from flower_ext.federation import records
-from flower_ext.federation.records import Arrays, arrays_of, flattened, single_message
+from flower_ext.data import ClientData
+from flower_ext.data.examples import owned
+from flower_ext.errors import InvalidValue, ProtocolError, knowing_no_data, tellable
+from flower_ext.federation.records import (
+    Arrays,
+    arrays_of,
+    bytes_record,
+    flattened,
+    single_message,
+    to_bytes_array,
+)
 from flower_ext.federation.state.memory import ClientVault
 from flower_ext.federation.sums.weighted import LOST, SUM, WEIGHTS
-from flower_ext.federation.sums.weighted_setup import protocol_errors, stored_silo
-from flower_ext.privacy.mechanisms.bounds import ArraysMap, clip_each_row
+from flower_ext.privacy import NoiseSource
+from flower_ext.privacy.mechanisms.bounds import clip_each_row
 from flower_ext.privacy.mechanisms.updates import NamedArrays
-from flower_ext.secure.weighting.silo_sum import SumOrZeros
+from flower_ext.secure.weighting.agreement import BEGIN, COUNT, DRAW, KEYS
+from flower_ext.secure.weighting.protocol import protocol_of
 from flower_ext.training import Params
 from flower_ext.training.params import flat_rows
 
-if TYPE_CHECKING:  # it needs the extra ``weighting``
+if TYPE_CHECKING:  # it needs the extra ``weighting``, and is imported by its protocol's name
     from flower_ext.secure.weighting.silo_party import SiloParty
 
+log = getLogger("flwr")
 
-@dataclass(frozen=True, kw_only=True)
+
+def answer(
+    message: Arrays, data: ClientData, partition: int, vault: ClientVault, *, may_simulate: bool
+) -> ArrayRecord:
+    """Answer one step of the set-up of a weighted sum, or of a secret draw.
+
+    ``message`` holds the arrays of the server's message that concern the sum. If ``may_simulate``
+    is True, this client accepts settings that protect nobody (see `NodePolicy`).
+
+    Raises
+    ------
+    ProtocolError
+        The step is out of order or repeated.
+    InvalidValue
+        The server's message is malformed, or the data do not name the owner of each record.
+    """
+    with _protocol_errors():
+        step, content = single_message(message, BEGIN, KEYS, COUNT, DRAW)
+        is_first = step == BEGIN
+        silo = _begin(content, partition, vault, may_simulate) if is_first else stored_silo(vault)
+        if silo is None:
+            raise ProtocolError(
+                f"silo {partition} has no keys of this run: name a state-folder in its "
+                "node config, so that keys outlive the SuperNode, and start the run anew"
+            )
+        settings, counts = silo.settings, list[int]()
+        if step == COUNT:
+            counts = counts_of(data, settings.users, settings.record_limit(silo.index))
+        return bytes_record(step, silo.answer(step, content, counts))
+
+
+def _begin(content: bytes, partition: int, vault: ClientVault, may_simulate: bool) -> SiloParty:
+    """Return a silo with fresh keys, for the protocol and the settings in the server's message.
+
+    Refuse a run for which this silo has keys, and insecure settings outside simulation.
+    """
+    before = stored_silo(vault)
+    with knowing_no_data():
+        kind = protocol_of(content).silo_type
+        settings = kind.settings_type.from_bytes(content)
+        if before is not None and before.settings.run == settings.run:
+            raise ProtocolError(
+                "the server begins a set-up, but this silo already has keys of this run: start a "
+                "new run"
+            )
+        if settings.insecurity and not may_simulate:
+            raise PermissionError(
+                f"the server asks for {settings.insecurity}: this client accepts them only in "
+                "simulation, with client_app(..., allow_seeded_noise=True)"
+            )
+        silo = kind(settings, partition)
+        silo.save = vault.store
+        return silo
+
+
+def counts_of(data: ClientData, users: int, most: int) -> list[int]:
+    """Return the number of records that each user has in this silo, but at most ``most``.
+
+    A user with more records is counted as one with ``most`` records. An error instead would tell
+    everybody that this silo has such a user. The weights of each user still sum to one.
+    """
+    counts = torch.bincount(owned(data, users).owners.cpu().long(), minlength=users)
+    if above := int((counts > most).sum()):
+        log.warning(
+            "%d users have more records in this silo than the %d that the settings allow, so they "
+            "get the weight of a user with %d records; to change this, agree with the other silos "
+            "on a larger limit",
+            above,
+            most,
+            most,
+        )
+    return [int(count) for count in counts.clamp(max=most)]
+
+
+def stored_silo(vault: ClientVault) -> SiloParty | None:
+    """Return the silo that the vault holds, whatever its protocol; None if the vault is empty."""
+    if (stored := vault.load()) is None:
+        return None
+    silo = protocol_of(stored).silo_type.from_bytes(stored)
+    silo.save = vault.store
+    return silo
+
+
 class HiddenSum:
-    """A sum over units that leaves the client only in encrypted form.
+    """A silo's contribution to a weighted sum, which leaves the client only in encrypted form.
+
+    It adds up one clipped update of each user whom the set-up counted. An update that nobody adds
+    counts as zero, for example if the silo lost its data. A silo that lost its keys trains nobody,
+    and sends a notice in place of a sum.
+
+    If an update cannot be encrypted, all updates count as zero. If the silo sent nothing instead,
+    it would reveal that it holds an unusual record.
 
     Parameters
     ----------
+    silo : SiloParty, optional
+        This silo's party of the protocol; None if it has lost its keys.
+    message : Mapping[str, ndarray]
+        The arrays of the server's request that concern the sum.
+    number : int
+        Number of the round.
+    users : int
+        Number of users over all silos, as the server's request says.
     bound : float
-        Largest L2 distance by which one unit can move the sum, as in `BoundedSum`.
+        Clipping norm of a user's update: the largest L2 distance by which one user moves the sum.
     like : Params
         Names and shapes of the sum.
-    encrypt : Callable[[Params], Mapping[str, np.ndarray]]
-        Function that takes this client's share of the noise, in float64, and returns the upload:
-        the sum plus the noise, as encrypted integer multiples of a public step. Pass the noise
-        unrounded. The function rounds it to multiples of the step; noise that was already rounded
-        to a coarser grid would not hide multiples of the step between the grid's points.
+
+    Raises
+    ------
+    ProtocolError
+        The silo has contributed to the round before, or ``users`` differs from the set-up.
     """
 
-    bound: float
-    like: Params
-    encrypt: Callable[[Params], Mapping[str, np.ndarray]]
     cell: ClassVar[None] = None
 
-    def noised(self, add_noise: ArraysMap, draw_noise: ArraysMap) -> NamedArrays:
-        """Return the encrypted sum of the units and one client's share of the noise."""
+    def __init__(
+        self,
+        silo: SiloParty | None,
+        message: Arrays,
+        *,
+        number: int,
+        users: int,
+        bound: float,
+        like: Params,
+    ) -> None:
+        self.bound, self.like = bound, like
+        self._silo, self._number = silo, number
+        self._counted = frozenset[int]()
+        self._error: Exception | None = None
+        if silo is None:
+            return
+        self._counted = frozenset(silo.counted)
+        with _protocol_errors():
+            _, self._weights = single_message(message, WEIGHTS)
+            if users != silo.settings.users:
+                raise ProtocolError(
+                    f"the server asks for a round with {users} users: expected "
+                    f"{silo.settings.users}, the number of users in the set-up"
+                )
+            self._sum = silo.open_sum(number, self._weights)
+
+    @property
+    def value(self) -> HiddenSum:
+        """The sum itself, as the update of a `LocalResult`."""
+        return self
+
+    def includes(self, user: int) -> bool:
+        """Return True if the set-up counted the user; the weight of any other user is zero."""
+        return user in self._counted
+
+    def add(self, users: Sequence[int], rows: Params) -> None:
+        """Clip one row of ``rows`` for each of ``users``, and add the rows to the sum.
+
+        An error is kept for `noised`: several silos may train in one batch, so an exception here
+        would end the work of the other silos.
+        """
+        clipped = clip_each_row(rows, self.bound)
+        vectors = torch.cat([flat_rows(clipped[name]) for name in sorted(clipped)], dim=1)
+        try:
+            if self._error is None:
+                self._sum.add(dict(zip(users, vectors.cpu().numpy(), strict=True)))
+        except Exception as error:
+            self._error = error
+
+    def noised(self, noise: NoiseSource, stddev: float, grid: float | None) -> NamedArrays:
+        """Return the upload: the encrypted sum of the updates and this silo's share of the noise.
+
+        The protocol gets the noise unrounded, and rounds it to multiples of its step. Noise that
+        was already rounded to the coarser ``grid`` would not hide multiples of the step between the
+        grid's points.
+
+        Raises
+        ------
+        ProtocolError
+            The silo has contributed to the round before.
+        Exception
+            Even a sum of zeros fails, so the updates are not the cause.
+        """
+        if self._silo is None:
+            return {LOST: np.zeros(1, dtype=np.uint8)}
         zeros = {n: torch.zeros_like(p, dtype=torch.float64) for n, p in self.like.items()}
-        return self.encrypt(dict(draw_noise(zeros)))
+        share = flattened(arrays_of(noise.gaussian(zeros, stddev)))
+        with _protocol_errors():
+            return {SUM: to_bytes_array(self._finished(self._silo, share))}
+
+    def _finished(self, silo: SiloParty, noise: np.ndarray) -> bytes:
+        try:
+            if self._error is not None:
+                raise self._error
+            return self._sum.finish(noise)
+        except ProtocolError:
+            raise
+        except Exception as error:
+            log.warning(
+                "the updates of this silo cannot be encrypted (%s), so this silo adds zeros to "
+                "the sum: check this silo's data and memory",
+                type(error).__name__,
+                exc_info=error,
+            )
+            # A fresh sum replaces the first one, which never leaves the silo.
+            return silo.open_sum(self._number, self._weights).finish(noise)
 
     def in_numbers(self) -> NoReturn:
         """Refuse to return the sum, because it leaves the client only in encrypted form."""
@@ -63,109 +252,10 @@ class HiddenSum:
         )
 
 
-def open_part(
-    message: Arrays | None,
-    vault: ClientVault,
-    number: int,
-    users: int,
-    clipping_norm: float,
-    like: Params,
-) -> SiloPart | LostPart | None:
-    """Begin this silo's contribution to the weighted sum of round ``number``.
-
-    Return a `SiloPart`, to which updates are added; or a `LostPart` if this silo has lost its keys.
-    Return None if ``message`` is None, because the method then weights the users itself.
-
-    Parameters
-    ----------
-    message : Mapping[str, ndarray], optional
-        The arrays of the server's request that concern the weighted sum.
-    users : int
-        Number of users over all silos.
-    like : Params
-        Names and shapes of an update.
-
-    Raises
-    ------
-    ProtocolError
-        The silo has contributed to the round before, or ``users`` differs from the set-up.
-    """
-    if message is None:
-        return None
-    if (silo := stored_silo(vault)) is None:
-        return LostPart(clipping_norm, like)
-    with protocol_errors():
-        _, weights = single_message(message, WEIGHTS)
-        if users != silo.settings.users:
-            raise ProtocolError(
-                f"the server asks for a round with {users} users: expected {silo.settings.users}, "
-                "the number of users in the set-up"
-            )
-        return SiloPart(silo, number, weights, clipping_norm, like)
-
-
-class LostPart:
-    """The contribution of a silo that has lost its keys: a notice to the server, and no sum."""
-
-    def __init__(self, clipping_norm: float, like: Params) -> None:
-        lost = {LOST: np.zeros(1, dtype=np.uint8)}
-        self.value = HiddenSum(bound=clipping_norm, like=like, encrypt=lambda noise: lost)
-
-    def counts(self, user: int) -> bool:
-        """Return False, because a silo without keys adds no user's update."""
-        return False
-
-    def add(self, users: Sequence[int], rows: Params) -> None:
-        """Add nothing."""
-
-
-class SiloPart:
-    """A silo's contribution to a round: one clipped update of each user whom the set-up counted.
-
-    A silo that lost its data, or whose users came or left after the set-up, still sends a sum. In
-    it, the update of a user without records is zero.
-
-    Parameters
-    ----------
-    silo : SiloParty
-    number : int
-        Number of the round.
-    weights : bytes
-        The server's message of the round.
-    clipping_norm : float
-    like : Params
-        Names and shapes of an update.
-    """
-
-    def __init__(
-        self, silo: SiloParty, number: int, weights: bytes, clipping_norm: float, like: Params
-    ) -> None:
-        self._norm, self._like, self._counted = clipping_norm, like, frozenset(silo.counted)
-        self._sum = SumOrZeros(partial(silo.open_sum, number, weights))
-
-    @property
-    def value(self) -> HiddenSum:
-        """The sum so far; its ``encrypt`` is `seal`, which adds noise and masks."""
-        return HiddenSum(bound=self._norm, like=self._like, encrypt=self.seal)
-
-    def counts(self, user: int) -> bool:
-        """Return True if the set-up counted the user; the weight of any other user is zero."""
-        return user in self._counted
-
-    def add(self, users: Sequence[int], rows: Params) -> None:
-        """Clip one row of ``rows`` for each of ``users``, and add the rows to the sum."""
-        clipped = clip_each_row(rows, self._norm)
-        vectors = torch.cat([flat_rows(clipped[name]) for name in sorted(clipped)], dim=1)
-        self._sum.add(dict(zip(users, vectors.cpu().numpy(), strict=True)))
-
-    def seal(self, noise: Params) -> Arrays:
-        """Return the masked sum with this silo's noise.
-
-        Raises
-        ------
-        ProtocolError
-            The silo has contributed to the round before.
-        """
-        with protocol_errors():
-            masked = self._sum.finish(flattened(arrays_of(noise)))
-        return {SUM: records.to_bytes_array(masked)}
+@contextmanager
+def _protocol_errors() -> Iterator[None]:
+    """Let the server see a `ProtocolError`, which depends only on steps, rounds and silos."""
+    try:
+        yield
+    except ProtocolError as error:
+        raise tellable(error) from None

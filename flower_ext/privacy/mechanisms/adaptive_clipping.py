@@ -110,11 +110,7 @@ class AdaptiveClipping(Checked):
     def count_noise(self, noise_multiplier: float, expected_cohort: float) -> float:
         """Return σ_b, given a plan's noise multiplier and its expected cohort size.
 
-        Raises
-        ------
-        InvalidValue
-            ``bit_noise`` is at most half of the noise multiplier. With so little noise, the number
-            of updates within the norm would use up all of ε.
+        Refuse a ``bit_noise`` of at most half of the noise multiplier.
         """
         if self.bit_noise is None:
             return max(expected_cohort / 20, noise_multiplier)
@@ -144,19 +140,7 @@ def with_side(update: NamedArrays, update_norm: float, weight: float) -> dict[st
 
     The side is ½ if the update's norm is at most C, −½ if it is longer, and 0 for a zero update.
 
-    Guarantees
-    ----------
-    A zero update becomes a zero vector.
-
-    Parameters
-    ----------
-    update_norm, weight : float
-        C and κ.
-
-    Raises
-    ------
-    NonFiniteUpdate, TypeError, ValueError
-        As `clip`.
+    ``update_norm`` is C, and ``weight`` is κ. A zero update becomes a zero vector.
     """
     norm = l2_norm(update)
     side = 0.0 if norm == 0 else 0.5 if norm <= update_norm else -0.5
@@ -169,14 +153,7 @@ def with_side(update: NamedArrays, update_norm: float, weight: float) -> dict[st
 def rows_with_sides(rows: NamedArrays, update_norm: float, weight: float) -> dict[str, Any]:
     """Apply `with_side` to every row of arrays of shape (units, …); return the rows in float64.
 
-    Guarantees
-    ----------
     No bit of a row's side depends on other rows.
-
-    Raises
-    ------
-    NonFiniteUpdate, TypeError, ValueError
-        As `clip_each_row`.
     """
     clipped = clip_each_row(rows, update_norm)
     namespace, count = api.array_namespace(*rows.values()), len(next(iter(rows.values())))
@@ -188,13 +165,7 @@ def rows_with_sides(rows: NamedArrays, update_norm: float, weight: float) -> dic
 
 
 def with_room_for_side(like: NamedArrays) -> dict[str, Any]:
-    """Return the NumPy arrays of ``like``, and one more array, `SIDE`, which holds a zero.
-
-    Raises
-    ------
-    InvalidValue
-        ``like`` already has an array with the name `SIDE`.
-    """
+    """Return the NumPy arrays of ``like``, and one more array, `SIDE`, which holds a zero."""
     if SIDE in like:
         raise InvalidValue(
             f"array {SIDE!r} of the model: expected another name, because adaptive clipping adds "
@@ -206,15 +177,8 @@ def with_room_for_side(like: NamedArrays) -> dict[str, Any]:
 class SidedSum(ClippedSum):
     """Sum of the vectors (clip(Δ, C), κ·side) of updates, for a server that adds the noise.
 
-    The side of an update says whether the update is longer than C (see `with_side`). The server
-    computes it from the update that it received; clients send no side.
-
-    Parameters
-    ----------
-    like : NamedArrays
-        Names and shapes of updates.
-    bound, update_norm, weight : float
-        C', C and κ.
+    The server computes the side from the update that it received (see `with_side`); clients send
+    no side. ``bound``, ``update_norm`` and ``weight`` are C', C and κ.
     """
 
     def __init__(self, like: NamedArrays, bound: float, update_norm: float, weight: float) -> None:
@@ -222,11 +186,5 @@ class SidedSum(ClippedSum):
         self._update_norm, self._weight = update_norm, weight
 
     def add(self, update: NamedArrays) -> None:
-        """Clip an update, append its side, and add both to the sum.
-
-        Raises
-        ------
-        NonFiniteUpdate, TypeError, ValueError
-            As `clip` and `RunningSum.add`.
-        """
+        """Clip an update, append its side, and add both to the sum."""
         super().add(with_side(update, self._update_norm, self._weight))

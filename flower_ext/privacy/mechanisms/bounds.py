@@ -20,7 +20,7 @@ empty (no elements)     kept, adds nothing; `ValueError` if all arrays are empty
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -29,6 +29,7 @@ import numpy as np
 
 from flower_ext.checks import require_positive
 from flower_ext.errors import InvalidValue
+from flower_ext.privacy.mechanisms.noise import NoiseSource
 from flower_ext.privacy.mechanisms.updates import (
     NamedArrays,
     RunningSum,
@@ -39,10 +40,6 @@ from flower_ext.privacy.mechanisms.updates import (
     plain_norm,
     scaled_norm,
 )
-from flower_ext.privacy.units import NeighboringRelation
-
-ArraysMap = Callable[[NamedArrays], NamedArrays]
-"""A function of named arrays that keeps their names and shapes."""
 
 _MARGIN = 1.0 - 1e-9
 """Factor that leaves room for rounding in float64, in any order of summation. It covers the norm of
@@ -61,11 +58,11 @@ class UnitSum(Protocol):
     def cell(self) -> float | None:
         """Step of a public grid, if the sum counts such steps in whole numbers; else None."""
 
-    def noised(self, add_noise: ArraysMap, draw_noise: ArraysMap) -> NamedArrays:
-        """Return the sum with one client's share of the noise.
+    def noised(self, noise: NoiseSource, stddev: float, grid: float | None) -> NamedArrays:
+        """Return the sum with one client's share of the noise, as it leaves the client.
 
-        ``add_noise`` adds the noise to arrays. ``draw_noise`` returns noise with the shapes of
-        arrays, for a sum that is encrypted together with its noise.
+        A sum of real numbers is rounded to multiples of ``grid``. A sum in cells gets discrete
+        noise, and a sum that is encrypted with its noise gets the noise unrounded.
         """
 
     def in_numbers(self) -> NamedArrays:
@@ -99,13 +96,11 @@ class BoundedSum:
         cell = self.cell
         return self.value if cell is None else {name: a * cell for name, a in self.value.items()}
 
-    def noised(self, add_noise: ArraysMap, draw_noise: ArraysMap) -> NamedArrays:
-        """Return the sum with one client's share of the noise."""
-        return add_noise(self.value)
-
-    def sensitivity(self, relation: NeighboringRelation) -> float:
-        """Return the largest L2 distance by which one unit can move the sum."""
-        return self.bound * relation.sensitivity_factor
+    def noised(self, noise: NoiseSource, stddev: float, grid: float | None) -> NamedArrays:
+        """Return the sum with one client's share of the noise: see `UnitSum`."""
+        if self.cell is None:
+            return noise.add_gaussian(self.value, stddev, grid=grid)
+        return noise.add_discrete_gaussian(self.value, stddev / self.cell)
 
 
 def clip(update: NamedArrays, clipping_norm: float) -> BoundedSum:
@@ -140,23 +135,11 @@ def clip(update: NamedArrays, clipping_norm: float) -> BoundedSum:
 
 
 class ClippedSum(RunningSum):
-    """Sum of updates in float64 that clips each update when it is added.
+    """Sum of updates in float64 that clips each update to the norm ``bound`` when it is added.
 
     Guarantees
     ----------
     Adding or removing one update moves ``value`` by at most ``bound``.
-
-    Parameters
-    ----------
-    like : NamedArrays
-        Arrays with the names and shapes of the updates.
-    bound : float
-        Clipping norm.
-
-    Raises
-    ------
-    ValueError
-        ``like`` is empty, or ``bound`` is not a finite number above zero.
     """
 
     def __init__(self, like: NamedArrays, bound: float) -> None:
@@ -165,13 +148,7 @@ class ClippedSum(RunningSum):
         self.bound = bound
 
     def add(self, update: NamedArrays) -> None:
-        """Clip an update, and add it.
-
-        Raises
-        ------
-        NonFiniteUpdate, TypeError, ValueError
-            As `clip` and `RunningSum.add`.
-        """
+        """Clip an update, and add it."""
         check_arrays(update)
         wide: NamedArrays = in_float64(update)
         norm = plain_norm(wide) / self.bound
@@ -198,14 +175,8 @@ def sum_clipped_rows(
     ----------
     rows : Mapping[str, array]
         Arrays of shape (units, …); row k of all arrays together is the update of unit k.
-    clipping_norm : float
     weights : Sequence[float]
         One weight per unit, in [0, 1].
-
-    Raises
-    ------
-    NonFiniteUpdate, TypeError, ValueError
-        As `clip`; also if the number of weights is wrong, or a weight is outside [0, 1].
     """
     clipped = clip_each_row(rows, clipping_norm)
     first = next(iter(clipped.values()))
@@ -216,13 +187,7 @@ def sum_clipped_rows(
 
 
 def checked_weights(weights: Sequence[float], count: int) -> list[float]:
-    """Return weights of ``count`` units as floats.
-
-    Raises
-    ------
-    InvalidValue
-        The number of weights is not ``count``, or a weight is outside [0, 1].
-    """
+    """Return weights of ``count`` units as floats; refuse a weight outside [0, 1]."""
     shares = [float(weight) for weight in weights]
     if len(shares) != count or not all(0 <= share <= 1 for share in shares):
         raise InvalidValue(f"weights={weights!r}: expected {count} numbers in [0, 1]")
@@ -235,11 +200,6 @@ def clip_each_row(rows: NamedArrays, clipping_norm: float) -> dict[str, Any]:
     Guarantees
     ----------
     Row k of all arrays together has L2 norm at most ``clipping_norm``.
-
-    Raises
-    ------
-    NonFiniteUpdate, TypeError, ValueError
-        As `clip`.
     """
     require_positive("clipping_norm", clipping_norm)
     check_arrays(rows)

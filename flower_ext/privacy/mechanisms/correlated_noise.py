@@ -73,20 +73,14 @@ class Past:
     """The noise y of the last round t, and the earlier noise that the next round subtracts.
 
     Keep it secret: whoever knows it can remove the noise.
-
-    Parameters
-    ----------
-    latest : Mapping[str, ndarray]
-        y_t.
-    earlier : tuple of Mapping[str, ndarray]
-        y_{t−1}, y_{t−2}, …, as many as the matrix's bands need.
-    buffers : tuple of Mapping[str, ndarray]
-        For each decay λ of the matrix, the sum of λ^{j−1} y_{t−j} over j ≥ 1.
     """
 
     latest: NamedArrays
+    """y_t."""
     earlier: tuple[NamedArrays, ...] = ()
+    """y_{t−1}, y_{t−2}, …, as many as the matrix's bands need."""
     buffers: tuple[NamedArrays, ...] = ()
+    """For each decay λ of the matrix, the sum of λ^{j−1} y_{t−j} over j ≥ 1."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,11 +123,6 @@ class StrategyMatrix:
                 "for each decay, and decays in [0, 1)"
             )
 
-    @property
-    def vectors(self) -> int:
-        """Number of model-sized vectors that the server keeps between rounds."""
-        return 1 + max(0, len(self.bands) - 1) + len(self.decays)
-
     def coefficients(self, count: int) -> Vector:
         """Return c_0, …, c_{count−1}."""
         column = np.zeros(count)
@@ -146,16 +135,9 @@ class StrategyMatrix:
         return column
 
     def row_moves(self, rounds: int, *, rounds_apart: int, participations: int) -> Vector:
-        """Return, for each of the first rows of C x, the most that one client can move it.
+        """Return, for each of the first ``rounds`` rows of C x, the most that one client moves it.
 
-        Step 1 at the top of this module proves this.
-
-        Parameters
-        ----------
-        rounds : int
-            Number of rows.
-        rounds_apart, participations : int
-            b and k.
+        ``rounds_apart`` and ``participations`` are b and k of step 1 at the top of this module.
         """
         column, moves = self.coefficients(rounds), np.zeros(rounds)
         for start in range(0, min(rounds, participations * rounds_apart), rounds_apart):
@@ -186,14 +168,8 @@ class StrategyMatrix:
         """Return the root mean square of the noise in the models after each of the rounds.
 
         z has stddev 1. Without momentum, the noise in a model is the sum of y over the rounds so
-        far.
-
-        Parameters
-        ----------
-        rounds : int
-            Number of rounds.
-        momentum : float
-            μ of a server that moves the model by (1 − μ) times the buffer b_t = μ b_{t−1} + y_t.
+        far. With momentum μ, the server moves the model by (1 − μ) times the buffer
+        b_t = μ b_{t−1} + y_t.
         """
         errors = np.convolve(self.inverse(rounds), _model_weights(rounds, momentum))[:rounds] ** 2
         return math.sqrt(float(np.arange(rounds, 0, -1) @ errors) / rounds)
@@ -201,12 +177,8 @@ class StrategyMatrix:
     def next(self, drawn: NamedArrays, past: Past | None) -> Past:
         """Return the noise y of the next round, with the earlier noise that later rounds need.
 
-        Parameters
-        ----------
-        drawn : Mapping[str, ndarray]
-            z of the next round: fresh normal numbers of stddev 1.
-        past : Past, optional
-            The result for the round before; None for the first round.
+        ``drawn`` is the next round's z: fresh normal numbers of stddev 1. ``past`` is the result
+        for the round before; None for the first round.
         """
         if past is None:
             nothing = {name: np.zeros_like(array) for name, array in drawn.items()}
@@ -268,10 +240,7 @@ class CorrelatedNoise(Checked):
 
 
 def _model_weights(rounds: int, momentum: float) -> Vector:
-    """Return the weight in a model of each round's noise, from the newest round to the oldest.
-
-    Without momentum, every weight is 1.
-    """
+    """Return the weight in a model of each round's noise, from the newest round to the oldest."""
     return 1 - momentum ** np.arange(1.0, rounds + 1)
 
 
@@ -345,12 +314,7 @@ def _best_buffers(
 class PreparedNoise(NoiseSource):
     """Normal numbers for one release, drawn in advance. Each number is used once.
 
-    Parameters
-    ----------
-    drawn : Mapping[str, ndarray]
-        Normal numbers for each array, by name, to be multiplied by the stddev of the release.
-    is_secure : bool
-        True if nobody can reproduce the numbers.
+    The numbers of each array, by name, are multiplied by the stddev of the release.
     """
 
     def __init__(self, drawn: NamedArrays, *, is_secure: bool) -> None:
@@ -359,13 +323,7 @@ class PreparedNoise(NoiseSource):
     def add_gaussian(
         self, update: NamedArrays, stddev: float, *, grid: float | None = None
     ) -> dict[str, Any]:
-        """Return ``update`` plus ``stddev`` times the numbers, rounded as by `NoiseSource`.
-
-        Raises
-        ------
-        InvalidValue
-            The numbers have already been used, or belong to arrays with other names.
-        """
+        """Return ``update`` plus ``stddev`` times the numbers, rounded as by `NoiseSource`."""
         if set(update) != set(self._left):
             raise InvalidValue(
                 f"arrays {sorted(update)}: expected {sorted(self._left)}, the arrays whose noise "

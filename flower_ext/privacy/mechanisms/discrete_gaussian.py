@@ -84,15 +84,8 @@ def share_stddev(total: float, shares: int) -> float:
     ``total``² h / ``shares`` or more (step 5 at the top of this module), no matter what other
     clients add to the sum.
 
-    Parameters
-    ----------
-    total : float
-        Standard deviation of the continuous Gaussian that all shares replace, in whole numbers.
-
-    Raises
-    ------
-    InvalidValue
-        A share would be below `LEAST_STDDEV` or above `MOST_STDDEV`.
+    ``total`` is the stddev of that Gaussian, in whole numbers. Refuse shares of a stddev below
+    `LEAST_STDDEV` or above `MOST_STDDEV`.
     """
     require_at_least_one("shares", shares)
     stddev = math.sqrt(total**2 / shares + _SMOOTHED)
@@ -112,11 +105,7 @@ def draw(stddev: float, count: int, rng: np.random.Generator) -> np.ndarray:
     """Return ``count`` independent draws of N_Z(0, stddev²), as int64 of shape (count,).
 
     A draw is L X + Y, with X and Y from two short tables (see step 8 at the top of this module).
-
-    Raises
-    ------
-    InvalidValue
-        ``stddev`` is below `LEAST_STDDEV` or above `MOST_STDDEV`.
+    Refuse a stddev below `LEAST_STDDEV` or above `MOST_STDDEV`.
     """
     _check(stddev)
     require_count("count", count)

@@ -61,10 +61,9 @@ _TOGETHER = 2**15
 
 
 def noise_grid(stddev: float) -> float:
-    """Return the spacing of the grid to which noise of standard deviation ``stddev`` is rounded.
+    """Return the power of two above 2⁻¹⁹ and up to 2⁻¹⁸ times ``stddev``.
 
-    The spacing is the power of two above 2⁻¹⁹ and up to 2⁻¹⁸ times ``stddev``. It depends on
-    ``stddev`` alone, so it reveals nothing about a value.
+    It is the step of the grid to which noise is rounded, and reveals nothing about a value.
     """
     return math.ldexp(1.0, math.frexp(stddev)[1] - 1 - _CELLS_PER_STDDEV)
 
@@ -125,14 +124,9 @@ class NoiseSource(ABC):
         return {name: _noised(name, array, stddev, chosen, rng) for name, array in update.items()}
 
     def gaussian(self, like: NamedArrays, stddev: float) -> dict[str, Any]:
-        """Return N(0, stddev² I) in float64, not rounded.
+        """Return N(0, stddev² I) in float64 with the names, shapes and devices of ``like``.
 
-        The caller must add it to the value first, and then round the result to a public grid.
-
-        Parameters
-        ----------
-        like : Mapping[str, array]
-            Arrays with the names, shapes and devices of the result.
+        It is not rounded. Add it to the value first, and then round the result to a public grid.
         """
         require_not_negative("stddev", stddev)
         check_arrays(like)
@@ -144,17 +138,8 @@ class NoiseSource(ABC):
     ) -> dict[str, np.ndarray]:
         """Return ``cells`` + N_Z(0, stddev²): add discrete Gaussian noise to every whole number.
 
-        Parameters
-        ----------
-        cells : Mapping[str, ndarray]
-            Arrays of int64.
-        stddev : float
-            Standard deviation in whole numbers.
-
-        Raises
-        ------
-        InvalidValue
-            As `discrete_gaussian.draw`.
+        ``cells`` are arrays of int64, and ``stddev`` counts whole numbers. Raises as
+        `discrete_gaussian.draw`.
         """
         rng = self._generator()
         return {

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import ClassVar, Literal
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
 
 from flower_ext.checks import (
     Checked,
@@ -21,18 +23,20 @@ from flower_ext.errors import InvalidValue
 from flower_ext.privacy.accounting.accountant import privacy_loss_of
 from flower_ext.privacy.accounting.events import Release
 from flower_ext.privacy.accounting.participations import Participations
-from flower_ext.privacy.accounting.sampling import Sampling
+from flower_ext.privacy.accounting.sampling import FullParticipation, PoissonSampling, Sampling
 from flower_ext.privacy.mechanisms.adaptive_clipping import AdaptiveClipping
 from flower_ext.privacy.mechanisms.bounds import ClippedSum
+from flower_ext.privacy.mechanisms.discrete_gaussian import share_stddev
 from flower_ext.privacy.mechanisms.noise import NoiseSource, largest_noised_norm, noise_grid
 from flower_ext.privacy.mechanisms.protections import ClipAndNoise, ProtectedByServer, Protection
+from flower_ext.privacy.mechanisms.quantization import CellSum, cell_of, check_cell, out_of_cells
 from flower_ext.privacy.mechanisms.round_mechanism import (
     Aggregate,
     RoundDiscarded,
     RoundMechanism,
     divided,
 )
-from flower_ext.privacy.mechanisms.secure_sum import SecureSum
+from flower_ext.privacy.mechanisms.secure_sum import SecureSum, SumParameters, ring_bits
 from flower_ext.privacy.mechanisms.updates import NamedArrays, RunningSum, l2_norm
 from flower_ext.privacy.queries.vector_query import VectorQuery
 from flower_ext.privacy.run_summary import RunSummary
@@ -95,8 +99,25 @@ class ReleaseTerms(Checked):
 
 
 @dataclass(frozen=True, kw_only=True)
+class MaskedSums:
+    """The secure sums of all rounds: their members, their grid and their noise."""
+
+    parameters: SumParameters
+    cell: float
+    """Step (cell) of the grid on which the sums are computed, the same in every round."""
+    share_stddev: float
+    """Standard deviation of one client's share of the discrete Gaussian noise."""
+    bits: int
+    """Number of bits of the ring: enough for a sum over the whole population."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class NoisedSum(ReleaseTerms, RoundMechanism):
     """Mechanism of a round that releases one noised average.
+
+    With a `SecureSum`, a protocol adds up the uploads, and the server sees no single upload. An
+    upload is then an array of whole numbers of *cells*, with a client's share of discrete Gaussian
+    noise. The silos, if there are any, are the members of the sum.
 
     Guarantees
     ----------
@@ -120,9 +141,6 @@ class NoisedSum(ReleaseTerms, RoundMechanism):
         computes sums under encryption.
     """
 
-    is_masked: ClassVar[bool] = False
-    """True if the protocol of a secure sum adds up the uploads (`MaskedNoisedSum`)."""
-
     clipping_norm: float
     silos: Count | None = None
     sensitivity: float = 1.0
@@ -130,18 +148,29 @@ class NoisedSum(ReleaseTerms, RoundMechanism):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if isinstance(self.noise_placement, SecureSum) is not self.is_masked:
-            expected = "SecureSum(…)" if self.is_masked else "'client' or 'server'"
-            raise InvalidValue(
-                f"noise_placement={self.noise_placement!r} of a {type(self).__name__}: expected "
-                f"{expected}"
-            )
         if not (is_number(self.sensitivity) and 1 <= self.sensitivity < math.inf):
             raise InvalidValue(
                 f"sensitivity={self.sensitivity!r}: expected 1 or more, because one unit can move "
                 "a sum by a whole clipping norm"
             )
         _ = self.release  # refuses a relation that does not fit the sampling
+        if self.secure_sum is None:
+            return
+        check_cell(cell_of(self.noise_stddev), self.clipping_norm)
+        if self.silos is None and isinstance(self.sampling, PoissonSampling):
+            raise InvalidValue(
+                "noise_placement=SecureSum(…) with Poisson sampling: expected cohorts of a "
+                "fixed size (FixedSizeSampling), because a sum's noise would reveal how many "
+                "clients were drawn, and amplification needs that number to be secret"
+            )
+        _ = self.masked  # refuses a cohort for which there is no secure sum
+        if self.queries and self.silos is not None:
+            raise InvalidValue(
+                f"queries={[query.name for query in self.queries]} with users in silos: expected "
+                "none, because nothing bounds what one user contributes to a silo's answer. Leave "
+                "the queries out; silos then report scores without noise, unless evaluate_every=0"
+            )
+        _ = self.query_sums  # refuses a query for whose noise there is no secure sum
 
     @property
     def unit(self) -> PrivacyUnit:
@@ -183,15 +212,59 @@ class NoisedSum(ReleaseTerms, RoundMechanism):
         """
         return noise_grid(self.noise_stddev)
 
-    def client_noise_stddev(self, cohort_size: int) -> float:
-        """Return the stddev σC/√cohort of one client's share; 0 if the server adds the noise.
+    @property
+    def cohort_size(self) -> int:
+        """Number of clients in each secure sum, the same in every round.
 
-        The shares of all clients in a cohort add up to the stddev σC. Pass the size of the drawn
-        cohort, also under Poisson sampling: with the expected size, the sum of a small cohort would
-        carry too little noise.
+        With ``silos``, this is the number of all silos. The server then asks the same clients,
+        however many users are drawn, and the noise of each silo and of the sum is the same. Users
+        may therefore be drawn by Poisson sampling, whose amplification needs the number of drawn
+        users to be secret.
+        """
+        return round(self.sampling.expected_cohort_size) if self.silos is None else self.silos
+
+    @property
+    def num_clients(self) -> int:
+        """Number of clients, or of silos, from which cohorts are drawn."""
+        return self.sampling.population if self.silos is None else self.silos
+
+    @property
+    def masked(self) -> MaskedSums | None:
+        """The secure sums that hide single uploads; None without a `SecureSum`."""
+        if self.secure_sum is None:
+            return None
+        cell = cell_of(self.noise_stddev)
+        parameters = self.secure_sum.for_cohort(
+            self.cohort_size, population=self.num_clients, rounds=self.rounds
+        )
+        share = share_stddev(self.noise_stddev / cell, parameters.least_answers) * cell
+        noise = share / cell * math.sqrt(self.cohort_size)
+        bits = ring_bits(self._largest_sum / cell, noise)
+        return MaskedSums(parameters=parameters, cell=cell, share_stddev=share, bits=bits)
+
+    @property
+    def honest_noise(self) -> float:
+        """Least fraction of a sum's noise from honest clients; 1 if a plan names no colluders."""
+        return 1.0 if self.masked is None else self.masked.parameters.honest_noise
+
+    @property
+    def _largest_sum(self) -> float:
+        """Largest norm of a secure sum before noise, if every unit contributes a norm of C."""
+        units = self.cohort_size if self.silos is None else self.sampling.population
+        return units * self.clipping_norm
+
+    def client_noise_stddev(self, cohort_size: int) -> float:
+        """Return the stddev of one client's share of the noise; 0 if the server adds the noise.
+
+        The shares of all clients in a cohort add up to the stddev σC, so each is σC/√cohort. Pass
+        the size of the drawn cohort, also under Poisson sampling: with the expected size, the sum
+        of a small cohort would carry too little noise. In a secure sum, the shares of the fewest
+        clients that may answer add up to σC, whatever ``cohort_size`` is.
         """
         if self.noised_by_server:
             return 0.0
+        if (masked := self.masked) is not None:
+            return masked.share_stddev
         require_at_least_one("cohort_size", cohort_size)
         return self.noise_stddev / math.sqrt(cohort_size)
 
@@ -200,69 +273,62 @@ class NoisedSum(ReleaseTerms, RoundMechanism):
         """True if clients add the noise."""
         return not self.noised_by_server
 
-    def protection(self, run: RunSummary, cohort_size: int) -> Protection | None:
-        """Return the protection that bounds an upload and adds one client's share of the noise.
+    def client_protection(self, cohort_size: int) -> ClipAndNoise:
+        """Return the protection that clips an upload and adds one client's share of the noise."""
+        masked = self.masked
+        return ClipAndNoise(
+            clipping_norm=self.clipping_norm,
+            noise_stddev=self.client_noise_stddev(cohort_size),
+            cell=None if masked is None else masked.cell,
+            noise_grid=self.noise_grid if masked is None else None,
+        )
 
-        The share depends on ``cohort_size``. The protection is None if no client is asked.
-        """
-        if cohort_size == 0:  # nobody is asked; the server adds the whole noise
+    def protection(self, run: RunSummary, cohort_size: int) -> Protection | None:
+        """Return the protection of an upload; None if no client is asked."""
+        if cohort_size == 0:  # the server adds the whole noise
             return None
         if self.noised_by_server:
             return ProtectedByServer()
-        return ClipAndNoise(
-            of_units=run.method.bounds_units,
-            clipping_norm=self.clipping_norm,
-            noise_stddev=self.client_noise_stddev(cohort_size),
-            noise_grid=self.noise_grid,
-        )
+        return replace(self.client_protection(cohort_size), of_units=run.method.bounds_units)
+
+    @property
+    def query_sums(self) -> Sequence[QuerySum]:
+        """The queries, each with the mechanism of its answers."""
+        return [
+            QuerySum(
+                query=query,
+                worth=(self.noise_multiplier / query.noise_multiplier) ** 2,
+                sampling=FullParticipation(self.sampling.population),
+                clipping_norm=query.norm,
+                noise_multiplier=query.noise_multiplier,
+                rounds=query.times,
+                delta=self.delta,
+                relation=self.relation,
+                noise_placement=self.noise_placement,
+            )
+            for query in self.queries
+        ]
 
     def releases(self, participations: Participations) -> dict[Release, int]:
-        """Return all releases of the run so far, each with its count."""
-        return {self.release: participations.rounds}
+        """Return all rounds and all answers to queries so far, as releases with their counts."""
+        counts = Counter({self.release: participations.rounds})
+        for sums in self.query_sums:
+            counts[sums.release] += participations.answers[sums.query.name]
+        return dict(counts)
 
     def spent(self, run: RunSummary) -> dict[str, float]:
         """Return ε against an adversary that sees the released models."""
         loss = privacy_loss_of(self.releases(run.participations), delta=self.delta)
         return {"epsilon_provable": loss.epsilon}
 
-    @staticmethod
-    def refuse_spoiled(value: NamedArrays, *, bound: float, stddev: float) -> None:
-        """Refuse a noised sum that is larger than honest members could make it.
-
-        A sum of honest answers is refused with probability `IMPROBABLE` at most.
-
-        The decision depends on the noised sum alone, never on an upload. It is post-processing of a
-        release that the ledger counts in any case, so it costs no privacy, and δ need not count a
-        wrong refusal. This bound holds for Gaussian shares of noise and for discrete shares, which
-        are subgaussian with their stddev. The server cannot name the member that spoiled the sum,
-        because masks hide each upload. The check does not find a bad upload that leaves the sum
-        within the limit.
-
-        Parameters
-        ----------
-        value : Mapping[str, array]
-            The noised sum.
-        bound : float
-            Largest norm that the sum of honest members has before noise.
-        stddev : float
-            Standard deviation of the noise in the sum.
-
-        Raises
-        ------
-        RoundDiscarded
-            The sum is too large, so a member must have spoiled it.
-        """
-        numbers = sum(array.size for array in value.values())
-        limit = bound + largest_noised_norm(0.0, stddev, numbers)
-        if not (norm := l2_norm(value)) <= limit:
-            raise RoundDiscarded(
-                f"the noised sum has a norm of {norm:.4g}: expected at most {limit:.4g} from "
-                "honest members; a member spoiled it by an upload that was not clipped and noised, "
-                "so nothing is released"
-            )
-
     def begin_sum(self, like: NamedArrays) -> RunningSum:
-        """Return an empty sum. If the server adds the noise, the sum clips each added upload."""
+        """Return an empty sum.
+
+        It clips each added upload if the server adds the noise. With a `SecureSum`, it takes whole
+        numbers of cells.
+        """
+        if (masked := self.masked) is not None:
+            return CellSum(like, masked.cell)
         return ClippedSum(like, self.clipping_norm) if self.noised_by_server else RunningSum(like)
 
     def aggregate(self, summed: RunningSum, *, cohort_size: int, noise: NoiseSource) -> Aggregate:
@@ -272,27 +338,88 @@ class NoisedSum(ReleaseTerms, RoundMechanism):
         clients send. If clients add the noise, uploads arrive bounded and noised, and the server
         adds the noise shares of the clients that did not answer.
 
-        Raises
-        ------
-        ValueError
-            There are more uploads than clients that were asked, or ``summed`` clips uploads to a
-            larger norm than C.
+        Refuse more uploads than clients that were asked, a sum that does not come from `begin_sum`,
+        and a spoiled secure sum (see `refuse_spoiled`).
         """
-        by_server, answered = self.noised_by_server, summed.count
+        by_server, masked, answered = self.noised_by_server, self.masked, summed.count
+        cell = None if masked is None else masked.cell
         if by_server and summed.bound > self.clipping_norm:
             raise InvalidValue(
                 f"summed.bound={summed.bound}: expected at most {self.clipping_norm}, the clipping "
                 "norm; make the sum with begin_sum(), which clips each upload"
+            )
+        if summed.cell != cell:
+            raise InvalidValue(
+                f"summed.cell={summed.cell}: expected {cell}; make the sum with begin_sum()"
             )
         if answered > cohort_size:
             raise InvalidValue(
                 f"{answered} uploads from a cohort of {cohort_size}: expected at most one upload "
                 "per client"
             )
-        # Variances of shares add up. The server adds the part of σ²C² that missing clients owe.
-        missing = 1.0 if by_server or not cohort_size else 1 - answered / cohort_size
-        stddev = self.noise_stddev * math.sqrt(missing)
-        noised = noise.add_gaussian(summed.value, stddev, grid=self.noise_grid)
-        value = divided(noised, self.sampling.expected_cohort_size, summed.like)
-        topped_up = 0.0 if by_server else stddev
-        return Aggregate(value=value, answered=answered, topped_up_stddev=topped_up)
+        if masked is None:
+            # Variances of shares add up. The server adds the part of σ²C² that missing clients owe.
+            missing = 1.0 if by_server or not cohort_size else 1 - answered / cohort_size
+            stddev = self.noise_stddev * math.sqrt(missing)
+            value = noise.add_gaussian(summed.value, stddev, grid=self.noise_grid)
+        else:
+            # Shares are sized for the least number of answers, so more answers carry more noise.
+            stddev, cells = masked.share_stddev * math.sqrt(cohort_size - answered), summed.value
+            if stddev:  # discrete noise has a smallest stddev above 0
+                cells = noise.add_discrete_gaussian(cells, stddev / masked.cell)
+            value = out_of_cells(cells, masked.cell, summed.like)
+            whole = masked.share_stddev * math.sqrt(cohort_size)
+            refuse_spoiled(value, bound=self._largest_sum, stddev=whole)
+        mean = divided(value, self.sampling.expected_cohort_size, summed.like)
+        return Aggregate(
+            value=mean, answered=answered, topped_up_stddev=0.0 if by_server else stddev
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class QuerySum(NoisedSum):
+    """Mechanism of one answer to a query: a secure sum, to which each client adds one vector."""
+
+    query: VectorQuery
+    worth: float
+    """Number of training rounds that reveal as much as one answer. With the noise multipliers σ of
+    a round and σ_q of an answer, it is (σ/σ_q)²."""
+
+    def count_answer(self, participations: Participations) -> None:
+        """Count one released answer as participations of every client.
+
+        An answer counts differently for adversaries that see sums and that see single uploads.
+        """
+        assert self.masked is not None  # no other plan accepts queries
+        parameters = self.masked.parameters
+        participations.record_answer(
+            self.query.name,
+            range(self.num_clients),
+            in_sum=self.worth * parameters.least_answers / parameters.honest_answers,
+            in_upload=self.worth * parameters.least_answers,
+        )
+
+
+def refuse_spoiled(value: NamedArrays, *, bound: float, stddev: float) -> None:
+    """Refuse a noised sum that is larger than honest members could make it.
+
+    A sum of honest answers is refused with probability `IMPROBABLE` at most.
+
+    The decision depends on the noised sum alone, never on an upload. It is post-processing of a
+    release that the ledger counts in any case, so it costs no privacy, and δ need not count a
+    wrong refusal. This bound holds for Gaussian shares of noise and for discrete shares, which
+    are subgaussian with their stddev. The server cannot name the member that spoiled the sum,
+    because masks hide each upload. The check does not find a bad upload that leaves the sum
+    within the limit.
+
+    The sum of honest members has at most the norm ``bound`` before noise, and noise of the standard
+    deviation ``stddev``. If the noised sum is too large, raise `RoundDiscarded`.
+    """
+    numbers = sum(array.size for array in value.values())
+    limit = bound + largest_noised_norm(0.0, stddev, numbers)
+    if not (norm := l2_norm(value)) <= limit:
+        raise RoundDiscarded(
+            f"the noised sum has a norm of {norm:.4g}: expected at most {limit:.4g} from "
+            "honest members; a member spoiled it by an upload that was not clipped and noised, "
+            "so nothing is released"
+        )

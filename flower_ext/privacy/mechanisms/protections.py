@@ -58,23 +58,11 @@ class Protection:
         return 0.0
 
     def released(self, upload: NamedArrays, noise: NoiseSource) -> NamedArrays:
-        """Return the protected upload: an update, or a whole model if `bounds_models` is True.
-
-        Raises
-        ------
-        NonFiniteUpdate, TypeError, ValueError
-            As `clip`.
-        """
+        """Return the protected upload: an update, or a whole model if `bounds_models` is True."""
         return upload
 
     def released_sum(self, total: UnitSum, noise: NoiseSource) -> NamedArrays:
-        """Return a sum over units with this client's noise; by default, refuse every such sum.
-
-        Raises
-        ------
-        InvalidValue
-            The sum does not bound each unit's part as the plan requires.
-        """
+        """Return a sum over units with this client's noise; by default, refuse every such sum."""
         raise _unfit_bound(_bound_text(total.bound, total.cell), _UNBOUNDED)
 
     def largest_upload(self, numbers: int, *, norms: float = 1.0) -> float:
@@ -85,12 +73,8 @@ class Protection:
         only a server that adds the noise itself can do so. No reported δ counts the probability
         that the server refuses an honest upload.
 
-        Parameters
-        ----------
-        numbers : int
-            Number of elements in the upload.
-        norms : float
-            Largest norm of the upload before noise, in clipping norms; above 1 if it is a sum.
+        The upload has ``numbers`` elements. Its norm before noise is at most ``norms`` clipping
+        norms, which is above 1 for a sum.
         """
         return math.inf
 
@@ -168,57 +152,35 @@ class ClipAndNoise(_Noised):
         return worth(self.noise_stddev / self.cell) * self.cell / self.clipping_norm
 
     def released(self, upload: NamedArrays, noise: NoiseSource) -> NamedArrays:
-        """Return the clipped update with noise; if ``cell`` is given, as int64 numbers of cells.
-
-        Raises
-        ------
-        InvalidValue
-            The upload must be a sum over units: clipping the whole sum would not bound how far one
-            unit moves it.
-        NonFiniteUpdate, TypeError, ValueError
-            As `clip`.
-        """
-        if self.of_units:
+        """Return the clipped update with noise; if ``cell`` is given, as int64 numbers of cells."""
+        if self.of_units:  # clipping the whole sum would not bound how far one unit moves it
             raise _unfit_bound(_UNBOUNDED, _bound_text(self.clipping_norm, self.cell))
         sided = self._sided(upload, with_side)
-        if self.cell is None:
-            return self.noised(clip(sided, self.clipping_norm).value, noise)
-        return self.noised(in_cells(sided, self.clipping_norm, self.cell), noise)
+        norm, cell = self.clipping_norm, self.cell
+        if cell is None:
+            bounded = clip(sided, norm)
+        else:
+            bounded = BoundedSum(value=in_cells(sided, norm, cell), bound=norm, count=1, cell=cell)
+        return bounded.noised(noise, self.noise_stddev, self.noise_grid)
 
     def released_sum(self, total: UnitSum, noise: NoiseSource) -> NamedArrays:
         """Return a sum over units with this client's share of the noise.
 
-        Raises
-        ------
-        InvalidValue
-            The plan expects no such sum, the sum's bound is larger than ``clipping_norm``, or the
-            sum is on another grid than ``cell``.
+        Refuse a sum whose bound is larger than ``clipping_norm``, or on another grid than ``cell``.
         """
         if not self.of_units:
             return super().released_sum(total, noise)
         if not total.bound <= self.clipping_norm or total.cell != self.cell:  # also if it is NaN
             expected = _bound_text(self.clipping_norm, self.cell)
             raise _unfit_bound(_bound_text(total.bound, total.cell), expected)
-        return total.noised(
-            lambda value: self.noised(value, noise),
-            lambda like: noise.gaussian(like, self.noise_stddev),
-        )
+        return total.noised(noise, self.noise_stddev, self.noise_grid)
 
     def sum_units(self, rows: NamedArrays, weights: Sequence[float]) -> BoundedSum:
-        """Clip each unit's update; return the weighted sum, in cells if ``cell`` is given.
-
-        See `sum_clipped_rows` and `sum_rows_in_cells`.
-        """
+        """Clip each unit's update; return the weighted sum, in cells if ``cell`` is given."""
         sided = self._sided(rows, rows_with_sides)
         if self.cell is None:
             return sum_clipped_rows(sided, self.clipping_norm, weights)
         return sum_rows_in_cells(sided, self.clipping_norm, self.cell, weights)
-
-    def noised(self, bounded: NamedArrays, noise: NoiseSource) -> NamedArrays:
-        """Add noise to a bounded update, which is in cells if ``cell`` is given."""
-        if self.cell is None:
-            return noise.add_gaussian(bounded, self.noise_stddev, grid=self.noise_grid)
-        return noise.add_discrete_gaussian(bounded, self.noise_stddev / self.cell)
 
     def _sided(
         self, update: NamedArrays, add_side: Callable[[NamedArrays, float, float], NamedArrays]
@@ -255,13 +217,7 @@ class OutputPerturbation(_Noised):
         )
 
     def released(self, upload: NamedArrays, noise: NoiseSource) -> dict[str, Any]:
-        """Clip and noise a model in float64, then round the result to the model's own precision.
-
-        Raises
-        ------
-        NonFiniteUpdate, TypeError, ValueError
-            As `clip`; also if the result is too large for the model's precision.
-        """
+        """Clip and noise a model in float64, then round the result to the model's own precision."""
         check_arrays(upload)
         bounded = clip(in_float64(upload), self.clipping_norm).value
         return in_precision_of(upload, noise.add_gaussian(bounded, self.noise_stddev))
@@ -338,8 +294,7 @@ _UNBOUNDED = "no bound"
 
 
 def _bound_text(bound: float, cell: float | None) -> str:
-    text = f"a bound of {bound:g}"
-    return text if cell is None else f"{text} in cells of {cell:g}"
+    return f"a bound of {bound:g}" + ("" if cell is None else f" in cells of {cell:g}")
 
 
 def _unfit_bound(bound: str, expected: str) -> InvalidValue:

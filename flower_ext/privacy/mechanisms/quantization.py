@@ -27,6 +27,7 @@ from flower_ext.privacy.mechanisms.bounds import BoundedSum, checked_weights
 from flower_ext.privacy.mechanisms.updates import (
     NamedArrays,
     NonFiniteUpdate,
+    RunningSum,
     as_float64,
     check_arrays,
     check_like,
@@ -60,13 +61,7 @@ def cell_of(stddev: float) -> float:
 
 
 def check_cell(cell: float, clipping_norm: float) -> None:
-    """Refuse a cell that is not a power of two, or too large or too small for the clipping norm.
-
-    Raises
-    ------
-    InvalidValue
-        The cell is refused; the message names the noise multipliers that give valid cells.
-    """
+    """Refuse a cell that is not a power of two, or too large or too small for the clipping norm."""
     if math.frexp(cell)[0] != 0.5 or not 1 <= clipping_norm / cell <= _MOST_CELLS:
         raise InvalidValue(
             f"cell={cell!r}: expected a power of two from 2**-30 to 1 times the clipping norm of "
@@ -80,18 +75,6 @@ def in_cells(update: NamedArrays, clipping_norm: float, cell: float) -> dict[str
     Guarantees
     ----------
     The result's norm is at most ``clipping_norm / cell``, exactly.
-
-    Parameters
-    ----------
-    update : Mapping[str, array]
-        Floating-point arrays of any shape.
-    cell : float
-        Width of a cell, a power of two.
-
-    Raises
-    ------
-    NonFiniteUpdate, TypeError, ValueError
-        As `bounds.clip`; also if a clipping norm has more than 2³⁰ cells.
     """
     l2_norm(update)  # refuses numbers that are not finite, and names their array
     row = {name: _plain(array)[None] for name, array in update.items()}
@@ -114,17 +97,10 @@ def sum_rows_in_cells(
     ----------
     rows : Mapping[str, array]
         Arrays of shape (units, …). Row k of all arrays together is one unit's update.
-    clipping_norm : float
     cell : float
         Width of a cell, a power of two.
     weights : Sequence[float]
         One weight per unit, in [0, 1].
-
-    Raises
-    ------
-    NonFiniteUpdate, TypeError, ValueError
-        As `bounds.clip` and `check_cell`; or the number of weights is wrong, or a weight is
-        outside [0, 1].
     """
     require_positive("clipping_norm", clipping_norm)
     check_cell(cell, clipping_norm)
@@ -153,24 +129,25 @@ def sum_rows_in_cells(
     return BoundedSum(value=value, bound=clipping_norm, cell=cell, count=count)
 
 
-def out_of_cells(cells: Cells, cell: float, like: NamedArrays) -> dict[str, np.ndarray]:
-    """Turn whole numbers of cells into float64 arrays, in the order and shapes of ``like``.
+class CellSum(RunningSum):
+    """Sum of updates in whole numbers of cells, as the protocol of a secure sum computes it."""
 
-    Raises
-    ------
-    ValueError
-        Names or shapes differ from ``like``.
-    """
+    def __init__(self, like: NamedArrays, cell: float) -> None:
+        super().__init__(like)
+        # In the order of names, in which the protocol gives the sum and the server draws noise.
+        self.value = {name: np.zeros(like[name].shape, np.int64) for name in sorted(like)}
+        self.cell = cell
+
+
+def out_of_cells(cells: Cells, cell: float, like: NamedArrays) -> dict[str, np.ndarray]:
+    """Turn whole numbers of cells into float64 arrays, in the order and shapes of ``like``."""
     values = {name: cells[name] * cell for name in like if name in cells}
     check_like(values, like)
     return values
 
 
 def _rows_in_cells(exact: Any, clipping_norm: float, cell: float, shares: np.ndarray) -> Any:
-    """Clip, weight and round the rows of ``exact``, of shape (units, numbers); return int64 cells.
-
-    The function overwrites ``exact``.
-    """
+    """Clip, weight and round the rows of ``exact``, which it overwrites, to int64 cells."""
     namespace = api.array_namespace(exact)
 
     def column(values: np.ndarray) -> Any:

@@ -35,13 +35,7 @@ class RoundMechanism(ABC):
     """The mechanism of each round: protection of uploads, their sum, and its accounting.
 
     A mechanism is frozen. The defaults of this class accept any training, and protect nobody.
-
-    Attributes
-    ----------
-    sampling : Sampling
-        Draws the cohorts.
-    delta : float, optional
-        As in `PrivacyPlan`.
+    ``sampling`` and ``delta`` are as in `PrivacyPlan`.
     """
 
     tells_sizes: ClassVar[bool] = False
@@ -77,30 +71,18 @@ class RoundMechanism(ABC):
 
     @property
     def weighs_examples(self) -> bool:
-        """True if the mean weights each upload by the number of its client's examples.
-
-        A plan with a guarantee never does so, because that number is private data.
-        """
+        """True if the mean weights each upload by its client's number of examples: private data."""
         return False
 
     def check_training(self, run: RunSummary) -> None:  # noqa: B027 - by default any
-        """Refuse local training that the plan does not cover; by default, accept any.
-
-        Raises
-        ------
-        ValueError
-            The plan expects another value of a setting; the message names both.
-        """
+        """Refuse local training that the plan does not cover; by default, accept any."""
 
     def protection(self, run: RunSummary, cohort_size: int) -> Protection | None:
         """Return the protection that each client of a cohort applies to its upload."""
         return None
 
     def upload_like(self, model: dict[str, Any]) -> dict[str, Any]:
-        """Return arrays with the names, shapes and types of an upload.
-
-        By default, these are the arrays of the shared ``model``.
-        """
+        """Return arrays with the names, shapes and types of an upload; by default, ``model``."""
         return model
 
     def begin_sum(self, like: NamedArrays) -> RunningSum:
@@ -109,19 +91,10 @@ class RoundMechanism(ABC):
 
     @abstractmethod
     def aggregate(self, summed: RunningSum, *, cohort_size: int, noise: NoiseSource) -> Aggregate:
-        """Return the average of a round's uploads.
+        """Return the average of a round's uploads; raise `RoundDiscarded` to release nothing.
 
-        Parameters
-        ----------
-        summed : RunningSum
-            A sum from `begin_sum`, with at most one upload per client added.
-        cohort_size : int
-            Number of clients that were asked.
-
-        Raises
-        ------
-        RoundDiscarded
-            Too few clients answered.
+        ``summed`` is a sum from `begin_sum`, with at most one upload of each client that was asked.
+        ``cohort_size`` is the number of these clients.
         """
 
     def after(self, mean: Aggregate) -> tuple[Aggregate, RoundMechanism]:
@@ -146,10 +119,7 @@ class RoundMechanism(ABC):
         return []
 
     def spent(self, run: RunSummary) -> dict[str, float]:
-        """Return ε after the rounds so far, for the log and the report's figures.
-
-        The keys say whether ε is published or provable.
-        """
+        """Return the published and the provable ε of the rounds so far, for log and figures."""
         if not run.participations.rounds:
             return {}
         return {f"epsilon_{claim.basis}": claim.epsilon for claim in self.guarantees(run)}

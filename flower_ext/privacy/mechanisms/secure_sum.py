@@ -38,6 +38,7 @@ every sum that the server can learn contains at least 1 + t - c - L = n - D - c 
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -76,6 +77,7 @@ class SumParameters:
     colluders : int
         Number of members that may share everything they know with the server, c. The probability
         that any round of a run has more is at most 2⁻⁴⁰.
+    signed : bool
     """
 
     members: int
@@ -97,6 +99,11 @@ class SumParameters:
             return honest
         lost = self.members - self.least_answers
         return honest - (self.members - self.colluders) * lost // (self.threshold - self.colluders)
+
+    @property
+    def honest_noise(self) -> float:
+        """Fraction of the noise variance from honest clients, if a sum has the fewest answers."""
+        return self.honest_answers / self.least_answers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -199,7 +206,16 @@ class SecureSum(Checked):
             equivocation=self.resist_equivocation,
             complete=self.signed,
         )
-        neighbors, threshold = self._graph(cohort)
+        if (graph := _parameters(cohort)) is None:
+            # Name resist_equivocation=False in the error if this setting would suffice.
+            without = _parameters(replace(cohort, equivocation=False))
+            raise InvalidValue(
+                f"no secure sum of {members} members withstands colluding={self.colluding:g} and "
+                f"dropouts={self.dropouts:g} ({colluders} colluders and {lost} lost members): "
+                "lower colluding or dropouts, or take larger cohorts"
+                + (", or set SecureSum(resist_equivocation=False)" if without else "")
+            )
+        neighbors, threshold = graph
         parameters = SumParameters(
             members=members,
             neighbors=neighbors,
@@ -216,18 +232,6 @@ class SecureSum(Checked):
             )
         return parameters
 
-    def _graph(self, cohort: _Cohort) -> tuple[int, int]:
-        if (graph := _parameters(cohort)) is not None:
-            return graph
-        # Name resist_equivocation=False in the error if this setting would suffice.
-        without = _parameters(replace(cohort, equivocation=False))
-        raise InvalidValue(
-            f"no secure sum of {cohort.members} members withstands colluding={self.colluding:g} "
-            f"and dropouts={self.dropouts:g} ({cohort.colluders} colluders and {cohort.lost} lost "
-            "members): lower colluding or dropouts, or take larger cohorts"
-            + (", or set SecureSum(resist_equivocation=False)" if without else "")
-        )
-
     def describe(self) -> str:
         """Return one line for the log."""
         kind = "signed secure sums" if self.signed else "secure sums"
@@ -237,17 +241,8 @@ class SecureSum(Checked):
 def ring_bits(cells: float, noise_stddev: float) -> int:
     """Return the number of bits of a ring in which a sum does not overflow: 32 or 64.
 
-    Parameters
-    ----------
-    cells : float
-        Largest magnitude, in cells, of a coordinate of the members' sum before noise.
-    noise_stddev : float
-        Standard deviation, in cells, of the noise on a sum of all members.
-
-    Raises
-    ------
-    InvalidValue
-        The sum needs more than 64 bits.
+    A coordinate of the members' sum has at most ``cells`` cells before noise, and noise of the
+    standard deviation ``noise_stddev``, in cells. Refuse a sum that needs more bits.
     """
     most = cells + _NOISE_STDDEVS * noise_stddev
     for bits in (32, 64):
@@ -261,10 +256,7 @@ def ring_bits(cells: float, noise_stddev: float) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class _Cohort:
-    """A cohort, and the collusion and losses that its graph must withstand.
-
-    See the top of this module.
-    """
+    """A cohort, and the collusion and losses that its graph must withstand."""
 
     members: int
     population: int
@@ -344,10 +336,7 @@ def _least(holds: Callable[[int], bool], low: int, high: int) -> int:
 
     ``holds`` must be true for ``high``, and for all numbers above the result.
     """
-    while low < high:
-        middle = (low + high) // 2
-        low, high = (low, middle) if holds(middle) else (middle + 1, high)
-    return high
+    return low + bisect_left(range(low, high), True, key=holds)
 
 
 def _hypergeometric() -> Any:

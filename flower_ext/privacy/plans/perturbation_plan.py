@@ -14,8 +14,11 @@ from flower_ext.privacy.guarantee import Guarantee
 from flower_ext.privacy.mechanisms.protections import OutputPerturbation, Perturbation, Protection
 from flower_ext.privacy.plans.plain_average import PlainAverage
 from flower_ext.privacy.run_summary import RunSummary
-from flower_ext.privacy.theorems.local_objective import LocalObjective
-from flower_ext.privacy.theorems.upcycled import epsilons, perturbation_guarantees
+from flower_ext.privacy.theorems.upcycled import (
+    LocalObjective,
+    epsilons,
+    perturbation_guarantees,
+)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,9 +11,10 @@ from flower_ext.privacy.mechanisms.protections import ClipSteps, OutputPerturbat
 from flower_ext.privacy.mechanisms.round_mechanism import RoundMechanism
 from flower_ext.privacy.plans.plain_average import PlainAverage
 from flower_ext.privacy.run_summary import MethodTraits, RunSummary
-from flower_ext.privacy.theorems.clipped_steps import ClippedSteps, composed_noise_stddev
 from flower_ext.privacy.theorems.dp_ditto_theorem import (
+    ClippedSteps,
     RecordLevelTerms,
+    composed_noise_stddev,
     dp_ditto_guarantees,
     dp_ditto_noise_stddev,
 )

@@ -26,7 +26,6 @@ from flower_ext.privacy.mechanisms.adaptive_clipping import (
     with_room_for_side,
 )
 from flower_ext.privacy.mechanisms.correlated_noise import StrategyMatrix
-from flower_ext.privacy.mechanisms.masked_noised_sum import MaskedNoisedSum
 from flower_ext.privacy.mechanisms.noised_sum import NoisedSum
 from flower_ext.privacy.mechanisms.protections import ClipAndNoise, Protection
 from flower_ext.privacy.mechanisms.round_mechanism import Aggregate
@@ -54,12 +53,7 @@ class ReleaseMechanism(NoisedSum):
 
     def guarantees(self, run: RunSummary) -> list[Guarantee]:
         """Return the provable guarantee against each adversary. The units must be clients."""
-        return client_level_guarantees(self, run, self.releases(run.participations))
-
-
-@dataclass(frozen=True, kw_only=True)
-class MaskedRelease(MaskedNoisedSum, ReleaseMechanism):
-    """A `MaskedNoisedSum` with its guarantees."""
+        return client_level_guarantees(self, run)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,11 +127,6 @@ class AdaptiveRelease(ReleaseMechanism):
     def assumptions(self) -> tuple[str, ...]:
         """The assumption about the norm."""
         return (_ADAPTIVE,)
-
-
-@dataclass(frozen=True, kw_only=True)
-class MaskedAdaptiveRelease(AdaptiveRelease, MaskedRelease):
-    """An `AdaptiveRelease` whose sums are secure sums."""
 
 
 @dataclass(frozen=True, kw_only=True)

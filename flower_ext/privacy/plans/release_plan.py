@@ -15,8 +15,6 @@ from flower_ext.privacy.mechanisms.correlated_noise import CorrelatedNoise, Stra
 from flower_ext.privacy.mechanisms.noised_sum import ReleaseTerms
 from flower_ext.privacy.plans.release_mechanism import (
     AdaptiveRelease,
-    MaskedAdaptiveRelease,
-    MaskedRelease,
     ReleaseMechanism,
     SpacedRelease,
 )
@@ -136,9 +134,8 @@ class ReleasePlan(ReleaseTerms, PrivacyPlan):
         if options.get("queries"):
             # The answers' releases do not depend on the rounds' noise and norm, so any will do.
             known = {**terms, "clipping_norm": 1.0}
-            masked = cls(noise_multiplier=1.0, **known).mechanism()
-            assert isinstance(masked, MaskedRelease)  # no other plan accepts queries
-            besides = {sums.release: sums.query.times for sums in masked.query_sums}
+            query_sums = cls(noise_multiplier=1.0, **known).mechanism().query_sums
+            besides = {sums.release: sums.query.times for sums in query_sums}
         multiplier = calibrate_noise_multiplier(
             besides=besides,
             epsilon=epsilon,
@@ -180,21 +177,19 @@ class ReleasePlan(ReleaseTerms, PrivacyPlan):
                 "ReleasePlan hides; expected NonPrivatePlan, or PerturbationPlan or "
                 "RecordLevelPlan for record-level privacy"
             )
-        masked, silos = self.secure_sum is not None, method.num_silos
+        silos = method.num_silos
         if isinstance(self.sampling, SpacedSampling):
             strategy = self._strategy_matrix(method, self.sampling)
             return self._make(SpacedRelease, clipping_norm=self.clipping_norm, strategy=strategy)
         if not isinstance(norm := self.clipping_norm, AdaptiveClipping):
-            kind = MaskedRelease if masked else ReleaseMechanism
-            return self._make(kind, clipping_norm=norm, silos=silos)
+            return self._make(ReleaseMechanism, clipping_norm=norm, silos=silos)
         if silos is not None and not method.bounds_units:
             raise InvalidValue(
                 f"clipping_norm={norm!r} with {method.name}: expected a number, because "
                 "AdaptiveClipping needs a method whose silos clip each user's update, such as "
                 "UldpAvg"
             )
-        adaptive = MaskedAdaptiveRelease if masked else AdaptiveRelease
-        return self._make(adaptive, clipping=norm, update_norm=norm.initial, silos=silos)
+        return self._make(AdaptiveRelease, clipping=norm, update_norm=norm.initial, silos=silos)
 
     def _make(self, kind: type[ReleaseMechanism], **rules: Any) -> ReleaseMechanism:
         """Return a mechanism of this kind on the plan's terms; ``rules`` are its further fields."""

@@ -2,31 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 from flower_ext.privacy.accounting.events import Counts, PrivacyLoss
-from flower_ext.privacy.guarantee import Condition, Guarantee
+from flower_ext.privacy.guarantee import Guarantee
 from flower_ext.privacy.mechanisms.noise import IMPROBABLE
+from flower_ext.privacy.mechanisms.noised_sum import NoisedSum
 from flower_ext.privacy.units import AdversaryView, NeighboringRelation, PrivacyUnit
-
-OfView = Callable[[AdversaryView], Sequence[str]]
-"""Assumptions of the guarantee against each view."""
-
-
-class Bound(NamedTuple):
-    """A provable bound against one adversary: a row in a theorem's table of views.
-
-    Its ``assumptions`` come in addition to the run's. By default, its ``relation`` is the run's.
-    """
-
-    view: AdversaryView
-    loss: PrivacyLoss
-    source: str
-    assumptions: Sequence[str] = ()
-    relation: NeighboringRelation | None = None
-    conditions: tuple[Condition, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +25,8 @@ class Claims:
         Assumptions of every provable guarantee. A published guarantee has only the assumptions of
         its theorem.
     not_covered : Sequence[str]
-        Values that leave the clients and that no provable guarantee covers.
+        Values that leave the clients and that no provable guarantee covers. A published guarantee
+        names them only if they are among its ``details``.
     """
 
     unit: PrivacyUnit
@@ -65,25 +50,35 @@ class Claims:
             **details,
         )
 
-    def provable(self, *bounds: Bound, of_view: OfView = lambda view: ()) -> list[Guarantee]:
-        """Return a provable guarantee for each bound; ``of_view`` adds assumptions by view."""
-        return [
-            Guarantee(
-                unit=self.unit,
-                relation=(relation := bound.relation or self.relation),
-                view=bound.view,
-                epsilon=bound.loss.epsilon,
-                delta=self.delta,
-                releases=_under(relation, bound.loss.releases),
-                basis="provable",
-                accountant=bound.loss.accountant,
-                source=bound.source,
-                assumptions=(*self.assumptions, *bound.assumptions, *of_view(bound.view)),
-                conditions=bound.conditions,
-                not_covered=tuple(self.not_covered),
-            )
-            for bound in bounds
-        ]
+    def provable(
+        self,
+        view: AdversaryView,
+        loss: PrivacyLoss,
+        source: str,
+        *assumptions: str,
+        relation: NeighboringRelation | None = None,
+        **details: Any,
+    ) -> Guarantee:
+        """Return a provable guarantee against one adversary.
+
+        Its ``assumptions`` come in addition to the run's. By default, its ``relation`` is the
+        run's. ``details`` are other fields of `Guarantee`.
+        """
+        relation = relation or self.relation
+        return Guarantee(
+            unit=self.unit,
+            relation=relation,
+            view=view,
+            epsilon=loss.epsilon,
+            delta=self.delta,
+            releases=_under(relation, loss.releases),
+            basis="provable",
+            accountant=loss.accountant,
+            source=source,
+            assumptions=(*self.assumptions, *assumptions),
+            not_covered=tuple(self.not_covered),
+            **details,
+        )
 
 
 def _under(relation: NeighboringRelation, releases: Counts | None) -> Counts | None:
@@ -120,6 +115,51 @@ def draw_assumption(drawn: str, secure: bool) -> str:
     return f"SIMULATION: {drawn} are reproducible from the seed, which the clients receive"
 
 
+def grid_assumption(mechanism: NoisedSum) -> str:
+    """Return the assumption about noise in floating point, or about that of secure sums."""
+    if mechanism.secure_sum is None:
+        return ON_A_GRID
+    return (
+        "noise is discrete Gaussian on a public grid, and sums of its shares protect as a "
+        "continuous Gaussian does: proven up to a factor of 1 + 1e-120 "
+        "(privacy.mechanisms.discrete_gaussian)"
+    )
+
+
+def others_noise(mechanism: NoisedSum) -> tuple[str, ...]:
+    """Return the assumptions about released models if the clients add the noise."""
+    none_of_them = "the adversary is none of those who add noise: each could subtract its own share"
+    if mechanism.secure_sum is not None:
+        return (none_of_them,)
+    return (
+        WHOLE_UPLOADS,
+        none_of_them,
+        "no honest upload is refused for its norm: this fails for each with probability at most "
+        f"{IMPROBABLE:g}, which δ does not count",
+    )
+
+
+def of_secure_sum(mechanism: NoisedSum) -> tuple[str, ...]:
+    """Return the assumptions under which a secure sum hides single uploads from the server."""
+    sums, masked = mechanism.secure_sum, mechanism.masked
+    assert sums is not None
+    assert masked is not None
+    clients, parameters = mechanism.num_clients, masked.parameters
+    drawn = "" if parameters.members == clients else ", all but surely (1 - 2^-40 a run)"
+    honest = f", of which {parameters.honest_answers} honest ones" if sums.signed else ""
+    return (
+        SIGNED_SUM if sums.signed else SECURE_SUM,
+        *(() if sums.resist_equivocation else (ONE_ANSWER,)),
+        f"at most {sums.colluders_among(clients)} of {clients} clients collude with the server "
+        f"({sums.colluding:.3g}), who were fixed before cohorts and neighbours were drawn at "
+        f"random: then at most {parameters.colluders} of each cohort of {parameters.members} "
+        f"collude{drawn}; each client has {parameters.neighbors} neighbours, of whom "
+        f"{parameters.threshold} could unmask it",
+        "the server sees who was asked, who took part and when, and sums of at least "
+        f"{parameters.least_answers} uploads{honest}",
+    )
+
+
 ON_A_GRID = (
     "noise and the value that it protects are rounded to a public grid together, and the "
     "generator's Gaussian is exact to the grid's resolution"
@@ -128,11 +168,6 @@ ON_A_GRID = (
 NOT_PROVIDED = "which this run does not provide"
 """End of an assumption that nothing in the run enforces."""
 NO_SECURE_SUM = f"secure aggregation, {NOT_PROVIDED}: the server sees no upload"
-DISCRETE = (
-    "noise is discrete Gaussian on a public grid, and sums of its shares protect as a continuous "
-    "Gaussian does: proven up to a factor of 1 + 1e-120 (privacy.mechanisms.discrete_gaussian)"
-)
-"""The assumption about noise in secure sums, whose noise is added to whole numbers."""
 SECURE_SUM = (
     "the server follows the protocol of secure aggregation, the keys in its messages reach the "
     "clients unaltered, X25519, ChaCha20 and ChaCha20-Poly1305 are secure, and HKDF-SHA256 acts as "
@@ -143,7 +178,6 @@ SIGNED_SUM = (
     "with the identities of these clients, X25519, Ed25519, ChaCha20 and ChaCha20-Poly1305 are "
     "secure, and HKDF-SHA256 acts as a random oracle"
 )
-"""The assumption about signed sums."""
 ONE_ANSWER = (
     "resist_equivocation is off: the server never tells some neighbours that a client answered and "
     "others that the client was lost, which could show it that client's upload"
@@ -154,7 +188,6 @@ HONEST_COUNTS = (
     "ε for the users of all silos, whose updates then count up to N_max times"
 )
 """The assumption about weights that nobody can check, because they are secret."""
-NONE_OF_THEM = "the adversary is none of those who add noise: each could subtract its own share"
 WHOLE_UPLOADS = "uploads have single precision or wider, so that they add up on the grid"
 """The assumption about sums of uploads to which clients have added the noise."""
 OWN_GRADIENTS = (
@@ -179,29 +212,3 @@ HIDDEN_DRAW = (
     "the adversary knows neither who was drawn nor how many were: clients that are asked learn "
     f"how many, and {WHAT_REVEALS_A_DRAW}"
 )
-NOISE_OF_OTHERS = (
-    WHOLE_UPLOADS,
-    NONE_OF_THEM,
-    "no honest upload is refused for its norm: this fails for each with probability at most "
-    f"{IMPROBABLE:g}, which δ does not count",
-)
-"""The assumptions about released models if the clients add the noise."""
-
-
-class SumAssumptions(NamedTuple):
-    """Assumptions about the sums of a mechanism, and texts for the bounds that need them."""
-
-    noise: str
-    parties: tuple[str, ...] = ()
-    """About the parties that add the noise."""
-    models: tuple[str, ...] = NOISE_OF_OTHERS
-    """Further assumptions against an adversary that sees the released models."""
-    sums: tuple[str, ...] = ()
-    """Further assumptions against a server that sees the sums."""
-    published: tuple[str, ...] = ()
-    """Assumptions of a published theorem about sums, which counts the noise of all parties."""
-    share: str = ""
-    """Number of noise shares in a sum: the noise multiplier of one upload is σ/√share."""
-    on_sums: str = ""
-    on_uploads: str = ""
-    """Ends of the texts about bounds on sums, and about bounds on uploads."""

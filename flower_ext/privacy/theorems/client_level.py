@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from dataclasses import replace
 
 from flower_ext.errors import InvalidValue
 from flower_ext.privacy.accounting.accountant import privacy_loss_of
-from flower_ext.privacy.accounting.events import PrivacyLoss, Release
+from flower_ext.privacy.accounting.events import PrivacyLoss
 from flower_ext.privacy.accounting.gaussian import gaussian_loss
 from flower_ext.privacy.accounting.sampling import (
     FixedSizeSampling,
@@ -15,36 +15,23 @@ from flower_ext.privacy.accounting.sampling import (
     SpacedSampling,
 )
 from flower_ext.privacy.guarantee import Guarantee
-from flower_ext.privacy.mechanisms.masked_noised_sum import MaskedNoisedSum
 from flower_ext.privacy.mechanisms.noised_sum import NoisedSum
 from flower_ext.privacy.run_summary import RunSummary
 from flower_ext.privacy.theorems.claims import (
-    DISCRETE,
     HIDDEN_DRAW,
     NO_SECURE_SUM,
-    NONE_OF_THEM,
-    ON_A_GRID,
-    ONE_ANSWER,
     OUTLIVES,
-    SECURE_SUM,
-    SIGNED_SUM,
     WHAT_REVEALS_A_DRAW,
     WHOLE_UPLOADS,
-    Bound,
     Claims,
-    SumAssumptions,
     draw_assumption,
+    grid_assumption,
     noise_assumption,
+    of_secure_sum,
+    others_noise,
 )
 from flower_ext.privacy.units import AdversaryView, NeighboringRelation
 
-_ALWAYS = (
-    "the population and the planned rounds are public",
-    "clients' answers, and their absence, depend on no other client's data",
-    OUTLIVES,
-)
-_SHARES = "clients clip and add their share of noise"
-_HIDDEN_PLACES = f"the adversary does not know who was drawn: {WHAT_REVEALS_A_DRAW}"
 _MEMORY = (
     "clients keep values between rounds (a personal head) or may keep them (a ClientApp of "
     "somebody else), but a client's upload does not reveal who was drawn before: not proven for "
@@ -52,9 +39,7 @@ _MEMORY = (
 )
 
 
-def client_level_guarantees(
-    mechanism: NoisedSum, run: RunSummary, releases: Mapping[Release, int]
-) -> list[Guarantee]:
+def client_level_guarantees(mechanism: NoisedSum, run: RunSummary) -> list[Guarantee]:
     """Return the provable guarantees of a run of ``mechanism``, one for each adversary.
 
     * Released models: the adversary sees only the models. Sampling amplifies, because cohorts stay
@@ -73,11 +58,6 @@ def client_level_guarantees(
     single rounds does not cover this, so the guarantee assumes that it reveals nothing. Under
     Poisson sampling no such assumption is needed, because clients are drawn independently.
 
-    Parameters
-    ----------
-    releases : Mapping[Release, int]
-        All releases of the run with their counts, including answers to queries.
-
     Raises
     ------
     ValueError
@@ -88,16 +68,22 @@ def client_level_guarantees(
             f"silos={mechanism.silos!r} and sensitivity={mechanism.sensitivity!r}: expected None "
             "and 1, because these guarantees hold only if each unit is a client with one upload"
         )
-    sums, participations = _sums_of(mechanism), run.participations
+    by_server, delta, participations = (
+        mechanism.noised_by_server,
+        mechanism.delta,
+        run.participations,
+    )
     claims = Claims(
         unit=mechanism.unit,
         relation=NeighboringRelation.REPLACE_SPECIAL,
-        delta=mechanism.delta,
+        delta=delta,
         assumptions=(
-            *_ALWAYS,
-            sums.noise,
+            "the population and the planned rounds are public",
+            "clients' answers, and their absence, depend on no other client's data",
+            OUTLIVES,
+            grid_assumption(mechanism),
             noise_assumption(run.secure_noise),
-            *sums.parties,
+            *(() if by_server else ("clients clip and add their share of noise",)),
             *mechanism.assumptions,
         ),
         not_covered=run.not_covered,
@@ -106,62 +92,43 @@ def client_level_guarantees(
     # Amplification is proved for the sampling's relation, which removes or replaces the unit.
     relation = mechanism.release.relation
     answers = "".join(f", {n} sums of {query}" for query, n in participations.answers.items())
-    models = Bound(
+    models = claims.provable(
         AdversaryView.RELEASED_MODELS,
-        privacy_loss_of(releases, delta=mechanism.delta),
+        privacy_loss_of(mechanism.releases(participations), delta=delta),
         f"{mechanism.sampling.describe()}, noise multiplier {mechanism.noise_multiplier:.4g}, "
         f"{participations.rounds} rounds{answers}"
         + (", sensitivity 2C" if relation.sensitivity_factor == 2 else ""),
-        (
-            *sums.models,
-            *_hidden_cohorts(mechanism, run),
-            "the server follows the protocol and keeps uploads to itself",
-        ),
-        relation,
+        *(() if by_server else others_noise(mechanism)),
+        *_hidden_cohorts(mechanism, run),
+        "the server follows the protocol and keeps uploads to itself",
+        relation=relation,
     )
-    if mechanism.noised_by_server:
-        return [*claims.provable(models), *_nothing_before_noise(mechanism)]
+    if by_server:
+        nothing = replace(claims, assumptions=(), not_covered=())
+        loss = PrivacyLoss(epsilon=math.inf, delta=delta, accountant="none")
+        source = "the server adds the noise after it has seen the uploads"
+        views = (AdversaryView.SUM_ONLY, AdversaryView.EACH_UPLOAD)
+        return [models, *(nothing.provable(view, loss, source) for view in views)]
 
-    def most_exposed(weight: float) -> PrivacyLoss:
-        """Return the loss of a client with ``weight`` releases; the server sees who took part."""
+    def most_exposed(weight: float) -> tuple[PrivacyLoss, str]:
+        """Return the loss of a client with ``weight`` releases, and a text for it."""
         # The server knows the cohorts, so sampling amplifies nothing.
-        return gaussian_loss(mechanism.noise_multiplier, releases=weight, delta=mechanism.delta)
+        loss = gaussian_loss(mechanism.noise_multiplier, releases=weight, delta=delta)
+        return loss, f"most exposed client: {weight:.4g} sums' worth{answers}"
 
-    in_sums, in_uploads = participations.in_sums, participations.in_uploads
-    return claims.provable(
+    in_sums, of_sums = most_exposed(participations.in_sums)
+    in_uploads, of_uploads = most_exposed(participations.in_uploads)
+    hidden: tuple[str, ...] = (WHOLE_UPLOADS, NO_SECURE_SUM)
+    share, masks_fall = "cohort", ""
+    if mechanism.secure_sum is not None:
+        hidden, share, masks_fall = of_secure_sum(mechanism), "least answers", ", if its masks fall"
+        of_sums += ", colluders' noise not counted"
+    of_uploads = f"noise multiplier σ/√{share} of a single upload; {of_uploads}{masks_fall}"
+    return [
         models,
-        Bound(
-            AdversaryView.SUM_ONLY,
-            most_exposed(in_sums),
-            f"most exposed client: {in_sums:.4g} sums' worth{answers}{sums.on_sums}",
-            sums.sums,
-        ),
-        Bound(
-            AdversaryView.EACH_UPLOAD,
-            most_exposed(in_uploads),
-            f"noise multiplier σ/√{sums.share} of a single upload; most exposed client: "
-            f"{in_uploads:.4g} sums' worth{answers}{sums.on_uploads}",
-        ),
-    )
-
-
-def _sums_of(mechanism: NoisedSum) -> SumAssumptions:
-    """Return the assumptions about the sums, which depend on who adds the noise."""
-    if mechanism.noised_by_server:
-        return SumAssumptions(noise=ON_A_GRID, models=())
-    if not isinstance(mechanism, MaskedNoisedSum):
-        return SumAssumptions(
-            noise=ON_A_GRID, parties=(_SHARES,), sums=(WHOLE_UPLOADS, NO_SECURE_SUM), share="cohort"
-        )
-    return SumAssumptions(
-        noise=DISCRETE,
-        parties=(_SHARES,),
-        models=(NONE_OF_THEM,),
-        sums=of_secure_sum(mechanism),
-        share="least answers",
-        on_sums=", colluders' noise not counted",
-        on_uploads=", if its masks fall",
-    )
+        claims.provable(AdversaryView.SUM_ONLY, in_sums, of_sums, *hidden),
+        claims.provable(AdversaryView.EACH_UPLOAD, in_uploads, of_uploads),
+    ]
 
 
 def _hidden_cohorts(mechanism: NoisedSum, run: RunSummary) -> tuple[str, ...]:
@@ -172,36 +139,8 @@ def _hidden_cohorts(mechanism: NoisedSum, run: RunSummary) -> tuple[str, ...]:
     if isinstance(mechanism.sampling, FullParticipation | SpacedSampling):
         return ()
     drawn = draw_assumption("cohorts", run.secure_cohorts)
-    if isinstance(mechanism.sampling, FixedSizeSampling):  # the cohort's size is public
-        return (_HIDDEN_PLACES, drawn, *((_MEMORY,) if run.method.keeps_memory else ()))
-    return (HIDDEN_DRAW, drawn)
-
-
-def _nothing_before_noise(mechanism: NoisedSum) -> list[Guarantee]:
-    """Return guarantees with infinite ε: the adversary sees sums or uploads without the noise."""
-    claims = Claims(
-        unit=mechanism.unit, relation=NeighboringRelation.REPLACE_SPECIAL, delta=mechanism.delta
-    )
-    loss = PrivacyLoss(epsilon=math.inf, delta=mechanism.delta, accountant="none")
-    source = "the server adds the noise after it has seen the uploads"
-    views = (AdversaryView.SUM_ONLY, AdversaryView.EACH_UPLOAD)
-    return claims.provable(*(Bound(view, loss, source) for view in views))
-
-
-def of_secure_sum(mechanism: MaskedNoisedSum) -> tuple[str, ...]:
-    """Return the assumptions under which a secure sum hides single uploads from the server."""
-    sums, parameters = mechanism.secure_sum, mechanism.sum_parameters
-    clients = mechanism.num_clients
-    drawn = "" if parameters.members == clients else ", all but surely (1 - 2^-40 a run)"
-    return (
-        SIGNED_SUM if sums.signed else SECURE_SUM,
-        *(() if sums.resist_equivocation else (ONE_ANSWER,)),
-        f"at most {sums.colluders_among(clients)} of {clients} clients collude with the server "
-        f"({sums.colluding:.3g}), who were fixed before cohorts and neighbours were drawn at "
-        f"random: then at most {parameters.colluders} of each cohort of {parameters.members} "
-        f"collude{drawn}; each client has {parameters.neighbors} neighbours, of whom "
-        f"{parameters.threshold} could unmask it",
-        "the server sees who was asked, who took part and when, and sums of at least "
-        f"{parameters.least_answers} uploads"
-        + (f", of which {parameters.honest_answers} honest ones" if sums.signed else ""),
-    )
+    if not isinstance(mechanism.sampling, FixedSizeSampling):
+        return (HIDDEN_DRAW, drawn)
+    # The cohort's size is public.
+    hidden = f"the adversary does not know who was drawn: {WHAT_REVEALS_A_DRAW}"
+    return (hidden, drawn, *((_MEMORY,) if run.method.keeps_memory else ()))

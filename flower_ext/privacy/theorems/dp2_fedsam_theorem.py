@@ -36,11 +36,6 @@ def dp2_fedsam_theorem2(
     This function checks the two conditions of that lemma at the proof's order
     α = 1 + 2 ln(1/δ)/ε. The paper prints the second condition with the sensitivity C as a factor;
     here noise is measured in multiples of C, so the factor is 1.
-
-    Raises
-    ------
-    ValueError
-        A parameter is out of range.
     """
     _check_theorem2(sampling_rate, rounds, delta)
     require_positive("noise_multiplier", noise_multiplier)
@@ -95,10 +90,7 @@ def dp2_fedsam_theorem2_noise_multiplier(
 
 
 def theorem2_of_plan(plan: PrivacyPlan, run: RunSummary) -> list[Guarantee]:
-    """Return a list with the guarantee of Theorem 2 for the rounds so far.
-
-    The list is empty if the theorem does not cover the plan.
-    """
+    """Return the guarantee of Theorem 2 for the rounds so far; none if it covers no such plan."""
     if not isinstance(plan, ReleaseTerms) or isinstance(plan.clipping_norm, AdaptiveClipping):
         return []  # the paper's clipping norm is fixed
     if isinstance(plan.sampling, SpacedSampling):

@@ -19,9 +19,9 @@ Eqns 7 and 8 ask for σ_u = Δs √(2 q T ln(1/δ)) / ε. Three steps of their d
 2. One record moves a clipped model by up to 2C, not 2C/|D_n|.
 3. The closed form omits the term ε²/(4 ln(1/δ)) of composed Gaussians, which matters at a large ε.
 
-The provable bound clips each record's gradient inside the local steps and composes Gaussians
-without amplification. The module returns guarantees in pairs: first the guarantee as
-published, then the provable one.
+The provable bound clips each record's gradient inside the local steps (`ClippedSteps`). The
+Gaussians of all steps compose without amplification, because every client takes part in every round
+and the server sees each upload.
 """
 
 from __future__ import annotations
@@ -29,7 +29,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from flower_ext.checks import (
     Checked,
@@ -41,6 +40,8 @@ from flower_ext.checks import (
     require_positive,
 )
 from flower_ext.errors import InvalidValue
+from flower_ext.privacy.accounting.calibration import calibrate_noise_multiplier
+from flower_ext.privacy.accounting.events import PrivacyLoss
 from flower_ext.privacy.accounting.gaussian import gaussian_loss
 from flower_ext.privacy.accounting.sampling import FullParticipation, Sampling
 from flower_ext.privacy.guarantee import Condition, Guarantee
@@ -49,12 +50,118 @@ from flower_ext.privacy.theorems.claims import (
     ON_A_GRID,
     OUTLIVES,
     OWN_GRADIENTS,
-    Bound,
     Claims,
     noise_assumption,
 )
-from flower_ext.privacy.theorems.clipped_steps import ClippedSteps
 from flower_ext.privacy.units import AdversaryView, NeighboringRelation, PrivacyUnit
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClippedSteps(Checked):
+    """The local steps of one client in one round, which clip each record's gradient.
+
+    A step is u ← u − η (1/B) Σ clip(∇F̂(u; record), G), summed over B records, with η = η_G. A plan
+    adds noise in every step. Without noise in the steps, models of neighbouring data sets may move
+    further apart in every step after the first.
+
+    Parameters
+    ----------
+    learning_rate : float
+        Learning rate η_G.
+    gradient_clipping_norm : float
+        Norm bound G of one record's gradient.
+    num_examples : int
+        |D_n|, which is public.
+    local_steps : int
+    batch_size : int, optional
+        B: number of records per step; by default all records. Smaller batches go through the
+        records in passes, in an order that does not depend on the records' content. Each round
+        begins a new pass.
+    """
+
+    learning_rate: Positive
+    gradient_clipping_norm: Positive
+    num_examples: Count
+    local_steps: Count = 1
+    batch_size: int | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.batch_size is not None and not 1 <= self.batch_size <= self.num_examples:
+            raise InvalidValue(
+                f"batch_size={self.batch_size!r}: expected an integer from 1 to num_examples="
+                f"{self.num_examples}"
+            )
+
+    @property
+    def sensitivity(self) -> float:
+        """Largest L2 distance by which replacing one record moves a step that uses it: 2ηG/B."""
+        return self._step * 2 / (self.batch_size or self.num_examples)
+
+    @property
+    def uses_per_round(self) -> int:
+        """Largest number of steps in one round that use the same record."""
+        # A pass uses each record once, and a round begins a new pass.
+        per_pass = math.ceil(self.num_examples / (self.batch_size or self.num_examples))
+        return math.ceil(self.local_steps / per_pass)
+
+    @property
+    def upload_sensitivity(self) -> float:
+        """Largest L2 distance by which replacing one record moves an upload, if steps add no noise.
+
+        With one step, it is `sensitivity`. After one step, the models of the two data sets differ,
+        so all their later gradients may differ. Each step moves each model by at most ηG, so the
+        distance is at most 2ηG times the number of steps.
+        """
+        return self.sensitivity if self.local_steps == 1 else 2 * self.local_steps * self._step
+
+    def upload_stddev(self, step_stddev: float) -> float:
+        """Return the stddev, in each weight of the upload, of the noise that all steps added.
+
+        ``step_stddev`` is the stddev of one step's noise. If the loss is convex, the true value may
+        be smaller, because later steps shrink the noise of earlier steps.
+        """
+        return math.sqrt(self.local_steps) * step_stddev
+
+    def noise_stddev(self, *, epsilon: float, delta: float, rounds: int) -> float:
+        """Return the noise stddev that every step must add to each weight to meet (ε, δ)."""
+        releases = rounds * self.uses_per_round
+        return composed_noise_stddev(
+            sensitivity=self.sensitivity, epsilon=epsilon, delta=delta, releases=releases
+        )
+
+    def loss(self, noise_stddev: float, *, delta: float, rounds: int) -> PrivacyLoss:
+        """Return the (ε, δ) that ``rounds`` rounds reach together.
+
+        ``noise_stddev`` is the stddev of the noise that each local step adds to each weight.
+        """
+        releases = rounds * self.uses_per_round
+        return gaussian_loss(noise_stddev / self.sensitivity, releases=releases, delta=delta)
+
+    @property
+    def _step(self) -> float:
+        return self.learning_rate * self.gradient_clipping_norm
+
+
+def composed_noise_stddev(
+    *, sensitivity: float, epsilon: float, delta: float, releases: int
+) -> float:
+    """Return the noise stddev with which ``releases`` Gaussians together meet (ε, δ).
+
+    One record moves the mean of each Gaussian by at most ``sensitivity``. The Gaussians compose
+    exactly, without amplification. Numerical error can only make the result larger than necessary.
+    """
+    require_positive("sensitivity", sensitivity)
+    require_at_least_one("rounds", releases)
+    one_release = calibrate_noise_multiplier(
+        epsilon=epsilon,
+        delta=delta,
+        sampling=FullParticipation(1),
+        rounds=1,
+        relation=NeighboringRelation.ADD_OR_REMOVE_ONE,
+        tolerance=1e-9,
+    )
+    return sensitivity * math.sqrt(releases) * one_release
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,8 +183,11 @@ class RecordLevelTerms(Checked):
                 f"sampling={self.sampling!r}: expected FullParticipation, because every client "
                 "uploads in every round"
             )
-        if self.steps is not None:
-            self.steps.require_examples(self.num_examples)
+        if self.steps is not None and self.num_examples != self.steps.num_examples:
+            raise InvalidValue(
+                f"num_examples={self.num_examples!r}: expected {self.steps.num_examples}, as in "
+                "ClippedSteps"
+            )
 
     @property
     def upload_stddev(self) -> float:
@@ -100,13 +210,7 @@ def dp_ditto_noise_stddev(
     num_examples: int,
     clipping_norm: float,
 ) -> float:
-    """Return σ_u of Eqns 7–8 as published: Δs √(2 T ln(1/δ) / N) / ε with Δs = 2C/|D_n|.
-
-    Raises
-    ------
-    ValueError
-        A parameter is out of range.
-    """
+    """Return σ_u of Eqns 7–8 as published: Δs √(2 T ln(1/δ) / N) / ε with Δs = 2C/|D_n|."""
     require_positive("epsilon", epsilon)
     require_delta(delta)
     require_at_least_one("rounds", rounds)
@@ -150,14 +254,21 @@ def dp_ditto_guarantees(
         ),
         not_covered=not_covered,
     )
-    return [
-        claims.published(AdversaryView.EACH_UPLOAD, **_eqns_7_8(terms, rounds)),
-        *claims.provable(_provable_bound(terms, rounds)),
-    ]
+    steps, stddev, moved = terms.steps, terms.noise_stddev, terms.upload_sensitivity
+    if steps is None:
+        loss = gaussian_loss(stddev / moved, releases=rounds, delta=terms.delta)
+        source = f"{rounds} uploads, sensitivity 2C = {moved:.4g}"
+    else:
+        loss = steps.loss(stddev, delta=terms.delta, rounds=rounds)
+        source = (
+            f"{rounds} rounds of {steps.local_steps} noised steps, {steps.uses_per_round} of them "
+            f"with any one record, sensitivity 2ηG/B = {steps.sensitivity:.4g} of a step"
+        )
+    provable = claims.provable(AdversaryView.EACH_UPLOAD, loss, source)
+    return [_eqns_7_8(claims, terms, rounds), provable]
 
 
-def _eqns_7_8(terms: RecordLevelTerms, rounds: int) -> dict[str, Any]:
-    """Return ε of Eqns 7–8, as published, with its source and its conditions."""
+def _eqns_7_8(claims: Claims, terms: RecordLevelTerms, rounds: int) -> Guarantee:
     clients, moved = terms.sampling.population, terms.upload_sensitivity
     claimed = 2 * terms.clipping_norm / terms.num_examples
     # By Eqns 7–8 ε is inversely proportional to the noise, so the noise for ε = 1 gives every ε.
@@ -189,24 +300,10 @@ def _eqns_7_8(terms: RecordLevelTerms, rounds: int) -> dict[str, Any]:
             thinned <= epsilon,
         ),
     )
-    return {
-        "epsilon": epsilon,
-        "accountant": "closed form (moments accountant)",
-        "source": "Zhao et al., DP-Ditto, Eqns 7–8",
-        "conditions": conditions,
-    }
-
-
-def _provable_bound(terms: RecordLevelTerms, rounds: int) -> Bound:
-    """Return the provable bound: for noised steps if ``terms.steps`` is given, else for uploads."""
-    steps, stddev, moved = terms.steps, terms.noise_stddev, terms.upload_sensitivity
-    if steps is None:
-        loss = gaussian_loss(stddev / moved, releases=rounds, delta=terms.delta)
-        source = f"{rounds} uploads, sensitivity 2C = {moved:.4g}"
-    else:
-        loss = steps.loss(stddev, delta=terms.delta, rounds=rounds)
-        source = (
-            f"{rounds} rounds of {steps.local_steps} noised steps, {steps.uses_per_round} of them "
-            f"with any one record, sensitivity 2ηG/B = {steps.sensitivity:.4g} of a step"
-        )
-    return Bound(AdversaryView.EACH_UPLOAD, loss, source)
+    return claims.published(
+        AdversaryView.EACH_UPLOAD,
+        epsilon,
+        accountant="closed form (moments accountant)",
+        source="Zhao et al., DP-Ditto, Eqns 7–8",
+        conditions=conditions,
+    )

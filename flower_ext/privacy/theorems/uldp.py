@@ -13,14 +13,32 @@ T                     ``rounds``
 Theorem 3, on NAIVE, assumes that one user moves a silo's clipped update by at most C. But clipping
 projects the update onto a ball of radius C, and the updates with and without the user may lie on
 opposite sides of this ball, 2C apart. AVG and SGD clip the update of each single user, which is
-missing without the user, so their bound C holds. See `silo_claims` for secure sums.
+missing without the user, so their bound C holds.
+
+The members of a secure sum are the n silos, all of them in every round. At least m silos answer,
+and each adds a discrete Gaussian share of variance σ²C²/m. Let c silos collude with the server.
+They can subtract their own shares of the noise, and their own uploads before noise, from the sum.
+
+* Weights by records: a user may have all its weight in honest silos, and then moves their sum by C.
+  Their sum carries at least m − c shares of noise, so the noise multiplier is σ√((m − c)/m).
+* Equal weights: a user moves the sum of h' honest silos by C h'/n, and this sum carries noise of
+  stddev σC √(h'/m). The noise multiplier is σ n/√(m h') ≥ σ, so collusion costs nothing.
+* ULDP-NAIVE: a user moves the sum of h' honest silos by 2C h', and this sum carries noise of stddev
+  σC n √(h'/m). The noise multiplier is (σ/2) n/√(m h') ≥ σ/2, so again collusion costs nothing.
+
+With secure sums, users may be drawn by Poisson sampling, although clients may not. The number of
+silos that are asked, the number of shares in a sum and the size of each share depend on n and m
+only, so the noise does not reveal the number of drawn users. The server draws the users and tells
+the silos, so sampling amplifies nothing against a server that sees sums.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
+from types import MappingProxyType
 from typing import Literal
 
 import numpy as np
@@ -37,29 +55,94 @@ from flower_ext.privacy.accounting.sampling import (
     PoissonSampling,
 )
 from flower_ext.privacy.guarantee import Condition, Guarantee, epsilon_text
-from flower_ext.privacy.mechanisms.masked_noised_sum import MaskedNoisedSum
 from flower_ext.privacy.mechanisms.noised_sum import NoisedSum
 from flower_ext.privacy.mechanisms.round_mechanism import RoundMechanism
 from flower_ext.privacy.run_summary import RunSummary
 from flower_ext.privacy.theorems.claims import (
     HIDDEN_DRAW,
-    Bound,
+    NOT_PROVIDED,
+    ON_A_GRID,
+    OUTLIVES,
+    SECURE_SUM,
+    WHOLE_UPLOADS,
+    Claims,
     draw_assumption,
+    grid_assumption,
     noise_assumption,
+    of_secure_sum,
+    others_noise,
 )
-from flower_ext.privacy.theorems.silo_claims import (
-    DrawAndSum,
-    exposures,
-    sums_of_silos,
-    user_claims,
-)
-from flower_ext.privacy.units import AdversaryView, NeighboringRelation, UserDraw
+from flower_ext.privacy.units import AdversaryView, NeighboringRelation, PrivacyUnit
 
 Weighting = Literal["equal", "by-records"]
 """Rule for w_{s,u}: 1/|S| for all users, or the silo's share of the user's records."""
 
 _AT_SERVER = NeighboringRelation.REPLACE_SPECIAL
 """The server knows the sample, so in a neighbouring data set a sampled user contributes zeros."""
+_OF_DATA = (
+    "the numbers of users, silos and rounds are public",
+    "users have the same id in every silo",
+    "no user's records keep a silo from loading its data (Task.data)",
+    OUTLIVES,
+)
+OF_SILOS = (
+    *_OF_DATA,
+    "silos train, clip and add noise as instructed, and do not collude",
+    ON_A_GRID,
+)
+NO_SECURE_SUM_OF_SILOS = f"secure aggregation, {NOT_PROVIDED}: the server sees no silo's upload"
+"""Assumption of guarantees about sums, if silos send their uploads without a secure sum."""
+
+
+def user_claims(delta: float, *assumptions: str, not_covered: Sequence[str] = ()) -> Claims:
+    """Return a `Claims` whose privacy unit is one user, with records in several silos."""
+    return Claims(
+        unit=PrivacyUnit.USER,
+        relation=NeighboringRelation.ADD_OR_REMOVE_ONE,
+        delta=delta,
+        assumptions=assumptions,
+        not_covered=not_covered,
+    )
+
+
+def _parties(mechanism: NoisedSum) -> tuple[str, ...]:
+    """Return the assumptions about the silos and their noise."""
+    if mechanism.secure_sum is None:
+        return OF_SILOS
+    rounding = "silos train, clip, round and add noise as instructed"
+    return (*_OF_DATA, rounding, grid_assumption(mechanism))
+
+
+def _published_sum(mechanism: NoisedSum) -> tuple[str, ...]:
+    """Return the assumptions of a theorem about sums, which counts the noise of all silos."""
+    if mechanism.secure_sum is None:
+        return (NO_SECURE_SUM_OF_SILOS,)
+    return (SECURE_SUM, "silos do not collude with the server")
+
+
+def _hidden_sum(mechanism: NoisedSum, secure_sum: str = NO_SECURE_SUM_OF_SILOS) -> tuple[str, ...]:
+    """Return the assumptions under which the server sees sums and no single upload."""
+    if mechanism.secure_sum is None:
+        return (WHOLE_UPLOADS, secure_sum)
+    held = "ε covers only those of a user's records that no colluding silo holds"
+    return (*of_secure_sum(mechanism), held)
+
+
+def batching_assumption(apart: Mapping[int, bool]) -> str:
+    """Return the assumption about users whom a silo trains together in one batch.
+
+    ``apart`` has the answer of each silo: True if it trains its users one by one.
+    """
+    together = [str(silo) for silo, alone in apart.items() if not alone]
+    if not together:
+        return "users train one by one" if apart else ""
+    where = "all silos" if len(together) == len(apart) else f"silos {', '.join(together)}"
+    others = "" if len(together) == len(apart) else "; in the other silos they train one by one"
+    return (
+        f"users train in batches in {where}, where a plug-in promises that no bit of a user's "
+        "model depends on other users, or a trial with random users on the silo's machine found no "
+        f"such bit (evidence, not proof){others}"
+    )
 
 
 @lru_cache(maxsize=256)
@@ -67,11 +150,6 @@ def uldp_closed_form(*, noise_multiplier: float, rounds: int, delta: float) -> f
     """Return ε of Theorems 3 and 5, at the order α > 1 with the smallest ε.
 
     ε is Tα/(2σ²) + log((α-1)/α) - (log δ + log α)/(α-1).
-
-    Raises
-    ------
-    ValueError
-        A parameter is out of range.
     """
     require_positive("noise_multiplier", noise_multiplier)
     require_count("rounds", rounds)
@@ -93,20 +171,15 @@ def uldp_naive_guarantees(mechanism: NoisedSum, run: RunSummary) -> list[Guarant
     therefore has a noise multiplier of σ/2, even against a server that sees each upload. With
     secure sums, the function returns the same guarantee for sums, whichever silos collude.
 
-    Parameters
-    ----------
-    mechanism : NoisedSum
-        The mechanism of the plan, with the plan's σ as its noise multiplier. (Do not pass the
-        result of `UldpNaive.mechanism`, which counts all silos' noise and a sensitivity of 2C.)
+    ``mechanism`` is the plan's, with the plan's σ as its noise multiplier. (Do not pass the result
+    of `UldpNaive.mechanism`, which counts all silos' noise and a sensitivity of 2C.)
     """
     rounds, sigma, delta = run.participations.rounds, mechanism.noise_multiplier, mechanism.delta
     loss = gaussian_loss(sigma / 2, releases=rounds, delta=delta)
     source = f"noise multiplier {sigma:.4g}, {rounds} rounds, sensitivity 2C of every silo's update"
-    sums = sums_of_silos(mechanism)
     claims = user_claims(
         delta,
-        *sums.parties,
-        sums.noise,
+        *_parties(mechanism),
         noise_assumption(run.secure_noise),
         not_covered=run.not_covered,
     )
@@ -115,7 +188,7 @@ def uldp_naive_guarantees(mechanism: NoisedSum, run: RunSummary) -> list[Guarant
         uldp_closed_form(noise_multiplier=sigma, rounds=rounds, delta=delta),
         accountant="closed form (RDP)",
         source="Kato et al., Uldp-FL, Theorem 3",
-        assumptions=sums.published,
+        assumptions=_published_sum(mechanism),
         conditions=(
             Condition(
                 "one user moves a silo's clipped update by at most C (what holds is 2C: "
@@ -124,88 +197,134 @@ def uldp_naive_guarantees(mechanism: NoisedSum, run: RunSummary) -> list[Guarant
             ),
         ),
     )
-    bounds = [Bound(AdversaryView.EACH_UPLOAD, loss, source)]
-    if isinstance(mechanism, MaskedNoisedSum):
-        bounds.insert(0, Bound(AdversaryView.SUM_ONLY, loss, source, sums.sums))
-    return [theorem_3, *claims.provable(*bounds)]
+    provable = [claims.provable(AdversaryView.EACH_UPLOAD, loss, source)]
+    if mechanism.secure_sum is not None:
+        sums = claims.provable(AdversaryView.SUM_ONLY, loss, source, *_hidden_sum(mechanism))
+        provable.insert(0, sums)
+    return [theorem_3, *provable]
 
 
 def uldp_avg_guarantees(
-    mechanism: NoisedSum, run: RunSummary, protocol: DrawAndSum
+    mechanism: NoisedSum,
+    run: RunSummary,
+    *,
+    hidden_draw: str = "",
+    secure_sum: str = NO_SECURE_SUM_OF_SILOS,
+    batching: str = "",
+    assumptions: Mapping[AdversaryView, Sequence[str]] = MappingProxyType({}),
 ) -> list[Guarantee]:
     """Return the guarantees of ULDP-AVG and ULDP-SGD: Theorem 5, and a provable one for each view.
 
     * Released models: sampling of users amplifies, because the sample stays secret.
-    * Sums only: the server knows the sample, so sampling amplifies nothing. If a protocol hides the
-      sample from the server, sampling amplifies for sums and uploads as for released models.
+    * Sums only: the server knows the sample, so sampling amplifies nothing. If the sample is hidden
+      from the server, sampling amplifies for sums and uploads as for released models.
     * Each upload: a silo's share of the noise has stddev σC/√|S|, or σC/√m in a secure sum of at
       least m answers. With equal weights, a user moves each upload by C/|S| and all uploads
       together by C/√|S|, so ε is that of the sums. With weights by records, a user may have all its
       weight in one silo, and only that silo's share of the noise hides the user.
 
+    The mechanism's units are users, and the silos add the noise. With secure sums, the run's
+    participations count only the noise of honest silos, unless the silos draw the users.
+
     Parameters
     ----------
-    mechanism : NoisedSum
-        The mechanism of the silos' sums. Its units are users, and the silos add the noise.
-    run : RunSummary
-        A run of a method with silos. With secure sums, its participations count only the noise of
-        honest silos, unless the silos draw the users.
-    protocol : DrawAndSum
-        The draw of users, and the sum of their updates.
+    hidden_draw : str
+        Assumption under which the server does not know the drawn users: that of a protocol, or
+        `drawn_by_silos`. Empty if the server draws them.
+    secure_sum : str
+        Assumption under which the server sees no single upload.
+    batching : str
+        See `batching_assumption`.
+    assumptions : Mapping[AdversaryView, Sequence[str]]
+        Further assumptions of the sum against each adversary.
     """
-    rounds, is_hidden = run.participations.rounds, protocol.draw.is_hidden
-    from_server = (_assumed_draw(mechanism, rounds, protocol),) if is_hidden else ()
-    sums = sums_of_silos(mechanism, protocol.secure_sum)
+    rounds = run.participations.rounds
     claims = user_claims(
         mechanism.delta,
-        *sums.parties,
-        sums.noise,
+        *_parties(mechanism),
         "a user's weights depend on that user's records alone and sum to at most 1 over the silos",
         "a user's training sees that user's records and the model, nothing of others",
-        *((protocol.batching,) if protocol.batching else ()),
+        *((batching,) if batching else ()),
         noise_assumption(run.secure_noise),
         *mechanism.assumptions,
         not_covered=run.not_covered,
     )
-
-    # For the accountant, one upload is a sum with less noise, so the same formulas hold.
-    spread, of_share = _share_of_noise(mechanism, run, sums.share)
-    upload = replace(mechanism, noise_multiplier=mechanism.noise_multiplier / spread)
-    if is_hidden:
-        # Exposures count the noise of honest silos only. Without them, the noise itself counts so.
-        to_sums, in_sums = _amplified(_with_least_noise(mechanism, run), rounds)
-        to_uploads, in_uploads = _amplified(upload, rounds)
-    else:
-        of_sums, of_uploads = exposures(mechanism, run)
-        to_sums, in_sums = _exposed(mechanism, rounds, of_sums)
-        to_uploads, in_uploads = _exposed(upload, rounds, of_uploads)
-    bounds = (
-        Bound(
+    models, of_models = _amplified(mechanism, rounds)
+    (sums, of_sums), (uploads, of_uploads) = _losses_to_server(mechanism, run, hidden_draw != "")
+    hidden_sample: tuple[str, ...] = ()
+    if not isinstance(mechanism.sampling, FullParticipation):
+        drawn = draw_assumption("sampled users", run.secure_cohorts or hidden_draw != "")
+        hidden_sample = (HIDDEN_DRAW, drawn)
+    from_server = (hidden_draw,) if hidden_draw else ()
+    return [
+        _theorem_5(mechanism, rounds),
+        claims.provable(
             AdversaryView.RELEASED_MODELS,
-            *_amplified(mechanism, rounds),
-            (
-                _two_numbers(mechanism, rounds),
-                "the server follows the protocol and keeps sums and uploads to itself",
-                *sums.models,
-                *_hidden_sample(mechanism, run.secure_cohorts or is_hidden),
-            ),
+            models,
+            of_models,
+            _two_numbers(mechanism.release, rounds, mechanism.delta),
+            "the server follows the protocol and keeps sums and uploads to itself",
+            *others_noise(mechanism),
+            *hidden_sample,
+            *assumptions.get(AdversaryView.RELEASED_MODELS, ()),
         ),
-        Bound(
+        claims.provable(
             AdversaryView.SUM_ONLY,
-            to_sums,
-            f"{in_sums}{sums.on_sums}",
-            (*sums.sums, *from_server),
-            _AT_SERVER,
+            sums,
+            of_sums,
+            *_hidden_sum(mechanism, secure_sum),
+            *from_server,
+            *assumptions.get(AdversaryView.SUM_ONLY, ()),
+            relation=_AT_SERVER,
         ),
-        Bound(
+        claims.provable(
             AdversaryView.EACH_UPLOAD,
-            to_uploads,
-            f"all uploads together: noise multiplier σ{of_share}; {in_uploads}{sums.on_uploads}",
-            from_server,
-            _AT_SERVER,
+            uploads,
+            of_uploads,
+            *from_server,
+            *assumptions.get(AdversaryView.EACH_UPLOAD, ()),
+            relation=_AT_SERVER,
         ),
-    )
-    return [_theorem_5(mechanism, rounds), *claims.provable(*bounds, of_view=protocol.assumptions)]
+    ]
+
+
+def _losses_to_server(
+    mechanism: NoisedSum, run: RunSummary, is_hidden: bool
+) -> tuple[tuple[PrivacyLoss, str], tuple[PrivacyLoss, str]]:
+    """Return a user's loss to a server that sees sums, and to one that sees uploads, with texts.
+
+    ``is_hidden`` says that the server does not know the sample.
+    """
+    masked, rounds, sigma = mechanism.masked, run.participations.rounds, mechanism.noise_multiplier
+    is_equal = run.method.weighting == "equal"
+    # For the accountant, one upload is a sum with less noise, so the same formulas hold.
+    shares = (mechanism.silos or 1) if masked is None else masked.parameters.least_answers
+    spread = 1.0 if is_equal else math.sqrt(shares)
+    upload = replace(mechanism, noise_multiplier=sigma / spread)
+    if is_hidden:
+        # A lying server can see a sum with the noise of honest silos only. With equal weights, a
+        # sum of fewer silos also holds less of a user, so ε does not grow.
+        part = 1.0 if is_equal else math.sqrt(mechanism.honest_noise)
+        sums, of_sums = _amplified(replace(mechanism, noise_multiplier=sigma * part), rounds)
+        uploads, of_uploads = _amplified(upload, rounds)
+    else:
+        # Releases with the whole weight of the most exposed user; see `Participations`.
+        in_sums = run.participations.in_sums
+        in_uploads = float(max(run.participations.uploads.values(), default=0))
+        if masked is None:
+            # The adversary also saw refused uploads, and sums with too little noise count more.
+            in_sums = in_uploads = max(in_sums, in_uploads)
+        elif is_equal:  # collusion costs nothing (see the top of this module)
+            in_sums *= mechanism.honest_noise
+        sums, of_sums = _exposed(mechanism, rounds, in_sums)
+        uploads, of_uploads = _exposed(upload, rounds, in_uploads)
+    share, masks_fall = "|S|", ""
+    if masked is not None:
+        share, masks_fall = "least answers", ", should all masks fall"
+        of_sums += ", colluders' noise not counted"
+    of_share = "" if spread == 1 else f"/√{share}"
+    together = f"all uploads together: noise multiplier σ{of_share}; {of_uploads}{masks_fall}"
+    return (sums, of_sums), (uploads, together)
 
 
 def _amplified(mechanism: NoisedSum, rounds: int) -> tuple[PrivacyLoss, str]:
@@ -227,52 +346,15 @@ def _exposed(mechanism: NoisedSum, rounds: int, exposure: float) -> tuple[Privac
     return loss, f"most exposed user: {exposure:.4g} sums' worth"
 
 
-def _with_least_noise(mechanism: NoisedSum, run: RunSummary) -> NoisedSum:
-    """Return the mechanism with the least noise in a sum that a lying server can see.
+def drawn_by_silos(mechanism: NoisedSum, rounds: int) -> str:
+    """Return the assumption under which the server does not know the users that silos draw.
 
-    With secure sums and weights by records, such a sum has only the noise of honest silos. In all
-    other cases the result is ``mechanism`` itself. With equal weights, a sum of fewer silos has
-    less noise, but it also holds less of a user, so ε does not grow.
+    The text also gives ε against a silo. A silo knows who is drawn, so sampling amplifies nothing
+    against it, and it can subtract its own share of the noise. This ε counts every user as drawn in
+    every round, because the server does not know the real draws.
     """
-    if not isinstance(mechanism, MaskedNoisedSum) or run.method.weighting == "equal":
-        return mechanism
-    part = math.sqrt(mechanism.honest_noise)
-    return replace(mechanism, noise_multiplier=mechanism.noise_multiplier * part)
-
-
-def _share_of_noise(mechanism: NoisedSum, run: RunSummary, share: str) -> tuple[float, str]:
-    """Return the number by which σ is divided if the server sees each upload, and a text for it.
-
-    With equal weights, the number is 1. With weights by records, a user may have all its weight in
-    one silo. Only that silo's share of the noise then hides the user, so the number is the square
-    root of the number of shares.
-    """
-    shares = mechanism.silos or 1
-    if isinstance(mechanism, MaskedNoisedSum):
-        shares = mechanism.sum_parameters.least_answers
-    if shares == 1 or run.method.weighting == "equal":
-        return 1.0, ""
-    return math.sqrt(shares), f"/√{share}"
-
-
-def _hidden_sample(mechanism: NoisedSum, secure: bool) -> tuple[str, ...]:
-    """Return the assumptions under which sampling amplifies; none if all users take part."""
-    if isinstance(mechanism.sampling, FullParticipation):
-        return ()
-    return (HIDDEN_DRAW, draw_assumption("sampled users", secure))
-
-
-def _assumed_draw(mechanism: NoisedSum, rounds: int, protocol: DrawAndSum) -> str:
-    """Return the text of the assumption under which the server does not know the sample.
-
-    If silos draw the users, the text also gives ε against a silo. A silo knows who is drawn, so
-    sampling amplifies nothing against it, and it can subtract its own share of the noise. This ε
-    counts every user as drawn in every round, because the server does not know the real draws.
-    """
-    if protocol.draw is UserDraw.PROTOCOL:
-        return protocol.hidden_draw
-    assert isinstance(mechanism, MaskedNoisedSum)  # see `check_silos_can_draw`
-    parameters = mechanism.sum_parameters
+    assert mechanism.masked is not None  # see `check_silos_can_draw`
+    parameters = mechanism.masked.parameters
     others = parameters.honest_answers - 1
     of_others = mechanism.noise_multiplier * math.sqrt(others / parameters.least_answers)
     against_silo = math.inf
@@ -286,32 +368,28 @@ def _assumed_draw(mechanism: NoisedSum, rounds: int, protocol: DrawAndSum) -> st
     )
 
 
-def _two_numbers(mechanism: NoisedSum, rounds: int) -> str:
+@lru_cache(maxsize=256)
+def _two_numbers(release: Release, rounds: int, delta: float) -> str:
     """Return a sentence about ε of a person who has two user numbers by mistake.
 
     The person counts as two users, drawn independently, each of whom moves the sum by at most C.
     The loss is that of a group of two records in DP-SGD.
     """
-    epsilon = _epsilon_of_two_numbers(mechanism.release, rounds, mechanism.delta)
+    epsilon = 0.0
+    if rounds:
+        steps = DpSgd(
+            noise_multiplier=release.noise_multiplier,
+            sampling_rate=release.sampling.sampling_rate,
+            steps=rounds,
+        )
+        # Two users have twice the approximation error of one user, so its square counts four times.
+        epsilon = with_approximation_error(
+            lambda delta: group_loss(steps, group_size=2, delta=delta), {release: 4 * rounds}, delta
+        ).epsilon
     return (
         "a person has one number; a person whom silos know by two numbers, for example because of "
         f"a misspelt name, has ε = {epsilon_text(epsilon)}"
     )
-
-
-@lru_cache(maxsize=256)
-def _epsilon_of_two_numbers(release: Release, rounds: int, delta: float) -> float:
-    if rounds == 0:
-        return 0.0
-    releases = DpSgd(
-        noise_multiplier=release.noise_multiplier,
-        sampling_rate=release.sampling.sampling_rate,
-        steps=rounds,
-    )
-    # Two users have twice the approximation error of one user, so its square counts four times.
-    return with_approximation_error(
-        lambda delta: group_loss(releases, group_size=2, delta=delta), {release: 4 * rounds}, delta
-    ).epsilon
 
 
 def _theorem_5(mechanism: NoisedSum, rounds: int) -> Guarantee:
@@ -323,7 +401,7 @@ def _theorem_5(mechanism: NoisedSum, rounds: int) -> Guarantee:
             uldp_closed_form(noise_multiplier=sigma, rounds=rounds, delta=mechanism.delta),
             accountant="closed form (RDP)",
             source="Kato et al., Uldp-FL, Theorem 5",
-            assumptions=(*sums_of_silos(mechanism).published, *mechanism.assumptions),
+            assumptions=(*_published_sum(mechanism), *mechanism.assumptions),
         )
     # The theorem covers no approximation error of a protocol, and no second upload of a user.
     release = replace(mechanism, sensitivity=1.0, approximation_error=0.0).release
@@ -338,13 +416,7 @@ def _theorem_5(mechanism: NoisedSum, rounds: int) -> Guarantee:
 
 
 def sums_of_users(mechanism: RoundMechanism) -> NoisedSum:
-    """Return ``mechanism`` itself, or refuse it if the methods of Uldp-FL cannot train with it.
-
-    Raises
-    ------
-    InvalidValue
-        A field of the plan does not fit; the message names it.
-    """
+    """Return ``mechanism`` itself, or refuse it if the methods of Uldp-FL cannot train with it."""
     if not isinstance(mechanism, NoisedSum):
         raise InvalidValue(f"plan={type(mechanism).__name__}: expected a ReleasePlan of users")
     if mechanism.noised_by_server:
@@ -361,20 +433,13 @@ def sums_of_users(mechanism: RoundMechanism) -> NoisedSum:
 
 
 def check_silos_can_draw(mechanism: NoisedSum) -> None:
-    """Refuse a mechanism with which silos cannot draw users without the server's knowledge.
-
-    Raises
-    ------
-    InvalidValue
-        The sampling is not Poisson sampling, or the server sees uploads, or a silo may collude with
-        the server.
-    """
+    """Refuse a mechanism with which silos cannot draw users without the server's knowledge."""
     if not isinstance(mechanism.sampling, PoissonSampling):
         raise InvalidValue(
             f"user_draw='silos' with sampling={mechanism.sampling!r}: expected PoissonSampling, "
             "because silos draw every user independently"
         )
-    if not isinstance(mechanism, MaskedNoisedSum) or mechanism.secure_sum.colluding:
+    if mechanism.secure_sum is None or mechanism.secure_sum.colluding:
         raise InvalidValue(
             f"user_draw='silos' with noise_placement={mechanism.noise_placement!r}: expected "
             "SecureSum(colluding=0), because the server may see only sums, and a silo that "

@@ -25,8 +25,8 @@ from flower_ext.privacy.accounting.events import PrivacyLoss
 from flower_ext.privacy.accounting.group_privacy import DpSgd, group_loss
 from flower_ext.privacy.accounting.renyi import sampled_gaussian_renyi
 from flower_ext.privacy.guarantee import Condition, Guarantee
-from flower_ext.privacy.theorems.claims import OWN_GRADIENTS, Bound, noise_assumption
-from flower_ext.privacy.theorems.silo_claims import OF_SILOS, user_claims
+from flower_ext.privacy.theorems.claims import OWN_GRADIENTS, noise_assumption
+from flower_ext.privacy.theorems.uldp import OF_SILOS, user_claims
 from flower_ext.privacy.units import AdversaryView
 
 
@@ -45,11 +45,6 @@ def uldp_group_guarantees(
     silos together. The published guarantee covers groups of the largest power of two up to k. It
     uses the orders α of the authors' figures, although Lemma 9 does not hold for some of these
     orders. `group_loss` computes the provable guarantee.
-
-    Raises
-    ------
-    ValueError
-        As `group_loss`.
     """
     loss = group_loss(silo, group_size=group_size, delta=delta)
     doublings = group_size.bit_length() - 1
@@ -92,12 +87,10 @@ def uldp_group_guarantees(
                 ),
             ),
         ),
-        *claims.provable(
-            Bound(
-                AdversaryView.EACH_UPLOAD,
-                loss,
-                f"group of {group_size} records, DP-SGD in {num_silos} silos",
-            )
+        claims.provable(
+            AdversaryView.EACH_UPLOAD,
+            loss,
+            f"group of {group_size} records, DP-SGD in {num_silos} silos",
         ),
     ]
 
@@ -133,11 +126,6 @@ def group_loss_by_renyi(silo: DpSgd, *, group_size: int, delta: float) -> Privac
     If the silo's training has the Rényi divergence ρ at order α ≥ 2^(c+1) for one record, it has
     the divergence 3^c ρ at order α/2^c for a group, with c = ⌈log₂ k⌉. The paper prints k where it
     means c, and rounds down, which covers fewer records.
-
-    Raises
-    ------
-    ValueError
-        As `group_loss`.
     """
     require_at_least_one("group_size", group_size)
     require_delta(delta)
@@ -152,11 +140,6 @@ def group_loss_by_conversion(silo: DpSgd, *, group_size: int, delta: float) -> P
     k is the group size. The paper searches for the δ' with which the group's δ is ``delta``. This
     function solves for it: at each order α > k, the record's ε' is linear in log(1/δ') with slope
     1/(α-1), so log(1/δ') solves a linear equation.
-
-    Raises
-    ------
-    ValueError
-        As `group_loss`.
     """
     require_at_least_one("group_size", group_size)
     require_delta(delta)

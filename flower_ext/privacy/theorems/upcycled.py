@@ -24,9 +24,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from contextlib import suppress
+from dataclasses import dataclass
 
-from flower_ext.checks import require_at_least_one, require_count, require_delta, require_positive
+from flower_ext.checks import is_number, require_at_least_one, require_count, require_delta
 from flower_ext.errors import InvalidValue
 from flower_ext.privacy.accounting.events import PrivacyLoss
 from flower_ext.privacy.accounting.gaussian import EXACT_GAUSSIAN, gaussian_loss
@@ -41,18 +42,146 @@ from flower_ext.privacy.theorems.claims import (
     LOADS,
     ON_A_GRID,
     OUTLIVES,
-    Bound,
     Claims,
     noise_assumption,
 )
-from flower_ext.privacy.theorems.local_objective import LocalObjective, large_enough, refuse_unless
 from flower_ext.privacy.units import AdversaryView, NeighboringRelation, PrivacyUnit
 
 _SOURCE = "Yin et al., Upcycled-FL, Theorem"
-_IN_FLOATS = "arithmetic and noise in floating point (not proof against attacks on low-order bits)"
+NEGLIGIBLE_DISTANCE = 1e-8
+"""Distance (L2) below which a minimiser counts as exact, since floating point allows no better."""
 _ROUNDINGS = 4
 """Safety factor on the rounding of a model to its precision, in clipping norms. Rounding happens
 once, before the model is clipped in float64; clipping does not enlarge its effect."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LocalObjective:
+    """Known properties of a client's problem: minimise F_i(w) + (μ/2)‖w − w̄‖² over w.
+
+    F_i(w) is the mean over records d of a loss F̂(w; d). The defaults mean that nothing is known.
+    Each bound must hold for every possible record and every w. The last four properties depend on
+    the training, and a plan takes them from the run (`PerturbationPlan.objective_in`).
+
+    Parameters
+    ----------
+    convex : bool
+        True if F̂ is convex in w.
+    generalised_linear : bool
+        True if F̂ is twice continuously differentiable and depends on w only through ⟨w, x⟩, where
+        x are the features. Logistic regression with two classes qualifies; softmax regression does
+        not.
+    gradient_bound : float
+        u₁: bound on the gradient's norm ‖∇F̂‖₂.
+    curvature_bound : float
+        u₂: bound on |F̂''|, the second derivative with respect to ⟨w, x⟩.
+    feature_norm_bound : float
+        Bound on ‖x‖₂. If there is a bias, x includes its constant feature.
+    proximal_weight : float
+        Weight μ of the proximal term.
+    distance_to_minimiser : float
+        Largest L2 distance of the trained model from the exact minimiser.
+    rounding : float
+        Largest L2 distance by which rounding to the model's precision moves a trained model,
+        divided by the model's norm or by the clipping norm, whichever is smaller: 2⁻²⁴ in single
+        precision, 2⁻¹¹ in half precision and 2⁻⁸ in bfloat16. It includes the rounding of subnormal
+        numbers if this matters.
+    memoryless : bool
+        True if the problem depends only on the records and on messages to and from the client. It
+        is False if a client keeps control variates or a personal model.
+    """
+
+    convex: bool = False
+    generalised_linear: bool = False
+    gradient_bound: float = math.inf
+    curvature_bound: float = math.inf
+    feature_norm_bound: float = math.inf
+    proximal_weight: float = 0.0
+    distance_to_minimiser: float = math.inf
+    rounding: float = 2.0**-24
+    memoryless: bool = False
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            is_truth = name in ("convex", "generalised_linear", "memoryless")
+            if not is_truth and not (is_number(value) and value >= 0):
+                raise InvalidValue(f"{name}={value!r}: expected a number >= 0")
+        if math.isinf(self.proximal_weight):
+            raise InvalidValue("proximal_weight=inf: expected a finite number >= 0")
+
+    def stability(self, num_examples: int) -> float:
+        """Return the largest L2 distance by which replacing one record moves the trained model.
+
+        ``num_examples`` is |D_i|. The exact minimiser moves by at most 2u₁/(|D_i|μ) (Chaudhuri,
+        Monteleoni, Sarwate 2011, Lemma 7). The function adds twice ``distance_to_minimiser``, once
+        for each of the two models. The result is infinite unless the problem is convex and
+        memoryless, μ > 0, and u₁ and ``distance_to_minimiser`` are finite.
+        """
+        if not (self.convex and self.memoryless and self.proximal_weight > 0):
+            return math.inf
+        exact = 2 * self.gradient_bound / (num_examples * self.proximal_weight)
+        return exact + 2 * self.distance_to_minimiser
+
+    def theorem_6_3_conditions(self) -> list[Condition]:
+        """Return the conditions of Theorem 6.3 on the loss, which are the same for every client."""
+        u1, u2, norm = self.gradient_bound, self.curvature_bound, self.feature_norm_bound
+        return [
+            Condition("the loss is a generalised linear model", self.generalised_linear),
+            Condition("the loss is convex", self.convex),
+            Condition(f"gradients of a record are bounded (u₁ = {u1:.4g})", math.isfinite(u1)),
+            Condition(f"curvature is bounded (u₂ = {u2:.4g})", math.isfinite(u2)),
+            Condition(f"features have norm at most 1 (at most {norm:.4g})", norm <= 1),
+            Condition(
+                f"the proximal weight is above 0 (μ = {self.proximal_weight:.4g})",
+                self.proximal_weight > 0,
+            ),
+        ]
+
+    def least_examples(self) -> int:
+        """Return the least number of examples with u₂ ≤ 0.5 |D_i| μ (Theorem 6.3).
+
+        Raises
+        ------
+        PreconditionFailed
+            Another condition of the theorem fails.
+        """
+        _refuse_unless(self.theorem_6_3_conditions())
+        least = max(1, math.floor(2 * self.curvature_bound / self.proximal_weight))
+        while not large_enough(self, least).holds:  # the division may have rounded down
+            least += 1
+        return least
+
+    def solution_conditions(self) -> list[Condition]:
+        """Return the two conditions on training: it finds the minimiser, and keeps no state."""
+        distance = self.distance_to_minimiser
+        return [
+            Condition(
+                f"local models are exact minimisers (distance at most {distance:.4g})"
+                if math.isfinite(distance)
+                else "local models are exact minimisers (training by SGD bounds no distance)",
+                distance <= NEGLIGIBLE_DISTANCE,
+            ),
+            Condition("clients keep no state that depends on their records", self.memoryless),
+        ]
+
+
+def large_enough(objective: LocalObjective, num_examples: int) -> Condition:
+    """Return the condition u₂ ≤ 0.5 |D_i| μ of Theorem 6.3, where |D_i| is ``num_examples``."""
+    bound = 0.5 * num_examples * objective.proximal_weight
+    return Condition(
+        f"u₂ ≤ 0.5 |D_i| μ ({objective.curvature_bound:.4g} against {bound:.4g} of the smallest "
+        "client)",
+        num_examples > 0 and objective.curvature_bound <= bound,
+    )
+
+
+def _refuse_unless(conditions: Sequence[Condition]) -> None:
+    failed = [condition.text for condition in conditions if not condition.holds]
+    if failed:
+        raise PreconditionFailed(
+            "Theorem 6.3 (objective perturbation) does not apply; these conditions must hold: "
+            + "; ".join(failed)
+        )
 
 
 def upcycled_theorem_6_2(
@@ -60,39 +189,11 @@ def upcycled_theorem_6_2(
 ) -> float:
     """Return ε of output perturbation as published: 2√(a ln(1/δ)) + a with a = Mτ²/(2σ²|D_i|²)."""
     require_delta(delta)
-    a = _moment_of_theorem_6_2(perturbation, num_examples, participations)
-    return 2 * math.sqrt(a * math.log(1 / delta)) + a
-
-
-def upcycled_theorem_6_2_delta(
-    perturbation: OutputPerturbation, *, num_examples: int, participations: int, epsilon: float
-) -> float:
-    """Return δ of output perturbation as published: exp(−a (ε/(2a) − 1/2)²) for ε ≥ a.
-
-    This is the inverse of `upcycled_theorem_6_2`, with the same a, and it makes the same assumption
-    that one record moves a model by at most τ/|D_i|. For a provable δ, search for the δ at which
-    `epsilons` returns your ε.
-
-    Raises
-    ------
-    ValueError
-        ``epsilon`` is below a, so that the theorem does not apply, or another argument is out of
-        range.
-    """
-    require_positive("epsilon", epsilon)
-    a = _moment_of_theorem_6_2(perturbation, num_examples, participations)
-    if epsilon < a:
-        raise InvalidValue(f"epsilon={epsilon!r}: expected at least Mτ²/(2σ²|D_i|²) = {a:.4g}")
-    return math.exp(-((epsilon - a) ** 2) / (4 * a)) if a > 0 else 0.0
-
-
-def _moment_of_theorem_6_2(
-    perturbation: OutputPerturbation, num_examples: int, participations: int
-) -> float:
     require_at_least_one("num_examples", num_examples)
     require_count("participations", participations)
     ratio = perturbation.clipping_norm / (perturbation.noise_stddev * num_examples)
-    return participations * ratio**2 / 2
+    a = participations * ratio**2 / 2
+    return 2 * math.sqrt(a * math.log(1 / delta)) + a
 
 
 def upcycled_theorem_6_3(
@@ -110,7 +211,7 @@ def upcycled_theorem_6_3(
         The message names every precondition that fails.
     """
     require_count("participations", participations)
-    refuse_unless([*objective.theorem_6_3_conditions(), large_enough(objective, num_examples)])
+    _refuse_unless([*objective.theorem_6_3_conditions(), large_enough(objective, num_examples)])
     u1, u2, mu = objective.gradient_bound, objective.curvature_bound, objective.proximal_weight
     epsilon = (2 * perturbation.rate * u1 * mu + 2.8 * u2) / (num_examples * mu)
     return participations * epsilon
@@ -142,35 +243,26 @@ def epsilons(
     require_delta(delta)
     solved = all(condition.holds for condition in objective.solution_conditions())
 
-    def of_output(
-        output: OutputPerturbation, size: int | None, uploads: int
-    ) -> tuple[float, float]:
-        published, provable = math.inf, 0.0
+    def of_client(size: int | None, uploads: int) -> tuple[float, float]:
+        published = math.inf
+        if isinstance(perturbation, ObjectivePerturbation):
+            with suppress(PreconditionFailed):
+                published = upcycled_theorem_6_3(
+                    perturbation, objective, num_examples=size or 0, participations=uploads
+                )
+            return published, published if solved else math.inf
         if size is not None:
             published = upcycled_theorem_6_2(
-                output, num_examples=size, participations=uploads, delta=delta
+                perturbation, num_examples=size, participations=uploads, delta=delta
             )
-        # If no record can move the model, it does not depend on the data, and ε is 0.
-        if (moved := sensitivity(output, objective, size)) > 0:
-            multiplier = output.noise_stddev / moved
-            provable = gaussian_loss(multiplier, releases=uploads, delta=delta).epsilon
-        return published, provable
-
-    def of_objective(
-        noise: ObjectivePerturbation, size: int | None, uploads: int
-    ) -> tuple[float, float]:
-        try:
-            published = upcycled_theorem_6_3(
-                noise, objective, num_examples=size or 0, participations=uploads
-            )
-        except PreconditionFailed:
-            published = math.inf
-        return published, published if solved else math.inf
+        moved = sensitivity(perturbation, objective, size)
+        if moved == 0:  # no record can move the model, so it does not depend on the data
+            return published, 0.0
+        multiplier = perturbation.noise_stddev / moved
+        return published, gaussian_loss(multiplier, releases=uploads, delta=delta).epsilon
 
     return {
-        client: of_output(perturbation, run.num_examples.get(client), uploads)
-        if isinstance(perturbation, OutputPerturbation)
-        else of_objective(perturbation, run.num_examples.get(client), uploads)
+        client: of_client(run.num_examples.get(client), uploads)
         for client, uploads in run.participations.uploads.items()
     }
 
@@ -187,101 +279,74 @@ def perturbation_guarantees(
     by_client = epsilons(perturbation, objective, run, delta=delta)
     published, provable = zip(*by_client.values(), strict=True) if by_client else ((), ())
     sizes = [run.num_examples.get(client) for client in by_client]
+    needed: tuple[Condition, ...] = ()
+    finite: tuple[str, ...] = ()
     if isinstance(perturbation, OutputPerturbation):
-        theorem = _theorem_6_2(perturbation, objective, sizes)
+        theorem, closed_form = f"{_SOURCE} 6.2", "closed form (moments accountant)"
+        reason, conditions = _sensitivity_of_all(perturbation, objective, sizes)
+        accountant, arithmetic = EXACT_GAUSSIAN, ON_A_GRID
     else:
-        theorem, delta = _theorem_6_3(objective, sizes), 0.0
+        theorem = reason = f"{_SOURCE} 6.3"
+        closed_form, accountant, delta = "closed form (pure DP)", "sum over releases (pure DP)", 0.0
+        conditions = needed = (
+            *objective.theorem_6_3_conditions(),
+            large_enough(objective, min((size or 0 for size in sizes), default=0)),
+            *objective.solution_conditions(),
+        )
+        # Training adds the noise, so a client must not send a model whose training failed.
+        finite = ("training ends without an error, and finite, for every record",)
+        arithmetic = (
+            "arithmetic and noise in floating point (not proof against attacks on low-order bits)"
+        )
     claims = Claims(
         unit=PrivacyUnit.RECORD,
         relation=NeighboringRelation.REPLACE_ONE,
         delta=delta,
         assumptions=(
             "clients train, clip and add noise as instructed",
-            *theorem.finite,
+            *finite,
             "the planned rounds and each client's number of examples are public",
             "bounds on the loss hold for every possible record",
             LOADS,
             OUTLIVES,
-            theorem.arithmetic,
+            arithmetic,
             noise_assumption(run.secure_noise),
         ),
         not_covered=run.not_covered,
     )
     largest = max(provable, default=0.0)
-    loss = PrivacyLoss(epsilon=largest, delta=delta, accountant=theorem.accountant)
-    reason = f"{theorem.reason}; {_spread(provable)}"
     return [
         claims.published(
             AdversaryView.EACH_UPLOAD,
             max(published, default=0.0),
-            accountant=theorem.closed_form,
-            source=f"{theorem.source}; {_spread(published)}",
-            conditions=theorem.conditions,
+            accountant=closed_form,
+            source=f"{theorem}; {_spread(published)}",
+            conditions=conditions,
             not_covered=tuple(run.not_covered),
         ),
-        *claims.provable(Bound(AdversaryView.EACH_UPLOAD, loss, reason, conditions=theorem.needed)),
+        claims.provable(
+            AdversaryView.EACH_UPLOAD,
+            PrivacyLoss(epsilon=largest, delta=delta, accountant=accountant),
+            f"{reason}; {_spread(provable)}",
+            conditions=needed,
+        ),
     ]
 
 
-class _Theorem(NamedTuple):
-    """Texts and conditions of two guarantees: of a theorem as published, and of a provable one."""
-
-    source: str
-    closed_form: str
-    conditions: tuple[Condition, ...]
-    reason: str
-    accountant: str
-    arithmetic: str
-    needed: tuple[Condition, ...] = ()
-    finite: tuple[str, ...] = ()
-
-
-def _theorem_6_2(
+def _sensitivity_of_all(
     perturbation: OutputPerturbation, objective: LocalObjective, sizes: Sequence[int | None]
-) -> _Theorem:
-    reason, tau = _how_sensitive(perturbation, objective, sizes), perturbation.clipping_norm
-    claimed = f"one record moves a clipped local model by at most τ/|D_i| (what holds is {reason})"
+) -> tuple[str, tuple[Condition, ...]]:
+    """Return a text about the largest sensitivity of all clients, and Theorem 6.2's condition."""
+    tau = perturbation.clipping_norm
+    moves = [sensitivity(perturbation, objective, size) for size in sizes]
+    text = f"sensitivity 2τ = {2 * tau:.4g}"
+    if (largest := max(moves, default=2 * tau)) < 2 * tau:
+        text = f"sensitivity 2u₁/(|D_i|μ), at most {largest:.4g}"
     holds = all(
-        size is not None and sensitivity(perturbation, objective, size) <= tau / size
-        for size in sizes
+        size is not None and moved <= tau / size for size, moved in zip(sizes, moves, strict=True)
     )
-    return _Theorem(
-        source=f"{_SOURCE} 6.2",
-        closed_form="closed form (moments accountant)",
-        conditions=(Condition(claimed, holds),),
-        reason=reason,
-        accountant=EXACT_GAUSSIAN,
-        arithmetic=ON_A_GRID,
-    )
-
-
-def _theorem_6_3(objective: LocalObjective, sizes: Sequence[int | None]) -> _Theorem:
-    conditions = (
-        *objective.theorem_6_3_conditions(),
-        large_enough(objective, min((size or 0 for size in sizes), default=0)),
-        *objective.solution_conditions(),
-    )
-    return _Theorem(
-        source=f"{_SOURCE} 6.3",
-        closed_form="closed form (pure DP)",
-        conditions=conditions,
-        reason=f"{_SOURCE} 6.3",
-        accountant="sum over releases (pure DP)",
-        arithmetic=_IN_FLOATS,
-        needed=conditions,
-        # Training adds the noise, so a client must not send a model whose training failed.
-        finite=("training ends without an error, and finite, for every record",),
-    )
-
-
-def _how_sensitive(
-    perturbation: OutputPerturbation, objective: LocalObjective, sizes: Sequence[int | None]
-) -> str:
-    ceiling = 2 * perturbation.clipping_norm
-    largest = max((sensitivity(perturbation, objective, size) for size in sizes), default=ceiling)
-    if largest < ceiling:
-        return f"sensitivity 2u₁/(|D_i|μ), at most {largest:.4g}"
-    return f"sensitivity 2τ = {ceiling:.4g}"
+    claimed = f"one record moves a clipped local model by at most τ/|D_i| (what holds is {text})"
+    return text, (Condition(claimed, holds),)
 
 
 def _spread(values: Sequence[float]) -> str:

@@ -42,13 +42,10 @@ def key_pair(keys: bytes) -> tuple[bytes, bytes]:
 
 @dataclass(frozen=True, kw_only=True)
 class _RoundMessage(ProtocolMessage):
-    """A message of one round.
-
-    ``sizes`` gives the length in bytes of those fields whose length is the same in every round. For
-    a mapping, it is the length of one entry.
-    """
+    """A message of one round."""
 
     sizes: ClassVar[Mapping[str, int]] = {}
+    """Lengths in bytes that are the same in every round: of a field, or of a mapping's entries."""
 
     digest: bytes
 
@@ -137,13 +134,8 @@ class MaskedInput(_RoundMessage):
 class UnmaskRequest(_RoundMessage):
     """Request to one member after the training: for each neighbour, the kind of share to reveal.
 
-    Parameters
-    ----------
-    answers : int
-        Number of all members whose masked vectors arrived.
-    kinds : Mapping[int, bytes]
-        For each neighbour that sent shares of its secrets, `OF_SEED` if its masked vector arrived,
-        and `OF_KEY` if it was lost.
+    ``answers`` counts all members whose masked vectors arrived. The kind of a neighbour that sent
+    shares of its secrets is `OF_SEED` if its masked vector arrived, and `OF_KEY` if it was lost.
     """
 
     kind = b"Q"

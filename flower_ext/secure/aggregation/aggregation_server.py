@@ -58,15 +58,10 @@ class SumServer:
     closes the stage: `add_advert` and `keys`, `add_shares` and `deliveries`, `add_masked` and
     `unmask_requests`, `add_revealed` and `total`. Messages of a stage may come in any order. The
     server refuses a member's second message of a stage, and every message of a closed stage. A
-    refused message changes nothing, and the caller continues without it. The server adds masked
+    refused message changes nothing, and the caller continues without it: the error is a
+    `ProtocolError`, or an `InvalidValue` for malformed content. If too few members are left, the
+    end of a stage raises an `IncompleteRound`, and the round is discarded. The server adds masked
     vectors up as they arrive and keeps none.
-
-    Parameters
-    ----------
-    context : RoundContext
-        The context of all members.
-    graph : Sequence[Sequence[int]]
-        The neighbours of every member, from `graph_of`; the context holds their hash.
 
     Attributes
     ----------
@@ -93,7 +88,7 @@ class SumServer:
 
     @property
     def answered(self) -> frozenset[int]:
-        """Return the members whose vectors are in the sum."""
+        """The members whose vectors are in the sum."""
         return frozenset(self._answered)
 
     def invitations(self) -> dict[int, Invitation]:
@@ -104,16 +99,7 @@ class SumServer:
         }
 
     def add_advert(self, message: Advert) -> None:
-        """Take a member's public keys.
-
-        Raises
-        ------
-        ProtocolError
-            The message is late, early, repeated, from another round, or from a member that left.
-        InvalidValue
-            The message is malformed, its two keys are equal, or one of them is of low order or
-            was sent by another member.
-        """
+        """Take a member's public keys."""
         self._check(0, message)
         pair = set(key_pair(message.keys))
         if len(pair) < 2 or pair & self._known_keys:
@@ -130,11 +116,7 @@ class SumServer:
     def keys(self) -> dict[int, Keys]:
         """Close the first stage, and return the keys that each remaining member needs.
 
-        Raises
-        ------
-        IncompleteRound
-            Fewer members than ``least_answers`` are left. A member that has fewer neighbours left
-            than the threshold leaves the round as well.
+        A member that has fewer neighbours left than the threshold leaves the round as well.
         """
         self._require(0)
         staying = self._close(set(self._keys))
@@ -147,7 +129,7 @@ class SumServer:
         }
 
     def add_shares(self, message: SealedShares) -> None:
-        """Take a member's sealed shares; raise the errors of `add_advert`."""
+        """Take a member's sealed shares."""
         self._check(1, message)
         expected = set(self._near(message.member, self._expected))
         if set(message.sealed) != expected:
@@ -159,13 +141,7 @@ class SumServer:
         self._heard.add(message.member)
 
     def deliveries(self) -> dict[int, Delivery]:
-        """Close the second stage, and return the shares that neighbours sealed for each member.
-
-        Raises
-        ------
-        IncompleteRound
-            Too few members are left, as in `keys`.
-        """
+        """Close the second stage as `keys` does; return the shares sealed for each member."""
         self._require(1)
         self._sharing = self._close(set(self._shared))
         return {
@@ -180,20 +156,14 @@ class SumServer:
         }
 
     def add_masked(self, message: MaskedInput) -> None:
-        """Add a member's masked vector to the sum; raise the errors of `add_advert`."""
+        """Add a member's masked vector to the sum."""
         self._check(2, message)
         self._sum += np.frombuffer(message.values, dtype=self._context.dtype)
         self._answered.add(message.member)
         self._heard.add(message.member)
 
     def unmask_requests(self) -> dict[int, UnmaskRequest]:
-        """Close the third stage, and return the request for every member that answered.
-
-        Raises
-        ------
-        IncompleteRound
-            Fewer members answered than ``least_answers``, so the round is discarded.
-        """
+        """Close the third stage, and return the request for every member that answered."""
         self._require(2)
         self._enough(len(self._answered))
         self._next(set(self._answered))
@@ -207,10 +177,7 @@ class SumServer:
         }
 
     def add_revealed(self, message: Revealed) -> None:
-        """Take the shares that a member reveals; raise the errors of `add_advert`.
-
-        Wrong and missing shares raise no error: `faults` records them.
-        """
+        """Take the shares that a member reveals; record wrong and missing shares in `faults`."""
         self._check(3, message)
         kinds = self._kinds(message.member)
         if not {o: share[:1] for o, share in message.shares.items()}.items() <= kinds.items():
@@ -229,18 +196,10 @@ class SumServer:
         self._heard.add(message.member)
 
     def total(self) -> Residues:
-        """Close the round: remove the masks and return the sum of the vectors that arrived.
+        """Close the round: remove the masks, and return the sum over `answered`.
 
-        Returns
-        -------
-        numpy.ndarray
-            Shape (length,): the sum over `answered`, modulo 2^32 or 2^64.
-
-        Raises
-        ------
-        IncompleteRound
-            A secret cannot be rebuilt, because too few valid shares of it arrived, or because they
-            give another secret than the member published. The round is discarded.
+        Raise an `IncompleteRound` if too few valid shares of a secret arrived, or if they give
+        another secret than the member published.
         """
         self._require(3)
         self._next(set())
@@ -290,20 +249,14 @@ class SumServer:
         return published == share_hash(digest, share, owner=owner, holder=holder, kind=kind)
 
     def _fits(self, member: int, kind: bytes, secret: bytes) -> bool:
-        """Return True if a rebuilt secret fits what the member published.
-
-        A seed must have the published hash, and a mask key must give the published public key.
-        """
+        """Return True if a rebuilt secret fits the hash or public key that the member published."""
         if kind == OF_SEED:
             published = self._shared[member].commitment
             return published == commitment(self._context.digest, secret, member)
         return public_of(secret) == key_pair(self._keys[member])[0]
 
     def _kinds(self, member: int) -> dict[int, bytes]:
-        """Return the kind of share that ``member`` is to reveal for each neighbour.
-
-        Only neighbours that sent shares of their secrets are included.
-        """
+        """Return the kind of share that ``member`` is to reveal for each neighbour that shared."""
         return {
             other: OF_SEED if other in self._answered else OF_KEY
             for other in self._near(member, self._sharing)
@@ -313,16 +266,10 @@ class SumServer:
         return [other for other in self._graph[member] if other in among]
 
     def _close(self, left: set[int]) -> set[int]:
-        """Open the next stage for the members in ``left``, and return those that stay.
-
-        Members that have fewer neighbours in ``left`` than the threshold are dropped, until every
-        member that is left has enough.
-        """
-        while True:  # a member that leaves may leave its neighbours with too few
-            few = {m for m in left if len(self._near(m, left)) < self._context.threshold}
-            if not few:
-                break
-            left = left - few
+        """Open the next stage for the members in ``left`` with enough neighbours; return these."""
+        threshold = self._context.threshold
+        while few := {m for m in left if len(self._near(m, left)) < threshold}:
+            left = left - few  # a member that leaves may leave its neighbours with too few
         self._enough(len(left))
         self._next(left)
         return left

@@ -39,10 +39,8 @@ class RoundContext(Checked, JsonRecord):
         Number of members, which are numbered from 0.
     graph : bytes
         `graph_digest` of all members' neighbours. Each member learns its own neighbours only.
-    bits : int
-        32 or 64; sums are modulo 2^bits.
-    length : int
-        Length of each member's vector.
+    bits, length : int
+        Each member's vector has ``length`` numbers, and sums are modulo 2^bits (32 or 64).
     neighbours : int
         Number of neighbours of each member, as `degree` returns it.
     threshold : int
@@ -52,13 +50,7 @@ class RoundContext(Checked, JsonRecord):
         Least number of masked vectors; with fewer, the round is discarded.
     signed : bool
         True if members sign their keys, and all members are neighbours. No server can then choose a
-        member's neighbours, or send keys in a neighbour's name; see
-        `flower_ext.secure.aggregation.identities`.
-
-    Raises
-    ------
-    InvalidValue
-        A value is out of range; the message names it.
+        member's neighbours, or send keys in a neighbour's name.
     """
 
     kind = "secure sum"
@@ -87,7 +79,7 @@ class RoundContext(Checked, JsonRecord):
         if degree(size, self.neighbours) != self.neighbours:
             raise InvalidValue(
                 f"neighbours={self.neighbours}: expected an even number below {size - 1}, or "
-                f"{size - 1} (all others); flower_ext.secure.aggregation.degree("
+                f"{size - 1} (all others); flower_ext.secure.aggregation.context.degree("
                 f"{size}, {self.neighbours}) returns a valid number"
             )
         if not 1 <= self.threshold <= self.neighbours:
@@ -107,7 +99,7 @@ class RoundContext(Checked, JsonRecord):
 
     @property
     def dtype(self) -> np.dtype[Any]:
-        """Return the type of a vector's numbers in messages."""
+        """The type of a vector's numbers in messages."""
         return np.dtype("<u4" if self.bits == 32 else "<u8")
 
     @cached_property
@@ -118,21 +110,7 @@ class RoundContext(Checked, JsonRecord):
 
 @dataclass(frozen=True, kw_only=True)
 class Invitation(JsonRecord):
-    """The first message to a member in a round: the context, the member's number and neighbours.
-
-    Parameters
-    ----------
-    context : RoundContext
-    index : int
-        Number of the member, from 0.
-    neighbours : tuple of int
-        Numbers of the member's neighbours.
-
-    Raises
-    ------
-    InvalidValue
-        A number is out of range, or there are not ``context.neighbours`` neighbours.
-    """
+    """The first message to a member in a round: the context, the member's number and neighbours."""
 
     kind = "invitation"
 
@@ -162,11 +140,6 @@ def degree(members: int, neighbours: int) -> int:
     The result is the next even number, because members are on a circle, and half of a member's
     neighbours are on each side of it. If that number is above ``members - 1``, the result is
     ``members - 1``: every member is then a neighbour of all others.
-
-    Raises
-    ------
-    InvalidValue
-        There are fewer than two members, or less than one neighbour.
     """
     if members < 2:
         raise InvalidValue(f"members={members}: expected at least 2")

@@ -25,14 +25,7 @@ _DOMAIN = b"flower-ext secure sum identity 1"
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Identities:
-    """A member's identity, and the identities of all members that its owner trusts.
-
-    Parameters
-    ----------
-    private : Ed25519PrivateKey
-    trusted : frozenset of bytes
-        Public keys, 32 bytes each.
-    """
+    """A member's identity, and the public keys (32 bytes) of all members that its owner trusts."""
 
     private: Ed25519PrivateKey
     trusted: frozenset[bytes]
@@ -41,11 +34,7 @@ class Identities:
     def read(cls, key_file: str | Path, members_file: str | Path) -> Identities:
         """Read a private key and a list of public keys, as ``ssh-keygen -t ed25519`` writes them.
 
-        Raises
-        ------
-        InvalidValue
-            A file cannot be read, a key is not an Ed25519 key, the private key needs a password,
-            or the list contains a key twice.
+        Refuse an unreadable file, another kind of key, a password, and a key listed twice.
         """
         try:
             private = load_ssh_private_key(Path(key_file).read_bytes(), password=None)
@@ -76,20 +65,10 @@ class Identities:
         return self.public + self.private.sign(_statement(context, member, keys))
 
     def check(self, context: RoundContext, entries: Mapping[int, bytes]) -> None:
-        """Refuse other members' keys unless a trusted identity signed each member's keys.
+        """Raise a ProtocolError unless a trusted identity signed each other member's keys.
 
-        No two members, this one included, may have the same identity.
-
-        Parameters
-        ----------
-        context : RoundContext
-        entries : Mapping[int, bytes]
-            Keys, identity and signature of each other member.
-
-        Raises
-        ------
-        ProtocolError
-            A signature is wrong, an identity is not trusted, or two members have the same identity.
+        No two members, this one included, may have the same identity. Each entry holds a member's
+        keys, identity and signature.
         """
         known = {self.public}
         for member, entry in entries.items():

@@ -18,19 +18,10 @@ _ZEROS = bytes(_BLOCK_BYTES)
 
 
 def apply_mask(key: bytes, values: Residues, *, subtract: bool = False) -> None:
-    """Add the stream of ``key`` to ``values`` in place, modulo 2^32 or 2^64.
+    """Add the stream of a 32-byte key to a vector in place, modulo 2^32 or 2^64; or subtract it.
 
     The stream is drawn in blocks, so memory does not grow with the array. Use each key for one
     array only.
-
-    Parameters
-    ----------
-    key : bytes
-        32 bytes.
-    values : numpy.ndarray
-        One-dimensional, of uint32 or uint64.
-    subtract : bool
-        Subtract the stream instead.
     """
     # A counter and nonce of zero are safe, because every key is used once.
     stream = Cipher(ChaCha20(key, bytes(16)), mode=None).encryptor()
@@ -62,8 +53,8 @@ def self_mask_key(digest: bytes, seed: bytes, member: int) -> bytes:
 def commitment(digest: bytes, seed: bytes, member: int) -> bytes:
     """Return a hash of a member's seed, which the member publishes.
 
-    When the server later rebuilds the seed, it compares the hash. The hash reveals nothing about
-    the seed, because nobody can search through 256 random bits.
+    When the server later rebuilds the seed, it compares the hash. Nobody can search for the seed,
+    which has 256 random bits.
     """
     return derive(seed, "sum: commitment", digest, member)
 
@@ -85,10 +76,7 @@ def share_hash(digest: bytes, share: bytes, *, owner: int, holder: int, kind: by
 def channel_key(
     digest: bytes, private: bytes, other_public: bytes, *, sender: int, receiver: int
 ) -> bytes:
-    """Return the key under which ``sender`` seals shares for ``receiver``.
-
-    The shares that ``receiver`` seals for ``sender`` have a different key.
-    """
+    """Return the key under which ``sender`` seals shares for ``receiver``, not the other way."""
     shared, public = agreed(private, other_public)
     low, high = sorted((public, other_public))
     return derive(shared, "sum: channel", digest, sender, receiver, low, high)

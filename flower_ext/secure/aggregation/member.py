@@ -61,16 +61,13 @@ class Member(JsonRecord):
     After each call, store the bytes of `to_bytes` before you send the call's reply. A member that
     is restored from an older state could answer one message in two ways. The bytes hold secrets
     without encryption: store them on this node only. A call that raises an error changes nothing.
+    A call out of order, or with another round's message, raises a `ProtocolError`. So does a round
+    that is signed if the member has no ``identities``, and the other way round.
 
-    Parameters
-    ----------
-    invitation : Invitation
-        The server's first message.
-    **state
-        Values that earlier steps keep for later steps. Leave them out for a new member;
-        `from_bytes` restores them. ``keys`` maps each neighbour to its public keys. ``held`` maps
-        each neighbour to the shares of its seed and mask key that this member received, or to
-        empty bytes if this member could not open them.
+    A new member has only the server's invitation; `from_bytes` restores the other fields, which
+    earlier steps keep for later steps. ``keys`` maps each neighbour to its public keys, and
+    ``held`` to the shares of its seed and mask key that this member received, or to empty bytes if
+    this member could not open them.
     """
 
     kind = "member"
@@ -104,14 +101,7 @@ class Member(JsonRecord):
         identities: Identities | None = None,
         token_bytes: TokenBytes = secrets.token_bytes,
     ) -> Advert:
-        """Draw this round's secrets and return the public keys, for the server.
-
-        Raises
-        ------
-        ProtocolError
-            The call is out of order, the round is signed and ``identities`` is None, or the round
-            is not signed and ``identities`` is given.
-        """
+        """Draw this round's secrets and return the public keys, for the server."""
         self._expect(MemberStage.NEW)
         self._check_signed(identities)
         self.stage = MemberStage.ADVERTISED
@@ -135,9 +125,8 @@ class Member(JsonRecord):
         Raises
         ------
         ProtocolError
-            The call is out of order, the message belongs to another round or has other keys for
-            this member than it sent, fewer neighbours than the threshold sent keys, or a
-            neighbour's signature is missing, wrong or made by an identity that is not trusted.
+            The message has other keys for this member than it sent, fewer neighbours than the
+            threshold sent keys, or a neighbour's signature is missing, wrong or not trusted.
         InvalidValue
             A key is malformed, of low order, given twice, or does not belong to a neighbour.
         """
@@ -188,21 +177,12 @@ class Member(JsonRecord):
         neighbour. The server then knows that the shares could not be opened, and rebuilds the
         neighbour's secret from the shares of other members.
 
-        Parameters
-        ----------
-        message : Delivery
-            The shares that the neighbours sealed for this member.
-        values : numpy.ndarray
-            Shape (length,), uint32 or uint64 according to the context's bits. It stays unchanged.
+        ``values``, which stay unchanged, have the context's length and type.
 
         Raises
         ------
         ProtocolError
-            The call is out of order or repeated, the message belongs to another round, or fewer
-            neighbours than the threshold sent shares.
-        InvalidValue
-            Some shares come from a member that is no neighbour, or ``values`` has a wrong shape or
-            type.
+            Fewer neighbours than the threshold sent shares.
         """
         self._expect(MemberStage.SHARED)
         context = self.context
@@ -243,10 +223,9 @@ class Member(JsonRecord):
         Raises
         ------
         ProtocolError
-            The call is out of order; this member answered a different request before; fewer
-            members than ``least_answers`` answered; the request names more lost neighbours than
-            there are members without an answer; or it does not name exactly the neighbours that
-            sent shares to this member.
+            This member answered a different request before; fewer members than ``least_answers``
+            answered; the request names more lost neighbours than there are members without an
+            answer; or it does not name exactly the neighbours that sent shares to this member.
         """
         context = self.context
         request.check(context)
@@ -331,10 +310,7 @@ class Member(JsonRecord):
         )
 
     def _open(self, other: int, sealed: bytes) -> bytes:
-        """Decrypt a neighbour's two shares, of its seed and of its mask key, and return both.
-
-        Return empty bytes if the shares cannot be decrypted or are malformed.
-        """
+        """Return a neighbour's two shares, of its seed and its mask key; empty if unreadable."""
         cipher = self._cipher(self.keys[other], sender=other, receiver=self.index)
         nonce, text = sealed[:_NONCE_BYTES], sealed[_NONCE_BYTES:]
         try:

@@ -17,24 +17,9 @@ TokenBytes = Callable[[int], bytes]
 def split(
     secret: bytes, points: Sequence[int], threshold: int, token_bytes: TokenBytes
 ) -> dict[int, bytes]:
-    """Return one share of ``secret`` for each point.
+    """Return one share of ``secret`` for each point; ``threshold`` shares suffice to rebuild it.
 
-    Parameters
-    ----------
-    secret : bytes
-        32 bytes.
-    points : Sequence[int]
-        Different positive numbers. Each share is the value of a random polynomial at one of them.
-    threshold : int
-        Number of shares that suffice to rebuild the secret.
-    token_bytes : Callable[[int], bytes]
-        Source of random bytes.
-
-    Raises
-    ------
-    InvalidValue
-        The secret does not have 32 bytes, a point is repeated or not positive, or there are fewer
-        points than ``threshold``.
+    Each share is the value of a random polynomial at a point, and points are positive numbers.
     """
     if len(secret) != SECRET_BYTES:
         raise InvalidValue(f"secret of {len(secret)} bytes: expected {SECRET_BYTES}")
@@ -55,11 +40,7 @@ def split(
 def combine(shares: Mapping[int, bytes], threshold: int) -> bytes:
     """Rebuild the secret from the first ``threshold`` shares. Wrong shares give a wrong secret.
 
-    Raises
-    ------
-    InvalidValue
-        There are fewer shares than ``threshold``, a share is not a number of the field, or the
-        rebuilt value does not fit 32 bytes.
+    Refuse too few shares, a share outside the field, and a value that does not fit 32 bytes.
     """
     chosen = sorted(shares)[:threshold]
     _check_points(chosen, threshold)

@@ -45,22 +45,10 @@ OFFER_BYTES = NUMBER_BYTES + 32  # a point of the oblivious transfer
 class PartySettings(Checked, JsonRecord, ABC):
     """Public settings of one run, checked at construction. Each scheme adds further settings.
 
-    The ``kind`` is the name of the protocol.
-
-    Parameters
-    ----------
-    run : str
-        Name of the run. Choose one that was never used, because masks derive from it.
-    users, silos, coordinates : int
-        Number of users |U|, number of silos |S| (at least two), and length of an update.
-    draw_choices, winning_choices : int
-        If ``draw_choices`` is given, each user takes part in a round with probability
-        ``winning_choices`` / ``draw_choices``, and no party learns which users take part.
-
-    Raises
-    ------
-    ValueError
-        A field is out of range.
+    The ``kind`` is the name of the protocol. The name ``run`` must never have been used, because
+    masks derive from it. ``coordinates`` is the length of an update. If ``draw_choices`` is given,
+    each user takes part in a round with probability ``winning_choices`` / ``draw_choices``, and no
+    party learns which users take part.
     """
 
     run: str
@@ -85,10 +73,9 @@ class PartySettings(Checked, JsonRecord, ABC):
 
     @cached_property
     def context(self) -> bytes:
-        """Hash of the protocol and all fields.
+        """Hash of the protocol and all fields, from which keys and masks derive.
 
-        Keys and masks derive from this hash, so parties with different settings cannot read each
-        other's messages.
+        Parties with different settings cannot read each other's messages.
         """
         return hashlib.sha256(self.to_bytes()).digest()
 
@@ -107,10 +94,7 @@ class PartySettings(Checked, JsonRecord, ABC):
 
     @property
     def approximation_error(self) -> float:
-        """Largest distance of a decoded sum from the exact sum, in units of the clipping norm.
-
-        See `NoisedSum`.
-        """
+        """Distance of a decoded sum from the exact one, in clipping norms: see `NoisedSum`."""
         return 0.0
 
     @property
@@ -125,14 +109,7 @@ class PartySettings(Checked, JsonRecord, ABC):
 
 @dataclass(frozen=True, kw_only=True)
 class ProtocolStep:
-    """A step of the protocol: what the server sends to silos, and what they answer.
-
-    Parameters
-    ----------
-    name : str
-    questions : Mapping[int, bytes]
-        The message to each silo that takes the step.
-    """
+    """A step of the protocol, with the server's message to each silo that takes it."""
 
     name: str
     questions: Mapping[int, bytes]
@@ -140,10 +117,7 @@ class ProtocolStep:
 
 @dataclass(frozen=True, kw_only=True)
 class SumMessage(ProtocolMessage):
-    """Base class of the message with a silo's masked sum of one round.
-
-    It names the round and the silo. The subclass of a scheme adds the sum.
-    """
+    """Base class of the message with a silo's masked sum; a scheme's subclass adds the sum."""
 
     round_number: int
     silo: int

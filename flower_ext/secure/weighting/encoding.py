@@ -17,24 +17,17 @@ from numpy.typing import ArrayLike, NDArray
 
 from flower_ext.checks import Checked, Count, Positive
 from flower_ext.errors import InvalidValue
-from flower_ext.secure.weighting.multiexp import LARGEST_EXPONENT
 
+LARGEST_EXPONENT = 2**61
+"""Largest encoded magnitude: twice this number fits a signed 64-bit integer."""
 _SPARE_BITS = 64
 
 
 @dataclass(frozen=True, kw_only=True)
 class FixedPoint(Checked):
-    """Encoding of numbers up to ``bound`` in magnitude, as multiples of ``step``.
+    """Encoding of numbers up to ``bound`` in magnitude, as multiples of ``step``."""
 
-    Parameters
-    ----------
-    step : float
-        Distance between neighbouring values. The rounding error is at most half of it.
-    bound : float
-        Largest accepted magnitude.
-    """
-
-    step: Positive = 1e-10
+    step: Positive
     bound: Positive
 
     def __post_init__(self) -> None:
@@ -53,10 +46,7 @@ class FixedPoint(Checked):
     def encode(self, values: ArrayLike, *, name: str = "values") -> NDArray[np.int64]:
         """Round each value to the nearest multiple of ``step``, and return the signed multipliers.
 
-        Raises
-        ------
-        ValueError
-            A value is not finite, or its magnitude exceeds ``bound``. No value wraps or is clipped.
+        Refuse a value that is not finite or above ``bound``: no value wraps or is clipped.
         """
         array = np.asarray(values, dtype=np.float64)
         if not np.isfinite(array).all():
@@ -83,14 +73,8 @@ def from_residue(residue: mpz, modulus: mpz) -> mpz:
 class Packing(Checked):
     """Layout of a plaintext that holds ``slots`` signed coordinates of ``slot_bits`` bits each.
 
-    Packing is exact as long as every coordinate of the *sum* is at most ``bound`` in magnitude.
-
-    Parameters
-    ----------
-    bound : int
-        Largest magnitude of a coordinate of the sum over all users and silos.
-    slots : int
-        Coordinates in one plaintext.
+    Packing is exact as long as every coordinate of the *sum* over all users and silos is at most
+    ``bound`` in magnitude.
     """
 
     bound: Count
@@ -98,20 +82,10 @@ class Packing(Checked):
 
     @classmethod
     def fitting(cls, bound: int, modulus_floor: int) -> Packing:
-        """Return a packing of as many slots as fit.
+        """Return a packing of as many slots as fit a modulus that is at least ``modulus_floor``.
 
         With two or more slots, the highest 64 bits of a plaintext stay empty. A sum that is out of
         bounds sets some of these bits, except with probability 2⁻⁶⁴, and `unpack` then refuses it.
-
-        Parameters
-        ----------
-        modulus_floor : int
-            The modulus of the plaintexts, or a number that is not above it.
-
-        Raises
-        ------
-        ValueError
-            Not even one slot fits, because a sum could reach half the modulus.
         """
         most = int(2 * bound < modulus_floor)
         while most and cls(bound=bound, slots=most + 1).largest << _SPARE_BITS + 1 < modulus_floor:
@@ -134,10 +108,6 @@ class Packing(Checked):
         """Largest magnitude of a packed number."""
         return self.bound * ((1 << self.slots * self.slot_bits) - 1) // ((1 << self.slot_bits) - 1)
 
-    def plaintexts(self, coordinates: int) -> int:
-        """Return the number of plaintexts that hold ``coordinates`` coordinates."""
-        return -(-coordinates // self.slots)
-
     def pack(self, coordinates: Sequence[int]) -> list[mpz]:
         """Return plaintexts, as signed integers. If the last is not full, zeros fill it up."""
         packed = []
@@ -151,10 +121,7 @@ class Packing(Checked):
     def unpack(self, plaintexts: Sequence[mpz], coordinates: int) -> list[mpz]:
         """Return the coordinates in the plaintexts of `pack`, or in a sum of such plaintexts.
 
-        Raises
-        ------
-        OverflowError
-            A coordinate's magnitude exceeds ``bound``, so some list exceeded the agreed limits.
+        Raise an OverflowError if a coordinate's magnitude exceeds ``bound``.
         """
         half, mask = mpz(1) << (self.slot_bits - 1), (mpz(1) << self.slot_bits) - 1
         digits: list[mpz] = []

@@ -69,13 +69,7 @@ _NONCE = bytes(12)  # every key seals one text
 
 
 class Sender:
-    """The sender of 1-out-of-P oblivious transfers: it offers P texts, and learns no choice.
-
-    Parameters
-    ----------
-    run : bytes
-        Name of the run, the same at the receiver.
-    """
+    """The sender of 1-out-of-P oblivious transfers: it offers P texts, and learns no choice."""
 
     def __init__(self, run: bytes) -> None:
         self._run = run
@@ -84,19 +78,9 @@ class Sender:
         """A, for the receiver."""
 
     def seal(self, answer: bytes, texts: Sequence[Sequence[bytes]]) -> bytes:
-        """Seal each text of each transfer under a separate key; return all sealed texts, joined.
+        """Seal the P texts of each transfer under separate keys; return all sealed texts, joined.
 
-        Parameters
-        ----------
-        answer : bytes
-            The receiver's message, from `Receiver.answer`.
-        texts : Sequence[Sequence[bytes]]
-            The P texts of each transfer, all of one length.
-
-        Raises
-        ------
-        ValueError
-            ``answer`` does not hold one point of the group for each transfer.
+        All texts have one length, and ``answer`` is the receiver's.
         """
         keys = self.keys(answer, len(texts), len(texts[0]))
         return b"".join(
@@ -108,17 +92,7 @@ class Sender:
     def keys(self, answer: bytes, transfers: int, num_texts: int) -> list[bytes]:
         """Return for each transfer its P keys, joined. The receiver can compute only one of them.
 
-        Parameters
-        ----------
-        answer : bytes
-            The receiver's message, from `Receiver.answer`.
-        transfers, num_texts : int
-            Number of transfers, and P.
-
-        Raises
-        ------
-        ValueError
-            ``answer`` does not hold one point of the group for each transfer.
+        Refuse an ``answer`` of the receiver without one point of the group for each transfer.
         """
         answers = _points(answer, transfers, name="answer")
         step = crypto_scalarmult_ed25519_noclamp(self._secret, self.public)
@@ -141,22 +115,9 @@ class Sender:
 class Receiver:
     """The receiver: it opens one text of each transfer, and can open no other.
 
-    Parameters
-    ----------
-    public : bytes
-        `Sender.public`.
-    key : bytes
-        32 bytes that the sender does not know and that serve no other purpose. Uniform choices
-        derive from it and from ``public``, so that choices for different senders are independent.
-    run : bytes
-        Name of the run, the same at the sender.
-    transfers, num_texts : int
-        Number of transfers, and P.
-
-    Raises
-    ------
-    ValueError
-        ``public`` is not a point of the group.
+    ``public`` is `Sender.public`, and ``key`` 32 bytes that the sender does not know and that serve
+    no other purpose. Uniform choices derive from both, so that choices for different senders are
+    independent.
     """
 
     def __init__(
@@ -186,10 +147,7 @@ class Receiver:
         ]
 
     def keys(self) -> list[bytes]:
-        """Return for each transfer the key of the chosen text.
-
-        `Sender.keys` returns the same key, among P keys of the transfer.
-        """
+        """Return for each transfer the key of the chosen text, as among those of `Sender.keys`."""
         return [
             _key(
                 _label(self._run, self._public, answer, at),
@@ -200,15 +158,7 @@ class Receiver:
         ]
 
     def open(self, sealed: bytes, size: int) -> list[bytes]:
-        """Open and return the chosen text of each transfer.
-
-        ``sealed`` is the result of `Sender.seal`, and ``size`` is the length of one text in bytes.
-
-        Raises
-        ------
-        ValueError
-            The length is wrong, a text was sealed for another answer, or somebody changed it.
-        """
+        """Open the chosen text, of ``size`` bytes, of each transfer; refuse changed texts."""
         num_texts, transfers, step = self._num_texts, len(self.choices), size + SEAL_BYTES
         if len(sealed) != step * num_texts * transfers:
             raise InvalidValue(

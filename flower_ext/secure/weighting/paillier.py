@@ -28,16 +28,7 @@ _LARGEST_KEY_BITS = 2**14
 
 
 def check_key_bits(key_bits: int, *, allow_insecure_key_size: bool) -> None:
-    """Refuse a key that is too long or too short.
-
-    With more than 2^14 bits, a run would take days. A key below 3072 bits is insecure. It is
-    accepted only with ``allow_insecure_key_size``, which is meant for tests.
-
-    Raises
-    ------
-    ValueError
-        The size is refused; the message names the accepted sizes.
-    """
+    """Refuse a key that is too long, so that a run would take days, or insecurely short."""
     if key_bits % 2 or not 64 <= key_bits <= _LARGEST_KEY_BITS:
         raise InvalidValue(
             f"key_bits={key_bits!r}: expected an even integer from {SECURE_KEY_BITS} to "
@@ -61,28 +52,14 @@ class PublicKey:
         """n², the modulus of ciphertexts."""
         return self.n * self.n
 
-    @property
-    def bits(self) -> int:
-        """Length of n in bits."""
-        return int(self.n.bit_length())
-
     def check(self, key_bits: int, *, coprime_to: int) -> None:
         """Refuse a modulus that cannot belong to a key of ``key_bits`` bits.
 
-        Parameters
-        ----------
-        coprime_to : int
-            Largest number that the protocol hides by multiplying it with a random unit modulo n.
-            The product hides the number only if the number shares no factor with n.
-
-        Raises
-        ------
-        ValueError
-            The modulus has a wrong length; is even, a prime or a square; or shares a factor with a
-            number up to ``coprime_to``.
+        The protocol hides numbers up to ``coprime_to`` by multiplying them with random units modulo
+        n. The product hides a number only if the number shares no factor with n.
         """
-        if self.bits != key_bits:
-            raise InvalidValue(f"public key of {self.bits} bits: expected {key_bits}")
+        if (bits := self.n.bit_length()) != key_bits:
+            raise InvalidValue(f"public key of {bits} bits: expected {key_bits}")
         if not self.n & 1 or gmpy2.is_prime(self.n) or gmpy2.is_square(self.n):
             raise InvalidValue("public key: expected the product of two large primes")
         if gmpy2.gcd(self.n, gmpy2.primorial(coprime_to)) != 1:
@@ -92,13 +69,7 @@ class PublicKey:
             )
 
     def check_ciphertext(self, ciphertext: mpz) -> None:
-        """Refuse a number that is not in Z*_{n²}.
-
-        Raises
-        ------
-        ValueError
-            The number is out of range or shares a factor with n.
-        """
+        """Refuse a number that is not in Z*_{n²}."""
         if not 0 < ciphertext < self.n_squared or gmpy2.gcd(ciphertext, self.n) != 1:
             raise InvalidValue("ciphertext: expected a unit modulo n², between 0 and n²")
 
@@ -165,13 +136,7 @@ class PrivateKey:
         return map_slices(encrypt, messages, name=name)
 
     def decrypt(self, ciphertexts: Sequence[mpz], *, name: str = "") -> list[mpz]:
-        """Return messages in [0, n).
-
-        Raises
-        ------
-        ValueError
-            A number is not a ciphertext.
-        """
+        """Return messages in [0, n); refuse a number that is not a ciphertext."""
         for ciphertext in ciphertexts:
             self.public.check_ciphertext(ciphertext)
         key = PaillierPrivateKey(PaillierPublicKey(int(self.public.n)), int(self.p), int(self.q))
@@ -185,13 +150,7 @@ class PrivateKey:
 def generate_key(
     key_bits: int = SECURE_KEY_BITS, *, allow_insecure_key_size: bool = False
 ) -> PrivateKey:
-    """Return a new key. `phe` draws its two primes from the operating system's randomness.
-
-    Raises
-    ------
-    ValueError
-        As `check_key_bits`.
-    """
+    """Return a new key. `phe` draws its two primes from the operating system's randomness."""
     check_key_bits(key_bits, allow_insecure_key_size=allow_insecure_key_size)
     while True:
         _, drawn = generate_paillier_keypair(n_length=key_bits)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from random import SystemRandom
 
 import gmpy2
@@ -27,15 +27,7 @@ from flower_ext.secure.weighting.server_party import ServerParty
 
 
 class PaillierServer(ServerParty[PaillierSettings, PaillierSum]):
-    """The party with the secret key: it relays messages, inverts blinded totals, decrypts sums.
-
-    Parameters
-    ----------
-    key : PrivateKey, optional
-        By default a fresh key of ``settings.key_bits`` bits.
-    settings
-        As for `ServerParty`.
-    """
+    """The party with the secret key: it relays messages, inverts blinded totals, decrypts sums."""
 
     sum_type = PaillierSum
 
@@ -73,11 +65,9 @@ class PaillierServer(ServerParty[PaillierSettings, PaillierSum]):
     def close_round(self, messages: Sequence[PaillierSum]) -> NDArray[np.float64]:
         """Return the weighted, noised sum over all silos: see `ServerParty.close_round`.
 
-        If a user has more than ``max_records_per_user`` records, or a total that is not allowed,
-        the sum is about uniform modulo n. The server fails to notice this with probability
-        2 · ``sum_bound`` / n, or 2⁻⁶⁴ if a ciphertext holds several coordinates. From such a sum,
-        a server may find that user's total, by testing every possible total. Set
-        ``silo_record_limits`` to rule this out.
+        If a user's total is not allowed, the sum is about uniform modulo n. The server fails to
+        notice this with probability 2 · ``sum_bound`` / n, or 2⁻⁶⁴ if a ciphertext holds several
+        coordinates. See also `PrivateWeighting.assumed_totals`.
         """
         self._check_sums(messages)
         settings, public = self.settings, self._key.public
@@ -102,7 +92,7 @@ class PaillierServer(ServerParty[PaillierSettings, PaillierSum]):
         return settings.encoding.decode(coordinates, scale=settings.common_multiple)
 
     def read_sum(self, silo: int, data: bytes) -> PaillierSum:
-        """Return a silo's sum if it is well formed: see `ServerParty.read_sum`."""
+        """Return a silo's sum if it is well formed and holds ciphertexts."""
         message = super().read_sum(silo, data)
         unpack_ciphertexts(message.ciphertexts, self.settings, self._key.public)
         return message
@@ -128,12 +118,9 @@ class PaillierServer(ServerParty[PaillierSettings, PaillierSum]):
         name = f"round {self._open_round}: encryptions"
         return self._key.encrypt(messages, name=name)
 
-    @property
-    def _count_modulus(self) -> int:
-        return int(self._key.public.n)
-
-    def _take_totals(self, totals: Sequence[int]) -> None:
+    def _take_counts(self, counts: Mapping[int, bytes]) -> None:
         n = self._key.public.n
+        totals = self._totals(counts, int(n))
         if not any(totals):
             raise InvalidValue("counts: expected at least one user with a record")
         try:

@@ -23,10 +23,7 @@ _MOST_RECORDS = 2**24
 
 @dataclass(frozen=True, kw_only=True)
 class PaillierOptions:
-    """Base class with the fields of `PrivateWeighting` and `PaillierSettings`.
-
-    `PrivateWeighting` describes the fields.
-    """
+    """Fields that `PrivateWeighting`, which describes them, and `PaillierSettings` have."""
 
     max_records_per_user: int = 2000
     allowed_totals: tuple[int, ...] | None = None
@@ -61,13 +58,7 @@ class PaillierOptions:
 
     @cached_property
     def common_multiple(self) -> int:
-        """C_LCM: a multiple of every number of records that a user may have.
-
-        Raises
-        ------
-        ValueError
-            The multiple has more bits than the key.
-        """
+        """C_LCM: a multiple of every number of records that a user may have."""
         multiple = 1
         for total in self.allowed_totals or range(1, self.max_records_per_user + 1):
             multiple = math.lcm(multiple, total)
@@ -89,19 +80,9 @@ class PaillierSettings(PaillierOptions, PartySettings):
     notices only from a decrypted sum that a user has too many records over all silos (see
     `PaillierServer.close_round`).
 
-    Parameters
-    ----------
-    update_bound : float
-        Largest magnitude of an update's coordinate. The clipping norm is such a bound.
-    noise_bound : float
-        Largest magnitude of one silo's noise in a coordinate. A generous bound costs little.
-    **options
-        Fields of `PartySettings` and of `PrivateWeighting`.
-
-    Raises
-    ------
-    ValueError
-        A field is out of range, or the sum could reach half the modulus (condition 2 of Theorem 1).
+    ``update_bound`` bounds the coordinates of an update, as the clipping norm does; ``noise_bound``
+    those of one silo's noise. A generous bound costs little. Settings are refused if a sum could
+    reach half the modulus (condition 2 of Theorem 1).
     """
 
     kind = "paillier"
@@ -174,7 +155,7 @@ class PaillierSettings(PaillierOptions, PartySettings):
     @property
     def ciphertexts(self) -> int:
         """Number of ciphertexts that a silo uploads in a round."""
-        return self.packing.plaintexts(self.coordinates)
+        return -(-self.coordinates // self.packing.slots)
 
     @property
     def count_bytes(self) -> int:
@@ -238,13 +219,7 @@ def pack_ciphertexts(ciphertexts: Sequence[mpz], settings: PaillierSettings) -> 
 
 
 def unpack_ciphertexts(data: bytes, settings: PaillierSettings, public: PublicKey) -> list[mpz]:
-    """Undo `pack_ciphertexts`.
-
-    Raises
-    ------
-    ValueError
-        A number is not a ciphertext under ``public``.
-    """
+    """Undo `pack_ciphertexts`; refuse a number that is not a ciphertext under ``public``."""
     ciphertexts = [mpz(number) for number in unpack_numbers(data, settings.ciphertext_bytes)]
     for ciphertext in ciphertexts:
         public.check_ciphertext(ciphertext)

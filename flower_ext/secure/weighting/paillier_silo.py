@@ -2,42 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+import secrets
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import count
+from typing import Any
 
 import gmpy2
+import numpy as np
 from gmpy2 import mpz
+from numpy.typing import NDArray
 
-from flower_ext.errors import ProtocolError
+from flower_ext.errors import InvalidValue, ProtocolError
 from flower_ext.secure.labels import derive
 from flower_ext.secure.messages import check_later, check_length, pack_numbers
 from flower_ext.secure.pair_keys import uniform_residues
 from flower_ext.secure.threads import map_slices
+from flower_ext.secure.weighting.encoding import LARGEST_EXPONENT, FixedPoint
 from flower_ext.secure.weighting.paillier import PublicKey
 from flower_ext.secure.weighting.paillier_settings import (
     PaillierSettings,
+    PaillierSum,
     PaillierWeights,
+    pack_ciphertexts,
     unpack_ciphertexts,
 )
-from flower_ext.secure.weighting.paillier_sum import PaillierOpenSum
 from flower_ext.secure.weighting.silo_party import COUNTS, SetUpStage, SiloParty
 
-_SUM = "sum"
-
-
-def user_blinds(seed: bytes, users: int, modulus: mpz) -> list[mpz]:
-    """Return a unit modulo ``modulus`` for each user, uniform to a party without the seed."""
-
-    def blind(user: int) -> mpz:
-        for attempt in count():
-            (drawn,) = uniform_residues(derive(seed, "blind", user, attempt), 1, modulus)
-            if gmpy2.gcd(drawn, modulus) == 1:
-                break
-        return drawn
-
-    return [blind(user) for user in range(users)]
+# A table of 128 powers modulo n² takes 0.1 MB. Wider digits save a sixth of the multiplications of
+# a large model at twice the memory, and cost a small model more than they save.
+_DIGIT_BITS = 7
 
 
 @dataclass(repr=False)
@@ -50,32 +46,19 @@ class PaillierSilo(SiloParty):
     settings: PaillierSettings
 
     def open_sum(self, number: int, weights: bytes) -> PaillierOpenSum:
-        """Begin this silo's sum of round ``number``."""
+        """Begin this silo's sum of round ``number``: see `SiloParty.open_sum`."""
         self._expect(SetUpStage.COUNTED)
         message = PaillierWeights.from_bytes(weights, self.settings)
         if message.round_number != number:
             raise ProtocolError(f"weights of round {message.round_number}: expected round {number}")
         check_later("round", number, self.last_round)
-        return PaillierOpenSum(
-            self.settings,
-            message,
-            silo=self.index,
-            users=self.counted,
-            public=self.public,
-            weights=lambda: self._weights(message),
-            masks=self._use_round,
-        )
+        return PaillierOpenSum(self, message)
 
-    def _weights(self, message: PaillierWeights) -> list[mpz]:
-        """Return the ciphertext Enc(n_su / N_u · C_LCM) of each user with records in this silo.
+    def encrypted_weights(self, message: PaillierWeights) -> list[mpz]:
+        """Return the ciphertext Enc(n_su / N_u · C_LCM) of each user in `counted`.
 
         Each ciphertext takes one long exponentiation, and all coordinates of the user's update then
         share it.
-
-        Raises
-        ------
-        ValueError
-            A number is not a ciphertext, or was sealed for another answer of the silos.
         """
         settings, public = self.settings, self.public
         inverses = unpack_ciphertexts(self._opened(message), settings, public)
@@ -92,6 +75,16 @@ class PaillierSilo(SiloParty):
 
         return map_slices(fold, self.counted)
 
+    def draw_masks(self, number: int, count: int) -> list[mpz]:
+        """Store that round ``number`` is used, and return masks for ``count`` ciphertexts."""
+        self.use_round(number)
+        return self._pairs.multiplicative_masks("sum", number, count, self.public.n_squared)
+
+    @cached_property
+    def public(self) -> PublicKey:
+        """The server's key."""
+        return _key_of(self.server_key)
+
     def _opened(self, message: PaillierWeights) -> bytes:
         """Return the ciphertexts of all users, joined, by place in the secret order.
 
@@ -101,24 +94,6 @@ class PaillierSilo(SiloParty):
             return message.weights
         receiver = self._draw_receiver(message.round_number, message.offer)
         return b"".join(receiver.open(message.weights, self.settings.ciphertext_bytes))
-
-    def _use_round(self, number: int, count: int) -> list[mpz]:
-        """Store that the round is used, and return masks for ``count`` ciphertexts.
-
-        Raises
-        ------
-        ProtocolError
-            This round, or a later one, was used before.
-        """
-        check_later("round", number, self.last_round)
-        self.last_round = number
-        self.save(self.to_bytes())
-        return self._pairs.multiplicative_masks(_SUM, number, count, self.public.n_squared)
-
-    @cached_property
-    def public(self) -> PublicKey:
-        """The server's key."""
-        return _key_of(self.server_key)
 
     def _count_answer(self) -> bytes:
         blinded = [self._blinds[user] * self.counts[user] for user in self._order]
@@ -133,6 +108,173 @@ class PaillierSilo(SiloParty):
     @cached_property
     def _blinds(self) -> list[mpz]:
         return user_blinds(self.seed, self.settings.users, self.public.n)
+
+
+class PaillierOpenSum:
+    """A silo's sum of one round: see `SiloSum`. Updates are encoded, and added up in `finish`."""
+
+    def __init__(self, silo: PaillierSilo, message: PaillierWeights) -> None:
+        self._silo, self._settings, self._message = silo, silo.settings, message
+        self._rows = {user: row for row, user in enumerate(silo.counted)}
+        self._updates = np.zeros((len(self._rows), silo.settings.coordinates), dtype=np.int64)
+
+    def add(self, updates: Mapping[int, NDArray[Any]]) -> None:
+        """Encode and keep updates."""
+        if unknown := sorted(updates.keys() - self._rows.keys()):
+            raise InvalidValue(
+                f"updates of users {unknown}: expected users with records in this silo"
+            )
+        for user, update in updates.items():
+            encoded = self._encoded("updates", self._settings.encoding, update)
+            self._updates[self._rows[user]] = encoded
+
+    def finish(self, noise: NDArray[Any]) -> bytes:
+        """Return Σ_u (n_su / N_u) Δ_su + z_s under encryption, masked and re-randomised."""
+        silo, settings, public = self._silo, self._settings, self._silo.public
+        number = self._message.round_number
+        encoded_noise = self._encoded("noise", settings.noise_encoding, noise)
+        products = column_products(
+            silo.encrypted_weights(self._message),
+            self._updates,
+            public.n_squared,
+            largest=settings.encoding.largest,
+            name=f"silo {silo.index}, round {number}: coordinates",
+        )
+        ciphertexts = _packed(products, settings, public)
+        noises = settings.packing.pack([dithered(int(value), settings) for value in encoded_noise])
+        # The silo draws masks from here on. An error before this line leaves the round unused.
+        for at, mask in enumerate(silo.draw_masks(number, len(ciphertexts))):
+            # The noise needs no encryption of its own: the mask hides the whole product.
+            masked = ciphertexts[at] * public.plain(noises[at]) % public.n_squared
+            ciphertexts[at] = masked * mask % public.n_squared
+        self._rerandomise(ciphertexts)
+        return PaillierSum(
+            round_number=number,
+            silo=silo.index,
+            ciphertexts=pack_ciphertexts(ciphertexts, settings),
+        ).to_bytes()
+
+    def _rerandomise(self, ciphertexts: list[mpz]) -> None:
+        """Give the ciphertexts for which this silo is responsible fresh randomness, in place.
+
+        One silo is responsible for each ciphertext, and the silos take turns from round to round.
+        Without this step, the server could test a guess of the updates: it made the encryptions, so
+        it could compute which randomness the product of all uploads would then have.
+        """
+        silos, public = self._settings.silos, self._silo.public
+        first = (self._silo.index - self._message.round_number) % silos
+        turns = range(first, len(ciphertexts), silos)
+        for at, zero in zip(turns, public.zeros(len(turns)), strict=True):
+            ciphertexts[at] = ciphertexts[at] * zero % public.n_squared
+
+    def _encoded(self, name: str, encoding: FixedPoint, values: NDArray[Any]) -> NDArray[np.int64]:
+        encoded = encoding.encode(values, name=name)
+        if encoded.shape != (self._settings.coordinates,):
+            raise InvalidValue(
+                f"{name} of shape {encoded.shape}: expected ({self._settings.coordinates},)"
+            )
+        return encoded
+
+
+def user_blinds(seed: bytes, users: int, modulus: mpz) -> list[mpz]:
+    """Return a unit modulo ``modulus`` for each user, uniform to a party without the seed."""
+
+    def blind(user: int) -> mpz:
+        for attempt in count():
+            (drawn,) = uniform_residues(derive(seed, "blind", user, attempt), 1, modulus)
+            if gmpy2.gcd(drawn, modulus) == 1:
+                break
+        return drawn
+
+    return [blind(user) for user in range(users)]
+
+
+def dithered(encoded: int, settings: PaillierSettings) -> int:
+    """Return ``encoded`` times C_LCM, plus a dither: a uniform integer up to C_LCM/2 in magnitude.
+
+    One step of the encoding is C_LCM, so the dither moves the noise by at most half a step.
+    """
+    multiple = settings.common_multiple
+    return encoded * multiple + secrets.randbelow(multiple) - multiple // 2
+
+
+def column_products(
+    bases: Sequence[mpz],
+    exponents: NDArray[np.int64],
+    modulus: mpz,
+    *,
+    largest: int,
+    name: str = "",
+) -> list[mpz]:
+    """Return Π_u bases[u]^exponents[u, j] modulo ``modulus`` for every column j.
+
+    The bases are units, and ``largest`` is the largest magnitude of an exponent. These products are
+    most of the work of private weighting. All columns have the same bases, so each base gets a
+    table of its small powers. An exponent is then a few digits, each of which costs one look-up and
+    one multiplication, and all bases of a column share squarings. With U bases and exponents of k
+    digits, a column takes about k · (U + 7) multiplications, in place of about 50 · U.
+    """
+    if exponents.ndim != 2 or len(exponents) != len(bases):
+        raise InvalidValue(
+            f"exponents of shape {exponents.shape}: expected ({len(bases)}, products)"
+        )
+    if not np.abs(exponents).max(initial=0) <= largest <= LARGEST_EXPONENT:
+        raise InvalidValue(
+            f"exponents: expected integers from {-largest} to {largest}, and largest={largest} to "
+            "be at most 2**61"
+        )
+    mask, num_digits = (1 << _DIGIT_BITS) - 1, math.ceil((2 * largest).bit_length() / _DIGIT_BITS)
+
+    def powers(some: Sequence[mpz]) -> list[list[mpz]]:
+        """Return for each base a table of its powers, one for every value of a digit."""
+        tables = []
+        for base in some:
+            table = [mpz(1)]
+            for _ in range(mask):
+                table.append(table[-1] * base % modulus)
+            tables.append(table)
+        return tables
+
+    tables = map_slices(powers, bases)
+    # `multiply` takes the digits of x + largest, which is never negative. The factor ``surplus``
+    # cancels the added ``largest`` in all products, so that no column needs an inversion.
+    product = mpz(1)
+    for base in bases:
+        product = product * base % modulus
+    surplus = gmpy2.powmod(product, -largest, modulus)
+
+    def multiply(columns: Sequence[int]) -> list[mpz]:
+        shifted = exponents[:, columns[0] : columns[-1] + 1] + largest
+        totals = [mpz(1)] * len(columns)
+        for place in reversed(range(num_digits)):  # the highest digit comes first
+            digits = shifted >> (_DIGIT_BITS * place) & mask
+            for at, of_column in enumerate(digits.T.tolist()):
+                # All bases share these squarings, which make room for the next digit.
+                total = gmpy2.powmod(totals[at], 1 << _DIGIT_BITS, modulus)
+                for table, digit in zip(tables, of_column, strict=True):
+                    if digit:
+                        total = total * table[digit] % modulus
+                totals[at] = total
+        return [total * surplus % modulus for total in totals]
+
+    return map_slices(multiply, range(exponents.shape[1]), name=name)
+
+
+def _packed(products: Sequence[mpz], settings: PaillierSettings, public: PublicKey) -> list[mpz]:
+    """Combine ciphertexts of one coordinate each into ciphertexts of several coordinates each."""
+    slots, shift = settings.packing.slots, mpz(1) << settings.packing.slot_bits
+
+    def join(starts: Sequence[int]) -> list[mpz]:
+        joined = []
+        for start in starts:
+            # Horner's rule in the exponent: each power shifts the coordinates so far by one slot.
+            *rest, total = products[start : start + slots]
+            for product in reversed(rest):
+                total = gmpy2.powmod(total, shift, public.n_squared) * product % public.n_squared
+            joined.append(total)
+        return joined
+
+    return map_slices(join, range(0, len(products), slots))
 
 
 def _key_of(modulus: bytes) -> PublicKey:

@@ -102,13 +102,7 @@ class PrivateWeighting(PaillierOptions, WeightingProtocol):
     def settings_of(
         self, mechanism: NoisedSum, *, silos: int, coordinates: int
     ) -> PaillierSettings:
-        """Return the settings of a new run.
-
-        Raises
-        ------
-        ValueError
-            As `PaillierSettings`; or the encoding's steps are too coarse for a silo's noise.
-        """
+        """Return the settings of a new run; refuse steps too coarse for a silo's noise."""
         stddev = mechanism.client_noise_stddev(silos)
         settings = PaillierSettings(
             **asdict(self),

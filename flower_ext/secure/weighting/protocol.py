@@ -53,11 +53,6 @@ class WeightingProtocol(ABC):
         If given, users are drawn by 1-out-of-``draw_choices`` oblivious transfer. No party then
         learns which users take part, so the draw amplifies privacy against the server as well. The
         plan's ``sampling_rate`` must be a multiple of 1 / ``draw_choices``.
-
-    Raises
-    ------
-    ValueError
-        A field is out of range.
     """
 
     server_type: ClassVar[type[ServerParty[Any, Any]]]
@@ -91,23 +86,14 @@ class WeightingProtocol(ABC):
     def settings_of(self, mechanism: NoisedSum, *, silos: int, coordinates: int) -> PartySettings:
         """Return the settings of a new run, under a name that no other run has.
 
-        Raises
-        ------
-        ValueError
-            The protocol does not fit the plan; the message says what to change.
+        Refuse a plan that the protocol does not fit; the error says what to change.
         """
 
     def winning_choices(self, mechanism: NoisedSum) -> int:
         """Return the number of a user's ``draw_choices`` choices with which the user takes part.
 
-        It is ``draw_choices`` times the rate at which users are drawn. If the server draws the
-        users, it is 1 and has no effect.
-
-        Raises
-        ------
-        ValueError
-            The plan draws no users, or draws at a rate that is not a multiple of
-            1 / ``draw_choices``.
+        It is ``draw_choices`` times the rate at which users are drawn, and that must be an integer
+        below ``draw_choices``. If the server draws the users, it is 1 and has no effect.
         """
         choices = self.draw_choices
         if choices is None:
@@ -156,15 +142,7 @@ def load_protocol(name: str) -> type[WeightingProtocol]:
 
 
 def protocol_of(data: bytes) -> type[WeightingProtocol]:
-    """Return the protocol that ``data`` names.
-
-    ``data`` are the bytes of a run's settings or of a silo's state.
-
-    Raises
-    ------
-    ValueError
-        The bytes are malformed, or the protocol is not installed.
-    """
+    """Return the protocol that the bytes of a run's settings, or of a silo's state, name."""
     values = json.loads(data)
     if not isinstance(values, dict) or "kind" not in values:
         raise InvalidValue("settings: expected JSON that names a protocol as its 'kind'")

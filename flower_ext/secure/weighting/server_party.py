@@ -36,10 +36,6 @@ class ServerParty(ABC, Generic[SettingsT, SumT]):
     Take all steps of `set_up` once. For every round, take the steps of `begin_round`, call
     `read_sum` for each silo's sum, and call `close_round` when all sums are there. Keys last for
     one process, so repeat the set-up after a restart.
-
-    Parameters
-    ----------
-    settings : PartySettings
     """
 
     sum_type: ClassVar[type[SumMessage]]
@@ -60,13 +56,7 @@ class ServerParty(ABC, Generic[SettingsT, SumT]):
         """The server's public key, for all silos."""
 
     def set_up(self) -> Dialogue[None]:
-        """Exchange keys and the silos' seed, and collect masked counts for all later rounds.
-
-        Raises
-        ------
-        ValueError
-            An answer is malformed, or the scheme refuses the totals.
-        """
+        """Exchange keys and the silos' seed, and collect masked counts for all later rounds."""
         settings, silos = self.settings, range(self.settings.silos)
         keys = yield ProtocolStep(name=BEGIN, questions=dict.fromkeys(silos, settings.to_bytes()))
         _check_keys(keys)
@@ -79,30 +69,22 @@ class ServerParty(ABC, Generic[SettingsT, SumT]):
         seeds = [sealed[start : start + SEALED_SEED_BYTES] for start in starts]
         questions = {SEEDING_SILO: b"", **dict(zip(others, seeds, strict=True))}
         counts = yield ProtocolStep(name=COUNT, questions=questions)
-        self._take_totals(self._totals(counts))
+        self._take_counts(counts)
         self._is_set_up = True
 
     @abstractmethod
     def begin_round(self, number: int, places: Collection[int] | None) -> Dialogue[bytes]:
         """Begin a round, and return one message with encrypted weights, for all silos.
 
-        The server abandons an earlier round that is still open.
-
-        Parameters
-        ----------
-        number : int
-            Higher than the number of every earlier round.
-        places : Collection[int], optional
-            Places, in the silos' secret order, of the users that take part. By default all users
-            take part, or, if the settings have ``draw_choices``, the silos draw users.
+        The server abandons an earlier round that is still open. ``places`` are the places, in the
+        silos' secret order, of the users that take part. If None, all users take part, or, if the
+        settings have ``draw_choices``, the silos draw users.
 
         Raises
         ------
         ProtocolError
             The set-up is not complete, the number is not above the last, or places are given
             although the silos draw users.
-        ValueError
-            A place is out of range, or an answer is malformed.
         """
 
     @abstractmethod
@@ -121,15 +103,7 @@ class ServerParty(ABC, Generic[SettingsT, SumT]):
         """
 
     def read_sum(self, silo: int, data: bytes) -> SumT:
-        """Return a silo's sum if it is well formed and belongs to that silo and the open round.
-
-        Raises
-        ------
-        ProtocolError
-            No round is open, or the message belongs to another one.
-        ValueError
-            The message is malformed, or names a silo other than its sender.
-        """
+        """Return a silo's sum if it is well formed and belongs to that silo and the open round."""
         message: Any = self.sum_type.from_bytes(data, self.settings)
         if message.silo != silo:
             kind = type(message).__name__
@@ -152,17 +126,9 @@ class ServerParty(ABC, Generic[SettingsT, SumT]):
         if senders != everyone:
             raise InvalidValue(f"sums of silos {senders}: expected one sum from each of {everyone}")
 
-    @property
     @abstractmethod
-    def _count_modulus(self) -> int:
-        """Modulus of the masks on counts."""
-
-    @abstractmethod
-    def _take_totals(self, totals: Sequence[int]) -> None:
-        """Store what the server needs to compute weights from the users' totals.
-
-        Raise a ValueError if the totals cannot be right.
-        """
+    def _take_counts(self, counts: Mapping[int, bytes]) -> None:
+        """Store what the server needs to compute weights from each silo's masked counts."""
 
     def _check_round_of(self, message: SumT) -> None:
         """Raise a ProtocolError unless a sum belongs to the open round."""
@@ -182,13 +148,9 @@ class ServerParty(ABC, Generic[SettingsT, SumT]):
                 "no round is open: call begin_round and send its message to the silos"
             )
 
-    def _totals(self, counts: Mapping[int, bytes]) -> list[int]:
-        """Return each user's total, in the secret order.
-
-        A total is the sum of the silos' masked counts, modulo `_count_modulus`. The masks cancel in
-        the sum.
-        """
-        settings, modulus = self.settings, self._count_modulus
+    def _totals(self, counts: Mapping[int, bytes], modulus: int) -> list[int]:
+        """Return each user's total, in the secret order: masks cancel in the sum of counts."""
+        settings = self.settings
         totals = [0] * settings.users
         for silo, data in counts.items():
             check_length(f"counts of silo {silo}", data, settings.users * settings.count_bytes)
@@ -213,10 +175,9 @@ class ServerParty(ABC, Generic[SettingsT, SumT]):
         return drawn
 
     def _draw(self, number: int) -> Dialogue[tuple[Sender, bytes]]:
-        """Begin oblivious transfers with silo 0, which draw the users of a round or epoch.
+        """Begin the oblivious transfers that draw the users of round or epoch ``number``.
 
-        Return the sender of the transfers, and the answer of silo 0, which hides the silos'
-        choices. ``number`` is the number of the round or epoch.
+        Return their sender, and the answer of silo 0, which hides the silos' choices.
         """
         sender = Sender(self.settings.context)
         offer = number.to_bytes(NUMBER_BYTES, "big") + sender.public
@@ -225,10 +186,7 @@ class ServerParty(ABC, Generic[SettingsT, SumT]):
 
 
 def _check_keys(keys: Mapping[int, bytes]) -> None:
-    """Raise a ValueError that names the first silo whose public key is unusable.
-
-    A key that two silos sent is unusable, because one of the silos copied it from the other.
-    """
+    """Refuse public keys that are unusable, or that one silo copied from another."""
     first: dict[bytes, int] = {}
     for silo, public in keys.items():
         if (other := first.setdefault(public, silo)) != silo:

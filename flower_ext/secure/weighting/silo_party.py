@@ -5,12 +5,14 @@ from __future__ import annotations
 import operator
 import secrets
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 from functools import cached_property
 from logging import getLogger
-from typing import ClassVar
+from typing import Any, ClassVar, Protocol
+
+from numpy.typing import NDArray
 
 from flower_ext.errors import InvalidValue, ProtocolError
 from flower_ext.json_record import JsonRecord
@@ -30,13 +32,42 @@ from flower_ext.secure.weighting.agreement import (
     PartySettings,
 )
 from flower_ext.secure.weighting.oblivious import Receiver
-from flower_ext.secure.weighting.silo_sum import SiloSum
 
 log = getLogger("flwr")
 
 _SEED = "seed"
 COUNTS = "counts"
 """Purpose of the masks on the users' numbers of records."""
+
+
+class SiloSum(Protocol):
+    """A silo's sum of one round. Users' updates may be added as soon as they are trained."""
+
+    def add(self, updates: Mapping[int, NDArray[Any]]) -> None:
+        """Add clipped updates, each of shape (coordinates,), by user.
+
+        Every user must have records in this silo, and may be added once.
+
+        Raises
+        ------
+        ValueError
+            A user has no records in this silo, a shape is wrong, or a value is not finite or out of
+            bounds.
+        """
+        ...
+
+    def finish(self, noise: NDArray[Any]) -> bytes:
+        """Return the masked sum with this silo's share of the noise, and mark the round as used.
+
+        If a user has records in this silo but nobody added its update, its update counts as zero.
+
+        Raises
+        ------
+        ProtocolError, ValueError
+            The weights are malformed, the noise is out of bounds, or a later round was used
+            meanwhile. Nothing has left the silo then, and the round is unused.
+        """
+        ...
 
 
 class SetUpStage(Enum):
@@ -52,28 +83,15 @@ class SiloParty(JsonRecord, ABC):
     """One silo. Everything it holds is secret, except the messages that its methods return.
 
     Call `answer` for each step of the set-up and of draws, and `open_sum` for every round.
-    `to_bytes` returns all that the silo needs after a restart, with secrets in the clear.
-
-    Parameters
-    ----------
-    settings : PartySettings
-    index : int
-        Number of this silo, from zero.
-    **state
-        Results of the steps so far. A new silo has none; `from_bytes` restores them.
+    `to_bytes` returns all that the silo needs after a restart, with secrets in the clear. A new
+    silo, with the number ``index`` from zero, has no other fields; `from_bytes` restores them.
 
     Attributes
     ----------
     save : Callable[[bytes], None]
-        Function that stores the given bytes, the result of `to_bytes`, so that they survive a
-        crash. By default it does nothing. The silo calls it before it returns a masked sum or its
-        answer to a step of the set-up. A silo restored from these bytes therefore uses no mask
-        twice.
-
-    Raises
-    ------
-    ValueError
-        ``index`` is out of range.
+        Function that stores the result of `to_bytes` so that it survives a crash. By default it
+        does nothing. The silo calls it before it returns a masked sum or its answer to a step of
+        the set-up. A silo restored from these bytes therefore uses no mask twice.
     """
 
     settings_type: ClassVar[type[PartySettings]]
@@ -117,24 +135,13 @@ class SiloParty(JsonRecord, ABC):
     def answer(self, step: str, question: bytes, counts: Sequence[int] = ()) -> bytes:
         """Take one step of the set-up, or of a secret draw, and return the answer.
 
-        Parameters
-        ----------
-        step : str
-        question : bytes
-            The server's message.
-        counts : Sequence[int]
-            For the step ``count`` only: the number of records of each user in this silo, which may
-            be zero.
+        The step ``count`` also takes the number of records of each user in this silo.
 
         Raises
         ------
         ProtocolError
             The step is unknown, repeated or out of order, or a draw is for a round or epoch that
             was used.
-        TypeError
-            A count is not an integer.
-        ValueError
-            The message is malformed or sealed for another silo or run, or a count is out of range.
         """
         if step == BEGIN:
             self._expect(SetUpStage.NEW)
@@ -156,34 +163,29 @@ class SiloParty(JsonRecord, ABC):
     def open_sum(self, number: int, weights: bytes) -> SiloSum:
         """Begin this silo's sum of round ``number``. Only `SiloSum.finish` marks the round as used.
 
-        Parameters
-        ----------
-        weights : bytes
-            The server's message of the round, from `ServerParty.begin_round`.
+        ``weights`` is the server's message of the round, from `ServerParty.begin_round`.
 
         Raises
         ------
         ProtocolError
             The set-up is not complete, or the weights belong to another round.
-        ValueError
-            The message is malformed.
         """
+
+    def use_round(self, number: int) -> None:
+        """Store that a round is used, before its masks are drawn; refuse a round used before."""
+        check_later("round", number, self.last_round)
+        self.last_round = number
+        self.save(self.to_bytes())
 
     @cached_property
     def _pairs(self) -> PairKeys:
-        return self._agreed(self.silo_keys, self.server_key)
-
-    def _agreed(self, silo_keys: Sequence[bytes], server_key: bytes) -> PairKeys:
-        """Return the keys that this silo shares with each other silo.
-
-        Raise a ValueError for a public key that is unusable.
-        """
+        """The keys that this silo shares with each other silo."""
         return PairKeys(
             context=self.settings.context,
             index=self.index,
             private=self.private,
-            public_keys=silo_keys,
-            server_key=server_key,
+            public_keys=self.silo_keys,
+            server_key=self.server_key,
         )
 
     @cached_property
@@ -200,7 +202,7 @@ class SiloParty(JsonRecord, ABC):
         """Return the silo's masked counts, which the server cannot read, in the secret order."""
 
     def _check_draw(self, number: int) -> None:
-        """Raise a ProtocolError if round or epoch ``number`` was already used."""
+        """Raise a ProtocolError if round or epoch ``number``, of a draw, was already used."""
         check_later("round", number, self.last_round)
 
     def _expect(self, stage: SetUpStage) -> None:
@@ -211,17 +213,13 @@ class SiloParty(JsonRecord, ABC):
             )
 
     def _take_keys(self, question: bytes) -> bytes:
-        """Agree on a key with each other silo.
-
-        Silo 0 also draws the seed and returns it, sealed for each other silo. All other silos
-        return no bytes.
-        """
+        """Agree on a key with each other silo; silo 0 returns the seed, sealed for the others."""
         self._expect(SetUpStage.NEW)
         end = KEY_BYTES * self.settings.silos
         keys = [question[start : start + KEY_BYTES] for start in range(0, end, KEY_BYTES)]
         server_key = question[end:]
         self._check_server_key(server_key)
-        self._agreed(keys, server_key)  # refuses bad keys before the silo keeps any
+        _ = replace(self, silo_keys=keys, server_key=server_key)._pairs  # refuses unusable keys
         self.silo_keys, self.server_key = keys, server_key
         answer = b""
         if self.index == SEEDING_SILO:
@@ -260,20 +258,15 @@ class SiloParty(JsonRecord, ABC):
         return self._count_answer()
 
     def _mix_seed(self, part: bytes) -> None:
-        """Derive the silos' seed from the random bytes ``part`` of silo 0 and the server's key.
+        """Derive the silos' seed from random bytes of silo 0, which the server does not know.
 
-        The server's fresh key keeps silo 0 from choosing the seed. The server does not know
-        ``part``, so it does not know the seed.
+        The server's fresh key keeps silo 0 from choosing the seed.
         """
         check_length("seed", part, SEED_BYTES)
         self.seed = derive(part, "seed", self.server_key, self.settings.context)
 
     def _draw_receiver(self, number: int, offer: bytes) -> Receiver:
-        """Return the receiver in the oblivious transfers of one draw.
-
-        All silos compute the same receiver from their seed. ``number`` is the number of the round
-        or epoch for which users are drawn.
-        """
+        """Return the receiver of a round's or epoch's draw, the same for all silos."""
         if self.settings.draw_choices is None:
             raise ProtocolError(
                 "the settings have no draw_choices: expected no step 'draw', because the server "

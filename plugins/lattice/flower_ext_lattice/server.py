@@ -143,24 +143,16 @@ class LatticeServer(ServerParty[LatticeSettings, LatticeSum]):
     def _secret(self) -> SecretKey:
         return SecretKey(self._key_seed)
 
-    @property
-    def _count_modulus(self) -> int:
-        return self.settings.table_size
-
-    def _totals(self, counts: Mapping[int, bytes]) -> list[int]:
-        """Return N_u + ρ_u of every place, and store the keys of the places' entries.
+    def _take_counts(self, counts: Mapping[int, bytes]) -> None:
+        """Store N_u + ρ_u of every place, and the keys of the places' entries.
 
         The message of silo 0 also holds the silos' choices ρ_u of the oblivious transfer, after
         the counts. Computing the keys from these choices takes seconds.
         """
-        users, answer = self.settings.users, counts[SEEDING_SILO]
+        users, size, answer = self.settings.users, self.settings.table_size, counts[SEEDING_SILO]
         end = users * self.settings.count_bytes
-        totals = super()._totals({**counts, SEEDING_SILO: answer[:end]})
-        self._keys = self._sender.keys(answer[end:], users, self.settings.table_size)
-        return totals
-
-    def _take_totals(self, totals: Sequence[int]) -> None:
-        self._shifted = [*totals]
+        self._shifted = self._totals({**counts, SEEDING_SILO: answer[:end]}, size)
+        self._keys = self._sender.keys(answer[end:], users, size)
 
     def _check_round_of(self, message: LatticeSum) -> None:
         super()._check_round_of(message)

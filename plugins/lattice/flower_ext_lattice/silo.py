@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
+import numpy as np
 from gmpy2 import mpz
+from numpy.typing import ArrayLike, NDArray
+from scipy.special import gammaincinv
 
-from flower_ext.errors import ProtocolError
+from flower_ext.errors import InvalidValue, ProtocolError
 from flower_ext.secure.labels import derive
 from flower_ext.secure.messages import check_later, pack_numbers
 from flower_ext.secure.weighting.agreement import SEEDING_SILO
@@ -19,16 +24,19 @@ from flower_ext_lattice.encrypted_sum import EncryptedSum
 from flower_ext_lattice.keys import public_key
 from flower_ext_lattice.messages import (
     LatticeKey,
+    LatticeSum,
     LatticeWeights,
     RoundOpening,
     check_round_number,
 )
 from flower_ext_lattice.ring import Reals
-from flower_ext_lattice.settings import LatticeSettings
-from flower_ext_lattice.weighing import Weighing
+from flower_ext_lattice.settings import CLIPPING_SLACK, LatticeSettings
 from flower_ext_lattice.weights import OpenedWeights
 
-_SUM = "sum"
+_TOGETHER = 256
+"""Most users whose encryptions, of 128 KB each, are in memory at once."""
+_CHANCE = 1e-12
+"""Probability of refusing noise of the agreed standard deviation as too small."""
 
 
 @dataclass(repr=False)
@@ -103,19 +111,20 @@ class LatticeSilo(SiloParty):
             The counts were not masked yet, the round number is not above the last one, or the silo
             does not hold the weights of the round's epoch.
         """
-        self._check_round(opening)
-        counts = {user: count for user, count in enumerate(self.counts) if count}
-        assert self._weights is not None  # the round belongs to its epoch
-        return Weighing(
-            self.settings,
-            opening,
-            silo=self.index,
-            counts=counts,
-            places={user: place for place, user in enumerate(self._order)},
-            weights=self._weights,
-            total=EncryptedSum(self.settings, self._public),
-            masks=self._use_round,
-        )
+        weights = self._weights_of(opening)
+        places = {user: place for place, user in enumerate(self._order)}
+        return Weighing(self, opening, weights, places)
+
+    def draw_masks(self, opening: RoundOpening) -> list[tuple[bytes, bool]]:
+        """Store that the round is used, and return the keys of its masks."""
+        self._weights_of(opening)
+        self.use_round(opening.round_number)
+        return self._pairs.mask_keys("sum", opening.round_number)
+
+    @cached_property
+    def public(self) -> Reals:
+        """The server's key, as `keys.public_key` returns it."""
+        return public_key(self._server_key.public_seed, self._server_key.words)
 
     @property
     def shifts(self) -> list[int]:
@@ -126,10 +135,6 @@ class LatticeSilo(SiloParty):
     def _entry_keys(self) -> list[bytes]:
         """The key K_{u,ρ_u} of every place."""
         return self._transfer.keys()
-
-    @cached_property
-    def _public(self) -> Reals:
-        return public_key(self._server_key.public_seed, self._server_key.words)
 
     def _count_answer(self) -> bytes:
         """Return the masked counts. Silo 0 adds the shifts ρ_u, and appends the transfer's choices.
@@ -180,17 +185,150 @@ class LatticeSilo(SiloParty):
             columns=opened_columns,
         )
 
-    def _check_round(self, opening: RoundOpening) -> None:
+    def _weights_of(self, opening: RoundOpening) -> OpenedWeights:
+        """Return the weights of a new round's epoch; raise the errors of `begin`."""
         self._expect(SetUpStage.COUNTED)
         check_round_number(opening.round_number, self.last_round, self.settings)
-        if self.epoch != opening.epoch:
+        if self._weights is None or self._weights.epoch != opening.epoch:
             raise ProtocolError(
                 f"round of epoch {opening.epoch}: expected weights of epoch {self.epoch}"
             )
+        return self._weights
 
-    def _use_round(self, opening: RoundOpening) -> list[tuple[bytes, bool]]:
-        """Store that the round is used, and return the keys of its masks."""
-        self._check_round(opening)
-        self.last_round = opening.round_number
-        self.save(self.to_bytes())
-        return self._pairs.mask_keys(_SUM, opening.round_number)
+
+class Weighing:
+    """A round that a silo has begun: call `add` with users' updates, then `finish`."""
+
+    def __init__(
+        self,
+        silo: LatticeSilo,
+        opening: RoundOpening,
+        weights: OpenedWeights,
+        places: Mapping[int, int],
+    ) -> None:
+        self._silo, self._settings, self._opening = silo, silo.settings, opening
+        self._weights, self._places = weights, places
+        self._total: EncryptedSum | None = EncryptedSum(silo.settings, silo.public)
+        self._missing = set(silo.counted)
+
+    def add(self, updates: Mapping[int, ArrayLike]) -> None:
+        """Add clipped updates, by user.
+
+        Every user must have records in this silo, and may be added once. Adding a few dozen users
+        at a time is as fast as adding all of them.
+
+        Parameters
+        ----------
+        updates : Mapping[int, ArrayLike]
+            Each update has shape (coordinates,) and an L2 norm of at most C. Arrays may be
+            memory-mapped.
+
+        Raises
+        ------
+        ProtocolError
+            The round is finished, or updates were refused before.
+        ValueError
+            A user has no records in this silo or was added before, a shape is wrong, a value is not
+            finite, or an update is longer than C. After a refused update, begin the round again.
+        """
+        total = self._open()
+        unknown = set(updates) - self._missing
+        if unknown:
+            raise InvalidValue(
+                f"updates of users {sorted(unknown)}: expected users with records in this silo, "
+                "each once"
+            )
+        arrays = {
+            user: self._array(update, f"update of user {user}") for user, update in updates.items()
+        }
+        users = list(arrays)
+        self._total = None  # restored below if all updates are accepted
+        for start in range(0, len(users), _TOGETHER):
+            batch = users[start : start + _TOGETHER]
+            norms = total.add(
+                [arrays[user] for user in batch],
+                [self._silo.counts[user] for user in batch],
+                self._weights.keys([self._places[user] for user in batch]),
+            )
+            self._check_norms(batch, norms)
+        self._missing -= set(users)
+        self._total = total
+
+    def finish(self, noise: ArrayLike) -> bytes:
+        """Return Σ_u (n_su / N_u) Δ_su + z_s under encryption, masked and re-randomised.
+
+        A user without an update counts as zero. After this call the round counts as used.
+
+        Raises
+        ------
+        ProtocolError
+            The round is finished, updates were refused, or another round was finished meanwhile.
+        ValueError
+            The noise is not plausible. The round is not used, so call again with fresh noise.
+        """
+        self._open()
+        noise_array = self._checked_noise(noise)
+        self.add(dict.fromkeys(self._missing, np.zeros(self._settings.coordinates, np.float32)))
+        total = self._open()
+        masks = self._silo.draw_masks(self._opening)
+        self._total = None
+        first, second = total.words(noise_array, masks)
+        return LatticeSum(
+            round_number=self._opening.round_number,
+            epoch=self._opening.epoch,
+            silo=self._silo.index,
+            first=first,
+            second=second,
+        ).to_bytes()
+
+    def _checked_noise(self, noise: ArrayLike) -> NDArray[Any]:
+        """Return the noise as an array, if it is plausible as this silo's share.
+
+        Raises
+        ------
+        ValueError
+            The shape is wrong, a value is not finite or beyond ``noise_bound``, or the noise is too
+            small: Gaussian noise of ``noise_stddev`` is as small only once in 10^12 draws.
+        """
+        array = self._array(noise, "noise")
+        highest = float(np.abs(array).max())
+        if not highest <= self._settings.noise_bound:
+            raise InvalidValue(
+                f"noise reaches a magnitude of {highest:g}: expected finite numbers up to "
+                f"{self._settings.noise_bound:g}"
+            )
+        squares = float(np.square(array / self._settings.noise_stddev, dtype=np.float64).sum())
+        # The quantile of a chi-squared law; importing scipy.stats takes a second.
+        if squares < 2 * gammaincinv(self._settings.coordinates / 2, _CHANCE):
+            measured = self._settings.noise_stddev * np.sqrt(squares / self._settings.coordinates)
+            raise InvalidValue(
+                f"noise of standard deviation {measured:.3g}: expected about "
+                f"noise_stddev={self._settings.noise_stddev:g}"
+            )
+        return array
+
+    def _open(self) -> EncryptedSum:
+        if self._total is None:
+            raise ProtocolError(
+                "this round is finished, or its updates were refused: call begin again"
+            )
+        return self._total
+
+    def _array(self, values: ArrayLike, name: str) -> NDArray[Any]:
+        array = np.asarray(values)
+        if array.dtype not in (np.float32, np.float64):
+            array = array.astype(np.float64)
+        if array.shape != (self._settings.coordinates,):
+            raise InvalidValue(
+                f"{name} of shape {array.shape}: expected ({self._settings.coordinates},)"
+            )
+        return np.ascontiguousarray(array)
+
+    def _check_norms(self, users: list[int], norms: NDArray[np.float64]) -> None:
+        longest = self._settings.clipping_norm * (1 + CLIPPING_SLACK)
+        for user, norm in zip(users, norms, strict=True):
+            if not norm <= longest:
+                raise InvalidValue(
+                    f"update of user {user} has an L2 norm of {norm:g}: expected finite numbers "
+                    f"and at most clipping_norm={self._settings.clipping_norm:g}"
+                )

@@ -12,7 +12,7 @@ from flwr.app import ArrayRecord
 from flower_ext.algorithms.uldp import UldpAvg, UldpSgd
 from flower_ext.errors import ProtocolError
 from flower_ext.federation import InProcessGrid, records
-from flower_ext.federation.sums.weighted_setup import stored_silo
+from flower_ext.federation.sums.weighted_silo import stored_silo
 from flower_ext.privacy import (
     AdversaryView,
     FullParticipation,

@@ -72,7 +72,7 @@ def test_more_products_than_fit_without_reduction_add_up(shared):
     """Totals are reduced on the way: 70 updates of one user, who weighs a third of one."""
     world, updates, noise, _ = shared
     silo, update = world.silos[0], updates[0, 0]
-    total = EncryptedSum(world.settings, silo._public)
+    total = EncryptedSum(world.settings, silo.public)
     key = silo._weights.keys([world.order.index(0)])
     total.add([update] * 33, [20] * 33, np.repeat(key, 33, axis=0))
     total.add([update] * 37, [20] * 37, np.repeat(key, 37, axis=0))

@@ -31,7 +31,7 @@ def effect(monkeypatch, settings, update, *, drawn=True) -> float:
     with monkeypatch.context() as patch:
         patch.setattr(Stream, "fresh", classmethod(lambda cls: cls(bytes(32))))
         for own in (update, np.zeros(COORDINATES)):
-            total = EncryptedSum(settings, silo._public)
+            total = EncryptedSum(settings, silo.public)
             total.add([own], [RECORDS], silo._weights.keys([0]))
             first, second = total.words(noise, [])
             message = LatticeSum(round_number=1, epoch=1, silo=0, first=first, second=second)

@@ -133,7 +133,7 @@ def test_words_of_padding_would_show_who_took_part_and_none_is_sent():
     epoch, update, place = world.open_epoch(), world.updates[0, 0], world.order.index(0)
     another = world.draw(np.random.default_rng(8))[0][0, 0]
 
-    faulty = WithPadding(world.settings, world.silos[0]._public)
+    faulty = WithPadding(world.settings, world.silos[0].public)
     faulty.add([update], [1500], world.silos[0]._weights.keys([place]))
     first, second = (np.frombuffer(words, "<i8") for words in faulty.words(world.noise[0], []))
     group = encrypted_sum.Group(world.settings, 0)
@@ -298,7 +298,7 @@ def test_words_of_c1_would_be_predictable_without_r_or_e2(world, monkeypatch, lo
     idle.open_epoch()
     idle.updates, idle.noise = idle.draw(np.random.default_rng(1))
     monkeypatch.setattr(PairKeys, "mask_keys", lambda *_: [])
-    public = idle.silos[0]._public
+    public = idle.silos[0].public
 
     def distance_to_multiples_of_pk1() -> float:
         """Largest coefficient of c1 / pk1: small for r · pk1 alone."""

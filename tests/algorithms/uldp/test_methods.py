@@ -25,7 +25,8 @@ from flower_ext.algorithms.uldp.averaging import UldpAvg, UldpSgd, theory_learni
 from flower_ext.algorithms.uldp.weights import check_weights, user_weights
 from flower_ext.data import ClientData, Examples, SiloData, group_size
 from flower_ext.federation import FederatedStrategy, FederationNotReady, InProcessGrid, Sgd, records
-from flower_ext.federation.sums.weighted_silo import SiloPart
+from flower_ext.federation.sums.weighted import WEIGHTS
+from flower_ext.federation.sums.weighted_silo import HiddenSum
 from flower_ext.privacy import (
     AdversaryView,
     FixedSizeSampling,
@@ -39,7 +40,6 @@ from flower_ext.privacy import (
 )
 from flower_ext.privacy.mechanisms.protections import ClipAndNoise
 from flower_ext.privacy.run_summary import RunSummary
-from flower_ext.privacy.theorems.silo_claims import DrawAndSum
 from flower_ext.privacy.theorems.uldp import uldp_avg_guarantees, uldp_closed_form
 from flower_ext.training import DpSgdTraining, LocalTraining, Task
 from tests.support.grids import grid
@@ -539,7 +539,7 @@ def test_the_guarantees_are_those_of_the_plan_and_the_log_has_both_epsilons():
         secure_cohorts=False,
     )
     sums = mechanism_of(plan(sampling), silos=SILOS)
-    expected = uldp_avg_guarantees(sums, facts, DrawAndSum())
+    expected = uldp_avg_guarantees(sums, facts)
     ours = strategy.guarantees()
     assert [g.epsilon for g in ours] == [g.epsilon for g in expected]
     assert all(g.unit is PrivacyUnit.USER for g in ours[1:])
@@ -738,10 +738,14 @@ def test_a_user_whose_training_raises_is_encrypted_as_zero():
     task = Task(model=Scaled, data=lambda silo: silo, device="cpu")
     job, clipped = silo_job(task), {}
     job.users[1].targets[0] = 7
-    opened = SimpleNamespace(add=clipped.update)
-    silo = SimpleNamespace(counted=tuple(job.users), open_sum=lambda number, weights: opened)
-    part = SiloPart(silo, 1, b"", 0.1, {})
-    hidden = replace(job, total=part)
+    silo = SimpleNamespace(
+        counted=tuple(job.users),
+        settings=SimpleNamespace(users=USERS),
+        open_sum=lambda number, weights: SimpleNamespace(add=clipped.update),
+    )
+    message = {WEIGHTS: np.empty(0, np.uint8)}
+    total = HiddenSum(silo, message, number=1, users=USERS, bound=0.1, like={})
+    hidden = replace(job, total=total)
     silo_training.add_users(task, [hidden], trained=lambda name: True, memory_limit=2**30)
     assert sorted(clipped) == list(job.users)
     assert [user for user, update in clipped.items() if not update.any()] == [1]

@@ -26,7 +26,7 @@ from flower_ext.federation import (
     records,
 )
 from flower_ext.federation.population import Cohort, UsersInSilos
-from flower_ext.federation.sums import weighted_setup
+from flower_ext.federation.sums import weighted_silo
 from flower_ext.privacy import (
     AdversaryView,
     FullParticipation,
@@ -38,8 +38,7 @@ from flower_ext.privacy.theorems.claims import HONEST_COUNTS
 from flower_ext.secure.weighting import protocol as protocols
 from flower_ext.secure.weighting.encoding import from_residue
 from flower_ext.secure.weighting.paillier_server import PaillierServer
-from flower_ext.secure.weighting.paillier_silo import PaillierSilo
-from flower_ext.secure.weighting.paillier_sum import PaillierOpenSum
+from flower_ext.secure.weighting.paillier_silo import PaillierOpenSum, PaillierSilo
 from tests.support.grids import grid as grid_of
 from tests.support.plans import mechanism_of
 from tests.support.private_silos import (
@@ -75,7 +74,7 @@ from tests.support.weighting import numbers
 
 
 def kept(grid, number=0):
-    return weighted_setup.stored_silo(vault(grid, number))
+    return weighted_silo.stored_silo(vault(grid, number))
 
 
 def is_draw(message):
@@ -692,7 +691,7 @@ def test_a_client_that_fails_does_not_use_up_the_round_of_the_others(monkeypatch
     finish = PaillierOpenSum.finish
 
     def full(self, noise):
-        if self._silo == 1:
+        if self._silo.index == 1:
             raise OSError("no space left on device")
         return finish(self, noise)
 

@@ -346,11 +346,11 @@ def test_a_silo_that_repeats_the_key_of_another_is_named_and_nobody_else():
 def test_a_total_that_has_no_inverse_refuses_the_set_up(monkeypatch):
     added_up = PaillierServer._totals
 
-    def divided(self, counts):  # no silo knows p: the server itself plays it
+    def divided(self, counts, modulus):  # no silo knows p: the server itself plays it
         n, size = self._key.public.n, self.settings.count_bytes
         rest = sum(mpz.from_bytes(counts[silo][:size], "big") for silo in (1, 2))
         first = int((self._key.p - rest) % n).to_bytes(size, "big")
-        return added_up(self, {**counts, 0: first + counts[0][size:]})
+        return added_up(self, {**counts, 0: first + counts[0][size:]}, modulus)
 
     monkeypatch.setattr(PaillierServer, "_totals", divided)
     with pytest.raises(FederationNotReady, match="has a common factor with the Paillier"):

@@ -30,7 +30,7 @@ from flower_ext.privacy import (
     privacy_loss_of,
 )
 from flower_ext.privacy.mechanisms.protections import ClipAndNoise
-from flower_ext.privacy.plans.release_mechanism import MaskedRelease
+from flower_ext.privacy.plans.release_mechanism import ReleaseMechanism
 from flower_ext.training import DpSgdTraining, LocalTraining
 from tests.support.grids import grid as grid_of
 from tests.support.losing import Losing, stage_of
@@ -67,7 +67,7 @@ def run(strategy, data=None, grid=InProcessGrid, rounds=1, **facts):
 def noise_of(strategy, answered=range(SILOS)):
     """The noise of a first round's sum, which follows from the seed: silos' and the server's."""
     own = strategy.run.mechanism
-    share = own.cells_protection.noise_stddev / own.cell
+    share = own.masked.share_stddev / own.masked.cell
     nothing = {n: np.zeros(p.shape, np.int64) for n, p in task().initial_params(SEED).items()}
     total = dict(nothing)
     for number in answered:
@@ -77,7 +77,7 @@ def noise_of(strategy, answered=range(SILOS)):
         server = SeededNoise(SEED, "server-noise", 1)
         ordered = {name: total[name] for name in sorted(total)}
         total = server.add_discrete_gaussian(ordered, share * np.sqrt(missing))
-    return {name: array * own.cell for name, array in total.items()}
+    return {name: array * own.masked.cell for name, array in total.items()}
 
 
 # The sum ------------------------------------------------------------------------------------------
@@ -96,7 +96,7 @@ def test_the_model_is_that_of_plain_sums_but_for_known_noise_and_rounding_to_cel
     divisor = ours.run.mechanism.sampling.expected_cohort_size
     divisor *= 1 if isinstance(ours.method, UldpNaive) else SILOS
     # Half a cell a user and silo, and the few cells by which a clipped one is shortened.
-    room = 6 * ours.run.mechanism.cell * USERS * SILOS / divisor * SERVER_RATE
+    room = 6 * ours.run.mechanism.masked.cell * USERS * SILOS / divisor * SERVER_RATE
     for name, noise in noise_of(ours).items():
         clean = one[name] - SERVER_RATE * noise / divisor
         np.testing.assert_allclose(clean, other[name], atol=room + 2e-6)
@@ -119,7 +119,7 @@ def cells_of(data, weighting="by-records", norm=0.01, local=LOCAL):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(silo_training, "add_users", kept)
         run(strategy, data)
-    return found, norm / strategy.run.mechanism.cell
+    return found, norm / strategy.run.mechanism.masked.cell
 
 
 def without(user, data):
@@ -205,7 +205,7 @@ def test_where_a_silo_may_be_lost_the_noise_is_that_of_all_shares_all_the_same()
     sums = SecureSum(colluding=0.0, dropouts=0.3, resist_equivocation=False)
     for lost in ((), (2,)):
         strategy = strategy_of(UldpAvg, plan=secure(sums=sums), local=still, **COMMON)
-        assert strategy.run.mechanism.sum_parameters.least_answers == 2
+        assert strategy.run.mechanism.masked.parameters.least_answers == 2
         _, found = run(strategy, grid=Losing, lost=[(number, "train") for number in lost])
         noise = noise_of(strategy, [number for number in range(SILOS) if number not in lost])
         for name, start in task().initial_params(SEED).items():
@@ -223,8 +223,8 @@ def test_neither_members_nor_noise_show_how_many_users_were_drawn(drawn, monkeyp
     asked = [m.content[records.ROUND] for m in grid.sent if stage_of(m) == "train"]
     assert len(asked) == SILOS
     own = strategy.run.mechanism
-    assert {round_["noise-stddev"] for round_ in asked} == {own.cells_protection.noise_stddev}
-    assert own.sum_bits == 32
+    assert {round_["noise-stddev"] for round_ in asked} == {own.masked.share_stddev}
+    assert own.masked.bits == 32
     assert own.cohort_size == SILOS
     sizes = {len(r.content[records.UPDATE]["message"].numpy()) for r in uploads(grid)}
     assert len(sizes) == 1
@@ -333,7 +333,7 @@ def test_private_weighting_has_a_secure_sum_of_its_own():
 def test_a_silo_refuses_a_protection_that_bounds_no_single_user(monkeypatch):
     strategy = strategy_of(UldpAvg, plan=secure(), local=LOCAL, **COMMON)
     of_clients = ClipAndNoise(clipping_norm=0.7, noise_stddev=1.0, cell=2.0**-9)
-    monkeypatch.setattr(MaskedRelease, "protection", lambda *_: of_clients)
+    monkeypatch.setattr(ReleaseMechanism, "protection", lambda *_: of_clients)
     with pytest.raises(
         RuntimeError, match="asks for the protection ClipAndNoise: expected one that clips"
     ):

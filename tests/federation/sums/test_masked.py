@@ -28,7 +28,8 @@ from flower_ext.privacy import (
     SecureSum,
     SeededNoise,
 )
-from flower_ext.secure.aggregation import Invitation, member
+from flower_ext.secure.aggregation import member
+from flower_ext.secure.aggregation.context import Invitation
 from flower_ext.training import LocalTraining
 from tests.faults.malformed import copied
 from tests.support.grids import grid as grid_of
@@ -72,7 +73,7 @@ def raw_updates():
 def expected_model(answered):
     """Return the next model by a plain sum of the same clipped, rounded and noised updates."""
     private = plan().mechanism()
-    protection = private.cells_protection
+    protection = private.client_protection(private.cohort_size)
     start = records.to_arrays(initial())
     total = {name: np.zeros(array.shape, np.int64) for name, array in start.items()}
     for partition, update in raw_updates().items():
@@ -82,11 +83,11 @@ def expected_model(answered):
                 total[name] += cells
     missing = CLIENTS - len(set(answered))
     if missing:  # the server adds the shares of the missing clients
-        stddev = protection.noise_stddev / private.cell * np.sqrt(missing)
+        stddev = protection.noise_stddev / private.masked.cell * np.sqrt(missing)
         total = {name: total[name] for name in sorted(total)}
         total = SeededNoise(SEED, "server-noise", 1).add_discrete_gaussian(total, stddev)
     return {
-        name: start[name] + (total[name] * private.cell / CLIENTS).astype(np.float32)
+        name: start[name] + (total[name] * private.masked.cell / CLIENTS).astype(np.float32)
         for name in start
     }
 
@@ -519,7 +520,7 @@ def test_the_released_noise_is_the_same_however_many_answered(lost):
         models.append(np.concatenate([(found[n] - start[n]).ravel() for n in sorted(start)]))
     noise = np.concatenate(models) * CLIENTS
     sums = plan().mechanism()
-    expected = sums.noise_stddev * np.sqrt(CLIENTS / sums.sum_parameters.least_answers)
+    expected = sums.noise_stddev * np.sqrt(CLIENTS / sums.masked.parameters.least_answers)
     assert noise.std() == pytest.approx(expected, rel=7 / np.sqrt(2 * noise.size))
 
 

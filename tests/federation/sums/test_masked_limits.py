@@ -7,7 +7,7 @@ from flower_ext.errors import InvalidValue
 from flower_ext.federation import FederationNotReady, InProcessGrid, records
 from flower_ext.federation.sums.masked import check_limits, identities_of
 from flower_ext.privacy import AdversaryView, SecureScores, SecureSum
-from flower_ext.secure.aggregation import RoundContext
+from flower_ext.secure.aggregation.context import RoundContext
 from tests.support.identities import write_identities
 from tests.support.secure_runs import CLIENTS, plan, strategy_of
 from tests.support.worlds import initial, task

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from flower_ext.privacy import gaussian_loss
-from flower_ext.privacy.theorems.clipped_steps import composed_noise_stddev
+from flower_ext.privacy.theorems.dp_ditto_theorem import composed_noise_stddev
 from tests.support.plans import steps
 
 

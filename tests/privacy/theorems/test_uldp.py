@@ -5,7 +5,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from flower_ext.errors import InvalidValue
 from flower_ext.privacy import (
     AdversaryView,
     DpSgd,
@@ -20,15 +19,14 @@ from flower_ext.privacy import (
     privacy_loss_of,
 )
 from flower_ext.privacy.run_summary import MethodTraits, RunSummary
-from flower_ext.privacy.theorems.silo_claims import DrawAndSum
 from flower_ext.privacy.theorems.uldp import (
+    drawn_by_silos,
     sums_of_users,
     uldp_avg_guarantees,
     uldp_closed_form,
     uldp_naive_guarantees,
 )
 from flower_ext.privacy.theorems.uldp_group import uldp_group_guarantees
-from flower_ext.privacy.units import UserDraw
 from tests.support.guarantees import by_basis
 from tests.support.plans import mechanism_of
 from tests.support.run_summary import run_summary, worst_case
@@ -69,8 +67,7 @@ def averaging_guarantees(
     seen.rounds = rounds
     run = RunSummary(method=method, participations=seen, **facts)
     sums = mechanism_of(plan, silos=num_silos, sensitivity=sensitivity)
-    draw = UserDraw.PROTOCOL if hidden_draw else UserDraw.SERVER
-    return uldp_avg_guarantees(sums, run, DrawAndSum(draw=draw, hidden_draw=hidden_draw))
+    return uldp_avg_guarantees(sums, run, hidden_draw=hidden_draw)
 
 
 def naive_guarantees(*, rounds=10, noise_multiplier=5.0, **facts):
@@ -298,20 +295,14 @@ def test_a_server_that_lies_to_silos_that_draw_sees_the_noise_of_honest_answers_
     mechanism = mechanism_of(plan(sampling, noise_placement=sums), silos=10)
     method = MethodTraits(name="UldpAvg", num_silos=10, weighting=weighting)
     run = RunSummary(method=method, participations=worst_case(10, 1))
-    parameters = mechanism.sum_parameters
+    parameters = mechanism.masked.parameters
     assert parameters.honest_answers == (6 if signed else 8)
     part = parameters.honest_answers / parameters.least_answers if weighting != "equal" else 1
     seen = replace(mechanism, noise_multiplier=mechanism.noise_multiplier * math.sqrt(part))
-    claims = uldp_avg_guarantees(mechanism, run, DrawAndSum(draw=UserDraw.SILOS))
+    claims = uldp_avg_guarantees(mechanism, run, hidden_draw=drawn_by_silos(mechanism, 10))
     (of_sums,) = (c for c in claims if c.view is AdversaryView.SUM_ONLY and c.basis == "provable")
     expected = privacy_loss_of({seen.release: 10}, delta=mechanism.delta).epsilon
     assert of_sums.epsilon == pytest.approx(expected, rel=1e-9)
     full = privacy_loss_of({mechanism.release: 10}, delta=mechanism.delta).epsilon
     assert (of_sums.epsilon > full * 1.05) is (part < 1)
     assert f"noise multiplier {seen.noise_multiplier:.4g}," in of_sums.source
-
-
-@pytest.mark.parametrize(("draw", "hidden"), [("server", TRANSFER), ("protocol", "")])
-def test_a_hidden_draw_without_its_assumption_is_refused(draw, hidden):
-    with pytest.raises(InvalidValue, match=f"with draw='{draw}'"):
-        DrawAndSum(draw=UserDraw(draw), hidden_draw=hidden)

@@ -6,20 +6,17 @@ import numpy as np
 import pytest
 
 from flower_ext.errors import InvalidValue, ProtocolError
-from flower_ext.secure.aggregation import (
+from flower_ext.secure.aggregation.aggregation_messages import (
     Advert,
     Delivery,
     Keys,
     MaskedInput,
     Revealed,
-    RoundContext,
     SealedShares,
-    SumServer,
     UnmaskRequest,
-    degree,
-    graph_digest,
-    graph_of,
 )
+from flower_ext.secure.aggregation.aggregation_server import SumServer
+from flower_ext.secure.aggregation.context import RoundContext, degree, graph_digest, graph_of
 from tests.support.secure_sum import Round, graph_for, round_context
 
 

@@ -6,8 +6,14 @@ import numpy as np
 import pytest
 
 from flower_ext.errors import InvalidValue, ProtocolError
-from flower_ext.secure.aggregation import Delivery, Identities, Keys, UnmaskRequest
-from flower_ext.secure.aggregation.aggregation_messages import OF_KEY, OF_SEED
+from flower_ext.secure.aggregation.aggregation_messages import (
+    OF_KEY,
+    OF_SEED,
+    Delivery,
+    Keys,
+    UnmaskRequest,
+)
+from flower_ext.secure.aggregation.identities import Identities
 from flower_ext.secure.aggregation.mask_streams import apply_mask, pair_mask_key, self_mask_key
 from flower_ext.secure.labels import public_of
 from tests.support.identities import write_identities

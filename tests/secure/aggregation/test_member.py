@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from flower_ext.errors import InvalidValue, ProtocolError
-from flower_ext.secure.aggregation import Keys, Member
-from flower_ext.secure.aggregation.aggregation_messages import OF_KEY, OF_SEED
+from flower_ext.secure.aggregation.aggregation_messages import OF_KEY, OF_SEED, Keys
 from flower_ext.secure.aggregation.aggregation_server import ShareFault
+from flower_ext.secure.aggregation.member import Member
 from tests.support.secure_sum import LOW_ORDER, Round, member_of, round_context, stored
 
 

@@ -9,8 +9,15 @@ from scipy.stats import chi2
 
 from flower_ext.errors import InvalidValue
 from flower_ext.privacy import SecureSum
-from flower_ext.secure.aggregation import Delivery, Keys, UnmaskRequest, mask_streams, member
-from flower_ext.secure.aggregation.aggregation_messages import OF_KEY, OF_SEED, SEALED_BYTES
+from flower_ext.secure.aggregation import mask_streams, member
+from flower_ext.secure.aggregation.aggregation_messages import (
+    OF_KEY,
+    OF_SEED,
+    SEALED_BYTES,
+    Delivery,
+    Keys,
+    UnmaskRequest,
+)
 from flower_ext.secure.aggregation.mask_streams import apply_mask, self_mask_key
 from flower_ext.secure.aggregation.shamir import SHARE_BYTES, combine
 from tests.support.secure_sum import Round, graph_for, member_of, round_context

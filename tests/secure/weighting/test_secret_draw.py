@@ -49,13 +49,13 @@ def users_in(world, message):
 
 def test_the_sum_is_that_of_the_users_whom_all_silos_took(rng, monkeypatch):
     world = World(facts(), draw_counts(rng, facts()))
-    seen, weights = [], PaillierSilo._weights
+    seen, weights = [], PaillierSilo.encrypted_weights
 
     def watched(self, message):
         seen.append(opened(world, message, self.index))
         return weights(self, message)
 
-    monkeypatch.setattr(PaillierSilo, "_weights", watched)
+    monkeypatch.setattr(PaillierSilo, "encrypted_weights", watched)
     samples = []
     for number in range(1, ROUNDS + 1):
         updates, noise = world.draw(rng)

@@ -10,10 +10,10 @@ from scipy import stats
 
 from flower_ext.secure.labels import public_of
 from flower_ext.secure.pair_keys import PairKeys
-from flower_ext.secure.weighting import paillier_sum
+from flower_ext.secure.weighting import paillier_silo
 from flower_ext.secure.weighting.encoding import from_residue
 from flower_ext.secure.weighting.paillier_settings import PaillierSum, PaillierWeights
-from flower_ext.secure.weighting.paillier_sum import PaillierOpenSum, dithered
+from flower_ext.secure.weighting.paillier_silo import PaillierOpenSum, dithered
 from tests.support.weighting import World, key, numbers, root, weighting_settings
 
 ROUNDS = 3
@@ -237,7 +237,7 @@ def denominator(world, sums: list[mpz]) -> int:
 
 def test_without_a_dither_the_sum_shows_the_factors_of_all_totals(monkeypatch):
     monkeypatch.setattr(
-        paillier_sum, "dithered", lambda encoded, settings: encoded * settings.common_multiple
+        paillier_silo, "dithered", lambda encoded, settings: encoded * settings.common_multiple
     )
     world = world_of([[10, 4, 25], [3, 21, 24]], coordinates=20, slots=1)
     assert denominator(world, decrypted(world, 1)) == math.lcm(13, 25, 49)
@@ -289,7 +289,7 @@ def test_every_coordinate_is_rerandomised_by_one_silo_in_turn(monkeypatch):
     monkeypatch.setattr(
         PaillierOpenSum,
         "_rerandomise",
-        lambda self, own: None if self._silo == 1 else untouched(self, own),
+        lambda self, own: None if self._silo.index == 1 else untouched(self, own),
     )
     world = world_of(COUNTS, coordinates=6, slots=1)
     updates, noise = world.draw(np.random.default_rng(5))

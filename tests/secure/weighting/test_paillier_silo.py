@@ -4,7 +4,8 @@ from gmpy2 import invert, mpz, powmod
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flower_ext.secure.weighting.multiexp import LARGEST_EXPONENT, column_products
+from flower_ext.secure.weighting.encoding import LARGEST_EXPONENT
+from flower_ext.secure.weighting.paillier_silo import column_products
 
 MODULUS = mpz(2) ** 127 - 1
 
