@@ -20,7 +20,7 @@ from flwr.app import ArrayRecord
 from numpy.typing import NDArray
 
 from flower_ext.data import Examples, SiloData, find_files
-from flower_ext.data.local_files import read_bytes
+from flower_ext.data.datasets import read_bytes
 from flower_ext.federation import FederatedStrategy, InProcessGrid
 from flower_ext.privacy import FullParticipation, ReleasePlan
 from flower_ext.runs.page import table

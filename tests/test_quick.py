@@ -12,7 +12,7 @@ from tests.support.quick import chosen_audits, chosen_tests
     [
         ("flower_ext/privacy/mechanisms/noise.py", "tests/privacy/mechanisms/test_noise.py"),
         ("flower_ext/algorithms/uldp/averaging.py", "tests/algorithms/uldp/test_methods.py"),
-        ("flower_ext/training/dp/clipped_gradient.py", "tests/training/dp/test_dp_sgd.py"),
+        ("flower_ext/training/dp/dp_sgd.py", "tests/training/dp/test_dp_sgd.py"),
         ("tests/privacy/mechanisms/test_noise.py", "tests/privacy/mechanisms/test_noise.py"),
         ("tests/support/planted_faults.py", "tests/auditing/test_mechanisms.py"),
         ("plugins/kernels/flower_ext_kernels/dense.py", "plugins/kernels/tests/test_dense.py"),

@@ -96,8 +96,8 @@ TESTS = {
     "privacy/mechanisms/secure_sum.py": ("privacy/mechanisms/test_secure_sum.py",),
     "privacy/queries/secure_scores.py": ("privacy/queries/test_secure_scores.py",),
     "privacy/mechanisms/discrete_gaussian.py": ("privacy/mechanisms/test_discrete_gaussian.py",),
-    "training/trials/trainings_in_turn.py": ("training/trials/test_trainings_in_turn.py",),
-    "training/dp/clipped_gradient.py": (
+    "training/trials/trainings.py": ("training/trials/test_trainings.py",),
+    "training/dp/dp_sgd.py": (
         "training/trials/test_examples_in_turn.py",
         "training/trials/test_lone_examples.py",
         "training/dp/test_dp_sgd.py",
@@ -106,7 +106,6 @@ TESTS = {
         "training/trials/test_lone_examples.py",
         "training/trials/test_examples_in_turn.py",
     ),
-    "training/trials/lone_examples.py": ("training/trials/test_lone_examples.py",),
     "training/trials/examples_together.py": (
         "training/trials/test_examples_together.py",
         "training/trials/test_examples_in_turn.py",
@@ -116,12 +115,12 @@ TESTS = {
     "training/trials/made_up_examples.py": (
         "training/trials/test_examples_together.py",
         "training/trials/test_examples_in_turn.py",
-        "training/trials/test_trainings_in_turn.py",
+        "training/trials/test_trainings.py",
     ),
     "training/isolation.py": ("training/test_isolation.py",),
     "training/trials/snapshots.py": (
         "training/trials/test_snapshots.py",
-        "training/trials/test_trainings_in_turn.py",
+        "training/trials/test_trainings.py",
     ),
     "secure/weighting/encoding.py": ("secure/weighting/test_encoding.py",),
     "federation/protection.py": _OF_PROTECTION,

@@ -49,8 +49,8 @@ from flower_ext.training import (
     job_batches,
     local_problem,
 )
+from flower_ext.training.isolation import draws_seed, seeded
 from flower_ext.training.params import to_device
-from flower_ext.training.seeding import seeded_by
 
 WEIGHT = "mixture/α"
 """Name of α_i in a client's memory, which also holds the parameters of v_i."""
@@ -58,7 +58,8 @@ WEIGHT = "mixture/α"
 
 def local_update(work: ClientWork) -> Steps[LocalResult]:
     """Train w_i, which the client uploads, then v_i and α_i on the same mini-batches."""
-    start = work.memory or {**work.received, WEIGHT: number_of(work.settings["personal_weight"])}
+    weight = torch.tensor(work.settings["personal_weight"], dtype=torch.float64)
+    start = work.memory or {**work.received, WEIGHT: weight}
     # Repeat the draws of the mini-batches, and add no noise: v_i and α_i stay on the client.
     generator = torch.Generator().set_state(work.generator.get_state())
     private = replace(work, generator=generator, step_noise={})
@@ -70,7 +71,7 @@ def local_update(work: ClientWork) -> Steps[LocalResult]:
 def descend_mixture(work: ClientWork, job: Job) -> Params:
     """Train v_i and α_i, which ``params`` of the job holds, along with w_i; return v_i and α_i."""
     rate, alpha = job.training.learning_rate, float(job.params[WEIGHT])
-    with seeded_by(job.generator, work.task.torch_device()):
+    with seeded(draws_seed(job.generator), work.task.torch_device()):
         problem = local_problem(work.task, job.params)
         v, w = clone(problem.start), clone(to_device(work.received, problem.device))
         for number, (x, y) in enumerate(job_batches(work.task, job)):
@@ -83,12 +84,8 @@ def descend_mixture(work: ClientWork, job: Job) -> Params:
             if number == 0:
                 step = work.settings["weight_learning_rate"] * along
                 alpha = min(1.0, max(0.0, alpha - step))
-    return problem.whole({**v, WEIGHT: number_of(alpha)}, like=job.params)
-
-
-def number_of(alpha: float) -> Tensor:
-    """Return α as a float64 tensor, which holds it exactly."""
-    return torch.tensor(alpha, dtype=torch.float64)
+    weight = torch.tensor(alpha, dtype=torch.float64)  # holds α exactly
+    return problem.whole({**v, WEIGHT: weight}, like=job.params)
 
 
 def mixture(v: Mapping[str, Tensor], w: Mapping[str, Tensor], alpha: float) -> Params:

@@ -158,16 +158,15 @@ class Apple(Method):
     def begin_round(self, cohort: Cohort, model: Arrays, state: State) -> Cohort:
         """Send each client all core models.
 
-        The message's model is the client's own core model. The names of
-        the others end in their clients' numbers.
+        The message's model is the client's own core model. The names of the others end in their
+        clients' numbers.
         """
         cores = {int(client): records.to_record(core) for client, core in state.server.items()}
         # All messages share these records, so each core is converted only once.
-        named = {client: (f"{CORE}.{client}", core) for client, core in cores.items()}
         requests = {
             partition: {
-                records.MODEL: cores[partition],
-                **dict(named[client] for client in cores if client != partition),
+                records.MODEL if client == partition else f"{CORE}.{client}": core
+                for client, core in cores.items()
             }
             for partition in cohort.partitions
         }

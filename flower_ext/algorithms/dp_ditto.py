@@ -50,22 +50,15 @@ def local_update(work: ClientWork) -> Steps[LocalResult]:
 def train_personal_model(work: ClientWork) -> Steps[Params]:
     """Take the steps ϖ ← ϖ − η_L ((1 − λ/2) ∇F_n(ϖ) + λ (ϖ − ω)) of line 10."""
     start, weight = work.memory or work.received, work.settings["global_weight"]
-    if weight == LARGEST_WEIGHT:
-        return drawn(start, work)
+    if weight == LARGEST_WEIGHT:  # no step depends on data, and each multiplies ϖ − ω by 1 − 2η_L
+        training = work.training["personal"]
+        steps = training.num_steps(len(work.data.train))
+        left = (1 - LARGEST_WEIGHT * training.learning_rate) ** steps
+        return {name: w + left * (start[name] - w) for name, w in work.received.items()}
     # Equal to SGD at the rate η_L (1 − λ/2) on the loss F_n + λ/(2 − λ) ‖ϖ − ω‖².
     pull = Proximal(weight=weight / (1 - weight / 2), anchor=work.received)
     trained: Params = yield work.train("personal", start, terms=[pull])
     return trained
-
-
-def drawn(start: Params, work: ClientWork) -> Params:
-    """Return ϖ after a round with λ = 2. The personal objective then depends on no data.
-
-    Each step multiplies the difference ϖ − ω by 1 − 2η_L.
-    """
-    training = work.training["personal"]
-    left = (1 - LARGEST_WEIGHT * training.learning_rate) ** training.num_steps(len(work.data.train))
-    return {name: w + left * (start[name] - w) for name, w in work.received.items()}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,7 +103,7 @@ class DPDitto(Method):
     @property
     def training(self) -> Mapping[str, LocalTraining]:
         """The phases of local training: the local model, then the personal model."""
-        # At λ = 2 this rate is 0, which `LocalTraining` refuses; `drawn` needs no rate.
+        # At λ = 2 this rate is 0, which `LocalTraining` refuses, and no training needs it.
         rate = self.personal_training.learning_rate * (1 - self.global_weight / 2)
         scaled = replace(self.personal_training, learning_rate=rate) if rate else None
         return {"local": self.local, "personal": scaled or self.personal_training}

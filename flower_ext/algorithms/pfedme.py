@@ -20,6 +20,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from flower_ext.checks import require_positive
+from flower_ext.data import Examples
 from flower_ext.errors import InvalidValue
 from flower_ext.federation import (
     ClientMethod,
@@ -29,8 +30,7 @@ from flower_ext.federation import (
     Steps,
     personal_model,
 )
-from flower_ext.training import LocalTraining, Proximal
-from flower_ext.training.job import split_examples
+from flower_ext.training import Job, LocalTraining, Proximal, job_batches
 
 
 def local_update(work: ClientWork) -> Steps[LocalResult]:
@@ -42,9 +42,10 @@ def local_update(work: ClientWork) -> Steps[LocalResult]:
         return LocalResult(model=work.received, memory=work.memory or work.received)
     local, attraction = work.training["local"], work.settings["attraction"]
     w = theta = work.received
+    job = Job(params=w, examples=work.data.train, training=local, generator=work.generator)
     # The training of θ_i draws from the same generator, so all mini-batches are drawn before it.
-    for examples in split_examples(work.task, work.data.train, local, work.generator):
-        near = Proximal(weight=attraction, anchor=w)
+    for batch in [*job_batches(work.task, job)]:
+        near, examples = Proximal(weight=attraction, anchor=w), Examples(*batch)
         # If one mini-batch fails, the whole training fails, as it does in other methods.
         theta = yield work.train(
             "personal_training", theta, terms=[near], examples=examples, returns_params=False

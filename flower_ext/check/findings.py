@@ -207,8 +207,8 @@ def _wrong_rounds(probes: Probes) -> Iterator[Finding]:
             "start one strategy, or charge all strategies to one ledger",
         )
     # If the plan draws users or records, no message shows which.
-    if traits.ours.declared and stated is not None and stated.unit is PrivacyUnit.CLIENT:
-        sampling = traits.ours.declared.release.sampling
+    if traits.mechanism.declared and stated is not None and stated.unit is PrivacyUnit.CLIENT:
+        sampling = traits.mechanism.declared.release.sampling
         requests, draws = sum(map(len, real.trainings.values())), real.rounds * sampling.population
         if binom.sf(requests - 1, draws, sampling.sampling_rate) < LUCK:
             yield Finding(

@@ -41,7 +41,7 @@ class HeldRun:
     """Answer requests in place of the clients, in a held run."""
 
     template: Mapping[str, RecordDict]
-    """What the app's function returned in the first run, by category of messages."""
+    """Content that the app's function returned in the first run, by category of messages."""
     change: Change = ""
     """Misbehaviour of the target, which is also called the changed client."""
     quiet: bool = False

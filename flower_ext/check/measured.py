@@ -71,7 +71,7 @@ class Measured:
 def measured(probes: Probes) -> Measured | None:
     """Return ε as computed from the measurements; None if they do not determine ε."""
     traits = probes.traits
-    declared, noise, stated = traits.ours.declared, traits.noise, traits.stated
+    declared, noise, stated = traits.mechanism.declared, traits.noise, traits.stated
     if declared is None or noise is None or stated is None:
         return None
     gap = _pooled(upload_gap, probes)
@@ -106,7 +106,7 @@ def unmeasured(probes: Probes) -> str:
     """Return the reason why `measured` returned None; "" if the app states no ε."""
     if probes.traits.stated is None:
         return ""
-    if reason := probes.traits.ours.unmeasured:
+    if reason := probes.traits.mechanism.unmeasured:
         return reason
     if any((run := probes.runs.get(name)) is None or run.ended for name in (AGAIN, OTHER)):
         return "a run with other random numbers did not end in time, or failed"
@@ -157,15 +157,15 @@ def _growth(probes: Probes) -> float:
 
     The distance is measured. The result is 0 if no run shows it.
     """
-    noise, ours = probes.traits.noise, probes.traits.ours
+    noise, mechanism = probes.traits.noise, probes.traits.mechanism
     assert noise is not None
-    assert ours.declared is not None
+    assert mechanism.declared is not None
     huge, quiet = probes.seen("huge"), probes.seen(QUIET)
     if noise.steps:
-        return _upload_change(huge, quiet) / ours.declared.moves
+        return _upload_change(huge, quiet) / mechanism.declared.moves
     if noise.bounds_models or not probes.is_exact:
         return 0.0
-    if ours.of_units:
+    if mechanism.of_units:
         return _unit_movement(huge, quiet, noise.cohort) / noise.clipping_norm
     if any(noise.upload_stddev.values()) and (upload := huge.target_upload(1)):
         return upload.norm / noise.clipping_norm

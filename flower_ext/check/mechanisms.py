@@ -72,7 +72,7 @@ class Declared:
 
 
 @dataclass(frozen=True, kw_only=True)
-class OurMechanism:
+class Mechanism:
     """The mechanism of a `FederatedStrategy` in its first round, as far as the check knows it."""
 
     noise: Noise | None = None
@@ -89,7 +89,7 @@ class OurMechanism:
     """Every round has the same bound and noise, whatever earlier rounds released."""
 
 
-def mechanism_of(strategy: FederatedStrategy, rounds: int) -> OurMechanism:
+def mechanism_of(strategy: FederatedStrategy, rounds: int) -> Mechanism:
     """Return the mechanism of a strategy that runs for ``rounds`` rounds."""
     run, mechanism = strategy.run, strategy.run.mechanism
     if isinstance(mechanism, ReleaseMechanism):
@@ -99,7 +99,7 @@ def mechanism_of(strategy: FederatedStrategy, rounds: int) -> OurMechanism:
     if isinstance(mechanism, PerturbationPlan):
         return _of_perturbation(run, mechanism, rounds)
     protection = mechanism.protection(summary_of(run), 1)
-    return OurMechanism(
+    return Mechanism(
         holds=protection is None or protection.hides_failures,
         unmeasured=f"the noise of {type(mechanism).__name__} is inside the training on the client, "
         "and no message shows it alone"
@@ -108,7 +108,7 @@ def mechanism_of(strategy: FederatedStrategy, rounds: int) -> OurMechanism:
     )
 
 
-def _of_sums(run: Run, mechanism: ReleaseMechanism, rounds: int) -> OurMechanism:
+def _of_sums(run: Run, mechanism: ReleaseMechanism, rounds: int) -> Mechanism:
     """Return the mechanism of a plan that releases noised sums of uploads."""
     if isinstance(mechanism, AdaptiveRelease):
         mechanism = replace(mechanism, update_norm=mechanism.clipping.initial)
@@ -124,7 +124,7 @@ def _of_sums(run: Run, mechanism: ReleaseMechanism, rounds: int) -> OurMechanism
         sizes = range(1, min(mechanism.sampling.population, _LARGEST_COHORT) + 1)
         uploads = {size: mechanism.client_noise_stddev(size) for size in sizes}
     besides = {sums.release: sums.query.times for sums in run.query_sums}
-    return OurMechanism(
+    return Mechanism(
         noise=Noise(
             clipping_norm=mechanism.clipping_norm,
             release_stddev=in_sum / cohort,
@@ -137,7 +137,7 @@ def _of_sums(run: Run, mechanism: ReleaseMechanism, rounds: int) -> OurMechanism
     )
 
 
-def _of_local_models(plan: RecordLevelPlan, rounds: int) -> OurMechanism:
+def _of_local_models(plan: RecordLevelPlan, rounds: int) -> Mechanism:
     """Return the mechanism of a plan whose clients add noise to their local models.
 
     If the plan has local steps, they add it in each step; otherwise, to the whole model.
@@ -146,7 +146,7 @@ def _of_local_models(plan: RecordLevelPlan, rounds: int) -> OurMechanism:
     if steps is not None:
         moves, number = steps.sensitivity, steps.local_steps
         releases *= steps.uses_per_round
-    return OurMechanism(
+    return Mechanism(
         noise=Noise(
             clipping_norm=plan.clipping_norm,
             upload_stddev={0: plan.upload_stddev},
@@ -157,18 +157,18 @@ def _of_local_models(plan: RecordLevelPlan, rounds: int) -> OurMechanism:
     )
 
 
-def _of_perturbation(run: Run, plan: PerturbationPlan, rounds: int) -> OurMechanism:
+def _of_perturbation(run: Run, plan: PerturbationPlan, rounds: int) -> Mechanism:
     """Return the mechanism of a plan whose clients perturb their local models."""
     perturbation = plan.perturbation
     if not isinstance(perturbation, OutputPerturbation):
-        return OurMechanism(
+        return Mechanism(
             holds=False,
             unmeasured="objective perturbation adds its noise, which is not Gaussian, to the "
             "objective that a client minimises, and no message shows it alone",
         )
     objective, sizes = plan.objective_in(summary_of(run)), run.num_examples.values()
     moves = max((sensitivity(perturbation, objective, size) for size in sizes), default=math.inf)
-    return OurMechanism(
+    return Mechanism(
         noise=Noise(
             clipping_norm=perturbation.clipping_norm,
             upload_stddev={0: perturbation.noise_stddev},

@@ -20,7 +20,7 @@ from flwr.clientapp.mod import LocalDpMod
 
 from flower_ext.check.held_run import TRAIN
 from flower_ext.check.instruments import Instruments
-from flower_ext.check.mechanisms import Noise, OurMechanism, gaussian_release, mechanism_of
+from flower_ext.check.mechanisms import Mechanism, Noise, gaussian_release, mechanism_of
 from flower_ext.check.observe import Observed
 from flower_ext.federation import FederatedStrategy
 from flower_ext.federation.claims import claims_of, summary_of
@@ -82,7 +82,7 @@ class AppTraits:
     noise: Noise | None
     release: Release | None
     """One round of Flower's mechanism; None if it adds no noise, or if the app does not use it."""
-    ours: OurMechanism
+    mechanism: Mechanism
     """The mechanism of this package's strategy. Without such a strategy, it has no noise."""
     foreign: Sequence[str]
     """Parts of a strategy of this package that the app has replaced."""
@@ -103,12 +103,12 @@ class AppTraits:
     @property
     def holds(self) -> bool:
         """True if, in held runs, a public update replaces a client's before its protection."""
-        return self.ours.holds or not self.has_task
+        return self.mechanism.holds or not self.has_task
 
     @property
     def rounds_alike(self) -> bool:
         """True if every round of a held run has noise with the standard deviation in ``noise``."""
-        if self.has(FederatedStrategy.__name__) and not self.ours.rounds_alike:
+        if self.has(FederatedStrategy.__name__) and not self.mechanism.rounds_alike:
             return False
         return not (self.has(SERVER_ADAPTIVE) or self.has(CLIENT_ADAPTIVE))
 
@@ -151,15 +151,15 @@ def traits_of(instruments: Instruments, client: ClientApp, observed: Observed) -
     federated = next((s for s in chain if type(s) is FederatedStrategy), None)
     local = next((mod for mod in mods if type(mod) is LocalDpMod), None)
     noise, release = _flower_noise(instruments.begun, local)
-    ours = OurMechanism() if federated is None else mechanism_of(federated, planned)
+    mechanism = Mechanism() if federated is None else mechanism_of(federated, planned)
     guarantees = [] if federated is None else _guarantees(federated, planned)
     return AppTraits(
         strategies=[_part(type(strategy)) for strategy in chain],
         mods=[_part(mod) for mod in mods],
         has_task=isinstance(client, CohortApp),
-        noise=ours.noise or noise,
+        noise=mechanism.noise or noise,
         release=release,
-        ours=ours,
+        mechanism=mechanism,
         foreign=_foreign(federated, client),
         guarantees=guarantees,
         planned=planned,

@@ -11,6 +11,13 @@ from typing import Annotated, TypeVar
 import typer
 
 from flower_ext.cli.screen import Command, console, say, titled_table
+from flower_ext.data.link_files import (
+    read_numbers,
+    read_pseudonyms,
+    write_linked,
+    write_numbers,
+    write_pseudonyms,
+)
 from flower_ext.data.linkage import (
     IdentifierField,
     Pseudonyms,
@@ -20,13 +27,6 @@ from flower_ext.data.linkage import (
     read_key,
     shared_counts,
     write_key,
-)
-from flower_ext.data.linked_tables import write_linked
-from flower_ext.data.pseudonym_files import (
-    read_numbers,
-    read_pseudonyms,
-    write_numbers,
-    write_pseudonyms,
 )
 from flower_ext.data.record_files import RecordFile
 from flower_ext.errors import InvalidValue

@@ -6,8 +6,11 @@ errors say which files are missing and which library fetches them.
 
 from __future__ import annotations
 
+import gzip
+import os
 import struct
 import zlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -18,8 +21,12 @@ import torch
 
 from flower_ext.checks import require_one_of
 from flower_ext.data.examples import Examples
-from flower_ext.data.local_files import find_files, read_bytes
-from flower_ext.errors import InvalidValue
+from flower_ext.errors import FlowerExtError, InvalidValue
+from flower_ext.files import FOLDER_VARIABLE
+
+
+class DataNotFound(FlowerExtError, FileNotFoundError):
+    """A data set is missing where it was expected; the message says what to do."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,10 +50,8 @@ class DatasetInfo:
 
 def _idx_files(*folders: str) -> tuple[tuple[str, ...], ...]:
     """Return the paths of MNIST's four files of images and labels, for each folder."""
-    parts = [
-        f"{part}-{kind}" for part in ("train", "t10k") for kind in ("images-idx3", "labels-idx1")
-    ]
-    return tuple(tuple(f"{folder}/{part}-ubyte" for part in parts) for folder in folders)
+    kinds = ("train-images-idx3", "train-labels-idx1", "t10k-images-idx3", "t10k-labels-idx1")
+    return tuple(tuple(f"{folder}/{kind}-ubyte" for kind in kinds) for folder in folders)
 
 
 _DATASETS = {
@@ -111,6 +116,55 @@ def load(name: str, folder: Path | None = None) -> Examples:
     files = (*info.files, (f"{name}.npz",))
     paths = find_files(name, files, folder, advice=info.advice)
     return _examples(name, info, *_read(name, paths))
+
+
+def find_files(
+    name: str, files: Sequence[Sequence[str]], folder: Path | None = None, *, advice: str = ""
+) -> list[Path]:
+    """Return the files of a data set: those of the first set in ``files`` that is complete.
+
+    Files may be at their paths below the data folder, or all directly in it.
+
+    Parameters
+    ----------
+    name : str
+        Name of the data set, for messages.
+    files : sequence of sequence of str
+        Alternative sets of files, as paths below the folder, the preferred set first. One complete
+        set suffices. Any file may also be gzipped; its name then ends in ``.gz``.
+    folder : Path, optional
+        By default the folder that the environment variable FLOWER_EXT_DATA names.
+    advice : str
+        How to get the files, for the error.
+
+    Raises
+    ------
+    DataNotFound
+        No alternative is complete; the message names all of them.
+    """
+    root = folder or os.environ.get(FOLDER_VARIABLE)
+    if root:
+        root = Path(root).expanduser()
+        below = [[root / path for path in paths] for paths in files]
+        # Look directly in the folder last, because MNIST and Fashion-MNIST have files of the same
+        # names.
+        directly = [[root / Path(path).name for path in paths] for paths in files]
+        for paths in below + directly:
+            pairs = [(path, path.with_name(f"{path.name}.gz")) for path in paths]
+            existing = [file for pair in pairs for file in [*filter(Path.is_file, pair)][:1]]
+            if len(existing) == len(paths):
+                return existing
+    alternatives = "".join(f"\n  - {', '.join(paths)}" for paths in files)
+    raise DataNotFound(
+        f"data-folder={str(root or '')!r}: expected a folder with the data set {name!r}, as one of"
+        f"{alternatives}\nAny file may be gzipped, with a name that ends in .gz. The environment "
+        f"variable {FOLDER_VARIABLE} may name the folder. {advice}".rstrip()
+    )
+
+
+def read_bytes(path: Path) -> bytes:
+    """Return the content of a file, gzipped or not."""
+    return gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
 
 
 def _digits() -> Examples:

@@ -1,17 +1,19 @@
-"""Examples in memory, as clients train and test on them."""
+"""Examples in memory, as clients train and test on them, and limits on the records of users."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Hashable, Sequence
 from dataclasses import dataclass, field, replace
+from numbers import Integral
+from typing import Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from flower_ext.checks import require_at_least_one
 from flower_ext.data import trees
 from flower_ext.data.trees import Tree
-from flower_ext.data.users import choose
 from flower_ext.errors import InvalidValue
 
 MOST_USERS = 2**24
@@ -41,11 +43,13 @@ class Examples:
     _count: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        if self.plain and self.features.shape and self.targets.shape:
-            count = self.features.shape[0]
-            # A short cut for plain tensors, in a third of the time of the checks below. It pays
-            # because a client makes its examples anew in every round.
-            if count == self.targets.shape[0]:
+        features, targets = self.features, self.targets
+        # A short cut for plain tensors, in a third of the time of the checks below. It pays because
+        # a client makes its examples anew in every round.
+        plain = isinstance(features, Tensor) and isinstance(targets, Tensor)
+        if plain and features.shape and targets.shape:
+            count = features.shape[0]
+            if count == targets.shape[0]:
                 object.__setattr__(self, "_count", count)
                 return
         leaves: list[tuple[str, Tensor]] = []
@@ -66,11 +70,6 @@ class Examples:
 
     def __len__(self) -> int:
         return self._count
-
-    @property
-    def plain(self) -> bool:
-        """True if features and targets are one tensor each."""
-        return isinstance(self.features, Tensor) and isinstance(self.targets, Tensor)
 
     @property
     def row_type(self) -> tuple[Hashable, ...]:
@@ -155,8 +154,7 @@ class SiloData(ClientData):
     def by_user(self) -> dict[int, Examples]:
         """Return the training examples of each user, by the user's number in ascending order.
 
-        A user's examples keep their order. Their tensors are views of one sorted copy of all
-        examples.
+        A user's examples keep their order, and are views of one sorted copy of all examples.
         """
         # A stable sort keeps the order of each user's examples.
         order = torch.argsort(self.owners, stable=True)
@@ -192,13 +190,7 @@ class SiloData(ClientData):
 
 
 def owned(data: ClientData, num_users: int) -> SiloData:
-    """Return ``data`` if every training example has an owner below ``num_users``.
-
-    Raises
-    ------
-    ValueError
-        The data have no owners, or an owner or ``num_users`` is out of range.
-    """
+    """Return ``data`` if every training example has an owner below ``num_users``."""
     if not 1 <= num_users <= MOST_USERS:
         raise InvalidValue.tellable(f"num_users={num_users}: expected 1 … {MOST_USERS}")
     if not isinstance(data, SiloData):
@@ -240,3 +232,88 @@ def within_unit_ball(devices: Sequence[ClientData]) -> list[ClientData]:
         return Examples((features.double() / divisors).to(features.dtype), examples.targets)
 
     return [ClientData(train=scaled(data.train), test=scaled(data.test)) for data in devices]
+
+
+def limit_contributions(
+    histogram: np.ndarray, group_size: int, rng: np.random.Generator
+) -> np.ndarray:
+    """Return the number of records that each user keeps in each silo.
+
+    A user keeps min(N_u, ``group_size``) records in all silos together, so no record is left out
+    needlessly. All records of a user are equally likely to be kept. The choice reads the exact
+    numbers of records of all silos at once, and no guarantee covers this access.
+
+    Parameters
+    ----------
+    histogram : numpy.ndarray
+        Number n_{s,u} of each user's records in each silo, integers (silos, users).
+
+    Returns
+    -------
+    numpy.ndarray
+        int64 (silos, users). Each row is the ``limits`` of `SiloData.limited` in one silo.
+
+    Raises
+    ------
+    ValueError
+        ``group_size`` is below 1.
+    """
+    require_at_least_one("group_size", group_size)
+    silos, users = histogram.shape
+    silo, owner = (
+        np.repeat(index.ravel(), histogram.ravel()) for index in np.indices((silos, users))
+    )
+    kept = choose(owner, np.full(users, group_size), rng)
+    limits: np.ndarray = np.zeros((silos, users), dtype=np.int64)
+    # Unlike ``+= 1``, this counts a pair of silo and user as often as it occurs.
+    np.add.at(limits, (silo[kept], owner[kept]), 1)
+    return limits
+
+
+def choose(owners: np.ndarray, limits: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+    """Return booleans (n,): True for at most ``limits[u]`` records of each user u.
+
+    All records of a user are equally likely to be chosen. For the same state of ``rng``, the choice
+    among a user's records does not depend on other users' records.
+    """
+    order = np.argsort(owners, kind="stable")
+    grouped = owners[order]
+    rank = np.arange(len(owners)) - np.searchsorted(grouped, grouped)
+    # A record's lot depends on its user and its rank alone. If each lot were a draw from ``rng``,
+    # the lots would change with the number of other users' records.
+    key = rng.integers(2**64, dtype=np.uint64)
+    lots = _scrambled(_scrambled(grouped.astype(np.uint64) ^ key) + rank.astype(np.uint64))
+    chosen = np.zeros(len(owners), dtype=bool)
+    chosen[order[np.lexsort((lots, grouped))]] = rank < limits[grouped]
+    return chosen
+
+
+def _scrambled(numbers: np.ndarray) -> np.ndarray:
+    """Turn each 64-bit number into one that looks random. Equal numbers stay equal (SplitMix64)."""
+    z = numbers * np.uint64(0x9E3779B97F4A7C15)
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return np.asarray(z ^ (z >> np.uint64(31)))
+
+
+def group_size(histogram: np.ndarray, size: int | Literal["max", "median"]) -> int:
+    """Return k for ULDP-GROUP-k.
+
+    If ``size`` is a number, k is this number. If ``size`` is a word, k is the maximum or the median
+    of the users' numbers of records. The median leaves out users without a record, and is rounded
+    down.
+
+    Raises
+    ------
+    ValueError
+        The number is below 1, the word is unknown, or there is no record.
+    """
+    if isinstance(size, Integral) and not isinstance(size, bool) and size >= 1:
+        return int(size)
+    if size not in ("max", "median"):
+        raise InvalidValue(f"group_size={size!r}: expected an integer >= 1, 'max' or 'median'")
+    totals = histogram.sum(axis=0)
+    totals = totals[totals > 0]
+    if len(totals) == 0:
+        raise InvalidValue("histogram: expected at least one record")
+    return int(totals.max() if size == "max" else np.median(totals))

@@ -76,13 +76,7 @@ class IdentifierField:
             )
 
     def normalised(self, value: object) -> str:
-        """Return a value in the form in which silos compare it.
-
-        Raises
-        ------
-        UnusableValue
-            The value is empty, is not a date of the expected format, or is a number with decimals.
-        """
+        """Return a value in the form in which silos compare it, or raise `UnusableValue`."""
         text = "" if value is None else str(value)
         if self.kind == "date":
             if (day := _iso_date(text, self.date_format)) is None:
@@ -101,10 +95,7 @@ class IdentifierField:
 
 
 def _tells_all_days_apart(form: str) -> bool:
-    """Return True if a format has day, month and full year.
-
-    Years of two digits (``%y``) do not suffice: the year 1931 would be read as 2031.
-    """
+    """Return True if a format has day, month and full year: ``%y`` would read 1931 as 2031."""
     day = date(1931, 12, 30)
     return _iso_date(day.strftime(form), form) == day.isoformat()
 
@@ -150,13 +141,7 @@ class Pseudonyms:
             raise InvalidValue("fields: expected at least one column of the identifier")
 
     def of(self, values: Sequence[object]) -> bytes:
-        """Return the pseudonym of a person; ``values`` are the person's values of `fields`.
-
-        Raises
-        ------
-        UnusableValue
-            A value is empty or not of its field's kind; the message names the column.
-        """
+        """Return the pseudonym of a person; ``values`` are the person's values of `fields`."""
         message = b"pseudonym"
         for part, value in zip(self.fields, values, strict=True):
             normalised = part.normalised(value).encode()
@@ -167,10 +152,7 @@ class Pseudonyms:
     def of_rows(
         self, table: RecordFile, unusable: Counter[str]
     ) -> Iterator[tuple[Sequence[Any], bytes]]:
-        """Yield the rows of a file, each with its person's pseudonym.
-
-        A row whose identifier cannot be used is left out and counted in ``unusable``, by reason.
-        """
+        """Yield rows with their pseudonyms; count the `UnusableValue` of others by its message."""
         positions = table.positions([part.column for part in self.fields])
         for row in table.rows():
             try:
@@ -180,35 +162,20 @@ class Pseudonyms:
 
     @property
     def fingerprint(self) -> str:
-        """Eight hexadecimal digits by which silos compare their settings.
-
-        They are equal in silos that have the same key, and fields of the same kinds.
-        """
+        """Eight hexadecimal digits, equal in silos with the same key and fields of equal kinds."""
         kinds = ",".join(part.kind for part in self.fields)
         return hmac.digest(self.key, f"fingerprint {kinds}".encode(), "sha256")[:4].hex()
 
 
 def write_key(path: Path) -> None:
-    """Write a new secret key to a file that only its owner can read.
-
-    Raises
-    ------
-    InvalidValue
-        The file exists: another key would make other pseudonyms.
-    """
+    """Write a new secret key to a file that only its owner can read, unless the file exists."""
     if path.exists():
         raise InvalidValue(f"{path}: expected a file that does not exist yet")
     write_whole(path, secrets.token_hex(KEY_BYTES).encode() + b"\n")
 
 
 def read_key(path: Path) -> bytes:
-    """Return the secret key in a file.
-
-    Raises
-    ------
-    InvalidValue
-        There is no such file, other users of this machine can read it, or it holds no key.
-    """
+    """Return the secret key in a file; refuse a file that other users of this machine can read."""
     try:
         if path.stat().st_mode & 0o077:
             raise InvalidValue(f"{path}: expected a file that only its owner can read: chmod 600")

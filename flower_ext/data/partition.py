@@ -10,6 +10,9 @@ pathological partition, some classes may go to more clients than others, or to n
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import numpy as np
 
 from flower_ext.checks import require_positive
@@ -34,21 +37,14 @@ def partition(
     ``classes_per_partition`` is for ``pathological``; ``alpha`` and ``min_size`` are for
     ``dirichlet``.
     """
-    match kind:
-        case "pathological":
-            return pathological(
-                targets,
-                num_partitions=num_partitions,
-                classes_per_partition=classes_per_partition,
-                rng=rng,
-            )
-        case "dirichlet":
-            return dirichlet(
-                targets, num_partitions=num_partitions, alpha=alpha, rng=rng, min_size=min_size
-            )
-        case "iid":
-            return iid(targets, num_partitions=num_partitions, rng=rng)
-    raise InvalidValue(f"partition={kind!r}: expected pathological, dirichlet or iid")
+    schemes: dict[str, Callable[..., list[np.ndarray]]] = {
+        "pathological": partial(pathological, classes_per_partition=classes_per_partition),
+        "dirichlet": partial(dirichlet, alpha=alpha, min_size=min_size),
+        "iid": iid,
+    }
+    if kind not in schemes:
+        raise InvalidValue(f"partition={kind!r}: expected pathological, dirichlet or iid")
+    return schemes[kind](targets, num_partitions=num_partitions, rng=rng)
 
 
 def pathological(
@@ -82,7 +78,12 @@ def pathological(
             f"{num_partitions} clients with {classes_per_partition} classes each cannot hold "
             f"{len(classes)} classes; raise num_partitions or classes_per_partition"
         )
-    held = _deal_classes(len(classes), num_partitions, classes_per_partition, rng)
+    # Each client in turn gets the classes that the fewest clients have so far, and random ones if
+    # several have equally few. The numbers of clients per class thus differ by at most one.
+    held = np.zeros((num_partitions, len(classes)), dtype=bool)
+    for client in rng.permutation(num_partitions):
+        order = held.sum(axis=0) + rng.random(len(classes))
+        held[client, np.argsort(order)[:classes_per_partition]] = True
     pieces: list[list[np.ndarray]] = [[] for _ in range(num_partitions)]
     for number, label in enumerate(classes):
         holders = np.flatnonzero(held[:, number])
@@ -96,22 +97,6 @@ def pathological(
         for holder, piece in zip(holders, np.array_split(examples, len(holders)), strict=True):
             pieces[holder].append(piece)
     return [np.sort(np.concatenate(piece)) for piece in pieces]
-
-
-def _deal_classes(
-    num_classes: int, num_partitions: int, classes_per_partition: int, rng: np.random.Generator
-) -> np.ndarray:
-    """Return booleans (clients, classes): True if a client gets examples of a class.
-
-    Each client gets S = ``classes_per_partition`` classes: those that the fewest clients have so
-    far, and random ones if several have equally few. The numbers of clients per class therefore
-    differ by at most one.
-    """
-    held = np.zeros((num_partitions, num_classes), dtype=bool)
-    for client in rng.permutation(num_partitions):
-        load = held.sum(axis=0) + rng.random(num_classes)
-        held[client, np.argsort(load)[:classes_per_partition]] = True
-    return held
 
 
 def dirichlet(

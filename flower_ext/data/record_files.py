@@ -35,20 +35,9 @@ class RecordFile:
     path: Path
     encoding: str = "utf-8"
 
-    @property
-    def is_parquet(self) -> bool:
-        """True for a Parquet file."""
-        return self.path.suffix == ".parquet"
-
     def column_names(self) -> list[str]:
-        """Return the names of the columns.
-
-        Raises
-        ------
-        InvalidValue
-            The file cannot be read, is empty, or has two columns of one name.
-        """
-        if self.is_parquet:
+        """Return the names of the columns; refuse an unreadable file, or two equal names."""
+        if self.path.suffix == ".parquet":
             return list(_open_parquet(self.path).schema_arrow.names)
         with self._text() as stream:
             names = next(self._lines(stream), [])
@@ -57,13 +46,7 @@ class RecordFile:
         return names
 
     def positions(self, columns: Sequence[str]) -> list[int]:
-        """Return the positions of ``columns`` in a row.
-
-        Raises
-        ------
-        InvalidValue
-            The file lacks one of ``columns``.
-        """
+        """Return the positions of ``columns`` in a row; refuse a column that the file lacks."""
         names = self.column_names()
         if missing := [column for column in columns if column not in names]:
             raise InvalidValue(
@@ -73,15 +56,8 @@ class RecordFile:
         return [names.index(column) for column in columns]
 
     def rows(self) -> Iterator[Sequence[Any]]:
-        """Yield the rows: texts of a CSV file, values of a Parquet file.
-
-        Raises
-        ------
-        InvalidValue
-            A line has more or fewer fields than the first, or bytes that are invalid in the
-            encoding.
-        """
-        if self.is_parquet:
+        """Yield the rows: texts of a CSV file, values of a Parquet file; refuse malformed lines."""
+        if self.path.suffix == ".parquet":
             for batch in _open_parquet(self.path).iter_batches(batch_size=2**14):
                 yield from zip(*(column.to_pylist() for column in batch.columns), strict=True)
             return

@@ -20,13 +20,7 @@ tensors passes a type checker without casts."""
 
 
 def checked(name: str, tree: Tree) -> Tree:
-    """Return the tree with its mappings as plain dictionaries.
-
-    Raises
-    ------
-    TypeError
-        A part is neither a tensor nor a tuple or mapping of tensors; the message names the part.
-    """
+    """Return the tree with its mappings as plain dictionaries; refuse parts of other types."""
     if isinstance(tree, Tensor):
         return tree
     if isinstance(tree, tuple | Mapping) and len(tree):
@@ -50,6 +44,11 @@ def named(name: str, tree: Tree) -> Iterator[tuple[str, Any]]:
         yield from named(f"{name}[{key!r}]", part)
 
 
+def leaves(tree: Tree) -> Iterator[Any]:
+    """Yield each leaf."""
+    return (leaf for _, leaf in named("", tree))
+
+
 def first(tree: Tree) -> Tensor:
     """Return the first leaf. All leaves have its length and its device."""
     while not isinstance(tree, Tensor):
@@ -71,11 +70,7 @@ def row_type(tree: Tree) -> tuple[Hashable, ...]:
 
 
 def mapped(function: Callable[..., Any], tree: Tree, *more: Tree) -> Tree:
-    """Apply a function to the leaves of one or several trees; return a tree of its results.
-
-    All trees have the same structure. The function gets one leaf of each tree, all from the same
-    place.
-    """
+    """Apply a function to the leaves of trees of one structure; return a tree of its results."""
     if isinstance(tree, Tensor) or (children := _children(tree)) is None:
         return function(tree, *more)
     others = [_children(other) for other in more]

@@ -104,7 +104,7 @@ class Population:
         self.count(units, uploads, requests=requests)
 
     def forget_order(self) -> None:
-        """Adjust the counts to a new secret order of the units; by default there is no order."""
+        """Adjust the counts to a new secret order of silos' users; by default, change nothing."""
 
     def equalise_counts(self) -> None:
         """Give every unit the count of the unit that took part most.

@@ -222,7 +222,7 @@ class RunLoop:
             if is_unfinished:
                 connect(run, self.grid, arrays)
             run.summation.restore(kept.arrays)
-            run.population.forget_order()  # the new set-up has another
+            run.population.forget_order()
         # Whatever the server began after the checkpoint may have reached clients, so it counts.
         abandoned = run.checkpoints.abandoned(after=run.participations.rounds)
         for begun in abandoned:

@@ -1,30 +1,19 @@
 """Local training of torch models, as plain functions over parameter dictionaries.
 
-The module `local` computes one local training. It uses these modules:
-
 ====================  =====================================================================
 module                contents
 ====================  =====================================================================
 `task`                the model, the loss, the metrics and each partition's data
-`job`                 the description of a training: settings, examples, mini-batches, noise
+`job`                 one local training: its settings, examples, mini-batches and noise
 `models`              models of this package; functions that build, call and check any model
 `problem`             the loss plus terms, as a function of the trained part of a model
-`local`               `train`: sets up the problem, takes the steps, returns the model
+`local`               `train`: sets up a job's problem, takes the steps, returns the model
 `dp`                  steps of DP-SGD, which clip each example's gradient
+`batched`             trains many jobs in groups, which changes no result but for rounding
+`side_by_side`        collects the jobs that the methods of many clients wait for
+`trials`              find models in which one example, or one training, changes another
+`isolation`           keeps all else in the process out of a training's numbers
 ====================  =====================================================================
-
-When and how many trainings run together never changes a result, except for rounding:
-
-====================  =====================================================================
-`side_by_side`        collects the trainings that the methods of many clients wait for
-`batched.many`        trains many jobs, and finds the jobs that raise errors
-`batched.choice`      chooses the form in which each job trains
-`batched.form`        the interface of forms: one by one, in stacks, by a plug-in's code
-====================  =====================================================================
-
-The trials in `trials` find models in which one example changes the gradient of another example, or
-one training changes another training. `batched.choice` and `dp.ways` run these trials, and so does
-a client before its first training.
 """
 
 from flower_ext.training.batched.form import MEMORY_LIMIT
@@ -34,17 +23,16 @@ from flower_ext.training.batched.many import (
     train_groups,
     trains_one_by_one,
 )
-from flower_ext.training.dp.clipped_gradient import ClippedGradient
-from flower_ext.training.dp.dp_sgd import DpSgdTraining, train_dp_sgd
+from flower_ext.training.dp.dp_sgd import ClippedGradient, DpSgdTraining, train_dp_sgd
+from flower_ext.training.isolation import products_are_reproducible
 from flower_ext.training.job import Job, LocalTraining, StepNoise, job_batches
-from flower_ext.training.local import sgd_step, train
+from flower_ext.training.local import NotConverged, newton, sgd_step, train
 from flower_ext.training.models.features import Features
 from flower_ext.training.models.validation import (
     UnshareableModel,
     check_shareable,
     replace_batch_norm,
 )
-from flower_ext.training.newton import NotConverged, newton
 from flower_ext.training.params import Params, clone, difference, matches, part, tagged
 from flower_ext.training.problem import (
     Linear,
@@ -54,10 +42,8 @@ from flower_ext.training.problem import (
     gradient,
     local_problem,
 )
-from flower_ext.training.rounding import products_are_reproducible
 from flower_ext.training.scoring import evaluate, evaluate_each
-from flower_ext.training.survival import cox_loss
-from flower_ext.training.task import Task, accuracy
+from flower_ext.training.task import Task, accuracy, cox_loss
 
 __all__ = [
     "MEMORY_LIMIT",

@@ -22,12 +22,6 @@ def read_cached(path: Path) -> bytes | None:
 
 
 def write_cached(path: Path, content: bytes) -> None:
-    """Write a file whole or not at all, because several processes may write it at the same time.
-
-    Raises
-    ------
-    OSError
-        The file cannot be written.
-    """
+    """Write a file whole or not at all, because several processes may write it at the same time."""
     path.parent.mkdir(parents=True, exist_ok=True)
     write_whole(path, hashlib.sha256(content).digest() + content, sync=False)

@@ -4,11 +4,12 @@ On a CPU, a label or a word that is out of range raises an error that concerns o
 an accelerator it ends all further computation of the process, so one record would stop every
 client. Examples are therefore checked before they reach an accelerator. To find the accepted
 integers, this module calls the model and the loss on the CPU, on an example that consists of zeros
-and one other integer. The result depends on that integer alone, so no record changes which integers
-another client may use.
+and one other integer, so that no record changes which integers another client may use.
 
-The result is wrong for two kinds of models: those that compute indices from real numbers, and those
-that accept some integer but not all non-negative integers below it.
+A task accepts non-negative integers up to some limit, for example the length of a table. It may
+also accept single negative integers, as marks for a label or a word to leave out. The result is
+wrong for two kinds of models: those that compute indices from real numbers, and those that accept
+some integer but not all non-negative integers below it.
 """
 
 from __future__ import annotations
@@ -24,11 +25,9 @@ from torch import Tensor
 
 from flower_ext.data import Examples, trees
 from flower_ext.data.trees import Tree
-from flower_ext.training.isolation import attempted
+from flower_ext.training.isolation import attempted, seeded
 from flower_ext.training.models.calls import call_model
-from flower_ext.training.seeding import seeded
-from flower_ext.training.task import Task
-from flower_ext.training.training_kind import TrainingKind, kind_of
+from flower_ext.training.task import Task, TrainingKind, kind_of
 
 log = getLogger("flwr")
 
@@ -37,12 +36,7 @@ _MARKS = 16
 
 
 class IndexLimits:
-    """The integers that a task accepts, for each tensor of its features and targets.
-
-    A task accepts non-negative integers up to some limit, for example the length of a table. It may
-    also accept single negative integers, as marks for a label or a word to leave out. Each negative
-    integer is therefore tried by itself.
-    """
+    """The integers that a task accepts, for each tensor of its features and targets."""
 
     def __init__(self, kind: TrainingKind) -> None:
         self.task = kind.task
@@ -55,7 +49,9 @@ class IndexLimits:
         """Return booleans (n,) on the CPU: True for an example if the task accepts its integers."""
         usable = torch.ones(trees.length(features), dtype=torch.bool)
         for name, leaf in trees.named("", (features, targets)):
-            if not _is_integer(leaf) or not leaf.numel():
+            if leaf.is_floating_point() or leaf.is_complex() or leaf.dtype == torch.bool:
+                continue
+            if not leaf.numel():
                 continue
             low, high = (int(end) for end in leaf.aminmax())
             if low >= 0 and high <= self._highest[name]:
@@ -66,17 +62,19 @@ class IndexLimits:
         return usable
 
     def _refused(self, name: str, values: list[int]) -> list[int]:
-        """Return those of ``values`` that the task does not accept in the tensor ``name``.
-
-        ``values`` must ascend.
-        """
+        """Return those of the ascending ``values`` that the tensor ``name`` must not hold."""
         if not self._takes(name, 0):
             log.warning(
                 "labels and other integers are not checked before training, because the model or "
                 "the loss raises an error for an example that consists of zeros"
             )
             return []
-        refused = self._refused_negatives(name, [value for value in values if value < 0])
+        refused = [value for value in values if value < 0]
+        # A mark is one number: a tensor that may hold two has no indices.
+        if not refused or (self._takes(name, -1) and self._takes(name, refused[0])):
+            refused = []
+        elif len(refused) <= _MARKS:
+            refused = [value for value in refused if not self._takes(name, value)]
         higher = [value for value in values if value > self._highest[name]]
         taken = len(higher)
         if higher and not self._takes(name, higher[-1]):
@@ -85,23 +83,10 @@ class IndexLimits:
             self._highest[name] = higher[taken - 1]
         return refused + higher[taken:]
 
-    def _refused_negatives(self, name: str, values: list[int]) -> list[int]:
-        if not values or (self._takes(name, -1) and self._takes(name, values[0])):
-            return []  # a mark is one number: a tensor that may hold two has no indices
-        if len(values) > _MARKS:
-            return values
-        return [value for value in values if not self._takes(name, value)]
-
     def _takes(self, name: str, value: int) -> bool:
-        if (name, value) not in self._tried:
-            self._tried[name, value] = self._passes(name, value)
-        return self._tried[name, value]
-
-    def _passes(self, name: str, value: int) -> bool:
-        """Return True if model and loss run without an error on the following example.
-
-        The tensor ``name`` consists of ``value``, and all other tensors consist of zeros.
-        """
+        """Return True if model and loss run on zeros with only ``value`` in the tensor ``name``."""
+        if (name, value) in self._tried:
+            return self._tried[name, value]
 
         def filled(leaf: Tensor) -> Tensor:
             return torch.full_like(leaf, value) if leaf is chosen else leaf.clone()
@@ -113,8 +98,10 @@ class IndexLimits:
             outputs = call_model(self.task.factory().eval(), features)
             return self.task.loss(outputs, targets)
 
-        with torch.no_grad(), seeded(0, devices=False):
-            return not isinstance(attempted(loss), Exception)
+        with torch.no_grad(), seeded(0, torch.device("cpu")):
+            takes = not isinstance(attempted(loss), Exception)
+        self._tried[name, value] = takes
+        return takes
 
 
 def usable_rows(task: Task, features: Tree, targets: Tree) -> Tensor:
@@ -123,13 +110,7 @@ def usable_rows(task: Task, features: Tree, targets: Tree) -> Tensor:
 
 
 def require_usable(task: Task, examples: Examples) -> None:
-    """Refuse examples with an integer that the task does not accept.
-
-    Raises
-    ------
-    IndexError
-        An example has such an integer. A model on a CPU raises the same type of error.
-    """
+    """Refuse integers that the task does not accept with an `IndexError`, as on a CPU."""
     usable = usable_rows(task, examples.features, examples.targets)
     if not usable.all():
         raise IndexError(
@@ -150,7 +131,3 @@ def on_device(task: Task, examples: Examples) -> Examples:
 @lru_cache(maxsize=64)
 def _limits(kind: TrainingKind) -> IndexLimits:
     return IndexLimits(kind)
-
-
-def _is_integer(leaf: Tensor) -> bool:
-    return not (leaf.is_floating_point() or leaf.is_complex() or leaf.dtype == torch.bool)

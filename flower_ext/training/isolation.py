@@ -1,4 +1,4 @@
-"""Undo what one client's code leaves behind in the process before another client's code runs.
+"""Keep a training's numbers free of all else in its process: settings, random draws, rounding.
 
 A client's code may change a setting of the process because of the client's data. It might leave
 gradients switched off, for example. That would change what other clients send, and clipping each
@@ -7,13 +7,21 @@ update does not bound such a change.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import ctypes
+import hashlib
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
 import torch
 
 R = TypeVar("R")
+
+_MKL_AUTO, _MKL_OFF, _MKL_ALL = 2, 1, -1
 
 
 class ClientCrashed(RuntimeError):
@@ -29,7 +37,6 @@ _RESTORE: tuple[Callable[[Any], object], ...] = (
     torch.set_default_dtype,
     torch.set_num_threads,
 )
-"""Functions that restore the settings, in their order."""
 
 
 class isolated:
@@ -67,12 +74,86 @@ class isolated:
 
 
 def attempted(step: Callable[..., R], *arguments: Any) -> R | Exception:
-    """Call one client's ``step``; return its result. If it raises an error, return the error.
-
-    The caller can then go on with other clients.
-    """
+    """Call one client's ``step``, and return its result or its error: other clients continue."""
     try:
         with isolated():
             return step(*arguments)
     except Exception as error:  # data, models and methods may raise anything
         return error
+
+
+def default_device() -> torch.device:
+    """Return the accelerator if there is one, and the CPU otherwise."""
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+@contextmanager
+def seeded(seed: int, device: torch.device) -> Iterator[None]:
+    """Make torch's own random draws in this context, such as dropout, depend on ``seed`` alone.
+
+    For a CPU, accelerators are not seeded, because that would take ten times as long.
+    """
+    former = torch.get_rng_state()
+    (torch.default_generator if device.type == "cpu" else torch).manual_seed(seed)
+    try:
+        yield
+    finally:
+        torch.set_rng_state(former)
+
+
+def draws_generator(generator: torch.Generator) -> torch.Generator:
+    """Return a generator for the same draws as those of torch under `draws_seed`."""
+    return torch.Generator().manual_seed(draws_seed(generator))
+
+
+def draws_seed(generator: torch.Generator) -> int:
+    """Compute a seed for a model's own draws from the state of the mini-batches' generator."""
+    digest = hashlib.sha256(generator.get_state().numpy().tobytes()).digest()
+    return int.from_bytes(digest[:8]) >> 1
+
+
+@cache
+def products_are_reproducible() -> bool:
+    """Switch on MKL's reproducible mode for the rest of this process; return True if it is on.
+
+    By default the rounding of MKL's batched matrix product depends on the address of each matrix
+    modulo 64 bytes, so a model's numbers depend on its position in a batch. The mode can be chosen
+    only before MKL's first call, so this package chooses it on import. The environment variable
+    ``MKL_CBWR`` takes precedence. The result is False if MKL was used before, or if this PyTorch
+    comes without MKL.
+    """
+    try:
+        mkl = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
+        if "MKL_CBWR" not in os.environ:
+            mkl.mkl_serv_cbwr_set(_MKL_AUTO)
+        return int(mkl.mkl_serv_cbwr_get(_MKL_ALL)) != _MKL_OFF
+    except (OSError, AttributeError):
+        return False
+
+
+@contextmanager
+def deterministic_kernels(device: torch.device, *, strict: bool = True) -> Iterator[None]:
+    """Compute on one thread of a CPU, or by deterministic kernels on an accelerator.
+
+    On an accelerator, an operation without a deterministic kernel raises RuntimeError. If
+    ``strict`` is false, the operation runs as usual instead.
+    """
+    if device.type == "cpu":
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)
+        try:
+            yield
+        finally:
+            torch.set_num_threads(threads)
+        return
+    settings: Any = torch.utils.deterministic
+    before = torch.are_deterministic_algorithms_enabled(), settings.fill_uninitialized_memory
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # torch requires this for cuBLAS
+    torch.use_deterministic_algorithms(True, warn_only=not strict)
+    settings.fill_uninitialized_memory = False  # filling takes time
+    try:
+        with torch.backends.cudnn.flags(benchmark=False, deterministic=True):
+            yield
+    finally:
+        torch.use_deterministic_algorithms(before[0])
+        settings.fill_uninitialized_memory = before[1]

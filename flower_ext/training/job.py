@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+import traceback
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from flower_ext.checks import (
     Checked,
@@ -23,7 +26,9 @@ from flower_ext.data.trees import Tree
 from flower_ext.errors import InvalidValue
 from flower_ext.privacy import NoiseSource
 from flower_ext.training.index_limits import on_device
-from flower_ext.training.models.fewest_rows import fewest_rows
+from flower_ext.training.isolation import attempted
+from flower_ext.training.models.calls import call_model
+from flower_ext.training.models.factory import in_training
 from flower_ext.training.problem import Proximal, Term
 from flower_ext.training.task import Task
 
@@ -84,26 +89,17 @@ class LocalTraining(Checked):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-
-        def require(name: str, ok: bool, expected: str) -> None:
-            if not ok:
-                raise InvalidValue(f"{name}={getattr(self, name)!r}: expected {expected}")
-
-        require("tolerance", not (self.tolerance and self.sam_radius), "0 with a sam_radius")
-        known = self.optimizer in OPTIMIZERS
-        require("optimizer", known, f"one of {', '.join(sorted(OPTIMIZERS))}")
-        if self.optimizer == SGD:
-            require("weight_decay", not self.weight_decay, "0 with optimizer='SGD'")
-        else:
-            require("momentum", not self.momentum, f"0 with optimizer={self.optimizer!r}")
-            require("tolerance", not self.tolerance, f"0 with optimizer={self.optimizer!r}")
-
-    @property
-    def beyond_sgd(self) -> list[str]:
-        """Names of the settings in use that plain SGD does not have."""
-        extras = ("momentum", "sam_radius", "proximal_weight", "tolerance")
-        used = [name for name in extras if getattr(self, name)]
-        return used if self.optimizer == SGD else [*used, "optimizer"]
+        if self.tolerance and self.sam_radius:
+            raise InvalidValue(f"tolerance={self.tolerance!r}: expected 0 with a sam_radius")
+        if self.optimizer not in OPTIMIZERS:
+            known = ", ".join(sorted(OPTIMIZERS))
+            raise InvalidValue(f"optimizer={self.optimizer!r}: expected one of {known}")
+        plain = self.optimizer == SGD
+        for name in ("weight_decay",) if plain else ("momentum", "tolerance"):
+            if value := getattr(self, name):
+                raise InvalidValue(
+                    f"{name}={value!r}: expected 0 with optimizer={self.optimizer!r}"
+                )
 
     def require_plain_sgd(self, phase: str, because: str, *, besides: Collection[str] = ()) -> None:
         """Refuse settings that plain SGD does not have, except those in ``besides``.
@@ -115,11 +111,10 @@ class LocalTraining(Checked):
         InvalidValue
             Such a setting is in use.
         """
-        for name in self.beyond_sgd:
-            if name not in besides:
-                raise InvalidValue(
-                    f"{phase}.{name}={getattr(self, name)!r}: leave it out, because {because}"
-                )
+        for name in ("momentum", "sam_radius", "proximal_weight", "tolerance", "optimizer"):
+            value = getattr(self, name)
+            if value not in (0, SGD) and name not in besides:
+                raise InvalidValue(f"{phase}.{name}={value!r}: leave it out, because {because}")
 
     def in_round(self, number: int) -> LocalTraining:
         """Return the same training with the learning rate of training round ``number`` (from 1)."""
@@ -190,6 +185,53 @@ class Job:
         return self.training.num_steps(len(self.examples))
 
 
+def fewest_rows(build: Callable[[], nn.Module], features: Tree, batch_size: int) -> int:
+    """Return the fewest rows that a mini-batch may have, which depends on no values.
+
+    The result is 1, or 2 if the last mini-batch would have a single row and the model refuses a
+    single row, as batch normalisation does in training.
+    """
+    if batch_size > 1 and trees.length(features) % batch_size != 1:
+        return 1
+    layer = refusing_layer(build, features)
+    if layer is not None and batch_size == 1:
+        raise InvalidValue.tellable(
+            f"batch_size=1: expected at least 2, because {layer} refuses a single row"
+        )
+    return 1 if layer is None else 2
+
+
+def refusing_layer(build: Callable[[], nn.Module], features: Tree) -> str | None:
+    """Return the name of the layer that refuses one row but not two; None if no layer does."""
+    none = trees.to(trees.zeros(features, 0), torch.device("cpu"))
+    return _refusing_layer(_Probe(build, trees.row_type(features), none))
+
+
+@dataclass(frozen=True)
+class _Probe:
+    build: Callable[[], nn.Module]
+    row_type: Hashable
+    features: Tree = field(compare=False)
+
+
+@lru_cache(maxsize=64)
+def _refusing_layer(probe: _Probe) -> str | None:
+    def error_of(count: int) -> Any:
+        return attempted(call_model, model, trees.zeros(probe.features, count))
+
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        model = in_training(probe.build().cpu())
+        if isinstance(error_of(2), Exception) or not isinstance(error := error_of(1), Exception):
+            return None
+    names = {id(module): name for name, module in model.named_modules()}
+    layer = model
+    for frame, _ in traceback.walk_tb(error.__traceback__):  # the innermost module raised it
+        module = frame.f_locals.get("self")
+        if isinstance(module, nn.Module) and id(module) in names:
+            layer = module
+    return f"layer {names[id(layer)]!r} ({type(layer).__name__})"
+
+
 def batch_rows(
     count: int, training: LocalTraining, generator: torch.Generator, *, fewest: int = 1
 ) -> Iterator[Tensor]:
@@ -210,16 +252,6 @@ def batch_rows(
         left -= len(parts)
 
 
-def split_examples(
-    task: Task, examples: Examples, training: LocalTraining, generator: torch.Generator
-) -> list[Examples]:
-    """Return the shuffled mini-batches of a training, each as an `Examples`."""
-    fewest = fewest_rows(task.model, examples.features, training.batch_size)
-    batches = batch_rows(len(examples), training, generator, fewest=fewest)
-    parts = (examples.features, examples.targets)
-    return [Examples(*trees.rows(parts, rows)) for rows in [*batches]]
-
-
 def job_batches(task: Task, job: Job) -> Iterator[tuple[Tree, Tree]]:
     """Yield the shuffled mini-batches of a job, as features and targets, on the task's device."""
     device, size = task.torch_device(), job.training.batch_size
@@ -229,5 +261,4 @@ def job_batches(task: Task, job: Job) -> Iterator[tuple[Tree, Tree]]:
     for rows in batch_rows(len(data), job.training, job.generator, fewest=fewest):
         chosen = trees.rows((data.features, data.targets), rows.to(device))
         # Detach the tensors, so that the model's in-place operations stay out of later gradients.
-        x, y = trees.mapped(Tensor.detach, chosen)
-        yield x, y
+        yield trees.mapped(Tensor.detach, chosen)

@@ -17,24 +17,27 @@ With radius q = 0 this is SGD, and a step costs one pass instead of two.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
+from flower_ext.data import Examples, trees
 from flower_ext.data.trees import Tree
 from flower_ext.errors import InvalidValue
 from flower_ext.training.dp.dp_sgd import noised_step
 from flower_ext.training.index_limits import on_device
+from flower_ext.training.isolation import draws_seed, seeded
 from flower_ext.training.job import OPTIMIZERS, SGD, Job, LocalTraining, job_batches
-from flower_ext.training.newton import newton
 from flower_ext.training.params import Params, clone
 from flower_ext.training.problem import LocalProblem, gradient, local_problem
-from flower_ext.training.seeding import seeded_by
 from flower_ext.training.task import Task
 
 Step = Callable[[Tree, Tree], None]
 """Moves the weights of a training, in place, by a mini-batch of features and targets."""
+MOST_PARAMETERS = 4096
+_MOST_ITERATIONS = 100
 
 
 def train(task: Task, job: Job, *, trained: Callable[[str], bool] = lambda name: True) -> Params:
@@ -56,17 +59,21 @@ def train(task: Task, job: Job, *, trained: Callable[[str], bool] = lambda name:
     """
     if len(job.examples) == 0:
         raise InvalidValue("cannot train on a client without examples: leave the client out")
-    with seeded_by(job.generator, task.torch_device()):
-        if job.training.tolerance and job.noise is None:
-            return _exact_minimiser(task, job, trained)
-        problem = local_problem(task, job.params, trained=trained, terms=job.objective)
-        weights = clone(problem.start)
-        if job.noise is None:
-            step = sgd_step(problem, weights, job.training)
+    with seeded(draws_seed(job.generator), task.torch_device()):
+        tolerance = 0.0 if job.noise else job.training.tolerance
+        dtype = torch.float64 if tolerance else None
+        problem = local_problem(task, job.params, trained=trained, terms=job.objective, dtype=dtype)
+        if tolerance:
+            data = on_device(task, job.examples)
+            weights = newton(problem.loss_at, problem.start, data, tolerance=tolerance)
         else:
-            step = noised_step(task, job, problem, weights)
-        for x, y in job_batches(task, job):
-            step(x, y)
+            weights = clone(problem.start)
+            if job.noise is None:
+                step = sgd_step(problem, weights, job.training)
+            else:
+                step = noised_step(task, job, problem, weights)
+            for x, y in job_batches(task, job):
+                step(x, y)
     return problem.whole(weights, like=job.params)
 
 
@@ -77,7 +84,10 @@ def sgd_step(problem: LocalProblem, weights: Params, training: LocalTraining) ->
     """
     tensors = [*weights.values()]
     velocity = [torch.zeros_like(w) for w in tensors if training.momentum > 0]
-    optimizer = _other_optimizer(training, weights)
+    optimizer = None
+    if training.optimizer != SGD:
+        decay = {"weight_decay": training.weight_decay} if training.weight_decay else {}
+        optimizer = OPTIMIZERS[training.optimizer](tensors, lr=training.learning_rate, **decay)
 
     def step(x: Tree, y: Tree) -> None:
         slopes = gradient(problem.loss_at, weights, x, y)
@@ -108,22 +118,74 @@ def perturbation(gradient: Sequence[Tensor], radius: float) -> list[Tensor]:
     return [scale * g for g in gradient]
 
 
-def _other_optimizer(
-    training: LocalTraining, weights: Mapping[str, Tensor]
-) -> torch.optim.Optimizer | None:
-    if training.optimizer == SGD:
-        return None
-    options: dict[str, float] = {"lr": training.learning_rate}
-    if training.weight_decay:
-        options["weight_decay"] = training.weight_decay
-    return OPTIMIZERS[training.optimizer]([*weights.values()], **options)
+class NotConverged(ArithmeticError):
+    """Newton's method found no point whose gradient's norm is within the tolerance."""
 
 
-def _exact_minimiser(task: Task, job: Job, trained: Callable[[str], bool]) -> Params:
-    """Return the whole model at the objective's minimum, found in float64 up to ``tolerance``."""
-    problem = local_problem(
-        task, job.params, trained=trained, terms=job.objective, dtype=torch.float64
+def newton(
+    loss_at: Callable[[Params, Tree, Tree], Tensor],
+    start: Mapping[str, Tensor],
+    examples: Examples,
+    *,
+    tolerance: float,
+) -> Params:
+    """Return a point where the gradient of ``loss_at(params, x, y)`` has norm ≤ ``tolerance``.
+
+    Some privacy proofs use the stability of a minimiser, or the density of a perturbed minimiser.
+    They need the minimiser itself, not the result of some epochs of SGD. If the objective is
+    μ-strongly convex, a point whose gradient has norm g lies within g/μ of the minimiser. The
+    method is Newton's, in float64.
+
+    Parameters
+    ----------
+    start : Mapping[str, Tensor]
+        float64, at most 4,096 numbers in all, because a step solves for the whole Hessian.
+    tolerance : float
+        Largest L2 norm of the gradient over all examples.
+
+    Raises
+    ------
+    NotConverged
+        The method does not reach such a point, because the objective is not strongly convex, or
+        because ``tolerance`` is below the resolution of float64.
+    ValueError
+        There are too many parameters.
+    """
+    names, shapes = list(start), [p.shape for p in start.values()]
+    sizes = [p.numel() for p in start.values()]
+    if sum(sizes) > MOST_PARAMETERS:
+        raise InvalidValue(
+            f"tolerance above 0 with {sum(sizes)} parameters: Newton's method takes at most "
+            f"{MOST_PARAMETERS}; train by SGD (tolerance=0)"
+        )
+    x = trees.double(examples.features)
+
+    def parts(flat: Tensor) -> Params:
+        cut = torch.split(flat, sizes)
+        return {
+            name: part.view(shape) for name, part, shape in zip(names, cut, shapes, strict=True)
+        }
+
+    def loss(flat: Tensor) -> Tensor:
+        return loss_at(parts(flat), x, examples.targets)
+
+    point = torch.cat([p.detach().reshape(-1) for p in start.values()])
+    norm = math.inf
+    for _ in range(_MOST_ITERATIONS):
+        slope, value = torch.func.grad_and_value(loss)(point)
+        norm = float(torch.linalg.vector_norm(slope))
+        if norm <= tolerance:
+            return parts(point)
+        step, failed = torch.linalg.solve_ex(torch.func.hessian(loss)(point), slope)
+        descent = float(slope @ step)
+        if bool(failed) or not descent > 0:
+            break
+        # Armijo's rule, with a tolerance for the rounding of the values.
+        length, slack = 1.0, 1e-14 * (1 + abs(float(value)))
+        while float(loss(point - length * step)) > float(value) - 1e-4 * length * descent + slack:
+            length /= 2
+        point = point - length * step
+    raise NotConverged(
+        f"the gradient's norm stays at {norm:.3g}, above tolerance={tolerance:g}: expected a "
+        "strongly convex objective; set proximal_weight above 0, or raise the tolerance"
     )
-    data = on_device(task, job.examples)
-    minimum = newton(problem.loss_at, problem.start, data, tolerance=job.training.tolerance)
-    return problem.whole(minimum, like=job.params)

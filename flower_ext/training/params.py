@@ -27,10 +27,7 @@ def to_device(params: Mapping[str, Tensor], device: torch.device) -> Params:
 
 
 def flat_rows(stack: Tensor) -> Tensor:
-    """Flatten each row: return a tensor of shape (rows, numbers in a row).
-
-    Rows may be scalars, and there may be no rows.
-    """
+    """Return (rows, numbers in a row). Rows may be scalars, and there may be no rows."""
     return stack.unsqueeze(-1).flatten(1)
 
 
@@ -54,8 +51,7 @@ def difference(after: Mapping[str, Tensor], before: Mapping[str, Tensor]) -> Par
 def shaken(params: Mapping[str, Tensor], generator: torch.Generator) -> Params:
     """Return the parameters plus random numbers that are as large as usual initial weights.
 
-    Trials use such parameters. A head that begins at zero would give the same output for all
-    examples.
+    Trials need them: a head that begins at zero would give the same output for all examples.
     """
     moved = dict(params)
     for name, weight in params.items():
@@ -101,12 +97,10 @@ def require_modules(
     names: Iterable[str],
     tied: Mapping[str, str] | None = None,
 ) -> None:
-    """Refuse ``patterns``, the value of ``option``, in two cases.
+    """Refuse ``patterns``, the value of ``option``, if one matches no parameter among ``names``.
 
-    The first case is a pattern that matches no parameter among ``names``. The second concerns a
-    parameter with several names, of which only one is matched. ``tied`` maps each other name to the
-    first one, for example ``{"head.weight": "embedding.weight"}``. The pattern ``"head"`` is then
-    refused unless ``"embedding"`` is given, too.
+    ``tied`` maps each further name of a parameter to its first one, for example
+    ``{"head.weight": "embedding.weight"}``. ``"head"`` is then refused without ``"embedding"``.
     """
     for name, first in (tied or {}).items():
         if matches(name, patterns) and not matches(first, patterns):

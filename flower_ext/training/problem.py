@@ -12,7 +12,7 @@ from copy import deepcopy
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from threading import get_ident
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -21,12 +21,15 @@ from flower_ext.checks import require_not_negative
 from flower_ext.data import trees
 from flower_ext.data.trees import Tree
 from flower_ext.errors import InvalidValue
-from flower_ext.training.models.calls import SettableModel
+from flower_ext.training.isolation import seeded
+from flower_ext.training.models.calls import SettableModel, call_with
 from flower_ext.training.models.dropout import own_dropout
 from flower_ext.training.models.factory import ModelFactory, in_training, suits_channels_last
-from flower_ext.training.params import Params, to_device
-from flower_ext.training.seeding import seeded
+from flower_ext.training.params import Params, clone, to_device
 from flower_ext.training.task import Task
+
+ExampleLoss = Callable[[Any, Tree], Tensor]
+"""A function from the outputs and targets of a batch to the mean loss of its examples."""
 
 
 class Term(Protocol):
@@ -49,10 +52,8 @@ class Proximal:
 
     def __call__(self, params: Mapping[str, Tensor]) -> Tensor:
         """Return the term at ``params``."""
-        squares = [
-            (p - self.anchor[name].to(p.device)).square().sum() for name, p in params.items()
-        ]
-        return 0.5 * self.weight * torch.stack(squares).sum()
+        pulls = ((p - self.anchor[name].to(p.device)).square().sum() for name, p in params.items())
+        return 0.5 * self.weight * torch.stack([*pulls]).sum()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,10 +72,7 @@ class Linear:
 
 
 def affine(terms: Sequence[Term]) -> Iterator[tuple[float, float, Mapping[str, Tensor]]]:
-    """Yield (slope, scale, vector) for each term.
-
-    The term's gradient at w is slope · w + scale · vector.
-    """
+    """Yield (slope, scale, vector) of each term's gradient, slope · w + scale · vector at w."""
     for term in terms:
         if type(term) is Proximal:  # a subclass may be another function
             yield term.weight, -term.weight, term.anchor
@@ -108,10 +106,15 @@ class LocalProblem:
     def whole(self, trained: Mapping[str, Tensor], like: Mapping[str, Tensor]) -> Params:
         """Return the whole model with this trained part.
 
-        Each tensor gets the device and the type of the tensor with the same name in ``like``.
+        Each tensor gets the device, type and memory order of the tensor of its name in ``like``.
         """
         everything = {**self.rest, **trained}
-        return {name: _like(everything[name], p) for name, p in like.items()}
+        moved = {name: everything[name].to(p.device, p.dtype) for name, p in like.items()}
+        usual = torch.contiguous_format
+        return {
+            name: p if p.stride() == like[name].stride() else p.clone(memory_format=usual)
+            for name, p in moved.items()
+        }
 
 
 def local_problem(
@@ -171,37 +174,30 @@ def local_problem(
 def _model_for(
     factory: ModelFactory, params: Params, device: torch.device, dtype: torch.dtype | None
 ) -> SettableModel:
-    """Return the model that computes a problem's loss.
+    """Return the model that computes a problem's loss: the thread's shared model, or a new one.
 
-    All problems of a thread share one model if three conditions hold. All layers are known.
-    ``dtype`` is None. And ``params`` has all parameters, in their usual shapes: the shared model
-    would otherwise keep the missing ones from another problem.
+    Problems share a model of known layers if ``params`` has all parameters, in their usual shapes.
+    The shared model would otherwise keep the missing ones from another problem.
     """
     travelling = factory.facts.travelling
     whole = all(n in params and params[n].shape == shape for n, (shape, _) in travelling.items())
-    if dtype is None and factory.facts.known and whole:
-        return _shared_model(factory, device, get_ident())
-    return _new_model(factory, device, dtype)
-
-
-@lru_cache(maxsize=64)
-def _shared_model(factory: ModelFactory, device: torch.device, thread: int) -> SettableModel:
-    """Return one model for all problems of a thread.
-
-    Sharing saves time, because building a small model takes as long as one or two steps.
-    """
-    return _new_model(factory, device, None)
+    is_shared = dtype is None and factory.facts.known and whole
+    return (_shared_model if is_shared else _new_model)(factory, device, dtype, get_ident())
 
 
 def _new_model(
-    factory: ModelFactory, device: torch.device, dtype: torch.dtype | None
+    factory: ModelFactory, device: torch.device, dtype: torch.dtype | None, thread: int
 ) -> SettableModel:
     # Seeded, so that random numbers drawn to build the model do not change later draws.
-    with seeded(0, devices=device.type != "cpu"):
+    with seeded(0, device):
         model = own_dropout(in_training(factory.on(device)))
     if dtype is not None and factory.facts.frozen:
         model = deepcopy(model).to(dtype)
     return SettableModel(model)
+
+
+# Building a small model takes as long as one or two steps.
+_shared_model = lru_cache(maxsize=64)(_new_model)
 
 
 @contextmanager
@@ -223,8 +219,45 @@ def _laid(tree: Tree, layout: torch.memory_format) -> Tree:
     return tree.to(memory_format=layout) if images else tree
 
 
-def _like(one: Tensor, other: Tensor) -> Tensor:
-    """Return the values of ``one`` with the device, type and memory order of ``other``."""
-    moved = one.to(other.device, other.dtype)
-    usual = moved.stride() == other.stride()
-    return moved if usual else moved.clone(memory_format=torch.contiguous_format)
+def model_of_single_examples(task: Task, trained: Sequence[str]) -> nn.Module:
+    """Return a model of the task; refuse one whose layers are known to mix examples."""
+    model = in_training(task.factory.on(task.torch_device())).requires_grad_(False)
+    channels_last = suits_channels_last(model, trained)
+    for name, module in model.named_modules():
+        if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.training:
+            raise InvalidValue(
+                f"layer {name!r} is batch normalisation, in which every example changes the "
+                "gradients of all others: use GroupNorm (flower_ext.training.replace_batch_norm)"
+            )
+        if getattr(module, "inplace", False):  # an in-place layer overwrites another layer's output
+            module.inplace = False
+        if getattr(module, "max_norm", None) is not None:
+            raise InvalidValue(
+                f"layer {name!r} has max_norm={module.max_norm!r}: expected None with DP-SGD, "
+                "because an example would otherwise rewrite rows that other examples look up"
+            )
+        if isinstance(module, nn.Conv2d) and channels_last:
+            module.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    return model
+
+
+def has_rows(leaf: Any, count: int) -> bool:
+    """Return True if ``leaf`` is a tensor with ``count`` rows: of a batch, one for each example."""
+    return isinstance(leaf, Tensor) and leaf.dim() > 0 and len(leaf) == count
+
+
+def loss_alone(model: nn.Module, params: Params, loss: ExampleLoss, x: Tree, y: Tree) -> Tensor:
+    """Return the loss of one example. ``x`` and ``y`` have no batch dimension."""
+    x, y = trees.mapped(lambda leaf: leaf.unsqueeze(0), (x, y))
+    return loss(call_with(model, params, x), y)
+
+
+def gradient_alone(
+    model: nn.Module, params: Params, names: Sequence[str], loss: ExampleLoss, x: Tree, y: Tree
+) -> Params:
+    """Return the gradient of one example, without a batch dimension, and keep the buffers."""
+    point = {**params, **clone(dict(model.named_buffers()))}
+    return gradient(
+        lambda leaves: loss_alone(model, {**point, **leaves}, loss, x, y),
+        {name: params[name] for name in names},
+    )

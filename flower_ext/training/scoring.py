@@ -77,21 +77,13 @@ def _joined(outputs: Sequence[Any], sizes: Sequence[int]) -> Any:
                     f"{sum(sizes)} examples. Let the model return tensors such as logits, and "
                     "let the loss and the metrics read them"
                 )
-    return trees.mapped(_cat, *outputs)
-
-
-def _cat(*leaves: Any) -> Any:
-    return None if leaves[0] is None else torch.cat(leaves)
+    return trees.mapped(
+        lambda *leaves: leaves[0] if leaves[0] is None else torch.cat(leaves), *outputs
+    )
 
 
 def score_each_alone(task: Task, outputs: Any, targets: Tree) -> dict[str, float]:
-    """Return the mean loss and the task's metrics. A score that raises an error is NaN.
-
-    Raises
-    ------
-    Exception
-        The loss and all metrics raise errors. The first of these errors is raised again.
-    """
+    """Return the mean loss and metrics. A score that fails is NaN; if all do, the first raises."""
 
     def value(metric: Callable[..., Any]) -> float:
         return float(metric(outputs, targets))

@@ -1,4 +1,4 @@
-"""Run the functions of many clients together, and train the models that they ask for in batches.
+"""Run the functions of many clients together, and train the models that they ask for in groups.
 
 An error of one client does not stop the others.
 """
@@ -25,15 +25,7 @@ R = TypeVar("R")
 
 
 def check_whole(params: Mapping[str, torch.Tensor], task: Task) -> None:
-    """Refuse ``params`` that lack a part of the model, or that are a `Training`.
-
-    Raises
-    ------
-    ValueError
-        Parameters are missing; the message names them and says where a client can get them. Or
-        ``params`` are a training task, because the method lacks the ``yield`` before
-        ``work.train(...)``.
-    """
+    """Refuse ``params`` that lack a part of the model, or that are a `Training`."""
     check_yielded(params)
     if not params.keys() >= task.shapes.keys():
         missing = sorted(task.shapes.keys() - params.keys())
@@ -46,14 +38,7 @@ def check_whole(params: Mapping[str, torch.Tensor], task: Task) -> None:
 
 
 def check_yielded(model: object) -> None:
-    """Refuse a training task that was passed where a trained model is expected.
-
-    Raises
-    ------
-    ValueError
-        ``model`` is a `Training`, because the method lacks the ``yield`` before
-        ``work.train(...)``.
-    """
+    """Refuse a training task in place of a trained model: the method lacks a ``yield``."""
     if isinstance(model, Training):
         raise InvalidValue.tellable(
             "got a training task instead of a trained model: write model = yield work.train(...)"
@@ -96,8 +81,8 @@ class Training:
         return self.job.noise is None and self.returns_params
 
     @property
-    def batch(self) -> Hashable:
-        """Key of this training's batch: trainings with equal keys run together."""
+    def group(self) -> Hashable:
+        """Key of this training's group: trainings with equal keys run together."""
         names = frozenset(filter(self.trained, self.job.params))
         return self.solve, names, self.job.noise is None
 
@@ -116,13 +101,13 @@ def side_by_side(
 ) -> list[T | Exception]:
     """Run all ``runs`` to their ends; return the value of each, or the error of a run that fails.
 
-    The function batches the trainings that several runs yield. It gives a run its trained model as
+    The function groups the trainings that several runs yield. It gives a run its trained model as
     soon as the model is ready: the model is then still in the processor's caches, and the models
     that follow occupy no memory yet. An error in a training is raised in the run that yielded it,
     and all other runs continue. A run without trainings ends before the next run begins.
     """
     results: dict[int, T | Exception] = {}
-    waiting: dict[int, tuple[Steps[T], Training, Hashable]] = {}
+    waiting: dict[Hashable, list[tuple[int, Steps[T], Training]]] = defaultdict(list)
 
     def advance(index: int, steps: Steps[T], model: Any) -> None:
         try:
@@ -130,7 +115,7 @@ def side_by_side(
                 failed = isinstance(model, Exception)
                 training = steps.throw(model) if failed else steps.send(model)
                 # The method's own function says which trainings are alike, and may raise, too.
-                waiting[index] = steps, training, training.batch
+                waiting[training.group].append((index, steps, training))
         except StopIteration as end:
             results[index] = end.value
         except Exception as error:  # an error of this run alone, of any type
@@ -142,22 +127,21 @@ def side_by_side(
         else:
             advance(index, run, None)
     while waiting:
-        alike = defaultdict(list)
-        for index, (_, _, batch) in waiting.items():
-            alike[batch].append(index)
-        for members in alike.values():
-            group = [waiting.pop(index) for index in members]
-            first = group[0][1]
-            solve = partial(
-                first.solve, first.task, trained=first.trained, memory_limit=memory_limit
-            )
-            jobs = [training.job for _, training, _ in group]
-            for (number,), model in attempt_groups(partial(_solve_numbered, solve), jobs):
-                advance(members[number], group[number][0], model)
+        groups = [*waiting.values()]
+        waiting.clear()
+        for members in groups:
+            first = members[0][2]
+            options = {"trained": first.trained, "memory_limit": memory_limit}
+            solve = partial(_solved, partial(first.solve, first.task, **options))
+            for (number,), model in attempt_groups(
+                solve, [training.job for *_, training in members]
+            ):
+                index, steps, _ = members[number]
+                advance(index, steps, model)
     return [results[index] for index in sorted(results)]
 
 
-def _solve_numbered(
+def _solved(
     solve: Callable[[Sequence[Job]], Iterable[R]], jobs: Sequence[Job]
 ) -> Iterator[tuple[list[int], R]]:
     return (([number], result) for number, result in enumerate(solve(jobs)))

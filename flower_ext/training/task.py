@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from inspect import signature
@@ -12,10 +12,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from flower_ext.data import ClientData
+from flower_ext.data import ClientData, trees
+from flower_ext.data.trees import Tree
 from flower_ext.errors import InvalidValue
+from flower_ext.training.isolation import default_device
 from flower_ext.training.models.factory import ModelFactory, factory_of
-from flower_ext.training.params import Params
+from flower_ext.training.params import Params, Sizes, sizes
 
 
 def accuracy(outputs: Tensor, targets: Tensor) -> float:
@@ -39,6 +41,39 @@ def accuracy(outputs: Tensor, targets: Tensor) -> float:
             "Task(metrics={...}) a metric that suits your targets"
         )
     return float((outputs.argmax(dim=1) == targets).float().mean())
+
+
+def cox_loss(scores: Tensor, targets: Tensor, present: Tensor | None = None) -> Tensor:
+    """Return the negative log partial likelihood per event, with Breslow's rule for ties.
+
+    At each event, the loss compares the patient's score with the scores of all patients who are
+    still observed. It is therefore no mean over examples, and a mini-batch of one patient has
+    nothing to compare. Without events the loss and its gradient are 0. No control flow depends on
+    the data.
+
+    FLamby divides by the number of patients instead of events, so its gradients, and its steps of
+    SGD, are smaller than here: the factor is the share of patients with an event.
+
+    Parameters
+    ----------
+    scores : Tensor
+        Logarithms of the risks (n,) or (n, 1).
+    targets : Tensor
+        (n, 2): time, and 1 for an event or 0 for the end of observation.
+    present : Tensor, optional
+        Booleans (n,). Rows with False are padding and change nothing.
+    """
+    scores = scores.flatten()
+    time, event = targets[:, 0], targets[:, 1].to(scores.dtype)
+    at_risk = time.unsqueeze(0) >= time.unsqueeze(1)
+    if present is not None:
+        at_risk = at_risk & present.unsqueeze(0)
+        event = event * present
+    # Every row, even padding, is at risk with itself, because an empty sum would have no gradient.
+    at_risk = at_risk | torch.eye(len(scores), dtype=torch.bool, device=scores.device)
+    risks = torch.where(at_risk, scores.unsqueeze(0), -torch.inf)
+    losses = torch.logsumexp(risks, dim=1) - scores
+    return (losses * event).sum() / event.sum().clamp(min=1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,7 +138,10 @@ class Task:
                 f"trainable={self.trainable!r}: expected several names, for example "
                 f"({self.trainable!r},)"
             )
-        object.__setattr__(self, "loss", _hashable(self.loss))  # a key of caches
+        try:
+            hash(self.loss)
+        except TypeError:  # caches need a hash
+            object.__setattr__(self, "loss", partial(self.loss))
         trainable = None if self.trainable is None else tuple(self.trainable)
         object.__setattr__(self, "trainable", trainable)
         object.__setattr__(self, "model", factory_of(self.model, trainable))
@@ -132,9 +170,7 @@ class Task:
 
     def torch_device(self) -> torch.device:
         """Return the device on which this process trains."""
-        if self.device == "auto":
-            return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        return torch.device(self.device)
+        return default_device() if self.device == "auto" else torch.device(self.device)
 
     def initial_params(self, seed: int) -> Params:
         """Return parameters and buffers of a fresh model, the same everywhere for the same seed.
@@ -145,12 +181,9 @@ class Task:
 
     @property
     def fingerprint(self) -> str:
-        """Digest of the frozen parts; empty if nothing is frozen.
+        """Digest of the frozen parts of model and data, which the server compares between nodes.
 
-        The server compares the nodes' fingerprints to check that all have the same frozen parts.
-
-        If ``data`` has a fingerprint, as `Features` has for its frozen front, that fingerprint is
-        appended to the model's.
+        It is empty if nothing is frozen. `Features` has a fingerprint of its frozen front.
         """
         parts = (self.factory.fingerprint, getattr(self.data, "fingerprint", ""))
         return "-".join(part for part in parts if part)
@@ -162,10 +195,36 @@ class Task:
         return self.model
 
 
-def _hashable(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the function itself. If it is an object without a hash, wrap it in one with a hash."""
-    try:
-        hash(function)
-    except TypeError:
-        return partial(function)
-    return function
+@dataclass(frozen=True)
+class TrainingKind:
+    """The facts on which a trial's result depends; a process stores the result under this key.
+
+    ``features`` and ``targets`` are one example of zeros, with the shapes and types of real ones:
+    no result depends on values of the data.
+    """
+
+    model: Callable[[], nn.Module]
+    loss: Callable[..., Tensor]
+    device: torch.device
+    sizes: Sizes
+    row_types: Hashable
+    features: Tree = field(compare=False)
+    targets: Tree = field(compare=False)
+
+    @property
+    def task(self) -> Task:
+        """A task without data."""
+        return Task(model=self.model, data=_no_data, loss=self.loss, device=str(self.device))
+
+
+def kind_of(
+    task: Task, features: Tree, targets: Tree, params: Mapping[str, Tensor]
+) -> TrainingKind:
+    """Return the kind of a training that starts at ``params``, on examples like the given ones."""
+    row_types = trees.row_type(features), trees.row_type(targets)
+    device, parts = task.torch_device(), (trees.zeros(features, 1), trees.zeros(targets, 1))
+    return TrainingKind(task.model, task.loss, device, sizes(params), row_types, *parts)
+
+
+def _no_data(client: int) -> ClientData:
+    raise NotImplementedError

@@ -134,7 +134,7 @@ def test_trainings_of_different_clients_share_a_batch():
     task = Task(model=Centred, data=lambda client: None, loss=cross_entropy, device="cpu")
     method = PFedMe(local=LocalTraining(batch_size=4))
     first, second = (
-        next(local_update(client_work(task, client, method, size=5 + client))).batch
+        next(local_update(client_work(task, client, method, size=5 + client))).group
         for client in range(2)
     )
     assert first == second

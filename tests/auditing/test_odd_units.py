@@ -30,7 +30,7 @@ from flower_ext.training import (
     Task,
     train_each,
 )
-from flower_ext.training.dp.clipped_gradient import ClippedGradient
+from flower_ext.training.dp.dp_sgd import ClippedGradient
 from tests.support.failing import FAILING, failing_task
 from tests.support.grids import grid
 from tests.support.strategies import group_strategy, strategy_of

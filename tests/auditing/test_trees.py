@@ -11,8 +11,8 @@ from flower_ext.auditing import Experiment, World, audit, projected
 from flower_ext.data import Examples, SiloData
 from flower_ext.privacy import AdversaryView
 from flower_ext.training import DpSgdTraining, Task
-from flower_ext.training.dp.clipped_gradient import ClippedGradient
-from flower_ext.training.dp.one_pass import OnePass
+from flower_ext.training.dp.dp_sgd import ClippedGradient
+from flower_ext.training.dp.passes import Passes
 from flower_ext.training.trials.examples_together import BatchInvarianceTrial
 from tests.support import planted_faults as faults
 from tests.support.grids import grid
@@ -119,7 +119,7 @@ def without_odd_examples(patch, experiment):
 
 def unwatched(patch, experiment):
     """Nor does it detect a branch for odd examples, if nobody watches for branches."""
-    patch.setattr(OnePass, "reads_last", lambda self, x: False)
+    patch.setattr(Passes, "reads_last", lambda self, x: False)
     return without_odd_examples(patch, experiment)
 
 

@@ -256,10 +256,10 @@ def test_no_metric_of_one_client_moves_the_sum_by_more_than_its_bound(told):
 
 
 def test_an_evaluation_that_fails_on_a_clients_data_sends_an_empty_part(monkeypatch, logged):
-    def broken(works, models, **how):
-        return [ZeroDivisionError("of a record")] * len(works)
+    def broken(task, models, examples):
+        return [ZeroDivisionError("of a record")] * len(models)
 
-    monkeypatch.setattr(evaluating, "scores_of", broken)
+    monkeypatch.setattr(evaluating, "evaluate_each", broken)
     strategy = scored()
     grid, result = run(strategy)
     assert strategy.refusals == []
@@ -271,11 +271,11 @@ def test_an_evaluation_that_fails_on_a_clients_data_sends_an_empty_part(monkeypa
 
 def test_no_client_changes_the_score_of_another_by_a_single_bit(monkeypatch):
     alone = []
-    real = evaluating.scores_of
+    real = evaluating.evaluate_each
     monkeypatch.setattr(
         evaluating,
-        "scores_of",
-        lambda works, models, **how: alone.append(len(works)) or real(works, models, **how),
+        "evaluate_each",
+        lambda task, models, examples: alone.append(len(models)) or real(task, models, examples),
     )
     run(scored())
     assert alone == [1] * CLIENTS

@@ -26,8 +26,8 @@ from flower_ext.data import ClientData, Examples
 from flower_ext.runs.page import table
 from flower_ext.training import ClippedGradient, Job, LocalTraining, Params, Task, train
 from flower_ext.training.batched.many import train_groups
+from flower_ext.training.isolation import draws_seed, seeded
 from flower_ext.training.models.dropout import own_dropout
-from flower_ext.training.seeding import seeded_by
 
 WORDS, CLASSES, CLIENTS = 11, 3, 8
 ALIKE = 1e-4
@@ -306,7 +306,7 @@ def by_pytorch(kind: Kind, start: Params, data: Examples, draw: torch.Generator)
     model = own_dropout(kind.build())
     model.load_state_dict(start, strict=False)  # tied parameters travel once
     model.train()
-    with seeded_by(draw, torch.device("cpu")):
+    with seeded(draws_seed(draw), torch.device("cpu")):
         steps = torch.optim.SGD(model.parameters(), TRAINING.learning_rate)
         for _ in range(TRAINING.epochs):
             for rows in torch.split(torch.randperm(len(data), generator=draw), TRAINING.batch_size):

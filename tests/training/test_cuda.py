@@ -26,7 +26,7 @@ from flower_ext.training.batched.many import attempt_groups, train_groups
 from flower_ext.training.models.hugging_face import with_lora
 from flower_ext.training.models.language import LanguageModel, next_token_loss
 from flower_ext.training.problem import Linear
-from flower_ext.training.trials.trainings_in_turn import why_state_is_shared
+from flower_ext.training.trials.trainings import why_state_is_shared
 from tests.support.jobs import SGD, UNEVEN, WAYS, Convolutional, Dense, Words, jobs_of, problem
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

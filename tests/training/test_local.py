@@ -18,8 +18,8 @@ from flower_ext.training import (
     Task,
     evaluate,
 )
+from flower_ext.training.job import fewest_rows
 from flower_ext.training.local import perturbation, sgd_step
-from flower_ext.training.models.fewest_rows import fewest_rows
 from flower_ext.training.params import clone
 from flower_ext.training.problem import Linear, LocalProblem
 from tests.support.grids import grid

@@ -6,7 +6,7 @@ import torch
 from scipy import optimize, special
 
 from flower_ext.data import Examples
-from flower_ext.training.newton import MOST_PARAMETERS, NotConverged, newton
+from flower_ext.training.local import MOST_PARAMETERS, NotConverged, newton
 
 MU = 0.2
 

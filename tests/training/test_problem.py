@@ -9,10 +9,10 @@ from torch.nn.functional import cross_entropy
 
 from flower_ext.data import Examples
 from flower_ext.training import Job, LocalTraining, Task
+from flower_ext.training.isolation import seeded
 from flower_ext.training.job import batch_rows
 from flower_ext.training.models import HeadedModel
 from flower_ext.training.models.factory import in_training
-from flower_ext.training.seeding import seeded
 from tests.support.jobs import batches, train_many, train_one
 
 SGD = LocalTraining(epochs=2, batch_size=4, learning_rate=0.1)
@@ -334,16 +334,16 @@ def test_no_examples_are_no_mini_batches():
 
 
 def with_an_error() -> None:
-    with seeded(7, devices=False):
+    with seeded(7, torch.device("cpu")):
         torch.rand(1)
         raise ZeroDivisionError
 
 
 def test_random_numbers_go_on_as_if_nothing_had_been_seeded_in_between_even_by_an_error():
-    with seeded(1, devices=False):
+    with seeded(1, torch.device("cpu")):
         torch.rand(3)
         first = torch.rand(2)
-    with seeded(1, devices=False):
+    with seeded(1, torch.device("cpu")):
         torch.rand(3)
         with pytest.raises(ZeroDivisionError):
             with_an_error()

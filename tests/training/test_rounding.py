@@ -19,7 +19,7 @@ def python(code, **environment):
 
 
 ASK = """
-from flower_ext.training.rounding import products_are_reproducible
+from flower_ext.training.isolation import products_are_reproducible
 print(products_are_reproducible())
 """
 PRODUCTS = """

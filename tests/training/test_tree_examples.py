@@ -21,8 +21,7 @@ from flower_ext.training import (
     evaluate,
     train_groups,
 )
-from flower_ext.training.batched.choice import why_not_stacked
-from flower_ext.training.batched.many import trains_one_by_one
+from flower_ext.training.batched.many import trains_one_by_one, why_not_stacked
 from flower_ext.training.scoring import evaluate_each
 from tests.support.jobs import SGD, WAYS, one_by_one, problem, same, train_many
 from tests.support.trees import (

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from flower_ext.data import Examples
-from flower_ext.data.local_files import find_files
+from flower_ext.data.datasets import find_files
 from flower_ext.errors import InvalidValue
 
 DATASET = "femnist-writers"

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from flower_ext.data import ClientData, Examples, find_files, split
-from flower_ext.data.local_files import read_bytes
+from flower_ext.data.datasets import read_bytes
 from flower_ext.errors import InvalidValue
 
 CREDITCARD_FEATURES = 30

@@ -1,8 +1,4 @@
-"""A method on the client: two functions, and the types of their arguments and results.
-
-The client side bounds the result of these functions and adds noise before it sends anything, so no
-method can forget one of these steps. The memory that a method returns cannot reach a reply.
-"""
+"""A method on the client: two functions, and the types of their arguments and results."""
 
 from __future__ import annotations
 

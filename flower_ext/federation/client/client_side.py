@@ -25,10 +25,10 @@ from flower_ext.federation import records
 from flower_ext.federation.client.client_method import ClientMethod, ClientWork, Question
 from flower_ext.federation.client.evaluating import (
     WorkView,
+    evaluation_of,
     masked_vector,
     query_of,
-    scores_of,
-    scores_record,
+    used_model,
 )
 from flower_ext.federation.client.node import NodePolicy
 from flower_ext.federation.client.preparing import NO_DATA, data_of, work_of
@@ -41,7 +41,7 @@ from flower_ext.federation.state.memory import ClientMemory, ClientVault, forget
 from flower_ext.federation.sums import masked, weighted_silo
 from flower_ext.privacy.queries.vector_query import VectorQuery
 from flower_ext.training import MEMORY_LIMIT, Params, Task
-from flower_ext.training.side_by_side import Steps, check_whole, completed, side_by_side
+from flower_ext.training.side_by_side import side_by_side
 
 
 @dataclass(frozen=True)
@@ -104,37 +104,18 @@ class ClientSide:
         works = self._works(messages, contexts, alone=True)
         if any(isinstance(work, ClientWork) and work.query for work in works):
             return attempt_each(self._masked_vector, works)
-        models = self._used(works, memory_limit)
-        asked = any(
-            isinstance(work, ClientWork) and work.entries.get("training-loss") for work in works
-        )
-        scores = scores_of(works, models, also_training=asked)
-        return attempt_each(scores_record, works, scores)
+        return side_by_side(attempt_in_turn(evaluation_of, works), memory_limit=memory_limit)
 
     def _masked_vector(self, work: ClientWork) -> RecordDict:
-        query = query_of(work, self.queries)
-        view = WorkView(work, lambda: self._used([work], MEMORY_LIMIT)[0])
-        return masked_vector(query, view)
+        return masked_vector(query_of(work, self.queries), WorkView(work))
 
     def used(self, message: Message, context: Context) -> Params:
         """Return the model that this client would use, which is the one that `score` evaluates."""
         works = self._works([message], [context], alone=True)
-        (model,) = self._used(works, MEMORY_LIMIT)
+        (model,) = side_by_side(attempt_in_turn(used_model, works))
         if isinstance(model, Exception):
             raise model
         return model
-
-    def _used(
-        self, works: Sequence[ClientWork | Exception], memory_limit: int
-    ) -> list[Params | Exception]:
-        """Return the whole model that each client would use, or its error."""
-
-        def model_of(work: ClientWork) -> Steps[Params]:
-            model = yield from completed(self.method.local_model(work))
-            check_whole(model, work.task)
-            return model
-
-        return side_by_side(attempt_in_turn(model_of, works), memory_limit=memory_limit)
 
     def answer(self, message: Message, context: Context) -> Message:
         """Return one client's reply to a question outside training and evaluation."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from logging import getLogger
 
@@ -16,11 +16,17 @@ from flower_ext.errors import InvalidValue, is_tellable, knowing_no_data
 from flower_ext.federation import records
 from flower_ext.federation.client.client_method import ClientWork
 from flower_ext.federation.client.requests import ClientRequest
-from flower_ext.federation.failures import attempt_each
 from flower_ext.federation.replies import LARGEST_VALUE
 from flower_ext.privacy.queries.vector_query import VectorQuery
-from flower_ext.training import Params, evaluate_each
+from flower_ext.training import Job, LocalTraining, Params, Task, evaluate_each
 from flower_ext.training.isolation import isolated
+from flower_ext.training.side_by_side import (
+    Steps,
+    Training,
+    check_whole,
+    completed,
+    side_by_side,
+)
 
 log = getLogger("flwr")
 
@@ -28,43 +34,45 @@ OF_QUERY = "query-noise"
 """Purpose of the noise that protects a vector."""
 
 
-def scores_of(
-    works: Sequence[ClientWork | Exception],
-    models: Sequence[Params | Exception],
-    *,
-    also_training: bool,
-) -> list[dict[str, float] | Exception]:
-    """Return the scores of each client's model on the client's test examples, or its error.
+def used_model(work: ClientWork) -> Steps[Params]:
+    """Return the whole model that this client would use."""
+    model = yield from completed(work.method.local_model(work))
+    check_whole(model, work.task)
+    return model
 
-    A client without test examples has no scores. With ``also_training``, the scores include the
-    loss on the client's training examples.
+
+def scores_of(work: ClientWork, *, training: bool) -> Steps[dict[str, float]]:
+    """Return the scores of the client's model on its test examples; none without such examples.
+
+    With ``training``, the scores include the loss on the client's training examples.
     """
-    scores = _scores(works, models, attempt_each(lambda work: work.data.test, works))
-    if not also_training:
-        return scores
-    trained = _scores(works, models, attempt_each(lambda work: work.data.train, works))
-    return attempt_each(
-        lambda of, on: {**of, "training_loss": on["loss"]} if on else of, scores, trained
+    model = yield from used_model(work)
+    scores = yield from _scores(work, model, work.data.test)
+    if training and (trained := (yield from _scores(work, model, work.data.train))):
+        scores["training_loss"] = trained["loss"]
+    return scores
+
+
+def _scores(work: ClientWork, model: Params, examples: Examples) -> Steps[dict[str, float]]:
+    if not len(examples):
+        return {}
+    job = Job(params=model, examples=examples, training=LocalTraining(), generator=work.generator)
+    scores: dict[str, float] = yield Training(
+        task=work.task, job=job, trained=lambda name: True, solve=_evaluate
     )
+    return scores
 
 
-def _scores(
-    works: Sequence[ClientWork | Exception],
-    models: Sequence[Params | Exception],
-    examples: Sequence[Examples | Exception],
-) -> list[dict[str, float] | Exception]:
-    rows = attempt_each(lambda *row: row, works, models, examples)
-    scored = [row for row in rows if not isinstance(row, Exception) and len(row[2])]
-    evaluated: Iterator[dict[str, float] | Exception] = iter(())
-    if scored:
-        (work, *_), *_ = scored  # all clients of a process share the task
-        _, chosen, data = zip(*scored, strict=True)
-        evaluated = iter(evaluate_each(work.task, chosen, data))
-    return attempt_each(lambda row: next(evaluated) if len(row[2]) else {}, rows)
+def _evaluate(
+    task: Task, jobs: Sequence[Job], **_: object
+) -> Sequence[dict[str, float] | Exception]:
+    """Return the scores of each job's model on the job's examples, or the job's error."""
+    return evaluate_each(task, [job.params for job in jobs], [job.examples for job in jobs])
 
 
-def scores_record(work: ClientWork, scores: dict[str, float]) -> RecordDict:
+def evaluation_of(work: ClientWork) -> Steps[RecordDict]:
     """Return the reply with a client's finite scores and its number of test examples."""
+    scores = yield from scores_of(work, training=bool(work.entries.get("training-loss")))
     # A score may be undefined for these examples. The server would refuse a reply that contains it.
     finite = {n: v for n, v in scores.items() if abs(v) <= LARGEST_VALUE}
     if lacking := sorted(set(scores) - set(finite)):
@@ -78,7 +86,6 @@ class WorkView:
     """One client's data, and the scores of the model that it would use (see `LocalView`)."""
 
     work: ClientWork
-    model: Callable[[], Params | Exception]
 
     @property
     def data(self) -> ClientData:
@@ -89,7 +96,7 @@ class WorkView:
         """Return the model's scores by name; empty for a client without test examples."""
         if not len(self.data.test):
             return {}
-        (scores,) = scores_of([self.work], [self.model()], also_training=training)
+        (scores,) = side_by_side([scores_of(self.work, training=training)])
         if isinstance(scores, Exception):
             raise scores
         return scores

@@ -18,7 +18,7 @@ from flower_ext.privacy.mechanisms.protections import ClipSteps, ObjectivePertur
 from flower_ext.privacy.randomness import derived_seed
 from flower_ext.training import Linear, Params, StepNoise, Task, train
 from flower_ext.training.isolation import isolated
-from flower_ext.training.trials.trainings_in_turn import why_state_is_shared
+from flower_ext.training.trials.trainings import why_state_is_shared
 
 _NONE = Examples(features=torch.empty(0), targets=torch.empty(0))
 NO_DATA = SiloData(train=_NONE, test=_NONE, owners=torch.empty(0, dtype=torch.int64))

@@ -8,11 +8,11 @@ in the app's defaults.
 from __future__ import annotations
 
 import errno
-import importlib
 import json
 import signal
 import sys
 from pathlib import Path
+from pkgutil import resolve_name
 from types import FrameType
 
 from flwr.app import UserConfig
@@ -33,11 +33,7 @@ def load_app(folder: Path) -> tuple[ServerApp, ClientApp]:
     names = project["tool"]["flwr"]["app"]["components"]
     if str(folder) not in sys.path:
         sys.path.insert(0, str(folder))
-    components = []
-    for side in ("serverapp", "clientapp"):
-        module, _, attribute = names[side].partition(":")
-        components.append(getattr(importlib.import_module(module), attribute))
-    return components[0], components[1]
+    return resolve_name(names["serverapp"]), resolve_name(names["clientapp"])
 
 
 def run_app(folder: Path, config: UserConfig, *, clients: int, workers: int = 1) -> InProcessGrid:

@@ -1,1 +1,1 @@
-"""Many trainings at once: the forms (ways) to train jobs together, and the choice among them."""
+"""Many jobs at once: the forms (ways) to train them together, and the choice among forms."""

@@ -18,7 +18,7 @@ On an accelerator only deterministic kernels run (`deterministic_kernels`). Thes
 number of an array in the same way, so models with image layers may use this form there.
 
 The size of the stack and a model's place in it might still change the rounding, for example of
-matrix products. A trial tests this before a shape is used (`choice.stack_rounds_alike`).
+matrix products. A trial tests this before a shape is used (`many.stack_rounds_alike`).
 """
 
 from __future__ import annotations
@@ -34,13 +34,11 @@ from torch.nn.functional import cross_entropy
 
 from flower_ext.training.batched.form import Form, longest_first
 from flower_ext.training.batched.mapped import BY_CHANNEL
-from flower_ext.training.batched.mini_batches import MiniBatches
-from flower_ext.training.batched.stack import IGNORED, Stack, together
+from flower_ext.training.batched.stack import IGNORED, MiniBatches, Stack, together
+from flower_ext.training.isolation import deterministic_kernels, products_are_reproducible
 from flower_ext.training.job import Job, LocalTraining
 from flower_ext.training.params import Params, clone
-from flower_ext.training.rounding import deterministic_kernels, products_are_reproducible
-from flower_ext.training.task import Task
-from flower_ext.training.training_kind import TrainingKind
+from flower_ext.training.task import Task, TrainingKind
 
 SIZES = (4, 8, 16, 32)
 """Possible numbers of models in a stack. A stack of 4 takes as long as 5 models one by one, and a
@@ -51,7 +49,11 @@ _ROWS = 8
 
 
 class Shape(NamedTuple):
-    """The rows of a mini-batch, and whether a step has momentum, SAM's ascent and terms."""
+    """The rows of a mini-batch, and whether a step has momentum, SAM's ascent and terms.
+
+    Many jobs have the same shape, because the number of rows is rounded up: to the next power of
+    two, at least 8, or to the batch size, rounded up to a multiple of 8, if that is smaller.
+    """
 
     rows: int
     has_momentum: bool
@@ -60,12 +62,7 @@ class Shape(NamedTuple):
 
     @classmethod
     def of(cls, job: Job) -> Shape:
-        """Return the shape for a job.
-
-        Many jobs have the same shape, because the number of rows is rounded up. It becomes
-        the next power of two, at least 8, or the batch size rounded up to a multiple of 8 if that
-        is smaller.
-        """
+        """Return the shape for a job."""
         training = job.training
         most = -(-training.batch_size // _ROWS) * _ROWS
         longest = min(len(job.examples), training.batch_size)
@@ -85,20 +82,16 @@ class Shape(NamedTuple):
 
 @lru_cache(maxsize=64)
 def consists_of_rows(kind: TrainingKind) -> bool:
-    """Return True if models of this kind may train in stacks of constant shape.
-
-    On every device, the loss must accept rows of padding, and all layers with weights must be
-    known: other code may transform weights in any way. On a CPU, there are two more conditions:
-    matrix products must be reproducible (`products_are_reproducible`), and no layer may be an image
-    layer, because its arrays do not have one row per example.
-    """
+    """Return True if models of this kind may train in stacks of constant shape."""
     on_cpu = kind.device.type == "cpu"
     if on_cpu and not products_are_reproducible():
         return False
     # Other losses never see the padded rows (`Stack`), so their arrays have other shapes.
     classifies = kind.loss is cross_entropy and kind.targets.dim() == 1
+    # Unknown layers may transform weights in any way.
     if not (classifies or kind.task.compares_examples) or not kind.task.factory.facts.known_holders:
         return False
+    # Arrays of image layers do not have one row per example.
     return not (on_cpu and any(isinstance(layer, BY_CHANNEL) for layer in kind.model().modules()))
 
 
@@ -110,12 +103,10 @@ def sizes_on(device: torch.device) -> tuple[int, ...]:
 def jobs_for_trial(device: torch.device) -> int:
     """Return how many jobs a trial trains together.
 
-    On an accelerator, they fill the only size of a stack. On a CPU, there is one job more than the
-    second largest stack holds: the trial begins with the largest stack, and continues with the
-    second largest when a job has ended.
+    On a CPU, the trial begins with the largest stack, and continues with the second largest when a
+    job has ended.
     """
-    smaller, largest = (0, *sizes_on(device))[-2:]
-    return smaller + 1 if smaller else largest
+    return SIZES[-2] + 1 if device.type == "cpu" else _ON_ACCELERATOR[0]
 
 
 @dataclass(frozen=True)
@@ -129,10 +120,9 @@ class ConstantShape(Form):
     def groups(self, jobs: Sequence[Job], memory_limit: int) -> Iterator[list[int]]:
         """Yield groups of the jobs of this shape.
 
-        Two kinds of jobs are left out, whatever the other jobs are. The first kind is too large:
-        the largest stack of such jobs would exceed ``memory_limit``, or the processor's caches,
-        beyond which a stack is not faster. The second kind has an `IGNORED` target, which would
-        change how the loss of the whole stack is computed.
+        A job is left out, whatever the others are, if the largest stack of such jobs would exceed
+        ``memory_limit``, or the processor's caches, beyond which a stack is not faster. So is a job
+        with an `IGNORED` target, which would change how the loss of the whole stack is computed.
         """
         most = sizes_on(self.kind.device)[-1]
         members = [
@@ -171,11 +161,7 @@ class ConstantStack(Stack):
         return self._ended
 
     def batches(self) -> Iterator[MiniBatches]:
-        """Yield the mini-batches of each step.
-
-        They belong to the jobs that still train. Copies of the first of these mini-batches fill
-        the other places of the stack.
-        """
+        """Yield the mini-batches of jobs that still train; copies of the first fill the stack."""
         before = len(self.jobs)
         for x, y, counts in super().batches():
             self._end(slice(len(x), before))
@@ -189,11 +175,7 @@ class ConstantStack(Stack):
             self._ended[name][jobs] = weight[jobs]
 
     def _padded(self, part: Tensor, size: int) -> Tensor:
-        """Pad features or targets (jobs, batch, …) to the shape (``size``, `_rows`, …).
-
-        The first row of each mini-batch fills its missing rows. The first job's rows fill the
-        places without a job.
-        """
+        """Pad (jobs, batch, …) to (``size``, `_rows`, …), by first rows and by the first job."""
         count, rows = part.shape[:2]
         padded = part.new_empty((size, self._rows, *part.shape[2:]))
         padded[:count, :rows], padded[:count, rows:] = part, part[:, :1]

@@ -2,7 +2,7 @@
 
 The forms of this package are in `stack` and `constant_shape`. A plug-in may offer another form,
 such as machine code: it registers a `FormFactory` as an entry point in the group `GROUP`. Only
-`choice` decides which form trains which jobs.
+`many` decides which form trains which jobs.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from flower_ext.training.params import Params
 from flower_ext.training.task import Task
 
 MEMORY_LIMIT = 2**30
-"""Bytes that one batch of trainings may take, unless the caller chooses another limit."""
+"""Bytes that one group of jobs may take, unless the caller chooses another limit."""
 GROUP = "flower_ext.forms"
 """Group of the entry points by which plug-ins offer a form."""
 
@@ -24,15 +24,12 @@ class Form(Protocol):
     """A way to train jobs whose examples have one shape and type.
 
     A form may decline jobs. For a job that it accepts, it must return what `local.train` returns,
-    up to rounding. If a model has code that the package does not know, `choice` first compares the
+    up to rounding. If a model has code that the package does not know, `many` first compares the
     results of the form and of `local.train` on random jobs.
     """
 
     batch_invariant: bool
-    """True if no bit of a model depends on the jobs that train together with it.
-
-    User-level guarantees rest on this promise.
-    """
+    """True if no bit of a model depends on the rest of its group, as user-level guarantees need."""
 
     def __hash__(self) -> int:
         """Return a hash, under which the process stores whether a trial accepted the form."""
@@ -44,12 +41,8 @@ class Form(Protocol):
     def train(self, jobs: Sequence[Job], trained: Callable[[str], bool]) -> Params:
         """Train a group of jobs; return parameters by name, with one row per job.
 
-        Row k of each tensor is what `local.train` returns for the k-th job, up to rounding.
-
-        Raises
-        ------
-        ValueError
-            ``trained`` selects nothing.
+        Row k of each tensor is what `local.train` returns for the k-th job, up to rounding. The
+        method refuses a ``trained`` that selects nothing.
         """
 
     def gains_alone(self, job: Job) -> bool:
@@ -65,9 +58,8 @@ The factory returns the same form for all jobs of a kind, so that a trial runs o
 
 
 def longest_first(jobs: Sequence[Job], members: Iterable[int]) -> list[int]:
-    """Return the indices ``members`` in a new order: jobs with more steps come first.
+    """Return the indices ``members`` by steps, then by examples, the most first.
 
-    Of jobs with equally many steps, those with more examples come first. Neighbours in this order
-    have mini-batches of similar size, so they need little padding.
+    Neighbours in this order have mini-batches of similar size, so they need little padding.
     """
     return sorted(members, key=lambda i: (-jobs[i].num_steps, -len(jobs[i].examples)))

@@ -1,31 +1,64 @@
-"""Train many jobs, several at a time where that is faster.
+"""Train many jobs, in groups where that is faster.
 
-Each job gets the result that `train` gives, up to the order of floating-point sums. `choice`
-decides which jobs train together, and in which form. `train_groups` yields the models of a whole
-batch at a time, `train_each` yields single models, and `attempt_groups` finds the jobs that raise
-errors.
+Each job gets the result that `local.train` gives, up to the order of floating-point sums. The first
+form of this table that accepts a job trains it. If the caller asks for batch invariance, no bit of
+a job's result depends on the jobs that train together with it.
+
+===============  ===============  ===============  ===============  =============================
+form             with batch       several jobs     a single job     models that it accepts
+                 invariance       without it       without it
+===============  ===============  ===============  ===============  =============================
+of a plug-in     if it promises   yes              if it is faster  known layers without a trial,
+                 invariance                                         other layers after one
+`ConstantShape`  yes              no               no               those that `consists_of_rows`
+                                                                    and trials allow
+`Stacked`        no               if it is faster  no               any, after a trial
+`local.train`    yes              yes              yes              any
+===============  ===============  ===============  ===============  =============================
+
+`local.train` also trains the jobs for which `_why_never_together` returns a reason. The process
+remembers the outcome of each trial.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import partial
+from functools import lru_cache, partial
+from logging import getLogger
 from typing import TypeVar
 
 import torch
+from torch import Tensor
 
+from flower_ext import plugins
 from flower_ext.data import Examples, trees
 from flower_ext.errors import InvalidValue
-from flower_ext.training.batched.choice import assigned
-from flower_ext.training.batched.form import MEMORY_LIMIT
+from flower_ext.training.batched.constant_shape import (
+    ConstantShape,
+    Shape,
+    consists_of_rows,
+    jobs_for_trial,
+)
+from flower_ext.training.batched.form import GROUP, MEMORY_LIMIT, Form, longest_first
+from flower_ext.training.batched.stack import Stacked
 from flower_ext.training.isolation import isolated
-from flower_ext.training.job import Job, LocalTraining
+from flower_ext.training.job import SGD, Job, LocalTraining, refusing_layer
 from flower_ext.training.local import train
 from flower_ext.training.params import Params
-from flower_ext.training.task import Task
+from flower_ext.training.problem import Linear, Proximal
+from flower_ext.training.task import Task, TrainingKind, kind_of
+from flower_ext.training.trials.trainings import (
+    random_job,
+    why_bits_differ,
+    why_changed_by_pass,
+    why_models_differ,
+)
 
 R = TypeVar("R")
 Work = TypeVar("Work", bound=Job)
+
+log = getLogger("flwr")
 
 _TYPICAL_ROWS = 32
 
@@ -91,7 +124,7 @@ def train_each(
     Parameters
     ----------
     memory_limit : int
-        Most bytes for parameters, gradients, examples and activations of one batch, by an estimate.
+        Most bytes for parameters, gradients, examples and activations of a group, by an estimate.
     batch_invariant : bool
         As for `train_groups`.
 
@@ -133,12 +166,12 @@ def train_groups(
     memory_limit: int = MEMORY_LIMIT,
     batch_invariant: bool = False,
 ) -> Iterator[tuple[list[int], Params]]:
-    """Train as `train_each` does, but yield the models of a whole batch at a time.
+    """Train as `train_each` does, but yield the models of a whole group at a time.
 
-    Each batch is a pair: the indices of its jobs, and their parameters by name. Row k of each
+    Each group is a pair: the indices of its jobs, and their parameters by name. Row k of each
     tensor belongs to the k-th of these indices. The caller may change the tensors. Parameters and
-    buffers that no job of a batch trains may be absent. A caller that needs only sums over models
-    never holds more than one batch.
+    buffers that no job of a group trains may be absent. A caller that needs only sums over models
+    never holds more than one group.
 
     Parameters
     ----------
@@ -166,15 +199,136 @@ def trains_one_by_one(task: Task, example: Examples, training: LocalTraining) ->
     Only shapes and types of ``example`` matter. The answer may differ for other mini-batch sizes.
     """
     rows = min(training.batch_size, _TYPICAL_ROWS)
-    features, targets = (
-        trees.mapped(lambda leaf: leaf.new_zeros((rows, *leaf.shape[1:])), part)
-        for part in (example.features, example.targets)
-    )
-    job = Job(
-        params=task.initial_params(0),
-        examples=Examples(features, targets),
-        training=training,
-        generator=torch.Generator(),
-    )
+    examples = Examples(*trees.zeros((example.features, example.targets), rows))
+    params, generator = task.initial_params(0), torch.Generator()
+    job = Job(params=params, examples=examples, training=training, generator=generator)
     ((_, form),) = assigned(task, [job], MEMORY_LIMIT, batch_invariant=True)
     return form is None
+
+
+def assigned(
+    task: Task, jobs: Sequence[Job], memory_limit: int, *, batch_invariant: bool
+) -> Iterator[tuple[list[int], Form | None]]:
+    """Yield groups of jobs that train together, as pairs of the jobs' indices and their form.
+
+    A job that `local.train` must train alone forms a group by itself, with None as its form.
+    """
+    alike = defaultdict(list)
+    for index, job in enumerate(jobs):
+        alike[job.examples.row_type].append(index)
+    for left in alike.values():
+        for form in _forms(task, [jobs[index] for index in left], batch_invariant=batch_invariant):
+            # A form gets the jobs that the forms before it left, and numbers these from 0.
+            parts = form.groups([jobs[index] for index in left], memory_limit)
+            groups = [[left[index] for index in part] for part in parts]
+            yield from ((group, form) for group in groups)
+            taken = {index for group in groups for index in group}
+            left = [index for index in left if index not in taken]
+            if not left:
+                break
+        yield from (([index], None) for index in longest_first(jobs, left))
+
+
+def _forms(task: Task, jobs: Sequence[Job], *, batch_invariant: bool) -> Iterator[Form]:
+    """Yield forms for jobs whose examples have one shape and type, the fastest form first."""
+    if _why_never_together(jobs) is None:
+        # With batch invariance, a single job must train as it would in a group.
+        lone = len(jobs) == 1 and not batch_invariant
+        for form_for in plugins.offered(GROUP):
+            form = form_for(task, jobs[0])
+            if form is None or (batch_invariant and not form.batch_invariant):
+                continue
+            if lone and not form.gains_alone(jobs[0]):
+                continue
+            if _is_sound(form, task, jobs[0]):
+                yield form
+        if batch_invariant:
+            yield from _of_constant_shape(task, jobs)
+        elif not lone and why_not_stacked(task, jobs) is None:
+            yield Stacked(task)
+
+
+def _of_constant_shape(task: Task, jobs: Sequence[Job]) -> Iterator[Form]:
+    """Yield a `ConstantShape` for each `Shape` of a job whose stacks a trial finds invariant."""
+    kind = _kind(task, jobs[0])
+    if not consists_of_rows(kind) or _why_not_stacked(kind) is not None:
+        return
+    if _is_sound(ConstantShape(kind, Shape.of(random_job(kind, 3))), task, jobs[0]):
+        for shape in dict.fromkeys(map(Shape.of, jobs)):
+            if stack_rounds_alike(kind, shape):
+                yield ConstantShape(kind, shape)
+
+
+def _is_sound(form: Form, task: Task, job: Job) -> bool:
+    """Return True if the form gives the results of `local.train` for jobs like this one."""
+    # The type of a known layer determines what it computes, so no trial is needed.
+    return task.factory.facts.known or trains_alike(_kind(task, job), form)
+
+
+def why_not_stacked(task: Task, jobs: Sequence[Job]) -> str | None:
+    """Return why these jobs cannot train in a stack of models; None if they can."""
+    if reason := _why_never_together(jobs):
+        return reason
+    return _why_not_stacked(_kind(task, jobs[0]))
+
+
+def _why_never_together(jobs: Sequence[Job]) -> str | None:
+    """Return why these jobs must train one by one, whatever their model; None if they need not."""
+    for part in ("features", "targets"):
+        if not isinstance(getattr(jobs[0].examples, part), Tensor):
+            return f"{part} are not a single tensor"
+    if any(job.noise is not None for job in jobs):
+        return "each step clips gradients and adds noise"
+    if any(job.training.tolerance for job in jobs):
+        return "tolerance is above 0, which asks for the exact minimiser"
+    if any(job.training.optimizer != SGD for job in jobs):
+        return "the optimiser is not SGD"
+    if any(type(term) not in (Proximal, Linear) for job in jobs for term in job.terms):
+        return "the objective has a term other than Proximal and Linear"
+    return None
+
+
+def _kind(task: Task, job: Job) -> TrainingKind:
+    return kind_of(task, job.examples.features, job.examples.targets, job.params)
+
+
+@lru_cache(maxsize=64)
+def _why_not_stacked(kind: TrainingKind) -> str | None:
+    reason = why_models_differ(kind, Stacked(kind.task).train, train)
+    if reason is None and (layer := refusing_layer(kind.model, kind.features)):
+        reason = f"{layer} refuses a mini-batch of a single row"
+    if reason:
+        log.info("local trainings run one by one: %s", reason)
+    return reason
+
+
+@lru_cache(maxsize=64)
+def trains_alike(kind: TrainingKind, form: Form) -> bool:
+    """Return True if a trial finds that a form trains models of this kind as `local.train` does.
+
+    The function also returns False for a model whose forward pass changes its own state. A model
+    that counts its passes, for example, might begin to use the count after the trial has ended.
+    """
+
+    def train_together(jobs: Sequence[Job], trained: Callable[[str], bool]) -> Params:
+        if [*form.groups(jobs, MEMORY_LIMIT)] != [[*range(len(jobs))]]:
+            raise InvalidValue(
+                f"{type(form).__name__}.groups() does not put the jobs of a trial into one group: "
+                "expected a single group with all jobs"
+            )
+        return form.train(jobs, trained)
+
+    return not (why_changed_by_pass(kind) or why_models_differ(kind, train_together, train))
+
+
+@lru_cache(maxsize=256)
+def stack_rounds_alike(kind: TrainingKind, shape: Shape) -> bool:
+    """Return True if a trial finds that no bit of a model depends on the rest of its stack."""
+    together, count = ConstantShape(kind, shape).train, jobs_for_trial(kind.device)
+    try:
+        reason = why_bits_differ(kind, together, shape.settings, terms=shape.has_terms, count=count)
+    except RuntimeError as error:  # an accelerator lacks a deterministic kernel, or memory
+        reason = str(error)
+    if reason:
+        log.info("local trainings run one by one: %s", reason)
+    return reason is None

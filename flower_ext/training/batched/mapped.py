@@ -55,10 +55,7 @@ class _Pass:
     sent: set[str] = field(default_factory=set)
 
     def target(self, name: str) -> Target | None:
-        """Return the target of a parameter's gradient; None if the parameter has no target.
-
-        The layer that calls this function must add the gradient to the target by itself.
-        """
+        """Return the target, if any, to which the calling layer must add a parameter's gradient."""
         if name in self.sent:
             raise RuntimeError(f"parameter {name!r} is used twice")
         if name in self.targets:
@@ -69,18 +66,10 @@ class _Pass:
 class MappedModel:
     """K models of any architecture that `torch.vmap` supports.
 
-    Parameters
-    ----------
-    model : nn.Module
-        Any instance. This class changes its layers, and does not use its parameters.
-    by_products : bool, optional
-        Compute convolutions as products of matrices. True by default on accelerators, where
-        convolutions of many groups are slow.
-
-    Raises
-    ------
-    InvalidValue
-        In a layer of this model, the numbers of each of the K models would depend on the others.
+    The class changes the layers of ``model``, and does not use its parameters. With
+    ``by_products``, it computes convolutions as products of matrices. That is the default on
+    accelerators, where convolutions of many groups are slow. The constructor refuses a model with a
+    layer in which the numbers of each of the K models would depend on the others.
     """
 
     fewest = 5
@@ -98,7 +87,12 @@ class MappedModel:
         self.draws = False
         """True if a model draws random numbers."""
         for name, layer in model.named_modules():
-            _require_batched(layer, on_cpu=on_cpu)
+            if isinstance(layer, nn.modules.batchnorm._BatchNorm) and layer.training:
+                raise InvalidValue("batch normalisation changes the model in each forward pass")
+            if _drops(layer) and not (type(layer) is nn.Dropout and on_cpu):
+                raise InvalidValue(
+                    f"{layer} would draw other random numbers in a batch of models than alone"
+                )
             if "forward" in vars(layer):
                 continue
             self.draws = self.draws or _drops(layer)
@@ -135,18 +129,9 @@ class MappedModel:
     ) -> None:
         """Compute the gradient of ``loss`` and add it to ``targets``.
 
-        Parameters
-        ----------
-        params : Mapping[str, Tensor]
-            Parameters of K models by name, each with a first dimension of K.
-        x : Tensor
-            Mini-batches (K, batch, …).
-        loss : Callable[[Tensor], Tensor]
-        targets : Mapping[str, Target]
-            Destinations of the gradient by parameter name. A parameter without a destination is
-            frozen: no gradient is computed for it.
-        draws : Draws, optional
-            Random numbers, for models whose `draws` is true.
+        ``params`` and the mini-batches ``x`` have a first dimension of K. A parameter without a
+        target is frozen: no gradient is computed for it. Models whose `draws` is true need
+        ``draws``.
         """
         leaves = {n: p.detach().requires_grad_() for n, p in params.items() if n in targets}
         self._pass = _Pass(targets, draws, torch.zeros((), device=x.device).requires_grad_())
@@ -191,18 +176,9 @@ class MappedModel:
             )
             rows = patches.mT.reshape(len(x), -1, patches.shape[1])
             y: Tensor = _Product.apply(root, rows, kernel.flatten(2), added, weight, bias)  # type: ignore[no-untyped-call]
-            height, width = (
-                (side + 2 * padding - dilation * (kernel_side - 1) - 1) // stride + 1
-                for side, padding, dilation, kernel_side, stride in zip(
-                    x.shape[3:],
-                    _padding(layer),
-                    layer.dilation,
-                    layer.kernel_size,
-                    layer.stride,
-                    strict=True,
-                )
-            )
-            return y.view(*x.shape[:2], height, width, -1).movedim(-1, 2)
+            size = layer.dilation[0] * (layer.kernel_size[0] - 1) + 1
+            height = (x.shape[3] + 2 * _padding(layer)[0] - size) // layer.stride[0] + 1
+            return y.view(*x.shape[:2], height, -1, kernel.shape[1]).movedim(-1, 2)
 
         return _for_all_models(compute, x, layer.weight, layer.bias)
 
@@ -215,25 +191,11 @@ class MappedModel:
 
 
 def stacked(many: Sequence[Tensor], device: torch.device) -> Tensor:
-    """Stack tensors on a device as `torch.stack` does.
-
-    The function is faster than `torch.stack` if all of ``many`` are the same object: it moves that
-    object to the device only once.
-    """
+    """Stack tensors on a device as `torch.stack` does, faster if all are the same object."""
     one = many[0]
     if any(other is not one for other in many):
         return torch.stack(list(many)).detach().to(device)
     return one.detach().to(device).unsqueeze(0).repeat(len(many), *(1 for _ in one.shape))
-
-
-def _require_batched(layer: nn.Module, *, on_cpu: bool) -> None:
-    """Refuse a layer that would compute other numbers for a model in a batch than for it alone."""
-    if isinstance(layer, nn.modules.batchnorm._BatchNorm) and layer.training:
-        raise InvalidValue("batch normalisation changes the model in each forward pass")
-    if _drops(layer) and not (type(layer) is nn.Dropout and on_cpu):
-        raise InvalidValue(
-            f"{layer} would draw other random numbers in a batch of models than alone"
-        )
 
 
 def _drops(layer: nn.Module) -> bool:
@@ -247,7 +209,7 @@ def _for_all_models(compute: Callable[..., Tensor], *tensors: Tensor | None) -> 
 
 
 class _ForAllModels(torch.autograd.Function):
-    """Calls ``compute`` once, on the tensors of all models. It works only inside `torch.vmap`."""
+    """Calls ``compute`` once, on the tensors of all models; it works only inside `torch.vmap`."""
 
     @staticmethod
     def forward(compute: Callable[..., Tensor], *tensors: Tensor | None) -> Tensor:
@@ -357,12 +319,9 @@ def _pool(
     return _for_all_models(compute, x)
 
 
-def _padding(layer: nn.Conv2d) -> tuple[int, int]:
-    """Return rows and columns of zeros on each side of an image."""
-    if isinstance(layer.padding, str):  # "valid"
-        return 0, 0
-    high, wide = layer.padding
-    return high, wide
+def _padding(layer: nn.Conv2d) -> tuple[int, ...]:
+    """Return rows and columns of zeros on each side of an image; a string means "valid"."""
+    return (0, 0) if isinstance(layer.padding, str) else layer.padding
 
 
 def _by_channel(x: Tensor) -> Tensor:

@@ -1,8 +1,7 @@
 """The form that trains models in stacks of any size, with one backward pass for all its models.
 
 SGD and SAM run on padded mini-batches. Each parameter of all models is one tensor. Each job keeps
-its own model, examples, settings, terms and batch order. Momentum, SAM and terms cost a few
-operations for all jobs together.
+its own model, examples, settings, terms and batch order.
 """
 
 from __future__ import annotations
@@ -10,8 +9,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
-from typing import Any
+from functools import lru_cache, reduce
+from itertools import accumulate
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -21,19 +21,19 @@ from torch.nn.functional import cross_entropy
 from flower_ext.errors import InvalidValue
 from flower_ext.training.batched.form import Form, longest_first
 from flower_ext.training.batched.mapped import BatchLoss, MappedModel, Target, stacked
-from flower_ext.training.batched.mini_batches import MiniBatches, mini_batches_of
-from flower_ext.training.job import Job
+from flower_ext.training.index_limits import require_usable, usable_rows
+from flower_ext.training.isolation import draws_generator
+from flower_ext.training.job import Job, batch_rows
 from flower_ext.training.models.dropout import Draws
 from flower_ext.training.models.factory import ModelFactory, in_training
 from flower_ext.training.params import Params, Sizes, flat_rows, sizes
 from flower_ext.training.problem import affine
-from flower_ext.training.seeding import draws_generator
 from flower_ext.training.task import Task
 
 IGNORED = -100
 """Target value that cross_entropy leaves out of its mean."""
 _CACHE = 12 * 2**20
-"""Most bytes of parameters and activations of a batch on a CPU, so that they stay in its caches."""
+"""Most bytes of parameters and activations of a stack on a CPU, so that they stay in its caches."""
 _LEAST_TOGETHER = 8
 _TOGETHER_ELSEWHERE = 4096
 
@@ -44,8 +44,20 @@ def _models(factory: ModelFactory, device: torch.device, parameters: Sizes) -> M
     return MappedModel(in_training(factory.on(device)))
 
 
+class MiniBatches(NamedTuple):
+    """One mini-batch of each job that still trains.
+
+    Features and targets have shape (jobs, batch, …). The first ``counts`` examples of each
+    mini-batch are real, and the rest is padding.
+    """
+
+    x: Tensor
+    y: Tensor
+    counts: list[int]
+
+
 class Stack:
-    """A batch of jobs that train together; the job with the most steps comes first.
+    """A group of jobs that train together; the job with the most steps comes first.
 
     ``weights`` are the trained parameters by name. The first dimension of each numbers the jobs.
     """
@@ -80,7 +92,11 @@ class Stack:
         )
         terms = self.terms()
         if not terms and not momentum.any() and not radius.any():
-            return self._descend(rate)
+            for batch in self.batches():  # the backward pass moves the weights itself
+                weights = first_models(self.weights, len(batch.x))
+                targets = {name: Target(w, factor=-1.0) for name, w in weights.items()}
+                self._add_gradients(weights, batch, targets, rate[: len(batch.x)])
+            return self.weights
         velocity = {name: torch.zeros_like(w) for name, w in self.weights.items()}
         for batch in self.batches():
             active = len(batch.x)
@@ -99,14 +115,6 @@ class Stack:
                 w.addcmul_(steps[name], per_model(rate[:active], w), value=-1.0)
         return self.weights
 
-    def _descend(self, rate: Tensor) -> Params:
-        """Run plain SGD: the backward pass moves the weights, and no gradient is stored."""
-        for batch in self.batches():
-            weights = first_models(self.weights, len(batch.x))
-            targets = {name: Target(w, factor=-1.0) for name, w in weights.items()}
-            self._add_gradients(weights, batch, targets, rate[: len(batch.x)])
-        return self.weights
-
     def _climbed(
         self,
         point: Params,
@@ -114,10 +122,7 @@ class Stack:
         terms: Mapping[str, tuple[Tensor, Tensor]],
         radius: Tensor,
     ) -> Params:
-        """Return the points at which SAM computes its gradients, one for each job.
-
-        A job whose ``radius`` is 0 does not use SAM, so its part of ``point`` stays the same.
-        """
+        """Return the points at which SAM computes gradients: unmoved for a job with radius 0."""
         gradients = {name: torch.zeros_like(w) for name, w in point.items()}
         targets = {name: Target(g) for name, g in gradients.items()}
         # A copy of the features, because a model may write into them. Jobs that do not climb draw
@@ -125,7 +130,9 @@ class Stack:
         copied = batch._replace(x=batch.x.clone())
         self._add_gradients(point, copied, targets, climbs=(radius > 0).tolist())
         _add_terms(gradients, terms, point)
-        norms = _norms(gradients)
+        # torch.sum over a stack of these tensors would round differently for each number of models.
+        norms = reduce(torch.add, (flat_rows(g).square().sum(dim=1) for g in gradients.values()))
+        norms = norms.sqrt()
         scale = torch.where(norms > 0, radius / norms, 0.0)
         return {n: torch.addcmul(w, gradients[n], per_model(scale, w)) for n, w in point.items()}
 
@@ -146,11 +153,7 @@ class Stack:
         self.models.gradient(everything, batch.x, loss, targets, draws)
 
     def _loss(self, batch: MiniBatches, factors: Tensor | None) -> BatchLoss:
-        """Return a function from the outputs of all models to one number.
-
-        The number is the sum over jobs of the job's factor times its mean loss, without padding.
-        Without ``factors``, each factor is 1.
-        """
+        """Return the function that sums, over jobs, factor (or 1) · mean loss without padding."""
         _, y, counts = batch
         number = self.numbers(counts).unsqueeze(1)
         real = torch.arange(y.shape[1], device=self.device) < number
@@ -175,17 +178,33 @@ class Stack:
 
     def batches(self) -> Iterator[MiniBatches]:
         """Yield the mini-batches of all jobs, step by step, in each job's own order."""
-        return mini_batches_of(self.task, self.jobs)
+        jobs = self.jobs
+        orders = [[*batch_rows(len(job.examples), job.training, job.generator)] for job in jobs]
+        features, targets = (
+            _Rows([getattr(job.examples, part).detach() for job in jobs], self.device)
+            for part in ("features", "targets")
+        )
+        if features.joined is not None and targets.joined is not None:
+            usable = usable_rows(self.task, features.joined, targets.joined)
+            for job in jobs if not usable.all() else ():
+                require_usable(self.task, job.examples)
+        # Copy the examples once per epoch: a copy in each step would be one small copy per job.
+        longest = jobs[0]
+        ahead = max(1, len(longest.examples) // longest.training.batch_size)
+        for start in range(0, longest.num_steps, ahead):
+            epoch = [order[start : start + ahead] for order in orders if start < len(order)]
+            x, y = features.selected(epoch), targets.selected(epoch)
+            for step in range(len(epoch[0])):
+                counts = [len(steps[step]) for steps in epoch if step < len(steps)]
+                real = slice(len(counts)), step, slice(max(counts))
+                yield MiniBatches(x[real], y[real], counts)
 
     def numbers(self, values: Sequence[float]) -> Tensor:
         """Return one number for each job, in the type of the weights."""
         return torch.tensor(values, dtype=self.dtype, device=self.device)
 
     def terms(self) -> dict[str, tuple[Tensor, Tensor]]:
-        """Return a factor and an offset for each parameter name.
-
-        The gradient of the objective's extra terms at parameter w is factor · w + offset.
-        """
+        """Return (factor, offset) by name: the gradient of terms at w is factor · w + offset."""
         if not any(job.objective for job in self.jobs):
             return {}
         slopes = torch.zeros(len(self.jobs), dtype=self.dtype, device=self.device)
@@ -196,6 +215,43 @@ class Stack:
                 for name, offset in offsets.items():
                     offset[row].add_(vector[name].to(self.device), alpha=scale)
         return {name: (slopes, offset) for name, offset in offsets.items()}
+
+
+class _Rows:
+    """The features of all jobs, or the targets of all jobs, on the device that trains.
+
+    An accelerator gets the rows of all jobs as one tensor, because one copy per job would take
+    longer than the job's training.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor], device: torch.device) -> None:
+        self.tensors = tensors
+        self.joined = None if device.type == "cpu" else torch.cat([*tensors]).to(device)
+
+    def selected(self, epoch: Sequence[Sequence[Tensor]]) -> Tensor:
+        """Return the mini-batches with the row numbers in ``epoch``: (jobs, steps, rows, …).
+
+        ``epoch`` holds for each job, and for each of its steps, the row numbers of a mini-batch.
+        """
+        width = max(len(rows) for steps in epoch for rows in steps)
+        shape = (len(epoch), len(epoch[0]), width, *self.tensors[0].shape[1:])
+        orders = [torch.cat([_padded(rows, width) for rows in steps]) for steps in epoch]
+        if self.joined is not None:
+            starts = accumulate(map(len, self.tensors), initial=0)
+            length = len(epoch[0]) * width
+            moved = [
+                _padded(rows, length) + start for rows, start in zip(orders, starts, strict=False)
+            ]
+            return self.joined.index_select(0, torch.cat(moved).to(self.joined.device)).view(shape)
+        selected = self.tensors[0].new_empty(shape)
+        for place, tensor, rows in zip(selected.unbind(), self.tensors, orders, strict=False):
+            torch.index_select(tensor, 0, rows, out=place.flatten(0, 1)[: len(rows)])
+        return selected
+
+
+def _padded(rows: Tensor, length: int) -> Tensor:
+    """Return ``length`` row numbers: ``rows``, and then the first of them again and again."""
+    return rows if len(rows) == length else torch.cat([rows, rows[:1].expand(length - len(rows))])
 
 
 @dataclass(frozen=True)
@@ -254,8 +310,7 @@ def _activations(
 ) -> int:
     """Return how many numbers an example and the outputs of all layers for it have together.
 
-    ``by_products`` is true if convolutions are computed as products of matrices. The numbers in the
-    patches that each kernel multiplies are then counted, too.
+    ``by_products`` also counts the patches that each kernel of a convolution multiplies.
     """
     count = 2 * math.prod(shape)
 
@@ -288,18 +343,8 @@ def per_model(values: Tensor, like: Tensor) -> Tensor:
 def _add_terms(
     slopes: Params, terms: Mapping[str, tuple[Tensor, Tensor]], point: Mapping[str, Tensor]
 ) -> None:
-    """Add the gradient of the objective's extra ``terms`` to ``slopes``, in place.
-
-    ``slopes`` holds the gradient of each job's loss, by parameter name. ``terms`` holds what
-    `Stack.terms` returns. The gradient is taken at the parameters ``point``.
-    """
+    """Add the gradient at ``point`` of the ``terms`` that `Stack.terms` returns to ``slopes``."""
     for name, (factor, offset) in terms.items():
         active = len(point[name])
         slopes[name].addcmul_(per_model(factor[:active], point[name]), point[name])
         slopes[name].add_(offset[:active])
-
-
-def _norms(params: Mapping[str, Tensor]) -> Tensor:
-    squares = [flat_rows(p).square().sum(dim=1) for p in params.values()]
-    # torch.sum over a stack of these tensors would round differently for each number of models.
-    return sum(squares[1:], squares[0]).sqrt()

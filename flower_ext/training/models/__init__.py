@@ -1,8 +1,6 @@
 """Models: those that this package offers, and how a task builds, calls and checks any model.
 
 =================  ========================================================================
-module             contents
-=================  ========================================================================
 `architectures`    the models of the experiments, by name
 `language`         causal language models as models of a `Task`
 `hugging_face`     pretrained models of Transformers, and LoRA adapters
@@ -10,7 +8,6 @@ module             contents
 `dropout`          dropout with the same masks in a batch of models as alone
 `factory`          builds the models of a task, which share their frozen parts
 `calls`            calls a model with given parameters, on features that may be trees
-`fewest_rows`      finds whether a layer refuses a mini-batch of one row
 `validation`       refuses layers whose running statistics must not be shared
 =================  ========================================================================
 """

@@ -24,10 +24,8 @@ def call_model(model: Callable[..., Any], x: Tree) -> Any:
 def call_with(model: nn.Module, params: Params, x: Tree) -> Any:
     """Call a model with ``params`` in place of its own tensors of the same names.
 
-    Raises
-    ------
-    UnlikeTypes
-        The model raises an error, and the features have another type than the model's numbers.
+    If the model raises an error, and the features have another type than its numbers, the error is
+    `UnlikeTypes`.
     """
 
     def replaced(*given: Tree, **named: Tree) -> Any:

@@ -23,8 +23,8 @@ import torch
 from torch import Tensor, nn
 
 from flower_ext.errors import InvalidValue
+from flower_ext.training.isolation import default_device, seeded
 from flower_ext.training.params import Params, clone, matches, require_modules, shaken
-from flower_ext.training.seeding import seeded
 
 _PARTS = "train real and imaginary parts as two parameters"
 _WIDER = "build the model in float32 (model.float())"
@@ -63,20 +63,10 @@ class ModelFacts(NamedTuple):
 class ModelFactory:
     """Factory of modules of one architecture, which share their frozen parts.
 
-    Parameters
-    ----------
-    function : Callable[[], nn.Module]
-        Builds a model. Its random numbers must come from torch's own generator.
-    trainable : Sequence[str], optional
-        Names of the modules and parameters that train; ``*`` matches any part of a name. All
-        others are frozen. With None, each parameter's ``requires_grad`` decides.
-
-    Raises
-    ------
-    ValueError
-        The first call that builds a model raises it in three cases. A name of ``trainable`` matches
-        nothing in the model. All parameters are frozen. Or a tensor that nodes send has a type in
-        which they cannot send it (half precision, complex numbers).
+    ``function`` builds a model. Its random numbers must come from torch's own generator.
+    ``trainable`` names the modules and parameters that train, as in `Task`. The first call that
+    builds a model refuses a name that matches nothing, a model without trained parameters, and a
+    tensor of a type that nodes cannot send (half precision, complex numbers).
     """
 
     def __init__(
@@ -114,15 +104,14 @@ class ModelFactory:
         return clone(self._last[1])
 
     def _initial(self, seed: int) -> Params:
-        with seeded(seed, devices=torch.cuda.is_available()):
+        with seeded(seed, default_device()):
             state = self._built().state_dict()
         return clone({name: state[name] for name in self.facts.travelling})
 
     def like_initial(self, seed: int) -> Params:
         """Return random parameters for trials, with the names and shapes of `initial`.
 
-        If models share frozen parts, the function builds no new model, because a pretrained model
-        loads slowly. It adds random numbers to the first model's parameters instead.
+        A pretrained model loads slowly, so random numbers are added to the first one's parameters.
         """
         template = self.facts.template
         if template is None:
@@ -139,7 +128,7 @@ class ModelFactory:
     @cached_property
     def facts(self) -> ModelFacts:
         """Facts about the models. The first access builds a model to find them."""
-        with seeded(0, devices=torch.cuda.is_available()):
+        with seeded(0, default_device()):
             model = self._built()
         parameters = [*model.parameters()]
         if parameters and not any(p.requires_grad for p in parameters):
@@ -165,9 +154,8 @@ class ModelFactory:
                     f"{name!r} has type {dtype}, which cannot be sent under noise: expected "
                     f"float32 or float64; {remedy}. Frozen tensors may have any type"
                 )
-        known, known_holders = (
-            all(map(_is_plain, modules)) for modules in (model.modules(), _holders(model))
-        )
+        holders = [module for module in model.modules() if module._parameters or module._buffers]
+        known, known_holders = (all(map(_is_plain, part)) for part in (model.modules(), holders))
         # Buffers that are not sent are drawn once, like frozen tensors; each model has a copy.
         constant = frozen or any(name not in state for name, _ in model.named_buffers())
         template = model if constant else None
@@ -197,14 +185,13 @@ class _Template:
     def __init__(self, model: nn.Module) -> None:
         self.model = model
         self._frozen = {id(p): p for p in model.parameters() if not p.requires_grad}
+        self._tensors: list[Tensor] = []
         written = BytesIO()
-        pickler = _Pickler(written)
         try:
-            pickler.dump(model)
+            _Pickler(written, self._tensors).dump(model)
+            self._pickled = written.getvalue()
         except Exception:  # an object may refuse with any error
             self._pickled = b""
-        else:
-            self._pickled, self._tensors = written.getvalue(), pickler.tensors
 
     def copy(self) -> nn.Module:
         """Return a copy."""
@@ -217,14 +204,13 @@ class _Template:
 
 
 class _Pickler(pickle.Pickler):
-    """Collects tensors, and writes a number in place of each."""
+    """Adds tensors to a list, and writes a number in place of each."""
 
-    def __init__(self, file: BytesIO) -> None:
+    def __init__(self, file: BytesIO, tensors: list[Tensor]) -> None:
         super().__init__(file, protocol=5)
-        self.tensors: list[Tensor] = []
+        self.tensors = tensors
 
     def persistent_id(self, value: Any) -> int | None:
-        """Return the number of a tensor; None for anything else."""
         if not isinstance(value, Tensor):
             return None
         self.tensors.append(value)
@@ -239,7 +225,6 @@ class _Unpickler(pickle.Unpickler):
         self.tensors = tensors
 
     def persistent_load(self, number: int) -> Tensor:
-        """Return the tensor of a number."""
         return self.tensors[number]
 
 
@@ -276,10 +261,7 @@ def in_training(model: nn.Module) -> nn.Module:
 
 
 def is_frozen(module: nn.Module) -> bool:
-    """Return True if a module has parameters and none of them trains.
-
-    The buffers of such a module stay constant, too.
-    """
+    """Return True if a module has parameters and none trains; its buffers stay constant, too."""
     parameters = [*module.parameters(recurse=False)]
     return bool(parameters) and not any(p.requires_grad for p in parameters)
 
@@ -289,9 +271,8 @@ def factory_of(
 ) -> ModelFactory:
     """Return the factory of a function: the same object in every call for the same function.
 
-    A factory stores facts about models, so equal functions share it. Two `functools.partial`
-    objects are equal if their functions and arguments are. Two bound methods are equal if their
-    objects are equal, because on Ray each message brings its own copy of the object.
+    Two `functools.partial` objects are equal if their functions and arguments are. Two bound
+    methods are equal if their objects are, because on Ray each message brings its own copy.
     """
     if isinstance(function, ModelFactory):
         if trainable in (None, function.trainable):
@@ -301,13 +282,6 @@ def factory_of(
         return _factory_by(_Key(_identity(function), trainable, function))
     except TypeError:  # an object without a hash
         return ModelFactory(function, trainable)
-
-
-@dataclass(frozen=True)
-class _Key:
-    identity: Hashable
-    trainable: tuple[str, ...] | None
-    function: Callable[[], nn.Module] = field(compare=False)
 
 
 def _identity(function: Callable[[], nn.Module]) -> Hashable:
@@ -322,6 +296,13 @@ def _identity(function: Callable[[], nn.Module]) -> Hashable:
             hash(function.__self__)
             return function.__func__, function.__self__
     return function
+
+
+@dataclass(frozen=True)
+class _Key:
+    identity: Hashable
+    trainable: tuple[str, ...] | None
+    function: Callable[[], nn.Module] = field(compare=False)
 
 
 @lru_cache(maxsize=128)
@@ -343,21 +324,14 @@ def suits_channels_last(model: nn.Module, trained: Collection[str]) -> bool:
     return isinstance(first, nn.Conv2d) and f"{name}.weight".removeprefix(".") in trained
 
 
-def _holders(model: nn.Module) -> list[nn.Module]:
-    """Return the layers that have parameters or buffers of their own."""
-    return [module for module in model.modules() if module._parameters or module._buffers]
-
-
 def _is_plain(module: nn.Module) -> bool:
     """Return True for a layer of PyTorch or this package with nothing added, such as a hook."""
     tensors_and_children = ("_modules", "_parameters", "_buffers")
-    values = [value for key, value in vars(module).items() if key not in tensors_and_children]
-    return type(module).__module__.startswith(_PLAIN_MODULES) and all(map(_is_plain_value, values))
-
-
-def _is_plain_value(value: Any) -> bool:
-    if isinstance(value, dict):
-        value = (*value, *value.values())
-    if isinstance(value, tuple | list | set):
-        return all(type(part) in _PLAIN_VALUES for part in value)
-    return type(value) in _PLAIN_VALUES
+    if not type(module).__module__.startswith(_PLAIN_MODULES):
+        return False
+    for key, value in vars(module).items():
+        parts = (*value, *value.values()) if isinstance(value, dict) else value
+        parts = parts if isinstance(parts, tuple | list | set) else [parts]
+        if key not in tensors_and_children and any(type(p) not in _PLAIN_VALUES for p in parts):
+            return False
+    return True

@@ -23,10 +23,9 @@ from flower_ext.data import ClientData, Examples, trees
 from flower_ext.data.trees import Tree
 from flower_ext.errors import InvalidValue
 from flower_ext.training.cached_files import read_cached, write_cached
-from flower_ext.training.isolation import isolated
+from flower_ext.training.isolation import isolated, seeded
 from flower_ext.training.models.calls import call_with
 from flower_ext.training.models.factory import digest
-from flower_ext.training.seeding import seeded
 
 log = getLogger("flwr")
 
@@ -104,7 +103,7 @@ class Features:
 
     @cached_property
     def _front(self) -> nn.Module:
-        with seeded(0, devices=False):
+        with seeded(0, torch.device("cpu")):
             return self.front().eval().requires_grad_(False).to(self.device)
 
     def _outputs(self, partition: int, parts: tuple[Examples, ...]) -> Iterator[Tensor]:
@@ -119,21 +118,19 @@ class Features:
                     log.info("partition %d: features of %d/%d examples", partition, count, total)
 
     def _output(self, row: Tree) -> Tensor:
-        if self.folder is None:
-            return self._computed(row)
-        name = digest(dict(trees.named("features", row)))
-        path = self.folder / self.fingerprint / name[:2] / name[2:]
-        if (content := read_cached(path)) is not None:
-            return load(content)["features"]
-        output = self._computed(row)
-        write_cached(path, save({"features": output}))
-        return output
-
-    def _computed(self, row: Tree) -> Tensor:
+        path = None
+        if self.folder is not None:
+            name = digest(dict(trees.named("features", row)))
+            path = self.folder / self.fingerprint / name[:2] / name[2:]
+            if (content := read_cached(path)) is not None:
+                return load(content)["features"]
         # Seed the generator for each example, so that no example changes another's random draws.
-        with seeded(0, devices=self.device.type != "cpu"), torch.no_grad():
+        with seeded(0, self.device), torch.no_grad():
             output = call_with(self._front, {}, trees.to(row, self.device))
         if not isinstance(output, Tensor) or output.shape[:1] != (1,):
             form = tuple(output.shape) if isinstance(output, Tensor) else type(output).__name__
             raise InvalidValue(f"front returned {form} for one example: expected a tensor (1, …)")
-        return output.cpu().contiguous()
+        output = output.cpu().contiguous()
+        if path is not None:
+            write_cached(path, save({"features": output}))
+        return output

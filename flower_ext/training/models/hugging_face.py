@@ -12,13 +12,7 @@ from flower_ext.errors import InvalidValue
 
 
 def libraries(setting: str) -> tuple[Any, Any]:
-    """Return the modules ``peft`` and ``transformers``.
-
-    Raises
-    ------
-    InvalidValue
-        A module is not installed; the message begins with ``setting``, which needs it.
-    """
+    """Return the modules ``peft`` and ``transformers``; ``setting`` names what needs them."""
     try:
         import peft
         import transformers
@@ -103,9 +97,11 @@ def with_lora(
         another.
     """
     peft, _ = libraries("LoRA")
-    names = targets if targets == "all-linear" else [*filter(None, targets.split(","))]
-    _refuse_tied(model, names)
-    _refuse_unknown(model, names)
+    names: str | list[str] = targets
+    if targets != "all-linear":  # with which PEFT leaves out the head
+        names = [*filter(None, targets.split(","))]
+        _refuse_tied(model, names)
+        _refuse_unknown(model, names)
     config = peft.LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=names, **options)
     adapted = peft.get_peft_model(model, config)
     for name, parameter in adapted.named_parameters():
@@ -114,11 +110,15 @@ def with_lora(
     return adapted
 
 
-def _refuse_unknown(model: nn.Module, names: str | list[str]) -> None:
+def _refuse_unknown(model: nn.Module, names: list[str]) -> None:
     """Refuse a name that no linear layer has. PEFT ignores such a name if another name matches."""
-    layers = [name for name, module in model.named_modules() if _is_linear(module)]
+    layers = [
+        name
+        for name, layer in model.named_modules()
+        if isinstance(layer, nn.Linear) or type(layer).__name__ == "Conv1D"
+    ]
     leaves = {name.rpartition(".")[2] for name in layers}
-    for target in [] if names == "all-linear" else names or [""]:
+    for target in names or [""]:
         if not any(f".{name}".endswith(f".{target}") for name in layers):
             raise InvalidValue(
                 f"LoRA targets={','.join(names)!r}: {target!r} names no linear layer of "
@@ -127,17 +127,11 @@ def _refuse_unknown(model: nn.Module, names: str | list[str]) -> None:
             )
 
 
-def _is_linear(layer: nn.Module) -> bool:
-    return isinstance(layer, nn.Linear) or type(layer).__name__ == "Conv1D"
-
-
-def _refuse_tied(model: nn.Module, names: str | list[str]) -> None:
+def _refuse_tied(model: nn.Module, names: list[str]) -> None:
     """Refuse an adapter on a layer that shares its weight with another layer.
 
     If the adapter is merged into the weight, it changes both layers.
     """
-    if names == "all-linear":
-        return  # PEFT leaves out the head
     first: dict[int, str] = {}
     for name, weight in model.named_parameters(remove_duplicate=False):
         other = first.setdefault(id(weight), name)

@@ -2,11 +2,15 @@
 
 While an example passes through the model, only buffers may change, because they are reset for every
 example. The next example would see any other change.
+
+Under DP-SGD, an example's gradient counts as zero if its loss raises an error, or if the gradient
+is not finite. If every gradient counted as zero, DP-SGD would spend its budget on noise alone. The
+trial therefore also finds whether the model learns from one example alone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -15,16 +19,15 @@ from torch import Tensor, nn
 
 from flower_ext.data import trees
 from flower_ext.data.trees import Tree
-from flower_ext.training.example_gradient import gradient_alone, model_of_single_examples
-from flower_ext.training.isolation import attempted
-from flower_ext.training.models.calls import call_with
+from flower_ext.privacy.mechanisms.updates import is_finite
+from flower_ext.training.isolation import attempted, deterministic_kernels, seeded
+from flower_ext.training.models.calls import UnlikeTypes, call_with
 from flower_ext.training.params import Params, clone, shaken
-from flower_ext.training.rounding import deterministic_kernels
-from flower_ext.training.seeding import seeded
-from flower_ext.training.task import Task
-from flower_ext.training.trials.lone_examples import why_nothing_learned
+from flower_ext.training.problem import gradient_alone, has_rows, model_of_single_examples
+from flower_ext.training.task import Task, TrainingKind
 from flower_ext.training.trials.made_up_examples import (
     TRIED,
+    deterministic,
     random_examples,
     unlike_examples,
 )
@@ -37,34 +40,39 @@ _KEEPS = (
     "weight of torch.nn.utils.spectral_norm, use torch.nn.utils.parametrizations.spectral_norm"
 )
 
+_REMEDY = (
+    "expected a model that trains on one example at a time, because DP-SGD clips the gradient of "
+    "each example: "
+    "normalise within an example (nn.LayerNorm, nn.GroupNorm with several channels in a group, or "
+    "flower_ext.training.replace_batch_norm) instead of over the batch, and leave out activation "
+    "checkpointing"
+)
+_OF_LABELS = (
+    "the model accepts such an example, but the loss fails for the labels 0 and 1: expected a loss "
+    "for labels that begin at 0. If your labels begin at another number, as in cross_entropy("
+    "outputs, targets - 1990), subtract it in the data set, not in the loss"
+)
 
-def why_not_one_by_one(
-    task: Task, names: Sequence[str], features: Tree, targets: Tree
-) -> str | None:
+
+def why_not_one_by_one(kind: TrainingKind, names: Sequence[str]) -> str | None:
     """Return why a model or a loss cannot learn from one example at a time; None if it can.
 
     There are two possible reasons. First, the model or the loss remembers an example; the text then
     names the variable that changes. Second, the model cannot learn from any single example (see
-    `why_nothing_learned`). The text may reach the server.
+    `why_nothing_learned`). The text may reach the server. ``names`` are the trained parameters.
 
     Random and unusual examples pass one by one through a fresh model, and in reversed order through
     another fresh model. In a single order, an example's change would stay hidden if an earlier
-    example had already made the same change. The examples have only the shapes and types of real
-    ones. On an accelerator, integer features are zeros and ones; on a CPU the trial uses other
-    integers too (see `unlike_examples`).
-
-    Parameters
-    ----------
-    names : sequence of str
-        The trained parameters.
+    example had already made the same change. On an accelerator, integer features are zeros and
+    ones; on a CPU the trial uses other integers too (see `unlike_examples`).
     """
-    usual = _usual_examples(features, targets)
-    for device in dict.fromkeys((task.torch_device(), torch.device("cpu"))):
-        on_device = replace(task, device=str(device))
+    usual = _usual_examples(kind.features, kind.targets)
+    for device in dict.fromkeys((kind.device, torch.device("cpu"))):
+        on_device = replace(kind, device=device).task
         model = _random_model(on_device, names)
-        unlike = unlike_examples(features, targets, model, integers=device.type == "cpu")
-        examples = [*usual, *trees.each(unlike)]
-        examples = [trees.to(example, device) for example in examples]
+        on_cpu = device.type == "cpu"
+        unlike = unlike_examples(kind.features, kind.targets, model, integers=on_cpu)
+        examples = [trees.to(example, device) for example in (*usual, *trees.each(unlike))]
         order = range(len(examples))
         # Some kernels of accelerators round differently each time.
         with deterministic_kernels(device, strict=False):
@@ -72,7 +80,7 @@ def why_not_one_by_one(
             backwards = _passed(on_device, names, examples, reversed(order))
         if (place := _remembering_place(forwards, backwards)) is not None:
             return _KEEPS.format(place=place)
-        if device == task.torch_device():
+        if device == kind.device:
             gradients = [forwards.gradients[number] for number in range(len(usual))]
             outputs_of = partial(_outputs_of, model)
             name = type(model).__name__
@@ -83,10 +91,7 @@ def why_not_one_by_one(
 
 
 def _remembering_place(forwards: _Passed, backwards: _Passed) -> str | None:
-    """Return the variable in which the model or the loss remembers an example.
-
-    The result is None if there is no such variable.
-    """
+    """Return the variable in which the model or the loss remembers an example; else None."""
     if place := forwards.changed or backwards.changed:
         return place
     # The first pass may store something, such as a table of positions. What it stores must not
@@ -122,11 +127,8 @@ def _usual_examples(features: Tree, targets: Tree) -> list[tuple[Tree, Tree]]:
 
 
 def _random_model(task: Task, names: Sequence[str]) -> nn.Module:
-    """Return a model whose trained weights are random.
-
-    A head that begins at zero would make all outputs equal.
-    """
-    with seeded(0, devices=task.torch_device().type != "cpu"):
+    """Return a model with random trained weights: a head of zeros would make outputs equal."""
+    with seeded(0, task.torch_device()):
         model = model_of_single_examples(task, names)
     weights = {name: w for name, w in model.named_parameters() if name in names}
     for name, weight in shaken(weights, torch.Generator().manual_seed(0)).items():
@@ -142,10 +144,7 @@ class _Passed:
     prepared: Snapshot
     gradients: dict[int, Params | Exception] = field(default_factory=dict)
     changed: str | None = None
-    """The variable that an example after the first has changed; None if no such example did.
-
-    After such a change, no further example passes.
-    """
+    """The variable that an example after the first has changed; no further example passes then."""
 
 
 def _passed(
@@ -159,7 +158,7 @@ def _passed(
         point = {n: p for n, p in model.state_dict().items() if n in task.shapes}
         # Model and loss may write into the example.
         x, y = trees.mapped(Tensor.clone, examples[number])
-        with seeded(0, devices=task.torch_device().type != "cpu"):
+        with seeded(0, task.torch_device()):
             gradient = attempted(gradient_alone, model, point, names, task.loss, x, y)
         passed.gradients[number] = gradient
         after = snapshot(model=model, loss=task.loss)
@@ -169,3 +168,83 @@ def _passed(
             passed.changed = places[0]
             break
     return passed
+
+
+def why_nothing_learned(
+    name: str,
+    outputs_of: Callable[[Tree], Tree],
+    examples: Sequence[tuple[Tree, Tree]],
+    gradients: Sequence[Params | Exception],
+) -> str | None:
+    """Return why a model cannot learn from any single example; None if it can.
+
+    There are three possible reasons. The loss raises an error for every example, as for labels that
+    do not begin at 0. No example has a finite gradient other than zero. Or the outputs for all
+    examples are equal, if each passes alone.
+
+    ``name`` names the model in messages, and ``outputs_of`` computes its outputs for a batch. The
+    examples have no batch dimension, and the first `TRIED` are random. ``gradients`` holds the
+    gradient of each example, or the error that it raises.
+    """
+    for gradient in gradients:
+        if isinstance(gradient, UnlikeTypes):
+            return str(gradient)
+    reasons = [*map(_why_no_gradient, gradients)]
+    if "" in reasons and None not in reasons:  # some examples have a gradient, of zero
+        return (
+            f"each random example by itself has a gradient of zero. loss, model={name}: expected a "
+            "loss that one example alone can lower, not a loss over pairs of examples"
+        )
+    if None not in reasons:
+        of_labels = isinstance(gradients[0], Exception) and not any(
+            leaf.is_floating_point() for leaf in trees.leaves(examples[0][1])
+        )
+        if of_labels and all(_takes(outputs_of, x) for x, _ in examples):
+            return f"{reasons[0]}. loss, model={name}: {_OF_LABELS}"
+        return f"{reasons[0]}. model={name}: {_REMEDY}"
+    random = trees.mapped(lambda *rows: torch.stack(rows), *(x for x, _ in examples[:TRIED]))
+    if _is_constant(outputs_of, random):
+        return f"all random examples by themselves have equal outputs. model={name}: {_REMEDY}"
+    return None
+
+
+def _why_no_gradient(gradient: Params | Exception) -> str | None:
+    """Return why an example has no finite gradient; "" if it is zero; None for any other."""
+    if isinstance(gradient, Exception):
+        text = str(gradient).partition("\n")[0].rstrip(". ")
+        return f"a random example raises {type(gradient).__name__}: {text}"
+    if not all(map(is_finite, gradient.values())):
+        return "a random example has a gradient that is not finite"
+    return None if any(part.any() for part in gradient.values()) else ""
+
+
+def _takes(outputs_of: Callable[[Tree], Tree], example: Tree) -> bool:
+    alone = trees.mapped(lambda leaf: leaf[None], example)
+    return not isinstance(attempted(_outputs, outputs_of, alone), Exception)
+
+
+def _outputs(outputs_of: Callable[[Tree], Tree], examples: Tree) -> Iterator[Tensor]:
+    """Call the model without dropout; yield its floating-point outputs with one row per example."""
+    with torch.no_grad(), deterministic(), torch.random.fork_rng(devices=[]):
+        outputs = outputs_of(trees.mapped(Tensor.clone, examples))
+    rows = (leaf for leaf in trees.leaves(outputs) if has_rows(leaf, trees.length(examples)))
+    return filter(Tensor.is_floating_point, rows)
+
+
+def _is_constant(outputs_of: Callable[[Tree], Tree], x: Tree) -> bool:
+    """Return True if a model has the same outputs for each example alone, whatever the example."""
+    try:
+        together = [*_outputs(outputs_of, x)]
+        each = [_outputs(outputs_of, row) for row in trees.split(x, 1)]
+        alone = [torch.cat(rows) for rows in zip(*each, strict=True)]
+    except Exception:  # the model may refuse a batch of this size
+        return False
+    pairs = [*zip(together, alone, strict=False)]
+    if not all(torch.allclose(rows, rows[:1].expand_as(rows)) for _, rows in pairs):
+        return False
+    # Equal outputs may be chance: random integers may be equal where the model looks, and an
+    # activation may set all outputs to zero.
+    is_real = all(leaf.is_floating_point() for leaf in trees.leaves(x))
+    if is_real and any(rows.any() for rows in alone):
+        return True
+    return any(not torch.allclose(rows, others) for rows, others in pairs)

@@ -1,10 +1,7 @@
 """Trials of batch invariance: an example's gradient must not depend on the rest of its batch.
 
 A model that mixes examples, as batch normalisation does, lets one record change the gradients of
-others. Clipping each gradient does not bound such a change. The trials compare the gradients from a
-pass over many examples with each example's own gradient, up to rounding. They also compare an
-example's gradients from different batches, bit by bit. They use random and unusual examples, which
-have only the shapes and types of real ones.
+others. Clipping each gradient does not bound such a change.
 """
 
 from __future__ import annotations
@@ -12,16 +9,18 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from flower_ext.data import trees
 from flower_ext.data.trees import Tree
-from flower_ext.training.example_gradient import ExampleLoss, gradient_alone, has_rows
 from flower_ext.training.models.calls import call_model
 from flower_ext.training.params import Params, clone, flat_rows, shaken
+from flower_ext.training.per_example import Parts
+from flower_ext.training.problem import ExampleLoss, gradient_alone, has_rows
+from flower_ext.training.task import TrainingKind
 from flower_ext.training.trials.made_up_examples import (
     ODD,
     TRIED,
@@ -35,62 +34,34 @@ _ALIKE, _ROUNDED = 1e-3, 1e-6
 """Tolerated relative difference, and tolerated rounding error where the terms of a sum cancel."""
 
 
-class ExampleGradients(Protocol):
-    """Gradients of one parameter, one for each example (see `training.dp.per_example`)."""
-
-    @property
-    def factors(self) -> tuple[Tensor, ...]:
-        """Tensors that determine the gradients, with one row per example."""
-        ...
-
-    def squares(self) -> Tensor:
-        """Return the squared norm of every example's gradient."""
-        ...
-
-    def total(self, factors: Tensor) -> Tensor:
-        """Return the sum of factor · gradient over all examples."""
-        ...
-
-
-Follow = Callable[[Tree, Tree, ExampleLoss], Mapping[str, ExampleGradients]]
+Follow = Callable[[Tree, Tree, ExampleLoss], Parts]
 """Returns every example's gradient from one pass over features and targets."""
 
 
 class BatchInvarianceTrial:
-    """Trials of one model, with random weights, on random examples.
+    """Trials of one model on random examples of a kind; ``names`` are the trained parameters.
 
-    Weights must be random, because under a head that begins at zero the gradients of all other
-    layers are zero.
-
-    Parameters
-    ----------
-    model : nn.Module
-    params : Params
-        Parameters by name. Trials set them to random numbers, and restore them at the end.
-    names : list of str
-        The trained parameters.
+    The trials set ``params`` to random numbers, and restore them at the end: under a head that
+    begins at zero, the gradients of all other layers are zero. An argument ``follow`` computes the
+    gradients from a pass over ``count`` examples.
     """
 
-    def __init__(self, model: nn.Module, params: Params, names: list[str]) -> None:
-        self.model, self.params, self.names = model, params, names
+    def __init__(
+        self, kind: TrainingKind, model: nn.Module, params: Params, names: list[str]
+    ) -> None:
+        self.kind, self.model, self.params, self.names = kind, model, params, names
 
-    def why_gradients_differ(
-        self, features: Tree, targets: Tree, loss: ExampleLoss, follow: Follow, count: int
-    ) -> str | None:
-        """Return why an example has another gradient in a pass over ``count`` examples than alone.
+    def why_gradients_differ(self, follow: Follow, count: int) -> str | None:
+        """Return why an example has another gradient in a pass over several examples than alone.
 
-        The result is None if both gradients are equal, up to rounding. The trial compares only
-        three of the examples.
-
-        Raises
-        ------
-        Exception
-            The model or the loss raises an error for an example.
+        The trial compares three of the examples, up to rounding. An error of the model or the loss
+        is raised again.
         """
+        targets = trees.zeros(self.kind.targets, count)
         with self._random_weights() as generator:
-            x, directions = self._examples(features, count, generator)
+            x, directions = self._examples(count, generator)
             tried = torch.tensor([0, count // 2, count - 1], device=trees.first(x).device)
-            for by, y in ((_along, directions), (loss, trees.zeros(targets, count))):
+            for by, y in ((_along, directions), (self.kind.loss, targets)):
                 alone = [
                     gradient_alone(self.model, self.params, self.names, by, row, target)
                     for row, target in trees.each(trees.rows((x, y), tried))
@@ -106,19 +77,16 @@ class BatchInvarianceTrial:
             x, directions = trees.mapped(lambda leaf: leaf[:TRIED].clone(), (x, directions))
             return self._why_integers_mix(x, directions, follow, generator)
 
-    def why_bits_differ(
-        self, features: Tree, targets: Tree, loss: ExampleLoss, follow: Follow, count: int
-    ) -> str | None:
-        """Return why a bit of an example's gradient depends on the rest of its batch.
+    def why_bits_differ(self, follow: Follow, count: int) -> str | None:
+        """Return why a bit of an example's gradient depends on its place, or on other examples.
 
-        The batch has ``count`` examples. An example's place in the batch must not matter, either. A
-        reason that the trial returns is certain. If the trial finds none, it returns None, which is
-        only evidence, for this processor and this number of threads.
+        A reason is certain. None is only evidence, for this processor and number of threads.
         """
+        targets = trees.zeros(self.kind.targets, count)
         with self._random_weights() as generator:
-            x, directions = self._examples(features, count, generator)
+            x, directions = self._examples(count, generator)
             places = torch.arange(count, device=trees.first(x).device)
-            for by, y in ((_along, directions), (loss, trees.zeros(targets, count))):
+            for by, y in ((_along, directions), (self.kind.loss, targets)):
                 usual = _numbers(_followed(follow, x, y, by))
                 for order in (places.roll(1), places.flip(0), places.new_zeros(count)):
                     moved, along = trees.rows((x, y), order)
@@ -137,8 +105,8 @@ class BatchInvarianceTrial:
     ) -> str | None:
         """Return why examples with integers above 1 have other gradients together than alone.
 
-        The result is None if no gradients differ. Examples for which the model raises an error do
-        not count: the model may look up an integer in a table that is too short.
+        Examples for which the model raises an error do not count: the model may look up an integer
+        in a table that is too short.
         """
         for examples, extremes in integer_examples(x, self.model, generator):
             # On an accelerator such a look-up would end the process, so check first whether the
@@ -156,10 +124,7 @@ class BatchInvarianceTrial:
         return None
 
     def _takes(self, x: Tree) -> bool:
-        """Return True if the model raises no error for each example alone, and for all together.
-
-        The outputs for each example alone must also be finite.
-        """
+        """Return True if examples alone have finite outputs, and all together raise no error."""
         model = self.model if trees.first(x).is_cpu else copy.deepcopy(self.model).cpu()
         x = trees.mapped(lambda leaf: leaf.cpu().clone(), x)
         try:
@@ -167,26 +132,26 @@ class BatchInvarianceTrial:
             call_model(model, trees.mapped(Tensor.clone, x))
         except Exception:  # a model may raise anything
             return False
-        leaves = [leaf for output in outputs for _, leaf in trees.named("", output)]
+        leaves = [leaf for output in outputs for leaf in trees.leaves(output)]
         return all(bool(leaf.isfinite().all()) for leaf in leaves if isinstance(leaf, Tensor))
 
-    def _examples(
-        self, features: Tree, count: int, generator: torch.Generator
-    ) -> tuple[Tree, dict[str, Tensor]]:
+    def _examples(self, count: int, generator: torch.Generator) -> tuple[Tree, dict[str, Tensor]]:
         """Return random examples, and random directions along which to sum the model's outputs."""
-        x = random_examples(features, count, generator)
+        x = random_examples(self.kind.features, count, generator)
         pair = trees.mapped(lambda leaf: leaf[:2].clone(), x)
         with torch.no_grad():
             outputs = call_model(self.model, pair)
-        return x, _random_directions(outputs, 2, count, generator)
+        return x, {
+            name: torch.randn(count, *leaf.shape[1:], generator=generator).to(leaf.device)
+            for name, leaf in trees.named("", outputs)
+            if has_rows(leaf, 2) and leaf.is_floating_point()
+        }
 
     @contextmanager
     def _random_weights(self) -> Iterator[torch.Generator]:
         generator = torch.Generator().manual_seed(0)
         weights = {n: w for n, w in self.model.named_parameters() if n in self.params}
-        touched = weights | dict(
-            self.model.named_buffers()
-        )  # a trial's passes may write into buffers
+        touched = weights | dict(self.model.named_buffers())  # passes may write into buffers
         before = clone(touched)
         for name, weight in shaken(weights, generator).items():
             weights[name].copy_(weight)
@@ -202,7 +167,7 @@ def _pass_apart(examples: Tree, extremes: Sequence[Tree], directions: Tree, foll
     """Return True if examples in a batch have the same gradients as alone, up to rounding.
 
     ``extremes`` are variants of the batch with another first example. In each of them, all bits of
-    the other examples' gradients must be the same as before. ``follow`` computes the gradients.
+    the other examples' gradients must be the same as before.
     """
     together = _followed(follow, examples, directions, _along)
     rows = torch.arange(TRIED, device=trees.first(examples).device)
@@ -220,44 +185,24 @@ def _pass_apart(examples: Tree, extremes: Sequence[Tree], directions: Tree, foll
     )
 
 
-def _followed(follow: Follow, x: Tree, y: Tree, by: ExampleLoss) -> Mapping[str, ExampleGradients]:
+def _followed(follow: Follow, x: Tree, y: Tree, by: ExampleLoss) -> Parts:
     return follow(trees.mapped(Tensor.clone, x), y, by)  # the model may write into features
 
 
-def _rows(gradients: Mapping[str, ExampleGradients], rows: Tensor, count: int) -> Params:
+def _rows(gradients: Parts, rows: Tensor, count: int) -> Params:
     """Return the gradients of some of ``count`` examples; ``rows`` are the examples' numbers."""
     one_hot = torch.eye(count, device=rows.device)[rows]
     return {n: torch.stack([part.total(one) for one in one_hot]) for n, part in gradients.items()}
 
 
-def _random_directions(
-    outputs: Any, rows: int, count: int, generator: torch.Generator
-) -> dict[str, Tensor]:
-    """Return ``count`` random directions for each output tensor, by the tensor's name.
-
-    A tensor that does not have ``rows`` rows, one for each example, is left out.
-    """
-    return {
-        name: torch.randn(count, *leaf.shape[1:], generator=generator).to(leaf.device)
-        for name, leaf in trees.named("", outputs)
-        if has_rows(leaf, rows) and leaf.is_floating_point()
-    }
-
-
 def _along(outputs: Any, directions: Mapping[str, Tensor]) -> Tensor:
-    """Return the sum of the products of outputs and ``directions``.
-
-    Trials use it as a loss that depends on every output.
-    """
+    """Return the sum of outputs · ``directions``, a loss that depends on every output."""
     leaves = dict(trees.named("", outputs))
     return torch.stack([(leaves[n] * along).sum() for n, along in directions.items()]).sum()
 
 
-def _numbers(gradients: Mapping[str, ExampleGradients]) -> list[Tensor]:
-    """Return all tensors that determine the gradients, and the squared norms.
-
-    Each tensor has one row per example.
-    """
+def _numbers(gradients: Parts) -> list[Tensor]:
+    """Return all tensors that determine the gradients, and the squared norms, row by row."""
     return [tensor for part in gradients.values() for tensor in (*part.factors, part.squares())]
 
 
@@ -269,10 +214,9 @@ def _equal(ours: Sequence[Tensor], theirs: Sequence[Tensor], rows: slice = slice
 def _agree(gradients: Params, expected: Params, *, may_vanish: bool) -> bool:
     """Return True if the gradients equal the expected ones, up to rounding.
 
-    Both have one row per example. Without ``may_vanish``, the function returns False if all rows of
-    a parameter are zero. The gradient of a bias may consist of rounding errors alone, as under
-    softmax. A bias may therefore differ by rounding errors of the size that is usual for the weight
-    of the same layer.
+    Without ``may_vanish``, all-zero rows of a parameter are refused. The gradient of a bias may
+    consist of rounding errors alone, as under softmax. It may therefore differ by rounding errors
+    of the size that is usual for the weight of the same layer.
     """
     if any(part.any() for name, part in expected.items() if name not in gradients):
         return False

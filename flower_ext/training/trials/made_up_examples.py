@@ -73,17 +73,9 @@ def unlike_examples(
 ) -> tuple[Tree, Tree]:
     """Return examples that differ in every way that a model or a loss could remember.
 
-    They have the shapes and types of ``features`` and ``targets``. The first is random, with a
-    target of zero; the last consists of unusual values.
-
-    Parameters
-    ----------
-    model : nn.Module
-        For each embedding table of the model, there is an example whose integer features are the
-        number of the table's last row.
-    integers : bool
-        True to try integers other than zeros and ones. A table without a row of that number raises
-        an error, which on an accelerator ends the process.
+    The first is random, with a target of zero; the last consists of unusual values. With
+    ``integers``, some are other than zeros and ones, such as the number of the last row of each
+    embedding table of the model. On an accelerator, a number without a row ends the process.
     """
     x = random_examples(features, TRIED, torch.Generator().manual_seed(0))
     first, zero = trees.mapped(lambda leaf: leaf[:1], x), trees.zeros(targets, 1)
@@ -104,11 +96,10 @@ def integer_examples(
 ) -> Iterator[tuple[Tree, list[Tree]]]:
     """Yield variants of examples in which one of the features consists of random integers.
 
-    The integers of a variant come from a range such as 0 … 255. Each variant comes with two further
-    copies. In the first copy, all integers of the first example are the smallest of the range; in
-    the second, the largest. A copy that equals the variant is left out.
+    The integers come from a range such as 0 … 255. Each variant comes with copies in which all
+    integers of the first example are the smallest of the range, or the largest.
     """
-    for _, leaf in trees.named("", x):
+    for leaf in trees.leaves(x):
         for low, high in _ranges(leaf.dtype, model):
             # The first example consists of one end of the range, and the last example contains the
             # other end. Otherwise short examples might all have as many padding words, for example.
@@ -145,21 +136,18 @@ def _tables(model: nn.Module) -> Iterator[nn.Embedding | nn.EmbeddingBag]:
 
 
 def _odd_examples(examples: Tree) -> Tree:
-    """Return one example for each value in `ODD`, which consists of that value.
-
-    If all tensors have integers, there are only two examples: one of ones, and one of zeros.
-    """
+    """Return an example for each value in `ODD`; of integers alone, only one of ones and zeros."""
     odd = trees.zeros(examples, len(ODD))
     for row, value in enumerate(ODD):
         odd = with_odd_rows(odd, row, value)
-    if any(leaf.is_floating_point() for _, leaf in trees.named("", examples)):
+    if any(leaf.is_floating_point() for leaf in trees.leaves(examples)):
         return odd
     return trees.mapped(lambda leaf: leaf[-2:], odd)
 
 
 def _with_odd_integers(example: Tree, values: Sequence[int]) -> Iterator[Tree]:
     """Yield copies of an example. In each, one tensor of integers consists of one of ``values``."""
-    for _, leaf in trees.named("", example):
+    for leaf in trees.leaves(example):
         if leaf.dtype == torch.bool or leaf.is_floating_point() or leaf.is_complex():
             continue
         limits = torch.iinfo(leaf.dtype)

@@ -14,8 +14,7 @@ import logging
 import types
 import weakref
 import zlib
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Hashable, Iterable, Iterator, Mapping
 from functools import cache, partial
 from itertools import chain
 from typing import Any
@@ -55,10 +54,25 @@ class _Itself:
 
 def snapshot(**roots: Any) -> Snapshot:
     """Return the values at all places that can be reached from ``roots``, by the places' names."""
-    reading = _Reading()
+    values: Snapshot = {}
+    seen: dict[int, Any] = {}  # keeps objects alive, so that no identity is reused
+
+    def read(name: str, value: Any, depth: int) -> None:
+        # Read a number or a tensor at each of its places, because these may differ later.
+        if isinstance(value, _ATOMS):
+            values[name] = type(value), repr(value)  # as a text, because NaN is unequal to itself
+        elif isinstance(value, Tensor):
+            values[name] = _checksum(value)
+        elif isinstance(value, _Itself):
+            values[name] = value
+        elif not (isinstance(value, _SKIPPED) or id(value) in seen or depth > _DEEPEST):
+            seen[id(value)] = value
+            for part, inner in _parts(name, value, values):
+                read(part, inner, depth + 1)
+
     for name, root in roots.items():
-        reading.read(name, root, 0)
-    return reading.values
+        read(name, root, 0)
+    return values
 
 
 def changed_places(before: Snapshot, after: Snapshot) -> list[str]:
@@ -81,42 +95,6 @@ def same_params(one: Params | None, other: Params | None) -> bool:
     return all(map(same_numbers, one.values(), other.values()))
 
 
-@dataclass(frozen=True)
-class _Kind:
-    """A way to read the values of a type.
-
-    ``whole`` reads a value as a whole, ``parts`` reads its parts. Without both, it is not read.
-    """
-
-    whole: Callable[[Any], Hashable] | None = None
-    parts: Callable[[str, Any, Snapshot], Iterable[tuple[str, Any]]] | None = None
-
-
-class _Reading:
-    """The values that one snapshot has read so far."""
-
-    def __init__(self) -> None:
-        self.values: Snapshot = {}
-        self._seen: dict[int, Any] = {}  # keeps objects alive, so that no identity is reused
-        self._kinds: dict[type, _Kind] = {}
-
-    def read(self, name: str, value: Any, depth: int) -> None:
-        """Read an object and all that can be reached from it."""
-        kind = self._kinds.get(type(value)) or self._kind_of(value)
-        if kind.whole is not None:  # read it at each of its places, because these may differ later
-            self.values[name] = kind.whole(value)
-        elif kind.parts is not None and id(value) not in self._seen and depth <= _DEEPEST:
-            self._seen[id(value)] = value
-            for part, inner in kind.parts(name, value, self.values):
-                self.read(part, inner, depth + 1)
-
-    def _kind_of(self, value: Any) -> _Kind:
-        kind = _kind(value)
-        if value.__class__ is type(value):  # a proxy looks like an object of another type
-            self._kinds[type(value)] = kind
-        return kind
-
-
 def _checksum(tensor: Tensor) -> Hashable:
     try:
         flat = tensor.detach().cpu().contiguous().view(-1)
@@ -126,54 +104,43 @@ def _checksum(tensor: Tensor) -> Hashable:
         return _Itself(tensor)
 
 
-def _kind(value: Any) -> _Kind:
-    for types_of_kind, kind in _KINDS:
-        if isinstance(value, types_of_kind):
-            return kind
-    return _Kind(parts=_of_object)
-
-
-def _as_text(value: Any) -> Hashable:
-    return type(value), repr(value)  # as a text, because NaN is unequal to itself
-
-
-def _of_mapping(name: str, value: Any, values: Snapshot) -> Iterator[tuple[str, Any]]:
-    """Return the name of a place and the value there, for each key of the mapping ``value``.
-
-    The mapping's own type and length are added to ``values``.
-    """
-    values[name] = type(value), len(value)
-    return ((_inner(name, key), inner) for key, inner in [*value.items()])
-
-
-def _of_container(name: str, value: Any, values: Snapshot) -> Iterator[tuple[str, Any]]:
-    values[name] = type(value), len(value)
-    return ((f"{name}[{n}]", inner) for n, inner in enumerate(value))
-
-
-def _of_method(name: str, method: types.MethodType, _: Snapshot) -> Iterator[tuple[str, Any]]:
-    yield name, method.__self__
-    yield f"{name}()", method.__func__
-
-
-def _of_partial(name: str, value: Any, _: Snapshot) -> Iterator[tuple[str, Any]]:
-    return ((f"{name}.{key}", getattr(value, key)) for key in ("func", "args", "keywords"))
+def _parts(name: str, value: Any, values: Snapshot) -> Iterable[tuple[str, Any]]:
+    """Return the places within an object, and the value at each; add a container's length."""
+    if isinstance(value, list | tuple | set | frozenset):
+        values[name] = type(value), len(value)
+        return [(f"{name}[{number}]", inner) for number, inner in enumerate(value)]
+    if isinstance(value, type):
+        return _of_class(value)
+    if isinstance(value, types.FunctionType):
+        return _of_function(name, value)
+    if isinstance(value, types.MethodType):
+        return [(name, value.__self__), (f"{name}()", value.__func__)]
+    if isinstance(value, partial):
+        return [(f"{name}.{key}", getattr(value, key)) for key in ("func", "args", "keywords")]
+    if isinstance(value, classmethod | staticmethod):
+        return [(name, value.__func__)]
+    if isinstance(value, torch.Generator):
+        return [(name, value.get_state())]
+    if isinstance(value, Mapping):
+        values[name] = type(value), len(value)
+        return ((_inner(name, key), inner) for key, inner in [*value.items()])
+    return _of_object(name, value)
 
 
 def _inner(name: str, key: Any) -> str:
     return f"{name}.{key}" if isinstance(key, str) else f"{name}[{key!r}]"
 
 
-def _of_class(_: str, kind: type, __: Snapshot) -> Iterator[tuple[str, Any]]:
-    if not _in_library(kind.__module__):
+def _of_class(kind: type) -> Iterator[tuple[str, Any]]:
+    if _package(kind.__module__) not in _LIBRARIES:
         for key, inner in [*vars(kind).items()]:
             if not (key.startswith("__") and key.endswith("__")):
                 yield f"{kind.__name__}.{key}", inner
     yield from ((base.__name__, base) for base in kind.__bases__)
 
 
-def _of_function(name: str, function: types.FunctionType, _: Snapshot) -> Iterator[tuple[str, Any]]:
-    if _in_library(function.__module__ or ""):
+def _of_function(name: str, function: types.FunctionType) -> Iterator[tuple[str, Any]]:
+    if _package(function.__module__) in _LIBRARIES:
         return
     code = function.__code__
     for variable, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
@@ -197,7 +164,7 @@ def _of_function(name: str, function: types.FunctionType, _: Snapshot) -> Iterat
             yield f"global {variable}", value
 
 
-def _of_object(name: str, value: Any, _: Snapshot) -> Iterator[tuple[str, Any]]:
+def _of_object(name: str, value: Any) -> Iterator[tuple[str, Any]]:
     held = getattr(value, "__dict__", None)
     if isinstance(held, dict):
         for key, inner in [*held.items()]:
@@ -206,26 +173,20 @@ def _of_object(name: str, value: Any, _: Snapshot) -> Iterator[tuple[str, Any]]:
             yield (name if hidden else _inner(name, key)), inner
         yield type(value).__name__, type(value)
         yield f"{name}()", vars(type(value)).get("__call__")
-    for slot in _slots(value):
-        if hasattr(value, slot):
-            yield f"{name}.{slot}", getattr(value, slot)
+    for base in type(value).__mro__:
+        slots = vars(base).get("__slots__", ())
+        for slot in (slots,) if isinstance(slots, str) else slots:
+            if slot != "__dict__" and hasattr(value, slot):
+                yield f"{name}.{slot}", getattr(value, slot)
     if (pickled := _pickled(value)) is not None:
         yield f"{name} as pickled", pickled
 
 
-def _slots(value: Any) -> Iterator[str]:
-    for base in type(value).__mro__:
-        slots = vars(base).get("__slots__", ())
-        names = (slots,) if isinstance(slots, str) else slots
-        yield from (slot for slot in names if slot != "__dict__")
-
-
 def _pickled(value: Any) -> Any:
-    """Return the state of an object that does not keep it in its attributes.
+    """Return the state of an object that does not keep it in its attributes; None for others.
 
-    Iterators, queues and random generators are such objects: pickling them reveals their state. The
-    result is None for any other object, because the snapshot reads its attributes. An object that
-    cannot be pickled is compared by its identity.
+    Iterators, queues and random generators are such objects: pickling them reveals their state. An
+    object that cannot be pickled is compared by its identity.
     """
     pickles_itself = any("__reduce__" in vars(base) for base in type(value).__mro__[:-1])
     if isinstance(getattr(value, "__dict__", None), dict) and not pickles_itself:
@@ -259,27 +220,3 @@ def _names(code: types.CodeType) -> tuple[str, ...]:
 
 def _package(module: str | None) -> str:
     return (module or "").partition(".")[0]
-
-
-def _in_library(module: str) -> bool:
-    return _package(module) in _LIBRARIES
-
-
-_KINDS: tuple[tuple[Any, _Kind], ...] = (
-    (_ATOMS, _Kind(whole=_as_text)),
-    (Tensor, _Kind(whole=_checksum)),
-    (_Itself, _Kind(whole=lambda itself: itself)),
-    (_SKIPPED, _Kind()),
-    (Mapping, _Kind(parts=_of_mapping)),
-    ((list, tuple, set, frozenset), _Kind(parts=_of_container)),
-    (type, _Kind(parts=_of_class)),
-    (types.FunctionType, _Kind(parts=_of_function)),
-    (types.MethodType, _Kind(parts=_of_method)),
-    (partial, _Kind(parts=_of_partial)),
-    (classmethod | staticmethod, _Kind(parts=lambda name, value, _: [(name, value.__func__)])),
-    (torch.Generator, _Kind(parts=lambda name, value, _: [(name, value.get_state())])),
-)
-"""Types, and how to read their values. The first type that fits counts.
-
-If no type fits, `_of_object` reads the value.
-"""

@@ -18,11 +18,11 @@ def _offered(monkeypatch):
 @pytest.fixture
 def compiled(monkeypatch):
     """Count the models that machine code trains, except those of trials."""
-    from flower_ext.training.batched import choice
+    from flower_ext.training.batched import many
     from flower_ext_kernels import network
 
     trained = []
-    train, trains_alike = network.CompiledNetwork.train, choice.trains_alike
+    train, trains_alike = network.CompiledNetwork.train, many.trains_alike
 
     def counted(self, jobs, *others):
         trained.extend(jobs)
@@ -35,5 +35,5 @@ def compiled(monkeypatch):
         return answer
 
     monkeypatch.setattr(network.CompiledNetwork, "train", counted)
-    monkeypatch.setattr(choice, "trains_alike", tried)
+    monkeypatch.setattr(many, "trains_alike", tried)
     return trained

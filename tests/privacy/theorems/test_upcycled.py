@@ -36,7 +36,7 @@ from flower_ext.privacy.theorems.upcycled import (
     upcycled_theorem_6_2,
     upcycled_theorem_6_3,
 )
-from flower_ext.training.newton import newton
+from flower_ext.training.local import newton
 from tests.support.grids import grid
 from tests.support.perturbed import noiseless
 from tests.support.run_summary import run_summary

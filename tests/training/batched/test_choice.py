@@ -10,8 +10,8 @@ from torch.nn.functional import dropout
 
 from flower_ext.data import Examples
 from flower_ext.training import Job, Proximal
-from flower_ext.training.batched import choice
-from flower_ext.training.batched.choice import why_not_stacked
+from flower_ext.training.batched import many
+from flower_ext.training.batched.many import why_not_stacked
 from tests.support.jobs import (
     ALIKE,
     SGD,
@@ -157,7 +157,7 @@ def test_one_training_alone_is_never_tried_in_a_batch(monkeypatch):
     def tried(*_):
         raise AssertionError("tried")
 
-    monkeypatch.setattr(choice, "_why_not_stacked", tried)
+    monkeypatch.setattr(many, "_why_not_stacked", tried)
     (job,) = jobs_of(Dense, [SGD], [16])
     same(train_many(problem(), [job]), one_by_one(problem(), jobs_of(Dense, [SGD], [16])))
 

@@ -9,11 +9,11 @@ from torch import nn
 
 from flower_ext.data import Examples
 from flower_ext.training import Job, LocalTraining, cox_loss
-from flower_ext.training.batched import choice
+from flower_ext.training.batched import many
 from flower_ext.training.batched.constant_shape import SIZES as STACKS
 from flower_ext.training.batched.constant_shape import ConstantStack, Shape
 from flower_ext.training.batched.many import train_groups, trains_one_by_one
-from flower_ext.training.rounding import products_are_reproducible
+from flower_ext.training.isolation import products_are_reproducible
 from tests.support.grids import grid
 from tests.support.jobs import (
     SGD,
@@ -194,8 +194,8 @@ def test_a_library_that_rounds_by_the_others_is_found_and_not_used(fault, tried,
                 for n, w in models.items()}  # fmt: skip
 
     monkeypatch.setattr(ConstantStack, "train", faulty)
-    trial = choice.stack_rounds_alike.__wrapped__ if tried else lambda *_: True
-    monkeypatch.setattr(choice, "stack_rounds_alike", trial)
+    trial = many.stack_rounds_alike.__wrapped__ if tried else lambda *_: True
+    monkeypatch.setattr(many, "stack_rounds_alike", trial)
 
     def jobs():
         return jobs_of(layered, [UNSTABLE], [33, 30, 28, 35, 39, 31, 40, 36, 38, 37])

@@ -12,7 +12,7 @@ from torch import nn
 
 from flower_ext.data import Examples
 from flower_ext.training import Job, LocalTraining, train_each
-from flower_ext.training.batched.choice import why_not_stacked
+from flower_ext.training.batched.many import why_not_stacked
 from flower_ext.training.models.dropout import Draws, Dropout
 from tests.support.grids import grid
 from tests.support.jobs import UNEVEN, one_by_one, problem, same, train_many

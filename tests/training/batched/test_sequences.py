@@ -9,7 +9,7 @@ from torch import nn
 
 from flower_ext.data import Examples
 from flower_ext.training import ClippedGradient, Job
-from flower_ext.training.batched.choice import why_not_stacked
+from flower_ext.training.batched.many import why_not_stacked
 from flower_ext.training.batched.stack import together
 from tests.support.grids import grid
 from tests.support.jobs import ALIKE, SGD, UNEVEN, one_by_one, problem, same, train_many

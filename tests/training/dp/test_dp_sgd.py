@@ -21,10 +21,11 @@ from flower_ext.training import (
     StepNoise,
     Task,
     cox_loss,
+    per_example,
     train,
     train_dp_sgd,
 )
-from flower_ext.training.dp import dp_sgd, per_example
+from flower_ext.training.dp import dp_sgd
 from tests.support import worlds
 from tests.support.grids import grid
 from tests.support.jobs import problem
@@ -175,7 +176,7 @@ def test_gradients_are_written_down_only_where_that_takes_less(which, monkeypatc
     params = task.initial_params(1)
     gradient = ClippedGradient(task, list(params), clipping_norm=1.0)
     gradient(params, data.features, data.targets)
-    parts = gradient.passes.one_pass(data.features, data.targets, task.loss)
+    parts = gradient.passes.in_one_pass(data.features, data.targets, task.loss)
     kind, least = FORMS[which]
     weights = [p for n, p in parts.items() if n.endswith("weight")]
     assert sum(type(p) is kind for p in weights) >= least

@@ -5,7 +5,7 @@ import torch
 
 from flower_ext.data import Examples
 from flower_ext.training import ClippedGradient, Task
-from flower_ext.training.dp.ways import GradientMethod
+from flower_ext.training.dp.passes import Way
 from flower_ext.training.models.hugging_face import with_lora
 from flower_ext.training.models.language import IGNORED, LanguageModel, next_token_loss
 from tests.support.grids import grid
@@ -41,12 +41,12 @@ def texts(count=7):
     ("kind", "adapters", "way"),
     grid(
         [
-            ("GPTNeoX", False, GradientMethod.IN_ONE_PASS),
-            ("GPTNeoX", True, GradientMethod.IN_ONE_PASS),
-            ("Llama", False, GradientMethod.BY_VMAP),
-            ("Llama", True, GradientMethod.IN_ONE_PASS),
-            ("GPT2", False, GradientMethod.BY_VMAP),
-            ("GPT2", True, GradientMethod.IN_ONE_PASS),
+            ("GPTNeoX", False, Way.IN_ONE_PASS),
+            ("GPTNeoX", True, Way.IN_ONE_PASS),
+            ("Llama", False, Way.BY_VMAP),
+            ("Llama", True, Way.IN_ONE_PASS),
+            ("GPT2", False, Way.BY_VMAP),
+            ("GPT2", True, Way.IN_ONE_PASS),
         ],
         lambda case: case[0] == "GPTNeoX" and not case[1],
     ),

@@ -22,7 +22,7 @@ from flower_ext.training import (
     evaluate,
     train_dp_sgd,
 )
-from flower_ext.training.dp.clipped_gradient import ClippedGradient
+from flower_ext.training.dp.dp_sgd import ClippedGradient
 from flower_ext.training.models.factory import ModelFactory, factory_of
 from flower_ext.training.params import require_modules
 from tests.support.jobs import batches, train_many, train_one

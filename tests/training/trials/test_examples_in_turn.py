@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 from flower_ext.training import ClippedGradient
-from flower_ext.training.dp import ways
+from flower_ext.training.dp.passes import Passes, Way
 from tests.support.grids import grid
 from tests.support.jobs import problem
 from tests.support.keeping import (
@@ -297,4 +297,6 @@ def test_examples_whose_bits_depend_on_their_company_pass_one_by_one():
     [(1, True, 4), (16, True, 8), (1e9, True, 64), (64, False, 88), (1024, False, 560)],
 )
 def test_the_width_of_a_pass_depends_on_public_numbers_alone(batch_size, written, width):
-    assert ways._width(batch_size, written=written) == width
+    batches = Passes(problem(lambda: nn.Linear(4, 3)), ["weight"], batch_size)
+    way = Way.BY_VMAP if written else Way.IN_ONE_PASS
+    assert batches.width(way) == width

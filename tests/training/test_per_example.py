@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from flower_ext.training.dp import per_example
+from flower_ext.training import per_example
 
 
 @pytest.mark.parametrize("scale", [1e-3, 1.0, 1e4])

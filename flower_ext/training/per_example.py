@@ -80,10 +80,7 @@ class Products:
     float64, because terms of opposite sign may cancel and small terms underflow. A margin covers
     the rounding errors of terms that cancel.
 
-    Parameters
-    ----------
-    slopes, inputs : Tensor
-        s of shape (examples, places, outputs), and a of shape (examples, places, inputs).
+    ``slopes`` s has the shape (examples, places, outputs), ``inputs`` a (examples, places, inputs).
     """
 
     def __init__(self, slopes: Tensor, inputs: Tensor) -> None:
@@ -115,12 +112,8 @@ class Lookups:
     The squared norms are Σ ⟨s_t, s_u⟩ over the places t and u that look up the same row. They equal
     those of `Products` with one-hot inputs: 1 for the row that a place looks up, and 0 otherwise.
 
-    Parameters
-    ----------
-    slopes, places : Tensor
-        s of shape (examples, places, width), and row numbers of shape (examples, places).
-    rows : int
-        Number of rows of the table.
+    ``slopes`` s has the shape (examples, places, width), and ``places`` holds the row numbers
+    (examples, places). The table has ``rows`` rows.
     """
 
     def __init__(self, slopes: Tensor, places: Tensor, rows: int) -> None:
@@ -153,12 +146,8 @@ class Lookups:
 def _squares_of_sums(products: Tensor, terms: int) -> Tensor:
     """Return ‖Σ_t g_t‖² of every example, rounded up.
 
-    Parameters
-    ----------
-    products : Tensor
-        ⟨g_t, g_u⟩ in float64, of shape (examples, places, places).
-    terms : int
-        Number of operations that round, in the computation of each product.
+    ``products`` are ⟨g_t, g_u⟩ in float64 (examples, places, places). The computation of each has
+    ``terms`` operations that round.
     """
     squares = products.sum(dim=2).sum(dim=1).clamp_min(0.0)
     sizes = products.diagonal(dim1=1, dim2=2).sqrt().sum(dim=1)
@@ -172,11 +161,7 @@ def _bounded(squares: Tensor) -> Tensor:
 
 
 def _squares(rows: Tensor) -> Tensor:
-    """Return ‖row‖² in float64.
-
-    A long sum of squares in float32 would lose its last terms, and squares may leave the range of
-    float32.
-    """
+    """Return ‖row‖² in float64: a long sum in float32 would lose terms, or leave its range."""
     whole = rows.shape[1] // _SQUARED * _SQUARED
     norms = [
         vector_norm(rows[:, :whole].view(len(rows), -1, _SQUARED), dim=2),
@@ -216,28 +201,19 @@ def _convolution(layer: nn.Conv2d, x: Tensor, slope: Tensor) -> Parts:
 
 
 def _is_better_unwritten(weight: Tensor, places: int) -> bool:
-    """Return True if it is faster to keep gradients as two factors (`Products`) than to store them.
-
-    ``places`` is the number of places in an example, such as the words of a text.
-    """
+    """Return True if it is faster to keep gradients as `Products` than to store them."""
     return places == 1 or weight.numel() > 4 * places * (len(weight) + weight[0].numel())
 
 
 def _patches(layer: nn.Conv2d, images: Tensor) -> Tensor:
-    """Return the patches of the images: (examples, places, numbers in a patch).
-
-    A place is a pixel of the layer's output. Its patch holds the inputs from which it is computed.
-    """
+    """Return the inputs of each pixel of the output: (examples, places, numbers in a patch)."""
     assert isinstance(layer.padding, tuple)
     placed = layer.kernel_size, layer.dilation, layer.padding, layer.stride
     return functional.unfold(images, *placed).mT
 
 
 def _grouped(layer: nn.Conv2d, x: Tensor, slope: Tensor) -> Tensor:
-    """Return the weight's gradient for each example, of shape (examples, numbers in the weight).
-
-    A single convolution computes them all: each example is a group of channels in it.
-    """
+    """Return each example's gradient, by one convolution with a group of channels per example."""
     assert isinstance(layer.padding, tuple)
     count, kernels = len(x), layer.weight.shape[1:]
     x, slope = (
@@ -269,27 +245,17 @@ _SAMPLED = {
     *(nn.Conv1d, nn.Conv3d, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm),
     *(nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d),
 }
-"""Layers whose gradients Opacus computes.
-
-`EmbeddingBag` is missing, because Opacus would count a word that is twice in a bag only once.
-"""
+"""Layers whose gradients Opacus computes; in an `EmbeddingBag` it would count a word only once."""
 
 
 def gradients(layer: nn.Module, x: Tensor, slope: Tensor) -> Parts:
-    """Return each example's gradients of a layer's parameters, by the parameters' names.
-
-    ``x`` is the layer's input, and ``slope`` the gradient of the loss with respect to its output.
-    """
+    """Return each example's gradients of a layer's parameters, by the parameters' names."""
     return _FORMS.get(type(layer), _sampled)(layer, x, slope)
 
 
 def is_known(layer: nn.Module) -> bool:
-    """Return True if `gradients` supports the layer.
-
-    For such a layer, a trial still checks whether the gradients in the model are right. A trial on
-    a few random examples might miss two settings of a layer, so this function returns False for
-    them: padding by values other than zero, and gradients scaled by the frequency of words.
-    """
+    """Return True if `gradients` supports the layer."""
+    # A trial on a few random examples might miss an effect of these two settings.
     usual = getattr(layer, "padding_mode", "zeros") == "zeros"
     if not usual or getattr(layer, "scale_grad_by_freq", False):
         return False
@@ -297,12 +263,9 @@ def is_known(layer: nn.Module) -> bool:
 
 
 def _sampled(layer: nn.Module, x: Tensor, slope: Tensor) -> dict[str, GradientRows]:
-    """Return what `gradients` returns, computed by Opacus.
-
-    Opacus needs parameters that require a gradient, and contiguous tensors.
-    """
+    """Return what `gradients` returns, computed by Opacus."""
     sampler = opacus().GradSampleModule.GRAD_SAMPLERS[type(layer)]
-    layer.requires_grad_(True)
+    layer.requires_grad_(True)  # as Opacus expects
     try:
         rows = sampler(layer, [x.contiguous()], slope.contiguous())
     finally:

@@ -4,7 +4,7 @@ In such a model, the values of one example may decide which operations run on an
 reads no value applies the same operations to all batches of one shape.
 
 One way to read values is harmless. Hugging Face's models, for example, test whether all numbers of
-a mask are 1. `OnePass` adds an extra last row to each batch, the same in every batch. If this row
+a mask are 1. `Passes` adds an extra last row to each batch, the same in every batch. If this row
 alone decides the test, its answer does not depend on the examples.
 """
 
@@ -30,10 +30,7 @@ _ROW_BY_ROW = {
     *(_aten.le.Scalar, _aten.logical_not.default, _aten.bitwise_not.default),
     *(_aten.slice.Tensor, _aten.index.Tensor, _aten.view.default),
 }
-"""Operations that compute each row of the output from one row of the input.
-
-This holds only if the number of rows stays the same.
-"""
+"""Operations that compute a row from one row, if the number of rows stays the same."""
 _OUT_OF_SIGHT = {
     *(Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.__repr__, Tensor.__format__),
     *(Tensor.data_ptr, Tensor.storage, Tensor.untyped_storage, Tensor.__dlpack__),
@@ -48,13 +45,8 @@ class ReadsValues(Exception):
 class ControlFlowWatch(TorchDispatchMode):
     """Raise `ReadsValues` if a model reads or stores a number that is computed from its features.
 
-    Examples of reading are ``x.sum().item()`` and ``if x.any()``.
-
-    Parameters
-    ----------
-    features : sequence of Tensor
-        The model's inputs, one row per example; the last row is the same in every pass.
-    model : nn.Module
+    Examples of reading are ``x.sum().item()`` and ``if x.any()``. The last row of each of the
+    ``features`` is the same in every pass.
     """
 
     def __init__(self, features: Sequence[Tensor], model: nn.Module) -> None:
@@ -103,8 +95,7 @@ class ControlFlowWatch(TorchDispatchMode):
     def _note_decision(self, func: Any, args: tuple[Any, ...], tested: Tensor, out: Tensor) -> None:
         """Remember ``out`` if it is the answer to a harmless test, which the last row decides.
 
-        ``func`` is the operation that returned ``out`` for ``tested``. It asks, for example, if all
-        numbers in ``tested`` are true. If the last row has a zero, the answer is always False.
+        If ``func`` asks whether all numbers are true, for example, a zero in that row decides it.
         """
         if func == _aten.eq.Scalar and any(
             tested is count and args[1] == most for count, most in self._counts

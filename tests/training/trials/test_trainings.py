@@ -11,7 +11,7 @@ from torch import nn
 
 from flower_ext.data import Examples
 from flower_ext.training import train
-from flower_ext.training.trials.trainings_in_turn import why_state_is_shared
+from flower_ext.training.trials.trainings import why_state_is_shared
 from tests.support.jobs import problem
 from tests.support.keeping import (
     HIDDEN,

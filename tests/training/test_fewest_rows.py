@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from flower_ext.training.models.fewest_rows import refusing_layer
+from flower_ext.training.job import refusing_layer
 
 
 class Unsettling(nn.Linear):

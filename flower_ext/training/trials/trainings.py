@@ -1,0 +1,246 @@
+"""Trials that find whether one training of a process changes another.
+
+`why_state_is_shared` tests trainings that follow one another. A model may store anything in itself,
+because every training builds or copies its own model. But trainings share class attributes, global
+variables and the variables that hooks enclose. Through these, one user's records could change the
+updates of other users, and clipping each update does not bound such a change.
+
+`why_models_differ` and `why_bits_differ` test jobs that train together: each must end with the same
+model as alone, up to rounding or to the last bit.
+"""
+
+from __future__ import annotations
+
+import pickle
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import lru_cache
+
+import numpy as np
+import torch
+
+from flower_ext.data import Examples, trees
+from flower_ext.data.trees import Tree
+from flower_ext.training.isolation import attempted, deterministic_kernels, seeded
+from flower_ext.training.job import Job, LocalTraining
+from flower_ext.training.models.factory import in_training
+from flower_ext.training.params import Params, shaken
+from flower_ext.training.problem import Proximal
+from flower_ext.training.task import Task, TrainingKind, kind_of
+from flower_ext.training.trials.made_up_examples import (
+    ODD,
+    random_examples,
+    unlike_examples,
+    with_odd_rows,
+)
+from flower_ext.training.trials.snapshots import changed_places, same_params, snapshot
+
+Train = Callable[[Task, Job], Params]
+"""`local.train`, which trains one job."""
+TrainTogether = Callable[[Sequence[Job], Callable[[str], bool]], Params]
+"""The method `train` of a form. The first job must be the longest."""
+_KEEPS = (
+    "{place} changes while a model trains, and other models see it: expected no change, because "
+    "one user's records would move the updates of other users, and clipping does not bound that. "
+    "Keep it in the model itself, because each training has its own model"
+)
+_GENERATORS = "the global generator of numpy.random or random (draw from torch.rand instead)"
+
+
+def why_state_is_shared(task: Task, examples: Examples, train: Train) -> str | None:
+    """Return why a training changes later trainings of the process; None if a trial finds nothing.
+
+    The trial compares `snapshots`, and names the variable in which they differ. Snapshots do not
+    reach every variable, so the trial also repeats a training after trainings on other examples.
+    Both results must be equal.
+
+    Only the shapes and types of the examples matter. The result depends on no data, so it may reach
+    the server. The process remembers it. An error means that examples of this kind, such as
+    quantised ones, cannot be made at random.
+    """
+    kind = kind_of(task, examples.features, examples.targets, {})
+    on_cpu = kind if kind.device.type == "cpu" else replace(kind, device=torch.device("cpu"))
+    for one in dict.fromkeys((kind, on_cpu)):
+        if (place := _shared_place(one, train)) is not None:
+            return _KEEPS.format(place=place)
+    return None
+
+
+@lru_cache(maxsize=64)
+def _shared_place(kind: TrainingKind, train: Train) -> str | None:
+    """Return a variable that a training changes and other trainings see; None if there is none."""
+    # Seed the generators, because only the first training of a process runs the trial, and the
+    # trial's draws must not change later draws. Use deterministic kernels, because other kernels of
+    # accelerators may round differently each time, most of all in half precision.
+    with seeded(0, kind.device), deterministic_kernels(kind.device, strict=False):
+        task, generator = kind.task, torch.Generator().manual_seed(0)
+        start = shaken(task.factory.like_initial(0), generator)
+        # No training uses this model, so whatever changes in it is shared by all models.
+        bystander = in_training(task.factory.on(task.torch_device()))
+        usual, other = (
+            (random_examples(kind.features, 3, generator), trees.zeros(kind.targets, 3))
+            for _ in range(2)
+        )
+        on_cpu = kind.device.type == "cpu"
+        unlike = unlike_examples(kind.features, kind.targets, bystander, integers=on_cpu)
+        positions = _positions()
+        states = np.random.get_state(legacy=False), random.getstate()  # noqa: NPY002
+        try:
+            first = _trained(train, task, start, *usual)
+            if _positions() != positions:
+                return _GENERATORS
+        finally:
+            np.random.set_state(states[0])  # noqa: NPY002
+            random.setstate(states[1])
+        before = snapshot(model=bystander, loss=task.loss)
+        for x, y in (other, *trees.split(unlike, 1)):
+            _trained(train, task, start, x, y)
+            after = snapshot(model=bystander, loss=task.loss)
+            if places := changed_places(before, after):
+                return places[0]
+        again = _trained(train, task, start, *usual)
+        return None if same_params(first, again) else "a variable elsewhere"
+
+
+def _trained(
+    train: Train, task: Task, start: Params, features: Tree, targets: Tree
+) -> Params | None:
+    """Return the model after a short training; None if the training raises an error."""
+    job = Job(
+        params=start,
+        examples=Examples(features, targets),
+        training=LocalTraining(steps=2, batch_size=2),
+        generator=torch.Generator().manual_seed(0),
+    )
+    model = attempted(train, task, job)
+    return None if isinstance(model, Exception) else model
+
+
+def _positions() -> bytes:
+    """Return the states of the global generators of NumPy and Python, as bytes to compare."""
+    return pickle.dumps((np.random.get_state(legacy=False), random.getstate()))  # noqa: NPY002
+
+
+def random_job(kind: TrainingKind, count: int) -> Job:
+    """Return a short training on ``count`` random examples."""
+    generator = torch.Generator().manual_seed(count)
+    # Images of bytes need all grey values: models divide them by 255.
+    most = 256 if kind.features.dtype == torch.uint8 else 2
+    features = torch.randint(most, (count, *kind.features.shape[1:]), generator=generator)
+    features = features.to(kind.features.dtype)
+    if features.is_floating_point():
+        features.normal_(generator=generator)
+    targets = torch.randint(2, (count, *kind.targets.shape[1:]), generator=generator)
+    return Job(
+        params=kind.task.factory.like_initial(count),
+        examples=Examples(features, targets.to(kind.targets.dtype)),
+        training=LocalTraining(steps=2, batch_size=3),
+        generator=generator,
+    )
+
+
+def why_models_differ(
+    kind: TrainingKind, train_together: TrainTogether, train: Train
+) -> str | None:
+    """Return why a job that trains with another ends with another model than alone; else None."""
+
+    # Numbers of examples differ, so that one of the two jobs is padded.
+    def jobs() -> list[Job]:
+        return [random_job(kind, count) for count in (3, 2)]
+
+    with torch.random.fork_rng(devices=[]):
+        try:
+            rows = train_together(jobs(), _every_name)
+            models = [train(kind.task, job) for job in jobs()]
+        except Exception as error:  # a model or a loss may raise anything for a batch
+            return f"training two jobs together raises {error!r}"
+    for row, (model, job) in enumerate(zip(models, jobs(), strict=True)):
+        for name, p in model.items():
+            if not p.numel():
+                continue
+            moved = (p - job.params[name]).double().abs().max()
+            if not moved.isfinite():
+                return f"training on random examples makes {name} infinite or NaN"
+            ours = rows[name][row] if name in rows else job.params[name]
+            if float((ours.to(p) - p).double().abs().max()) > 1e-3 * float(moved) + 1e-6:
+                return f"training two jobs together gives another {name} than training alone"
+    return None
+
+
+def why_changed_by_pass(kind: TrainingKind) -> str | None:
+    """Return what a forward pass changes in the model, or the error that it raises; else None."""
+    with torch.random.fork_rng(devices=[]):
+        try:
+            model = in_training(kind.model())
+            before = snapshot(model=model)
+            model(random_job(kind, 3).examples.features)
+        except Exception as error:  # a model may raise anything for a batch
+            return f"a forward pass raises {error!r}"
+    places = changed_places(before, snapshot(model=model))
+    return f"a forward pass changes {places[0]}" if places else None
+
+
+def why_bits_differ(
+    kind: TrainingKind,
+    train_together: TrainTogether,
+    training: LocalTraining,
+    *,
+    terms: bool,
+    count: int,
+) -> str | None:
+    """Return why a bit of a job's model depends on the jobs that train together with it.
+
+    The trial trains ``count`` random jobs together, and then several selections of these jobs. Each
+    job must always end with the same model. A reason is certain. None is only evidence, for this
+    processor.
+    """
+    half = count // 2
+    selections = (
+        range(half, count),
+        range(0, count, 2),
+        range(3, half + 1),
+        range(1, half + 1),
+        range(count - 5, count - 1),
+        [0],
+        [count - 6],
+    )
+
+    def job(number: int, value: float | None) -> Job:
+        """Return a job of 1 or 2 steps. All its features are ``value``; None means random ones."""
+        made = random_job(kind, 1 + number * (2 * training.batch_size - 1) // (count - 1))
+        features, targets = made.examples.features, made.examples.targets
+        if value is not None:
+            features = with_odd_rows(features, slice(None), value)
+        return replace(
+            made,
+            params=shaken(made.params, made.generator),
+            examples=Examples(features, targets),
+            training=training,
+            terms=[Proximal(weight=0.1, anchor=made.params)] * terms,
+        )
+
+    def models(
+        numbers: Sequence[int], values: Sequence[float | None] = (None,)
+    ) -> dict[int, Params]:
+        """Train jobs together, job k with features ``values[k % len(values)]``; return models."""
+        order = sorted(numbers, reverse=True)  # the longest job first
+        jobs = [job(number, values[number % len(values)]) for number in order]
+        rows = train_together(jobs, _every_name)
+        return {k: {n: w[row] for n, w in rows.items()} for row, k in enumerate(order)}
+
+    expected = models(range(count))
+    # All features of every second job have one unusual value; only the other jobs are compared.
+    among_odd = models(range(count), [value for odd in ODD for value in (None, odd)])
+    beside_odd = {number: among_odd[number] for number in range(0, count, 2)}
+    for selection in (beside_odd, *map(models, selections)):
+        for number, model in selection.items():
+            for name, weight in model.items():
+                if not torch.equal(weight, expected[number][name]):
+                    beside = "have unusual features" if selection is beside_odd else "are others"
+                    return f"bits of {name} change if the other jobs that train together {beside}"
+    return None
+
+
+def _every_name(name: str) -> bool:
+    return True
