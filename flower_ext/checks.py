@@ -1,18 +1,7 @@
 """Checks of values; each error names the value and what would be accepted.
 
-===================  =======================  ========================
-type of a field      function                 accepts
-===================  =======================  ========================
-`Positive`           `require_positive`       a finite number > 0
-`NotNegative`        `require_not_negative`   a finite number >= 0
-`Fraction`           `require_rate`           a number in (0, 1]
-`FractionBelowOne`   `require_below_one`      a number in [0, 1)
-`ProperFraction`     `require_delta`          a number in (0, 1)
-`Count`              `require_at_least_one`   an integer >= 1
-`CountOrZero`        `require_count`          an integer >= 0
-===================  =======================  ========================
-
-A dataclass that inherits from `Checked` checks all its fields of these types when it is made.
+A dataclass that inherits from `Checked` checks its fields of types such as `Positive` when it is
+made. For other values, there is a function such as `require_positive`.
 """
 
 from __future__ import annotations
@@ -89,12 +78,7 @@ def require_one_of(name: str, value: str, expected: Sequence[str]) -> None:
 class Checked:
     """Base class of dataclasses that check the value of each field when they are made.
 
-    The types in the module's table, such as `Positive`, say which values a field accepts.
-
-    Raises
-    ------
-    InvalidValue
-        A field is out of range.
+    The type of a field, such as `Positive`, says which values it accepts.
     """
 
     def __post_init__(self) -> None:

@@ -7,6 +7,8 @@ check that reads no client's data may mark its error.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Self, TypeVar
 
 E = TypeVar("E", bound=Exception)
@@ -49,15 +51,11 @@ def is_tellable(error: Exception) -> bool:
     return _TELLABLE in vars(error)
 
 
-class knowing_no_data:
-    """Mark every error of a ``with`` block as safe to send to the server, as `tellable` does.
-
-    The block must not read any client's data.
-    """
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, Exception):
-            tellable(error)
+@contextmanager
+def knowing_no_data() -> Iterator[None]:
+    """Mark every error of a ``with`` block, which reads no client's data, as `tellable` does."""
+    try:
+        yield
+    except Exception as error:
+        tellable(error)
+        raise

@@ -100,7 +100,16 @@ def _read(kind: Any, value: Any) -> Any:
     """Undo `_plain`: return the object of type ``kind`` from which it made ``value``."""
     origin, parts = get_origin(kind) or kind, get_args(kind)
     if origin in (Union, UnionType):
-        return _read_one_of(parts, value)
+        if value is None and NoneType in parts:
+            return None
+        kinds = [part for part in parts if part is not NoneType]
+        if len(kinds) == 1:
+            return _read(kinds[0], value)
+        for record in kinds:
+            if record.kind == value["kind"]:
+                return record.from_dict(value)
+        expected = ", ".join(record.kind for record in kinds)
+        raise InvalidValue(f"kind={value['kind']!r}: expected one of {expected}")
     if origin is Literal:
         return parts[parts.index(value)]
     if issubclass(origin, JsonRecord):
@@ -123,16 +132,3 @@ def _read(kind: Any, value: Any) -> Any:
     if type(value) is not origin:  # JSON's true must not pass for the integer 1
         raise TypeError(f"expected {origin.__name__}")
     return value
-
-
-def _read_one_of(kinds: tuple[Any, ...], value: Any) -> Any:
-    if value is None and NoneType in kinds:
-        return None
-    records = [kind for kind in kinds if kind is not NoneType]
-    if len(records) == 1:
-        return _read(records[0], value)
-    for record in records:
-        if record.kind == value["kind"]:
-            return record.from_dict(value)
-    expected = ", ".join(record.kind for record in records)
-    raise InvalidValue(f"kind={value['kind']!r}: expected one of {expected}")

@@ -100,20 +100,9 @@ class ScheduleSettings(Settings):
     @property
     def steps(self) -> ClippedSteps | None:
         """The local steps, in which gradients are clipped; None without gradient-clipping-norm."""
-        return None if self.gradient_clipping_norm is None else self._part(ClippedSteps)
+        return None if self.gradient_clipping_norm is None else self.part(ClippedSteps)
 
-    @property
-    def problem(self) -> DittoProblem:
-        """The constants of Theorem 1."""
-        personal = self.personal_learning_rate or self.learning_rate
-        return self._part(DittoProblem, personal_learning_rate=personal)
-
-    @property
-    def weight(self) -> float | LinearFairness:
-        """λ if the settings give it; otherwise, a Bayesian linear model that has a fairest λ."""
-        return self._part(LinearFairness) if self.global_weight is None else self.global_weight
-
-    def _part(self, kind: type[Part], **values: Any) -> Part:
+    def part(self, kind: type[Part], **values: Any) -> Part:
         """Make a ``kind`` of ``values``, and of the settings with the names of its other fields."""
         names = {each.name for each in fields(kind)}
         present = {name: value for name, value in vars(self).items() if value is not None}
@@ -136,9 +125,16 @@ def ditto_schedule(
     Example: flower-ext ditto-schedule apps/dp-ditto/schedule.toml
     """
     settings = ScheduleSettings.of(read_toml(settings_file))
-    problem, delta = settings.problem, settings.delta or 1 / settings.num_examples
+    delta, weight = settings.delta or 1 / settings.num_examples, settings.global_weight
+    problem = settings.part(
+        DittoProblem,
+        personal_learning_rate=settings.personal_learning_rate or settings.learning_rate,
+    )
     schedules = planned_schedules(
-        settings.plan_of, problem, settings.weight, max_rounds=settings.max_rounds
+        settings.plan_of,
+        problem,
+        settings.part(LinearFairness) if weight is None else weight,
+        max_rounds=settings.max_rounds,
     )
     if as_json:
         answer = {

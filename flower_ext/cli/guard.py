@@ -105,13 +105,12 @@ def _check_secret_protects(runtime: Runtime) -> None:
     while True:
         try:
             is_open = runtime.is_open()
+            break
         except Disconnected:
             say("waiting for the SuperNode")
             time.sleep(1.0)
-            continue
-        if is_open:
-            raise InvalidValue(
-                "the SuperNode hands messages to every process: start it with --isolation process "
-                "and --superexec-auth-secret-file, so that only the guard gets them"
-            )
-        return
+    if is_open:
+        raise InvalidValue(
+            "the SuperNode hands messages to every process: start it with --isolation process and "
+            "--superexec-auth-secret-file, so that only the guard gets them"
+        )

@@ -94,29 +94,6 @@ def prepare(options: RunOptions) -> PreparedRun:
     if options.resume is not None:
         changes = {**begun_with(options.resume, options.app, defaults), **changes}
     config = ChainMap(changes, defaults)  # an assignment to `config` changes `changes`
-    _choose_clients(options, config)
-    if file is not None and "preset" in defaults:
-        before = {**defaults, **file.settings(changes, defaults)}
-        # "method" and "upcycled" choose one of the methods that a paper compares, and no result
-        # depends on "clients-per-node".
-        rows = ("method", "upcycled", "clients-per-node")
-        config["preset"] = file.text(
-            [name for name in changes if name not in rows and changes[name] != before[name]]
-        )
-    path = _choose_paths(options, config)
-    nodes = options.clients if clients_setting(config) is None else num_nodes(config)
-    if options.superlink is None and nodes is None:
-        raise InvalidValue(
-            f"{options.app} has no setting 'clients', so the number of clients is unknown; add "
-            "clients = N to [tool.flwr.app.config] of its pyproject.toml, or give --clients=N"
-        )
-    return PreparedRun(
-        options=options, config=dict(config), changes=changes, path=path, nodes=nodes
-    )
-
-
-def _choose_clients(options: RunOptions, config: ChainMap[str, Any]) -> None:
-    """Set the number of clients from the options, and the number of clients per node."""
     per_node, setting = config.get("clients-per-node"), clients_setting(config)
     if setting is not None and options.clients is not None:
         config[setting] = options.clients
@@ -126,6 +103,24 @@ def _choose_clients(options: RunOptions, config: ChainMap[str, Any]) -> None:
     elif options.superlink is None and per_node == 0:
         config["clients-per-node"] = per_node = clients_per_node(config)
         console.print(f"Ray: {num_nodes(config)} nodes with {per_node} clients each")
+    if file is not None and "preset" in defaults:
+        before = {**defaults, **file.settings(changes, defaults)}
+        # "method" and "upcycled" choose one of the methods that a paper compares, and no result
+        # depends on "clients-per-node".
+        rows = ("method", "upcycled", "clients-per-node")
+        config["preset"] = file.text(
+            [name for name in changes if name not in rows and changes[name] != before[name]]
+        )
+    path = _choose_paths(options, config)
+    nodes = options.clients if setting is None else num_nodes(config)
+    if options.superlink is None and nodes is None:
+        raise InvalidValue(
+            f"{options.app} has no setting 'clients', so the number of clients is unknown; add "
+            "clients = N to [tool.flwr.app.config] of its pyproject.toml, or give --clients=N"
+        )
+    return PreparedRun(
+        options=options, config=dict(config), changes=changes, path=path, nodes=nodes
+    )
 
 
 def _choose_paths(options: RunOptions, config: ChainMap[str, Any]) -> Path | None:
@@ -138,7 +133,7 @@ def _choose_paths(options: RunOptions, config: ChainMap[str, Any]) -> Path | Non
     config.update(_absolute(config, is_local=is_local))
     path = Path(config["run-directory"]) if config.get("run-directory") else None
     if is_local and path and config.parents.get("state-folder") == "":
-        config.maps[0].setdefault("state-folder", _state_in(path))  # for --resume
+        config.maps[0].setdefault("state-folder", str(path / "state"))  # for --resume
     if is_local and not config.get("data-folder", True):
         config.update(_absolute({"data-folder": os.environ.get(FOLDER_VARIABLE)}, is_local=True))
     return path
@@ -169,16 +164,15 @@ def begun_with(run: Path, app: Path, defaults: Mapping[str, Any]) -> dict[str, A
         )
     directory.check_free()
     known = {name: value for name, value in began.items() if name in defaults}
-    if known.get("state-folder") == _state_in(str(began.get("run-directory"))):
+    if known.get("state-folder") == str(Path(str(began.get("run-directory")), "state")):
         del known["state-folder"]  # the run directory, and this folder with it, may have moved
     return {**known, "run-directory": str(run.expanduser().absolute()), "resume": True}
 
 
 def _absolute(config: Mapping[str, Any], *, is_local: bool) -> dict[str, str]:
-    """Return the settings that are paths, as absolute paths.
+    """Return the settings that are paths, as absolute paths if the run is on this machine.
 
-    If ``is_local`` is False, the run is on other machines, and paths stay as they are. Only paths
-    on nodes may then be relative.
+    On other machines, only paths on nodes may be relative.
     """
     paths = {name: str(config[name]) for name in PATHS if config.get(name)}
     if is_local:
@@ -190,8 +184,3 @@ def _absolute(config: Mapping[str, Any], *, is_local: bool) -> dict[str, str]:
                 "SuperLink starts the ServerApp"
             )
     return paths
-
-
-def _state_in(run: str | Path) -> str:
-    """Return the default folder for the memory of clients in a simulation."""
-    return str(Path(run, "state"))

@@ -67,7 +67,8 @@ def _reap(mark: str) -> None:
         table = [*psutil.process_iter(["ppid", "environ", "status"])]
         marked = {each for each in table if (each.info["environ"] or {}).get(_MARK) == mark}
         doomed |= _family(marked, table)
-        running = [each for each in table if each in doomed and _runs(each)]
+        alive = {each for each in table if each.info["status"] != psutil.STATUS_ZOMBIE}
+        running = doomed & alive
         if not running:
             return
         for process in running:
@@ -83,10 +84,6 @@ def _family(roots: set[psutil.Process], table: list[psutil.Process]) -> set[psut
         parents = {process.pid for process in generation}
         generation = {each for each in table if each.info["ppid"] in parents} - family
     return family
-
-
-def _runs(process: psutil.Process) -> bool:
-    return bool(process.info["status"] != psutil.STATUS_ZOMBIE)
 
 
 if __name__ == "__main__":

@@ -39,10 +39,7 @@ def run(
             "--in-process", help="Train all clients in one process, in batches, without Ray."
         ),
     ] = False,
-    clients: Annotated[
-        int | None,
-        typer.Option(min=1, help="Number of clients."),
-    ] = None,
+    clients: Annotated[int | None, typer.Option(min=1, help="Number of clients.")] = None,
     workers: Annotated[
         int, typer.Option(min=1, help="Number of processes that share an --in-process run.")
     ] = 1,

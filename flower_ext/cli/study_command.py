@@ -134,12 +134,13 @@ def study(
         console.rule(f"Stage {number} of {len(plan.stage)}: {stage.name}")
         try:
             with signals_as_interrupts():
-                settings = plan.settings_of(stage, place)
-                texts = [v if isinstance(v, str) else json.dumps(v) for v in settings.values()]
                 options = RunOptions(
                     app=plan.placed(plan.app),
                     superlink=superlink,
-                    settings=[f"{name}={text}" for name, text in zip(settings, texts, strict=True)],
+                    settings=[
+                        f"{name}={value if isinstance(value, str) else json.dumps(value)}"
+                        for name, value in plan.settings_of(stage, place).items()
+                    ],
                     in_process=superlink is None,
                 )
                 _run(prepare(options), place / stage.name)
@@ -214,11 +215,6 @@ def _run(run: PreparedRun, path: Path) -> None:
             return
         else:
             run = prepare(replace(run.options, settings=(), resume=path))
-    _launch(run, path)
-
-
-def _launch(run: PreparedRun, path: Path) -> None:
-    """Run a stage to its end; fail if the run leaves nothing for later stages."""
     launch(run)
     if not (path / "run.json").exists():
         raise LaunchFailed(

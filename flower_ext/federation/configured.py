@@ -58,7 +58,6 @@ from flower_ext.privacy import (
     calibrate_noise_multiplier,
     size_for_rate,
 )
-from flower_ext.privacy.accounting.calibration import default_relation
 from flower_ext.privacy.queries.secure_scores import ACCURACY, Bounds
 from flower_ext.privacy.theorems.dp2_fedsam_theorem import dp2_fedsam_theorem2_noise_multiplier
 from flower_ext.runs.callbacks import Callback
@@ -257,7 +256,7 @@ def _secure_scores(
             delta=options["delta"],
             sampling=FullParticipation(options["sampling"].population),
             rounds=evaluations,
-            relation=default_relation(options["sampling"]),
+            relation=options["sampling"].default_relation,
         )
     bound = settings.evaluation_loss_bound
     bounds = (*scores, ("loss", 0.0, bound)) if bound else scores

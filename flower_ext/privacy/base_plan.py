@@ -46,8 +46,5 @@ class PrivacyPlan(ABC):
     def mechanism(self, method: MethodTraits) -> RoundMechanism:
         """Return the mechanism for the rounds of ``method``. A run calls this once.
 
-        Raises
-        ------
-        ValueError
-            The plan does not protect the method's uploads; the message gives the reason.
+        If the plan does not protect the method's uploads, a `ValueError` gives the reason.
         """

@@ -202,7 +202,16 @@ class Ledger(LedgerFile):
             self._repeatable.remove(again)
         else:
             # Refuse before writing: a line on the ledger is spent, even if nothing was released.
-            self._check_budget(release, round)
+            if self.budget is not None:
+                delta = self.budget.delta
+                epsilon = privacy_loss_of([*self._reserved, release], delta=delta).epsilon
+                if epsilon > self.budget.epsilon:
+                    raise BudgetExhausted(
+                        f"round {round} would bring the spend to ε = {epsilon_text(epsilon)} at δ "
+                        f"= {delta:.3g}, above the budget of {self.budget.epsilon:g}; "
+                        f"{self.releases} releases are on the ledger; end the run, or raise the "
+                        "budget"
+                    )
             self.append("reserve", {**entry, "release": release.to_dict()})
             self._reserved.append(release)
         reservation = Reservation()
@@ -240,24 +249,9 @@ class Ledger(LedgerFile):
     def read(path: Path) -> list[dict[str, Any]]:
         """Return a ledger's verified entries, without a lock; ignore an incomplete last line.
 
-        Raises
-        ------
-        LedgerCorrupt
-            The hash chain is broken; the message names the file and the line.
+        If the hash chain is broken, `LedgerCorrupt` names the file and the line.
         """
         return _parse(Path(path))[0]
-
-    def _check_budget(self, release: Release, round: int) -> None:
-        if self.budget is None:
-            return
-        delta = self.budget.delta
-        epsilon = privacy_loss_of([*self._reserved, release], delta=delta).epsilon
-        if epsilon > self.budget.epsilon:
-            raise BudgetExhausted(
-                f"round {round} would bring the spend to ε = {epsilon_text(epsilon)} at δ = "
-                f"{delta:.3g}, above the budget of {self.budget.epsilon:g}; "
-                f"{self.releases} releases are on the ledger; end the run, or raise the budget"
-            )
 
 
 def _digest(entry: dict[str, Any]) -> str:

@@ -1,10 +1,9 @@
 """An account of the privacy that all runs of a study on one population spend together.
 
-Statistics, trainings, evaluations, pilots and searches share one file. Before each round, a run
-writes a charge into it: the privacy that the run has spent once this round is over. Like a
-`Ledger`, the file is append-only, fsynced and hash-chained. The run holds a lock while it reads all
-charges, composes them with the new round and checks the budget. `study_composition` composes the
-charges.
+Statistics, trainings, evaluations, pilots and searches share one file, which is hash-chained as a
+`Ledger` is. Before each round, a run writes a charge into it: the privacy that the run has spent
+once this round is over. The run holds a lock while it composes all charges with the new round
+(`study_composition`) and checks the budget.
 """
 
 from __future__ import annotations
@@ -31,11 +30,7 @@ class DoesNotCompose(InvalidValue):
 
 @dataclass(frozen=True, kw_only=True)
 class Charge(JsonRecord):
-    """The privacy that one run has spent after its newest round, or its newest answer to a query.
-
-    ``epsilon``, ``delta`` and ``claims`` are provable, and hold for this run alone, including this
-    round.
-    """
+    """The provable loss of one run alone, after its newest round or answer to a query."""
 
     run: str
     """The run's id, which stays the same when the run is resumed."""
@@ -65,16 +60,9 @@ def charge(path: Path, new: Charge, budget: Budget) -> list[dict[str, Any]]:
     """Write a round's spend durably, before anything of the round is released.
 
     Return all entries of the account, including the new one. If a run repeats a round, the account
-    counts it twice, because the noise is new. It counts a ``repeatable`` round once.
-
-    Raises
-    ------
-    BudgetExhausted
-        The account and this round together exceed ``budget``; nothing was written.
-    DoesNotCompose
-        The account has a different unit or relation.
-    LedgerCorrupt
-        The hash chain is broken; the message names the line.
+    counts it twice, because the noise is new. It counts a ``repeatable`` round once. If the round
+    would exceed ``budget`` (`BudgetExhausted`), or the account has another unit or relation
+    (`DoesNotCompose`), nothing is written.
     """
     line = {**_charge_to_dict(new), "budget": {"epsilon": budget.epsilon, "delta": budget.delta}}
     same = {"run": new.run, "query": new.query, "training": new.training}

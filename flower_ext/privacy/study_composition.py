@@ -112,18 +112,22 @@ def spent_by_run(entries: Sequence[dict[str, Any]]) -> list[RunSpend]:
         for query, charges in run.by_query.items():
             # Against adversaries that see more, ε covers training and queries together, so only the
             # line of the training gives it.
-            alone = replace(run, by_query={query: charges})
-            part = alone.against(_MODELS)
-            delta = charges[-1]["delta"] if part.releases else sum(s.delta for s in part.spends)
-            method = charges[-1]["method"]
+            newest, views = charges[-1], set[AdversaryView]() if query else run.views
+            part = replace(run, by_query={query: charges}).against(_MODELS)
+            delta = newest["delta"] if part.releases else sum(s.delta for s in part.spends)
+            epsilons = {
+                view: _joint([run.against(view)], newest["delta"]).epsilon
+                for view in AdversaryView
+                if view in views
+            }
             spends.append(
                 RunSpend(
-                    label=label_of(charges[-1]),
-                    method=f"{method}, {query}" if query else method,
+                    label=label_of(newest),
+                    method=f"{newest['method']}, {query}" if query else newest["method"],
                     rounds=len(charges),
                     epsilon=_joint([part], delta).epsilon,
                     delta=delta,
-                    epsilons={} if query else run.epsilons(charges[-1]["delta"]),
+                    epsilons=epsilons,
                 )
             )
     return spends + [
@@ -225,14 +229,6 @@ class RunCharges:
                 for release, count in claim["releases"]:
                     part.releases[Release.from_dict(release)] += count
         return part
-
-    def epsilons(self, delta: float) -> dict[AdversaryView, float]:
-        """Return the ε of this run alone against each view."""
-        return {
-            view: _joint([self.against(view)], delta).epsilon
-            for view in AdversaryView
-            if view in self.views
-        }
 
     def texts(self, view: AdversaryView, name: str) -> list[str]:
         """Return the texts in a field of this run's `Guarantee` against a view, if any."""

@@ -34,22 +34,14 @@ from flower_ext.runs.settings import INCIDENTAL, Declaration, declarations, near
 
 @dataclass(frozen=True)
 class SettingsFile:
-    """The settings in a file.
-
-    Parameters
-    ----------
-    name, title : str
-        Name of the file without its ending, and what the settings are for.
-    shared : Mapping[str, Any]
-        The table ``[settings]``.
-    special : Mapping[str, Mapping[str, Mapping[str, Any]]]
-        The tables ``[where.SETTING.VALUE]``, by SETTING and by VALUE as text.
-    """
+    """The settings in a file, which has the ``name`` without its ending."""
 
     name: str
     title: str
     shared: Mapping[str, Any]
+    """The table ``[settings]``."""
     special: Mapping[str, Mapping[str, Mapping[str, Any]]]
+    """The tables ``[where.SETTING.VALUE]``, by SETTING and by VALUE as text."""
 
     @classmethod
     def read(cls, path: Path) -> Self:

@@ -28,10 +28,7 @@ class Callback:
     def begin(self, run: RunDirectory) -> None:
         """Handle the begin of a run, or of a resumed run (``run.resumed``), before any round.
 
-        Parameters
-        ----------
-        run : RunDirectory
-            Read its ``config``, ``path`` and ``id``. Do not change its files.
+        Read ``run.config``, ``run.path`` and ``run.id``; do not change the run's files.
         """
 
     def round(self, run: RunDirectory, server_round: int, row: Mapping[str, float]) -> None:

@@ -54,15 +54,13 @@ def write_comparison(runs: Sequence[RunDirectory], folder: Path, *, title: str) 
 
 
 NOT_COMPARED = INCIDENTAL | {"seed", "planned-rounds", "clients-per-node"}
-"""Settings in which repetitions may differ: the seed, planned rounds, clients per node, paths and
-waiting times."""
+"""Settings in which repetitions may differ."""
 
 
 def grouped(runs: Sequence[RunDirectory]) -> dict[str, list[RunDirectory]]:
-    """Return groups of runs that repeat each other, by a label.
+    """Return groups of runs that differ only in `NOT_COMPARED`.
 
-    The runs of a group have the same method and the same settings, except `NOT_COMPARED`. The label
-    has the method, and those settings in which other runs of the method differ.
+    Their label has the method, and those settings in which other runs of the method differ.
     """
     settings = {run: _settings(run) for run in runs}
     groups: dict[str, list[RunDirectory]] = {}
@@ -145,32 +143,30 @@ def _figures(groups: Mapping[str, Sequence[RunDirectory]], folder: Path) -> dict
             g: [cumulative(x, scale=scale) for x in series] for g, series in lines(name).items()
         }
 
-    drawn: dict[str, Path] = {}
-    labels = list(groups)
-    for name, title, ylabel, measured in (
-        ("accuracy", "Mean accuracy of the clients' models", "accuracy", lines("accuracy_mean")),
-        ("loss", "Mean loss of the clients' models", "loss", lines("loss_mean")),
-        ("messages", "Training messages", "messages, cumulative", sums("messages")),
-        ("upload", "Arrays uploaded", "megabytes, cumulative", sums("bytes_up", 1e-6)),
-        ("time", "Training time", "seconds, cumulative", sums("training_seconds")),
-        ("epsilon", "Privacy spent, provable", "ε", lines("epsilon_provable")),
-        ("epsilon_published", "Privacy spent, as published", "ε", lines("epsilon_published")),
-    ):
-        if measured:
-            chart = Chart(title=title, ylabel=ylabel, lines=measured, labels=labels)
-            drawn[title] = draw_lines(folder, name, chart)
     accuracy, messages = lines("accuracy_mean"), sums("messages")
+    charts = {
+        name: Chart(title=title, ylabel=ylabel, lines=measured, labels=list(groups))
+        for name, title, ylabel, measured in (
+            ("accuracy", "Mean accuracy of the clients' models", "accuracy", accuracy),
+            ("loss", "Mean loss of the clients' models", "loss", lines("loss_mean")),
+            ("messages", "Training messages", "messages, cumulative", messages),
+            ("upload", "Arrays uploaded", "megabytes, cumulative", sums("bytes_up", 1e-6)),
+            ("time", "Training time", "seconds, cumulative", sums("training_seconds")),
+            ("epsilon", "Privacy spent, provable", "ε", lines("epsilon_provable")),
+            ("epsilon_published", "Privacy spent, as published", "ε", lines("epsilon_published")),
+        )
+        if measured
+    }
     if len(messages) == len(groups):
-        chart = Chart(
+        charts["accuracy_by_messages"] = Chart(
             title="Mean accuracy for the messages it took",
             xlabel="training messages",
             ylabel="accuracy",
             lines=accuracy,
             against=messages,
-            labels=labels,
+            labels=list(groups),
         )
-        drawn[chart.title] = draw_lines(folder, "accuracy_by_messages", chart)
-    return drawn
+    return {chart.title: draw_lines(folder, name, chart) for name, chart in charts.items()}
 
 
 def mean_and_std(values: Sequence[float], *, digits: int = 3) -> str:

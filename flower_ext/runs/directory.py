@@ -67,10 +67,9 @@ class NotARun(InvalidValue):
 
 @dataclass(frozen=True, kw_only=True)
 class NoisedScores:
-    """Scores that a secure evaluation released: means over all clients, with noise.
+    """Scores that a secure evaluation released after a round: means over all clients, with noise.
 
-    ``round`` is the round after which clients were evaluated. ``clients`` is the number of clients
-    with scores, with noise. ``errors`` has the standard errors of ``means`` that the noise causes.
+    ``clients`` counts them, with noise. ``errors`` are the standard errors of ``means`` by noise.
     """
 
     round: int
@@ -112,10 +111,7 @@ class Rounds(list[dict[str, float]]):
 
 
 class RunDirectory:
-    """The files of one run, to read. A `RunWriter` writes them.
-
-    ``path`` is the directory.
-    """
+    """The files of one run in the directory ``path``, to read. A `RunWriter` writes them."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -123,25 +119,13 @@ class RunDirectory:
 
     @classmethod
     def open(cls, path: Path) -> Self:
-        """Open an existing run directory for reading.
-
-        Raises
-        ------
-        NotARun
-            There is no ``run.json``.
-        """
+        """Open an existing run directory; one without ``run.json`` is refused as `NotARun`."""
         if not (Path(path) / RUN_FILE).is_file():
             raise NotARun(f"{path} holds no {RUN_FILE}: expected the directory of a run")
         return cls(Path(path))
 
     def check_free(self, *, seconds: float = LAST_MOMENTS) -> None:
-        """Wait until no process writes to the run directory.
-
-        Raises
-        ------
-        InUse
-            A process still writes to it after ``seconds``; the message names the process.
-        """
+        """Wait until no process writes to the run directory; after ``seconds``, raise `InUse`."""
         lock(self.path / LOCK, seconds=seconds).close()
 
     @property
@@ -233,15 +217,12 @@ class RunDirectory:
 
 
 class RunWriter(RunDirectory):
-    """The files of a run in progress. `create` makes the files, and `resume` continues them.
-
-    ``accounted`` is True if the guarantees in ``guarantee.json`` cover all requests to clients so
-    far.
-    """
+    """The files of a run in progress. `create` makes the files, and `resume` continues them."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)
         self.accounted = False
+        """True if ``guarantee.json`` covers all requests to clients so far."""
         self.on_round: Callable[[int, Mapping[str, float]], None] | None = None
         """Called with every row that `log` has written."""
         self._open = ExitStack()
@@ -251,12 +232,8 @@ class RunWriter(RunDirectory):
     def create(cls, path: Path, config: Mapping[str, Any]) -> RunWriter:
         """Make a new run directory, and lock it against other runs until `close`.
 
-        Raises
-        ------
-        NotARun
-            The path is not an empty directory (nothing is ever overwritten), or cannot be made.
-        InUse
-            Another run has just begun there.
+        The error is `NotARun` if the directory is not empty, because nothing is ever overwritten,
+        or cannot be made. It is `InUse` if another run has just begun there.
         """
         path = Path(path)
         run = cls(path)
@@ -287,12 +264,7 @@ class RunWriter(RunDirectory):
     def resume(cls, path: Path) -> RunWriter:
         """Continue a run that was interrupted, or extend one that is complete.
 
-        Raises
-        ------
-        NotARun
-            There is no ``run.json``.
-        InUse
-            A process still writes to the run directory.
+        The error is `InUse` if a process still writes to the run directory, and else as in `open`.
         """
         run = cls.open(path)
         run._open.enter_context(lock(run.path / LOCK))
@@ -324,10 +296,7 @@ class RunWriter(RunDirectory):
     def log(self, round: int, **metrics: float) -> None:
         """Add one round's metrics to ``metrics.jsonl``, then call ``on_round`` if it is set.
 
-        Raises
-        ------
-        InvalidValue
-            A metric is not finite.
+        A metric that is not finite is refused as `InvalidValue`.
         """
         for name, value in metrics.items():
             if not math.isfinite(value):

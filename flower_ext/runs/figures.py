@@ -34,10 +34,8 @@ class Chart:
     """A chart with one line for each label.
 
     A line is the mean over runs. The band around it is one sample standard deviation wide to each
-    side.
-
-    The vertical axis is logarithmic with ``log``; with ``from_zero`` it begins at zero, unless a
-    value is negative.
+    side. With ``log``, the vertical axis is logarithmic. With ``from_zero``, it begins at zero,
+    unless a value is negative.
     """
 
     title: str
@@ -77,7 +75,17 @@ def draw_figures(run: RunDirectory, folder: Path) -> dict[str, str]:
         if of_clients:
             stem = _unused("fairness" if name == "accuracy" else f"{name}_spread", drawn)
             drawn[f"{stem}.svg"] = title = f"How {in_words(name)} is spread over clients"
-            _histogram(folder, stem, title, in_words(name), of_clients)
+            figure, axes = canvas(title, in_words(name), "clients")
+            values = [score for _, score in of_clients]
+            # Every run has the same bins, so that histograms can be compared, unless a score is
+            # outside.
+            bins = np.linspace(min(0.0, *values), max(1.0, *values), 21)
+            axes.hist(values, bins=bins.tolist(), color=COLOURS[0], edgecolor="white")
+            mean = float(np.mean(values))
+            axes.axvline(mean, color=COLOURS[1], linestyle="dashed", label=f"mean {mean:.3f}")
+            axes.legend(frameon=False)
+            cells = [(f"{partition:.0f}", score) for partition, score in of_clients]
+            save_figure(figure, folder, stem, ("partition", in_words(name)), cells)
     return drawn
 
 
@@ -207,22 +215,6 @@ def _mean_and_deviation(
     mean = drawn.mean(axis=0)
     deviation = drawn.std(axis=0, ddof=1) if len(runs) > 1 else np.zeros_like(mean)
     return other.mean(axis=0) if against else np.asarray(rounds, dtype=float), mean, deviation
-
-
-def _histogram(
-    folder: Path, name: str, title: str, xlabel: str, scores: Sequence[tuple[float, float]]
-) -> None:
-    """Draw a histogram of ``scores``: (partition, score) of each client."""
-    figure, axes = canvas(title, xlabel, "clients")
-    values = [score for _, score in scores]
-    # Every run has the same bins, so that histograms can be compared, unless a score is outside.
-    bins = np.linspace(min(0.0, *values), max(1.0, *values), 21)
-    axes.hist(values, bins=bins.tolist(), color=COLOURS[0], edgecolor="white")
-    mean = float(np.mean(values))
-    axes.axvline(mean, color=COLOURS[1], linestyle="dashed", label=f"mean {mean:.3f}")
-    axes.legend(frameon=False)
-    rows = [(f"{partition:.0f}", score) for partition, score in scores]
-    save_figure(figure, folder, name, ("partition", xlabel), rows)
 
 
 def canvas(title: str, xlabel: str, ylabel: str) -> tuple[Figure, Axes]:

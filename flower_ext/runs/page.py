@@ -102,10 +102,10 @@ def escaped(text: str) -> str:
 
 def table(header: Sequence[object], rows: Iterable[Sequence[Any]]) -> Markup:
     """Return a Markdown table, which shows all cells literally, except cells of type `Markup`."""
+
+    def cell(value: object) -> str:
+        text = value if isinstance(value, Markup) else escaped(str(value))
+        return " ".join(text.replace("|", "\\|").splitlines())
+
     lines = [header, ["---"] * len(header), *rows]
-    return Markup("\n".join("| " + " | ".join(map(_cell, line)) + " |" for line in lines))
-
-
-def _cell(value: object) -> str:
-    text = value if isinstance(value, Markup) else escaped(str(value))
-    return " ".join(text.replace("|", "\\|").splitlines())
+    return Markup("\n".join("| " + " | ".join(map(cell, line)) + " |" for line in lines))

@@ -53,6 +53,9 @@ def write_report(run: RunDirectory) -> Path:
     """Write ``report.md`` and ``report.html`` into the run directory; return the HTML's path."""
     rounds, status, config = run.metrics(), run.status, run.config
     method, on = config.get("method", "Run"), config.get("dataset")
+    account, study = Path(str(config.get("budget-ledger") or "")), None
+    if account.is_file():  # its present state, so the report of the last run covers all runs
+        study = _account_values(account, config["population-epsilon"], config["population-delta"])
     return write_page(
         run.path,
         "report",
@@ -64,12 +67,17 @@ def write_report(run: RunDirectory) -> Path:
         resumed_after=[start["after_round"] for start in run.metadata["starts"][1:]],
         rounds=rounds,
         total=rounds.total,
-        num_training_rounds=sum(row.get("messages", 0) > 0 for row in rounds),
         figures=draw_figures(run, run.path / "figures"),
-        missing=[_missing(row) for row in run.missing()],
+        missing=[
+            (
+                *(row["round"], row["kind"], ", ".join(map(str, row["partitions"]))),
+                "; ".join(text.strip().splitlines()[-1][:200] for text in row["refusals"]),
+            )
+            for row in run.missing()
+        ],
         **_score_values(rounds, run.client_metrics()),
         **_privacy_values(run, rounds),
-        study=_study_values(run),
+        study=study,
     )
 
 
@@ -106,7 +114,10 @@ def _privacy_values(run: RunDirectory, rounds: Rounds) -> dict[str, Any]:
     proved = [each for each in guarantees if each.basis == "provable" and each.epsilon < inf]
     entries = run.ledger()
     with_epsilon = (row for row in rounds if any(n.startswith("epsilon_") for n in row))
+    num_trained = sum(row.get("messages", 0) > 0 for row in rounds)
+    reserved = sum(entry["kind"] == "reserve" for entry in entries)
     return {
+        "num_training_rounds": num_trained,
         "guarantees": guarantees,
         "proved": proved,
         "only_if": _only_if,
@@ -115,7 +126,7 @@ def _privacy_values(run: RunDirectory, rounds: Rounds) -> dict[str, Any]:
         "claims_too_much": not all(each.conditions_hold for each in published),
         "accounted_round": max((row["round"] for row in with_epsilon), default=0),
         "spent_beyond": _spent_beyond(entries, guarantees),
-        "lacking": _lacking(run, rounds, entries),
+        "lacking": num_trained - reserved if run.ledger_path.exists() else 0,
         "entries": entries,
         "ledger_counts": _ledger_counts(entries),
     }
@@ -144,14 +155,6 @@ def _line(guarantee: Guarantee) -> tuple[str, ...]:
         guarantee.accountant,
         conditions if guarantee.conditions else "see assumptions",
     )
-
-
-def _lacking(run: RunDirectory, rounds: Rounds, entries: list[dict[str, Any]]) -> int:
-    """Return the number of training rounds that the ledger lacks; 0 for a run without a ledger."""
-    if not run.ledger_path.exists():
-        return 0
-    trained = [row for row in rounds if row.get("messages", 0) > 0]
-    return len(trained) - len([entry for entry in entries if entry["kind"] == "reserve"])
 
 
 def _spent_beyond(entries: list[dict[str, Any]], guarantees: list[Guarantee]) -> float | None:
@@ -184,13 +187,6 @@ def _ledger_counts(entries: list[dict[str, Any]]) -> tuple[int, ...]:
     return (*counts, left_open, topped_up)
 
 
-def _missing(row: dict[str, Any]) -> tuple[object, ...]:
-    """Return a table row for one line of ``missing.jsonl``, with the last line of each refusal."""
-    reasons = [refusal.strip().splitlines()[-1][:200] for refusal in row["refusals"]]
-    partitions = ", ".join(map(str, row["partitions"]))
-    return (row["round"], row["kind"], partitions, "; ".join(reasons))
-
-
 def _run_row(run: RunSpend) -> tuple[str, ...]:
     """Return one run's row in the table of runs, whose header is `_RUN_COLUMNS`."""
     if run.epsilon is None or run.delta is None:
@@ -198,17 +194,6 @@ def _run_row(run: RunSpend) -> tuple[str, ...]:
     epsilons = {**run.epsilons, AdversaryView.RELEASED_MODELS: run.epsilon}
     shown = (epsilon_text(epsilons[view]) if view in epsilons else "–" for view in _VIEWS)
     return run.label, run.method, str(run.rounds), f"{run.delta:.3g}", *shown
-
-
-def _study_values(run: RunDirectory) -> dict[str, Any] | None:
-    """Return the values of the report's part on the study; None if the run charges no account.
-
-    They are of the account's present state, so the report of the last run covers all runs.
-    """
-    path, config = Path(str(run.config.get("budget-ledger") or "")), run.config
-    if not path.is_file():
-        return None
-    return _account_values(path, config["population-epsilon"], config["population-delta"])
 
 
 def _account_values(

@@ -141,11 +141,8 @@ class Settings:
     def of(cls, config: Mapping[str, Any]) -> Self:
         """Return the settings that a run configuration holds.
 
-        Raises
-        ------
-        UnfitSetting
-            The configuration lacks a setting, has one that the app does not know, or a value does
-            not fit its setting.
+        `UnfitSetting` names a setting that is missing, that the app does not know, or whose value
+        does not fit it.
         """
         kind: Any = cls
         known = declarations(kind)

@@ -1,18 +1,4 @@
-"""Settings that apps share; `flower_ext.federation.configured` builds a run's objects from them.
-
-==================== ==============================================================
-class                settings
-==================== ==============================================================
-`RunSettings`        length, randomness, evaluation, paths, waiting times
-`ClientSettings`     the clients and their places on nodes
-`CohortSettings`     the clients, and how each round samples a cohort of them
-`PartitionSettings`  the division of a data set among clients
-`PrivacySettings`    `RunSettings`, and the guarantee and the budgets of a run
-`ReleaseSettings`    `PrivacySettings`, and clipping, noise and secure sums
-`TrainingSettings`   local training
-`ServerSettings`     the server's step along the mean update
-==================== ==============================================================
-"""
+"""Settings that apps share; `federation.configured` builds a run's objects from them."""
 
 from __future__ import annotations
 

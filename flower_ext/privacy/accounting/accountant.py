@@ -84,21 +84,13 @@ def joint_loss(
 ) -> PrivacyLoss:
     """Bound (ε, δ) of releases together with other mechanisms, of which only (ε, δ) is known.
 
-    The result is the smaller of two bounds, or the first one where PLD does not cover a release:
+    ε is infinite if the δ's of ``spends`` add up to more than ``delta``. The result is the smaller
+    of two bounds, or the first one where PLD does not cover a release:
 
     * Basic composition subtracts the mechanisms' δ's from ``delta``, computes ε of the releases at
       the remaining δ, and adds the mechanisms' ε's.
     * Optimal composition (Kairouz et al. 2015) replaces each mechanism by the worst mechanism with
       the same (ε, δ), and composes its privacy losses with those of the releases.
-
-    Parameters
-    ----------
-    releases : Mapping[Release, int]
-        Releases of one relation, with their counts.
-    spends : Sequence[PrivacyLoss]
-        (ε, δ) of each other mechanism.
-    delta : float
-        In (0, 1). ε is infinite if the δ's of ``spends`` add up to more than this.
     """
     if not spends:
         return privacy_loss_of(releases, delta=delta)
@@ -147,14 +139,8 @@ def with_approximation_error(
     with mean μ²/2 and standard deviation μ. All steps together cost ε₁ + 3ε₂ and a δ of at most
     e^(3ε₂) (δ₁ + 3 e^ε₁ δ₂).
 
-    Parameters
-    ----------
-    loss : Callable[[float], PrivacyLoss]
-        Takes δ, and returns (ε₁, δ): the loss without approximation errors.
-    releases : Mapping[Release, int]
-        All releases, with their counts. Their approximation errors together bound μ.
-    delta : float
-        δ of the result. ε is infinite if μ is too large, above about 0.01.
+    ``loss`` takes δ, and returns the loss without approximation errors. The errors of all
+    ``releases`` together bound μ. If μ is above about 0.01, ε is infinite.
     """
     shift = math.sqrt(
         sum(

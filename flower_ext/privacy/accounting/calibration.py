@@ -12,12 +12,7 @@ from flower_ext.checks import require_at_least_one, require_positive
 from flower_ext.errors import InvalidValue
 from flower_ext.privacy.accounting.accountant import privacy_loss_of
 from flower_ext.privacy.accounting.events import Release
-from flower_ext.privacy.accounting.sampling import (
-    FixedSizeSampling,
-    PoissonSampling,
-    Sampling,
-    SpacedSampling,
-)
+from flower_ext.privacy.accounting.sampling import PoissonSampling, Sampling
 from flower_ext.privacy.units import NeighboringRelation
 
 MAX_NOISE_MULTIPLIER = 1e6
@@ -28,18 +23,6 @@ _LEAST_NOISE = 1e-3
 
 class TargetOutOfReach(InvalidValue):
     """No allowed value meets the target."""
-
-
-def default_relation(sampling: Sampling) -> NeighboringRelation:
-    """Return the neighbouring relation to use with ``sampling`` if the caller names none.
-
-    If amplification is proved, it is proved for this relation. Spaced sampling amplifies nothing,
-    and its cohorts are visible.
-    """
-    if isinstance(sampling, SpacedSampling):
-        return NeighboringRelation.REPLACE_SPECIAL
-    fixed = isinstance(sampling, FixedSizeSampling)
-    return NeighboringRelation.REPLACE_ONE if fixed else NeighboringRelation.ADD_OR_REMOVE_ONE
 
 
 def calibrate_noise_multiplier(
@@ -74,7 +57,7 @@ def calibrate_noise_multiplier(
         ``epsilon`` is not above 0, ``delta`` is outside (0, 1), or ``rounds`` is below 1.
     """
     _check_target(epsilon, rounds)
-    relation = relation or default_relation(sampling)
+    relation = relation or sampling.default_relation
     others = Counter(besides or {})
     if (alone := privacy_loss_of(others, delta=delta).epsilon) > epsilon:
         raise TargetOutOfReach(
@@ -124,15 +107,14 @@ def calibrate_rounds(
 ) -> int:
     """Return the largest number of rounds that meets the target; 0 if not even one does.
 
-    A result below 65,536 is exact. A larger result may be too small by a thousandth of itself, but
-    it is never too large. If more than half of `MAX_ROUNDS` rounds meet the target, the search ends
-    early, and the result may be too small by more.
+    A result below 65,536 is exact. A larger one is never too large. It is too small by at most a
+    thousandth of itself, or by more if more than half of `MAX_ROUNDS` rounds meet the target.
     """
     _check_target(epsilon, rounds=1)
     release = Release(
         sampling=sampling,
         noise_multiplier=noise_multiplier,
-        relation=relation or default_relation(sampling),
+        relation=relation or sampling.default_relation,
     )
 
     safe, unsafe = 0, 1
@@ -159,11 +141,6 @@ def calibrate_sampling_rate(
     """Return the largest Poisson sampling rate that meets the target.
 
     The result may be too small by a thousandth of itself, but it is never too large.
-
-    Raises
-    ------
-    TargetOutOfReach
-        Even a sampling rate of 0.001 / ``population`` exceeds the target.
     """
     _check_target(epsilon, rounds)
 

@@ -59,11 +59,6 @@ def group_loss(silo: DpSgd, *, group_size: int, delta: float) -> PrivacyLoss:
     The sums that all silos compute in one step form one vector, with noise in every coordinate.
     Each sampled record of the group moves this vector by at most one clipping norm. The number of
     sampled records is Binomial(``group_size``, ``sampling_rate``). ``silo`` is each silo's DP-SGD.
-
-    Raises
-    ------
-    ValueError
-        ``group_size`` is below 1, or ``delta`` is outside (0, 1).
     """
     require_at_least_one("group_size", group_size)
     require_delta(delta)

@@ -34,20 +34,12 @@ class Participations(JsonRecord):
     weights_in_uploads: dict[int, float] = field(default_factory=dict)
 
     def record(self, cohort: Sequence[int], answered: int, *, asked: int | None = None) -> None:
-        """Count one round.
+        """Count one round, into which the data of the units in ``cohort`` went.
 
         If each client adds a share of the noise, a single upload has 1/``asked`` of the variance
         that the plan requires, and a sum of ``answered`` uploads has ``answered``/``asked`` of it.
         An adversary may also see uploads that the server refused or that came too late, so every
-        upload that the server asked for counts as seen.
-
-        Parameters
-        ----------
-        cohort : Sequence[int]
-            Units whose data went into the round.
-        answered, asked : int
-            Number of uploads that arrived, and number of uploads that the server asked for. By
-            default, the server asked each unit for one upload.
+        upload that the server asked for counts as seen; by default, one of each unit.
         """
         asked = len(cohort) if asked is None else asked
         if not 0 <= answered <= asked:

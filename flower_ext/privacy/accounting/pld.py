@@ -27,10 +27,7 @@ the tails of a composition is loose for more copies, and its transforms become l
 
 
 def pld_loss(counts: Sequence[tuple[Release, int]], delta: float, *, rough: float) -> PrivacyLoss:
-    """Return PLD's bound on ε of releases.
-
-    ``rough`` is an estimate of ε, from which the interval of the grid is chosen.
-    """
+    """Return PLD's bound on ε of releases, on a grid chosen by ``rough``, an estimate of ε."""
     steps = sum(count for _, count in counts)
     # A finer grid takes longer and loses δ to rounding; a coarser one adds to ε.
     interval = min(_grid_interval(rough, delta, steps=steps), max(1e-3, 2e-5 * rough))
@@ -57,8 +54,7 @@ def optimal_loss(
 ) -> PrivacyLoss:
     """Return the bound on ε of releases together with other mechanisms, of which (ε, δ) is known.
 
-    The bound takes the worst mechanisms with these (ε, δ). ``rough`` is an estimate of ε, from
-    which the interval of the grid is chosen.
+    The bound takes the worst mechanisms with these (ε, δ), on a grid chosen as by `pld_loss`.
     """
     from dp_accounting.pld.common import DifferentialPrivacyParameters
 

@@ -1,4 +1,7 @@
-"""Samplers, which draw each round's cohort. The accountant computes ε from the same objects."""
+"""Samplers, which draw each round's cohort. The accountant computes ε from the same objects.
+
+If sampling amplifies, this is proved for the sampler's ``default_relation``.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,7 @@ from flower_ext.checks import Checked, Count, Fraction, is_integer
 from flower_ext.errors import InvalidValue
 from flower_ext.json_record import JsonRecord
 from flower_ext.privacy.accounting.participations import Participations
+from flower_ext.privacy.units import NeighboringRelation
 
 
 @dataclass(frozen=True)
@@ -21,6 +25,7 @@ class PoissonSampling(Checked, JsonRecord):
     """
 
     kind = "poisson"
+    default_relation = NeighboringRelation.ADD_OR_REMOVE_ONE
 
     population: Count
     rate: Fraction
@@ -46,13 +51,29 @@ class PoissonSampling(Checked, JsonRecord):
 
 
 @dataclass(frozen=True)
-class FixedSizeSampling(Checked, JsonRecord):
-    """Draw exactly ``size`` of ``population`` units, uniformly, without replacement."""
-
-    kind = "fixed-size"
+class _OfFixedSize(Checked, JsonRecord):
+    """Base class of samplers whose cohorts have a fixed size."""
 
     population: Count
     size: int
+
+    @property
+    def sampling_rate(self) -> float:
+        """The fraction of the units that take part in a round."""
+        return self.size / self.population
+
+    @property
+    def expected_cohort_size(self) -> float:
+        """The public constant by which a round's sum is divided."""
+        return float(self.size)
+
+
+@dataclass(frozen=True)
+class FixedSizeSampling(_OfFixedSize):
+    """Draw exactly ``size`` of ``population`` units, uniformly, without replacement."""
+
+    kind = "fixed-size"
+    default_relation = NeighboringRelation.REPLACE_ONE
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -60,16 +81,6 @@ class FixedSizeSampling(Checked, JsonRecord):
             raise InvalidValue(
                 f"size={self.size!r}: expected an integer from 1 to population={self.population}"
             )
-
-    @property
-    def sampling_rate(self) -> float:
-        """The probability that one unit takes part in a round."""
-        return self.size / self.population
-
-    @property
-    def expected_cohort_size(self) -> float:
-        """The public constant by which a round's sum is divided."""
-        return float(self.size)
 
     def draw(self, rng: np.random.Generator, so_far: Participations | None = None) -> list[int]:
         """Draw a cohort; return its indices in ascending order. ``so_far`` is not used."""
@@ -87,6 +98,7 @@ class FullParticipation(Checked, JsonRecord):
     sampling_rate = 1.0
 
     kind = "everyone"
+    default_relation = NeighboringRelation.ADD_OR_REMOVE_ONE
 
     population: Count
 
@@ -105,7 +117,7 @@ class FullParticipation(Checked, JsonRecord):
 
 
 @dataclass(frozen=True)
-class SpacedSampling(Checked, JsonRecord):
+class SpacedSampling(_OfFixedSize):
     """Take units in turn: a unit takes part at most k times, and its rounds are at least b apart.
 
     Units that never took part come first, in the order of their indices. Then come the units that
@@ -125,8 +137,8 @@ class SpacedSampling(Checked, JsonRecord):
     """
 
     kind = "spaced"
+    default_relation = NeighboringRelation.REPLACE_SPECIAL  # its cohorts are visible
 
-    population: Count
     size: Count
     rounds_apart: Count
     participations: Count
@@ -139,16 +151,6 @@ class SpacedSampling(Checked, JsonRecord):
                 f"population={self.population}: expected at most {self.population // self.size}, "
                 "because otherwise the units that have waited long enough are fewer than a cohort"
             )
-
-    @property
-    def sampling_rate(self) -> float:
-        """The fraction of the units that take part in a round."""
-        return self.size / self.population
-
-    @property
-    def expected_cohort_size(self) -> float:
-        """The public constant by which a round's sum is divided."""
-        return float(self.size)
 
     def draw(self, rng: np.random.Generator, so_far: Participations | None = None) -> list[int]:
         """Return the indices of the next cohort in ascending order; ``rng`` is not used."""

@@ -21,7 +21,6 @@ from flower_ext.checks import (
 )
 from flower_ext.errors import InvalidValue
 from flower_ext.privacy.accounting.accountant import privacy_loss_of
-from flower_ext.privacy.accounting.calibration import default_relation
 from flower_ext.privacy.accounting.events import Release
 from flower_ext.privacy.accounting.participations import Participations
 from flower_ext.privacy.accounting.sampling import FullParticipation, PoissonSampling, Sampling
@@ -68,7 +67,7 @@ class ReleaseTerms(Checked):
         if not isinstance(self.noise_placement, SecureSum):
             require_one_of("noise_placement", self.noise_placement, ("client", "server"))
         if self.relation is None:
-            object.__setattr__(self, "relation", default_relation(self.sampling))
+            object.__setattr__(self, "relation", self.sampling.default_relation)
         self._check_queries()
 
     def _check_queries(self) -> None:

@@ -8,7 +8,7 @@ protections that act during training.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -155,7 +155,7 @@ class ClipAndNoise(_Noised):
         """Return the clipped update with noise; if ``cell`` is given, as int64 numbers of cells."""
         if self.of_units:  # clipping the whole sum would not bound how far one unit moves it
             raise _unfit_bound(_UNBOUNDED, _bound_text(self.clipping_norm, self.cell))
-        sided = self._sided(upload, with_side)
+        sided = upload if self._side is None else with_side(upload, *self._side)
         norm, cell = self.clipping_norm, self.cell
         if cell is None:
             bounded = clip(sided, norm)
@@ -177,16 +177,15 @@ class ClipAndNoise(_Noised):
 
     def sum_units(self, rows: NamedArrays, weights: Sequence[float]) -> BoundedSum:
         """Clip each unit's update; return the weighted sum, in cells if ``cell`` is given."""
-        sided = self._sided(rows, rows_with_sides)
+        sided = rows if self._side is None else rows_with_sides(rows, *self._side)
         if self.cell is None:
             return sum_clipped_rows(sided, self.clipping_norm, weights)
         return sum_rows_in_cells(sided, self.clipping_norm, self.cell, weights)
 
-    def _sided(
-        self, update: NamedArrays, add_side: Callable[[NamedArrays, float, float], NamedArrays]
-    ) -> NamedArrays:
+    @property
+    def _side(self) -> tuple[float, float] | None:
         norm, weight = self.update_norm, self.side_weight
-        return update if norm is None or weight is None else add_side(update, norm, weight)
+        return None if norm is None or weight is None else (norm, weight)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -36,13 +36,7 @@ class PlainAverage(PrivacyPlan, RoundMechanism):
         return self
 
     def aggregate(self, summed: RunningSum, *, cohort_size: int, noise: NoiseSource) -> Aggregate:
-        """Return the mean of the uploads; ``noise`` is not used.
-
-        Raises
-        ------
-        RoundDiscarded
-            No client answered.
-        """
+        """Return the mean of the uploads; ``noise`` is not used."""
         if not summed.count:
             raise RoundDiscarded(f"none of {cohort_size} clients answered, so there is no mean")
         mean = divided(summed.value, summed.count, summed.like)
@@ -77,13 +71,7 @@ class NonPrivatePlan(PlainAverage):
         return self.weighting == "examples"
 
     def mechanism(self, method: MethodTraits) -> RoundMechanism:
-        """Return this plan, which is its own mechanism.
-
-        Raises
-        ------
-        ValueError
-            ``weighting`` is "examples", but the method weights the updates by a rule of its own.
-        """
+        """Return this plan; refuse "examples" if the method weights updates by its own rule."""
         if self.weighs_examples and method.weighs_updates:
             raise InvalidValue(
                 f"weighting='examples': expected 'clients', because the server of "

@@ -69,11 +69,6 @@ class RecordLevelPlan(RecordLevelTerms, PlainAverage):
         """Return the plan whose ε is ``epsilon`` after ``rounds`` rounds.
 
         ``basis`` says whether this is the ε of the published theorem or the provable ε.
-
-        Raises
-        ------
-        ValueError
-            A parameter is out of range.
         """
         if basis == "published":
             stddev = dp_ditto_noise_stddev(

@@ -63,18 +63,11 @@ class AdaptiveRelease(ReleaseMechanism):
     Each update carries one more number, its *side*, which says if the update is longer than the
     norm C (see `adaptive_clipping`). ``clipping_norm`` C' bounds update and side together, so sum,
     noise, grid and accounting work as for a fixed norm.
-
-    Parameters
-    ----------
-    clipping : AdaptiveClipping
-    update_norm : float
-        C of the round.
-    **options
-        Fields of `ReleaseMechanism`, except ``clipping_norm``.
     """
 
     clipping: AdaptiveClipping
     update_norm: float
+    """C of the round."""
     clipping_norm: float = field(init=False)
 
     def __post_init__(self) -> None:
@@ -147,12 +140,6 @@ class SpacedRelease(ReleaseMechanism):
     For any number of rounds, the run is one Gaussian mechanism with the noise multiplier
     ``noise_multiplier``. The adversary sees all released models and who took part. The caller must
     give each round a noise source with the noise y that ``strategy`` determines for that round.
-
-    Parameters
-    ----------
-    strategy : StrategyMatrix
-    **options
-        Fields of `ReleaseMechanism`.
     """
 
     strategy: StrategyMatrix
@@ -168,10 +155,7 @@ class SpacedRelease(ReleaseMechanism):
 
     @property
     def noise_stddev(self) -> float:
-        """Standard deviation of a round's fresh noise z.
-
-        It is σ times the clipping norm times the sensitivity of ``strategy``.
-        """
+        """Stddev of a round's fresh noise z: σ times norm times the sensitivity of ``strategy``."""
         return super().noise_stddev * self.strategy.sensitivity(**self._limits)
 
     @property

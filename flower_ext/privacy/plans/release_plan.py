@@ -169,10 +169,7 @@ class ReleasePlan(ReleaseTerms, PrivacyPlan):
     def mechanism(self, method: MethodTraits = _OF_CLIENTS) -> ReleaseMechanism:
         """Return the mechanism of a method's rounds; by default, of a method that protects clients.
 
-        Raises
-        ------
-        InvalidValue
-            The method needs single updates, or there is no secure sum for this number of members.
+        Refuse a method that needs single updates, or a secure sum of too few members.
         """
         if method.needs_each_update:
             raise InvalidValue(

@@ -101,20 +101,10 @@ class SecureScores(VectorQuery):
     def answer(self, total: NDArray[np.float64], stddev: float) -> dict[str, float]:
         """Return the means of the scores, each with its standard error due to noise.
 
-        Parameters
-        ----------
-        total : ndarray
-            The noised sum of 1 + k numbers.
-        stddev : float
-            Standard deviation of the noise on each of these numbers.
-
-        Returns
-        -------
-        dict[str, float]
-            For each score its ``…_mean`` and ``…_mean_error``; and ``scored_clients``, the noised
-            count of clients. An error is the standard error of the ratio to first order, which is
-            valid if the count is several times ``stddev``. Noise may move a mean beyond its bounds.
-            The result is empty if the count is below 1, because the means would be meaningless.
+        The result has ``…_mean`` and ``…_mean_error`` for each score, and ``scored_clients``, the
+        noised count of clients. It is empty if the count is below 1, because the means would be
+        meaningless. Noise may move a mean beyond its bounds. An error is the standard error of the
+        ratio to first order, which is valid if the count is several times ``stddev``.
         """
         count = float(total[0])
         if count < 1:

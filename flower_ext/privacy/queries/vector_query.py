@@ -88,14 +88,9 @@ class VectorQuery(ABC):
 
     @abstractmethod
     def answer(self, total: NDArray[np.float64], stddev: float) -> dict[str, float]:
-        """Compute the released numbers, by name, from the noised sum.
+        """Compute the released numbers, by name, from the noised sum, of shape (size,).
 
-        Parameters
-        ----------
-        total : ndarray
-            The noised sum, of shape (size,).
-        stddev : float
-            Standard deviation of the noise on each element.
+        ``stddev`` is the standard deviation of the noise on each element.
         """
 
     def describe(self) -> str:

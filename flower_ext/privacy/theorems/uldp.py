@@ -226,17 +226,10 @@ def uldp_avg_guarantees(
     The mechanism's units are users, and the silos add the noise. With secure sums, the run's
     participations count only the noise of honest silos, unless the silos draw the users.
 
-    Parameters
-    ----------
-    hidden_draw : str
-        Assumption under which the server does not know the drawn users: that of a protocol, or
-        `drawn_by_silos`. Empty if the server draws them.
-    secure_sum : str
-        Assumption under which the server sees no single upload.
-    batching : str
-        See `batching_assumption`.
-    assumptions : Mapping[AdversaryView, Sequence[str]]
-        Further assumptions of the sum against each adversary.
+    ``hidden_draw`` is the assumption under which the server does not know the drawn users: that of
+    a protocol, or `drawn_by_silos`. It is empty if the server draws them. ``secure_sum`` is the
+    assumption under which the server sees no single upload, and ``batching`` that of
+    `batching_assumption`. ``assumptions`` are further ones against each adversary.
     """
     rounds = run.participations.rounds
     claims = user_claims(

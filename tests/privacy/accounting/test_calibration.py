@@ -18,7 +18,6 @@ from flower_ext.privacy.accounting.accountant import privacy_loss_of
 from flower_ext.privacy.accounting.calibration import (
     calibrate_rounds,
     calibrate_sampling_rate,
-    default_relation,
 )
 from flower_ext.privacy.accounting.events import Release
 from tests.support.grids import grid
@@ -72,7 +71,7 @@ def test_no_calibrated_noise_exceeds_its_target_and_a_little_less_noise_would(
         searching_by(setting["accountant"])
         sigma = calibrate_noise_multiplier(**without_accountant(setting))
         facts = {name: value for name, value in setting.items() if name != "epsilon"}
-        facts["relation"] = default_relation(setting["sampling"])
+        facts["relation"] = setting["sampling"].default_relation
         assert privacy_loss(noise_multiplier=sigma, **facts).epsilon <= target, setting
         if sigma > 0.01:
             less = privacy_loss(noise_multiplier=0.99 * sigma, **facts).epsilon
@@ -90,7 +89,7 @@ def test_no_calibrated_number_of_rounds_exceeds_its_target_and_one_more_would(
         searching_by(setting["accountant"])
         rounds = calibrate_rounds(noise_multiplier=5.0, **without_accountant(facts))
         target = facts.pop("epsilon")
-        facts |= {"relation": default_relation(setting["sampling"]), "noise_multiplier": 5.0}
+        facts |= {"relation": setting["sampling"].default_relation, "noise_multiplier": 5.0}
         assert privacy_loss(rounds=rounds, **facts).epsilon <= target, setting
         more = rounds + (1 if rounds < 2**16 else rounds // 1000)  # inexact beyond 100,000
         assert privacy_loss(rounds=more, **facts).epsilon > target, setting
@@ -113,7 +112,7 @@ def test_no_calibrated_sampling_rate_exceeds_its_target_and_a_little_more_would(
         sampling = PoissonSampling(population, rate)
         facts |= {
             "sampling": sampling,
-            "relation": default_relation(sampling),
+            "relation": sampling.default_relation,
             "noise_multiplier": 2.0,
         }
         assert privacy_loss(**facts).epsilon <= target, setting
@@ -134,7 +133,7 @@ def test_a_target_that_other_releases_exceed_by_themselves_is_blamed_on_them():
     one = Release(
         sampling=facts["sampling"],
         noise_multiplier=2.0,
-        relation=default_relation(facts["sampling"]),
+        relation=facts["sampling"].default_relation,
     )
     spent = privacy_loss_of({one: 3}, delta=1e-5).epsilon
     with pytest.raises(TargetOutOfReach, match=f"other releases, .* alone spend {spent:.4g}"):
@@ -175,7 +174,7 @@ def test_a_delta_above_the_chance_of_being_drawn_needs_no_noise(
 def test_a_delta_a_little_below_the_chance_of_being_drawn_bounds_a_release_without_noise():
     # With next to no noise, a release is (0, δ) for δ = 1 - (1 - q)^T, and for no smaller δ.
     chance = 1 - 0.99**20
-    facts = {"sampling": SELDOM, "rounds": 20, "relation": default_relation(SELDOM)}
+    facts = {"sampling": SELDOM, "rounds": 20, "relation": SELDOM.default_relation}
     assert privacy_loss(noise_multiplier=1e-2, delta=1.0001 * chance, **facts).epsilon == 0
     assert privacy_loss(noise_multiplier=1e-2, delta=0.99 * chance, **facts).epsilon > 1_000
 
@@ -191,7 +190,7 @@ def test_millions_of_rounds_take_few_grids_and_keep_the_target(monkeypatch):
     )
     assert len(grids) < 20
     facts = {"delta": 1e-5, "sampling": sampling, "rounds": rounds}
-    facts["relation"] = default_relation(sampling)
+    facts["relation"] = sampling.default_relation
     spent = privacy_loss(noise_multiplier=sigma, **facts)
     assert 0.97 < spent.epsilon <= 1.0
     assert spent.accountant == "PLD"
