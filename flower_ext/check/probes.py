@@ -62,7 +62,7 @@ class Probes:
 
     @property
     def real(self) -> Observed:
-        """The first run, in which clients learn; it exists once that run has ended in time."""
+        """The first run, in which clients learn. Use it only after that run has ended."""
         real = self.runs[REAL]
         assert real is not None
         return real

@@ -149,9 +149,9 @@ class Spending:
     def reserve(self, release: Release | None, server_round: int, identity: int | None) -> None:
         """Write a release, if the round makes one, to the ledger before the server asks any client.
 
-        ``identity`` is None if a repeated round has new noise. Otherwise a repeated round releases
-        the same numbers, and ``identity`` stands for everything that determines them: the ledger
-        then counts the repetition once (see `Ledger.reserve`).
+        If a repeated round would have new noise, ``identity`` is None, and the ledger counts both
+        attempts. If a repeated round releases the same numbers again, ``identity`` identifies these
+        numbers, and the ledger counts the two attempts as one release (see `Ledger.reserve`).
         """
         if release is not None and self.ledger is not None:
             entry = self.ledger.reserve(release, round=server_round, identity=identity)
@@ -294,8 +294,8 @@ class Run:
         return {"run": self.checkpoints.run_id, "method": self.method.name, "name": name}
 
     def release_identity(self, kind: str, number: int) -> int | None:
-        """Return a number that identifies the ``number``-th release of a kind."""
-        if not self.repeats:  # a repeated round would release other numbers than the first attempt
+        """Identify a release. Return None if a repeated round would release other numbers."""
+        if not self.repeats:
             return None
         return derived_seed(self.options.seed or 0, kind, self.checkpoints.run_id, number)
 

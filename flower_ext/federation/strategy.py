@@ -73,7 +73,7 @@ class FederatedStrategy(Strategy):
         With 0, the server never asks a client to evaluate. If the plan has `SecureScores`, the
         server sees noised means, which ε counts. Otherwise no guarantee covers the reported scores.
     training_loss : bool
-        If True, each client also reports the training loss of the model that it would use. Its
+        If True, each client also reports the training loss of the model that it uses. Its
         variance over clients measures fairness. No guarantee covers these losses.
     diagnostics : bool
         If True, clients report the norm of their update before clipping, without noise. No

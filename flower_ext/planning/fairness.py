@@ -84,7 +84,7 @@ class LinearFairness(Checked):
 
     @property
     def moments(self) -> tuple[float, float]:
-        """G₁ and G₂ − G₁²: the ``given_moments``; without these, the expected values."""
+        """The constants G₁ and G₂ − G₁²: ``given_moments`` if set, otherwise expected values."""
         if self.given_moments is not None:
             return self.given_moments
         N, d = self.num_clients, self.dimension

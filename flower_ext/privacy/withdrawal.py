@@ -42,8 +42,9 @@ _NOTHING = "nothing can be claimed"
 def withdraw(path: Path, unit: PrivacyUnit, numbers: Collection[int]) -> list[dict[str, Any]]:
     """Record in a study's account that units withdraw; return all entries of the account.
 
-    ``numbers`` are numbers of users, or partitions of clients. Several stand for one person, whom
-    silos know by different numbers. A unit that has already withdrawn is not recorded again.
+    ``numbers`` are numbers of users, or partitions of clients. Give several numbers to withdraw a
+    person whom silos know by different numbers. A unit that has already withdrawn is not recorded
+    again.
     """
     if not path.is_file():
         raise InvalidValue(

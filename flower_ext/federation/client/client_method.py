@@ -132,8 +132,8 @@ class ClientWork(ClientRequest):
 
         The training adds ``terms`` to the loss. It uses ``examples``, by default all training
         examples of the client. ``solve`` trains the client's job in place of SGD; the ``yield``
-        returns its result. With ``returns_params=False``, a failed training fails the method:
-        ``params`` cannot take the place of the result.
+        returns its result. If a training fails, the method usually gets ``params`` in its place.
+        Set ``returns_params=False`` if they cannot replace the result; the method then fails.
         """
         job = Job(
             params=params,
@@ -248,8 +248,8 @@ class ClientMethod:
     local_update : Callable[[ClientWork], LocalResult | Steps[LocalResult]]
         Trains on the client, and returns the upload and the memory.
     local_model : Callable[[ClientWork], Params | Steps[Params]]
-        Returns the model that this client would use. The client evaluates this model on its test
-        examples and then discards it. By default, it is the shared model.
+        Returns the model that this client uses for predictions. The client evaluates this model on
+        its test examples and then discards it. By default, it is the shared model.
     memory : Memory
         The memory that the client keeps between rounds.
     answer : Callable[[Question], Mapping[str, array]], optional

@@ -95,7 +95,7 @@ class ClientSide:
         *,
         memory_limit: int = MEMORY_LIMIT,
     ) -> list[RecordDict | Exception]:
-        """Return each client's scores of the model that it would use, or its error.
+        """Return each client's scores of the model that it uses for predictions, or its error.
 
         If the messages carry a query, the server asks for a noised sum of the scores. Each client
         is then evaluated by itself, so that no bit that it adds to the sum depends on the other
@@ -110,7 +110,7 @@ class ClientSide:
         return masked_vector(query_of(work, self.queries), WorkView(work))
 
     def used(self, message: Message, context: Context) -> Params:
-        """Return the model that this client would use, which is the one that `score` evaluates."""
+        """Return the model that this client uses for predictions, which `score` evaluates."""
         works = self._works([message], [context], alone=True)
         (model,) = side_by_side(attempt_in_turn(used_model, works))
         if isinstance(model, Exception):

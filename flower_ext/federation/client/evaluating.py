@@ -35,7 +35,7 @@ OF_QUERY = "query-noise"
 
 
 def used_model(work: ClientWork) -> Steps[Params]:
-    """Return the whole model that this client would use."""
+    """Return the whole model that this client uses for predictions."""
     model = yield from completed(work.method.local_model(work))
     check_whole(model, work.task)
     return model
@@ -83,7 +83,7 @@ def evaluation_of(work: ClientWork) -> Steps[RecordDict]:
 
 @dataclass(frozen=True)
 class WorkView:
-    """One client's data, and the scores of the model that it would use (see `LocalView`)."""
+    """One client's data, and the scores of the model that it uses for predictions (`LocalView`)."""
 
     work: ClientWork
 

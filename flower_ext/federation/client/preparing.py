@@ -127,8 +127,9 @@ def _load(store: ClientMemory, method: ClientMethod, request: ClientRequest) -> 
         store.forget(after=used)
         if (newest := store.newest()) < used:
             raise InvalidValue.tellable(
-                f"this client cannot take part, because it lost its memory of training round "
-                f"{used}, which the server's state includes (newest memory: {newest or 'none'}): "
+                f"this client cannot take part: it lost the memory that it stored in training "
+                f"round {used}, and the server's state depends on it (newest memory: "
+                f"{newest or 'none'}): "
                 "name a state-folder in the node config, so that memory outlives the SuperNode"
             )
     return store.load(before=request.round + (request.kind == "evaluate"))

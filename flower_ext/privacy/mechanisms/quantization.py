@@ -88,8 +88,8 @@ def sum_rows_in_cells(
 
     Guarantees
     ----------
-    Row k adds whole numbers of a norm of at most ``weights[k] * clipping_norm / cell``. If a unit
-    has rows in several such sums, all its rows together add a norm of at most
+    Row k adds a vector of integers whose norm is at most ``weights[k] * clipping_norm / cell``. If
+    a unit has rows in several such sums, the norm of all its rows together is at most
     ``clipping_norm / cell``, as long as its weights add up to 1 + 1e-10 or less. No bit that a row
     adds depends on other rows.
 
@@ -130,7 +130,7 @@ def sum_rows_in_cells(
 
 
 class CellSum(RunningSum):
-    """Sum of updates in whole numbers of cells, as the protocol of a secure sum computes it."""
+    """Sum of updates whose values are integers, in units of ``cell``, as a secure sum needs."""
 
     def __init__(self, like: NamedArrays, cell: float) -> None:
         super().__init__(like)

@@ -102,7 +102,7 @@ class SumParameters:
 
     @property
     def honest_noise(self) -> float:
-        """Fraction of the noise variance from honest clients, if a sum has the fewest answers."""
+        """Fraction of the noise variance from honest clients if only ``least_answers`` arrive."""
         return self.honest_answers / self.least_answers
 
 

@@ -126,7 +126,7 @@ class RecordLevelPlan(RecordLevelTerms, PlainAverage):
         return self
 
     def check_training(self, run: RunSummary) -> None:
-        """Refuse local training whose settings differ from ``steps``, which determine ε."""
+        """Refuse local training with settings other than ``steps``, from which ε follows."""
         steps, size, phase = self.steps, self.num_examples, run.method.upload_phase
         if steps is None:
             return

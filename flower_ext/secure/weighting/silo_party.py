@@ -83,8 +83,8 @@ class SiloParty(JsonRecord, ABC):
     """One silo. Everything it holds is secret, except the messages that its methods return.
 
     Call `answer` for each step of the set-up and of draws, and `open_sum` for every round.
-    `to_bytes` returns all that the silo needs after a restart, with secrets in the clear. A new
-    silo, with the number ``index`` from zero, has no other fields; `from_bytes` restores them.
+    To make a new silo, give only its number ``index``, which counts from zero. `to_bytes` returns
+    all that the silo needs after a restart, with secrets in the clear, and `from_bytes` reads it.
 
     Attributes
     ----------

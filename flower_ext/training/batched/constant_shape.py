@@ -51,8 +51,8 @@ _ROWS = 8
 class Shape(NamedTuple):
     """The rows of a mini-batch, and whether a step has momentum, SAM's ascent and terms.
 
-    Many jobs have the same shape, because the number of rows is rounded up: to the next power of
-    two, at least 8, or to the batch size, rounded up to a multiple of 8, if that is smaller.
+    Many jobs have the same shape, because their numbers of rows are rounded up: to a power of two
+    from 8 on, but to no more than the batch size, which itself is rounded up to a multiple of 8.
     """
 
     rows: int

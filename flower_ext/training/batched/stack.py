@@ -59,7 +59,7 @@ class MiniBatches(NamedTuple):
 class Stack:
     """A group of jobs that train together; the job with the most steps comes first.
 
-    ``weights`` are the trained parameters by name. The first dimension of each numbers the jobs.
+    ``weights`` are the trained parameters by name. Each has the jobs as its first dimension.
     """
 
     def __init__(self, task: Task, jobs: Sequence[Job], trained: Callable[[str], bool]) -> None:
