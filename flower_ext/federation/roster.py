@@ -19,7 +19,7 @@ from flwr.serverapp import Grid
 from flower_ext.errors import FlowerExtError, InvalidValue
 from flower_ext.federation import records
 from flower_ext.federation._flower_private import message_like, record_of, replies, simulates
-from flower_ext.federation.failures import public_reason
+from flower_ext.federation.failures import CLIENT_APP_RAISED, MOD_REFUSED, public_reason
 
 log = getLogger("flwr")
 
@@ -167,13 +167,20 @@ class Roster:
 def _ask_identities(
     grid: Grid, nodes: Sequence[int], kind: str, question: RecordDict, *, timeout: float
 ) -> tuple[dict[int, object], str]:
-    """Return the partition that each node reports, and the first error that a node reports."""
+    """Return the partition that each node reports, and the first error that a node reports.
+
+    Raises
+    ------
+    FederationNotReady
+        No node's ClientApp received the question, so the answers do not show whose ClientApp it is.
+    """
     like = Message(RecordDict(), dst_node_id=nodes[0], message_type=kind)
     first_clients = nodes[:: getattr(grid, "clients_per_node", 1)]
     questions = [message_like(like, question, dst_node_id=node) for node in first_clients]
     # Simulated nodes run one ClientApp, so ask one node first: a failure then occurs only once.
     one, others = (questions[:1], questions[1:]) if simulates(grid) else (questions, [])
     reported: dict[int, object] = {}
+    received = False
     waiting, first_error = {message.metadata.dst_node_id for message in questions}, ""
 
     def answers() -> Iterator[Message]:
@@ -183,6 +190,7 @@ def _ask_identities(
 
     for reply in answers():
         node = reply.metadata.src_node_id
+        received |= not reply.has_error() or reply.error.code in (CLIENT_APP_RAISED, MOD_REFUSED)
         if reply.has_error() and not first_error:
             first_error = public_reason(reply.error)
         if reply.has_error() or not reply.has_content() or node not in waiting:
@@ -190,6 +198,11 @@ def _ask_identities(
         waiting.remove(node)
         record = reply.content.get(_IDENTITY_RECORD)
         reported[node] = record.get("partition") if isinstance(record, ConfigRecord) else None
+    if not reported and not received:
+        reason = first_error or f"no reply within {timeout:.0f} s; the machine may be too busy"
+        raise FederationNotReady(
+            f"no node's ClientApp answered the first question ({reason}): look at the nodes' logs"
+        )
     return reported, first_error
 
 

@@ -1,6 +1,7 @@
 """Waiting for nodes: the log says in time how to start more of them."""
 
 import pytest
+from flwr.app import Error, Message
 from flwr.clientapp import ClientApp
 
 from flower_ext.federation import FederationNotReady, InProcessGrid, roster
@@ -15,3 +16,28 @@ def test_a_simulation_with_too_few_nodes_says_early_how_to_ask_for_more(monkeypa
     said = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     assert len(said) == 1
     assert '--federation-config "num-supernodes=5"' in said[0]
+
+
+class Starved(InProcessGrid):
+    """Nodes that no ClientApp runs on: Flower reports an error, or nothing arrives."""
+
+    def __init__(self, error):
+        super().__init__(ClientApp(), 2)
+        self.error = error
+
+    def send_and_receive(self, messages, *, timeout=None):
+        return [Message(self.error, reply_to=m) for m in messages if self.error is not None]
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (Error(code=0, reason="ray.exceptions.ActorDiedError"), "ray.exceptions.ActorDiedError"),
+        (Error(code=5, reason="the node is offline"), "the node is offline"),
+        (None, "no reply within 2 s"),
+    ],
+    ids=["a worker that died", "a node offline", "no reply"],
+)
+def test_nodes_that_run_no_client_app_are_not_taken_for_another_project_s(error, reason):
+    with pytest.raises(FederationNotReady, match=reason):
+        roster.Roster.connect(Starved(error), 2, mods=True, timeout=2.0)
