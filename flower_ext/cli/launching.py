@@ -52,11 +52,14 @@ def launch(run: PreparedRun, *, env: Mapping[str, str] | None = None) -> Path | 
     the run directory, and raises `LaunchFailed`. An interruption raises `Interrupted`, whose
     message says how to continue the run.
     """
-    options, log, variables = run.options, RunLog(), env or environment()
+    options, log = run.options, RunLog()
     # A SuperLink that others started may have to outlive this command.
     ending = reaped() if options.superlink is None else nullcontext()
     try:
         with ending:
+            # Only variables that are read in this block have the mark by which the reaper finds the
+            # processes of this command.
+            variables = env or environment()
             if options.in_process:
                 _in_one_process(run, log)
             elif options.superlink is not None:

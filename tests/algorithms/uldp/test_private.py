@@ -192,7 +192,7 @@ def test_users_drawn_by_oblivious_transfer_are_those_whom_all_silos_took(monkeyp
 
     def told(self, rng):
         drawn = users[next(places)]
-        return Cohort(partitions=range(self.num_silos), units=drawn, population=USERS)
+        return Cohort(partitions=range(self.num_nodes), units=drawn, population=USERS)
 
     monkeypatch.setattr(UsersInSilos, "draw", told)
     _, expected = start(make_openly(UldpAvg, sampling=PoissonSampling(USERS, 0.4)))
