@@ -119,7 +119,8 @@ def test_a_client_that_lost_what_the_server_counts_on_says_so_and_takes_no_part(
         strategy_of(method, plan=EVERYONE, local=LOCAL, evaluate_every=0) for _ in range(2)
     )
     weights = trained(strategy, 5, LosingGrid(strategy, forgets={3: {1}}, folder=folder))
-    assert [r for r in strategy.refusals if "memory that it stored in training round 2" in r] == strategy.refusals
+    lost = "memory that it stored in training round 2"
+    assert all(lost in refusal for refusal in strategy.refusals)
     assert len(strategy.refusals) == 3
     silent = LosingGrid(other, lost={3: {1}, 4: {1}, 5: {1}})
     np.testing.assert_allclose(weights, trained(other, 5, silent), rtol=1e-5)
