@@ -35,13 +35,13 @@ def verdict(probes: Probes) -> dict[str, Any]:
     planned, config = traits.planned, probes.request.config
     every_finding = findings(probes, second)
     refuted = next((finding for finding in every_finding if finding.refutes), None)
-    found = [*traits.claims, *_configured(config, planned), *_reported(real)]
+    stated = [*traits.claims, *_configured(config, planned), *_reported(real)]
     claims = [
-        {**asdict(claim), "provable": not refuted and _follows(claim, traits)} for claim in found
+        {**asdict(claim), "provable": not refuted and _follows(claim, traits)} for claim in stated
     ]
     unproven = any(not claim["provable"] for claim in claims)
     # The claim with the largest δ is the easiest one to prove.
-    weakest = max(found, key=lambda claim: claim.delta, default=None)
+    weakest = max(stated, key=lambda claim: claim.delta, default=None)
     delta = (weakest.delta if weakest is not None else 0.0) or DELTA
     diff, conditional = "", {}
     if unproven or refuted:

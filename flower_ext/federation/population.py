@@ -88,7 +88,7 @@ class Population:
 
     def count(self, units: Sequence[int], uploads: int, *, requests: int) -> None:
         """Count a round: its units, its number of usable uploads, and its number of requests."""
-        self.participations.record(units, uploads, asked=requests)
+        self.participations.record(units, uploads, requests=requests)
 
     def after(self, cohort: Cohort) -> Participations:
         """Return the participations after a round in which every client of a cohort answers."""

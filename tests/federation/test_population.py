@@ -23,7 +23,7 @@ def counted(record, *rounds):
     """Return the counts after ``rounds``, each a triple (units, answered, asked)."""
     expected = Participations()
     for units, answered, asked in rounds:
-        expected.record(units, answered, asked=asked)
+        expected.record(units, answered, requests=asked)
     return record.to_dict() == expected.to_dict()
 
 

@@ -33,25 +33,27 @@ class Participations(JsonRecord):
     weights_in_sums: dict[int, float] = field(default_factory=dict)
     weights_in_uploads: dict[int, float] = field(default_factory=dict)
 
-    def record(self, cohort: Sequence[int], answered: int, *, asked: int | None = None) -> None:
+    def record(self, cohort: Sequence[int], answered: int, *, requests: int | None = None) -> None:
         """Count one round, into which the data of the units in ``cohort`` went.
 
-        If each client adds a share of the noise, a single upload has 1/``asked`` of the variance
-        that the plan requires, and a sum of ``answered`` uploads has ``answered``/``asked`` of it.
-        An adversary may also see uploads that the server refused or that came too late, so every
-        upload that the server asked for counts as seen; by default, one of each unit.
+        If each client adds a share of the noise, a single upload has 1/``requests`` of the variance
+        that the plan requires, and a sum of ``answered`` uploads has ``answered``/``requests`` of
+        it. An adversary may also see uploads that the server refused or that came too late. So
+        every upload that the server requests counts as seen; by default, one of each unit.
         """
-        asked = len(cohort) if asked is None else asked
-        if not 0 <= answered <= asked:
-            raise InvalidValue(f"answered={answered!r}: expected a number from 0 to asked={asked}")
+        requests = len(cohort) if requests is None else requests
+        if not 0 <= answered <= requests:
+            raise InvalidValue(
+                f"answered={answered!r}: expected a number from 0 to requests={requests}"
+            )
         self.rounds += 1
         self.uploads.update(cohort)
         self.newest.update(dict.fromkeys(cohort, self.rounds))
         for unit in cohort:
-            # A share has 1/asked of the noise's variance, so seeing it counts ``asked`` times.
-            _add(self.weights_in_uploads, unit, asked)
+            # A share has 1/requests of the noise's variance, so seeing it counts requests times.
+            _add(self.weights_in_uploads, unit, requests)
             if answered > 0:  # without an answer there is no sum to see
-                _add(self.weights_in_sums, unit, asked / answered)
+                _add(self.weights_in_sums, unit, requests / answered)
 
     def record_answer(
         self, query: str, units: Iterable[int], *, in_sum: float, in_upload: float

@@ -249,7 +249,7 @@ def test_drawing_that_the_server_does_not_see_amplifies_against_it_as_well(proto
     for name, own in (("known", protocol), ("hidden", replace(protocol, draw_choices=5))):
         loud = {"noise_multiplier": 5.0}
         strategy = make(protocol=own, sampling=PoissonSampling(USERS, 0.4), plan=loud)
-        strategy.participations.record(range(USERS), SILOS, asked=SILOS)
+        strategy.participations.record(range(USERS), SILOS, requests=SILOS)
         views[name] = {g.view: g for g in strategy.guarantees() if g.basis == "provable"}
     known, hidden = views["known"], views["hidden"]
     models, sums = AdversaryView.RELEASED_MODELS, AdversaryView.SUM_ONLY
@@ -777,7 +777,7 @@ def test_steps_of_the_encoding_are_a_quarter_of_a_silos_noise_at_most(users, sil
 )
 def test_guarantees_name_the_totals_that_no_silo_can_check(changes, assumed):
     strategy = make(protocol=replace(SMALL, **changes))
-    strategy.participations.record(range(USERS), SILOS, asked=SILOS)
+    strategy.participations.record(range(USERS), SILOS, requests=SILOS)
     guarantees = [g for g in strategy.guarantees() if g.basis == "provable"]
     assert len(guarantees) == 3
     for guarantee in guarantees:

@@ -45,12 +45,12 @@ def test_more_answers_than_were_asked_for_are_refused():
 
 def test_units_that_are_not_the_uploaders_take_part_in_each_upload():
     seen = Participations()
-    seen.record([4, 7, 9], answered=2, asked=3)
-    seen.record([7], answered=3, asked=3)
+    seen.record([4, 7, 9], answered=2, requests=3)
+    seen.record([7], answered=3, requests=3)
     assert seen.uploads == {4: 1, 7: 2, 9: 1}
     assert (seen.in_sums, seen.in_uploads) == (1.5 + 1.0, 6.0)
-    with pytest.raises(ValueError, match="answered=4: expected a number from 0 to asked=3"):
-        seen.record([4], answered=4, asked=3)
+    with pytest.raises(ValueError, match="answered=4: expected a number from 0 to requests=3"):
+        seen.record([4], answered=4, requests=3)
 
 
 def test_where_it_is_not_known_who_is_who_everybody_counts_as_the_most_exposed():
@@ -61,7 +61,7 @@ def test_where_it_is_not_known_who_is_who_everybody_counts_as_the_most_exposed()
     )  # 0 and 2: one round, whose sum lacks two thirds of the noise
     for _ in range(2):
         seen.record([1], answered=1)
-    seen.record([3, 4], answered=0, asked=9)
+    seen.record([3, 4], answered=0, requests=9)
     exposed = seen.in_sums, seen.in_uploads
     seen.level(range(6))
     assert (seen.in_sums, seen.in_uploads, seen.rounds) == (*exposed, 4)
@@ -78,7 +78,7 @@ def test_where_it_is_not_known_who_is_who_everybody_counts_as_the_most_exposed()
 def test_what_is_stored_goes_on_to_count_as_if_it_had_never_been():
     seen = Participations()
     seen.record([0, 1], answered=1)
-    seen.record([1, 2], answered=0, asked=5)
+    seen.record([1, 2], answered=0, requests=5)
     again = Participations.from_dict(json.loads(json.dumps(seen.to_dict())))
     for one in (seen, again):
         one.record([2, 1], answered=2)

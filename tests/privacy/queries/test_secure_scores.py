@@ -134,7 +134,7 @@ def test_rounds_and_evaluations_together_keep_to_the_target(sampling):
     assert planned.noise_multiplier > alone.noise_multiplier
     found, done = planned.mechanism(), Participations()
     for _ in range(20):
-        done.record(range(10), 9, asked=10)
+        done.record(range(10), 9, requests=10)
     for _ in range(4):
         found.query_sums[0].count_answer(done)
     epsilon = privacy_loss_of(found.releases(done), delta=1e-3).epsilon
@@ -161,7 +161,7 @@ def test_each_adversary_pays_for_evaluations_by_the_noise_that_it_sees():
     """90 of 100 answers make up the noise of a sum, 80 of them honest."""
     own, done = plan().mechanism(), Participations()
     for _ in range(3):
-        done.record(range(100), 80, asked=90)
+        done.record(range(100), 80, requests=90)
     for _ in range(4):
         own.query_sums[0].count_answer(done)
     found = by_view(own, done)
