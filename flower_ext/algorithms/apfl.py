@@ -49,7 +49,6 @@ from flower_ext.training import (
     job_batches,
     local_problem,
 )
-from flower_ext.training.isolation import draws_seed, seeded
 from flower_ext.training.params import to_device
 
 WEIGHT = "mixture/α"
@@ -71,19 +70,18 @@ def local_update(work: ClientWork) -> Steps[LocalResult]:
 def descend_mixture(work: ClientWork, job: Job) -> Params:
     """Train v_i and α_i, which ``params`` of the job holds, along with w_i; return v_i and α_i."""
     rate, alpha = job.training.learning_rate, float(job.params[WEIGHT])
-    with seeded(draws_seed(job.generator), work.task.torch_device()):
-        problem = local_problem(work.task, job.params)
-        v, w = clone(problem.start), clone(to_device(work.received, problem.device))
-        for number, (x, y) in enumerate(job_batches(work.task, job)):
-            at_mixture = gradient(problem.loss_at, mixture(v, w, alpha), x, y)
-            at_w = gradient(problem.loss_at, {name: w[name] for name in v}, x, y)
-            along = sum(float(((v[n] - w[n]) * slope).sum()) for n, slope in at_mixture.items())
-            for name, slope in at_mixture.items():
-                v[name].sub_(slope, alpha=rate * alpha)
-                w[name].sub_(at_w[name], alpha=rate)
-            if number == 0:
-                step = work.settings["weight_learning_rate"] * along
-                alpha = min(1.0, max(0.0, alpha - step))
+    problem = local_problem(work.task, job.params)
+    v, w = clone(problem.start), clone(to_device(work.received, problem.device))
+    for number, (x, y) in enumerate(job_batches(work.task, job)):
+        at_mixture = gradient(problem.loss_at, mixture(v, w, alpha), x, y)
+        at_w = gradient(problem.loss_at, {name: w[name] for name in v}, x, y)
+        along = sum(float(((v[n] - w[n]) * slope).sum()) for n, slope in at_mixture.items())
+        for name, slope in at_mixture.items():
+            v[name].sub_(slope, alpha=rate * alpha)
+            w[name].sub_(at_w[name], alpha=rate)
+        if number == 0:
+            step = work.settings["weight_learning_rate"] * along
+            alpha = min(1.0, max(0.0, alpha - step))
     weight = torch.tensor(alpha, dtype=torch.float64)  # holds α exactly
     return problem.whole({**v, WEIGHT: weight}, like=job.params)
 

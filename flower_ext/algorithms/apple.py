@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import partial, reduce
 
 import numpy as np
 import torch
@@ -83,7 +83,10 @@ def train_mixture(work: ClientWork, job: Job) -> tuple[Params, Tensor, Params]:
         for name in problem.start
     }
     centre = 1 / len(clients)
-    equal = torch.full((len(clients),), centre, dtype=torch.float64)
+    # Not always float64, which some devices lack.
+    types = [core.dtype for core in cores.values() if core.is_floating_point()]
+    dtype = reduce(torch.promote_types, types, torch.float32)
+    equal = torch.full((len(clients),), centre, dtype=dtype)
     p = (work.memory or {}).get(RELATION, equal).to(problem.device)
     last, rounds = work.round - 1, work.settings["penalty_rounds"]
     fading = (math.cos(math.pi * last / rounds) + 1) / 2 if last < rounds else 0.0

@@ -83,6 +83,8 @@ class AppFolder:
         """
         frames = traceback.extract_tb(error.__traceback__)
         paths = [(Path(frame.filename), frame.lineno) for frame in frames]
+        if isinstance(error, SyntaxError) and error.filename:  # no frame has reached that line
+            paths.append((Path(error.filename), error.lineno))
         inside = [(p.relative_to(self.path), n) for p, n in paths if p.is_relative_to(self.path)]
         places = inside or [(Path(path.name), line) for path, line in paths]
         return f"{type(error).__name__} at {':'.join(map(str, places[-1]))}"

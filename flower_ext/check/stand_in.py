@@ -70,8 +70,14 @@ def install(columns: Mapping[str, Column]) -> None:
     module, partitioner = ModuleType("flwr_datasets"), ModuleType("flwr_datasets.partitioner")
     module.FederatedDataset = FederatedDataset  # type: ignore[attr-defined]
     module.partitioner = partitioner  # type: ignore[attr-defined]
-    partitioner.__getattr__ = lambda name: lambda *given, **options: None  # type: ignore[method-assign]
+    partitioner.__getattr__ = lambda name: _Partitioner  # type: ignore[method-assign]
     sys.modules.update({module.__name__: module, partitioner.__name__: partitioner})
+
+
+class _Partitioner:
+    # A class, because apps inherit from partitioners and name them in types.
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        pass
 
 
 def drawn(columns: Mapping[str, Column], *, seed: int) -> _RandomRows:

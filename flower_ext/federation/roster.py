@@ -154,7 +154,10 @@ class Roster:
                 log.warning("%s", reason)
                 break
             late = [node for node in connected if node not in nodes]
-            more, error = _ask_identities(grid, late, kind, question, timeout=timeout)
+            try:
+                more, error = _ask_identities(grid, late, kind, question, timeout=timeout)
+            except FederationNotReady as reason:  # the nodes that are needed may still connect
+                more, error = {}, str(reason)
             reported, nodes = {**reported, **more}, [*nodes, *late]
             answers = _by_partition(reported, population, clients_per_node)
         if missing := sorted(needed - set(answers)):

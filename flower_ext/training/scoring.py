@@ -15,7 +15,7 @@ from flower_ext.data import Examples, trees
 from flower_ext.data.trees import Tree
 from flower_ext.errors import InvalidValue
 from flower_ext.training.index_limits import on_device
-from flower_ext.training.isolation import attempted
+from flower_ext.training.isolation import attempted, seeded
 from flower_ext.training.models.calls import SettableModel
 from flower_ext.training.params import to_device
 from flower_ext.training.task import Task
@@ -120,6 +120,8 @@ def evaluate_each(
         evaluated = model or _in_evaluation(task)
         evaluated.set_params(to_device(params, device))
         data = on_device(task, data)
-        return score_each_alone(task, _outputs(evaluated, data.features), data.targets)
+        # A model or a metric that draws numbers draws the same ones for every client.
+        with seeded(0, device):
+            return score_each_alone(task, _outputs(evaluated, data.features), data.targets)
 
     return [attempted(scores, *pair) for pair in zip(models, examples, strict=True)]

@@ -12,7 +12,12 @@ QUICKSTART_DATA = """
 from flwr_datasets import FederatedDataset
 from flwr_datasets.partitioner import IidPartitioner
 
-fds = FederatedDataset(dataset="uoft-cs/cifar10", partitioners={"train": IidPartitioner(6)})
+
+class Partitioner(IidPartitioner):
+    former: IidPartitioner | None = None
+
+
+fds = FederatedDataset(dataset="uoft-cs/cifar10", partitioners={"train": Partitioner(6)})
 """
 USE = """
 rows = fds.load_partition(context.node_config["partition-id"])

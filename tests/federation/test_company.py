@@ -3,10 +3,11 @@
 from dataclasses import replace
 
 import pytest
+import torch
 from flwr.app import ArrayRecord, ConfigRecord
 from torch import nn
 
-from flower_ext.algorithms import DP2FedSAM, DPDitto, DPFedAvg, PFedMe
+from flower_ext.algorithms import APFL, Apple, DP2FedSAM, DPDitto, DPFedAvg, FedALA, PFedMe
 from flower_ext.data import ClientData, Examples
 from flower_ext.federation import FederatedStrategy, InProcessGrid, VirtualGrid, failures, records
 from flower_ext.federation.failures import REASON_WITHHELD
@@ -24,6 +25,7 @@ from tests.support.worlds import CLASSES, FEATURES, Net, client_data
 CLIENTS = 9
 UNSTABLE = LocalTraining(epochs=6, batch_size=8, learning_rate=3.0)
 """Training in which rounding errors grow without bound."""
+SGD = LocalTraining(epochs=1, batch_size=8, learning_rate=0.1)
 
 
 class Convolutional(nn.Module):
@@ -208,6 +210,35 @@ def test_no_bit_of_an_upload_depends_on_the_data_the_error_or_the_presence_of_an
         same_but_for_client_0(usual, uploads(make, model, odd, engine=in_process))
 
 
+class WithDropout(Net):
+    def forward(self, x):
+        return self.head(nn.functional.dropout(self.extractor(x), 0.5, self.training))
+
+
+@pytest.mark.parametrize("method", [FedALA, Apple, APFL])
+def test_draws_of_a_model_in_a_method_s_solver_depend_on_no_other_client(method):
+    def second_round(*, present):
+        strategy = strategy_of(
+            method, plan=record_plan(), local=SGD, seed=2, seeded_noise=True, evaluate_every=0
+        )
+        task = Task(model=WithDropout, data=client_data, device="cpu")
+        grid = in_process(strategy.method.client_app(task, allow_seeded_noise=True))
+        strategy.run.progress.begin()
+        arrays = ArrayRecord(task.initial_params(2))
+        first = list(strategy.configure_train(1, arrays, ConfigRecord(), grid))
+        arrays, _ = strategy.aggregate_train(1, grid.send_and_receive(first))
+        asked = list(strategy.configure_train(2, arrays, ConfigRecord(), grid))
+        partitions = {node: partition for partition, node in strategy.run.clients.nodes.items()}
+        asked = [m for m in asked if present or partitions[m.metadata.dst_node_id] != 0]
+        torch.manual_seed(present)
+        return {
+            partitions[reply.metadata.src_node_id]: records.to_arrays(reply.content[records.UPDATE])
+            for reply in grid.send_and_receive(asked)
+        }
+
+    same_but_for_client_0(second_round(present=True), second_round(present=False))
+
+
 @pytest.mark.parametrize("odd", [as_is, diverging, mislabelled, unreadable])
 def test_no_bit_of_an_upload_depends_on_how_clients_share_nodes_and_processes(odd):
     make = METHODS["DP-FedAvg"]
@@ -246,10 +277,9 @@ def test_no_error_tells_of_a_record_in_replies_refusals_or_files(odd, engine, tm
     def data(client):
         return odd(client) if client == 0 else client_data(client)
 
-    sgd = LocalTraining(epochs=1, batch_size=8)
     run = RunWriter.create(tmp_path / "run", {"method": "dp-ditto", "dataset": "digits"})
     strategy = FederatedStrategy(
-        DPDitto(local=sgd, personal_training=sgd), record_plan(), directory=run
+        DPDitto(local=SGD, personal_training=SGD), record_plan(), directory=run
     )
     task = Task(model=Net, data=data, device="cpu")
     grid, replies = engine(DPDitto.client_app(task)), []

@@ -4,7 +4,9 @@ import pytest
 from flwr.app import Error, Message
 from flwr.clientapp import ClientApp
 
+from flower_ext.algorithms import DPFedAvg
 from flower_ext.federation import FederationNotReady, InProcessGrid, roster
+from tests.support.worlds import task
 
 
 def test_a_simulation_with_too_few_nodes_says_early_how_to_ask_for_more(monkeypatch, caplog):
@@ -41,3 +43,31 @@ class Starved(InProcessGrid):
 def test_nodes_that_run_no_client_app_are_not_taken_for_another_project_s(error, reason):
     with pytest.raises(FederationNotReady, match=reason):
         roster.Roster.connect(Starved(error), 2, mods=True, timeout=2.0)
+
+
+class OneByOne(InProcessGrid):
+    """Two nodes, then one whose ClientApp does not load, and a fourth after that one was asked."""
+
+    def __init__(self):
+        super().__init__(DPFedAvg.client_app(task()), 4)
+        self.broken = 1_003
+        self.asked = set()
+
+    def get_node_ids(self):
+        order = [1_002, 1_000, self.broken, 1_001]
+        return [n for at, n in enumerate(order) if at < 2 or {*order[:at]} <= self.asked]
+
+    def send_and_receive(self, messages, *, timeout=None):
+        for message in messages:
+            node = message.metadata.dst_node_id
+            self.asked.add(node)
+            if node == self.broken:
+                yield Message(Error(code=1, reason="no such module"), reply_to=message)
+            else:
+                yield from super().send_and_receive([message], timeout=timeout)
+
+
+def test_a_late_node_that_nobody_needs_and_whose_app_does_not_load_ends_no_run():
+    connected = roster.Roster.connect(OneByOne(), 4, absent={2, 3}, timeout=5.0)
+    assert connected.known
+    assert {0, 1} <= set(connected.nodes)

@@ -86,6 +86,19 @@ def test_no_bit_of_a_score_depends_on_the_clients_before():
     assert together == [evaluate(task, jobs[0].params, own) for own in data]
 
 
+class Random(nn.Linear):
+    def forward(self, x):
+        return super().forward(nn.functional.dropout(x, 0.5, training=True))
+
+
+def test_scores_of_a_model_that_draws_depend_on_no_other_client():
+    task = Task(model=lambda: Random(4, 3), data=lambda client: None, device="cpu")
+    examples = Examples(torch.randn(20, 4), torch.arange(20) % 3)
+    params = task.initial_params(1)
+    alone = evaluate_each(task, [params], [examples])
+    assert evaluate_each(task, [params] * 3, [examples] * 3) == alone * 3
+
+
 def test_accuracy_of_targets_that_are_no_classes_is_refused():
     regression = problem(loss=lambda outputs, targets: ((outputs[:, 0] - targets) ** 2).mean())
     (job,) = jobs_of(Dense, [SGD], [40])

@@ -22,6 +22,7 @@ from flower_ext.privacy import NoiseSource, PoissonSampling, SecureNoise
 from flower_ext.privacy.mechanisms.bounds import BoundedSum
 from flower_ext.training import Job, LocalTraining, Params, StepNoise, Task, Term
 from flower_ext.training.batched.many import train_each, train_invariantly
+from flower_ext.training.isolation import draws_seed, seeded
 from flower_ext.training.models.validation import RUNNING_STATISTICS
 from flower_ext.training.side_by_side import Steps, Training, check_yielded
 
@@ -159,7 +160,12 @@ class ClientWork(ClientRequest):
 def _one_by_one(
     solve: Callable[[Job], Any], task: Task, jobs: Iterable[Job], **options: Any
 ) -> Iterator[Any]:
-    return map(solve, jobs)
+    def solved(job: Job) -> Any:
+        # The model's own draws, such as dropout, must not depend on other clients' jobs.
+        with seeded(draws_seed(job.generator), task.torch_device()):
+            return solve(job)
+
+    return map(solved, jobs)
 
 
 @dataclass(kw_only=True)
