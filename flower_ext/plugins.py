@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from functools import lru_cache
-from importlib.metadata import entry_points
+from importlib.metadata import EntryPoint, entry_points
 from logging import getLogger
 from typing import Any
 
@@ -18,15 +18,18 @@ from flower_ext.errors import InvalidValue
 log = getLogger("flwr")
 
 
+def points(group: str) -> tuple[EntryPoint, ...]:
+    """Return the entry points of a group, ordered by name, without loading them."""
+    if (setting := os.environ.get("FLOWER_EXT_PLUGINS", "")) not in ("", "none"):
+        raise InvalidValue(f"FLOWER_EXT_PLUGINS={setting!r}: expected 'none', or an unset variable")
+    return () if setting else tuple(sorted(entry_points(group=group), key=lambda point: point.name))
+
+
 @lru_cache(maxsize=16)
 def offered(group: str) -> tuple[Any, ...]:
     """Return the objects that plug-ins offer in a group of entry points, ordered by name."""
-    if (setting := os.environ.get("FLOWER_EXT_PLUGINS", "")) not in ("", "none"):
-        raise InvalidValue(f"FLOWER_EXT_PLUGINS={setting!r}: expected 'none', or an unset variable")
-    if setting:
-        return ()
     parts = []
-    for point in sorted(entry_points(group=group), key=lambda point: point.name):
+    for point in points(group):
         try:
             parts.append(point.load())
         except Exception as error:  # a plug-in may raise anything while it is imported

@@ -11,6 +11,7 @@ import io
 import sys
 from collections.abc import Callable
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any, get_type_hints
 
@@ -21,7 +22,9 @@ from typer.main import get_command
 from typer.models import ArgumentInfo
 
 import flower_ext
+from flower_ext import plugins
 from flower_ext.cli.screen import Command, console
+from flower_ext.errors import InvalidValue
 
 COMMANDS = {
     "new": "new",
@@ -42,25 +45,43 @@ COMMANDS = {
 }
 """For each command, the module of this package that has a function of the command's name."""
 
+PLUGINS: dict[str, str] = {}
+"""For each command of a plug-in of this project, the distribution to install."""
+
+
+def command_modules() -> dict[str, str]:
+    """Return, for each command, its module; a plug-in names one in ``flower_ext.commands``."""
+    core = {name: f"flower_ext.cli.{module}" for name, module in COMMANDS.items()}
+    return core | {point.name: point.module for point in plugins.points("flower_ext.commands")}
+
 
 class Commands(TyperGroup):
     """A group that lists its commands without loading them."""
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
-        self.commands = {name: Command(name, help=_docstring(name)) for name in COMMANDS}
+        self.modules = command_modules()
+        self.commands = {
+            name: Command(name, help=_docstring(name, module))
+            for name, module in self.modules.items()
+        }
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
         """Load the command that the user typed; for a misspelt one, Click suggests the nearest."""
+        if args[0] not in self.modules and (distribution := PLUGINS.get(args[0])):
+            ctx.fail(f"'{args[0]}' is a plug-in: pip install {distribution}")
         self.suggest_commands = False  # Typer would add a second suggestion
         name, command, rest = super().resolve_command(ctx, args)
-        return name, command if name is None else _loaded(name), rest
+        return name, command if name is None else _loaded(name, self.modules[name]), rest
 
 
-def _docstring(name: str) -> str | None:
-    source = (Path(__file__).parent / f"{COMMANDS[name]}.py").read_text(encoding="utf-8")
+def _docstring(name: str, module: str) -> str | None:
+    spec = find_spec(module)
+    assert spec is not None
+    assert spec.origin is not None
+    source = Path(spec.origin).read_text(encoding="utf-8")
     functions = [node for node in ast.parse(source).body if isinstance(node, ast.FunctionDef)]
     return next(ast.get_docstring(node) for node in functions if node.name == _function(name))
 
@@ -69,8 +90,8 @@ def _function(name: str) -> str:
     return name.replace("-", "_")
 
 
-def _loaded(name: str) -> click.Command:
-    module = import_module(f"flower_ext.cli.{COMMANDS[name]}")
+def _loaded(name: str, module_name: str) -> click.Command:
+    module = import_module(module_name)
     if hasattr(module, "app"):  # a command of several steps
         group = get_command(module.app)
         assert isinstance(group, click.Group)
@@ -125,7 +146,10 @@ def main() -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # a terminal that cannot show ε prints "?"
-    app()
+    try:
+        app()
+    except InvalidValue as error:  # of the environment, before any command has been loaded
+        sys.exit(f"flower-ext: {error}")
 
 
 if __name__ == "__main__":
