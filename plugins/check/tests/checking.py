@@ -8,11 +8,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from flower_ext.check.app_folder import unpacked
-from flower_ext.check.child import NotChecked, checked, import_slow_modules
-from flower_ext.check.probes import ProbeRequest, in_fork
+from check_apps import CLIENTS
+
 from flower_ext.files import read_toml
-from tests.support.check_apps import CLIENTS
+from flower_ext_check.app_folder import unpacked
+from flower_ext_check.child import NotChecked, checked, import_slow_modules
+from flower_ext_check.probes import ProbeRequest, in_fork
 
 
 def result_of(

@@ -1,4 +1,4 @@
-"""The process of a check: ``python -m flower_ext.check.child``.
+"""The process of a check: ``python -m flower_ext_check.child``.
 
 It reads a request as JSON from its standard input and writes the answer as JSON to its standard
 output. Whatever the app prints goes to a file that only the user may read.
@@ -20,13 +20,13 @@ import torch
 from flwr.clientapp import ClientApp
 from flwr.serverapp import ServerApp
 
-from flower_ext.check import stand_in
-from flower_ext.check.app_folder import AppFolder
-from flower_ext.check.held_run import TRAIN
-from flower_ext.check.instruments import Instruments
-from flower_ext.check.probes import REAL, ProbeRequest, Probes
-from flower_ext.check.verdict import verdict
 from flower_ext.federation.engines.run_app import load_app
+from flower_ext_check import stand_in
+from flower_ext_check.app_folder import AppFolder
+from flower_ext_check.held_run import TRAIN
+from flower_ext_check.instruments import Instruments
+from flower_ext_check.probes import REAL, ProbeRequest, Probes
+from flower_ext_check.verdict import verdict
 
 _LONG = 5
 """If the first run takes more seconds than this, the user learns how long the check may take."""

@@ -8,15 +8,15 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from typing import Any
 
-from flower_ext.check.app_folder import AppFolder
-from flower_ext.check.findings import Finding, findings
-from flower_ext.check.measured import measured, unmeasured
-from flower_ext.check.mechanisms import promised
-from flower_ext.check.observe import Observed
-from flower_ext.check.probes import Probes
-from flower_ext.check.recognise import AppTraits, Claim, is_proved
-from flower_ext.check.repair import repaired
 from flower_ext.privacy import Guarantee, PrivacyUnit, privacy_loss_of
+from flower_ext_check.app_folder import AppFolder
+from flower_ext_check.findings import Finding, findings
+from flower_ext_check.measured import measured, unmeasured
+from flower_ext_check.mechanisms import promised
+from flower_ext_check.observe import Observed
+from flower_ext_check.probes import Probes
+from flower_ext_check.recognise import AppTraits, Claim, is_proved
+from flower_ext_check.repair import repaired
 
 DELTA = 1e-5
 """δ for an app that states none."""

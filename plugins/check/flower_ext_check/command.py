@@ -54,8 +54,8 @@ def check(
 
     Example: flower-ext check my-app --data random
     """
-    from flower_ext.check.app_folder import unpacked  # these import Flower, which takes seconds
-    from flower_ext.check.stand_in import parsed_column
+    from flower_ext_check.app_folder import unpacked  # these import Flower, which takes seconds
+    from flower_ext_check.stand_in import parsed_column
 
     columns = dict(parsed_column(text) for text in column or [])
     with TemporaryDirectory(prefix="flower-ext-check-") as scratch:
@@ -79,7 +79,7 @@ def check(
         work = Path(scratch, "work")
         work.mkdir()
         done = subprocess.run(
-            [sys.executable, "-m", "flower_ext.check.child"],
+            [sys.executable, "-m", "flower_ext_check.child"],
             input=json.dumps(request),
             stdout=subprocess.PIPE,
             text=True,
@@ -104,7 +104,7 @@ def check(
     if as_json:
         print(json.dumps(result, indent=1, ensure_ascii=False))
     else:
-        console.print(Markdown(to_markdown("check", **result)))
+        console.print(Markdown(to_markdown("check", "flower_ext_check", **result)))
         if result["diff"]:
             say("\nA change that makes ε provable (read it: it replaces strategy and mods)")
             say(result["diff"])

@@ -21,8 +21,6 @@ from flwr.clientapp import ClientApp
 from flwr.serverapp.strategy import Strategy
 
 from flower_ext.algorithms import Upcycled
-from flower_ext.check.held_run import TRAIN, HeldRun
-from flower_ext.check.observe import Watch
 from flower_ext.data import ClientData
 from flower_ext.federation import FederatedStrategy
 from flower_ext.federation.client import preparing, upload
@@ -33,6 +31,8 @@ from flower_ext.federation.client.requests import ClientRequest
 from flower_ext.federation.round import Round
 from flower_ext.privacy import NoiseSource
 from flower_ext.training import Task
+from flower_ext_check.held_run import TRAIN, HeldRun
+from flower_ext_check.observe import Watch
 
 Wrapper = Callable[..., Any]
 """A function that is called in place of an original one, which is its first argument."""

@@ -16,15 +16,15 @@ from itertools import chain, product
 import numpy as np
 from scipy.stats import binom
 
-from flower_ext.check import recognise
-from flower_ext.check.held_run import TRAIN
-from flower_ext.check.measured import LUCK, Measured, release_gap, spread, upload_gap
-from flower_ext.check.mechanisms import Noise
-from flower_ext.check.probes import AGAIN, QUIET, Probes
-from flower_ext.check.recognise import APP
-from flower_ext.check.vectors import HELD
 from flower_ext.federation import FederatedStrategy
 from flower_ext.privacy import PrivacyUnit
+from flower_ext_check import recognise
+from flower_ext_check.held_run import TRAIN
+from flower_ext_check.measured import LUCK, Measured, release_gap, spread, upload_gap
+from flower_ext_check.mechanisms import Noise
+from flower_ext_check.probes import AGAIN, QUIET, Probes
+from flower_ext_check.recognise import APP
+from flower_ext_check.vectors import HELD
 
 _MOST_SHOWN = 6
 _DEVIATIONS = 6.5

@@ -16,13 +16,13 @@ import numpy as np
 from flwr.clientapp import ClientApp
 from flwr.serverapp import ServerApp
 
-from flower_ext.check.app_folder import AppFolder
-from flower_ext.check.held_run import Change, HeldRun
-from flower_ext.check.instruments import Instruments
-from flower_ext.check.observe import Observed, Watch, observe
-from flower_ext.check.recognise import AppTraits, traits_of
-from flower_ext.check.stand_in import Column
-from flower_ext.check.vectors import HELD, Vector
+from flower_ext_check.app_folder import AppFolder
+from flower_ext_check.held_run import Change, HeldRun
+from flower_ext_check.instruments import Instruments
+from flower_ext_check.observe import Observed, Watch, observe
+from flower_ext_check.recognise import AppTraits, traits_of
+from flower_ext_check.stand_in import Column
+from flower_ext_check.vectors import HELD, Vector
 
 R = TypeVar("R")
 REAL, AGAIN, OTHER, QUIET = "real", "again", "other", "quiet"

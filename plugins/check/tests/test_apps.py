@@ -7,10 +7,10 @@ import re
 from pathlib import Path
 
 import pytest
+from check_apps import CLEAN, FAULTS, PUBLIC, write_app, write_secaggplus_app
+from checking import codes, result_of
 
 from flower_ext.runs.page import to_markdown
-from tests.support.check_apps import CLEAN, FAULTS, PUBLIC, write_app, write_secaggplus_app
-from tests.support.checking import codes, result_of
 
 ALWAYS = {"nan", "zero", "absence"}
 """Faults of Flower's private strategies that no parameter repairs."""
@@ -39,7 +39,7 @@ def test_flips_settings_cost_two_hundred_million_an_upload(tmp_path):
     assert result["unproven"]
     # The message is all that a diff needs: it takes the place of the mod and the strategy.
     assert "-app = ClientApp(mods=[LocalDpMod(1.0, 1e-4, 10.0, 1e-5)])" in result["diff"]
-    report = to_markdown("check", **result)
+    report = to_markdown("check", "flower_ext_check", **result)
     assert "LocalDpMod: ε = 10 at δ = 1e-05: NOT PROVABLE" in report
     assert all(f"{finding['code']}: " in report for finding in result["findings"])
 

@@ -17,7 +17,6 @@ import numpy as np
 import torch
 from flwr.app import Array, ArrayRecord, Error, Message, RecordDict
 
-from flower_ext.check.vectors import direction, held_step
 from flower_ext.data import SiloData, trees
 from flower_ext.federation._flower_private import FIRST_CLIENT_ID
 from flower_ext.federation.client.client_method import ClientWork
@@ -26,6 +25,7 @@ from flower_ext.federation.failures import CLIENT_APP_RAISED
 from flower_ext.federation.sums.weighted_silo import HiddenSum
 from flower_ext.privacy.mechanisms.bounds import BoundedSum
 from flower_ext.privacy.mechanisms.protections import ClipSteps, Protection
+from flower_ext_check.vectors import direction, held_step
 
 Change = Literal["", "huge", "huge and heavy", "nan", "zero", "raise"]
 """Misbehaviour of the target in each round. A heavy update has a huge weight; "" means none."""

@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
+from checking import codes, result_of
 
 from tests.support import apps
-from tests.support.checking import codes, result_of
 
 
 @dataclass(frozen=True, kw_only=True)

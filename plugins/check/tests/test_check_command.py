@@ -6,9 +6,9 @@ import json
 import zipfile
 from pathlib import Path
 
+from check_apps import PUBLIC, write_app
 from click.testing import Result
 
-from tests.support.check_apps import PUBLIC, write_app
 from tests.support.commands import call
 
 

@@ -1,9 +1,9 @@
 import numpy as np
 import pytest
 
-from flower_ext.check.measured import spread
-from flower_ext.check.probes import in_fork
-from flower_ext.check.vectors import direction, vector
+from flower_ext_check.measured import spread
+from flower_ext_check.probes import in_fork
+from flower_ext_check.vectors import direction, vector
 
 
 @pytest.mark.parametrize("size", [200, 100_000])

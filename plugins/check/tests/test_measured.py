@@ -2,8 +2,6 @@
 
 import pytest
 
-from flower_ext.check.measured import second_epsilon
-from flower_ext.check.mechanisms import Declared
 from flower_ext.privacy import (
     FixedSizeSampling,
     FullParticipation,
@@ -12,6 +10,8 @@ from flower_ext.privacy import (
     Release,
     privacy_loss_of,
 )
+from flower_ext_check.measured import second_epsilon
+from flower_ext_check.mechanisms import Declared
 from tests.support.grids import grid
 
 ADD, REPLACE = NeighboringRelation.ADD_OR_REMOVE_ONE, NeighboringRelation.REPLACE_ONE

@@ -7,7 +7,6 @@ import pytest
 from flwr.clientapp import ClientApp
 
 from flower_ext.algorithms import DPFedAvg
-from flower_ext.check.instruments import Instruments, wrap
 from flower_ext.privacy import (
     CorrelatedNoise,
     FullParticipation,
@@ -16,6 +15,7 @@ from flower_ext.privacy import (
     SpacedSampling,
 )
 from flower_ext.training import LocalTraining
+from flower_ext_check.instruments import Instruments, wrap
 from tests.support.strategies import strategy_of
 from tests.support.travelling import Recorder
 from tests.support.worlds import initial, task

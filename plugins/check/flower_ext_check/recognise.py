@@ -18,10 +18,6 @@ from typing import Any
 from flwr.clientapp import ClientApp
 from flwr.clientapp.mod import LocalDpMod
 
-from flower_ext.check.held_run import TRAIN
-from flower_ext.check.instruments import Instruments
-from flower_ext.check.mechanisms import Mechanism, Noise, gaussian_release, mechanism_of
-from flower_ext.check.observe import Observed
 from flower_ext.federation import FederatedStrategy
 from flower_ext.federation.claims import claims_of, summary_of
 from flower_ext.federation.client.app import CohortApp
@@ -33,6 +29,10 @@ from flower_ext.privacy import (
     privacy_loss_of,
     secure_generator,
 )
+from flower_ext_check.held_run import TRAIN
+from flower_ext_check.instruments import Instruments
+from flower_ext_check.mechanisms import Mechanism, Noise, gaussian_release, mechanism_of
+from flower_ext_check.observe import Observed
 
 SERVER_SIDE = "DifferentialPrivacyServerSideFixedClipping"
 CLIENT_SIDE = "DifferentialPrivacyClientSideFixedClipping"

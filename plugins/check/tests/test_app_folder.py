@@ -2,7 +2,7 @@
 
 import pytest
 
-from flower_ext.check.app_folder import AppFolder
+from flower_ext_check.app_folder import AppFolder
 
 
 def test_a_syntax_error_is_described_by_its_line_of_the_app(tmp_path):

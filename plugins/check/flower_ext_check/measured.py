@@ -17,12 +17,12 @@ from dp_accounting.pld import PLDAccountant
 from dp_accounting.rdp import RdpAccountant
 from scipy.stats import chi2
 
-from flower_ext.check.mechanisms import Declared
-from flower_ext.check.observe import Observed
-from flower_ext.check.probes import AGAIN, OTHER, QUIET, REAL, Probes
-from flower_ext.check.vectors import HELD
 from flower_ext.privacy import FixedSizeSampling, NeighboringRelation, PoissonSampling
 from flower_ext.privacy.guarantee import epsilon_text
+from flower_ext_check.mechanisms import Declared
+from flower_ext_check.observe import Observed
+from flower_ext_check.probes import AGAIN, OTHER, QUIET, REAL, Probes
+from flower_ext_check.vectors import HELD
 
 LUCK = 1e-6
 """All statistical decisions of a check are right with a probability of at least 1 − `LUCK`."""

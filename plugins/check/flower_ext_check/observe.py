@@ -21,15 +21,15 @@ from flwr.app import ConfigRecord, Context, Error, Message, MetricRecord, Record
 from flwr.clientapp import ClientApp
 from flwr.serverapp import ServerApp
 
-from flower_ext.check.app_folder import AppFolder
-from flower_ext.check.held_run import TRAIN, HeldRun, category_of, partition_of, received_like
-from flower_ext.check.vectors import Vector, vector
 from flower_ext.federation import InProcessGrid, records
 from flower_ext.federation import _flower_private as private
 from flower_ext.federation.client.app import CohortApp, answer_all
 from flower_ext.federation.client.requests import ClientRequest
 from flower_ext.federation.failures import CLIENT_APP_RAISED
 from flower_ext.federation.roster import asks_identity, is_rehearsal
+from flower_ext_check.app_folder import AppFolder
+from flower_ext_check.held_run import TRAIN, HeldRun, category_of, partition_of, received_like
+from flower_ext_check.vectors import Vector, vector
 
 _LEARNERS = 20
 """Number of clients of this package that learn from their data in the first run."""

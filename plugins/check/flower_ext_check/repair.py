@@ -13,8 +13,8 @@ from collections.abc import Iterator
 from itertools import accumulate
 from pathlib import Path
 
-from flower_ext.check.app_folder import AppFolder, calls
-from flower_ext.check.recognise import ADAPTIVE_MOD, FIXED_MOD, LOCAL_MOD, OUR_MOD, SECURE_SUM_MODS
+from flower_ext_check.app_folder import AppFolder, calls
+from flower_ext_check.recognise import ADAPTIVE_MOD, FIXED_MOD, LOCAL_MOD, OUR_MOD, SECURE_SUM_MODS
 
 _REPLACED = {FIXED_MOD, ADAPTIVE_MOD, LOCAL_MOD, OUR_MOD, *SECURE_SUM_MODS}
 _CLIENT_IMPORT = "from flower_ext.federation import client_level_dp_mod\n"
