@@ -164,14 +164,23 @@ def run_in_process(
     workers: int = 1,
 ) -> InProcessGrid:
     """Run a whole Flower app in this process, and return its grid with the clients' contexts."""
-    config = dict(run_config or {})
-    grid = InProcessGrid(client_app, num_clients, config, memory_limit, workers)
+    grid = InProcessGrid(client_app, num_clients, run_config, memory_limit, workers)
+    run_server(server_app, grid, run_config or {})
+    return grid
+
+
+def run_server(
+    server_app: ServerApp,
+    grid: InProcessGrid,
+    run_config: Mapping[str, bool | float | int | str],
+) -> None:
+    """Run a ServerApp until it returns; the clients of ``grid`` answer it."""
     context = Context(
         run_id=grid.run.run_id,
         node_id=private.SERVER_NODE_ID,
         node_config={},
         state=RecordDict(),
-        run_config=config,
+        run_config=dict(run_config),
     )
     try:
         with modules_uncollected():
@@ -179,7 +188,6 @@ def run_in_process(
             grid.workers.gather()
     finally:
         grid.workers.abandon()
-    return grid
 
 
 @contextmanager

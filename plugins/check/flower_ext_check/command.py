@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import subprocess
-import sys
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Annotated, Any, Literal
@@ -19,6 +18,16 @@ from flower_ext.errors import FlowerExtError
 from flower_ext.runs.app_settings import checked_settings
 from flower_ext.runs.page import to_markdown
 from flower_ext.runs.settings import clients_setting, num_nodes
+from flower_ext_check.app_folder import unpacked
+from flower_ext_check.forks import in_fork
+from flower_ext_check.request import CheckRequest
+from flower_ext_check.stand_in import parsed_column
+
+_ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1",
+    "CUDA_VISIBLE_DEVICES": "",
+    "FLWR_TELEMETRY_ENABLED": "0",
+}
 
 
 class AppFailed(FlowerExtError):
@@ -54,9 +63,6 @@ def check(
 
     Example: flower-ext check my-app --data random
     """
-    from flower_ext_check.app_folder import unpacked  # these import Flower, which takes seconds
-    from flower_ext_check.stand_in import parsed_column
-
     columns = dict(parsed_column(text) for text in column or [])
     with TemporaryDirectory(prefix="flower-ext-check-") as scratch:
         folder = unpacked(app, Path(scratch).resolve())
@@ -66,38 +72,21 @@ def check(
             config[setting] = clients
         if "clients-per-node" in config:
             config["clients-per-node"] = 1
-        request = {
-            "app": str(folder.path),
-            "log": str(Path(scratch, "log")),
-            "config": config,
-            "clients": (num_nodes(config) if setting else None) or clients or 10,
-            "rounds": rounds,
-            "seconds": timeout,
-            "random_data": data == "random",
-            "columns": columns,
-        }
-        work = Path(scratch, "work")
-        work.mkdir()
-        done = subprocess.run(
-            [sys.executable, "-m", "flower_ext_check.child"],
-            input=json.dumps(request),
-            stdout=subprocess.PIPE,
-            text=True,
-            check=False,
-            cwd=work,
-            env={
-                **os.environ,
-                "OMP_NUM_THREADS": "1",
-                "CUDA_VISIBLE_DEVICES": "",
-                "FLWR_TELEMETRY_ENABLED": "0",
-                "PYTHONDONTWRITEBYTECODE": "1",
-            },
+        request = CheckRequest(
+            app=folder,
+            log=Path(scratch, "log"),
+            config=config,
+            clients=(num_nodes(config) if setting else None) or clients or 10,
+            rounds=rounds,
+            seconds=timeout,
+            random_data=data == "random",
+            columns=columns,
         )
-        if done.returncode != 0 or not done.stdout:
+        result = in_fork(partial(_answered, request))
+        if result is None:
             raise AppFailed("the app ended the process in which the check ran it")
-        result: dict[str, Any] = json.loads(done.stdout)
         if log is not None:
-            shutil.copyfile(Path(scratch, "log"), log)
+            shutil.copyfile(request.log, log)
             log.chmod(0o600)
     if "error" in result:
         raise AppFailed(result["error"] + ("" if log else "; --log FILE keeps what it printed"))
@@ -109,3 +98,10 @@ def check(
             say("\nA change that makes ε provable (read it: it replaces strategy and mods)")
             say(result["diff"])
     raise typer.Exit(3 if result["unproven"] else 0)
+
+
+def _answered(request: CheckRequest) -> dict[str, Any]:
+    os.environ.update(_ENVIRONMENT)
+    from flower_ext_check.checked import answered  # imports PyTorch, which reads the environment
+
+    return answered(request)

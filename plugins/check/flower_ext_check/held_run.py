@@ -18,11 +18,9 @@ import torch
 from flwr.app import Array, ArrayRecord, Error, Message, RecordDict
 
 from flower_ext.data import SiloData, trees
-from flower_ext.federation._flower_private import FIRST_CLIENT_ID
-from flower_ext.federation.client.client_method import ClientWork
+from flower_ext.federation import ClientWork, HiddenSum
 from flower_ext.federation.client.preparing import NO_DATA
 from flower_ext.federation.failures import CLIENT_APP_RAISED
-from flower_ext.federation.sums.weighted_silo import HiddenSum
 from flower_ext.privacy.mechanisms.bounds import BoundedSum
 from flower_ext.privacy.mechanisms.protections import ClipSteps, Protection
 from flower_ext_check.vectors import direction, held_step
@@ -54,12 +52,12 @@ class HeldRun:
         """Begin a batch of messages of one kind; ``target`` is the changed client's partition."""
         self._kind, self._target = kind, target
 
-    def answer(self, message: Message) -> Message:
+    def answer(self, message: Message, partition: int) -> Message:
         """Answer in place of the app's function."""
         category = category_of(message)
         content = deepcopy(self.template[category])
         if category == TRAIN:
-            change = self._change_of(partition_of(message)) if self._kind == TRAIN else ""
+            change = self._change_of(partition) if self._kind == TRAIN else ""
             if change == "raise":
                 raise RuntimeError("the check lets this client fail")
             for name, record in content.array_records.items():
@@ -72,13 +70,13 @@ class HeldRun:
                             metrics[name] = value * HEAVY
         return Message(content, reply_to=message)
 
-    def changed_reply(self, message: Message, reply: Message) -> Message:
+    def changed_reply(self, message: Message, reply: Message, partition: int) -> Message:
         """Return the reply of a client of this package, or NaN or an error in its place.
 
         `contribution` makes all other changes, because the check cannot replace the function of
         such a client.
         """
-        change = self._change_of(partition_of(message))
+        change = self._change_of(partition)
         if self._kind != TRAIN or change not in ("nan", "raise"):
             return reply
         if change == "raise" or not reply.has_content():
@@ -166,11 +164,6 @@ class HeldRun:
 def category_of(message: Message) -> str:
     """Return the category of a message's type, such as "train"."""
     return message.metadata.message_type.partition(".")[0]
-
-
-def partition_of(message: Message) -> int:
-    """Return the partition of the client that gets a message."""
-    return int(message.metadata.dst_node_id) - FIRST_CLIENT_ID
 
 
 def received_like(record: ArrayRecord, content: RecordDict) -> ArrayRecord | None:

@@ -83,7 +83,7 @@ def measured(probes: Probes) -> Measured | None:
     in_upload, sampling = noise.of_upload(size), declared.release.sampling.describe()
     stddev = in_upload * size**0.5 or noise.release_stddev * noise.cohort
     if noise.bounds_models:  # the adversary sees each upload
-        stddev, sampling = in_upload / max(1, noise.steps) ** 0.5, "each upload alone"
+        stddev, sampling = declared.stddev, "each upload alone"
     moves = declared.moves * max(1.0, _growth(probes))
     multipliers = [stddev * value / moves for value in (ratio.value, ratio.high, ratio.low)]
     epsilon, low, high = (
@@ -161,7 +161,7 @@ def _growth(probes: Probes) -> float:
     assert noise is not None
     assert mechanism.declared is not None
     huge, quiet = probes.seen("huge"), probes.seen(QUIET)
-    if noise.steps:
+    if noise.in_steps:
         return _upload_change(huge, quiet) / mechanism.declared.moves
     if noise.bounds_models or not probes.is_exact:
         return 0.0

@@ -8,21 +8,9 @@ from dataclasses import dataclass, field, replace
 
 from flower_ext.federation import FederatedStrategy
 from flower_ext.federation.claims import summary_of
-from flower_ext.federation.run import Run
-from flower_ext.privacy import (
-    FullParticipation,
-    NeighboringRelation,
-    PerturbationPlan,
-    RecordLevelPlan,
-    Release,
-)
-from flower_ext.privacy.mechanisms.protections import OutputPerturbation
-from flower_ext.privacy.plans.release_mechanism import (
-    AdaptiveRelease,
-    ReleaseMechanism,
-    SpacedRelease,
-)
-from flower_ext.privacy.theorems.upcycled import sensitivity
+from flower_ext.privacy import FullParticipation, NeighboringRelation, Release
+from flower_ext.privacy.mechanisms.protections import ClipSteps, ObjectivePerturbation
+from flower_ext.privacy.plans.release_mechanism import AdaptiveRelease, SpacedRelease
 
 _LARGEST_COHORT = 1000
 
@@ -40,8 +28,8 @@ class Noise:
     """Number by which the sum of updates is divided; 0 if unknown."""
     bounds_models: bool = False
     """Clients clip their whole models, of which two are at most twice ``clipping_norm`` apart."""
-    steps: int = 0
-    """Number of noised local steps in an upload; 0 if the noise is added to the whole upload."""
+    in_steps: bool = False
+    """Each local step adds noise, so an upload has the noise of all its steps."""
 
     def of_upload(self, cohort: int) -> float:
         """Return the noise's standard deviation in an upload if a round has ``cohort`` clients."""
@@ -67,6 +55,8 @@ class Declared:
     """Number of such releases in the whole run."""
     moves: float
     """Largest distance by which one unit moves the sum, upload or local step that is noised."""
+    stddev: float
+    """Standard deviation of the noise on that sum, upload or local step."""
     besides: Mapping[Release, int] = field(default_factory=dict)
     """Other releases of the run, and how often each is made. The check does not measure them."""
 
@@ -91,96 +81,52 @@ class Mechanism:
 
 def mechanism_of(strategy: FederatedStrategy, rounds: int) -> Mechanism:
     """Return the mechanism of a strategy that runs for ``rounds`` rounds."""
-    run, mechanism = strategy.run, strategy.run.mechanism
-    if isinstance(mechanism, ReleaseMechanism):
-        return _of_sums(run, mechanism, rounds)
-    if isinstance(mechanism, RecordLevelPlan):
-        return _of_local_models(mechanism, rounds)
-    if isinstance(mechanism, PerturbationPlan):
-        return _of_perturbation(run, mechanism, rounds)
-    protection = mechanism.protection(summary_of(run), 1)
-    return Mechanism(
-        holds=protection is None or protection.hides_failures,
-        unmeasured=f"the noise of {type(mechanism).__name__} is inside the training on the client, "
-        "and no message shows it alone"
-        if mechanism.delta is not None
-        else "",
-    )
-
-
-def _of_sums(run: Run, mechanism: ReleaseMechanism, rounds: int) -> Mechanism:
-    """Return the mechanism of a plan that releases noised sums of uploads."""
-    if isinstance(mechanism, AdaptiveRelease):
+    run, mechanism, summary = strategy.run, strategy.run.mechanism, summary_of(strategy.run)
+    if isinstance(mechanism, AdaptiveRelease):  # later rounds have other norms
         mechanism = replace(mechanism, update_norm=mechanism.clipping.initial)
-    cohort, in_sum, count = mechanism.sampling.expected_cohort_size, mechanism.noise_stddev, rounds
-    moves = mechanism.clipping_norm * mechanism.sensitivity
-    if isinstance(mechanism, SpacedRelease):
-        # All rounds are one release. Only the first round's noise is independent of earlier rounds.
-        first, count = float(mechanism.strategy.inverse(1)[0]), 1
-        moves *= in_sum * first / (mechanism.noise_multiplier * mechanism.clipping_norm)
-        in_sum *= first
-    uploads = {}
-    if not (mechanism.noised_by_server or mechanism.secure_sum):
-        sizes = range(1, min(mechanism.sampling.population, _LARGEST_COHORT) + 1)
-        uploads = {size: mechanism.client_noise_stddev(size) for size in sizes}
-    besides = {sums.release: sums.query.times for sums in run.query_sums}
-    return Mechanism(
-        noise=Noise(
-            clipping_norm=mechanism.clipping_norm,
-            release_stddev=in_sum / cohort,
-            upload_stddev=uploads,
-            cohort=cohort,
-        ),
-        declared=Declared(release=mechanism.release, count=count, moves=moves, besides=besides),
-        of_units=run.method.bounds_units,
-        rounds_alike=not isinstance(mechanism, AdaptiveRelease | SpacedRelease),
-    )
-
-
-def _of_local_models(plan: RecordLevelPlan, rounds: int) -> Mechanism:
-    """Return the mechanism of a plan whose clients add noise to their local models.
-
-    If the plan has local steps, they add it in each step; otherwise, to the whole model.
-    """
-    steps, moves, releases, number = plan.steps, 2 * plan.clipping_norm, rounds, 0
-    if steps is not None:
-        moves, number = steps.sensitivity, steps.local_steps
-        releases *= steps.uses_per_round
-    return Mechanism(
-        noise=Noise(
-            clipping_norm=plan.clipping_norm,
-            upload_stddev={0: plan.upload_stddev},
+    sampling, protection = mechanism.sampling, mechanism.protection(summary, 1)
+    sizes = range(1, min(sampling.population, _LARGEST_COHORT) + 1)
+    values = [mechanism.noised_value(summary, size) for size in sizes]
+    if (value := values[0]) is None:
+        inside = f"the noise of {type(mechanism).__name__} is inside the training on the client"
+        if isinstance(protection, ObjectivePerturbation):
+            inside = (
+                "objective perturbation adds its noise, which is not Gaussian, to the objective "
+                "that a client minimises"
+            )
+        why = "" if mechanism.delta is None else f"{inside}, and no message shows it alone"
+        holds = protection is None or protection.hides_failures
+        return Mechanism(holds=holds, unmeasured=why)
+    release, count = mechanism.release, rounds * value.per_round
+    uploads = {size: of.upload_stddev for size, of in zip(sizes, values, strict=True) if of}
+    noise = Noise(clipping_norm=value.clipping_norm, upload_stddev=uploads)
+    if release is None:  # each client protects its whole model, in every cohort alike
+        release = gaussian_release(value.stddev / value.sensitivity)
+        noise = replace(
+            noise,
+            upload_stddev={0: value.upload_stddev},
             bounds_models=True,
-            steps=number,
-        ),
-        declared=_declared(plan.noise_stddev, moves, releases),
-    )
-
-
-def _of_perturbation(run: Run, plan: PerturbationPlan, rounds: int) -> Mechanism:
-    """Return the mechanism of a plan whose clients perturb their local models."""
-    perturbation = plan.perturbation
-    if not isinstance(perturbation, OutputPerturbation):
-        return Mechanism(
-            holds=False,
-            unmeasured="objective perturbation adds its noise, which is not Gaussian, to the "
-            "objective that a client minimises, and no message shows it alone",
+            in_steps=isinstance(protection, ClipSteps),
         )
-    objective, sizes = plan.objective_in(summary_of(run)), run.num_examples.values()
-    moves = max((sensitivity(perturbation, objective, size) for size in sizes), default=math.inf)
+    else:
+        cohort = sampling.expected_cohort_size
+        noise = replace(noise, release_stddev=value.stddev / cohort, cohort=cohort)
+    is_spaced = isinstance(mechanism, SpacedRelease)
     return Mechanism(
-        noise=Noise(
-            clipping_norm=perturbation.clipping_norm,
-            upload_stddev={0: perturbation.noise_stddev},
-            bounds_models=True,
+        noise=noise,
+        declared=release
+        and Declared(
+            release=release,
+            count=1 if is_spaced else count,  # all spaced rounds are one release
+            moves=value.sensitivity,
+            stddev=value.stddev,
+            besides={sums.release: sums.query.times for sums in run.query_sums},
         ),
-        declared=_declared(perturbation.noise_stddev, moves, rounds),
+        of_units=not noise.bounds_models and run.method.bounds_units,
+        rounds_alike=not (
+            noise.bounds_models or is_spaced or isinstance(mechanism, AdaptiveRelease)
+        ),
     )
-
-
-def _declared(stddev: float, moves: float, count: int) -> Declared | None:
-    release = gaussian_release(stddev / moves)
-    return None if release is None else Declared(release=release, count=count, moves=moves)
 
 
 def gaussian_release(noise_multiplier: float) -> Release | None:

@@ -22,13 +22,13 @@ from flwr.clientapp import ClientApp
 from flwr.serverapp import ServerApp
 
 from flower_ext.federation import InProcessGrid, records
-from flower_ext.federation import _flower_private as private
 from flower_ext.federation.client.app import CohortApp, answer_all
 from flower_ext.federation.client.requests import ClientRequest
+from flower_ext.federation.engines.in_process import run_server
 from flower_ext.federation.failures import CLIENT_APP_RAISED
 from flower_ext.federation.roster import asks_identity, is_rehearsal
 from flower_ext_check.app_folder import AppFolder
-from flower_ext_check.held_run import TRAIN, HeldRun, category_of, partition_of, received_like
+from flower_ext_check.held_run import TRAIN, HeldRun, category_of, received_like
 from flower_ext_check.vectors import Vector, vector
 
 _LEARNERS = 20
@@ -145,8 +145,8 @@ class Watch:
     answering: int = -1
     _turns: dict[int, int] = field(default_factory=dict)
 
-    def ask(self, messages: Sequence[Message]) -> None:
-        """Record a batch of messages before the clients answer them."""
+    def ask(self, messages: Sequence[Message], partitions: tuple[int, ...]) -> None:
+        """Record a batch of messages to ``partitions``, before the clients answer them."""
         if not messages:
             return
         first, trainings = messages[0], self.observed.trainings
@@ -160,7 +160,6 @@ class Watch:
             self.observed.beside.add(kind)
         if kind in (TRAIN, "evaluate") and all(_same(m.content, first.content) for m in messages):
             self.release(_arrays(first.content).values())
-        partitions = tuple(partition_of(message) for message in messages)
         if self.held is not None:
             self.held.begin(kind, target=partitions[0])
         if kind == TRAIN:
@@ -181,7 +180,7 @@ class Watch:
 
     def answer(self, app: ClientApp, message: Message, context: Context) -> Message:
         """Return one client's reply; while the client runs, seed the global random generators."""
-        partition = self.answering = partition_of(message)
+        partition = self.answering = _partition(context)
         turn = self._turns[partition] = self._turns.get(partition, 0) + 1
         content, is_ours = message.content, isinstance(app, CohortApp)
         try:
@@ -196,8 +195,8 @@ class Watch:
             reply = Message(Error(code=CLIENT_APP_RAISED, reason=""), reply_to=message)
         message.content = content
         if is_ours and self.held is not None:
-            reply = self.held.changed_reply(message, reply)
-        self.note(message, reply)
+            reply = self.held.changed_reply(message, reply, partition)
+        self.note(message, reply, partition)
         return reply
 
     def inner(self, message: Message, context: Context, call_next: Any) -> Message:
@@ -207,7 +206,7 @@ class Watch:
         """
         category = category_of(message)
         if self.held is not None and category in self.held.template:
-            return self.held.answer(message)
+            return self.held.answer(message, _partition(context))
         reply: Message = call_next(message, context)
         if reply.has_content():
             self.observed.template.setdefault(category, deepcopy(reply.content))
@@ -225,7 +224,7 @@ class Watch:
             return partition >= _LEARNERS
         return not self.held.shows_unit(request.protection)
 
-    def note(self, message: Message, reply: Message) -> None:
+    def note(self, message: Message, reply: Message, partition: int) -> None:
         """Record what a client sent."""
         content = reply.content if reply.has_content() else RecordDict()
         metrics = {
@@ -239,7 +238,7 @@ class Watch:
             Reply(
                 kind=self.kind,
                 round=self.observed.rounds,
-                partition=partition_of(message),
+                partition=partition,
                 error=reply.has_error(),
                 records=tuple((type(record).__name__, name) for name, record in content.items()),
                 metrics=metrics,
@@ -253,30 +252,37 @@ class Watch:
 class WatchedGrid(InProcessGrid):
     """A grid in this process that shows every message to a `Watch`."""
 
+    app: ClientApp
     watch: Watch
 
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
         """Note the messages, then run the clients."""
-        self.watch.ask(messages := list(messages))
+        self._note(messages := list(messages))
         return super().push_messages(messages)
 
     def send_and_receive(
         self, messages: Iterable[Message], *, timeout: float | None = None
     ) -> Iterable[Message]:
         """Note the messages, then run the clients."""
-        self.watch.ask(messages := list(messages))
+        self._note(messages := list(messages))
         return list(super().send_and_receive(messages, timeout=timeout))
 
+    def _note(self, messages: Sequence[Message]) -> None:
+        self.watch.ask(messages, tuple(map(_partition, self._receivers(messages))))
+
+    def _receivers(self, messages: Sequence[Message]) -> list[Context]:
+        return [self.contexts[message.metadata.dst_node_id] for message in messages]
+
     def _answer_here(self, messages: Sequence[Message]) -> list[Message]:
-        if self.watch.held is None and isinstance(self._app, CohortApp):
-            replies = super()._answer_here(messages)  # in batches, as the app would run
-            for message, reply in zip(messages, replies, strict=True):
-                self.watch.note(message, reply)
-            return replies
-        return [
-            self.watch.answer(self._app, message, self.contexts[message.metadata.dst_node_id])
-            for message in messages
-        ]
+        # In batches, if the app would run so and learns from its data.
+        contexts = self._receivers(messages)
+        if self.watch.held is not None or not isinstance(self.app, CohortApp):
+            pairs = zip(messages, contexts, strict=True)
+            return [self.watch.answer(self.app, *pair) for pair in pairs]
+        replies = super()._answer_here(messages)
+        for message, reply, context in zip(messages, replies, contexts, strict=True):
+            self.watch.note(message, reply, _partition(context))
+        return replies
 
 
 def observe(
@@ -284,17 +290,10 @@ def observe(
 ) -> Observed:
     """Run an app once, and return what was observed, even if the app raises an error."""
     grid = WatchedGrid(client, clients, config)
-    grid.watch = watch
-    context = Context(
-        run_id=1,
-        node_id=private.SERVER_NODE_ID,
-        node_config={},
-        state=RecordDict(),
-        run_config=dict(config),
-    )
+    grid.app, grid.watch = client, watch
     _seed(watch.seed, 0, 0)
     try:
-        server(grid, context)
+        run_server(server, grid, config)
     except Enough:
         pass
     except BaseException as error:  # also SystemExit of the app
@@ -323,6 +322,10 @@ def _seed(*path: int) -> None:
     random.seed(seed)
     np.random.seed(seed)  # noqa: NPY002 - apps draw from it
     torch.default_generator.manual_seed(seed)  # without a stack trace for other devices
+
+
+def _partition(context: Context) -> int:
+    return int(context.node_config["partition-id"])
 
 
 def _kind(message: Message) -> str:

@@ -2,49 +2,22 @@
 
 from __future__ import annotations
 
-import pickle
-import sys
-from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field
-from multiprocessing import get_context
-from multiprocessing.connection import Connection
-from pathlib import Path
-from typing import Any, TypeVar
 
 import numpy as np
 from flwr.clientapp import ClientApp
 from flwr.serverapp import ServerApp
 
 from flower_ext_check.app_folder import AppFolder
+from flower_ext_check.forks import in_fork
 from flower_ext_check.held_run import Change, HeldRun
 from flower_ext_check.instruments import Instruments
 from flower_ext_check.observe import Observed, Watch, observe
 from flower_ext_check.recognise import AppTraits, traits_of
-from flower_ext_check.stand_in import Column
+from flower_ext_check.request import CheckRequest
 from flower_ext_check.vectors import HELD, Vector
 
-R = TypeVar("R")
 REAL, AGAIN, OTHER, QUIET = "real", "again", "other", "quiet"
-_FORKING = get_context("fork")
-
-
-@dataclass(frozen=True, kw_only=True)
-class ProbeRequest:
-    """The options of a check: ``app`` and ``log`` are paths, ``config`` holds the app's settings.
-
-    ``seconds`` is the longest time of a run. With ``random_data``, random rows with ``columns``
-    take the place of ``flwr_datasets``.
-    """
-
-    app: str
-    log: str
-    config: Mapping[str, Any]
-    clients: int
-    rounds: int
-    seconds: float
-    random_data: bool
-    columns: Mapping[str, Column]
 
 
 @dataclass(kw_only=True)
@@ -54,7 +27,7 @@ class Probes:
     app: AppFolder
     server: ServerApp
     client: ClientApp
-    request: ProbeRequest
+    request: CheckRequest
     instruments: Instruments
     runs: dict[str, Observed | None] = field(default_factory=dict)
     traits: AppTraits = field(init=False)
@@ -92,7 +65,7 @@ class Probes:
         self.runs[name] = observed
         if observed is not None and traits is not None:
             self.traits = traits
-            observed.log = Path(request.log).read_text(encoding="utf-8", errors="replace")
+            observed.log = request.log.read_text(encoding="utf-8", errors="replace")
         return observed
 
     def run_all(self) -> None:
@@ -136,37 +109,3 @@ class Probes:
         """Return how far along `direction` one changed client moves the model in a round."""
         changed, held = self.seen(name).step(round), self.seen(QUIET).step(round)
         return None if changed is None or held is None else changed.along - held.along
-
-
-def in_fork(run: Callable[[], R], *, seconds: float) -> R | None:
-    """Run a function in a forked process, and return its result.
-
-    None if the process takes longer than ``seconds``, or dies. Changes that the app makes in its
-    modules end with the process, so the next run does not see them.
-    """
-    _flush()
-    receiver, sender = _FORKING.Pipe(duplex=False)
-    process = _FORKING.Process(target=_send_result, args=(run, sender))
-    process.start()
-    sender.close()  # when the fork ends, no sender is left, and `recv` raises EOFError
-    try:
-        result: R | None = receiver.recv() if receiver.poll(seconds) else None
-        return result
-    except (EOFError, pickle.UnpicklingError):
-        return None
-    finally:
-        receiver.close()
-        process.kill()
-        process.join()
-
-
-def _send_result(run: Callable[[], R], sender: Connection) -> None:
-    result = run()
-    _flush()  # the caller ends this process as soon as it has the result
-    sender.send(result)
-
-
-def _flush() -> None:
-    for stream in (sys.stdout, sys.stderr):
-        with suppress(Exception):  # an app may have replaced or closed it
-            stream.flush()

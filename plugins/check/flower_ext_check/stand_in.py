@@ -1,4 +1,4 @@
-"""Random rows in the place of downloads of ``flwr_datasets``, for data that cannot be loaded here."""
+"""Random rows in the place of ``flwr_datasets``, for apps whose data cannot be loaded here."""
 
 from __future__ import annotations
 

@@ -10,8 +10,15 @@ from typing import Any
 
 from flower_ext.privacy import Guarantee, PrivacyUnit, privacy_loss_of
 from flower_ext_check.app_folder import AppFolder
-from flower_ext_check.findings import Finding, findings
-from flower_ext_check.measured import measured, unmeasured
+from flower_ext_check.faults_of_clients import add_effects_of_one_client, add_unprotected_values
+from flower_ext_check.faults_of_noise import add_exceeded_bounds, add_wrong_epsilon, add_wrong_noise
+from flower_ext_check.faults_of_parts import (
+    add_uncounted_messages,
+    add_unknown_parts,
+    add_wrong_parts,
+)
+from flower_ext_check.findings import Finding, Findings
+from flower_ext_check.measured import Measured, measured, unmeasured
 from flower_ext_check.mechanisms import promised
 from flower_ext_check.observe import Observed
 from flower_ext_check.probes import Probes
@@ -33,7 +40,7 @@ def verdict(probes: Probes) -> dict[str, Any]:
     """Return the result of a check after all runs, ready for JSON. It holds no data of the app."""
     real, traits, second = probes.real, probes.traits, measured(probes)
     planned, config = traits.planned, probes.request.config
-    every_finding = findings(probes, second)
+    every_finding = _findings(probes, second)
     refuted = next((finding for finding in every_finding if finding.refutes), None)
     stated = [*traits.claims, *_configured(config, planned), *_reported(real)]
     claims = [
@@ -76,6 +83,20 @@ def verdict(probes: Probes) -> dict[str, Any]:
         "unproven": unproven,
         "diff": diff,
     }
+
+
+def _findings(probes: Probes, second: Measured | None) -> list[Finding]:
+    """Return all findings of a check, beginning with those that leave no ε provable."""
+    findings = Findings(app=probes.app, traits=probes.traits)
+    add_unknown_parts(probes.traits, findings)
+    add_wrong_parts(probes.traits, findings)
+    add_uncounted_messages(probes, findings)
+    add_wrong_noise(probes, findings)
+    add_exceeded_bounds(probes, findings)
+    add_wrong_epsilon(second, findings)
+    add_effects_of_one_client(probes, findings)
+    add_unprotected_values(probes, findings)
+    return findings.ordered()
 
 
 def _provable(

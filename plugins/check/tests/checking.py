@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,8 +11,9 @@ from check_apps import CLIENTS
 
 from flower_ext.files import read_toml
 from flower_ext_check.app_folder import unpacked
-from flower_ext_check.child import NotChecked, checked, import_slow_modules
-from flower_ext_check.probes import ProbeRequest, in_fork
+from flower_ext_check.checked import answered, import_slow_modules
+from flower_ext_check.forks import in_fork
+from flower_ext_check.request import CheckRequest
 
 
 def result_of(
@@ -29,9 +29,9 @@ def result_of(
     scratch.mkdir(parents=True, exist_ok=True)
     folder = unpacked(app, scratch.resolve())
     defaults = read_toml(folder.path / "pyproject.toml")["tool"]["flwr"]["app"].get("config", {})
-    request = ProbeRequest(
-        app=str(folder.path),
-        log=str(scratch / "log"),
+    request = CheckRequest(
+        app=folder,
+        log=scratch / "log",
         config={**defaults, **(settings or {})},
         clients=clients,
         rounds=rounds,
@@ -40,23 +40,15 @@ def result_of(
     )
 
     def answer() -> dict[str, Any]:
-        log = os.open(request.log, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600)
-        os.dup2(log, 1)
-        os.dup2(log, 2)
-        sys.stdout = os.fdopen(1, "w")  # pytest's own stream leads elsewhere
-        os.chdir(scratch)
         packages = {path.parent.name for path in folder.path.glob("*/__init__.py")}
         for module in [*sys.modules]:  # earlier tests may have imported the same app unchanged
             if module.partition(".")[0] in packages:
                 del sys.modules[module]
-        try:
-            return checked(request)
-        except NotChecked as error:
-            return {"error": str(error)}
+        return answered(request)
 
     import_slow_modules()
     result = in_fork(answer, seconds=300)
-    assert result is not None, Path(request.log).read_text()[-3000:]
+    assert result is not None, request.log.read_text()[-3000:]
     return result
 
 

@@ -36,7 +36,7 @@ def test_the_declared_noise_has_the_epsilon_that_the_package_states(sampling, re
     release = Release(sampling=sampling, noise_multiplier=4.0, relation=relation)
     query = Release(sampling=FullParticipation(100), noise_multiplier=9.0, relation=relation)
     besides = {query: queries} if queries else {}
-    declared = Declared(release=release, count=30, moves=1.0, besides=besides)
+    declared = Declared(release=release, count=30, moves=1.0, stddev=4.0, besides=besides)
     stated = privacy_loss_of({release: 30, **besides}, delta=1e-5).epsilon
     assert second_epsilon(declared, 4.0, 1e-5) == pytest.approx(stated, rel=0.01)
     assert second_epsilon(declared, 2.0, 1e-5) > 1.5 * stated

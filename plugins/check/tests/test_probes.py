@@ -1,8 +1,8 @@
 import numpy as np
 import pytest
 
+from flower_ext_check.forks import in_fork
 from flower_ext_check.measured import spread
-from flower_ext_check.probes import in_fork
 from flower_ext_check.vectors import direction, vector
 
 

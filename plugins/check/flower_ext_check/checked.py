@@ -1,19 +1,14 @@
-"""The process of a check: ``python -m flower_ext_check.child``.
-
-It reads a request as JSON from its standard input and writes the answer as JSON to its standard
-output. Whatever the app prints goes to a file that only the user may read.
-"""
+"""Check an app in this process, which the app may change or end: call `answered` in a fork."""
 
 from __future__ import annotations
 
-import json
+import gc
 import os
 import sys
 import time
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,7 +20,8 @@ from flower_ext_check import stand_in
 from flower_ext_check.app_folder import AppFolder
 from flower_ext_check.held_run import TRAIN
 from flower_ext_check.instruments import Instruments
-from flower_ext_check.probes import REAL, ProbeRequest, Probes
+from flower_ext_check.probes import REAL, Probes
+from flower_ext_check.request import CheckRequest
 from flower_ext_check.verdict import verdict
 
 _LONG = 5
@@ -37,41 +33,42 @@ class NotChecked(Exception):
     """The app could not be checked; the message says why and holds no data of the app."""
 
 
-def main() -> None:
-    """Check an app."""
-    answer, screen = os.dup(sys.stdout.fileno()), os.dup(sys.stderr.fileno())
-    request = ProbeRequest(**json.load(sys.stdin))
+def answered(request: CheckRequest) -> dict[str, Any]:
+    """Check an app in this process; return the verdict, or ``{"error": …}``.
+
+    Whatever the app prints goes to a file that only the user may read.
+    """
+    screen = os.dup(sys.__stderr__.fileno())
     log = os.open(request.log, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600)
-    os.dup2(log, sys.stdout.fileno())
-    os.dup2(log, sys.stderr.fileno())
+    sys.stdout = sys.stderr = os.fdopen(log, "w", buffering=1)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    work = request.log.with_name("work")
+    work.mkdir()
+    os.chdir(work)
+    sys.dont_write_bytecode = True
     try:
-        result = checked(request, tell=lambda text: os.write(screen, f"{text}\n".encode()))
+        return _verdict(request, tell=lambda text: os.write(screen, f"{text}\n".encode()))
     except NotChecked as error:
-        result = {"error": str(error)}
-    with os.fdopen(answer, "w", encoding="utf-8") as pipe:
-        json.dump(result, pipe)
-    sys.stdout.flush()
-    os._exit(0)  # threads of the app may never end
+        return {"error": str(error)}
 
 
-def checked(
-    request: ProbeRequest, tell: Callable[[str], object] = lambda text: None
-) -> dict[str, Any]:
+def _verdict(request: CheckRequest, *, tell: Callable[[str], object]) -> dict[str, Any]:
     """Run an app and return the verdict, if the app loads and a client trains.
 
     ``tell`` shows the user how long the check may take.
     """
     torch.set_num_threads(1)  # so that two equal runs compute equal numbers
-    app, instruments = AppFolder(Path(request.app)), Instruments()
+    app, instruments = request.app, Instruments()
     instruments.install()
     if request.random_data:
-        columns = {name: (kind, tuple(shape)) for name, (kind, shape) in request.columns.items()}
-        stand_in.install(columns)
+        stand_in.install(request.columns)
     server, client = _loaded(app)
     instruments.limit_rounds(request.rounds)
     if any("opacus" in (app.path / path).read_text(encoding="utf-8") for path in app.modules):
         instruments.count_engines()
     import_slow_modules()
+    gc.freeze()  # each run is a fork, whose garbage collector need not walk through all modules
     probes = Probes(app=app, server=server, client=client, request=request, instruments=instruments)
     start = time.monotonic()
     real = probes.run(REAL, 1)
@@ -119,7 +116,3 @@ def _advice(reason: str) -> str:
     if "FederationNotReady" in reason:
         return "; if the app expects another number of clients, give it as --clients"
     return ""
-
-
-if __name__ == "__main__":
-    main()
