@@ -38,7 +38,7 @@ def answered(request: CheckRequest) -> dict[str, Any]:
 
     Whatever the app prints goes to a file that only the user may read.
     """
-    screen = os.dup(sys.__stderr__.fileno())
+    screen = os.dup(2)
     log = os.open(request.log, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600)
     sys.stdout = sys.stderr = os.fdopen(log, "w", buffering=1)
     os.dup2(log, 1)

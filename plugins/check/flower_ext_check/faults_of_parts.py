@@ -48,7 +48,8 @@ def add_wrong_parts(traits: AppTraits, findings: Findings) -> None:
         if last.origin == "flwr" and last.name not in recognise.AVERAGES:
             findings.add("not-a-mean", name=last.name)
     if local and local["sensitivity"] < local["clipping_norm"]:
-        findings.add("sensitivity", **local)
+        sensitivity, norm = local["sensitivity"], local["clipping_norm"]
+        findings.add("sensitivity", sensitivity=sensitivity, clipping_norm=norm)
     names = [part.name if part.origin != APP else "" for part in traits.mods]
     places = [names.index(name) for name in recognise.PROTECTING_MODS if name in names]
     first = min(places, default=len(names) if traits.has_task else 0)

@@ -20,7 +20,7 @@ from scipy.stats import chi2
 from flower_ext.privacy import FixedSizeSampling, NeighboringRelation, PoissonSampling
 from flower_ext.privacy.guarantee import epsilon_text
 from flower_ext_check.mechanisms import Declared
-from flower_ext_check.observe import Observed
+from flower_ext_check.observed import Observed
 from flower_ext_check.probes import AGAIN, OTHER, QUIET, REAL, Probes
 from flower_ext_check.vectors import HELD
 

@@ -111,17 +111,18 @@ def mechanism_of(strategy: FederatedStrategy, rounds: int) -> Mechanism:
     else:
         cohort = sampling.expected_cohort_size
         noise = replace(noise, release_stddev=value.stddev / cohort, cohort=cohort)
-    is_spaced = isinstance(mechanism, SpacedRelease)
-    return Mechanism(
-        noise=noise,
-        declared=release
-        and Declared(
+    is_spaced, declared = isinstance(mechanism, SpacedRelease), None
+    if release is not None:
+        declared = Declared(
             release=release,
             count=1 if is_spaced else count,  # all spaced rounds are one release
             moves=value.sensitivity,
             stddev=value.stddev,
             besides={sums.release: sums.query.times for sums in run.query_sums},
-        ),
+        )
+    return Mechanism(
+        noise=noise,
+        declared=declared,
         of_units=not noise.bounds_models and run.method.bounds_units,
         rounds_alike=not (
             noise.bounds_models or is_spaced or isinstance(mechanism, AdaptiveRelease)

@@ -12,7 +12,8 @@ from flower_ext_check.app_folder import AppFolder
 from flower_ext_check.forks import in_fork
 from flower_ext_check.held_run import Change, HeldRun
 from flower_ext_check.instruments import Instruments
-from flower_ext_check.observe import Observed, Watch, observe
+from flower_ext_check.observe import Watch, observe
+from flower_ext_check.observed import Observed
 from flower_ext_check.recognise import AppTraits, traits_of
 from flower_ext_check.request import CheckRequest
 from flower_ext_check.vectors import HELD, Vector

@@ -29,10 +29,11 @@ from flower_ext.privacy import (
     privacy_loss_of,
     secure_generator,
 )
+from flower_ext_check.claims import Claim, claims_of_objects, is_proved
 from flower_ext_check.held_run import TRAIN
 from flower_ext_check.instruments import Instruments
 from flower_ext_check.mechanisms import Mechanism, Noise, gaussian_release, mechanism_of
-from flower_ext_check.observe import Observed
+from flower_ext_check.observed import Observed
 
 SERVER_SIDE = "DifferentialPrivacyServerSideFixedClipping"
 CLIENT_SIDE = "DifferentialPrivacyClientSideFixedClipping"
@@ -59,16 +60,6 @@ class Part:
 
     name: str
     origin: str
-
-
-@dataclass(frozen=True)
-class Claim:
-    """An ε that the app states for ``rounds`` rounds; ``delta`` is 0 if the app states no δ."""
-
-    source: str
-    epsilon: float
-    delta: float
-    rounds: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -164,7 +155,7 @@ def traits_of(instruments: Instruments, client: ClientApp, observed: Observed) -
         guarantees=guarantees,
         planned=planned,
         guarantees_now=[] if federated is None else federated.guarantees(),
-        claims=_claims(chain, local, guarantees, observed.rounds, planned),
+        claims=claims_of_objects(chain, local, guarantees, observed.rounds, planned),
         local={} if local is None else dict(vars(local)),
         weighted_by=str(getattr(chain[-1], "weighted_by_key", "")) if chain else "",
         secure_noise=federated is not None
@@ -258,29 +249,3 @@ def _guarantees(strategy: FederatedStrategy, rounds: int) -> list[Guarantee]:
         while ahead.participations.answers[sums.query.name] < sums.query.times:
             sums.count_answer(ahead.participations)
     return claims_of(run, replace(summary_of(run), participations=ahead.participations))
-
-
-def _claims(
-    chain: Sequence[Any],
-    local: LocalDpMod | None,
-    guarantees: Sequence[Guarantee],
-    rounds: int,
-    planned: int,
-) -> list[Claim]:
-    """Return each ε of a report, a mod or an accountant; ``rounds`` rounds have run."""
-    claims = []
-    for claim in filter(is_proved, guarantees):
-        source = f"report for a {claim.unit.value} against {claim.view.sees}"
-        claims.append(Claim(source, claim.epsilon, claim.delta, planned))
-    if local is not None:
-        claims.append(Claim(LOCAL_MOD, local.epsilon, local.delta, rounds=1))
-    for strategy in chain:
-        if (accountant := getattr(strategy, "accountant", None)) is not None:
-            spent, name = accountant.get_privacy_spent(), type(accountant).__name__
-            claims.append(Claim(name, float(spent.epsilon), float(spent.delta), rounds))
-    return claims
-
-
-def is_proved(claim: Guarantee) -> bool:
-    """Return True for a provable guarantee with a finite ε."""
-    return claim.basis == "provable" and math.isfinite(claim.epsilon)

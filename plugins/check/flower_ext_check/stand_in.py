@@ -79,11 +79,11 @@ def drawn(columns: Mapping[str, Column], *, seed: int) -> Any:
 
 def _values(rng: np.random.Generator, kind: str, shape: tuple[int, ...]) -> list[Any]:
     if kind == "int":
-        return rng.integers(0, shape[0], ROWS).tolist()
+        return list(rng.integers(0, shape[0], ROWS))
     if kind == "text":
         return [" ".join(f"word{n}" for n in rng.integers(0, 99, 12)) for _ in range(ROWS)]
     if kind == "float":
-        return rng.standard_normal((ROWS, *shape)).tolist()
+        return list(rng.standard_normal((ROWS, *shape)))
     from PIL import Image
 
     return list(map(Image.fromarray, rng.integers(0, 256, (ROWS, *shape), dtype=np.uint8)))

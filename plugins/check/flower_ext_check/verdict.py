@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any
 
 from flower_ext.privacy import Guarantee, PrivacyUnit, privacy_loss_of
 from flower_ext_check.app_folder import AppFolder
+from flower_ext_check.claims import Claim, claims_of_output, claims_of_settings, is_proved
 from flower_ext_check.faults_of_clients import add_effects_of_one_client, add_unprotected_values
 from flower_ext_check.faults_of_noise import add_exceeded_bounds, add_wrong_epsilon, add_wrong_noise
 from flower_ext_check.faults_of_parts import (
@@ -20,20 +20,15 @@ from flower_ext_check.faults_of_parts import (
 from flower_ext_check.findings import Finding, Findings
 from flower_ext_check.measured import Measured, measured, unmeasured
 from flower_ext_check.mechanisms import promised
-from flower_ext_check.observe import Observed
+from flower_ext_check.observed import Observed
 from flower_ext_check.probes import Probes
-from flower_ext_check.recognise import AppTraits, Claim, is_proved
+from flower_ext_check.recognise import AppTraits
 from flower_ext_check.repair import repaired
 
 DELTA = 1e-5
 """δ for an app that states none."""
 _SLACK = 1.001
 """Factor that a claimed ε or δ may be off by, because apps round."""
-_EPSILON_KEY = re.compile(r"((target|dp|privacy|local|ldp|max|total)[-_])?(eps|epsilon)")
-_DELTA_KEY = re.compile(r"((target|dp|privacy|local|ldp)[-_])?delta")
-_NUMBER = r"[^\w\n.]{1,8}([0-9]+(?:\.[0-9]+)?(?:e[+-]?[0-9]+)?)"
-_PRINTED = re.compile(r"(?:\bepsilon|\beps|ε)" + _NUMBER, re.IGNORECASE)
-_PRINTED_DELTA = re.compile(r"(?:\bdelta|δ)" + _NUMBER, re.IGNORECASE)
 
 
 def verdict(probes: Probes) -> dict[str, Any]:
@@ -42,7 +37,7 @@ def verdict(probes: Probes) -> dict[str, Any]:
     planned, config = traits.planned, probes.request.config
     every_finding = _findings(probes, second)
     refuted = next((finding for finding in every_finding if finding.refutes), None)
-    stated = [*traits.claims, *_configured(config, planned), *_reported(real)]
+    stated = [*traits.claims, *claims_of_settings(config, planned), *claims_of_output(real)]
     claims = [
         {**asdict(claim), "provable": not refuted and _follows(claim, traits)} for claim in stated
     ]
@@ -160,36 +155,6 @@ def _epsilon_at(guarantee: Guarantee, delta: float) -> float:
     if guarantee.releases is None:
         return math.inf
     return privacy_loss_of(dict(guarantee.releases), delta=delta).epsilon
-
-
-def _configured(config: Mapping[str, Any], planned: int) -> Iterator[Claim]:
-    """Yield a claim for each setting of the app that is an ε."""
-    numbers = {
-        name: float(value)
-        for name, value in config.items()
-        if isinstance(value, int | float) and not isinstance(value, bool) and value > 0
-    }
-    delta = next((v for name, v in numbers.items() if _DELTA_KEY.fullmatch(name)), 0.0)
-    for name, value in numbers.items():
-        if _EPSILON_KEY.fullmatch(name):
-            yield Claim(f"setting {name}", value, delta, planned)
-
-
-def _reported(real: Observed) -> Iterator[Claim]:
-    """Yield the largest ε in the replies' metrics, and the largest ε that the app printed."""
-    metrics = [
-        float(value)
-        for reply in real.replies
-        for name, value in reply.metrics.items()
-        if _EPSILON_KEY.fullmatch(name) and isinstance(value, int | float) and value > 0
-    ]
-    lines = [line for line in real.log.splitlines() if "published" not in line]
-    printed = [float(number) for line in lines for number in _PRINTED.findall(line)]
-    deltas = [float(number) for line in lines for number in _PRINTED_DELTA.findall(line)]
-    delta = max((value for value in deltas if 0 < value < 1), default=0.0)
-    for source, values in (("metric epsilon", metrics), ("printed", [*filter(None, printed)])):
-        if values:
-            yield Claim(source, max(values), delta, real.rounds)
 
 
 def _messages(real: Observed, app: AppFolder) -> Iterator[str]:
