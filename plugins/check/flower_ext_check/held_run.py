@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from copy import deepcopy
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Literal
 
 import numpy as np
@@ -19,11 +20,14 @@ from flwr.app import Array, ArrayRecord, Error, Message, RecordDict
 
 from flower_ext.data import SiloData, trees
 from flower_ext.federation import ClientWork, HiddenSum
+from flower_ext.federation.client import upload
 from flower_ext.federation.client.preparing import NO_DATA
 from flower_ext.federation.failures import CLIENT_APP_RAISED
+from flower_ext.privacy import NoiseSource
 from flower_ext.privacy.mechanisms.bounds import BoundedSum
 from flower_ext.privacy.mechanisms.protections import ClipSteps, Protection
 from flower_ext_check.vectors import direction, held_step
+from flower_ext_check.wrapping import Seam
 
 Change = Literal["", "huge", "huge and heavy", "nan", "zero", "raise"]
 """Misbehaviour of the target in each round. A heavy update has a huge weight; "" means none."""
@@ -44,20 +48,31 @@ class HeldRun:
     """Misbehaviour of the target, which is also called the changed client."""
     quiet: bool = False
     """The noise sources of this package add no noise, so the run shows how an update is clipped."""
+    answering: int = -1
+    """Partition of the client that answers."""
     _kind: str = ""
     _target: int = -1
     _unit: int | None = None
+
+    def seams(self) -> list[Seam]:
+        """Return the functions of this package to replace, so that clients do not learn."""
+        noises = ("add_gaussian", "gaussian", "add_discrete_gaussian") if self.quiet else ()
+        return [
+            (upload, "result_hiding_failures", lambda run, work: run(self.work(work))),
+            (upload, "protected", self._protected),
+            *((NoiseSource, name, partial(_without_noise, name)) for name in noises),
+        ]
 
     def begin(self, kind: str, *, target: int) -> None:
         """Begin a batch of messages of one kind; ``target`` is the changed client's partition."""
         self._kind, self._target = kind, target
 
-    def answer(self, message: Message, partition: int) -> Message:
+    def answer(self, message: Message) -> Message:
         """Answer in place of the app's function."""
         category = category_of(message)
         content = deepcopy(self.template[category])
         if category == TRAIN:
-            change = self._change_of(partition) if self._kind == TRAIN else ""
+            change = self._change if self._kind == TRAIN else ""
             if change == "raise":
                 raise RuntimeError("the check lets this client fail")
             for name, record in content.array_records.items():
@@ -70,13 +85,13 @@ class HeldRun:
                             metrics[name] = value * HEAVY
         return Message(content, reply_to=message)
 
-    def changed_reply(self, message: Message, reply: Message, partition: int) -> Message:
+    def changed_reply(self, message: Message, reply: Message) -> Message:
         """Return the reply of a client of this package, or NaN or an error in its place.
 
-        `contribution` makes all other changes, because the check cannot replace the function of
+        `_protected` makes all other changes, because the check cannot replace the function of
         such a client.
         """
-        change = self._change_of(partition)
+        change = self._change
         if self._kind != TRAIN or change not in ("nan", "raise"):
             return reply
         if change == "raise" or not reply.has_content():
@@ -86,25 +101,26 @@ class HeldRun:
             content[name] = _moved(record, change)
         return Message(content, reply_to=message)
 
-    def contribution(
-        self, update: Any, received: Mapping[str, Any], protection: Protection, partition: int
+    def _protected(
+        self, protect: Any, update: Any, received: Any, protection: Protection, noise: NoiseSource
     ) -> Any:
-        """Return the public update that a client of this package protects and sends in a held run.
+        """Protect a public update in place of the update of a client of this package.
 
         Noise within the training, and sums over privacy units, need the client's own update. For
         such a sum, `work` has already taken away the client's records, or left those of one unit.
         """
         if not protection.hides_failures or isinstance(update, BoundedSum | HiddenSum):
-            return update
+            return protect(update, received, protection, noise)
         numbers = {name: np.asarray(part) for name, part in update.items()}
         start = {name: np.zeros_like(part) for name, part in numbers.items()}
         if protection.bounds_models:
             start |= {name: np.asarray(received[name]) for name in numbers.keys() & received.keys()}
-        moved = moved_arrays(start, self._change_of(partition))
-        return {
+        moved = moved_arrays(start, self._change)
+        public = {
             name: torch.as_tensor(moved[name]) if torch.is_tensor(part) else moved[name]
             for name, part in update.items()
         }
+        return protect(public, received, protection, noise)
 
     def work(self, work: ClientWork) -> ClientWork:
         """Return a client's work, changed so that the client does not learn from its data.
@@ -127,7 +143,7 @@ class HeldRun:
             size = min(training.batch_size, len(data.train))
             training = replace(training, steps=1, batch_size=size)
             examples = data.train.subset(range(size))
-            if self._change_of(work.policy.partition).startswith("huge"):
+            if self._change.startswith("huge"):
                 features = trees.mapped(_with_huge_record, examples.features)
                 examples = replace(examples, features=features)
             data = replace(data, train=examples)
@@ -157,8 +173,9 @@ class HeldRun:
         }
         return replace(work, data=data, training=phases)
 
-    def _change_of(self, partition: int) -> Change:
-        return self.change if partition == self._target else ""
+    @property
+    def _change(self) -> Change:
+        return self.change if self.answering == self._target else ""
 
 
 def category_of(message: Message) -> str:
@@ -178,6 +195,10 @@ def received_like(record: ArrayRecord, content: RecordDict) -> ArrayRecord | Non
 def _moved(record: ArrayRecord, change: Change) -> ArrayRecord:
     moved = moved_arrays({key: array.numpy() for key, array in record.items()}, change)
     return ArrayRecord({key: Array(np.asarray(array)) for key, array in moved.items()})
+
+
+def _without_noise(name: str, add: Any, source: NoiseSource, value: Any, *_: Any, **__: Any) -> Any:
+    return add(source, value, 0.0) if name == "gaussian" else dict(value)
 
 
 def _with_huge_record(part: torch.Tensor) -> torch.Tensor:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import random
 import traceback
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, field
@@ -21,16 +21,22 @@ from flwr.app import ConfigRecord, Context, Error, Message, MetricRecord, Record
 from flwr.clientapp import ClientApp
 from flwr.serverapp import ServerApp
 
+from flower_ext.data import ClientData
 from flower_ext.federation import InProcessGrid, records
+from flower_ext.federation.client import preparing
 from flower_ext.federation.client.app import CohortApp, answer_all
+from flower_ext.federation.client.preparing import NO_DATA
 from flower_ext.federation.client.requests import ClientRequest
 from flower_ext.federation.engines.in_process import run_server
 from flower_ext.federation.failures import CLIENT_APP_RAISED
 from flower_ext.federation.roster import asks_identity, is_rehearsal
+from flower_ext.federation.round import Round
+from flower_ext.training import Task
 from flower_ext_check.app_folder import AppFolder
 from flower_ext_check.held_run import TRAIN, HeldRun, category_of, received_like
 from flower_ext_check.observed import Observed, Reply
 from flower_ext_check.vectors import Vector, vector
+from flower_ext_check.wrapping import Seam, wrap
 
 _LEARNERS = 20
 """Number of clients of this package that learn from their data in the first run."""
@@ -84,14 +90,11 @@ class Watch:
         if not known or not np.array_equal(known[-1].sample, sent.sample, equal_nan=True):
             known.append(sent)
 
-    def mean(self, arrays: Mapping[str, Any]) -> None:
-        """Record the mean that a round of a strategy of this package released."""
-        if (mean := vector(np.asarray(array) for array in arrays.values())) is not None:
-            self.observed.means[self.observed.rounds] = mean
-
     def answer(self, app: ClientApp, message: Message, context: Context) -> Message:
         """Return one client's reply; while the client runs, seed the global random generators."""
         partition = self.answering = _partition(context)
+        if self.held is not None:
+            self.held.answering = partition
         turn = self._turns[partition] = self._turns.get(partition, 0) + 1
         content, is_ours = message.content, isinstance(app, CohortApp)
         try:
@@ -106,7 +109,7 @@ class Watch:
             reply = Message(Error(code=CLIENT_APP_RAISED, reason=""), reply_to=message)
         message.content = content
         if is_ours and self.held is not None:
-            reply = self.held.changed_reply(message, reply, partition)
+            reply = self.held.changed_reply(message, reply)
         self.note(message, reply, partition)
         return reply
 
@@ -117,23 +120,40 @@ class Watch:
         """
         category = category_of(message)
         if self.held is not None and category in self.held.template:
-            return self.held.answer(message, _partition(context))
+            return self.held.answer(message)
         reply: Message = call_next(message, context)
         if reply.has_content():
             self.observed.template.setdefault(category, deepcopy(reply.content))
         return reply
 
-    def holds_data(self, request: ClientRequest, partition: int) -> bool:
-        """Return True if a client of this package must train without its data.
+    def seams(self) -> list[Seam]:
+        """Return the functions of this package to replace in this run."""
+        held = [] if self.held is None else self.held.seams()
+        return [(preparing, "checked_data", self._data), (Round, "close", self._closed), *held]
+
+    def _data(
+        self, load: Callable[..., ClientData], task: Task, request: ClientRequest, partition: int
+    ) -> ClientData:
+        """Return a client's data, or no data if the client must train without.
 
         In the first run, `_LEARNERS` clients train with their data: no comparison needs more. In a
-        held run, none does, except if the run shows one unit's influence.
+        held run, none does, except if the run shows one unit's influence. This saves time.
         """
-        if request.kind != TRAIN or not request.hides_missing_data:
-            return False
-        if self.held is None:
-            return partition >= _LEARNERS
-        return not self.held.shows_unit(request.protection)
+        learns = partition < _LEARNERS
+        if self.held is not None:
+            learns = self.held.shows_unit(request.protection)
+        if request.kind == TRAIN and request.hides_missing_data and not learns:
+            return NO_DATA
+        return load(task, request, partition)
+
+    def _closed(self, close: Callable[..., Any], round: Round, replies: Any, **options: Any) -> Any:
+        """Record the mean that a round of a strategy of this package releases."""
+        mean = close(round, replies, **options)
+        if mean is not None and round.kind == TRAIN:
+            arrays = vector(np.asarray(array) for array in mean.value.values())
+            if arrays is not None:
+                self.observed.means[self.observed.rounds] = arrays
+        return mean
 
     def note(self, message: Message, reply: Message, partition: int) -> None:
         """Record what a client sent."""
@@ -199,9 +219,14 @@ class WatchedGrid(InProcessGrid):
 def observe(
     server: ServerApp, client: ClientApp, config: Mapping[str, Any], clients: int, watch: Watch
 ) -> Observed:
-    """Run an app once, and return what was observed, even if the app raises an error."""
+    """Run an app once in a fork, which the watch changes; return everything that was observed.
+
+    The result is complete even if the app raises an error.
+    """
     grid = WatchedGrid(client, clients, config)
     grid.app, grid.watch = client, watch
+    for seam in watch.seams():
+        wrap(*seam)
     _seed(watch.seed, 0, 0)
     try:
         run_server(server, grid, config)

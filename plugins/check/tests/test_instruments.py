@@ -15,7 +15,10 @@ from flower_ext.privacy import (
     SpacedSampling,
 )
 from flower_ext.training import LocalTraining
-from flower_ext_check.instruments import Instruments, wrap
+from flower_ext_check.held_run import HeldRun
+from flower_ext_check.instruments import Instruments
+from flower_ext_check.observe import Watch
+from flower_ext_check.wrapping import wrap
 from tests.support.strategies import strategy_of
 from tests.support.travelling import Recorder
 from tests.support.worlds import initial, task
@@ -40,15 +43,16 @@ def calls(monkeypatch):
     """Count the calls of each function that the check changes; the test's end restores them."""
     counts = Counter()
 
-    def counted(key, wrapper, *arguments, **options):
+    def counted(key, original, *arguments, **options):
         counts[key] += 1
-        return wrapper(*arguments, **options)
+        return original(*arguments, **options)
 
-    for owner, name, wrapper in Instruments().seams():
+    watch = Watch(app=None, seed=0, rounds=1, held=HeldRun(template={}, quiet=True))
+    for owner, name, _ in [*Instruments().seams(), *watch.seams()]:
         monkeypatch.setattr(owner, name, getattr(owner, name))
         key = f"{owner.__name__}.{name}"
         counts[key] = 0
-        wrap(owner, name, partial(counted, key, wrapper))
+        wrap(owner, name, partial(counted, key))
     return counts
 
 
