@@ -4,13 +4,13 @@ import re
 from pathlib import Path
 
 import pytest
+from guarding import write_policy, write_sum_policy
 
-from flower_ext.cli.guard import costs, uncovered
 from flower_ext.errors import InvalidValue
-from flower_ext.guard.app_process import _packages_in, check_hidden, check_isolation
-from flower_ext.guard.policy import read_policy
 from flower_ext.privacy import privacy_loss_of
-from tests.support.guarding import write_policy, write_sum_policy
+from flower_ext_guard.app_process import _packages_in, check_hidden, check_isolation
+from flower_ext_guard.command import costs, uncovered
+from flower_ext_guard.policy import read_policy
 from tests.support.identities import write_identities
 
 
