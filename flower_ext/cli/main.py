@@ -44,7 +44,9 @@ COMMANDS = {
 }
 """For each command, the module of this package that has a function of the command's name."""
 
-PLUGINS: dict[str, str] = {"guard": "flower-ext-guard"}
+PLUGINS = {
+    "guard": "flower-ext-guard",
+}
 """For each command of a plug-in of this project, the distribution to install."""
 
 
