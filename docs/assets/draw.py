@@ -357,8 +357,7 @@ def packages() -> Drawing:
         BLUE,
     )
     package(20, 68, full, "auditing", "two worlds, and what an attack proves", BLUE)
-    package(20, 120, 405, "guard", "what a site lets any app send", BLUE)
-    package(435, 120, 405, "statistics", "released like an update", BLUE)
+    package(20, 120, full, "statistics", "released like an update", BLUE)
     package(
         20,
         172,

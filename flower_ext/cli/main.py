@@ -38,7 +38,6 @@ COMMANDS = {
     "link": "link",
     "stats": "stats",
     "study": "study_command",
-    "guard": "guard",
     "export": "export",
     "settings": "settings_table",
 }
@@ -46,6 +45,7 @@ COMMANDS = {
 
 PLUGINS = {
     "check": "flower-ext-check",
+    "guard": "flower-ext-guard",
 }
 """For each command of a plug-in of this project, the distribution to install."""
 

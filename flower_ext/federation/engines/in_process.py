@@ -19,7 +19,7 @@ from flwr.app import Context, Message, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid, ServerApp
 
-from flower_ext.errors import InvalidValue
+from flower_ext.checks import require_at_least_one
 from flower_ext.federation import _flower_private as private
 from flower_ext.federation.client.app import answer_all
 from flower_ext.federation.engines.virtual import replies_in_memory
@@ -54,8 +54,7 @@ class InProcessGrid(Grid):
         memory_limit: int = MEMORY_LIMIT,
         workers: int = 1,
     ) -> None:
-        if num_clients < 1:
-            raise InvalidValue(f"num_clients={num_clients!r}: expected an integer >= 1")
+        require_at_least_one("num_clients", num_clients)
         self._app = client_app
         self._ids = count(1)
         self._replies: dict[str, Message] = {}

@@ -4,19 +4,19 @@ import json
 import math
 
 import pytest
-
-from flower_ext.privacy.mechanisms.noise import largest_noised_norm
-from flower_ext.privacy.shared_ledger import entries_of
-from tests.support.deployment import CONNECTION, Deployment
-from tests.support.guarding import (
+from guarding import (
     CLIPPING_NORM,
     CONSTANTS,
     NOISE_MULTIPLIER,
     write_policy,
     write_sum_policy,
 )
+from supernode import PLAIN
+
+from flower_ext.privacy.mechanisms.noise import largest_noised_norm
+from flower_ext.privacy.shared_ledger import entries_of
+from tests.support.deployment import CONNECTION, Deployment
 from tests.support.identities import write_identities
-from tests.support.supernode import PLAIN
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(900)]
 

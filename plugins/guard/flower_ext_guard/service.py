@@ -23,8 +23,18 @@ from flwr.app import ArrayRecord, Error, Message, MetricRecord, RecordDict
 
 from flower_ext.federation.records import to_record
 from flower_ext.files import write_whole
-from flower_ext.guard.app_process import answer_of
-from flower_ext.guard.flower_runtime import (
+from flower_ext.privacy import (
+    AdversaryView,
+    BudgetExhausted,
+    Guarantee,
+    PrivacyUnit,
+    SecureNoise,
+)
+from flower_ext.privacy.accounting.accountant import privacy_loss_of
+from flower_ext.privacy.shared_ledger import Charge, charge, check_affordable, entries_of
+from flower_ext.privacy.study_composition import CHARGE
+from flower_ext_guard.app_process import answer_of
+from flower_ext_guard.flower_runtime import (
     Disconnected,
     Runtime,
     RuntimeRequest,
@@ -36,18 +46,8 @@ from flower_ext.guard.flower_runtime import (
     refusal,
     reply_bytes,
 )
-from flower_ext.guard.policy import CONTRIBUTION, UPDATE, GuardPolicy, MessagePolicy, Refused
-from flower_ext.guard.release import released, requested_arrays
-from flower_ext.privacy import (
-    AdversaryView,
-    BudgetExhausted,
-    Guarantee,
-    PrivacyUnit,
-    SecureNoise,
-)
-from flower_ext.privacy.accounting.accountant import privacy_loss_of
-from flower_ext.privacy.shared_ledger import Charge, charge, check_affordable, entries_of
-from flower_ext.privacy.study_composition import CHARGE
+from flower_ext_guard.policy import CONTRIBUTION, UPDATE, GuardPolicy, MessagePolicy, Refused
+from flower_ext_guard.release import released, requested_arrays
 
 METRICS = "metrics"
 """Name of the MetricRecord of constants, as Flower's own strategies and examples name it."""
@@ -158,7 +158,7 @@ class Guard:
         content, new = RecordDict(), None
         if rule.release == CONTRIBUTION:
             # Its imports take seconds, and most guards need none of them.
-            from flower_ext.guard.sum_member import answer_in_sum, asks_for_contribution
+            from flower_ext_guard.sum_member import answer_in_sum, asks_for_contribution
 
             if asks_for_contribution(request.message):
                 new = self._affordable_charge(request, rule)

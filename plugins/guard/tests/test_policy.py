@@ -1,10 +1,10 @@
 """A policy fails closed: unknown names, loose values and unlisted apps and messages are refused."""
 
 import pytest
+from guarding import write_policy, write_sum_policy
 
 from flower_ext.errors import InvalidValue
-from flower_ext.guard.policy import Refused, read_policy
-from tests.support.guarding import write_policy, write_sum_policy
+from flower_ext_guard.policy import Refused, read_policy
 from tests.support.identities import write_identities
 
 

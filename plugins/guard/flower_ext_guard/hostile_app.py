@@ -16,12 +16,9 @@ from flwr.serverapp.strategy import FedAvg
 from flower_ext.auditing.experiment import Experiment, World, projected
 from flower_ext.federation import records
 from flower_ext.federation.records import to_record
-from flower_ext.guard import release
-from flower_ext.guard.policy import UPDATE, MessagePolicy
 from flower_ext.privacy import AdversaryView, SecureNoise, privacy_loss_of
-
-GUARD = "guard"
-"""Name of the experiment in ``flower-ext audit``."""
+from flower_ext_guard import release
+from flower_ext_guard.policy import UPDATE, MessagePolicy
 
 _SIZE, _HUGE, _DELTA = 8, 1e6, 1e-5
 _AXIS = np.eye(1, _SIZE)[0]
@@ -50,7 +47,7 @@ def guard_experiment(noise_multiplier: float = 1.0) -> Experiment:
         return World(strategy=strategy, client_app=_guarded(pull, policy), num_clients=1)
 
     return Experiment(
-        name=GUARD,
+        name="guard",
         without=world(-_HUGE),
         present=world(_HUGE),
         initial=ArrayRecord({"weight": Array(np.zeros(_SIZE))}),

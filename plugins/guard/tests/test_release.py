@@ -9,11 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as some
 from hypothesis.extra import numpy as arrays
 
-from flower_ext.guard.policy import MessagePolicy, Refused
-from flower_ext.guard.release import bounded_update, released, requested_arrays
 from flower_ext.privacy import FullParticipation, NeighboringRelation, SeededNoise
 from flower_ext.privacy.mechanisms.noise import NoiseSource
 from flower_ext.privacy.mechanisms.updates import l2_norm
+from flower_ext_guard.policy import MessagePolicy, Refused
+from flower_ext_guard.release import bounded_update, released, requested_arrays
 
 POLICY = MessagePolicy(release="clipped-noised-update", clipping_norm=2.0, noise_multiplier=0.25)
 REQUEST = {

@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 
 from flower_ext.auditing import audit
-from flower_ext.auditing.guarded_app import guard_experiment
-from flower_ext.guard import release
 from flower_ext.privacy import clip
 from flower_ext.privacy.mechanisms.noise import NoiseSource
+from flower_ext_guard import release
+from flower_ext_guard.hostile_app import guard_experiment
 from tests.support.grids import grid
 
 TRIALS, CONFIDENCE, OF_A_FAULT = 200, 1 - 1e-6, 0.999

@@ -15,12 +15,13 @@ from typing import IO
 
 import psutil
 
+import flower_ext
 from flower_ext.errors import InvalidValue
-from flower_ext.guard.child import CONFINEMENT
-from flower_ext.guard.confinement import SCRATCH, UNSHARE
-from flower_ext.guard.policy import NAMESPACES, NOT_ISOLATED, GuardPolicy
+from flower_ext_guard.child import CONFINEMENT
+from flower_ext_guard.confinement import SCRATCH, UNSHARE
+from flower_ext_guard.policy import NAMESPACES, NOT_ISOLATED, GuardPolicy
 
-_CHILD = ("-m", "flower_ext.guard.child")
+_CHILD = ("-m", "flower_ext_guard.child")
 _SYSTEM = ("/usr", "/lib", "/lib64", "/bin", "/etc/ld.so.cache", "/etc/localtime")
 _PIECE = 1 << 20
 
@@ -104,7 +105,7 @@ def check_isolation(policy: GuardPolicy) -> None:
 
 _PROBE = f"""
 import json, os, socket
-from flower_ext.guard.confinement import confine
+from flower_ext_guard.confinement import confine
 if (confinement := os.environ.pop({CONFINEMENT!r}, None)) is not None:
     confine(*json.loads(confinement), close=os.dup(1))
 names = [name for _, name in socket.if_nameindex()] if confinement is None else []
@@ -140,7 +141,8 @@ def _visible(policy: GuardPolicy) -> list[str]:
     # The first entry of sys.path is the folder of the command, or the present one.
     folders = [Path(path) for path in sys.path[1:] if path and Path(path) != Path.cwd()]
     packages = [path for folder in folders for path in _packages_in(folder)]
-    python = (sys.prefix, sys.base_prefix, interpreter, Path(__file__).parents[1], *packages)
+    ours = (Path(__file__).parent, Path(flower_ext.__file__).parent)
+    python = (sys.prefix, sys.base_prefix, interpreter, *ours, *packages)
     return [*_SYSTEM, *map(str, python), *policy.readable]
 
 

@@ -22,8 +22,8 @@ from flower_ext.errors import InvalidValue
 from flower_ext.federation import records
 from flower_ext.federation.client_level_mod import client_level_dp_mod
 from flower_ext.federation.roster import PARTITION
-from flower_ext.guard.flower_runtime import RuntimeRequest
-from flower_ext.guard.policy import GuardPolicy, MessagePolicy, Refused
+from flower_ext_guard.flower_runtime import RuntimeRequest
+from flower_ext_guard.policy import GuardPolicy, MessagePolicy, Refused
 
 _MOD = client_level_dp_mod()
 

@@ -13,12 +13,12 @@ from flower_ext.cli.processes import signals_as_interrupts
 from flower_ext.cli.screen import say
 from flower_ext.errors import InvalidValue
 from flower_ext.files import lock
-from flower_ext.guard.app_process import check_hidden, check_isolation
-from flower_ext.guard.flower_runtime import Disconnected, Runtime
-from flower_ext.guard.policy import CONSTANTS, NOT_ISOLATED, GuardPolicy, read_policy
-from flower_ext.guard.service import Guard
 from flower_ext.privacy import AdversaryView, Release, privacy_loss_of
 from flower_ext.privacy.guarantee import epsilon_text
+from flower_ext_guard.app_process import check_hidden, check_isolation
+from flower_ext_guard.flower_runtime import Disconnected, Runtime
+from flower_ext_guard.policy import CONSTANTS, NOT_ISOLATED, GuardPolicy, read_policy
+from flower_ext_guard.service import Guard
 
 _MOST_REPLIES = 1_000_000
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from flower_ext.guard.confinement import UNSHARE
+from flower_ext_guard.confinement import UNSHARE
 
 CLIPPING_NORM, NOISE_MULTIPLIER = 1.0, 0.5
 CONSTANTS = {"num-examples": 1, "train_loss": 0.0}

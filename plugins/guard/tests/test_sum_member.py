@@ -7,14 +7,14 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from flwr.app import Array, ArrayRecord, ConfigRecord, Message, RecordDict
+from guarding import needs_namespaces, write_sum_policy
+from plain_app.plain.client_app import MARK
+from plain_app.plain.client_app import app as plain_app
+from supernode import LoopbackSuperNode
 
 from flower_ext.algorithms import DPFedAvg
 from flower_ext.federation import FederatedStrategy, FederationNotReady, InProcessGrid, records
 from flower_ext.federation.roster import FOR_MODS, REHEARSAL
-from flower_ext.guard import service
-from flower_ext.guard.flower_runtime import Runtime
-from flower_ext.guard.policy import read_policy
-from flower_ext.guard.service import Guard
 from flower_ext.privacy import (
     AdversaryView,
     FullParticipation,
@@ -27,11 +27,11 @@ from flower_ext.privacy import (
 from flower_ext.privacy.mechanisms.noise import largest_noised_norm
 from flower_ext.privacy.shared_ledger import entries_of
 from flower_ext.privacy.study_composition import CHARGE
-from tests.support.guarding import needs_namespaces, write_sum_policy
+from flower_ext_guard import service
+from flower_ext_guard.flower_runtime import Runtime
+from flower_ext_guard.policy import read_policy
+from flower_ext_guard.service import Guard
 from tests.support.identities import write_identities
-from tests.support.plain_app.plain.client_app import MARK
-from tests.support.plain_app.plain.client_app import app as plain_app
-from tests.support.supernode import LoopbackSuperNode
 
 pytestmark = [pytest.mark.timeout(300)]
 

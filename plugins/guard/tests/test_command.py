@@ -1,17 +1,35 @@
 """The guard says at its start what a reply costs, and refuses a budget that pays for none."""
 
 import re
+import tomllib
+from importlib.metadata import EntryPoint
 from pathlib import Path
 
 import pytest
+from guarding import write_policy, write_sum_policy
 
-from flower_ext.cli.guard import costs, uncovered
 from flower_ext.errors import InvalidValue
-from flower_ext.guard.app_process import _packages_in, check_hidden, check_isolation
-from flower_ext.guard.policy import read_policy
 from flower_ext.privacy import privacy_loss_of
-from tests.support.guarding import write_policy, write_sum_policy
+from flower_ext_guard import command, hostile_app
+from flower_ext_guard.app_process import _packages_in, check_hidden, check_isolation
+from flower_ext_guard.command import costs, uncovered
+from flower_ext_guard.policy import read_policy
 from tests.support.identities import write_identities
+
+PROJECT = Path(__file__).parents[1] / "pyproject.toml"
+
+
+def test_the_project_offers_its_command_and_its_audit_to_the_groups_that_the_core_reads():
+    groups = tomllib.loads(PROJECT.read_text(encoding="utf-8"))["project"]["entry-points"]
+    parts = {
+        "flower_ext.commands": command.guard,
+        "flower_ext.experiments": hostile_app.guard_experiment,
+    }
+    assert groups.keys() == parts.keys()
+    for group, part in parts.items():
+        ((name, value),) = groups[group].items()
+        assert name == "guard"
+        assert EntryPoint(name=name, value=value, group=group).load() is part
 
 
 def test_the_budget_pays_for_as_many_replies_as_the_guard_says(tmp_path):

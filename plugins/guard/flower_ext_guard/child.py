@@ -1,4 +1,4 @@
-"""The process of an app: ``python -m flower_ext.guard.child``, which the guard starts.
+"""The process of an app: ``python -m flower_ext_guard.child``, which the guard starts.
 
 It reads a request from its standard input, confines itself, and writes the app's answer to its
 standard output. Whatever the app prints goes to standard error.
@@ -10,8 +10,8 @@ import json
 import os
 import sys
 
-from flower_ext.guard.confinement import confine
-from flower_ext.guard.flower_runtime import run_app
+from flower_ext_guard.confinement import confine
+from flower_ext_guard.flower_runtime import run_app
 
 CONFINEMENT = "FLOWER_EXT_GUARD_CONFINEMENT"
 """Environment variable with the arguments of `confine` as JSON; without it nothing is confined."""

@@ -1,6 +1,6 @@
 """A process that forks guards, each of which serves one message or kills itself at a given point.
 
-    python -m tests.support.dying_guard
+    python -m dying_guard
 
 reads one line of JSON for each guard: policy, address, and either null or a point [name, when,
 number]. The guard dies when the function of this name begins ("before") or has returned ("after")
@@ -15,12 +15,12 @@ import sys
 import threading
 from pathlib import Path
 
-from flower_ext.guard import app_process, flower_runtime, service
-from flower_ext.guard.flower_runtime import Runtime, RuntimeHttpClient, RuntimeTask
-from flower_ext.guard.policy import read_policy
-from flower_ext.guard.service import Guard, Pending
 from flower_ext.privacy.accounting.accountant import privacy_loss_of
 from flower_ext.privacy.ledger import LedgerFile
+from flower_ext_guard import app_process, flower_runtime, service
+from flower_ext_guard.flower_runtime import Runtime, RuntimeHttpClient, RuntimeTask
+from flower_ext_guard.policy import read_policy
+from flower_ext_guard.service import Guard, Pending
 
 PLACES = {
     "pull": (RuntimeTask, "pull"),

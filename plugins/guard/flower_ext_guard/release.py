@@ -21,9 +21,9 @@ import numpy as np
 from flwr.app import ArrayRecord
 
 from flower_ext.federation.records import Arrays, to_arrays
-from flower_ext.guard.policy import MessagePolicy, Refused
 from flower_ext.privacy import NoiseSource, clip
 from flower_ext.privacy.mechanisms.updates import NonFiniteUpdate, check_like
+from flower_ext_guard.policy import MessagePolicy, Refused
 
 
 def requested_arrays(record: ArrayRecord | None, policy: MessagePolicy) -> Arrays:

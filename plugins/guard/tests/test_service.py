@@ -11,25 +11,25 @@ from pathlib import Path
 import numpy as np
 import psutil
 import pytest
+from dying_guard import PLACES
 from flwr.app import Error
-
-from flower_ext.errors import InvalidValue
-from flower_ext.guard.flower_runtime import Runtime
-from flower_ext.guard.policy import read_policy
-from flower_ext.guard.service import Guard
-from flower_ext.privacy import AdversaryView, Ledger
-from flower_ext.privacy.mechanisms.noise import largest_noised_norm
-from flower_ext.privacy.study_composition import study_guarantees
-from tests.support.dying_guard import PLACES
-from tests.support.grids import grid
-from tests.support.guarding import (
+from guarding import (
     CLIPPING_NORM,
     CONSTANTS,
     NOISE_MULTIPLIER,
     needs_namespaces,
     write_policy,
 )
-from tests.support.supernode import LoopbackSuperNode
+from supernode import LoopbackSuperNode
+
+from flower_ext.errors import InvalidValue
+from flower_ext.privacy import AdversaryView, Ledger
+from flower_ext.privacy.mechanisms.noise import largest_noised_norm
+from flower_ext.privacy.study_composition import study_guarantees
+from flower_ext_guard.flower_runtime import Runtime
+from flower_ext_guard.policy import read_policy
+from flower_ext_guard.service import Guard
+from tests.support.grids import grid
 
 pytestmark = [pytest.mark.timeout(300)]
 
@@ -160,7 +160,7 @@ def test_no_way_out_leads_past_the_noise(node, tmp_path, world, way, end):
     assert b"Successfully installed" in app_log(guard)
     assert (b"Traceback" in app_log(guard)) == (end == "raised")
     children = psutil.Process().children(recursive=True)
-    assert not any("flower_ext.guard.child" in " ".join(each.cmdline()) for each in children)
+    assert not any("flower_ext_guard.child" in " ".join(each.cmdline()) for each in children)
 
 
 def test_without_isolation_the_same_ways_do_lead_out(node, tmp_path, world):
@@ -284,7 +284,7 @@ def test_a_supernode_that_hands_messages_to_everybody_is_noticed():
 
 
 def test_isolation_that_does_not_work_is_refused(tmp_path):
-    from flower_ext.guard.app_process import check_isolation
+    from flower_ext_guard.app_process import check_isolation
 
     path = write_policy(tmp_path / "guard.toml")
     path.write_text(path.read_text().replace('"namespaces"', '["env"]'))
@@ -297,7 +297,7 @@ class DyingGuards:
 
     def __init__(self):
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.support.dying_guard"],
+            [sys.executable, Path(__file__).with_name("dying_guard.py")],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
