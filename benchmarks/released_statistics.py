@@ -24,7 +24,7 @@ from flower_ext.data.datasets import read_bytes
 from flower_ext.federation import FederatedStrategy, InProcessGrid
 from flower_ext.privacy import FullParticipation, ReleasePlan
 from flower_ext.runs.page import table
-from flower_ext.statistics import (
+from flower_ext_consortium.statistics import (
     Estimate,
     JointStatistics,
     Statistic,
@@ -33,7 +33,7 @@ from flower_ext.statistics import (
     read_statistics,
     statistics_task,
 )
-from flower_ext.statistics.release import RELEASED
+from flower_ext_consortium.statistics.release import RELEASED
 
 HEART = "mean age 20:90; variance pressure 80:220; histogram age 20:90:7; quantiles age 20:90"
 CARD = "mean amount 0:500; variance v1 -10:10; histogram v1 -10:10:8; quantiles v1 -10:10"

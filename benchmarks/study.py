@@ -25,10 +25,10 @@ from numpy.typing import NDArray
 
 from benchmarks.released_statistics import rounds_of, terms_of
 from flower_ext.data import find_files
-from flower_ext.data.linkage import write_key
 from flower_ext.privacy import ReleasePlan, SecureSum
 from flower_ext.runs.figures import Chart, draw_lines
-from flower_ext.statistics import read_statistics
+from flower_ext_consortium.linkage import write_key
+from flower_ext_consortium.statistics import read_statistics
 
 USERS, SILOS, DAYS, INTERVALS = 10_000, 5, 3600, 12
 

@@ -340,7 +340,7 @@ def baselines() -> Drawing:
 
 def packages() -> Drawing:
     """Draw the packages of flower_ext, each on those that it may import."""
-    d = Drawing(860, 572, "The packages of flower_ext: each imports only those below it")
+    d = Drawing(860, 520, "The packages of flower_ext: each imports only those below it")
 
     def package(x: float, y: float, w: float, name: str, text: str, fill: str) -> None:
         d.box(x, y, w, 46, "", fill=fill)
@@ -357,10 +357,9 @@ def packages() -> Drawing:
         BLUE,
     )
     package(20, 68, full, "auditing", "two worlds, and what an attack proves", BLUE)
-    package(20, 120, full, "statistics", "released like an update", BLUE)
     package(
         20,
-        172,
+        120,
         full,
         "algorithms",
         "one module a method: strategy and client side next to each other",
@@ -368,32 +367,32 @@ def packages() -> Drawing:
     )
     package(
         20,
-        224,
+        172,
         full,
         "federation",
         "what every method shares: rounds, cohorts, checks, spending, client side, engines, state",
         BLUE,
     )
     d.parts.append(
-        f'<path d="M20 282 L840 282" stroke="{INK}" stroke-width="1.5" stroke-dasharray="7 5"/>'
+        f'<path d="M20 230 L840 230" stroke="{INK}" stroke-width="1.5" stroke-dasharray="7 5"/>'
     )
-    d.words(430, 299, "nothing below this line imports flwr", size=12, colour=LINE)
+    d.words(430, 247, "nothing below this line imports flwr", size=12, colour=LINE)
     package(
         20,
-        310,
+        258,
         full,
         "runs",
         "run directory, report, comparison, figures and callbacks",
         GREEN,
     )
-    package(20, 362, full, "metrics", "metrics over clients; lower bounds on ε from samples", GREEN)
-    package(20, 414, 405, "training", "Task, SGD and SAM, batches, DP-SGD", GREEN)
-    package(435, 414, 405, "planning", "DP-Ditto's planner (no torch)", AMBER)
-    package(20, 466, 405, "data", "data sets and partitions", GREEN)
-    package(435, 466, 405, "secure", "secure sums, private weights (no torch)", AMBER)
+    package(20, 310, full, "metrics", "metrics over clients; lower bounds on ε from samples", GREEN)
+    package(20, 362, 405, "training", "Task, SGD and SAM, batches, DP-SGD", GREEN)
+    package(435, 362, 405, "planning", "DP-Ditto's planner (no torch)", AMBER)
+    package(20, 414, 405, "data", "data sets and partitions", GREEN)
+    package(435, 414, 405, "secure", "secure sums, private weights (no torch)", AMBER)
     package(
         20,
-        518,
+        466,
         full,
         "privacy",
         "plans, bounds, noise, accounting, guarantees, ledger, theorems (no torch)",

@@ -16,15 +16,13 @@ from rich.progress import Progress
 from flower_ext import auditing, plugins
 from flower_ext.auditing import Audit, Experiment
 from flower_ext.auditing.mechanisms import MECHANISMS
-from flower_ext.auditing.released_statistics import STATISTICS
 from flower_ext.cli.screen import console, say, titled_table
 from flower_ext.errors import InvalidValue
 from flower_ext.files import write_whole
 from flower_ext.privacy import epsilon_text
 
 EXPERIMENTS: Mapping[str, Callable[[], Experiment]] = {
-    **{name: mechanism.experiment for name, mechanism in MECHANISMS.items()},
-    **STATISTICS,
+    name: mechanism.experiment for name, mechanism in MECHANISMS.items()
 }
 
 

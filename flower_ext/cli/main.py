@@ -35,9 +35,6 @@ COMMANDS = {
     "audit": "audit",
     "ledger": "reporting",
     "withdraw": "withdraw",
-    "link": "link",
-    "stats": "stats",
-    "study": "study_command",
     "export": "export",
     "settings": "settings_table",
 }
@@ -46,6 +43,9 @@ COMMANDS = {
 PLUGINS = {
     "check": "flower-ext-check",
     "guard": "flower-ext-guard",
+    "link": "flower-ext-consortium",
+    "stats": "flower-ext-consortium",
+    "study": "flower-ext-consortium",
 }
 """For each command of a plug-in of this project, the distribution to install."""
 

@@ -12,13 +12,13 @@ import pytest
 from typer.testing import CliRunner
 
 from flower_ext.cli.main import app as cli
-from flower_ext.data.linkage import write_key
 from flower_ext.federation import run_in_process
 from flower_ext.privacy import Ledger
 from flower_ext.privacy.study_composition import total_spent
 from flower_ext.runs import RunDirectory
 from flower_ext.runs.app_settings import SettingsFile
-from flower_ext.statistics.results import STANDARDISE, TABLE
+from flower_ext_consortium.linkage import write_key
+from flower_ext_consortium.statistics.results import STANDARDISE, TABLE
 from tests.faults.processes import WatchedRun, kill_node, return_node
 from tests.support.apps import CONSORTIUM
 from tests.support.deployment import CONNECTION, Deployment

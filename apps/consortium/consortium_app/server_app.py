@@ -15,7 +15,7 @@ from flower_ext.files import write_whole
 from flower_ext.privacy import FullParticipation, PoissonSampling
 from flower_ext.runs import RunDirectory
 from flower_ext.runs.callbacks import Callback
-from flower_ext.statistics import StatisticsFiles, UserStatistics
+from flower_ext_consortium.statistics import StatisticsFiles, UserStatistics
 
 app = ServerApp()
 

@@ -14,14 +14,14 @@ from torch import nn
 from consortium_app.settings import Settings
 from consortium_app.tables import Table, num_users_of, table_of
 from flower_ext.data import Examples, SiloData
-from flower_ext.data.linkage import read_key
 from flower_ext.errors import InvalidValue, knowing_no_data, tellable
 from flower_ext.federation import node_settings
 from flower_ext.metrics import roc_auc
 from flower_ext.privacy import seeded_generator
 from flower_ext.runs.settings import UnfitSetting
-from flower_ext.statistics import JointStatistics, read_statistics, statistics_task
 from flower_ext.training import Task, accuracy
+from flower_ext_consortium.linkage import read_key
+from flower_ext_consortium.statistics import JointStatistics, read_statistics, statistics_task
 
 TEST_SHARE = 0.2
 """Share of the people who test the model, with all of their records in all silos."""

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from flower_ext.checks import require_at_least_one
 from flower_ext.errors import InvalidValue
-from flower_ext.statistics.statistic import NORMAL_QUANTILE, Columns, Statistic
+from flower_ext_consortium.statistics.statistic import NORMAL_QUANTILE, Columns, Statistic
 
 
 class Count(Statistic):

@@ -14,8 +14,8 @@ from flower_ext.cli.preparing import Overrides, RunOptions, RunsFolder, prepare
 from flower_ext.cli.processes import signals_as_interrupts
 from flower_ext.cli.screen import console, say, titled_table
 from flower_ext.runs.settings import UnfitSetting
-from flower_ext.statistics import read_statistics
-from flower_ext.statistics.results import HEADER, PAGE, STANDARDISE, TABLE
+from flower_ext_consortium.statistics import read_statistics
+from flower_ext_consortium.statistics.results import HEADER, PAGE, STANDARDISE, TABLE
 
 
 def stats(

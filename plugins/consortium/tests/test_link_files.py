@@ -6,10 +6,10 @@ from collections import Counter
 
 import pytest
 
-from flower_ext.data.link_files import write_linked
-from flower_ext.data.linkage import IdentifierField, Pseudonyms
 from flower_ext.data.record_files import RecordFile
 from flower_ext.errors import InvalidValue
+from flower_ext_consortium.link_files import write_linked
+from flower_ext_consortium.linkage import IdentifierField, Pseudonyms
 
 PEOPLE = Pseudonyms(bytes(32), (IdentifierField(column="name"),))
 

@@ -7,7 +7,9 @@ from datetime import date
 import pytest
 from scipy.stats import spearmanr
 
-from flower_ext.data.linkage import (
+from flower_ext.data.record_files import RecordFile
+from flower_ext.errors import InvalidValue
+from flower_ext_consortium.linkage import (
     IdentifierField,
     Pseudonyms,
     UnusableValue,
@@ -18,8 +20,6 @@ from flower_ext.data.linkage import (
     shared_counts,
     write_key,
 )
-from flower_ext.data.record_files import RecordFile
-from flower_ext.errors import InvalidValue
 
 KEY = bytes(range(32))
 NAME, GIVEN = IdentifierField(column="name"), IdentifierField(column="given")

@@ -17,10 +17,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from flower_ext.data.linkage import Pseudonyms
 from flower_ext.data.record_files import RecordFile
 from flower_ext.errors import InvalidValue
 from flower_ext.files import write_whole
+from flower_ext_consortium.linkage import Pseudonyms
 
 _MAGIC = "flower-ext pseudonyms"
 USER = "user"

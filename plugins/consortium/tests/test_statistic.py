@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from flower_ext.data import Examples
 from flower_ext.errors import InvalidValue, is_tellable
-from flower_ext.statistics import JointStatistics, Mean, Quantiles, read_statistics
-from flower_ext.statistics.statistic import LABEL, columns_of
+from flower_ext_consortium.statistics import JointStatistics, Mean, Quantiles, read_statistics
+from flower_ext_consortium.statistics.statistic import LABEL, columns_of
 
 ALL = (
     "count; mean age 20:90; variance age 20:90; histogram age 20:90:7; "

@@ -13,7 +13,7 @@ from flower_ext.federation import FederatedStrategy, InProcessGrid
 from flower_ext.federation.recording import record
 from flower_ext.privacy import FullParticipation, PoissonSampling, ReleasePlan, SecureSum
 from flower_ext.runs import RunDirectory, RunWriter
-from flower_ext.statistics import (
+from flower_ext_consortium.statistics import (
     ClientStatistics,
     StatisticsFiles,
     UserStatistics,
@@ -21,7 +21,7 @@ from flower_ext.statistics import (
     read_statistics,
     statistics_task,
 )
-from flower_ext.statistics.results import TABLE
+from flower_ext_consortium.statistics.results import TABLE
 
 USERS, SILOS = 60, 5
 TEXT = "count; mean age 0:100; histogram age 0:100:4; survival age event 0:100:5"

@@ -7,8 +7,8 @@ import pytest
 from typer.testing import CliRunner
 
 from flower_ext.cli.main import app
-from flower_ext.data.linkage import write_key
 from flower_ext.runs import RunDirectory
+from flower_ext_consortium.linkage import write_key
 from tests.support.apps import APPS
 
 FILE = """

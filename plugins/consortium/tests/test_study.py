@@ -2,8 +2,8 @@
 
 import pytest
 
-from flower_ext.cli.study_command import Study
 from flower_ext.errors import InvalidValue
+from flower_ext_consortium.commands.study import Study
 
 FILE = """
 app = "../app"

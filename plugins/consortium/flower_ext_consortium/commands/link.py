@@ -11,14 +11,17 @@ from typing import Annotated, TypeVar
 import typer
 
 from flower_ext.cli.screen import Command, console, say, titled_table
-from flower_ext.data.link_files import (
+from flower_ext.data.record_files import RecordFile
+from flower_ext.errors import InvalidValue
+from flower_ext.files import whole_file
+from flower_ext_consortium.link_files import (
     read_numbers,
     read_pseudonyms,
     write_linked,
     write_numbers,
     write_pseudonyms,
 )
-from flower_ext.data.linkage import (
+from flower_ext_consortium.linkage import (
     IdentifierField,
     Pseudonyms,
     bucket,
@@ -28,9 +31,6 @@ from flower_ext.data.linkage import (
     shared_counts,
     write_key,
 )
-from flower_ext.data.record_files import RecordFile
-from flower_ext.errors import InvalidValue
-from flower_ext.files import whole_file
 
 T = TypeVar("T")
 

@@ -11,10 +11,10 @@ import pytest
 
 from flower_ext.auditing import audit
 from flower_ext.auditing.experiment import projected
-from flower_ext.auditing.released_statistics import JOINT, STATISTICS, canary_part
-from flower_ext.statistics import JointStatistics
-from flower_ext.statistics.release import RELEASED
-from flower_ext.statistics.statistic import columns_of
+from flower_ext_consortium.released_statistics import JOINT, STATISTICS, canary_part
+from flower_ext_consortium.statistics import JointStatistics
+from flower_ext_consortium.statistics.release import RELEASED
+from flower_ext_consortium.statistics.statistic import columns_of
 from tests.support import planted_faults as faults
 from tests.support.grids import grid
 

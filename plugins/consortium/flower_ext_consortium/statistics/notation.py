@@ -21,7 +21,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 
 from flower_ext.errors import InvalidValue
-from flower_ext.statistics.kinds import (
+from flower_ext_consortium.statistics.kinds import (
     Bins,
     Count,
     Histogram,
@@ -30,7 +30,7 @@ from flower_ext.statistics.kinds import (
     SurvivalCurve,
     Variance,
 )
-from flower_ext.statistics.statistic import JointStatistics, Statistic
+from flower_ext_consortium.statistics.statistic import JointStatistics, Statistic
 
 
 def _mean(column: str, bounds: str, kind: type[Mean] = Mean) -> Statistic:

@@ -14,9 +14,9 @@ from flower_ext.runs import RunDirectory
 from flower_ext.runs.callbacks import Callback
 from flower_ext.runs.figures import COLOURS, canvas, save_figure
 from flower_ext.runs.page import write_page
-from flower_ext.statistics.kinds import Histogram, SurvivalCurve, Variance
-from flower_ext.statistics.release import estimates
-from flower_ext.statistics.statistic import Estimate, JointStatistics, Statistic
+from flower_ext_consortium.statistics.kinds import Histogram, SurvivalCurve, Variance
+from flower_ext_consortium.statistics.release import estimates
+from flower_ext_consortium.statistics.statistic import Estimate, JointStatistics, Statistic
 
 if TYPE_CHECKING:
     from flower_ext.federation import Method

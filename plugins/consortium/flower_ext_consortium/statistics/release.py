@@ -46,8 +46,8 @@ from flower_ext.privacy import FullParticipation, Guarantee, PrivacyPlan, Releas
 from flower_ext.privacy.mechanisms.round_mechanism import RoundMechanism
 from flower_ext.privacy.run_summary import RunSummary
 from flower_ext.privacy.theorems.uldp import Weighting
-from flower_ext.statistics.statistic import Estimate, JointStatistics, Statistic
 from flower_ext.training import LocalTraining, Params, Task
+from flower_ext_consortium.statistics.statistic import Estimate, JointStatistics, Statistic
 
 RELEASED = "released"
 """Name of the parameter that stores the released mean."""

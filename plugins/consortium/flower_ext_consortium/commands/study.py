@@ -39,7 +39,6 @@ from typing import Annotated, Any, Self
 
 import typer
 
-from flower_ext.cli import link
 from flower_ext.cli.launching import launch
 from flower_ext.cli.preparing import PreparedRun, RunOptions, RunsFolder, prepare
 from flower_ext.cli.processes import Interrupted, LaunchFailed, signals_as_interrupts
@@ -50,6 +49,7 @@ from flower_ext.files import from_table, read_toml
 from flower_ext.runs.app_settings import SettingsFile
 from flower_ext.runs.directory import RunDirectory
 from flower_ext.runs.settings import INCIDENTAL, OF_NODES, nearest
+from flower_ext_consortium.commands import link
 
 _ACCOUNT = "account.jsonl"
 """File in a study's folder with the privacy that all stages have spent."""

@@ -23,8 +23,13 @@ from flower_ext.data import ClientData, Examples, SiloData
 from flower_ext.federation import FederatedStrategy, Method
 from flower_ext.privacy import AdversaryView, FullParticipation, SecureSum
 from flower_ext.privacy.mechanisms.noised_sum import NoisePlacement
-from flower_ext.statistics import ClientStatistics, UserStatistics, read_statistics, statistics_task
-from flower_ext.statistics.release import RELEASED
+from flower_ext_consortium.statistics import (
+    ClientStatistics,
+    UserStatistics,
+    read_statistics,
+    statistics_task,
+)
+from flower_ext_consortium.statistics.release import RELEASED
 
 JOINT = read_statistics("mean age 20:90; histogram age 20:90:2")
 _UNKNOWN, _CANARY = float("nan"), 1e9
@@ -102,3 +107,7 @@ STATISTICS: Mapping[str, Callable[..., Experiment]] = {
     name: partial(_experiment, name, *case) for name, case in _CASES.items()
 }
 """Functions that make the experiments, by their names in ``flower-ext audit``."""
+
+users_experiment = STATISTICS["statistics-users"]
+clients_experiment = STATISTICS["statistics-clients"]
+secure_sum_experiment = STATISTICS["statistics-secure-sum"]

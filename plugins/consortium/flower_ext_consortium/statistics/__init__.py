@@ -4,7 +4,7 @@ Begin with `JointStatistics`: several statistics that one noised sum releases to
 `ClientStatistics` or `UserStatistics` releases them.
 """
 
-from flower_ext.statistics.kinds import (
+from flower_ext_consortium.statistics.kinds import (
     Bins,
     Count,
     Histogram,
@@ -13,15 +13,15 @@ from flower_ext.statistics.kinds import (
     SurvivalCurve,
     Variance,
 )
-from flower_ext.statistics.notation import read_statistics
-from flower_ext.statistics.release import (
+from flower_ext_consortium.statistics.notation import read_statistics
+from flower_ext_consortium.statistics.release import (
     ClientStatistics,
     UserStatistics,
     estimates,
     statistics_task,
 )
-from flower_ext.statistics.results import StatisticsFiles
-from flower_ext.statistics.statistic import Estimate, JointStatistics, Statistic
+from flower_ext_consortium.statistics.results import StatisticsFiles
+from flower_ext_consortium.statistics.statistic import Estimate, JointStatistics, Statistic
 
 __all__ = [
     "Bins",

@@ -1,0 +1,1 @@
+"""The commands ``flower-ext link``, ``stats`` and ``study``."""
