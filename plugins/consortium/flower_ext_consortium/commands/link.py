@@ -1,4 +1,4 @@
-"""``flower-ext link``: give people the same number in every silo; see `data.linkage`."""
+"""``flower-ext link``: give people the same number in every silo; see `linkage`."""
 
 from __future__ import annotations
 
