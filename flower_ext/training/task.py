@@ -109,8 +109,8 @@ class Task:
         "*.modules_to_save")`` is FFA-LoRA (Sun et al. 2024), which trains only the second matrices
         of adapters.
     draw_key : bytes, optional
-        Secret that all silos share and the server does not have (`flower-ext link key` makes one). With
-        ``UldpAvg(user_draw="silos")``, silos draw the users of a round from this key.
+        Secret that all silos share and the server does not have (``flower-ext link key`` makes
+        one). With ``UldpAvg(user_draw="silos")``, silos draw the users of a round from this key.
     """
 
     model: Callable[[], nn.Module]
