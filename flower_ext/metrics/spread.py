@@ -52,8 +52,7 @@ def summarize(values: Sequence[float], *, lower_is_better: bool = False) -> Spre
 def reported_by_most(by_client: Iterable[Mapping[str, float]]) -> set[str]:
     """Return the metrics that more than half of the clients report."""
     everyone = list(by_client)
-    reported = Counter(name for metrics in everyone for name in metrics)
-    return {name for name, count in reported.items() if 2 * count > len(everyone)}
+    return set().union(*everyone) - reported_by_few(everyone).keys()
 
 
 def reported_by_few(by_client: Iterable[Mapping[str, float]]) -> dict[str, int]:

@@ -14,56 +14,42 @@ from struct import Struct
 
 import httpx
 from flwr.app import ArrayRecord, Context, Error, Message, RecordDict
-from flwr.app.message import remove_content_from_message
 from flwr.cli.install import install_from_fab
 from flwr.clientapp.utils import get_load_client_app_fn
 from flwr.common.constant import ErrorCode, SubStatus
 from flwr.common.serde import (
     context_from_proto,
     context_to_proto,
+    fab_to_proto,
     message_from_proto,
     message_to_proto,
     recorddict_from_proto,
     recorddict_to_proto,
     run_from_proto,
+    run_to_proto,
 )
 from flwr.proto.message_pb2 import Context as ProtoContext
 from flwr.proto.message_pb2 import Message as ProtoMessage
-from flwr.proto.node_pb2 import Node
 from flwr.proto.recorddict_pb2 import RecordDict as ProtoRecordDict
 from flwr.proto.runtime_pb2 import (
     AcquireTaskRequest,
-    PullAppMessagesRequest,
-    PullTaskInputRequest,
     PullTaskInputResponse,
-    PushAppMessagesRequest,
     PushTaskOutputRequest,
     SendTaskHeartbeatRequest,
 )
 from flwr.supercore.constant import TaskType
+from flwr.supercore.fab import Fab
 from flwr.supercore.heartbeat import HeartbeatSender
-from flwr.supercore.inflatable.inflatable_object import (
-    get_all_nested_objects,
-    get_object_tree,
-    no_object_id_recompute,
-)
-from flwr.supercore.inflatable.inflatable_protobuf_utils import (
-    make_confirm_message_received_fn_protobuf,
-    make_pull_object_fn_protobuf,
-    make_push_object_fn_protobuf,
-)
-from flwr.supercore.inflatable.inflatable_utils import (
-    pull_and_inflate_object_from_tree,
-    push_objects,
-)
 from flwr.supercore.interceptors import (
     RuntimeTokenHttpInterceptor,
     RuntimeVersionHttpInterceptor,
     SuperExecAuthHttpInterceptor,
 )
 from flwr.supercore.protobuf.client import ProtobufClientInterceptor
+from flwr.supercore.run import Run
 from flwr.supercore.runtime import RuntimeHttpClient
 from flwr.supercore.task_identity import TaskIdentity
+from flwr.supernode.runtime.run_clientapp import pull_task_input, push_message
 
 from flower_ext.errors import InvalidValue
 
@@ -79,14 +65,19 @@ class RuntimeRequest:
 
     message: Message
     context: Context
-    run_id: int
-    fab: bytes
+    run: Run
+    fab: Fab
     """The app, as the SuperLink sent it."""
-    _input: bytes
 
     def to_bytes(self) -> bytes:
         """Return the input of `run_app`."""
-        return joined(self._input, message_to_proto(self.message).SerializeToString())
+        task = PullTaskInputResponse(
+            task_id=TaskIdentity.task_id,
+            context=context_to_proto(self.context),
+            run=run_to_proto(self.run),
+            fab=fab_to_proto(self.fab),
+        )
+        return joined(task.SerializeToString(), message_to_proto(self.message).SerializeToString())
 
 
 class Runtime:
@@ -164,47 +155,14 @@ class RuntimeTask:
 
     def pull(self) -> RuntimeRequest:
         """Return the task's message; this works once for a task."""
-        pulled = self._client.PullTaskInput(PullTaskInputRequest())
-        run, context = run_from_proto(pulled.run), context_from_proto(pulled.context)
-        _become(pulled.task_id, run.run_id, context.node_id)
-        trees = self._client.PullMessages(PullAppMessagesRequest()).message_object_trees
-        node = Node(node_id=context.node_id)
-        message = pull_and_inflate_object_from_tree(
-            trees[0],
-            make_pull_object_fn_protobuf(self._client.PullObject, node, run.run_id),
-            make_confirm_message_received_fn_protobuf(
-                self._client.ConfirmMessageReceived, node, run.run_id
-            ),
-            return_type=Message,
-        )
-        message.metadata.__dict__["_message_id"] = trees[0].object_id
-        return RuntimeRequest(
-            message=message,
-            context=context,
-            run_id=run.run_id,
-            fab=pulled.fab.content,
-            _input=pulled.SerializeToString(),
-        )
+        message, context, run, fab = pull_task_input(self._client)
+        return RuntimeRequest(message=message, context=context, run=run, fab=fab)
 
     def push(self, message: bytes, context: bytes) -> None:
         """Hand the SuperNode a reply and the context that the app left, and finish the task."""
         reply = message_from_proto(ProtoMessage.FromString(message))
-        node, run_id = Node(node_id=reply.metadata.src_node_id), reply.metadata.run_id
-        with no_object_id_recompute():
-            pushed = self._client.PushMessages(
-                PushAppMessagesRequest(
-                    messages_list=[message_to_proto(remove_content_from_message(reply))],
-                    message_object_trees=[get_object_tree(reply)],
-                )
-            )
-            push_objects(
-                get_all_nested_objects(reply),
-                make_push_object_fn_protobuf(
-                    self._client.PushObject, node, run_id=run_id, session_id=pushed.session_id
-                ),
-                object_ids_to_push=set(pushed.objects_to_push),
-            )
         left = ProtoContext.FromString(context)
+        push_message(self._client, reply, context_from_proto(left))
         self._client.PushTaskOutput(
             PushTaskOutputRequest(context=left, sub_status=SubStatus.COMPLETED, details="")
         )
@@ -212,9 +170,7 @@ class RuntimeTask:
 
 def reply_bytes(request: RuntimeRequest, body: RecordDict | Error) -> bytes:
     """Return a reply as bytes. Its metadata depend on the request and the present time alone."""
-    message = Message(body, reply_to=request.message)
-    message.metadata.__dict__["_message_id"] = message.object_id
-    return bytes(message_to_proto(message).SerializeToString())
+    return bytes(message_to_proto(Message(body, reply_to=request.message)).SerializeToString())
 
 
 def refusal(reason: object) -> Error:
@@ -244,7 +200,9 @@ def run_app(request: bytes) -> bytes:
     parts = parts_of(request)
     pulled = PullTaskInputResponse.FromString(parts[0])
     run, context = run_from_proto(pulled.run), context_from_proto(pulled.context)
-    _become(pulled.task_id, run.run_id, context.node_id)
+    # Without a task, Flower refuses to make replies.
+    TaskIdentity.task_id, TaskIdentity.run_id = pulled.task_id, run.run_id
+    TaskIdentity.node_id = context.node_id
     folder = install_from_fab(pulled.fab.content, skip_prompt=True)
     app = get_load_client_app_fn("", str(folder), multi_app=True)(
         run.fab_id, run.fab_version, pulled.fab.hash_str
@@ -278,8 +236,3 @@ def parts_of(whole: bytes) -> list[bytes]:
             raise InvalidValue("the last part is incomplete")
         parts.append(whole[start - length : start])
     return parts
-
-
-def _become(task_id: int, run_id: int, node_id: int) -> None:
-    """Tell Flower which task this process runs: without a task, it refuses to make replies."""
-    TaskIdentity.task_id, TaskIdentity.run_id, TaskIdentity.node_id = task_id, run_id, node_id

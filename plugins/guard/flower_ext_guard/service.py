@@ -128,7 +128,7 @@ class Guard:
         answer, sites = _AppAnswer(request, self.policy, self._log), 0
         body: RecordDict | Error
         try:
-            self.policy.check_app(hashlib.sha256(request.fab).hexdigest())
+            self.policy.check_app(hashlib.sha256(request.fab.content).hexdigest())
             rule = self.policy.of(request.message.metadata.message_type)
             if not request.message.has_content():
                 raise Refused("this site answers only messages with content")
@@ -141,7 +141,7 @@ class Guard:
             # In a sum, a message may be refused after the app has run, so a refusal waits as well.
             time.sleep(max(0.0, started + self.policy.reply_after - time.monotonic()))
         message = reply_bytes(request, body)
-        self.tell(f"run {request.run_id}: {line}")
+        self.tell(f"run {request.run.run_id}: {line}")
         return Pending(
             token=token,
             charge=None if new is None else new.to_dict(),
@@ -182,7 +182,7 @@ class Guard:
         """
         spend = rule.spend(self.policy.noised_by(rule))
         node = request.context.node_id
-        run = f"{request.run_id}-node-{node}-{rule.release}-{spend.noise_multiplier:.6g}"
+        run = f"{request.run.run_id}-node-{node}-{rule.release}-{spend.noise_multiplier:.6g}"
         number = 1 + sum(
             entry["kind"] == CHARGE and entry["run"] == run
             for entry in entries_of(self.policy.ledger)

@@ -61,7 +61,7 @@ def answer_in_sum(
     if (partition := request.context.node_config.get(PARTITION)) is not None:
         node_config[PARTITION] = partition
     context = Context(
-        run_id=request.run_id,
+        run_id=request.run.run_id,
         node_id=request.context.node_id,
         node_config=node_config,
         state=RecordDict(),
