@@ -17,15 +17,7 @@ from typing import TypeVar
 
 import numpy as np
 import torch
-from flwr.app import (
-    Array,
-    ArrayRecord,
-    ConfigRecord,
-    Message,
-    Metadata,
-    MetricRecord,
-    RecordDict,
-)
+from flwr.app import Array, ArrayRecord, ConfigRecord, Message, Metadata, MetricRecord, RecordDict
 from torch import Tensor
 
 from flower_ext.errors import InvalidValue, knowing_no_data

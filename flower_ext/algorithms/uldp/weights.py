@@ -66,10 +66,7 @@ def user_weights(weighting: Weighting, histogram: np.ndarray) -> np.ndarray:
 
 
 def check_weights(
-    weights: np.ndarray,
-    num_silos: int,
-    users: Sequence[int],
-    weighting: Weighting = "by-records",
+    weights: np.ndarray, num_silos: int, users: Sequence[int], weighting: Weighting = "by-records"
 ) -> None:
     """Refuse weights with which one user could move the sum by more than the clipping norm.
 

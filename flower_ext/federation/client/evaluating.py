@@ -20,13 +20,7 @@ from flower_ext.federation.exchange import LARGEST_VALUE
 from flower_ext.privacy.queries.vector_query import VectorQuery
 from flower_ext.training import Job, LocalTraining, Params, Task, evaluate_each
 from flower_ext.training.isolation import isolated
-from flower_ext.training.side_by_side import (
-    Steps,
-    Training,
-    check_whole,
-    completed,
-    side_by_side,
-)
+from flower_ext.training.side_by_side import Steps, Training, check_whole, completed, side_by_side
 
 log = getLogger("flwr")
 

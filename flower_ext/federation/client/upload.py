@@ -33,12 +33,7 @@ import torch
 
 from flower_ext.errors import InvalidValue, is_tellable
 from flower_ext.federation import records
-from flower_ext.federation.client.client_method import (
-    ClientWork,
-    Contribution,
-    LocalResult,
-    Memory,
-)
+from flower_ext.federation.client.client_method import ClientWork, Contribution, LocalResult, Memory
 from flower_ext.federation.client.node import OF_UPLOADS
 from flower_ext.federation.client.preparing import NO_DATA
 from flower_ext.federation.failures import log_hidden
