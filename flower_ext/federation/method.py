@@ -227,6 +227,11 @@ class Method:
                 f"({self.personal!r},)"
             )
         object.__setattr__(self, "personal", tuple(self.personal))
+        if type(self).personal and not self.personal:
+            raise InvalidValue(
+                f"personal=(): expected the names of {self.name}'s personal modules, for example "
+                f"{type(self).personal}"
+            )
         if not isinstance(self.server, ServerOptimizer):
             raise InvalidValue(f"server={self.server!r}: expected an optimiser such as Sgd or Adam")
         if not isinstance(self.average, ModelAverage | None):
@@ -391,6 +396,10 @@ class Method:
         """Return ``run`` with the values that only the method knows; unchanged by default."""
         return run
 
+    def published(self, plan: PrivacyPlan, run: RunSummary) -> Sequence[Guarantee]:
+        """Return the guarantees that the method's paper claims for a run; none by default."""
+        return ()
+
     def claims(
         self, plan: PrivacyPlan, run: RunSummary, state: State, summation: Summation
     ) -> list[Guarantee]:
@@ -398,7 +407,7 @@ class Method:
 
         ``plan`` is the user's plan. ``summation.mechanism`` is the mechanism that the rounds used.
         """
-        return summation.mechanism.guarantees(run)
+        return [*self.published(plan, run), *summation.mechanism.guarantees(run)]
 
     @classmethod
     def client_app(
