@@ -108,7 +108,7 @@ class HeldRun:
             for name, part in update.items()
         }
 
-    def work(self, work: ClientWork) -> ClientWork:
+    def work(self, work: ClientWork, partition: int) -> ClientWork:
         """Return a client's work, changed so that the client does not learn from its data.
 
         If the client protects its whole upload, its data are taken away. If it adds noise in each
@@ -129,7 +129,7 @@ class HeldRun:
             size = min(training.batch_size, len(data.train))
             training = replace(training, steps=1, batch_size=size)
             examples = data.train.subset(range(size))
-            if self._change_of(work.policy.partition).startswith("huge"):
+            if self._change_of(partition).startswith("huge"):
                 features = trees.mapped(_with_huge_record, examples.features)
                 examples = replace(examples, features=features)
             data = replace(data, train=examples)

@@ -112,8 +112,9 @@ class Instruments:
         return load(task, request, partition)
 
     def _result(self, run: Callable[..., Any], work: ClientWork) -> Any:
-        held_run = self.held_run
-        return run(work if held_run is None else held_run.work(work))
+        if self.watch is not None and (held := self.watch.held) is not None:
+            work = held.work(work, self.watch.answering)
+        return run(work)
 
     def _protected(
         self, protect: Callable[..., Any], update: Any, received: Any, protection: Any, noise: Any

@@ -43,7 +43,7 @@ from flower_ext.errors import InvalidValue, knowing_no_data
 from flower_ext.federation import records
 from flower_ext.federation._flower_private import message_like
 from flower_ext.federation.client.node import NodePolicy
-from flower_ext.federation.client.requests import UploadRequest
+from flower_ext.federation.client.requests import ClientRequest
 from flower_ext.federation.exchange import moved_by
 from flower_ext.federation.failures import failed, hidden_errors, log_hidden
 from flower_ext.federation.model_checks import refuse_half_precision
@@ -136,7 +136,7 @@ def client_level_dp_mod(*, allow_seeded_noise: bool = False) -> Mod:
 
 def _requested(
     message: Message, context: Context, allow_seeded_noise: bool
-) -> tuple[UploadRequest, NoiseSource]:
+) -> tuple[ClientRequest, NoiseSource]:
     """Return how a training message asks the mod to protect the upload, and the source of noise."""
     check_addressee(message, context)
     entries = entries_for_mods(message)
@@ -160,7 +160,7 @@ def _requested(
             )
         arrays = message.content.array_records[records.SECURE_SUM]
         sums[records.SECURE_SUM] = records.to_arrays(arrays)
-    request = UploadRequest(protection=protection, entries=entries, sums=sums)
+    request = ClientRequest(protection=protection, entries=entries, sums=sums)
     return request, NodePolicy(context, allow_seeded_noise).admit(request)
 
 

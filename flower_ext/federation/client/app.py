@@ -1,6 +1,6 @@
 """A ClientApp for one or several methods: it trains, evaluates, and answers questions.
 
-A method supplies two functions (`ClientMethod`), written for one client. `work_of` prepares their
+A method supplies two functions (`ClientMethod`), written for one client. `assign` prepares their
 input from a message. `upload_of` runs them, bounds their results and adds noise before anything
 leaves the client, so no method can forget one of these steps. The memory that a method returns
 cannot reach a reply.
