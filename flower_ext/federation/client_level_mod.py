@@ -45,7 +45,7 @@ from flower_ext.federation._flower_private import message_like
 from flower_ext.federation.client.node import NodePolicy
 from flower_ext.federation.client.requests import ClientRequest
 from flower_ext.federation.exchange import moved_by
-from flower_ext.federation.failures import failed, hidden_errors, log_hidden
+from flower_ext.federation.failures import failed, log_hidden
 from flower_ext.federation.model_checks import refuse_half_precision
 from flower_ext.federation.protection import KIND, check_entries
 from flower_ext.federation.roster import (
@@ -93,12 +93,14 @@ def client_level_dp_mod(*, allow_seeded_noise: bool = False) -> Mod:
         if asks_identity(message):
             return Message(identity(context.node_config), reply_to=message)
         if is_rehearsal(message):
-            with hidden_errors(context), isolated():
-                received = records.to_arrays(message.content.array_records[records.MODEL])
-                if not context.node_config.get("require-secure-sum"):
-                    l2_norm(_update(call_next(_without_entries(message), context), received))
-            learned_nothing = records.to_record(_zeros(received))
-            return Message(RecordDict({records.UPDATE: learned_nothing}), reply_to=message)
+            try:
+                with isolated():
+                    received = records.to_arrays(message.content.array_records[records.MODEL])
+                    if not context.node_config.get("require-secure-sum"):
+                        l2_norm(_update(call_next(_without_entries(message), context), received))
+            except Exception as error:
+                return failed(mod, message, context, error)
+            return Message(records.Update(_zeros(received), {}).content(), reply_to=message)
         try:
             with knowing_no_data():
                 content = message.content
@@ -126,10 +128,8 @@ def client_level_dp_mod(*, allow_seeded_noise: bool = False) -> Mod:
             sent = request.seal(released, context, _NAME)
         except Exception as error:
             return failed(mod, message, context, error)
-        content = RecordDict({records.UPDATE: records.to_record(sent)})
-        if request.entries.get("diagnostics"):
-            content[records.METRICS] = records.metrics_record({"update-norm": norm})
-        return Message(content, reply_to=message)
+        metrics = {"update-norm": norm} if request.entries.get("diagnostics") else {}
+        return Message(records.Update(sent, metrics).content(), reply_to=message)
 
     return mod
 

@@ -32,9 +32,8 @@ from flower_ext.privacy.run_summary import MethodTraits, RunSummary
 from flower_ext.training import LocalTraining, Task
 
 T = TypeVar("T")
-_EVERYONE, _SERVER = "everyone.", "server."
-_OPTIMIZER, _AVERAGE = "optimizer.", "average."
-"""Prefixes of groups of the state: what the server's optimiser and the average of models keep."""
+_EVERYONE, _SERVER, _OPTIMIZER, _AVERAGE = "everyone.", "server.", "optimizer.", "average."
+"""Prefixes of groups of the state: its two parts, and what optimiser and average keep."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -244,8 +243,6 @@ class Method:
                 "client a model of its own"
             )
 
-    # The clients' work ------------------------------------------------------------------------
-
     @property
     def training(self) -> Mapping[str, LocalTraining]:
         """Phases of local training by name; by default all fields of type `LocalTraining`."""
@@ -275,8 +272,6 @@ class Method:
     ) -> ConfigRecord:
         """Return the user's configuration of a round, with entries that the method adds, if any."""
         return config
-
-    # The plan ---------------------------------------------------------------------------------
 
     def check(self, plan: PrivacyPlan) -> None:
         """Refuse a plan that does not fit the method; by default, accept every plan.
@@ -310,8 +305,6 @@ class Method:
             memoryless=self.client.memoryless,
             upload_phase=self.client.upload_phase,
         )
-
-    # The server -------------------------------------------------------------------------------
 
     @property
     def name(self) -> str:
@@ -385,8 +378,6 @@ class Method:
         """Return the model that the run evaluates and returns: the average so far, or ``model``."""
         kept = groups_under(_AVERAGE, state.server)
         return model if self.average is None or not kept else self.average.average(kept)
-
-    # The guarantees ---------------------------------------------------------------------------
 
     def disclosures(self, summation: Summation) -> Sequence[str]:
         """Return a line for each thing that the method reveals and no guarantee covers."""

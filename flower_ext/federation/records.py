@@ -59,9 +59,6 @@ RESERVED = frozenset({MODEL, ROUND, SETTINGS, CONFIG, SECURE_SUM, WEIGHTED_SUM, 
 """Names of records that a method's own groups must not have."""
 
 
-# Arrays and settings ------------------------------------------------------------------------
-
-
 class UnsentArray(Array):
     """An array that is serialised only when it leaves this process.
 
@@ -217,9 +214,6 @@ def read_trainings(content: RecordDict) -> dict[str, LocalTraining]:
     }
 
 
-# Messages of protocols ----------------------------------------------------------------------
-
-
 def to_bytes_array(data: bytes) -> np.ndarray:
     """Return bytes as a uint8 array, which is sent and counted like any other array."""
     return np.frombuffer(data, dtype=np.uint8)
@@ -242,9 +236,6 @@ def single_message(arrays: Arrays, *names: str) -> tuple[str, bytes]:
             f"the message has arrays {types}: expected one array of bytes (uint8) with a name in "
             f"{names}"
         )
-
-
-# Uploads ------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)

@@ -195,7 +195,9 @@ class TrainingRound:
         cohort, contents = self.cohort, self._contents(config)
         run.checkpoints.begin(BegunRound(number, [*cohort.units], *self._round.sum.exposure()))
         run.progress.row["cohort"] = len(cohort.partitions)
-        run.progress.row |= {**run.population.columns(drawn), **run.mechanism.state}
+        if run.population.shows_users:
+            run.progress.row["users"] = len(drawn.units)
+        run.progress.row |= run.mechanism.state
         return self._round.ask(contents)
 
     def close(self, replies: Iterable[Message]) -> records.Arrays | None:

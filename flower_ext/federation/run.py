@@ -333,8 +333,6 @@ class Run:
             size = len(drawn.partitions)
             self.population.count_abandoned(drawn.units, size, requests=size)
 
-    # Checkpoints --------------------------------------------------------------------------------
-
     def save(self, server_round: int, model: records.Arrays) -> None:
         """Write a checkpoint after a round: everything that changes between two rounds."""
         values = {

@@ -96,9 +96,6 @@ def check_weights(
         )
 
 
-# Messages between server and silos ---------------------------------------------------------
-
-
 def users_records(weights: np.ndarray, users: Sequence[int], num_users: int) -> list[ArrayRecord]:
     """Return one record per silo: a bit per user, set if it takes part, and the silo's weights."""
     chosen = np.zeros(num_users, dtype=bool)
