@@ -18,7 +18,6 @@ from flower_ext.federation.client.client_method import ClientWork
 from flower_ext.federation.client.preparing import Assignment
 from flower_ext.federation.client.requests import ClientRequest
 from flower_ext.federation.exchange import LARGEST_VALUE
-from flower_ext.federation.failures import log_once
 from flower_ext.privacy.queries.vector_query import VectorQuery
 from flower_ext.training import Job, LocalTraining, Params, Task, evaluate_each
 from flower_ext.training.isolation import isolated
@@ -150,8 +149,10 @@ def _vector(query: VectorQuery, view: WorkView) -> NDArray[np.float64]:
     except Exception as error:  # unusual tensors may raise wherever they are read
         if is_tellable(error):
             raise
-        log_once(
-            f"query {query.name} failed (%s), so this client adds zeros to the sum: check its data",
-            error,
+        log.warning(
+            "query %s failed (%s), so this client adds zeros to the sum: check its data",
+            query.name,
+            type(error).__name__,
         )
+        log.debug("query %s failed", query.name, exc_info=error)
         return np.zeros(query.size)

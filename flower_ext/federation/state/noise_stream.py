@@ -26,7 +26,7 @@ from collections.abc import Callable
 
 from flower_ext.errors import InvalidValue
 from flower_ext.federation.records import Arrays
-from flower_ext.federation.state.folder import SECRETS, StateFolder, pack, unpack
+from flower_ext.federation.state.folder import SECRETS, Packed, StateFolder, pack, unpack
 from flower_ext.privacy import NoiseSource
 from flower_ext.privacy.mechanisms.correlated_noise import Past, PreparedNoise, StrategyMatrix
 
@@ -44,9 +44,10 @@ class NoiseStream:
         self.matrix, self._folder = matrix, folder
         self._past: Past | None = None
         self._number = 0
-        if folder is None or (content := folder.read(FILE)) is None:
-            return
-        kept = unpack(content)
+        if folder is not None and (content := folder.read(FILE)) is not None:
+            self._restore(unpack(content))
+
+    def _restore(self, kept: Packed) -> None:
         self._number = kept.values["round"]
         self.matrix = StrategyMatrix(**kept.values["matrix"])
         earlier, buffers = (
@@ -90,8 +91,7 @@ class NoiseStream:
 
     def _advance(self, like: Arrays, source: Callable[[int], NoiseSource]) -> None:
         """Draw the noise of the next round, and store it with what later rounds need of it."""
-        number = self._number + 1
-        past = self.matrix.next(source(number).gaussian(like, 1.0), self._past)
+        number, past = self._number + 1, self._drawn(like, source)
         if self._folder is not None:  # if writing fails, the stream has not moved
             groups = {
                 _LATEST: past.latest,
@@ -100,3 +100,6 @@ class NoiseStream:
             }
             self._folder.write(FILE, pack({"round": number, "matrix": vars(self.matrix)}, groups))
         self._past, self._number = past, number
+
+    def _drawn(self, like: Arrays, source: Callable[[int], NoiseSource]) -> Past:
+        return self.matrix.next(source(self._number + 1).gaussian(like, 1.0), self._past)
