@@ -56,6 +56,21 @@ def failed(app: ClientApp | Mod, message: Message, context: Context, error: Exce
     return Message(Error(REASON_SENT, reason), reply_to=message)
 
 
+@contextmanager
+def hidden(permitted: bool) -> Iterator[None]:
+    """If the block raises an error, log it on the client and continue after the block.
+
+    Raise the error nevertheless if the protection has not ``permitted`` to hide errors, or if the
+    error is `tellable`, so that it depends on no data.
+    """
+    try:
+        yield
+    except Exception as error:
+        if not permitted or is_tellable(error):
+            raise
+        log_hidden(error)
+
+
 def log_hidden(error: Exception) -> None:
     """Log an error for the client's operator; the server receives an upload as usual."""
     if isinstance(error, NonFiniteUpdate):

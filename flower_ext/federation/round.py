@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from functools import cache
 from logging import getLogger
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
 from flwr.app import ConfigRecord, Message
@@ -28,7 +28,7 @@ from flower_ext.federation.protection import to_entries
 from flower_ext.federation.run import Run, Spending
 from flower_ext.federation.state.checkpoint import BegunRound
 from flower_ext.federation.stragglers import shortened
-from flower_ext.federation.sums.summation import Opening, OpenSum, Summation
+from flower_ext.federation.sums.summation import Opening, OpenSum, PlainSum, Summation
 from flower_ext.privacy import secure_generator
 from flower_ext.privacy.mechanisms.protections import Protection
 from flower_ext.privacy.mechanisms.round_mechanism import Aggregate, RoundDiscarded, RoundMechanism
@@ -65,7 +65,11 @@ class Round:
         try:
             self.sum = summation.open(opening)
         except RoundDiscarded as reason:
-            self.sum, self.discard_reason = _Unopened(opening, reason), str(reason)
+            self.discard_reason = str(reason)
+            # An empty sum takes the place of the one that cannot begin. The cohort keeps its units:
+            # they were drawn, and the round counts for them.
+            nobody = replace(opening, cohort=replace(opening.cohort, partitions=()))
+            self.sum = PlainSum(summation.mechanism).open(nobody)
 
     @property
     def cohort(self) -> Cohort:
@@ -108,21 +112,6 @@ class Round:
                 topped_up_stddev=aggregate.topped_up_stddev,
             )
         return aggregate
-
-
-class _Unopened(OpenSum):
-    """Takes the place of a sum that cannot begin: the server discards the round."""
-
-    def __init__(self, opening: Opening, reason: RoundDiscarded) -> None:
-        # The cohort keeps its units: they were drawn, and the round counts for them.
-        self.cohort = replace(opening.cohort, partitions=())
-        self._reason = reason
-
-    def read(self, reply: Message) -> NoReturn:
-        raise self._reason
-
-    def close(self) -> NoReturn:
-        raise self._reason
 
 
 class TrainingRound:

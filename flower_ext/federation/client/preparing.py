@@ -14,7 +14,7 @@ from flower_ext.federation.client.client_method import ClientMethod, ClientWork,
 from flower_ext.federation.client.node import NodePolicy
 from flower_ext.federation.client.requests import ClientRequest
 from flower_ext.federation.client.user_draws import draw_users, draws_vault
-from flower_ext.federation.failures import log_hidden, log_once
+from flower_ext.federation.failures import hidden, log_once
 from flower_ext.federation.protection import Unprotected
 from flower_ext.federation.state.memory import ClientMemory, ClientVault
 from flower_ext.federation.sums.weighted_silo import HiddenSum, stored_silo
@@ -128,15 +128,11 @@ def checked_data(task: Task, request: ClientRequest, partition: int) -> ClientDa
         )
     if request.kind != "train" or num_examples == 0:
         return data
-    try:  # the model may fail on examples of this kind
+    with hidden(hide_errors):  # the model may fail on examples of this kind
         if reason := why_state_is_shared(task, data.train, train):
             raise InvalidValue.tellable(reason)
-    except Exception as error:
-        if is_tellable(error) or not hide_errors:
-            raise
-        log_hidden(error)
-        return NO_DATA
-    return data
+        return data
+    return NO_DATA
 
 
 def data_of(task: Task, partition: int, *, hide_errors: bool) -> ClientData:

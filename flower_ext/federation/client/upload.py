@@ -31,12 +31,12 @@ from typing import Any
 
 import torch
 
-from flower_ext.errors import InvalidValue, is_tellable
+from flower_ext.errors import InvalidValue
 from flower_ext.federation import records
 from flower_ext.federation.client.client_method import ClientWork, Contribution, LocalResult, Memory
 from flower_ext.federation.client.node import OF_UPLOADS
 from flower_ext.federation.client.preparing import NO_DATA, Assignment
-from flower_ext.federation.failures import log_hidden
+from flower_ext.federation.failures import hidden, log_hidden
 from flower_ext.privacy import NoiseSource
 from flower_ext.privacy.mechanisms.protections import Protection
 from flower_ext.privacy.mechanisms.updates import NamedArrays, l2_norm, require_finite
@@ -72,18 +72,11 @@ def result_hiding_failures(work: ClientWork) -> Steps[LocalResult]:
     protection = work.protection
     if not (protection.hides_failures or protection.bounds_models):
         return (yield from completed(work.method.local_update(work)))
-    try:
+    with hidden(protection.hides_failures):
         return (yield from _finite_result(work))
-    except Exception as error:
-        if not protection.hides_failures or is_tellable(error):
-            raise
-        log_hidden(error)
-    try:
+    with hidden(not protection.of_units):
         return (yield from _finite_result(replace(work, data=NO_DATA)))
-    except Exception as error:
-        if is_tellable(error) or protection.of_units:
-            raise
-        return LocalResult(model=work.received, memory=work.memory)
+    return LocalResult(model=work.received, memory=work.memory)
 
 
 def _finite_result(work: ClientWork) -> Steps[LocalResult]:
@@ -134,13 +127,10 @@ def _protected(assignment: Assignment, result: LocalResult) -> tuple[Contributio
         noise = assignment.policy.noise(assignment.request.entries, OF_UPLOADS)
         return contribution, protected(contribution, received, protection, noise)
 
-    try:
+    # A difference of two finite models may overflow.
+    with hidden(protection.hides_failures and not protection.of_units):
         return protect(result)
-    except Exception as error:  # a difference of two finite models may overflow
-        if is_tellable(error) or not (protection.hides_failures and not protection.of_units):
-            raise
-        log_hidden(error)
-        return protect(LocalResult(model=received))
+    return protect(LocalResult(model=received))
 
 
 def contribution_of(result: LocalResult, received: Params, *, whole: bool) -> Contribution:
