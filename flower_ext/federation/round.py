@@ -22,7 +22,8 @@ from flower_ext.federation.claims import charge, summary_of
 from flower_ext.federation.client.client_method import Memory
 from flower_ext.federation.connection import leave_out_withdrawn, rehearse
 from flower_ext.federation.exchange import Content, RefusedReply, Requests, read_update
-from flower_ext.federation.method import Released, State
+from flower_ext.federation.method import Released
+from flower_ext.federation.method_state import State
 from flower_ext.federation.population import Cohort
 from flower_ext.federation.protection import to_entries
 from flower_ext.federation.run import Run, Spending
