@@ -32,14 +32,7 @@ from torch import Tensor
 
 from flower_ext.checks import require_not_negative
 from flower_ext.errors import InvalidValue
-from flower_ext.federation import (
-    ClientMethod,
-    ClientWork,
-    LocalResult,
-    Memory,
-    Method,
-    Steps,
-)
+from flower_ext.federation import ClientMethod, ClientWork, LocalResult, Memory, Method, Steps
 from flower_ext.training import (
     Job,
     LocalTraining,

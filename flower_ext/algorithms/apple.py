@@ -44,7 +44,7 @@ from flower_ext.federation import (
     records,
     require_usual_server,
 )
-from flower_ext.federation.method import groups_under
+from flower_ext.federation.method_state import groups_under
 from flower_ext.training import (
     Job,
     LocalTraining,

@@ -21,7 +21,7 @@ Shared Representations for Personalized Federated Learning", ICML 2021, Algorith
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from flower_ext.errors import InvalidValue
 from flower_ext.federation import (
@@ -29,9 +29,7 @@ from flower_ext.federation import (
     ClientWork,
     LocalResult,
     Method,
-    State,
     Steps,
-    Summation,
     personal_part,
 )
 from flower_ext.privacy import Guarantee, PrivacyPlan
@@ -92,30 +90,29 @@ class DP2FedSAM(Method):
     extractor: LocalTraining = LocalTraining(sam_radius=0.1)
     adapt_before_evaluation: bool = False
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not self.personal:
-            raise InvalidValue("personal=(): name the module that is the head, e.g. ('head',)")
-
     @property
     def evaluation_training(self) -> Mapping[str, LocalTraining]:
         """The head's training before evaluation, if ``adapt_before_evaluation`` is set."""
         return {"head": self.head} if self.adapt_before_evaluation else {}
 
-    def claims(
-        self, plan: PrivacyPlan, run: RunSummary, state: State, summation: Summation
-    ) -> list[Guarantee]:
-        """Return the published guarantee of Theorem 2, and the provable guarantees of this run."""
-        return [*theorem2_of_plan(plan, run), *super().claims(plan, run, state, summation)]
+    def published(self, plan: PrivacyPlan, run: RunSummary) -> list[Guarantee]:
+        """Return the guarantee of Theorem 2."""
+        return theorem2_of_plan(plan, run)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Centaur(DP2FedSAM):
     """CENTAUR at client level: DP²-FedSAM with plain SGD on the extractor."""
 
+    extractor: LocalTraining = LocalTraining()
+
     def __post_init__(self) -> None:
         super().__post_init__()
-        object.__setattr__(self, "extractor", replace(self.extractor, sam_radius=0.0))
+        if radius := self.extractor.sam_radius:
+            raise InvalidValue(
+                f"extractor.sam_radius={radius!r}: expected 0, because {self.name} trains by plain "
+                "SGD; use DP2FedSAM to train by SAM"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)

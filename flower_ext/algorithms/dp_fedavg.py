@@ -22,16 +22,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from flower_ext.errors import InvalidValue
-from flower_ext.federation import (
-    ClientMethod,
-    ClientWork,
-    LocalResult,
-    Memory,
-    Method,
-    State,
-    Steps,
-    Summation,
-)
+from flower_ext.federation import ClientMethod, ClientWork, LocalResult, Memory, Method, Steps
 from flower_ext.privacy import Guarantee, PrivacyPlan
 from flower_ext.privacy.run_summary import RunSummary
 from flower_ext.privacy.theorems.dp2_fedsam_theorem import theorem2_of_plan
@@ -89,11 +80,9 @@ class DPFedAvg(Method):
         """The fine-tuning before evaluation, if there is any."""
         return {} if self.fine_tuning is None else {"fine_tuning": self.fine_tuning}
 
-    def claims(
-        self, plan: PrivacyPlan, run: RunSummary, state: State, summation: Summation
-    ) -> list[Guarantee]:
-        """Return the published guarantee of Theorem 2, and the provable guarantees of this run."""
-        return [*theorem2_of_plan(plan, run), *super().claims(plan, run, state, summation)]
+    def published(self, plan: PrivacyPlan, run: RunSummary) -> list[Guarantee]:
+        """Return the guarantee of Theorem 2."""
+        return theorem2_of_plan(plan, run)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -31,14 +31,7 @@ from torch import Tensor
 
 from flower_ext.checks import require_at_least_one, require_positive, require_rate
 from flower_ext.errors import InvalidValue
-from flower_ext.federation import (
-    Arrays,
-    ClientMethod,
-    ClientWork,
-    LocalResult,
-    Method,
-    Steps,
-)
+from flower_ext.federation import Arrays, ClientMethod, ClientWork, LocalResult, Method, Steps
 from flower_ext.privacy import PrivacyPlan
 from flower_ext.training import (
     Job,
@@ -158,9 +151,7 @@ class FedALA(Method):
     def training(self) -> Mapping[str, LocalTraining]:
         """The phases of local training: the local model, and W, which begins with more passes."""
         weights = LocalTraining(
-            epochs=1,
-            batch_size=self.local.batch_size,
-            learning_rate=self.weight_learning_rate,
+            epochs=1, batch_size=self.local.batch_size, learning_rate=self.weight_learning_rate
         )
         first = replace(weights, epochs=self.first_passes)
         return {"local": self.local, "weights": weights, "first_weights": first}

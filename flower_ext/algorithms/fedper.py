@@ -21,7 +21,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from flower_ext.errors import InvalidValue
 from flower_ext.federation import (
     ClientMethod,
     ClientWork,
@@ -70,11 +69,3 @@ class FedPer(Method):
 
     personal: Sequence[str] = ("head",)
     local: LocalTraining = LocalTraining()
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not self.personal:
-            raise InvalidValue(
-                f"personal=(): expected the names of {self.name}'s personal layers, for example "
-                f"{type(self).personal}"
-            )

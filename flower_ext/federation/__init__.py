@@ -15,7 +15,8 @@ from flower_ext.federation.engines.in_process import InProcessGrid, run_in_proce
 from flower_ext.federation.engines.virtual import VirtualGrid, clients_of
 from flower_ext.federation.exchange import Clients, RefusedReply
 from flower_ext.federation.flower_accountant import PldAccountant
-from flower_ext.federation.method import Connected, Method, Released, State, require_usual_server
+from flower_ext.federation.method import Connected, Method, Released, require_usual_server
+from flower_ext.federation.method_state import State
 from flower_ext.federation.population import Cohort, Population
 from flower_ext.federation.recording import (
     first_config,

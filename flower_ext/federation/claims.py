@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from flower_ext.federation.method import State
+from flower_ext.federation.method_state import State
 from flower_ext.federation.run import Run
 from flower_ext.privacy import BudgetExhausted, Guarantee, epsilon_text
 from flower_ext.privacy.accounting.participations import Participations

@@ -43,9 +43,9 @@ from flower_ext.errors import InvalidValue, knowing_no_data
 from flower_ext.federation import records
 from flower_ext.federation._flower_private import message_like
 from flower_ext.federation.client.node import NodePolicy
-from flower_ext.federation.client.requests import UploadRequest
+from flower_ext.federation.client.requests import ClientRequest
 from flower_ext.federation.exchange import moved_by
-from flower_ext.federation.failures import failed, hidden_errors, log_hidden
+from flower_ext.federation.failures import failed, log_hidden
 from flower_ext.federation.model_checks import refuse_half_precision
 from flower_ext.federation.protection import KIND, check_entries
 from flower_ext.federation.roster import (
@@ -83,60 +83,59 @@ def client_level_dp_mod(*, allow_seeded_noise: bool = False) -> Mod:
     """
 
     def mod(message: Message, context: Context, call_next: ClientAppCallable) -> Message:
-        if message.metadata.message_type.partition(".")[0] != "train":
-            try:
-                policy = NodePolicy(context, allow_seeded_noise=False)
-                policy.check_way_out("an answer of this ClientApp", in_sum=False)
-            except PermissionError as error:
-                return failed(mod, message, context, error)
-            return call_next(message, context)
-        if asks_identity(message):
-            return Message(identity(context.node_config), reply_to=message)
-        if is_rehearsal(message):
-            with hidden_errors(context), isolated():
-                received = records.to_arrays(message.content.array_records[records.MODEL])
-                if not context.node_config.get("require-secure-sum"):
-                    l2_norm(_update(call_next(_without_entries(message), context), received))
-            learned_nothing = records.to_record(_zeros(received))
-            return Message(RecordDict({records.UPDATE: learned_nothing}), reply_to=message)
         try:
-            with knowing_no_data():
-                content = message.content
-                if records.SECURE_SUM in content and records.MODEL not in content:
-                    # The message belongs to the protocol of a masked sum, and asks for no training.
-                    check_addressee(message, context)
-                    return masked.answer(message, context, _NAME)
-                request, noise = _requested(message, context, allow_seeded_noise)
-                received = records.to_arrays(message.content.array_records[records.MODEL])
-                refuse_half_precision(received)
-        except Exception as error:  # it depends on no client data: the server may see it
-            return failed(mod, message, context, error)
-        if isinstance(request.protection, ProtectedByServer):
-            return call_next(message, context)
-        still = _zeros(received)
-        try:
-            with isolated():
-                update = _update(call_next(_without_entries(message), context), received)
-            norm = l2_norm(update)
-        except Exception as error:  # a record may have caused any error
-            log_hidden(error)
-            update, norm = {name: still[name] for name in _floating(still)}, 0.0
-        try:
-            released = {**still, **request.protection.released(update, noise)}
-            sent = request.seal(released, context, _NAME)
+            reply = _reply(message, context, call_next, allow_seeded_noise)
         except Exception as error:
             return failed(mod, message, context, error)
-        content = RecordDict({records.UPDATE: records.to_record(sent)})
-        if request.entries.get("diagnostics"):
-            content[records.METRICS] = records.metrics_record({"update-norm": norm})
-        return Message(content, reply_to=message)
+        return call_next(message, context) if reply is None else reply
 
     return mod
 
 
+def _reply(
+    message: Message, context: Context, call_next: ClientAppCallable, allow_seeded_noise: bool
+) -> Message | None:
+    """Return the mod's reply to a message; None if the message passes through."""
+    if message.metadata.message_type.partition(".")[0] != "train":
+        policy = NodePolicy(context, allow_seeded_noise=False)
+        policy.check_way_out("an answer of this ClientApp", in_sum=False)
+        return None
+    if asks_identity(message):
+        return Message(identity(context.node_config), reply_to=message)
+    if is_rehearsal(message):
+        with isolated():
+            received = records.to_arrays(message.content.array_records[records.MODEL])
+            if not context.node_config.get("require-secure-sum"):
+                l2_norm(_update(call_next(_without_entries(message), context), received))
+        return Message(records.Update(_zeros(received), {}).content(), reply_to=message)
+    with knowing_no_data():
+        content = message.content
+        if records.SECURE_SUM in content and records.MODEL not in content:
+            # The message belongs to the protocol of a masked sum, and asks for no training.
+            check_addressee(message, context)
+            return masked.answer(message, context, _NAME)
+        request, noise = _requested(message, context, allow_seeded_noise)
+        received = records.to_arrays(message.content.array_records[records.MODEL])
+        refuse_half_precision(received)
+    if isinstance(request.protection, ProtectedByServer):
+        return None
+    still = _zeros(received)
+    try:
+        with isolated():
+            update = _update(call_next(_without_entries(message), context), received)
+        norm = l2_norm(update)
+    except Exception as error:  # a record may have caused any error
+        log_hidden(error)
+        update, norm = {name: still[name] for name in _floating(still)}, 0.0
+    released = {**still, **request.protection.released(update, noise)}
+    sent = request.seal(released, context, _NAME)
+    metrics = {"update-norm": norm} if request.entries.get("diagnostics") else {}
+    return Message(records.Update(sent, metrics).content(), reply_to=message)
+
+
 def _requested(
     message: Message, context: Context, allow_seeded_noise: bool
-) -> tuple[UploadRequest, NoiseSource]:
+) -> tuple[ClientRequest, NoiseSource]:
     """Return how a training message asks the mod to protect the upload, and the source of noise."""
     check_addressee(message, context)
     entries = entries_for_mods(message)
@@ -160,7 +159,7 @@ def _requested(
             )
         arrays = message.content.array_records[records.SECURE_SUM]
         sums[records.SECURE_SUM] = records.to_arrays(arrays)
-    request = UploadRequest(protection=protection, entries=entries, sums=sums)
+    request = ClientRequest(protection=protection, entries=entries, sums=sums)
     return request, NodePolicy(context, allow_seeded_noise).admit(request)
 
 

@@ -265,9 +265,6 @@ def _for_any_app(kind: str, content: Content) -> Content:
     return {**arrays, records.CONFIG: ConfigRecord(settings)}
 
 
-# Replies ------------------------------------------------------------------------------------
-
-
 def read_update(reply: Message, *, base: Mapping[str, np.ndarray], trust_models: bool) -> Update:
     """Return the update in a training reply; refuse one without names, shapes, dtypes of ``base``.
 

@@ -40,7 +40,8 @@ _hidden: set[tuple[str, int]] = set()
 
 def failed(app: ClientApp | Mod, message: Message, context: Context, error: Exception) -> Message:
     """Return the error reply of a client's app or mod, and log the error on the client."""
-    is_told, partition = is_tellable(error), _client(context)
+    is_told = is_tellable(error)
+    partition = context.node_config.get("partition-id", context.node_id)
     where, shown = raised_at(error), _shown.setdefault(app, set())
     if where in shown:  # log one traceback per line of code, not one per client and round
         log.debug("client %s failed like an earlier client", partition, exc_info=error)
@@ -55,18 +56,19 @@ def failed(app: ClientApp | Mod, message: Message, context: Context, error: Exce
     return Message(Error(REASON_SENT, reason), reply_to=message)
 
 
-class ClientFailed(RuntimeError):
-    """An error on a client, with a fixed message that tells nothing about the client's data."""
-
-
 @contextmanager
-def hidden_errors(context: Context) -> Iterator[None]:
-    """If the block raises an error, log it on the client, and raise `ClientFailed` instead."""
+def hidden(permitted: bool) -> Iterator[None]:
+    """If the block raises an error, log it on the client and continue after the block.
+
+    Raise the error nevertheless if the protection has not ``permitted`` to hide errors, or if the
+    error is `tellable`, so that it depends on no data.
+    """
     try:
         yield
-    except Exception:
-        log.exception("client %s failed", _client(context))
-        raise ClientFailed(REASON_WITHHELD) from None
+    except Exception as error:
+        if not permitted or is_tellable(error):
+            raise
+        log_hidden(error)
 
 
 def log_hidden(error: Exception) -> None:
@@ -161,7 +163,3 @@ def raised_at(error: Exception) -> tuple[str, int]:
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next
     return ("", 0) if trace is None else (trace.tb_frame.f_code.co_filename, trace.tb_lineno)
-
-
-def _client(context: Context) -> object:
-    return context.node_config.get("partition-id", context.node_id)

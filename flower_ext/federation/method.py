@@ -8,8 +8,8 @@ therefore treat every method alike.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
-from typing import ClassVar, TypeVar
+from dataclasses import dataclass, fields
+from typing import ClassVar
 
 import numpy as np
 from flwr.app import ConfigRecord, Context
@@ -17,10 +17,10 @@ from flwr.clientapp import ClientApp
 
 from flower_ext.checks import is_number
 from flower_ext.errors import InvalidValue
-from flower_ext.federation import records
 from flower_ext.federation.client.app import client_app
 from flower_ext.federation.client.client_method import ClientMethod
 from flower_ext.federation.exchange import Clients
+from flower_ext.federation.method_state import State, groups_under, prefixed
 from flower_ext.federation.population import Cohort, Population
 from flower_ext.federation.records import Arrays, Update
 from flower_ext.federation.server_optimizers import MEAN, ModelAverage, ServerOptimizer
@@ -31,80 +31,8 @@ from flower_ext.privacy.queries.vector_query import VectorQuery
 from flower_ext.privacy.run_summary import MethodTraits, RunSummary
 from flower_ext.training import LocalTraining, Task
 
-T = TypeVar("T")
-_EVERYONE, _SERVER = "everyone.", "server."
 _OPTIMIZER, _AVERAGE = "optimizer.", "average."
 """Prefixes of groups of the state: what the server's optimiser and the average of models keep."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class State:
-    """State of a method on the server between two rounds: arrays by name, in named groups.
-
-    Parameters
-    ----------
-    everyone : Mapping[str, Mapping[str, ndarray]]
-        Groups that the server sends to all clients together with the model. Each group becomes a
-        record of the message, under the group's name. `Upcycled` extrapolates the groups together
-        with the model.
-    server : Mapping[str, Mapping[str, ndarray]]
-        Groups that never leave the server.
-
-    Raises
-    ------
-    InvalidValue
-        A group has a name that messages use for another record, occurs in both parts, or holds
-        anything but NumPy arrays of real numbers.
-    """
-
-    everyone: Mapping[str, Arrays] = field(default_factory=dict)
-    server: Mapping[str, Arrays] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        for name in self.everyone:
-            if name in records.RESERVED or name.startswith(records.TRAINING) or name in self.server:
-                raise InvalidValue(
-                    f"State has the group {name!r} for everyone: expected another name, because "
-                    "a record of the messages, or a group of State.server, has this name"
-                )
-        for name, group in self.groups().items():
-            for key, array in group.items():
-                # Accept NumPy's scalars, because arithmetic of arrays without axes yields them.
-                if not isinstance(array, np.ndarray | np.generic) or array.dtype.kind not in "fiub":
-                    raise InvalidValue(
-                        f"State has {key!r} of type {type(array).__name__} in the group {name!r}: "
-                        "expected a NumPy array of real numbers"
-                    )
-
-    def groups(self) -> dict[str, Arrays]:
-        """Return all groups, for a checkpoint."""
-        return _prefixed(_EVERYONE, self.everyone) | _prefixed(_SERVER, self.server)
-
-    def updated(
-        self,
-        *,
-        everyone: Mapping[str, Arrays] | None = None,
-        server: Mapping[str, Arrays] | None = None,
-    ) -> State:
-        """Return the state with these groups added; each replaces a group of the same name."""
-        return State(
-            everyone={**self.everyone, **(everyone or {})}, server={**self.server, **(server or {})}
-        )
-
-    @classmethod
-    def of_groups(cls, groups: Mapping[str, Arrays]) -> State:
-        """Rebuild a state from the groups that `groups` returned; ignore any other groups."""
-        return cls(everyone=groups_under(_EVERYONE, groups), server=groups_under(_SERVER, groups))
-
-
-def _prefixed(prefix: str, groups: Mapping[str, Arrays]) -> dict[str, Arrays]:
-    return {prefix + name: group for name, group in groups.items()}
-
-
-def groups_under(prefix: str, groups: Mapping[str, Mapping[str, T]]) -> dict[str, dict[str, T]]:
-    """Return copies of the groups whose names begin with ``prefix``, without it in their names."""
-    names = [name for name in groups if name.startswith(prefix)]
-    return {name.removeprefix(prefix): dict(groups[name]) for name in names}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -227,6 +155,11 @@ class Method:
                 f"({self.personal!r},)"
             )
         object.__setattr__(self, "personal", tuple(self.personal))
+        if type(self).personal and not self.personal:
+            raise InvalidValue(
+                f"personal=(): expected the names of {self.name}'s personal modules, for example "
+                f"{type(self).personal}"
+            )
         if not isinstance(self.server, ServerOptimizer):
             raise InvalidValue(f"server={self.server!r}: expected an optimiser such as Sgd or Adam")
         if not isinstance(self.average, ModelAverage | None):
@@ -238,8 +171,6 @@ class Method:
                 f"average={self.average!r}: expected None, because {self.name}'s server sends each "
                 "client a model of its own"
             )
-
-    # The clients' work ------------------------------------------------------------------------
 
     @property
     def training(self) -> Mapping[str, LocalTraining]:
@@ -270,8 +201,6 @@ class Method:
     ) -> ConfigRecord:
         """Return the user's configuration of a round, with entries that the method adds, if any."""
         return config
-
-    # The plan ---------------------------------------------------------------------------------
 
     def check(self, plan: PrivacyPlan) -> None:
         """Refuse a plan that does not fit the method; by default, accept every plan.
@@ -306,8 +235,6 @@ class Method:
             upload_phase=self.client.upload_phase,
         )
 
-    # The server -------------------------------------------------------------------------------
-
     @property
     def name(self) -> str:
         """The method's name in logs, errors and accounts of privacy."""
@@ -331,7 +258,7 @@ class Method:
         population : int
             Number of clients (or of users) from which cohorts are drawn.
         """
-        return State(server=_prefixed(_OPTIMIZER, self.server.init(model)))
+        return State(server=prefixed(_OPTIMIZER, self.server.init(model)))
 
     def connect(self, connected: Connected, state: State) -> State:
         """Ask the connected clients what the run must know; return the state with their answers.
@@ -362,7 +289,7 @@ class Method:
         """Return the next model and state; by default, the optimiser moves the model."""
         moments = groups_under(_OPTIMIZER, state.server)
         moved, kept = self.server.step(model, released.mean, moments)
-        return moved, state.updated(server=_prefixed(_OPTIMIZER, kept))
+        return moved, state.updated(server=prefixed(_OPTIMIZER, kept))
 
     def mean_noise(self, mechanism: RoundMechanism) -> float:
         """Return the stddev of the noise in each coordinate of the mean that moves the model."""
@@ -374,14 +301,12 @@ class Method:
             return state
         # A method's `step` may return a new state that holds nothing but what the step needs.
         kept = self.average.add(model, groups_under(_AVERAGE, previous.server))
-        return state.updated(server=_prefixed(_AVERAGE, kept))
+        return state.updated(server=prefixed(_AVERAGE, kept))
 
     def evaluated(self, model: Arrays, state: State) -> Arrays:
         """Return the model that the run evaluates and returns: the average so far, or ``model``."""
         kept = groups_under(_AVERAGE, state.server)
         return model if self.average is None or not kept else self.average.average(kept)
-
-    # The guarantees ---------------------------------------------------------------------------
 
     def disclosures(self, summation: Summation) -> Sequence[str]:
         """Return a line for each thing that the method reveals and no guarantee covers."""
@@ -391,6 +316,10 @@ class Method:
         """Return ``run`` with the values that only the method knows; unchanged by default."""
         return run
 
+    def published(self, plan: PrivacyPlan, run: RunSummary) -> Sequence[Guarantee]:
+        """Return the guarantees that the method's paper claims for a run; none by default."""
+        return ()
+
     def claims(
         self, plan: PrivacyPlan, run: RunSummary, state: State, summation: Summation
     ) -> list[Guarantee]:
@@ -398,7 +327,7 @@ class Method:
 
         ``plan`` is the user's plan. ``summation.mechanism`` is the mechanism that the rounds used.
         """
-        return summation.mechanism.guarantees(run)
+        return [*self.published(plan, run), *summation.mechanism.guarantees(run)]
 
     @classmethod
     def client_app(

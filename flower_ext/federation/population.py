@@ -57,6 +57,8 @@ class Population:
 
     repeats = True
     """False if a repeated round draws other units than the first attempt, whatever the seed."""
+    shows_users = False
+    """True if the server knows how many users a round draws, and reports that."""
 
     def __init__(self, sampling: Sampling) -> None:
         self.sampling = sampling
@@ -81,10 +83,6 @@ class Population:
         """
         kept = [partition for partition in cohort.partitions if partition not in withdrawn]
         return replace(cohort, partitions=kept)
-
-    def columns(self, drawn: Cohort) -> Mapping[str, int]:
-        """Return numbers about a drawn cohort for the metrics of its round; none by default."""
-        return {}
 
     def count(self, units: Sequence[int], uploads: int, *, requests: int) -> None:
         """Count a round: its units, its number of usable uploads, and its number of requests."""
@@ -114,6 +112,8 @@ class Population:
 class UsersInSilos(Population):
     """Users whose records lie in several silos: a round draws users and asks every silo."""
 
+    shows_users = True
+
     def __init__(self, sampling: Sampling, num_silos: int) -> None:
         super().__init__(sampling)
         self.num_nodes = num_silos
@@ -130,10 +130,6 @@ class UsersInSilos(Population):
         """Return a drawn cohort without users that withdrew."""
         return replace(cohort, units=[user for user in cohort.units if user not in withdrawn])
 
-    def columns(self, drawn: Cohort) -> Mapping[str, int]:
-        """Return the number of drawn users."""
-        return {"users": len(drawn.units)}
-
 
 class HiddenUsers(UsersInSilos):
     """Users whose records lie in silos that hide from the server which users are drawn.
@@ -147,11 +143,11 @@ class HiddenUsers(UsersInSilos):
 
     def __init__(self, sampling: Sampling, num_silos: int, *, drawn_by_server: bool) -> None:
         super().__init__(sampling, num_silos)
-        self._drawn_by_server = drawn_by_server
+        self.shows_users = drawn_by_server
 
     def draw(self, rng: np.random.Generator) -> Cohort:
         """Draw indices in the silos' secret order; if the server draws none, return all users."""
-        if self._drawn_by_server:
+        if self.shows_users:
             return super().draw(rng)
         users = range(self.sampling.population)
         return Cohort(partitions=range(self.num_nodes), units=users, population=len(users))
@@ -159,10 +155,6 @@ class HiddenUsers(UsersInSilos):
     def without(self, cohort: Cohort, withdrawn: Collection[int]) -> Cohort:
         """Return the whole cohort: the silos, which know the order, leave out users that left."""
         return cohort
-
-    def columns(self, drawn: Cohort) -> Mapping[str, int]:
-        """Return the number of drawn users; nothing if the server does not know it."""
-        return super().columns(drawn) if self._drawn_by_server else {}
 
     def count(self, units: Sequence[int], uploads: int, *, requests: int) -> None:
         """Count a round with an upload of every silo, because a weighted sum needs all uploads.

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import MISSING, Field, fields, is_dataclass
+from dataclasses import MISSING, Field, fields
 from typing import Any
 
 from flower_ext.errors import InvalidValue
@@ -72,10 +72,8 @@ def to_entries(protection: Protection | None, *, seeded_noise: bool) -> dict[str
     # If the server adds the noise, the client need not know how it is drawn.
     by_client = not isinstance(protection, ProtectedByServer)
     entries: dict[str, Any] = {KIND: name, SEEDED: seeded_noise and by_client}
-    for part in _parts_of(*_KINDS[name]):
-        if (value := getattr(protection, part.name)) is not None:
-            entries[part.name.replace("_", "-")] = value
-    return entries
+    values = {entry: getattr(protection, part.name) for entry, part in _parts_of(name).items()}
+    return entries | {entry: value for entry, value in values.items() if value is not None}
 
 
 def from_entries(entries: Mapping[str, Any]) -> Protection | None:
@@ -84,15 +82,14 @@ def from_entries(entries: Mapping[str, Any]) -> Protection | None:
     Refuse a protection that is incomplete or unknown, or whose numbers are out of range.
     """
     name = str(entries.get(KIND))
-    kind, fixed = _KINDS.get(name, (None, {}))
-    parts = {} if kind is None else {p.name.replace("_", "-"): p for p in _parts_of(kind, fixed)}
-    known = set() if kind is None else {KIND, SEEDED, *parts}
+    parts = _parts_of(name) if name in _KINDS else {}
+    known = {KIND, SEEDED, *parts} if name in _KINDS else set()
     if unknown := set(entries) - _OF_ROUNDS - known:
         raise InvalidValue(
             f"the server's message has {sorted(unknown)}, which {KIND}={entries.get(KIND)!r} "
             "does not use: expected a known protection with only its own entries"
         )
-    if kind is None:
+    if name not in _KINDS:
         return None
     if type(entries.get(SEEDED)) is not bool:
         raise TypeError(f"{SEEDED}={entries.get(SEEDED)!r}: expected true or false")
@@ -107,6 +104,7 @@ def from_entries(entries: Mapping[str, Any]) -> Protection | None:
                 raise InvalidValue(
                     f"{entry}={value!r} in the server's message: expected a finite number > 0"
                 )
+    kind, fixed = _KINDS[name]
     protection = kind(**numbers, **fixed)
     if _kind_of(protection) != name:  # "ClipToCells" without a cell would be "ClipUpdate"
         raise InvalidValue(
@@ -136,7 +134,8 @@ def _kind_of(protection: Protection) -> str | None:
     return None
 
 
-def _parts_of(kind: type[Protection], fixed: Mapping[str, Any]) -> list[Field[Any]]:
-    """Return the fields of a protection that its kind does not fix and that messages hold."""
-    parts: tuple[Field[Any], ...] = fields(kind) if is_dataclass(kind) else ()
-    return [part for part in parts if part.name not in fixed]
+def _parts_of(name: str) -> dict[str, Field[Any]]:
+    """Return the fields that a kind does not fix, by the name of their entries in messages."""
+    kind, fixed = _KINDS[name]
+    parts: tuple[Field[Any], ...] = fields(kind)  # type: ignore[arg-type]
+    return {part.name.replace("_", "-"): part for part in parts if part.name not in fixed}

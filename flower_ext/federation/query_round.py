@@ -35,7 +35,6 @@ VECTOR = "vector"
 
 
 def _evaluation_content(run: Run, model: records.Arrays, config: ConfigRecord) -> Content:
-    """Return the content of a message with all that a client needs to evaluate its own model."""
     return {records.MODEL: records.to_record(model), records.CONFIG: config, **use_records(run)}
 
 

@@ -17,15 +17,7 @@ from typing import TypeVar
 
 import numpy as np
 import torch
-from flwr.app import (
-    Array,
-    ArrayRecord,
-    ConfigRecord,
-    Message,
-    Metadata,
-    MetricRecord,
-    RecordDict,
-)
+from flwr.app import Array, ArrayRecord, ConfigRecord, Message, Metadata, MetricRecord, RecordDict
 from torch import Tensor
 
 from flower_ext.errors import InvalidValue, knowing_no_data
@@ -65,9 +57,6 @@ TRAINING = "training."
 """Prefix of the records that carry one ``LocalTraining`` each."""
 RESERVED = frozenset({MODEL, ROUND, SETTINGS, CONFIG, SECURE_SUM, WEIGHTED_SUM, QUERY})
 """Names of records that a method's own groups must not have."""
-
-
-# Arrays and settings ------------------------------------------------------------------------
 
 
 class UnsentArray(Array):
@@ -225,9 +214,6 @@ def read_trainings(content: RecordDict) -> dict[str, LocalTraining]:
     }
 
 
-# Messages of protocols ----------------------------------------------------------------------
-
-
 def to_bytes_array(data: bytes) -> np.ndarray:
     """Return bytes as a uint8 array, which is sent and counted like any other array."""
     return np.frombuffer(data, dtype=np.uint8)
@@ -250,9 +236,6 @@ def single_message(arrays: Arrays, *names: str) -> tuple[str, bytes]:
             f"the message has arrays {types}: expected one array of bytes (uint8) with a name in "
             f"{names}"
         )
-
-
-# Uploads ------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)

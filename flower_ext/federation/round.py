@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from functools import cache
 from logging import getLogger
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
 from flwr.app import ConfigRecord, Message
@@ -22,13 +22,14 @@ from flower_ext.federation.claims import charge, summary_of
 from flower_ext.federation.client.client_method import Memory
 from flower_ext.federation.connection import leave_out_withdrawn, rehearse
 from flower_ext.federation.exchange import Content, RefusedReply, Requests, read_update
-from flower_ext.federation.method import Released, State
+from flower_ext.federation.method import Released
+from flower_ext.federation.method_state import State
 from flower_ext.federation.population import Cohort
 from flower_ext.federation.protection import to_entries
 from flower_ext.federation.run import Run, Spending
 from flower_ext.federation.state.checkpoint import BegunRound
 from flower_ext.federation.stragglers import shortened
-from flower_ext.federation.sums.summation import Opening, OpenSum, Summation
+from flower_ext.federation.sums.summation import Opening, OpenSum, PlainSum, Summation
 from flower_ext.privacy import secure_generator
 from flower_ext.privacy.mechanisms.protections import Protection
 from flower_ext.privacy.mechanisms.round_mechanism import Aggregate, RoundDiscarded, RoundMechanism
@@ -65,7 +66,11 @@ class Round:
         try:
             self.sum = summation.open(opening)
         except RoundDiscarded as reason:
-            self.sum, self.discard_reason = _Unopened(opening, reason), str(reason)
+            self.discard_reason = str(reason)
+            # An empty sum takes the place of the one that cannot begin. The cohort keeps its units:
+            # they were drawn, and the round counts for them.
+            nobody = replace(opening, cohort=replace(opening.cohort, partitions=()))
+            self.sum = PlainSum(summation.mechanism).open(nobody)
 
     @property
     def cohort(self) -> Cohort:
@@ -108,21 +113,6 @@ class Round:
                 topped_up_stddev=aggregate.topped_up_stddev,
             )
         return aggregate
-
-
-class _Unopened(OpenSum):
-    """Takes the place of a sum that cannot begin: the server discards the round."""
-
-    def __init__(self, opening: Opening, reason: RoundDiscarded) -> None:
-        # The cohort keeps its units: they were drawn, and the round counts for them.
-        self.cohort = replace(opening.cohort, partitions=())
-        self._reason = reason
-
-    def read(self, reply: Message) -> NoReturn:
-        raise self._reason
-
-    def close(self) -> NoReturn:
-        raise self._reason
 
 
 class TrainingRound:
@@ -195,7 +185,9 @@ class TrainingRound:
         cohort, contents = self.cohort, self._contents(config)
         run.checkpoints.begin(BegunRound(number, [*cohort.units], *self._round.sum.exposure()))
         run.progress.row["cohort"] = len(cohort.partitions)
-        run.progress.row |= {**run.population.columns(drawn), **run.mechanism.state}
+        if run.population.shows_users:
+            run.progress.row["users"] = len(drawn.units)
+        run.progress.row |= run.mechanism.state
         return self._round.ask(contents)
 
     def close(self, replies: Iterable[Message]) -> records.Arrays | None:

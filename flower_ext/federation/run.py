@@ -19,7 +19,8 @@ from flwr.app import ArrayRecord, ConfigRecord
 from flower_ext.errors import InvalidValue
 from flower_ext.federation import records
 from flower_ext.federation.exchange import Clients
-from flower_ext.federation.method import Method, State, groups_under
+from flower_ext.federation.method import Method
+from flower_ext.federation.method_state import State, groups_under
 from flower_ext.federation.model_checks import shared_arrays
 from flower_ext.federation.population import Population
 from flower_ext.federation.progress import Progress
@@ -332,8 +333,6 @@ class Run:
             drawn = self.population.draw(secure_generator())
             size = len(drawn.partitions)
             self.population.count_abandoned(drawn.units, size, requests=size)
-
-    # Checkpoints --------------------------------------------------------------------------------
 
     def save(self, server_round: int, model: records.Arrays) -> None:
         """Write a checkpoint after a round: everything that changes between two rounds."""

@@ -26,7 +26,7 @@ from flower_ext.privacy.mechanisms.updates import require_finite
 log = getLogger("flwr")
 
 
-@dataclass(kw_only=True, eq=False)
+@dataclass(eq=False)
 class RunLoop:
     """Plays the rounds of a new or resumed run through the four methods of a Flower strategy.
 
@@ -177,8 +177,6 @@ class RunLoop:
             except Exception:  # it must not hide the error that ended the run
                 log.exception("no guarantee could be written")
             raise
-
-    # Continuing an earlier process's run -----------------------------------------------------
 
     def _resume(self, initial: ArrayRecord) -> tuple[ArrayRecord, int]:
         """Return the model from which to continue, and the number of rounds that are finished."""

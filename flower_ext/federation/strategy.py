@@ -152,8 +152,6 @@ class FederatedStrategy(Strategy):
         """The newest training round; None before the first."""
         self._evaluation: ReportedScores | QueryRound | None = None
 
-    # Flower's methods -----------------------------------------------------------------------
-
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
@@ -261,16 +259,9 @@ class FederatedStrategy(Strategy):
         """
         player = player or self
         player.summary()
+        configs = (train_config or ConfigRecord(), evaluate_config or ConfigRecord())
         loop = RunLoop(
-            run=self.run,
-            player=player,
-            grid=grid,
-            num_rounds=num_rounds,
-            timeout=timeout,
-            train_config=train_config or ConfigRecord(),
-            evaluate_config=evaluate_config or ConfigRecord(),
-            evaluate_fn=evaluate_fn,
-            should_stop=should_stop,
+            self.run, player, grid, num_rounds, timeout, *configs, evaluate_fn, should_stop
         )
         return loop.start(initial_arrays)
 
@@ -296,8 +287,6 @@ class FederatedStrategy(Strategy):
         elif spending.ledger is None:
             spending = replace(spending, ledger=directory.open_ledger(budget=limit))
         self.run = replace(run, directory=directory, spending=spending)
-
-    # What a run leaves ----------------------------------------------------------------------
 
     def guarantees(self) -> list[Guarantee]:
         """Return the published and the provable guarantees of all rounds so far.

@@ -65,8 +65,8 @@ def test_whole_model_methods_equal_the_plain_loop(method, training, tuning):
 
 @pytest.mark.parametrize(("method", "radius"), [(DP2FedSAM, 0.2), (Centaur, 0.0)])
 def test_personal_head_methods_equal_the_plain_loop_and_so_do_their_heads(method, radius):
-    ours, grid = run(strategy_of(method, head=HEAD, extractor=SAM, **COMMON))
     extractor = SAM if radius else SGD
+    ours, grid = run(strategy_of(method, head=HEAD, extractor=extractor, **COMMON))
     theirs, heads = federated(
         PLAN,
         seed=SEED,
@@ -90,7 +90,7 @@ def test_the_methods_differ_from_one_another():
     finals = [
         run(strategy_of(DPFedAvg, local=SGD, **COMMON))[0],
         run(strategy_of(DPFedSAM, local=SAM, **COMMON))[0],
-        run(strategy_of(Centaur, head=HEAD, extractor=SAM, **COMMON))[0],
+        run(strategy_of(Centaur, head=HEAD, extractor=SGD, **COMMON))[0],
         run(strategy_of(DP2FedSAM, head=HEAD, extractor=SAM, **COMMON))[0],
     ]
     weights = [final["extractor.weight"] for final in finals]
@@ -154,6 +154,11 @@ def test_a_sam_method_without_a_radius_is_refused():
         FederatedStrategy(DPFedSAM(local=LocalTraining(sam_radius=0.0)), PLAN)
 
 
+def test_a_method_with_sgd_on_the_extractor_refuses_a_radius():
+    with pytest.raises(ValueError, match=r"extractor.sam_radius=0.2: expected 0.*use DP2FedSAM"):
+        Centaur(head=HEAD, extractor=SAM)
+
+
 def test_a_personal_method_without_a_personal_part_is_refused():
-    with pytest.raises(ValueError, match="name the module that is the head"):
+    with pytest.raises(ValueError, match="names of DP2FedSAM's personal modules"):
         FederatedStrategy(DP2FedSAM(personal=()), PLAN)

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from flwr.app import Context, RecordDict
 from torch import nn
 from torch.func import functional_call
 from torch.nn.functional import cross_entropy
@@ -10,7 +9,6 @@ from torch.nn.functional import cross_entropy
 from flower_ext.algorithms.pfedme import PFedMe, local_update
 from flower_ext.data import ClientData, Examples
 from flower_ext.federation import ClientWork
-from flower_ext.federation.client.node import NodePolicy
 from flower_ext.training import Linear, LocalTraining, Task
 from flower_ext.training.side_by_side import side_by_side
 from tests.support.jobs import batches
@@ -51,7 +49,6 @@ def client_work(task, client, method, *, size, dtype=torch.float32, terms=()):
         method=method.client,
         task=task,
         data=ClientData(train=examples, test=examples),
-        policy=NodePolicy(Context(1, 1, {}, RecordDict(), {}), allow_seeded_noise=False),
         received=task.initial_params(0),
         training=method.training,
         settings={"attraction": method.attraction},

@@ -45,7 +45,7 @@ from flower_ext.federation import (
     client_app,
     records,
 )
-from flower_ext.federation.method import State
+from flower_ext.federation.method_state import State
 from flower_ext.federation.roster import FOR_MODS
 from flower_ext.privacy import (
     Budget,

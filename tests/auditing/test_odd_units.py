@@ -13,7 +13,7 @@ from flower_ext.algorithms import DP2FedSAM, DPDitto, DPFedAvg
 from flower_ext.algorithms.uldp import UldpAvg, UldpSgd, silo_training
 from flower_ext.auditing import Experiment, World, audit, observe, projected
 from flower_ext.data import ClientData, Examples, SiloData
-from flower_ext.federation import FederatedStrategy
+from flower_ext.federation import FederatedStrategy, failures
 from flower_ext.federation.client import client_method, upload
 from flower_ext.privacy import (
     AdversaryView,
@@ -278,7 +278,8 @@ def test_a_client_whose_training_fails_is_not_found(setup, kind):
 def test_a_client_whose_error_takes_the_place_of_its_upload_is_found(setup, kind, monkeypatch):
     monkeypatch.setattr(Protection, "hides_failures", False)
     monkeypatch.setattr(OutputPerturbation, "hides_missing_data", False)
-    monkeypatch.setattr(upload, "log_hidden", _raised)
+    for module in (failures, upload):
+        monkeypatch.setattr(module, "log_hidden", _raised)
     experiment = with_a_client_that_fails(setup, kind)
     found = audit(experiment, trials=FAULTY, confidence=OF_A_FAULT)
     assert found.broken, found.to_dict()

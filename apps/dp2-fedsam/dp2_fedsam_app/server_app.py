@@ -86,9 +86,10 @@ def method_of(settings: Settings, task: Task) -> Method:
     head = configured.training(
         settings, epochs=settings.head_epochs, learning_rate=settings.head_learning_rate
     )
+    extractor = sam if "sam" in method else sgd
     return PERSONAL_HEAD[method](
         head=head,
-        extractor=configured.training(settings, epochs=0) if method == OWN_HEAD else sam,
+        extractor=configured.training(settings, epochs=0) if method == OWN_HEAD else extractor,
         adapt_before_evaluation=settings.adapt_before_evaluation,
         **server,
     )

@@ -88,7 +88,10 @@ def method_of(settings: Settings) -> Method:
         epochs=settings.head_epochs,
         learning_rate=settings.head_learning_rate,
     )
+    extractor = sam if "sam" in method else sgd
     if method == OWN_HEAD:
-        sam = configured.training(settings, epochs=0)
+        extractor = configured.training(settings, epochs=0)
     adapt = settings.adapt_before_evaluation
-    return PERSONAL_HEAD[method](head=head, extractor=sam, adapt_before_evaluation=adapt, **server)
+    return PERSONAL_HEAD[method](
+        head=head, extractor=extractor, adapt_before_evaluation=adapt, **server
+    )

@@ -45,7 +45,7 @@ from flower_ext.algorithms.uldp.weights import (
     user_weights,
     users_records,
 )
-from flower_ext.checks import require_at_least_one
+from flower_ext.checks import require_at_least_one, require_one_of
 from flower_ext.data import Examples
 from flower_ext.data.examples import owned
 from flower_ext.errors import InvalidValue
@@ -165,10 +165,8 @@ class UldpAvg(Method):
     def __post_init__(self) -> None:
         super().__post_init__()
         require_at_least_one("num_silos", self.num_silos)
-        if self.weighting not in (rules := get_args(Weighting)):
-            raise InvalidValue(f"weighting={self.weighting!r}: expected {' or '.join(rules)}")
-        if self.user_draw not in ("server", "silos"):
-            raise InvalidValue(f"user_draw={self.user_draw!r}: expected 'server' or 'silos'")
+        require_one_of("weighting", self.weighting, get_args(Weighting))
+        require_one_of("user_draw", self.user_draw, ("server", "silos"))
 
     @property
     def traits(self) -> MethodTraits:

@@ -109,10 +109,7 @@ class UldpGroup(Method):
     """
 
     client = ClientMethod(
-        name="uldp_group",
-        local_update=local_update,
-        answer=answer_server,
-        memory=Memory.NONE,
+        name="uldp_group", local_update=local_update, answer=answer_server, memory=Memory.NONE
     )
 
     num_silos: int

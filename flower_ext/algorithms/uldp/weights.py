@@ -66,10 +66,7 @@ def user_weights(weighting: Weighting, histogram: np.ndarray) -> np.ndarray:
 
 
 def check_weights(
-    weights: np.ndarray,
-    num_silos: int,
-    users: Sequence[int],
-    weighting: Weighting = "by-records",
+    weights: np.ndarray, num_silos: int, users: Sequence[int], weighting: Weighting = "by-records"
 ) -> None:
     """Refuse weights with which one user could move the sum by more than the clipping norm.
 
@@ -97,9 +94,6 @@ def check_weights(
             f"weights of {whose} sum to {sums[worst]:.6g} over the silos: expected at most 1, "
             "because a user could otherwise move the sum by more than the clipping norm"
         )
-
-
-# Messages between server and silos ---------------------------------------------------------
 
 
 def users_records(weights: np.ndarray, users: Sequence[int], num_users: int) -> list[ArrayRecord]:

@@ -1,6 +1,6 @@
 """A ClientApp for one or several methods: it trains, evaluates, and answers questions.
 
-A method supplies two functions (`ClientMethod`), written for one client. `work_of` prepares their
+A method supplies two functions (`ClientMethod`), written for one client. `assign` prepares their
 input from a message. `upload_of` runs them, bounds their results and adds noise before anything
 leaves the client, so no method can forget one of these steps. The memory that a method returns
 cannot reach a reply.
@@ -118,36 +118,27 @@ def client_app(
     kinds: dict[str, type[VectorQuery]] = {"scores": SecureScores}
     kinds |= {kind.name: kind for kind in queries}
 
-    @app.query("identity")
-    def _(message: Message, context: Context) -> Message:
-        return Message(identity(context.node_config), reply_to=message)
+    def identities(
+        messages: Sequence[Message], contexts: Sequence[Context], **_: object
+    ) -> list[RecordDict]:
+        return [identity(context.node_config) for context in contexts]
 
-    app.cohort_answers[IDENTITY] = lambda messages, contexts, *, memory_limit: [
-        identity(context.node_config) for context in contexts
-    ]
-
+    app.cohort_answers[IDENTITY] = identities
+    app.query("identity")(partial(_answer_alone, identities))
     for method in methods:
         side = app.sides[method.name] = ClientSide(method, task, allow_seeded_noise, kinds)
         app.cohort_answers[f"train.{method.name}"] = side.train
         app.cohort_answers[f"evaluate.{method.name}"] = side.score
-
-        @app.train(method.name)
-        def _(message: Message, context: Context, side: ClientSide = side) -> Message:
-            return _reply(message, side.train([message], [context], alone=True))
-
-        @app.evaluate(method.name)
-        def _(message: Message, context: Context, side: ClientSide = side) -> Message:
-            return _reply(message, side.score([message], [context]))
-
-        @app.query(method.name)
-        def _(message: Message, context: Context, side: ClientSide = side) -> Message:
-            return side.answer(message, context)
-
+        app.train(method.name)(partial(_answer_alone, partial(side.train, alone=True)))
+        app.evaluate(method.name)(partial(_answer_alone, side.score))
+        app.query(method.name)(side.answer)
     return app
 
 
-def _reply(message: Message, answers: Sequence[Answer]) -> Message:
-    (answer,) = answers
+def _answer_alone(
+    answer_each: Callable[..., Sequence[Answer]], message: Message, context: Context
+) -> Message:
+    (answer,) = answer_each([message], [context])
     if isinstance(answer, Exception):
         raise answer
     return Message(answer.content() if isinstance(answer, Update) else answer, reply_to=message)

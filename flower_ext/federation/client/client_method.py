@@ -12,14 +12,10 @@ import torch
 
 from flower_ext.data import ClientData, Examples
 from flower_ext.errors import InvalidValue
-from flower_ext.federation import records
-from flower_ext.federation.client.node import NodePolicy
-from flower_ext.federation.client.requests import ClientRequest
-from flower_ext.federation.client.user_draws import draw_users, draws_vault
-from flower_ext.federation.state.memory import ClientMemory, ClientVault
-from flower_ext.federation.sums.weighted_silo import HiddenSum, stored_silo
+from flower_ext.federation.sums.weighted_silo import HiddenSum
 from flower_ext.privacy import NoiseSource, PoissonSampling, SecureNoise
 from flower_ext.privacy.mechanisms.bounds import BoundedSum
+from flower_ext.privacy.mechanisms.protections import Protection
 from flower_ext.training import Job, LocalTraining, Params, StepNoise, Task, Term
 from flower_ext.training.batched.many import train_each, train_invariantly
 from flower_ext.training.isolation import draws_seed, seeded
@@ -31,7 +27,7 @@ Contribution = Params | BoundedSum | HiddenSum
 
 
 @dataclass(kw_only=True)
-class ClientWork(ClientRequest):
+class ClientWork:
     """The input of a method on one client in one round; the method must not change the input.
 
     Attributes
@@ -55,14 +51,10 @@ class ClientWork(ClientRequest):
     method : ClientMethod
     task, data
         The task and this client's data.
-    policy : NodePolicy
-        The client's node, and limits that its owner sets.
     generator
         Random generator for this client and round.
     memory : Params or None
         What the method stored on this client; None before it stored anything.
-    store : ClientMemory or None
-        Where the client side stores the memory that the method returns; None if it keeps none.
     terms : Sequence[Term]
         Terms that the plan adds to every local objective (objective perturbation).
     noise : NoiseSource
@@ -72,41 +64,32 @@ class ClientWork(ClientRequest):
     batch_invariant : bool
         True if no bit of this client's result may depend on the other trainings in its batch (see
         `train_groups`).
+    hidden_sum : Callable[[int, float], HiddenSum | None]
+        Begins this silo's contribution to a `weighted_sum`, and returns None if there is no such
+        sum. Its arguments are the number of users of all silos, and the bound of a user's update.
+    draw_users : Callable[[PoissonSampling], list[int]]
+        Returns the users that all silos draw for this round; a second call raises an error.
     """
 
     method: ClientMethod
     task: Task
     data: ClientData
-    policy: NodePolicy
+    received: Params
+    training: Mapping[str, LocalTraining]
     generator: torch.Generator
+    state: Mapping[str, Params] = field(default_factory=dict)
+    settings: Mapping[str, float] = field(default_factory=dict)
+    config: Mapping[str, object] = field(default_factory=dict)
+    protection: Protection = field(default_factory=Protection)
+    round: int = 1
+    seed: int = 0
     memory: Params | None = None
-    store: ClientMemory | None = None
     terms: Sequence[Term] = ()
     noise: NoiseSource = field(default_factory=SecureNoise)
     step_noise: Mapping[str, StepNoise] = field(default_factory=dict)
     batch_invariant: bool = False
-
-    def hidden_sum(self, num_users: int, clipping_norm: float) -> HiddenSum | None:
-        """Begin this silo's contribution to a `weighted_sum`; return None if there is no such sum.
-
-        ``num_users`` counts the users of all silos. ``clipping_norm`` bounds each user's update.
-        """
-        if (message := self.sums.get(records.WEIGHTED_SUM)) is None:
-            return None
-        return HiddenSum(
-            stored_silo(ClientVault(self.policy.context, self.method.name)),
-            message,
-            number=self.round,
-            users=num_users,
-            bound=clipping_norm,
-            like=self.received,
-        )
-
-    def draw_users(self, sampling: PoissonSampling) -> list[int]:
-        """Return the users that all silos draw for this round; a second call raises an error."""
-        context = self.policy.context
-        vault, run = draws_vault(context, self.method.name), (self.run, context.run_id)
-        return draw_users(self.task, vault, run, self.round, sampling)
+    hidden_sum: Callable[[int, float], HiddenSum | None] = lambda users, bound: None
+    draw_users: Callable[[PoissonSampling], list[int]] = lambda sampling: []
 
     def initial_params(self) -> Params:
         """Return the whole model before training, which is equal on all clients."""

@@ -22,16 +22,15 @@ from flwr.app import ArrayRecord, Context, Message, RecordDict
 from flower_ext.data import ClientData, SiloData
 from flower_ext.errors import InvalidValue, knowing_no_data
 from flower_ext.federation import records
-from flower_ext.federation.client.client_method import ClientMethod, ClientWork, Question
+from flower_ext.federation.client.client_method import ClientMethod, Question
 from flower_ext.federation.client.evaluating import (
-    WorkView,
     evaluation_of,
     masked_vector,
     query_of,
     used_model,
 )
 from flower_ext.federation.client.node import NodePolicy
-from flower_ext.federation.client.preparing import NO_DATA, data_of, work_of
+from flower_ext.federation.client.preparing import NO_DATA, Assignment, assign, data_of
 from flower_ext.federation.client.requests import read_each
 from flower_ext.federation.client.upload import upload_of
 from flower_ext.federation.client.user_draws import draw_fingerprint, draws_vault
@@ -70,23 +69,20 @@ class ClientSide:
         memory. An error replaces the result of its client only. ``alone`` means that the node
         trains no other client at the same time.
         """
-        works = self._works(messages, contexts, alone=alone)
-        return side_by_side(attempt_in_turn(upload_of, works), memory_limit=memory_limit)
+        assignments = self._assignments(messages, contexts, alone=alone)
+        return side_by_side(attempt_in_turn(upload_of, assignments), memory_limit=memory_limit)
 
-    def _works(
+    def _assignments(
         self, messages: Sequence[Message], contexts: Sequence[Context], *, alone: bool
-    ) -> list[ClientWork | Exception]:
-        """Return the input of each client's functions, or the client's error.
-
-        All inputs share one task.
-        """
+    ) -> list[Assignment | Exception]:
+        """Return each client's assignment, or its error. All assignments share one task."""
         policies = attempt_each(self.policy, contexts)
         known = [policy for policy in policies if isinstance(policy, NodePolicy)]
         if not known:
             return [policy for policy in policies if isinstance(policy, Exception)]
         task = known[0].task(self.task)
         requests = read_each(task, messages, contexts)
-        return attempt_each(partial(work_of, self.method, task, alone=alone), policies, requests)
+        return attempt_each(partial(assign, self.method, task, alone=alone), policies, requests)
 
     def score(
         self,
@@ -101,18 +97,17 @@ class ClientSide:
         is then evaluated by itself, so that no bit that it adds to the sum depends on the other
         clients.
         """
-        works = self._works(messages, contexts, alone=True)
-        if any(isinstance(work, ClientWork) and work.query for work in works):
-            return attempt_each(self._masked_vector, works)
-        return side_by_side(attempt_in_turn(evaluation_of, works), memory_limit=memory_limit)
-
-    def _masked_vector(self, work: ClientWork) -> RecordDict:
-        return masked_vector(query_of(work, self.queries), WorkView(work))
+        assignments = self._assignments(messages, contexts, alone=True)
+        if any(isinstance(each, Assignment) and each.request.query for each in assignments):
+            return attempt_each(
+                lambda each: masked_vector(query_of(each.request, self.queries), each), assignments
+            )
+        return side_by_side(attempt_in_turn(evaluation_of, assignments), memory_limit=memory_limit)
 
     def used(self, message: Message, context: Context) -> Params:
         """Return the model that this client uses for predictions, which `score` evaluates."""
-        works = self._works([message], [context], alone=True)
-        (model,) = side_by_side(attempt_in_turn(used_model, works))
+        assignments = self._assignments([message], [context], alone=True)
+        (model,) = side_by_side(attempt_in_turn(lambda each: used_model(each.work), assignments))
         if isinstance(model, Exception):
             raise model
         return model

@@ -15,18 +15,13 @@ from flower_ext.data import ClientData, Examples
 from flower_ext.errors import InvalidValue, is_tellable, knowing_no_data
 from flower_ext.federation import records
 from flower_ext.federation.client.client_method import ClientWork
+from flower_ext.federation.client.preparing import Assignment
 from flower_ext.federation.client.requests import ClientRequest
 from flower_ext.federation.exchange import LARGEST_VALUE
 from flower_ext.privacy.queries.vector_query import VectorQuery
 from flower_ext.training import Job, LocalTraining, Params, Task, evaluate_each
 from flower_ext.training.isolation import isolated
-from flower_ext.training.side_by_side import (
-    Steps,
-    Training,
-    check_whole,
-    completed,
-    side_by_side,
-)
+from flower_ext.training.side_by_side import Steps, Training, check_whole, completed, side_by_side
 
 log = getLogger("flwr")
 
@@ -70,9 +65,10 @@ def _evaluate(
     return evaluate_each(task, [job.params for job in jobs], [job.examples for job in jobs])
 
 
-def evaluation_of(work: ClientWork) -> Steps[RecordDict]:
+def evaluation_of(assignment: Assignment) -> Steps[RecordDict]:
     """Return the reply with a client's finite scores and its number of test examples."""
-    scores = yield from scores_of(work, training=bool(work.entries.get("training-loss")))
+    work, with_training = assignment.work, assignment.request.entries.get("training-loss")
+    scores = yield from scores_of(work, training=bool(with_training))
     # A score may be undefined for these examples. The server would refuse a reply that contains it.
     finite = {n: v for n, v in scores.items() if abs(v) <= LARGEST_VALUE}
     if lacking := sorted(set(scores) - set(finite)):
@@ -117,22 +113,26 @@ def query_of(request: ClientRequest, kinds: Mapping[str, type[VectorQuery]]) -> 
             raise InvalidValue(f"query {name!r} in the server's message: {error}") from error
 
 
-def masked_vector(query: VectorQuery, view: WorkView) -> RecordDict:
+def masked_vector(query: VectorQuery, assignment: Assignment) -> RecordDict:
     """Return a client's answer to a query: its vector, bounded, noised and masked."""
-    vector, work, protection = _vector(query, view), view.work, view.work.protection
+    vector = _vector(query, WorkView(assignment.work))
+    request, policy, protection = (
+        assignment.request,
+        assignment.policy,
+        assignment.request.protection,
+    )
     with knowing_no_data():
-        work.policy.check(protection)
-        if protection.cell is None or records.SECURE_SUM not in work.sums:
+        policy.check(protection)
+        if protection.cell is None or records.SECURE_SUM not in request.sums:
             raise InvalidValue.tellable(
                 "a query in the server's message: expected a message with a secure sum and the "
                 "protection ClipToCells"
             )
-        entries = {**work.entries, "number": work.entries["query"]}
-        noise = work.policy.noise(entries, f"{OF_QUERY} {query.name}")
+        entries = {**request.entries, "number": request.entries["query"]}
+        noise = policy.noise(entries, f"{OF_QUERY} {query.name}")
     # `released` clips to the norm that the noise is for, whatever norm the query names.
     cells = protection.released({"vector": vector}, noise)
-    sealed = work.seal(cells, work.policy.context, work.method.name)
-    return RecordDict({records.UPDATE: records.to_record(sealed)})
+    return RecordDict({records.UPDATE: records.to_record(assignment.seal(cells))})
 
 
 def _vector(query: VectorQuery, view: WorkView) -> NDArray[np.float64]:
@@ -143,6 +143,9 @@ def _vector(query: VectorQuery, view: WorkView) -> NDArray[np.float64]:
     try:
         with isolated():
             vector = np.asarray(query.vector(view), dtype=np.float64)
+        if vector.shape != (query.size,) or not np.isfinite(vector).all():
+            raise InvalidValue(f"query {query.name}: expected {query.size} finite numbers")
+        return vector
     except Exception as error:  # unusual tensors may raise wherever they are read
         if is_tellable(error):
             raise
@@ -153,12 +156,3 @@ def _vector(query: VectorQuery, view: WorkView) -> NDArray[np.float64]:
         )
         log.debug("query %s failed", query.name, exc_info=error)
         return np.zeros(query.size)
-    if vector.shape != (query.size,) or not np.isfinite(vector).all():
-        log.warning(
-            "query %s: expected %d finite numbers, so this client adds zeros to the sum: check its "
-            "data",
-            query.name,
-            query.size,
-        )
-        return np.zeros(query.size)
-    return vector

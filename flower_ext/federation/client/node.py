@@ -15,7 +15,7 @@ import torch
 from flwr.app import Context
 
 from flower_ext.errors import InvalidValue, tellable
-from flower_ext.federation.client.requests import UploadRequest
+from flower_ext.federation.client.requests import ClientRequest
 from flower_ext.federation.protection import SEEDED
 from flower_ext.federation.roster import PARTITION, partition_of
 from flower_ext.privacy import NoiseSource, SecureNoise, SeededNoise
@@ -88,7 +88,7 @@ class NodePolicy:
         """True if this client accepts seeded noise and small keys, which protect nobody."""
         return self.allow_seeded_noise and not self.context.node_config.get("require-secure-noise")
 
-    def admit(self, request: UploadRequest) -> NoiseSource:
+    def admit(self, request: ClientRequest) -> NoiseSource:
         """Refuse a request that the owner does not permit; return the upload's source of noise."""
         if request.kind == "train":
             self.check(request.protection)

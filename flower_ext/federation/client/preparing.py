@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from functools import partial
+
 import torch
 
 from flower_ext.data import ClientData, Examples, SiloData
 from flower_ext.errors import InvalidValue, is_tellable, knowing_no_data, tellable
+from flower_ext.federation import records
 from flower_ext.federation.client.client_method import ClientMethod, ClientWork, Memory
 from flower_ext.federation.client.node import NodePolicy
 from flower_ext.federation.client.requests import ClientRequest
-from flower_ext.federation.failures import log_hidden, log_once
+from flower_ext.federation.client.user_draws import draw_users, draws_vault
+from flower_ext.federation.failures import hidden, log_once
 from flower_ext.federation.protection import Unprotected
-from flower_ext.federation.state.memory import ClientMemory
+from flower_ext.federation.state.memory import ClientMemory, ClientVault
+from flower_ext.federation.sums.weighted_silo import HiddenSum, stored_silo
 from flower_ext.privacy import NoiseSource
 from flower_ext.privacy.guarantee import PreconditionFailed
 from flower_ext.privacy.mechanisms.protections import ClipSteps, ObjectivePerturbation, Protection
+from flower_ext.privacy.mechanisms.updates import NamedArrays
 from flower_ext.privacy.randomness import derived_seed
 from flower_ext.training import Linear, Params, StepNoise, Task, train
 from flower_ext.training.isolation import isolated
@@ -25,10 +32,28 @@ NO_DATA = SiloData(train=_NONE, test=_NONE, owners=torch.empty(0, dtype=torch.in
 """Data of a client without examples, which every method accepts."""
 
 
-def work_of(
+@dataclass(kw_only=True)
+class Assignment:
+    """One client's work, and all that the client side needs around it and no method sees."""
+
+    work: ClientWork
+    """The input of the method."""
+    request: ClientRequest
+    """The server's request, which says how the client's answer leaves the client."""
+    policy: NodePolicy
+    """The client's node, and limits that its owner sets."""
+    store: ClientMemory | None
+    """Where the client keeps what the method returns as memory; None if it keeps none."""
+
+    def seal(self, update: NamedArrays) -> records.Arrays:
+        """Return a protected update as it leaves the client (see `ClientRequest.seal`)."""
+        return self.request.seal(update, self.policy.context, self.work.method.name)
+
+
+def assign(
     method: ClientMethod, task: Task, policy: NodePolicy, request: ClientRequest, *, alone: bool
-) -> ClientWork:
-    """Return a client's work, if the owner of its node permits the request.
+) -> Assignment:
+    """Return a client's assignment, if the owner of its node permits the request.
 
     ``alone`` means that the node trains no other client at the same time.
     """
@@ -39,15 +64,21 @@ def work_of(
     # Batches of examples differ between clients and rounds, and are equal in a repeated round.
     seed = derived_seed(request.seed, "client", request.kind, partition, request.round)
     data = checked_data(task, request, partition)
-    keeps = method.keeps_memory
-    store = ClientMemory(policy.context, method.name, request.run) if keeps else None
-    return ClientWork(
-        **vars(request),
+    context, keeps = policy.context, method.keeps_memory
+    store = ClientMemory(context, method.name, request.run) if keeps else None
+    run = (request.run, context.run_id)
+    work = ClientWork(
         method=method,
         task=task,
-        policy=policy,
         data=data,
-        store=store,
+        received=request.received,
+        training=request.training,
+        state=request.state,
+        settings=request.settings,
+        config=request.config,
+        protection=protection,
+        round=request.round,
+        seed=request.seed,
         memory=None if store is None else _load(store, method, request),
         generator=torch.Generator().manual_seed(seed),
         terms=objective_terms(request.received, len(data.train), protection, noise),
@@ -56,6 +87,24 @@ def work_of(
         # Libraries may round differently if clients train in one batch, but no bit of an upload may
         # depend on the other clients.
         batch_invariant=not alone and protection.bounds_uploads,
+        hidden_sum=partial(_hidden_sum, request, ClientVault(context, method.name)),
+        draw_users=partial(draw_users, task, draws_vault(context, method.name), run, request.round),
+    )
+    return Assignment(work=work, request=request, policy=policy, store=store)
+
+
+def _hidden_sum(
+    request: ClientRequest, vault: ClientVault, num_users: int, clipping_norm: float
+) -> HiddenSum | None:
+    if (message := request.sums.get(records.WEIGHTED_SUM)) is None:
+        return None
+    return HiddenSum(
+        stored_silo(vault),
+        message,
+        number=request.round,
+        users=num_users,
+        bound=clipping_norm,
+        like=request.received,
     )
 
 
@@ -79,15 +128,11 @@ def checked_data(task: Task, request: ClientRequest, partition: int) -> ClientDa
         )
     if request.kind != "train" or num_examples == 0:
         return data
-    try:  # the model may fail on examples of this kind
+    with hidden(hide_errors):  # the model may fail on examples of this kind
         if reason := why_state_is_shared(task, data.train, train):
             raise InvalidValue.tellable(reason)
-    except Exception as error:
-        if is_tellable(error) or not hide_errors:
-            raise
-        log_hidden(error)
-        return NO_DATA
-    return data
+        return data
+    return NO_DATA
 
 
 def data_of(task: Task, partition: int, *, hide_errors: bool) -> ClientData:

@@ -26,13 +26,20 @@ _IN_THE_CLEAR = ("report-size", "diagnostics", "training-loss")
 """Entries that ask for numbers about the client's data without noise, in addition to the update."""
 
 
-@dataclass(
-    kw_only=True
-)  # a frozen class, and `ClientWork` with it, takes six times as long to make
-class UploadRequest:
-    """The part of a server's request that says how the client's answer leaves the client."""
+@dataclass(kw_only=True)  # a frozen class takes six times as long to make
+class ClientRequest:
+    """A request of the server, as read from its message.
+
+    It holds the model, other arrays, the phases of training, and the entries of the round. Its
+    protection and sums say how the client's answer leaves the client.
+    """
 
     kind: str = "train"
+    received: Params = field(default_factory=dict)
+    training: Mapping[str, LocalTraining] = field(default_factory=dict)
+    state: Mapping[str, Params] = field(default_factory=dict)
+    settings: Mapping[str, float] = field(default_factory=dict)
+    config: Mapping[str, object] = field(default_factory=dict)
     protection: Protection = field(default_factory=Protection)
     entries: Mapping[str, Any] = field(default_factory=lambda: {"number": 1, "seed": 0})
     """Entries of the round's record, including the entries of the protection."""
@@ -61,20 +68,6 @@ class UploadRequest:
             return arrays
         # From here on, the server sees the sum of the cohort alone.
         return masked.seal(arrays, self.sums[records.SECURE_SUM], context, method)
-
-
-@dataclass(kw_only=True)
-class ClientRequest(UploadRequest):
-    """A request of the server, as read from its message.
-
-    It holds the model, other arrays, the phases of training, and the entries of the round.
-    """
-
-    received: Params
-    training: Mapping[str, LocalTraining]
-    state: Mapping[str, Params] = field(default_factory=dict)
-    settings: Mapping[str, float] = field(default_factory=dict)
-    config: Mapping[str, object] = field(default_factory=dict)
 
     @property
     def hides_missing_data(self) -> bool:

@@ -31,17 +31,12 @@ from typing import Any
 
 import torch
 
-from flower_ext.errors import InvalidValue, is_tellable
+from flower_ext.errors import InvalidValue
 from flower_ext.federation import records
-from flower_ext.federation.client.client_method import (
-    ClientWork,
-    Contribution,
-    LocalResult,
-    Memory,
-)
+from flower_ext.federation.client.client_method import ClientWork, Contribution, LocalResult, Memory
 from flower_ext.federation.client.node import OF_UPLOADS
-from flower_ext.federation.client.preparing import NO_DATA
-from flower_ext.federation.failures import log_hidden
+from flower_ext.federation.client.preparing import NO_DATA, Assignment
+from flower_ext.federation.failures import hidden, log_hidden
 from flower_ext.privacy import NoiseSource
 from flower_ext.privacy.mechanisms.protections import Protection
 from flower_ext.privacy.mechanisms.updates import NamedArrays, l2_norm, require_finite
@@ -50,14 +45,14 @@ from flower_ext.training.isolation import isolated
 from flower_ext.training.side_by_side import Steps, Training, completed
 
 
-def upload_of(work: ClientWork) -> Steps[records.Update]:
+def upload_of(assignment: Assignment) -> Steps[records.Update]:
     """Run the method, protect the update and store the memory, then return the client's reply."""
-    result = yield from result_hiding_failures(work)
-    contribution, update = _protected(work, result)
-    metrics = _metrics(work, result, contribution)
-    sent = work.seal(update, work.policy.context, work.method.name)
+    result = yield from result_hiding_failures(assignment.work)
+    contribution, update = _protected(assignment, result)
+    metrics = _metrics(assignment, result, contribution)
+    sent = assignment.seal(update)
     # Store memory last, so that an error in masks or metrics keeps the previous round's memory.
-    _store_memory(work, result, update)
+    _store_memory(assignment, result, update)
     return records.Update(sent, metrics)
 
 
@@ -77,18 +72,11 @@ def result_hiding_failures(work: ClientWork) -> Steps[LocalResult]:
     protection = work.protection
     if not (protection.hides_failures or protection.bounds_models):
         return (yield from completed(work.method.local_update(work)))
-    try:
+    with hidden(protection.hides_failures):
         return (yield from _finite_result(work))
-    except Exception as error:
-        if not protection.hides_failures or is_tellable(error):
-            raise
-        log_hidden(error)
-    try:
+    with hidden(not protection.of_units):
         return (yield from _finite_result(replace(work, data=NO_DATA)))
-    except Exception as error:
-        if is_tellable(error) or protection.of_units:
-            raise
-        return LocalResult(model=work.received, memory=work.memory)
+    return LocalResult(model=work.received, memory=work.memory)
 
 
 def _finite_result(work: ClientWork) -> Steps[LocalResult]:
@@ -130,22 +118,19 @@ def _model_or_start(training: Training) -> Steps[Any]:
     return model
 
 
-def _protected(work: ClientWork, result: LocalResult) -> tuple[Contribution, NamedArrays]:
+def _protected(assignment: Assignment, result: LocalResult) -> tuple[Contribution, NamedArrays]:
     """Return the client's update before its protection, and the protected update."""
-    received, protection = work.received, work.protection
+    received, protection = assignment.work.received, assignment.work.protection
 
     def protect(result: LocalResult) -> tuple[Contribution, NamedArrays]:
         contribution = contribution_of(result, received, whole=protection.bounds_models)
-        noise = work.policy.noise(work.entries, OF_UPLOADS)
+        noise = assignment.policy.noise(assignment.request.entries, OF_UPLOADS)
         return contribution, protected(contribution, received, protection, noise)
 
-    try:
+    # A difference of two finite models may overflow.
+    with hidden(protection.hides_failures and not protection.of_units):
         return protect(result)
-    except Exception as error:  # a difference of two finite models may overflow
-        if is_tellable(error) or not (protection.hides_failures and not protection.of_units):
-            raise
-        log_hidden(error)
-        return protect(LocalResult(model=received))
+    return protect(LocalResult(model=received))
 
 
 def contribution_of(result: LocalResult, received: Params, *, whole: bool) -> Contribution:
@@ -190,16 +175,19 @@ def protected(
     }
 
 
-def _metrics(work: ClientWork, result: LocalResult, contribution: Contribution) -> dict[str, float]:
+def _metrics(
+    assignment: Assignment, result: LocalResult, contribution: Contribution
+) -> dict[str, float]:
     """Return the numbers that leave the client in addition to its update."""
+    work, entries = assignment.work, assignment.request.entries
     received, protection = work.received, work.protection
     metrics: dict[str, float] = {}
-    if work.entries.get("report-size"):
+    if entries.get("report-size"):
         # A client that could not load its data reports the agreed number.
         agreed = protection.num_examples
         size = len(work.data.train) if agreed is None else agreed
         metrics |= {"num-examples": size, **result.metrics}
-    if work.entries.get("diagnostics"):
+    if entries.get("diagnostics"):
         # By how much the client would move the model, before clipping and noise.
         if isinstance(contribution, Mapping):
             whole = protection.bounds_models
@@ -211,8 +199,9 @@ def _metrics(work: ClientWork, result: LocalResult, contribution: Contribution) 
     return metrics
 
 
-def _store_memory(work: ClientWork, result: LocalResult, update: NamedArrays) -> None:
+def _store_memory(assignment: Assignment, result: LocalResult, update: NamedArrays) -> None:
     """Store the client's new memory, which may depend on the ``update`` that it sends."""
+    work, store = assignment.work, assignment.store
     memory, method, cell = result.memory, work.method, work.protection.cell
     try:
         if callable(memory):
@@ -228,10 +217,10 @@ def _store_memory(work: ClientWork, result: LocalResult, update: NamedArrays) ->
         memory = work.memory
     if memory is None:
         return
-    if work.store is None:
+    if store is None:
         reason = f"{method.name} returns memory, but declares memory=Memory.NONE"
         raise InvalidValue.tellable(f"{reason}: declare another Memory")
-    work.store.store(memory, work.round, and_before=method.memory is Memory.MIRRORED)
+    store.store(memory, work.round, and_before=method.memory is Memory.MIRRORED)
 
 
 def check_finite(params: Params | None) -> None:

@@ -159,6 +159,8 @@ def test_columns_of_tables_and_tensors_have_names():
         ("quantiles age 0:9 1.5", r"expected numbers in \(0, 1\)"),
         ("survival days 0:9:3", "survival TIME EVENT"),
         ("count count", "expected count"),
+        ("count; mean age 20:90; count", "'count': expected each statistic once"),
+        ("mean age 20:90; mean  age 20:90", "expected each statistic once.*leave the repetition"),
     ],
 )
 def test_a_text_of_another_form_is_refused_with_the_form(text, message):

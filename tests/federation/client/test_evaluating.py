@@ -10,6 +10,7 @@ from flwr.app import Context, RecordDict
 from flower_ext.errors import InvalidValue, is_tellable
 from flower_ext.federation.client.evaluating import masked_vector, query_of
 from flower_ext.federation.client.node import NodePolicy
+from flower_ext.federation.client.preparing import NO_DATA, Assignment
 from flower_ext.federation.protection import Unprotected
 from flower_ext.privacy import SecureScores
 from flower_ext.privacy.mechanisms.protections import ClipAndNoise
@@ -54,9 +55,8 @@ def answer(asked, *, least=0.0):
     query = query_of(asked, KINDS)
     policy = NodePolicy(context, allow_seeded_noise=False)
     method = SimpleNamespace(name="m")
-    work = SimpleNamespace(**vars(asked), policy=policy, method=method)
-    view = SimpleNamespace(work=work, data=None, scores=lambda *, training: {"accuracy": 1.0})
-    return masked_vector(query, view)
+    work = SimpleNamespace(method=method, data=NO_DATA)
+    return masked_vector(query, Assignment(work=work, request=asked, policy=policy, store=None))
 
 
 @pytest.mark.parametrize(("least", "error"), [(0.6, PermissionError), (0.4, InvalidValue)])

@@ -56,12 +56,12 @@ def raw_updates():
     Clients train as they do before clipping: in the forms in which no bit depends on others.
     """
     bare = NonPrivatePlan(sampling=FullParticipation(CLIENTS))
-    work_of = preparing.work_of
 
-    def invariant_work(*args, **options):
-        return replace(work_of(*args, **options), batch_invariant=True)
+    def invariant(*args, **options):
+        assignment = preparing.assign(*args, **options)
+        return replace(assignment, work=replace(assignment.work, batch_invariant=True))
 
-    with patch.object(client_side, "work_of", invariant_work):
+    with patch.object(client_side, "assign", invariant):
         grid, _ = run(strategy_of(plan=bare, seeded_noise=False))
     return {
         reply.metadata.src_node_id - 1_000: records.to_arrays(reply.content[records.UPDATE])

@@ -78,7 +78,7 @@ def read_statistics(text: str) -> JointStatistics:
     InvalidValue
         A statistic does not have one of the forms above; the message shows the expected form.
     """
-    statistics = []
+    statistics: dict[str, Statistic] = {}
     for part in filter(str.strip, text.split(";")):
         name, *words = part.split()
         wrong = f"statistic {part.strip()!r}"
@@ -86,9 +86,15 @@ def read_statistics(text: str) -> JointStatistics:
             raise InvalidValue(f"{wrong}: expected one of {', '.join(_FORMS)}")
         form, make = _FORMS[name]
         try:
-            statistics.append(make(*words))
+            statistic = make(*words)
         except InvalidValue as error:
             raise InvalidValue(f"{wrong}: {error}") from None
         except (TypeError, ValueError):
             raise InvalidValue(f"{wrong}: expected {form}") from None
-    return JointStatistics(tuple(statistics))
+        if (key := " ".join(part.split())) in statistics:
+            raise InvalidValue(
+                f"{wrong}: expected each statistic once, because all share the privacy; leave the "
+                "repetition out"
+            )
+        statistics[key] = statistic
+    return JointStatistics(tuple(statistics.values()))
