@@ -27,7 +27,6 @@ from flower_ext.planning.convergence import (
 from flower_ext.planning.fairness import LinearFairness
 from flower_ext.privacy import ClippedSteps, Condition, RecordLevelPlan
 from flower_ext.privacy.guarantee import Basis
-from flower_ext.privacy.theorems.dp_ditto_theorem import dp_ditto_guarantees
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,7 +127,7 @@ class PlannedSchedule:
         if plan is None:
             return {}
         uploads = replace(plan, noise_stddev=plan.upload_stddev, steps=None)
-        published, provable = dp_ditto_guarantees(uploads, rounds=plan.rounds)
+        published, provable = uploads.guarantees_after(plan.rounds)
         # Algorithm 1 clips models but no gradients, so the worst case holds for it.
         epsilons = {"as published": published.epsilon, "worst case": provable.epsilon}
         if plan.steps is not None:

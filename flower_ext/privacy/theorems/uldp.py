@@ -66,7 +66,9 @@ from flower_ext.privacy.theorems.claims import (
     SECURE_SUM,
     WHOLE_UPLOADS,
     Claims,
+    amplified_loss,
     draw_assumption,
+    exposed_loss,
     grid_assumption,
     noise_assumption,
     of_secure_sum,
@@ -242,7 +244,6 @@ def uldp_avg_guarantees(
         *mechanism.assumptions,
         not_covered=run.not_covered,
     )
-    models, of_models = _amplified(mechanism, rounds)
     (sums, of_sums), (uploads, of_uploads) = _losses_to_server(mechanism, run, hidden_draw != "")
     hidden_sample: tuple[str, ...] = ()
     if not isinstance(mechanism.sampling, FullParticipation):
@@ -253,8 +254,7 @@ def uldp_avg_guarantees(
         _theorem_5(mechanism, rounds),
         claims.provable(
             AdversaryView.RELEASED_MODELS,
-            models,
-            of_models,
+            *amplified_loss(mechanism, run.participations),
             _two_numbers(mechanism.release, rounds, mechanism.delta),
             "the server follows the protocol and keeps sums and uploads to itself",
             *others_noise(mechanism),
@@ -298,8 +298,9 @@ def _losses_to_server(
         # A lying server can see a sum with the noise of honest silos only. With equal weights, a
         # sum of fewer silos also holds less of a user, so ε does not grow.
         part = 1.0 if is_equal else math.sqrt(mechanism.honest_noise)
-        sums, of_sums = _amplified(replace(mechanism, noise_multiplier=sigma * part), rounds)
-        uploads, of_uploads = _amplified(upload, rounds)
+        honest = replace(mechanism, noise_multiplier=sigma * part)
+        sums, of_sums = amplified_loss(honest, run.participations)
+        uploads, of_uploads = amplified_loss(upload, run.participations)
     else:
         # Releases with the whole weight of the most exposed user; see `Participations`.
         in_sums = run.participations.in_sums
@@ -309,8 +310,8 @@ def _losses_to_server(
             in_sums = in_uploads = max(in_sums, in_uploads)
         elif is_equal:  # collusion costs nothing (see the top of this module)
             in_sums *= mechanism.honest_noise
-        sums, of_sums = _exposed(mechanism, rounds, in_sums)
-        uploads, of_uploads = _exposed(upload, rounds, in_uploads)
+        sums, of_sums = exposed_loss(mechanism, run.participations, in_sums)
+        uploads, of_uploads = exposed_loss(upload, run.participations, in_uploads)
     share, masks_fall = "|S|", ""
     if masked is not None:
         share, masks_fall = "least answers", ", should all masks fall"
@@ -318,25 +319,6 @@ def _losses_to_server(
     of_share = "" if spread == 1 else f"/√{share}"
     together = f"all uploads together: noise multiplier σ{of_share}; {of_uploads}{masks_fall}"
     return (sums, of_sums), (uploads, together)
-
-
-def _amplified(mechanism: NoisedSum, rounds: int) -> tuple[PrivacyLoss, str]:
-    """Return a user's loss against an adversary that does not know the sample, and a text."""
-    loss = privacy_loss_of({mechanism.release: rounds}, delta=mechanism.delta)
-    multiplier = f"noise multiplier {mechanism.noise_multiplier:.4g}"
-    return loss, f"{mechanism.sampling.describe()}, {multiplier}, {rounds} rounds"
-
-
-def _exposed(mechanism: NoisedSum, rounds: int, exposure: float) -> tuple[PrivacyLoss, str]:
-    """Return the loss of a user with ``exposure`` releases of its whole weight, and a text."""
-    multiplier = mechanism.release.noise_multiplier
-    # A protocol's errors add up over all rounds, not only the most exposed user's rounds.
-    loss = with_approximation_error(
-        lambda delta: gaussian_loss(multiplier, releases=exposure, delta=delta),
-        {mechanism.release: rounds},
-        mechanism.delta,
-    )
-    return loss, f"most exposed user: {exposure:.4g} sums' worth"
 
 
 def drawn_by_silos(mechanism: NoisedSum, rounds: int) -> str:
