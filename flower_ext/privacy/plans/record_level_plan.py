@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from flower_ext.checks import Checked, Count, Positive, ProperFraction
@@ -206,23 +205,11 @@ class RecordLevelPlan(Checked, PlainAverage):
         )
 
     def guarantees(self, run: RunSummary) -> list[Guarantee]:
-        """Return the published and the provable guarantee.
+        """Return the published and the provable guarantee for one record of any client.
 
         Both count one upload of every client in every round.
         """
-        return self.guarantees_after(
-            run.participations.rounds, secure_noise=run.secure_noise, not_covered=run.not_covered
-        )
-
-    def guarantees_after(
-        self, rounds: int, *, secure_noise: bool = True, not_covered: Sequence[str] = ()
-    ) -> list[Guarantee]:
-        """Return the published and the provable guarantee for one record after ``rounds`` rounds.
-
-        Without ``steps``, a client adds noise to each upload. One record may then move the upload
-        by 2C, because only the clipping of the whole model limits its influence. With ``steps``,
-        each local step clips every record's gradient and adds noise.
-        """
+        rounds = run.participations.rounds
         claims = Claims(
             unit=PrivacyUnit.RECORD,
             relation=NeighboringRelation.REPLACE_ONE,
@@ -237,9 +224,9 @@ class RecordLevelPlan(Checked, PlainAverage):
                 LOADS,
                 OUTLIVES,
                 ON_A_GRID,
-                noise_assumption(secure_noise),
+                noise_assumption(run.secure_noise),
             ),
-            not_covered=not_covered,
+            not_covered=run.not_covered,
         )
         steps, moved = self.steps, self.upload_sensitivity
         if steps is None:
@@ -257,7 +244,7 @@ class RecordLevelPlan(Checked, PlainAverage):
     def _eqns_7_8(self, claims: Claims, rounds: int) -> Guarantee:
         clients, moved = self.sampling.population, self.upload_sensitivity
         claimed = 2 * self.clipping_norm / self.num_examples
-        # By Eqns 7–8 ε is inversely proportional to the noise, so the noise for ε = 1 gives every ε.
+        # By Eqns 7–8, ε is inversely proportional to the noise: the noise for ε = 1 gives every ε.
         for_one = dp_ditto_noise_stddev(
             epsilon=1.0,
             delta=self.delta,

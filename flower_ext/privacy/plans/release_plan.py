@@ -180,29 +180,18 @@ class ReleasePlan(ReleaseTerms, PrivacyPlan):
         silos = method.num_silos
         if isinstance(self.sampling, SpacedSampling):
             strategy = self._strategy_matrix(method, self.sampling)
-            return self._make(SpacedRelease, clipping_norm=self.clipping_norm, strategy=strategy)
+            return SpacedRelease(strategy=strategy, **self.terms())
         if not isinstance(norm := self.clipping_norm, AdaptiveClipping):
-            return self._make(ReleaseMechanism, clipping_norm=norm, silos=silos)
+            return ReleaseMechanism(silos=silos, **self.terms())
         if silos is not None and not method.bounds_units:
             raise InvalidValue(
                 f"clipping_norm={norm!r} with {method.name}: expected a number, because "
                 "AdaptiveClipping needs a method whose silos clip each user's update, such as "
                 "UldpAvg"
             )
-        return self._make(AdaptiveRelease, clipping=norm, update_norm=norm.initial, silos=silos)
-
-    def _make(self, kind: type[ReleaseMechanism], **rules: Any) -> ReleaseMechanism:
-        """Return a mechanism of this kind on the plan's terms; ``rules`` are its further fields."""
-        return kind(
-            sampling=self.sampling,
-            noise_multiplier=self.noise_multiplier,
-            rounds=self.rounds,
-            delta=self.delta,
-            relation=self.relation,
-            noise_placement=self.noise_placement,
-            queries=self.queries,
-            **rules,
-        )
+        terms = self.terms()
+        clipping = terms.pop("clipping_norm")  # the mechanism computes C' from the round's norm
+        return AdaptiveRelease(clipping=clipping, update_norm=norm.initial, silos=silos, **terms)
 
     def _strategy_matrix(self, method: MethodTraits, sampling: SpacedSampling) -> StrategyMatrix:
         if method.num_silos is not None or method.bounds_units:

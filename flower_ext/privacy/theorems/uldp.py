@@ -288,7 +288,7 @@ def _losses_to_server(
 
     ``is_hidden`` says that the server does not know the sample.
     """
-    masked, rounds, sigma = mechanism.masked, run.participations.rounds, mechanism.noise_multiplier
+    masked, sigma = mechanism.masked, mechanism.noise_multiplier
     is_equal = run.method.weighting == "equal"
     # For the accountant, one upload is a sum with less noise, so the same formulas hold.
     shares = (mechanism.silos or 1) if masked is None else masked.parameters.least_answers
