@@ -177,11 +177,19 @@ class ReleasePlan(ReleaseTerms, PrivacyPlan):
                 "ReleasePlan hides; expected NonPrivatePlan, or PerturbationPlan or "
                 "RecordLevelPlan for record-level privacy"
             )
-        silos = method.num_silos
+        silos, norm = method.num_silos, self.clipping_norm
         if isinstance(self.sampling, SpacedSampling):
-            strategy = self._strategy_matrix(method, self.sampling)
-            return SpacedRelease(strategy=strategy, **self.terms())
-        if not isinstance(norm := self.clipping_norm, AdaptiveClipping):
+            if silos is not None or method.bounds_units:
+                raise InvalidValue(
+                    f"sampling={self.sampling!r} with {method.name}: expected another kind of "
+                    "sampling, because a user may take part through several silos, and "
+                    "SpacedSampling needs participations that are counted in all silos together"
+                )
+            correlation, limits = self.correlation, self.sampling.limits
+            independent = StrategyMatrix()
+            matrix = correlation.matrix(self.rounds, **limits) if correlation else independent
+            return SpacedRelease(strategy=matrix, **self.terms())
+        if not isinstance(norm, AdaptiveClipping):
             return ReleaseMechanism(silos=silos, **self.terms())
         if silos is not None and not method.bounds_units:
             raise InvalidValue(
@@ -190,20 +198,5 @@ class ReleasePlan(ReleaseTerms, PrivacyPlan):
                 "UldpAvg"
             )
         terms = self.terms()
-        clipping = terms.pop("clipping_norm")  # the mechanism computes C' from the round's norm
+        clipping = terms.pop("clipping_norm")  # the mechanism computes its bound from each norm
         return AdaptiveRelease(clipping=clipping, update_norm=norm.initial, silos=silos, **terms)
-
-    def _strategy_matrix(self, method: MethodTraits, sampling: SpacedSampling) -> StrategyMatrix:
-        if method.num_silos is not None or method.bounds_units:
-            raise InvalidValue(
-                f"sampling={sampling!r} with {method.name}: expected another kind of sampling, "
-                "because a user may take part through several silos, and SpacedSampling needs "
-                "participations that are counted in all silos together"
-            )
-        if self.correlation is None:
-            return StrategyMatrix()
-        return self.correlation.matrix(
-            self.rounds,
-            rounds_apart=sampling.rounds_apart,
-            participations=sampling.participations,
-        )
