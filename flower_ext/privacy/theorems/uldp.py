@@ -92,6 +92,7 @@ OF_SILOS = (
     "silos train, clip and add noise as instructed, and do not collude",
     ON_A_GRID,
 )
+_NOT_HELD = "ε covers only those of a user's records that no colluding silo holds"
 NO_SECURE_SUM_OF_SILOS = f"secure aggregation, {NOT_PROVIDED}: the server sees no silo's upload"
 """Assumption of guarantees about sums, if silos send their uploads without a secure sum."""
 
@@ -122,12 +123,11 @@ def _published_sum(mechanism: NoisedSum) -> tuple[str, ...]:
     return (SECURE_SUM, "silos do not collude with the server")
 
 
-def _hidden_sum(mechanism: NoisedSum, secure_sum: str = NO_SECURE_SUM_OF_SILOS) -> tuple[str, ...]:
+def _hidden_sum(mechanism: NoisedSum, secure_sum: str) -> tuple[str, ...]:
     """Return the assumptions under which the server sees sums and no single upload."""
     if mechanism.secure_sum is None:
         return (WHOLE_UPLOADS, secure_sum)
-    held = "ε covers only those of a user's records that no colluding silo holds"
-    return (*of_secure_sum(mechanism), held)
+    return (*of_secure_sum(mechanism), _NOT_HELD)
 
 
 def batching_assumption(apart: Mapping[int, bool]) -> str:
@@ -199,11 +199,11 @@ def uldp_naive_guarantees(mechanism: NoisedSum, run: RunSummary) -> list[Guarant
             ),
         ),
     )
-    provable = [claims.provable(AdversaryView.EACH_UPLOAD, loss, source)]
-    if mechanism.secure_sum is not None:
-        sums = claims.provable(AdversaryView.SUM_ONLY, loss, source, *_hidden_sum(mechanism))
-        provable.insert(0, sums)
-    return [theorem_3, *provable]
+    uploads = claims.provable(AdversaryView.EACH_UPLOAD, loss, source)
+    if mechanism.secure_sum is None:
+        return [theorem_3, uploads]
+    hidden = (*of_secure_sum(mechanism), _NOT_HELD)
+    return [theorem_3, claims.provable(AdversaryView.SUM_ONLY, loss, source, *hidden), uploads]
 
 
 def uldp_avg_guarantees(
@@ -244,39 +244,38 @@ def uldp_avg_guarantees(
         *mechanism.assumptions,
         not_covered=run.not_covered,
     )
-    (sums, of_sums), (uploads, of_uploads) = _losses_to_server(mechanism, run, hidden_draw != "")
     hidden_sample: tuple[str, ...] = ()
     if not isinstance(mechanism.sampling, FullParticipation):
         drawn = draw_assumption("sampled users", run.secure_cohorts or hidden_draw != "")
         hidden_sample = (HIDDEN_DRAW, drawn)
     from_server = (hidden_draw,) if hidden_draw else ()
-    return [
-        _theorem_5(mechanism, rounds),
-        claims.provable(
-            AdversaryView.RELEASED_MODELS,
-            *amplified_loss(mechanism, run.participations),
+    sums, uploads = _losses_to_server(mechanism, run, hidden_draw != "")
+    losses = {
+        AdversaryView.RELEASED_MODELS: amplified_loss(mechanism, run.participations),
+        AdversaryView.SUM_ONLY: sums,
+        AdversaryView.EACH_UPLOAD: uploads,
+    }
+    of_view = {
+        AdversaryView.RELEASED_MODELS: (
             _two_numbers(mechanism.release, rounds, mechanism.delta),
             "the server follows the protocol and keeps sums and uploads to itself",
             *others_noise(mechanism),
             *hidden_sample,
-            *assumptions.get(AdversaryView.RELEASED_MODELS, ()),
         ),
-        claims.provable(
-            AdversaryView.SUM_ONLY,
-            sums,
-            of_sums,
-            *_hidden_sum(mechanism, secure_sum),
-            *from_server,
-            *assumptions.get(AdversaryView.SUM_ONLY, ()),
-            relation=_AT_SERVER,
-        ),
-        claims.provable(
-            AdversaryView.EACH_UPLOAD,
-            uploads,
-            of_uploads,
-            *from_server,
-            *assumptions.get(AdversaryView.EACH_UPLOAD, ()),
-            relation=_AT_SERVER,
+        AdversaryView.SUM_ONLY: (*_hidden_sum(mechanism, secure_sum), *from_server),
+        AdversaryView.EACH_UPLOAD: from_server,
+    }
+    return [
+        _theorem_5(mechanism, rounds),
+        *(
+            claims.provable(
+                view,
+                *loss,
+                *of_view[view],
+                *assumptions.get(view, ()),
+                relation=None if view is AdversaryView.RELEASED_MODELS else _AT_SERVER,
+            )
+            for view, loss in losses.items()
         ),
     ]
 
@@ -368,25 +367,23 @@ def _two_numbers(release: Release, rounds: int, delta: float) -> str:
 
 
 def _theorem_5(mechanism: NoisedSum, rounds: int) -> Guarantee:
-    claims = user_claims(mechanism.delta)
+    sigma, delta = mechanism.noise_multiplier, mechanism.delta
     if isinstance(mechanism.sampling, FullParticipation):
-        sigma = mechanism.noise_multiplier
-        return claims.published(
-            AdversaryView.SUM_ONLY,
-            uldp_closed_form(noise_multiplier=sigma, rounds=rounds, delta=mechanism.delta),
-            accountant="closed form (RDP)",
-            source="Kato et al., Uldp-FL, Theorem 5",
-            assumptions=(*_published_sum(mechanism), *mechanism.assumptions),
-        )
-    # The theorem covers no approximation error of a protocol, and no second upload of a user.
-    release = replace(mechanism, sensitivity=1.0, approximation_error=0.0).release
-    loss = privacy_loss_of({release: rounds}, delta=mechanism.delta, accountant="rdp")
-    return claims.published(
-        AdversaryView.RELEASED_MODELS,
-        loss.epsilon,
-        accountant="RDP",
-        source="Kato et al., Uldp-FL, Theorem 5 and Remark 1",
-        assumptions=("who was sampled stays secret", *mechanism.assumptions),
+        view, accountant, remark = AdversaryView.SUM_ONLY, "closed form (RDP)", ""
+        epsilon = uldp_closed_form(noise_multiplier=sigma, rounds=rounds, delta=delta)
+        assumptions = _published_sum(mechanism)
+    else:
+        view, accountant, remark = AdversaryView.RELEASED_MODELS, "RDP", " and Remark 1"
+        # The theorem covers no approximation error of a protocol, and no second upload of a user.
+        release = replace(mechanism, sensitivity=1.0, approximation_error=0.0).release
+        epsilon = privacy_loss_of({release: rounds}, delta=delta, accountant="rdp").epsilon
+        assumptions = ("who was sampled stays secret",)
+    return user_claims(delta).published(
+        view,
+        epsilon,
+        accountant=accountant,
+        source=f"Kato et al., Uldp-FL, Theorem 5{remark}",
+        assumptions=(*assumptions, *mechanism.assumptions),
     )
 
 
