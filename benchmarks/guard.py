@@ -17,11 +17,11 @@ from typing import IO
 
 import numpy as np
 
-from flower_ext.guard import app_process, service
-from flower_ext.guard.flower_runtime import Runtime
-from flower_ext.guard.policy import GuardPolicy, read_policy
-from tests.support.guarding import write_policy
-from tests.support.supernode import LoopbackSuperNode
+from flower_ext_guard import app_process, service
+from flower_ext_guard.flower_runtime import Runtime
+from flower_ext_guard.policy import GuardPolicy, read_policy
+from plugins.guard.tests.guarding import write_policy
+from plugins.guard.tests.supernode import LoopbackSuperNode
 
 
 def main() -> None:

@@ -69,6 +69,19 @@ def test_the_wheel_holds_every_module_and_every_file_of_the_apps(installed):
     assert all(name in expected or ".dist-info/" in name for name in found)
 
 
+@pytest.mark.parametrize("project", [*CHECKOUT.glob("plugins/*/pyproject.toml")], ids=str)
+def test_the_wheel_of_a_plugin_holds_every_file_of_its_package(project, tmp_path):
+    folder = project.parent
+    (package,) = folder.glob("flower_ext_*")
+    expected = {
+        str(path.relative_to(folder))
+        for path in package.rglob("*")
+        if path.is_file() and path.parent.name != "__pycache__"
+    }
+    with zipfile.ZipFile(built(folder, "wheel", tmp_path)) as archive:
+        assert expected - {*archive.namelist()} == set()
+
+
 def test_an_app_made_from_the_wheel_runs_away_from_the_checkout(installed, tmp_path):
     where = python(installed, tmp_path, "-c", "import flower_ext; print(flower_ext.__file__)")
     assert Path(where.strip()).is_relative_to(installed)

@@ -356,10 +356,8 @@ def packages() -> Drawing:
         "flower-ext: one module a command, the launcher, a deployment on this machine",
         BLUE,
     )
-    package(20, 68, 405, "auditing", "two worlds, and what an attack proves", BLUE)
-    package(435, 68, 405, "check", "which ε of any app is provable", BLUE)
-    package(20, 120, 405, "guard", "what a site lets any app send", BLUE)
-    package(435, 120, 405, "statistics", "released like an update", BLUE)
+    package(20, 68, full, "auditing", "two worlds, and what an attack proves", BLUE)
+    package(20, 120, full, "statistics", "released like an update", BLUE)
     package(
         20,
         172,

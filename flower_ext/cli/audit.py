@@ -13,9 +13,8 @@ from typing import Annotated
 import typer
 from rich.progress import Progress
 
-from flower_ext import auditing
+from flower_ext import auditing, plugins
 from flower_ext.auditing import Audit, Experiment
-from flower_ext.auditing.guarded_app import GUARD, guard_experiment
 from flower_ext.auditing.mechanisms import MECHANISMS
 from flower_ext.auditing.released_statistics import STATISTICS
 from flower_ext.cli.screen import console, say, titled_table
@@ -26,7 +25,6 @@ from flower_ext.privacy import epsilon_text
 EXPERIMENTS: Mapping[str, Callable[[], Experiment]] = {
     **{name: mechanism.experiment for name, mechanism in MECHANISMS.items()},
     **STATISTICS,
-    GUARD: guard_experiment,
 }
 
 
@@ -88,11 +86,14 @@ def experiment_of(target: str) -> Experiment:
     """Return the experiment of a named mechanism, or the experiment of ``module:function``."""
     if target in EXPERIMENTS:
         return EXPERIMENTS[target]()
+    offered = {point.name: point for point in plugins.points("flower_ext.experiments")}
+    if target in offered:
+        experiment: Experiment = offered[target].load()()
+        return experiment
     module, separator, name = target.partition(":")
     if not separator:
-        raise InvalidValue(
-            f"target={target!r}: expected module:function, or one of {', '.join(EXPERIMENTS)}"
-        )
+        names = ", ".join([*EXPERIMENTS, *offered])
+        raise InvalidValue(f"target={target!r}: expected module:function, or one of {names}")
     # A console script does not look for modules in the current folder, where the user's file is.
     if str(Path.cwd()) not in sys.path:
         sys.path.insert(0, str(Path.cwd()))

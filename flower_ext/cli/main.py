@@ -38,14 +38,15 @@ COMMANDS = {
     "link": "link",
     "stats": "stats",
     "study": "study_command",
-    "guard": "guard",
-    "check": "check",
     "export": "export",
     "settings": "settings_table",
 }
 """For each command, the module of this package that has a function of the command's name."""
 
-PLUGINS: dict[str, str] = {}
+PLUGINS = {
+    "check": "flower-ext-check",
+    "guard": "flower-ext-guard",
+}
 """For each command of a plug-in of this project, the distribution to install."""
 
 

@@ -1,4 +1,4 @@
-"""Private names of Flower that this package uses; `guard.flower_runtime` has the others.
+"""Private names of Flower that this package uses; the plug-in `guard` has others of its own.
 
 The tests of `engines` use every name, so they fail if a Flower version moves one.
 """

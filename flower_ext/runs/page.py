@@ -24,7 +24,7 @@ class Markup(str):
     """Text that already is Markdown; tables and templates do not escape it."""
 
 
-def write_page(folder: Path, name: str, **values: object) -> Path:
+def write_page(folder: Path, name: str, **values: Any) -> Path:
     """Write a page from the template ``name`` as Markdown and HTML; return the path of the HTML.
 
     ``values`` are the values that the template uses; one of them is ``title``.
@@ -37,19 +37,19 @@ def write_page(folder: Path, name: str, **values: object) -> Path:
     return path
 
 
-def to_markdown(name: str, **values: object) -> str:
-    """Return a template's Markdown, filled in with ``values``."""
-    text = _templates().get_template(f"{name}.md.jinja").render(values)
+def to_markdown(name: str, package: str = "flower_ext.runs", **values: Any) -> str:
+    """Return the Markdown of a template of ``package``, filled in with ``values``."""
+    text = _templates(package).get_template(f"{name}.md.jinja").render(values)
     # Parts of a template that are left out leave empty lines.
     return re.sub(r"\n{3,}", "\n\n", text).strip() + "\n"
 
 
 @cache
-def _templates() -> Environment:
+def _templates(package: str = "flower_ext.runs") -> Environment:
     from jinja2 import Environment, PackageLoader, StrictUndefined
 
     templates = Environment(
-        loader=PackageLoader("flower_ext.runs"),
+        loader=PackageLoader(package),
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,

@@ -30,10 +30,6 @@ class Count(Statistic):
         """Return ones."""
         return np.ones((len(next(iter(columns.values()))), 1))
 
-    def estimate(self, totals: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Return the totals."""
-        return totals
-
 
 class Mean(Statistic):
     """The mean of a column, and the number of people who have a value.
@@ -162,10 +158,6 @@ class Histogram(Statistic):
         positions = tuple(bins.of(columns[bins.column]) for bins in self.axes)
         cells = np.ravel_multi_index(positions, [len(bins.names) for bins in self.axes])
         return np.asarray(cells[:, np.newaxis] == np.arange(self.size), dtype=np.float64)
-
-    def estimate(self, totals: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Return the totals themselves. They are unbiased, so noise may move a count below 0."""
-        return totals
 
 
 class SurvivalCurve(Statistic):

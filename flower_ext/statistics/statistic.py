@@ -86,12 +86,14 @@ class Statistic(ABC):
         A value may be anything, NaN included, and changes the row of its record only.
         """
 
-    @abstractmethod
     def estimate(self, totals: NDArray[np.float64]) -> NDArray[np.float64]:
         """Return the estimates that follow from totals over all units.
 
-        The totals have the shape (draws, size), and the estimates the shape (draws, names).
+        The totals have the shape (draws, size), and the estimates the shape (draws, names). By
+        default, the estimates are the totals. These are unbiased, so noise may move a count below
+        0.
         """
+        return totals
 
     def estimates(
         self, total: NDArray[np.float64], stddev: float, rng: np.random.Generator

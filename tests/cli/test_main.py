@@ -536,3 +536,13 @@ def test_ledger_refuses_a_broken_account_a_missing_one_and_that_of_a_run(tmp_pat
         done = call("ledger", str(path))
         assert done.exit_code == code
         assert said in done.stderr
+
+
+@pytest.mark.parametrize(("command", "distribution"), main.PLUGINS.items())
+def test_a_command_of_a_plugin_that_is_not_installed_says_what_to_install(
+    command, distribution, monkeypatch
+):
+    monkeypatch.setenv("FLOWER_EXT_PLUGINS", "none")
+    done = call(command, "--help")
+    assert done.exit_code == 2
+    assert f"'{command}' is a plug-in: pip install {distribution}" in unboxed(done.output)

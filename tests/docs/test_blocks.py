@@ -82,10 +82,11 @@ def of(*beginnings: str) -> list[tuple[Block, list[str]]]:
 
 def test_every_command_of_ours_exists_and_has_the_options_that_pages_give_it():
     found = of("flower-ext")
+    modules = cli.command_modules()
     assert len(found) > 40
     for block, (_, name, *words) in found:
-        assert name in cli.command_modules(), block.name
-        command = cli._loaded(name)
+        assert name in modules, block.name
+        command = cli._loaded(name, modules[name])
         if steps := getattr(command, "commands", None):
             command = steps[words[0]]
         known = {option for p in command.params for option in p.opts}

@@ -19,7 +19,7 @@ from flwr.app import Context, Message, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid, ServerApp
 
-from flower_ext.errors import InvalidValue
+from flower_ext.checks import require_at_least_one
 from flower_ext.federation import _flower_private as private
 from flower_ext.federation.client.app import answer_all
 from flower_ext.federation.engines.virtual import replies_in_memory
@@ -54,8 +54,7 @@ class InProcessGrid(Grid):
         memory_limit: int = MEMORY_LIMIT,
         workers: int = 1,
     ) -> None:
-        if num_clients < 1:
-            raise InvalidValue(f"num_clients={num_clients!r}: expected an integer >= 1")
+        require_at_least_one("num_clients", num_clients)
         self._app = client_app
         self._ids = count(1)
         self._replies: dict[str, Message] = {}
@@ -164,14 +163,23 @@ def run_in_process(
     workers: int = 1,
 ) -> InProcessGrid:
     """Run a whole Flower app in this process, and return its grid with the clients' contexts."""
-    config = dict(run_config or {})
-    grid = InProcessGrid(client_app, num_clients, config, memory_limit, workers)
+    grid = InProcessGrid(client_app, num_clients, run_config, memory_limit, workers)
+    run_server(server_app, grid, run_config or {})
+    return grid
+
+
+def run_server(
+    server_app: ServerApp,
+    grid: InProcessGrid,
+    run_config: Mapping[str, bool | float | int | str],
+) -> None:
+    """Run a ServerApp until it returns; the clients of ``grid`` answer it."""
     context = Context(
         run_id=grid.run.run_id,
         node_id=private.SERVER_NODE_ID,
         node_config={},
         state=RecordDict(),
-        run_config=config,
+        run_config=dict(run_config),
     )
     try:
         with modules_uncollected():
@@ -179,7 +187,6 @@ def run_in_process(
             grid.workers.gather()
     finally:
         grid.workers.abandon()
-    return grid
 
 
 @contextmanager

@@ -17,6 +17,7 @@ from typing import Any
 from flwr.app import Message, RecordDict
 from flwr.serverapp import Grid
 
+from flower_ext.checks import require_at_least_one
 from flower_ext.errors import InvalidValue
 from flower_ext.federation import _flower_private as private
 from flower_ext.federation.exchange import origin_fault
@@ -52,8 +53,7 @@ class VirtualGrid(Grid):
     """
 
     def __init__(self, grid: Grid, clients_per_node: int) -> None:
-        if clients_per_node < 1:
-            raise InvalidValue(f"clients_per_node={clients_per_node!r}: expected an integer >= 1")
+        require_at_least_one("clients_per_node", clients_per_node)
         self._grid, self.clients_per_node = grid, clients_per_node
         self._nodes: dict[int, int] = {}
 

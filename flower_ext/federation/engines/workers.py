@@ -30,6 +30,7 @@ import numpy as np
 import torch
 from flwr.app import Context, Error, Message, RecordDict
 
+from flower_ext.checks import require_at_least_one
 from flower_ext.errors import FlowerExtError, InvalidValue
 from flower_ext.federation.client.app import reply_of
 from flower_ext.federation.records import Update, UploadReply
@@ -52,8 +53,7 @@ class Workers:
         answer: Callable[[Sequence[Message]], list[Message]],
         contexts: Mapping[int, Context],
     ) -> None:
-        if count < 1:
-            raise InvalidValue(f"workers={count!r}: expected an integer >= 1")
+        require_at_least_one("workers", count)
         if count > 1 and "fork" not in multiprocessing.get_all_start_methods():
             raise InvalidValue(f"workers={count!r}: this system cannot fork processes; expected 1")
         self.count, self._answer, self._contexts = count, answer, contexts

@@ -31,6 +31,22 @@ class Aggregate:
     topped_up_stddev: float
 
 
+@dataclass(frozen=True, kw_only=True)
+class NoisedValue:
+    """A value that gets Gaussian noise: a sum, a client's upload, or one step of its training."""
+
+    clipping_norm: float
+    """Bound on each update, or on each model, that clients send."""
+    sensitivity: float
+    """Largest L2 distance by which one unit moves the value."""
+    stddev: float
+    """Standard deviation of the noise in each coordinate of the value."""
+    upload_stddev: float
+    """Standard deviation of the noise in an upload that the server sees by itself; 0 without."""
+    per_round: int = 1
+    """Number of such values in a round that depend on the same unit."""
+
+
 class RoundMechanism(ABC):
     """The mechanism of each round: protection of uploads, their sum, and its accounting.
 
@@ -79,6 +95,13 @@ class RoundMechanism(ABC):
 
     def protection(self, run: RunSummary, cohort_size: int) -> Protection | None:
         """Return the protection that each client of a cohort applies to its upload."""
+        return None
+
+    def noised_value(self, run: RunSummary, cohort_size: int) -> NoisedValue | None:
+        """Return the value that gets the round's noise; None if no message shows Gaussian noise.
+
+        ``cohort_size`` is the number of clients that the round asks.
+        """
         return None
 
     def upload_like(self, model: dict[str, Any]) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from flower_ext.privacy.accounting.sampling import FullParticipation, Sampling
 from flower_ext.privacy.base_plan import PlainAverage
 from flower_ext.privacy.guarantee import Basis, Condition, Guarantee
 from flower_ext.privacy.mechanisms.protections import ClipSteps, OutputPerturbation, Protection
-from flower_ext.privacy.mechanisms.round_mechanism import RoundMechanism
+from flower_ext.privacy.mechanisms.round_mechanism import NoisedValue, RoundMechanism
 from flower_ext.privacy.run_summary import MethodTraits, RunSummary
 from flower_ext.privacy.theorems.claims import (
     LOADS,
@@ -202,6 +202,17 @@ class RecordLevelPlan(Checked, PlainAverage):
             gradient_clipping_norm=self.steps.gradient_clipping_norm,
             noise_stddev=self.noise_stddev,
             num_examples=self.num_examples,
+        )
+
+    def noised_value(self, run: RunSummary, cohort_size: int) -> NoisedValue:
+        """Return a client's model or, with ``steps``, one of its local steps."""
+        steps = self.steps
+        return NoisedValue(
+            clipping_norm=self.clipping_norm,
+            sensitivity=2 * self.clipping_norm if steps is None else steps.sensitivity,
+            stddev=self.noise_stddev,
+            upload_stddev=self.upload_stddev,
+            per_round=1 if steps is None else steps.uses_per_round,
         )
 
     def guarantees(self, run: RunSummary) -> list[Guarantee]:

@@ -28,7 +28,7 @@ from flower_ext.privacy.mechanisms.adaptive_clipping import (
 from flower_ext.privacy.mechanisms.correlated_noise import StrategyMatrix
 from flower_ext.privacy.mechanisms.noised_sum import NoisedSum
 from flower_ext.privacy.mechanisms.protections import ClipAndNoise, Protection
-from flower_ext.privacy.mechanisms.round_mechanism import Aggregate
+from flower_ext.privacy.mechanisms.round_mechanism import Aggregate, NoisedValue
 from flower_ext.privacy.mechanisms.updates import NamedArrays, RunningSum
 from flower_ext.privacy.run_summary import RunSummary
 from flower_ext.privacy.theorems.client_level import client_level_guarantees
@@ -50,6 +50,16 @@ _SPACED = (
 @dataclass(frozen=True, kw_only=True)
 class ReleaseMechanism(NoisedSum):
     """A `NoisedSum` with its guarantees."""
+
+    def noised_value(self, run: RunSummary, cohort_size: int) -> NoisedValue:
+        """Return the sum of the cohort's uploads."""
+        seen = self.secure_sum is None
+        return NoisedValue(
+            clipping_norm=self.clipping_norm,
+            sensitivity=self.clipping_norm * self.sensitivity,
+            stddev=self.noise_stddev,
+            upload_stddev=self.client_noise_stddev(cohort_size) if seen else 0.0,
+        )
 
     def guarantees(self, run: RunSummary) -> list[Guarantee]:
         """Return the provable guarantee against each adversary. The units must be clients."""
@@ -154,6 +164,16 @@ class SpacedRelease(ReleaseMechanism):
     def mean_noise_stddev(self) -> float:
         """Stddev of the noise y in each coordinate of the mean of the last planned round."""
         return super().mean_noise_stddev * float(np.linalg.norm(self.strategy.inverse(self.rounds)))
+
+    def noised_value(self, run: RunSummary, cohort_size: int) -> NoisedValue:
+        """Return the first round's sum, scaled so that its noise is that of the whole run.
+
+        Only in the first round is the noise independent of earlier rounds.
+        """
+        value = super().noised_value(run, cohort_size)
+        stddev = value.stddev * float(self.strategy.inverse(1)[0])
+        moved = stddev * self.sensitivity / self.noise_multiplier
+        return replace(value, stddev=stddev, sensitivity=moved)
 
     def release_in(self, number: int) -> Release:
         """Return a release with the most privacy loss that round ``number`` adds for any client."""

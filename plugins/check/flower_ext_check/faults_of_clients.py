@@ -1,0 +1,104 @@
+"""Find what one client can do to a run, and what clients send besides the update."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+import numpy as np
+
+from flower_ext.federation import FederatedStrategy
+from flower_ext_check import recognise
+from flower_ext_check.findings import Findings
+from flower_ext_check.held_run import TRAIN
+from flower_ext_check.probes import AGAIN, Probes
+
+_MOST_SHOWN = 6
+_ENDINGS = {"nan": "nan/ending", "zero": "zero", "raise": "absence"}
+"""The finding for each `Change` that may end a run."""
+
+
+def add_effects_of_one_client(probes: Probes, findings: Findings) -> None:
+    """Find what one client's NaN, zero update or failure does to other clients and to the run."""
+    usual, nan, traits = probes.runs.get(AGAIN), probes.seen("nan"), probes.traits
+    if usual is None or usual.ended:
+        return
+    if not traits.has_task and (traits.has(recognise.OUR_MOD) or traits.local):
+        for reply in nan.replies:
+            if reply.kind == TRAIN and reply.upload and not reply.upload.finite:
+                findings.add("nan/upload", round=reply.round)
+    if any(not release.finite for release in nan.releases):
+        findings.add("nan/model")
+    for change, case in _ENDINGS.items():
+        if ending := _ending(change, probes, usual.unreleased):
+            findings.add(case, ending=ending)
+    if not traits.has_task and _fails("raise", probes):
+        findings.add("failures-seen")
+    uploads, uploads_as_usual = nan.uploads(1), usual.uploads(1)
+    others = uploads.keys() & uploads_as_usual.keys() - {nan.target(1)}
+    if not (traits.secure_noise or traits.has_task) and any(
+        not np.array_equal(uploads[c].sample, uploads_as_usual[c].sample) for c in others
+    ):
+        findings.add("influence")
+
+
+def _ending(change: str, probes: Probes, unreleased: int) -> str:
+    """Say how a changed client disturbs the run ``change``; "" if it does not.
+
+    ``unreleased`` rounds of a run without a changed client release no model.
+    """
+    run, traits = probes.runs.get(change), probes.traits
+    if run is None:
+        return "" if change == "zero" or traits.has_task else "hangs the run"
+    if run.ended:
+        if traits.has_task and all(len(cohort) == 1 for cohort in run.trainings.values()):
+            return ""  # the draws asked the changed client alone, so no reply was usable
+        return f"ends the run ({run.ended})"
+    if change == "raise" and traits.has_task and traits.holds:
+        return ""  # such a client hides its failures: only the network can lose its reply
+    if run.unreleased > unreleased:
+        return "keeps the model of a round from being released"
+    is_seen = change == "zero" and _fails(change, probes)
+    return "makes a mod fail, which the server sees" if is_seen else ""
+
+
+def _fails(change: str, probes: Probes) -> bool:
+    """Return True if, in the run ``change``, a client answers a training request with an error."""
+    return any(reply.error and reply.kind == TRAIN for reply in probes.seen(change).replies)
+
+
+def add_unprotected_values(probes: Probes, findings: Findings) -> None:
+    """Find what clients send besides the update, such as metrics and integer arrays."""
+    traits, noise, replies = probes.traits, probes.traits.noise, probes.real.answers(TRAIN)
+    if traits.has_task:
+        return
+    allowed = {traits.weighted_by} if traits.weighted_by and not traits.is_ours else set()
+    if traits.has(recognise.CLIENT_ADAPTIVE):
+        allowed.add("norm_bit")
+    if names := _metrics(probes, TRAIN, allowed):
+        refutes = not traits.is_ours or traits.has(recognise.OUR_MOD)
+        findings.add("metrics", names=names, refutes=refutes)
+    if traits.strategies:  # an app's own loop may send several kinds of messages
+        counts = {sum(kind == "ArrayRecord" for kind, _ in reply.records) for reply in replies}
+        if counts - {1}:
+            findings.add("records", count=max(counts))
+    if noise and any(reply.integers for reply in replies):
+        findings.add("integers")
+    if noise and not traits.is_ours and any(reply.scalars for reply in replies):
+        findings.add("scalars")
+    layouts = {(reply.records, tuple(reply.metrics)) for reply in replies}
+    if traits.strategies and len(layouts) > 1:
+        findings.add("names")
+    weights = {reply.metrics.get(traits.weighted_by) for reply in replies}
+    if noise and noise.cohort and not traits.is_ours and len(weights) > 1:
+        findings.add("weights/different")
+    if names := _metrics(probes, "evaluate"):
+        refutes = not traits.has(FederatedStrategy.__name__)
+        findings.add("evaluation", names=names, refutes=refutes)
+
+
+def _metrics(probes: Probes, kind: str, allowed: Collection[str] = ()) -> str:
+    """Return a list of the metrics in replies of one kind that are not allowed."""
+    names = {name for reply in probes.real.answers(kind) for name in reply.metrics} - set(allowed)
+    shown = list(dict.fromkeys(map(probes.app.shown, sorted(names))))
+    more = f" and {len(shown) - _MOST_SHOWN} more" if len(shown) > _MOST_SHOWN else ""
+    return ", ".join(shown[:_MOST_SHOWN]) + more

@@ -1,0 +1,48 @@
+"""Run functions in forks of this process, which the code of an app may change, hang or end."""
+
+from __future__ import annotations
+
+import pickle
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
+from typing import TypeVar
+
+R = TypeVar("R")
+_FORKING = get_context("fork")
+
+
+def in_fork(run: Callable[[], R], *, seconds: float | None = None) -> R | None:
+    """Run a function in a forked process, and return its result.
+
+    None if the process dies, or takes longer than ``seconds``, if given. Changes that the app makes
+    in its modules end with the process, so the next run does not see them.
+    """
+    _flush()
+    receiver, sender = _FORKING.Pipe(duplex=False)
+    process = _FORKING.Process(target=_send_result, args=(run, sender))
+    process.start()
+    sender.close()  # when the fork ends, no sender is left, and `recv` raises EOFError
+    try:
+        result: R | None = receiver.recv() if receiver.poll(seconds) else None
+        return result
+    except (EOFError, pickle.UnpicklingError):
+        return None
+    finally:
+        receiver.close()
+        process.kill()
+        process.join()
+
+
+def _send_result(run: Callable[[], R], sender: Connection) -> None:
+    result = run()
+    _flush()  # the caller ends this process as soon as it has the result
+    sender.send(result)
+
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(Exception):  # an app may have replaced or closed it
+            stream.flush()

@@ -1,0 +1,227 @@
+"""Held runs: runs of an app in which no client learns from its data.
+
+A held run shows what mods and noise do. The check does not call the app's function. In its place,
+each client answers with the received model plus a small update that is public. The messages of the
+client then depend on mods and noise alone, and on nobody's data. One client, the target, may answer
+with another update, for example a huge one. This shows how far a single client moves the result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from copy import deepcopy
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from flwr.app import Array, ArrayRecord, Error, Message, RecordDict
+
+from flower_ext.data import SiloData, trees
+from flower_ext.federation import ClientWork, HiddenSum
+from flower_ext.federation.client import upload
+from flower_ext.federation.client.preparing import NO_DATA
+from flower_ext.federation.failures import CLIENT_APP_RAISED
+from flower_ext.privacy import NoiseSource
+from flower_ext.privacy.mechanisms.bounds import BoundedSum
+from flower_ext.privacy.mechanisms.protections import ClipSteps, Protection
+from flower_ext_check.vectors import direction, held_step
+from flower_ext_check.wrapping import Seam
+
+Change = Literal["", "huge", "huge and heavy", "nan", "zero", "raise"]
+"""Misbehaviour of the target in each round. A heavy update has a huge weight; "" means none."""
+HUGE, HEAVY = 1e4, 1000
+"""Norm of a huge update, and factor on the metrics of a heavy one, such as its weight."""
+_SLOW = 1e-6
+"""Factor on the learning rate: the local steps become so small that only their noise shows."""
+TRAIN = "train"
+
+
+@dataclass(kw_only=True)
+class HeldRun:
+    """Answer requests in place of the clients, in a held run."""
+
+    template: Mapping[str, RecordDict]
+    """Content that the app's function returned in the first run, by category of messages."""
+    change: Change = ""
+    """Misbehaviour of the target, which is also called the changed client."""
+    quiet: bool = False
+    """The noise sources of this package add no noise, so the run shows how an update is clipped."""
+    answering: int = -1
+    """Partition of the client that answers."""
+    _kind: str = ""
+    _target: int = -1
+    _unit: int | None = None
+
+    def seams(self) -> list[Seam]:
+        """Return the functions of this package to replace, so that clients do not learn."""
+        noises = ("add_gaussian", "gaussian", "add_discrete_gaussian") if self.quiet else ()
+        return [
+            (upload, "result_hiding_failures", lambda run, work: run(self.work(work))),
+            (upload, "protected", self._protected),
+            *((NoiseSource, name, partial(_without_noise, name)) for name in noises),
+        ]
+
+    def begin(self, kind: str, *, target: int) -> None:
+        """Begin a batch of messages of one kind; ``target`` is the changed client's partition."""
+        self._kind, self._target = kind, target
+
+    def answer(self, message: Message) -> Message:
+        """Answer in place of the app's function."""
+        category = category_of(message)
+        content = deepcopy(self.template[category])
+        if category == TRAIN:
+            change = self._change if self._kind == TRAIN else ""
+            if change == "raise":
+                raise RuntimeError("the check lets this client fail")
+            for name, record in content.array_records.items():
+                if (received := received_like(record, message.content)) is not None:
+                    content[name] = _moved(received, change)
+            if change == "huge and heavy":
+                for metrics in content.metric_records.values():
+                    for name, value in metrics.items():
+                        if isinstance(value, int | float):
+                            metrics[name] = value * HEAVY
+        return Message(content, reply_to=message)
+
+    def changed_reply(self, message: Message, reply: Message) -> Message:
+        """Return the reply of a client of this package, or NaN or an error in its place.
+
+        `_protected` makes all other changes, because the check cannot replace the function of
+        such a client.
+        """
+        change = self._change
+        if self._kind != TRAIN or change not in ("nan", "raise"):
+            return reply
+        if change == "raise" or not reply.has_content():
+            return Message(Error(code=CLIENT_APP_RAISED, reason=""), reply_to=message)
+        content = reply.content.copy()
+        for name, record in content.array_records.items():
+            content[name] = _moved(record, change)
+        return Message(content, reply_to=message)
+
+    def _protected(
+        self, protect: Any, update: Any, received: Any, protection: Protection, noise: NoiseSource
+    ) -> Any:
+        """Protect a public update in place of the update of a client of this package.
+
+        Noise within the training, and sums over privacy units, need the client's own update. For
+        such a sum, `work` has already taken away the client's records, or left those of one unit.
+        """
+        if not protection.hides_failures or isinstance(update, BoundedSum | HiddenSum):
+            return protect(update, received, protection, noise)
+        numbers = {name: np.asarray(part) for name, part in update.items()}
+        start = {name: np.zeros_like(part) for name, part in numbers.items()}
+        if protection.bounds_models:
+            start |= {name: np.asarray(received[name]) for name in numbers.keys() & received.keys()}
+        moved = moved_arrays(start, self._change)
+        public = {
+            name: torch.as_tensor(moved[name]) if torch.is_tensor(part) else moved[name]
+            for name, part in update.items()
+        }
+        return protect(public, received, protection, noise)
+
+    def work(self, work: ClientWork) -> ClientWork:
+        """Return a client's work, changed so that the client does not learn from its data.
+
+        If the client protects its whole upload, its data are taken away. If it adds noise in each
+        local step, the steps stay, with a tiny learning rate. In a run without noise, only one
+        such step stays, with the usual learning rate, and a huge update comes from a huge first
+        record. In a run that shows one unit's influence, the client keeps the records of one unit.
+        """
+        protection, phase, data = work.protection, work.method.upload_phase, work.data
+        if self.shows_unit(protection):
+            return self._of_one_unit(work)
+        if protection.hides_failures:
+            return replace(work, data=NO_DATA)
+        if not isinstance(protection, ClipSteps) or phase is None:
+            return work
+        none = {name: replace(t, epochs=0, steps=None) for name, t in work.training.items()}
+        training = work.training[phase]
+        if self.quiet:
+            size = min(training.batch_size, len(data.train))
+            training = replace(training, steps=1, batch_size=size)
+            examples = data.train.subset(range(size))
+            if self._change.startswith("huge"):
+                features = trees.mapped(_with_huge_record, examples.features)
+                examples = replace(examples, features=features)
+            data = replace(data, train=examples)
+        else:
+            training = replace(training, learning_rate=training.learning_rate * _SLOW)
+        return replace(work, training={**none, phase: training}, data=data)
+
+    def shows_unit(self, protection: Protection) -> bool:
+        """Return True if the run shows how far one unit moves the result by a huge update.
+
+        Several clients may hold records of this unit.
+        """
+        return protection.of_units and self.quiet and self.change.startswith("huge")
+
+    def _of_one_unit(self, work: ClientWork) -> ClientWork:
+        """Return work that takes a huge step on the records of one unit, the same everywhere."""
+        data = work.data
+        if not isinstance(data, SiloData) or not len(data.owners):
+            return work
+        if self._unit is None:
+            self._unit = int(data.owners[0])
+        rows = np.flatnonzero(data.owners.cpu().numpy() == self._unit)
+        data = replace(data, train=data.train.subset(rows), owners=data.owners[rows])
+        phases = {
+            name: replace(t, steps=1, learning_rate=t.learning_rate * HUGE, tolerance=0.0)
+            for name, t in work.training.items()
+        }
+        return replace(work, data=data, training=phases)
+
+    @property
+    def _change(self) -> Change:
+        return self.change if self.answering == self._target else ""
+
+
+def category_of(message: Message) -> str:
+    """Return the category of a message's type, such as "train"."""
+    return message.metadata.message_type.partition(".")[0]
+
+
+def received_like(record: ArrayRecord, content: RecordDict) -> ArrayRecord | None:
+    """Return the array record of ``content`` with the same names and shapes, if there is one."""
+    shapes = {key: tuple(array.shape) for key, array in record.items()}
+    for received in content.array_records.values():
+        if shapes == {key: tuple(array.shape) for key, array in received.items()}:
+            return received
+    return None
+
+
+def _moved(record: ArrayRecord, change: Change) -> ArrayRecord:
+    moved = moved_arrays({key: array.numpy() for key, array in record.items()}, change)
+    return ArrayRecord({key: Array(np.asarray(array)) for key, array in moved.items()})
+
+
+def _without_noise(name: str, add: Any, source: NoiseSource, value: Any, *_: Any, **__: Any) -> Any:
+    return add(source, value, 0.0) if name == "gaussian" else dict(value)
+
+
+def _with_huge_record(part: torch.Tensor) -> torch.Tensor:
+    """Return a copy of features; the floating-point features of the first record are huge."""
+    part = part.clone()
+    if part.is_floating_point():
+        part[0] = HUGE * torch.where(part[0] == 0, 1, part[0])
+    return part
+
+
+def moved_arrays(arrays: Mapping[str, np.ndarray], change: Change) -> dict[str, np.ndarray]:
+    """Return arrays plus a public update: `held_step`, or what ``change`` says."""
+    size = sum(array.size for array in arrays.values() if array.dtype.kind == "f")
+    move = np.zeros(size) if change == "zero" or not size else held_step(size)
+    if change.startswith("huge"):
+        move = HUGE * direction(size)
+    elif change == "nan":
+        move = np.full(size, np.nan)
+    start, moved = 0, {}
+    for key, array in arrays.items():
+        if array.dtype.kind == "f":
+            part = move[start : start + array.size].reshape(array.shape)
+            start += array.size
+            array = np.asarray(array + part, array.dtype)
+        moved[key] = array
+    return moved

@@ -1,0 +1,140 @@
+"""Learn which mods, strategies and privacy engines an app makes, and limit the app's rounds."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections import Counter
+from copy import copy
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+from flwr.app import Context, Message
+from flwr.clientapp import ClientApp
+from flwr.serverapp.strategy import Strategy
+
+from flower_ext.algorithms import Upcycled
+from flower_ext.federation import FederatedStrategy
+from flower_ext.federation.client.app import CohortApp
+from flower_ext_check.held_run import TRAIN
+from flower_ext_check.observe import Watch
+from flower_ext_check.wrapping import Seam, wrap
+
+_CATEGORIES = (TRAIN, "evaluate", "query")
+
+
+@dataclass(kw_only=True)
+class Instruments:
+    """Changes to functions of Flower, Opacus and this package, made before an app is loaded."""
+
+    mods: dict[str, list[Any]] = field(default_factory=dict)
+    """Mods of each category of messages, the outermost first."""
+    strategies: list[Strategy] = field(default_factory=list)
+    """The strategy that runs the rounds, and the strategies that it wraps."""
+    begun: list[Strategy] = field(default_factory=list)
+    """Copies of ``strategies``, made before the first round."""
+    engines: Counter[int] = field(default_factory=Counter)
+    """Number of privacy engines of Opacus that each client made."""
+    watch: Watch | None = None
+
+    def seams(self) -> list[Seam]:
+        """Return the functions to replace: each ClientApp reports its mods, and gets one more mod.
+
+        The mod of the check is the innermost one. `limit_rounds` and `count_engines` replace
+        further functions, after the app is loaded.
+        """
+        return [
+            (ClientApp, "__init__", self._with_mod),
+            *((ClientApp, category, self._registered) for category in _CATEGORIES),
+        ]
+
+    def install(self) -> None:
+        """Replace all functions of `seams`."""
+        for seam in self.seams():
+            wrap(*seam)
+
+    def _with_mod(
+        self, begin: Any, app: ClientApp, client_fn: Any = None, mods: Any = None, **more: Any
+    ) -> None:
+        vars(app)["watched_mods"] = outer = list(mods or [])
+        if client_fn is not None:
+            self.mods.update(dict.fromkeys(_CATEGORIES, outer))
+        begin(app, client_fn, [*outer, self._inner] if client_fn else outer, **more)
+
+    def _registered(
+        self, register: Any, app: ClientApp, action: str = "default", *, mods: Any = None
+    ) -> Any:
+        self.mods[register.__name__] = [*vars(app).get("watched_mods", ()), *(mods or [])]
+        if isinstance(app, CohortApp):
+            return register(app, action, mods=mods)
+        return register(app, action, mods=[*(mods or []), self._inner])
+
+    def _inner(self, message: Message, context: Context, call_next: Any) -> Message:
+        assert self.watch is not None
+        return self.watch.inner(message, context, call_next)
+
+    def limit_rounds(self, rounds: int) -> None:
+        """Make every strategy stop after ``rounds`` rounds, and record how many the app planned."""
+        kinds = [Strategy]
+        for kind in kinds:
+            kinds.extend(kind.__subclasses__())
+        for kind in set(kinds):
+            if "start" in vars(kind):
+                wrap(kind, "start", partial(self._limited, rounds))
+
+    def _limited(
+        self, rounds: int, start: Any, strategy: Strategy, *arguments: Any, **options: Any
+    ) -> Any:
+        watch = self.watch
+        if watch is None or watch.in_strategy:
+            return start(strategy, *arguments, **options)
+        call = inspect.signature(start).bind(strategy, *arguments, **options)
+        call.apply_defaults()
+        # A strategy that wraps another may take the options of the inner one as keywords.
+        named = next(
+            (v for v in call.arguments.values() if isinstance(v, dict) and "num_rounds" in v),
+            call.arguments,
+        )
+        planned = int(named.get("num_rounds", 3))
+        named["num_rounds"] = min(planned, rounds)
+        chain = chain_of(strategy)
+        halves = any(type(part) is Upcycled for part in chain)  # even rounds train nobody
+        watch.observed.planned += math.ceil(planned / 2) if halves else planned
+        watch.observed.starts += 1
+        for part in chain:
+            if watch.held is not None and isinstance(part, FederatedStrategy):
+                # No comparison needs scores.
+                part.run.options = replace(part.run.options, evaluate_every=0)
+        self.strategies.extend(chain)
+        self.begun.extend(copy(part) for part in chain)
+        watch.in_strategy = True
+        result = start(*call.args, **call.kwargs)
+        watch.in_strategy = False
+        if arrays := getattr(result, "arrays", None):
+            watch.release(array.numpy() for array in arrays.values())
+        return result
+
+    def count_engines(self) -> None:
+        """Count the privacy engines of Opacus that each client makes.
+
+        Each engine has a new accountant, which does not know the rounds before it.
+        """
+        from opacus import PrivacyEngine
+
+        wrap(PrivacyEngine, "make_private", self._engine)
+
+    def _engine(self, make: Any, engine: Any, *arguments: Any, **options: Any) -> Any:
+        if self.watch is not None:
+            self.engines[self.watch.answering] += 1
+        return make(engine, *arguments, **options)
+
+
+def chain_of(strategy: Strategy) -> list[Strategy]:
+    """Return a strategy and the strategies that it wraps, the outermost first."""
+    chain: list[Strategy] = []
+    inner: Any = strategy
+    while isinstance(inner, Strategy) and inner not in chain:
+        chain.append(inner)
+        inner = getattr(inner, "strategy", None) or getattr(inner, "base", None)
+    return chain

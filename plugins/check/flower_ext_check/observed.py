@@ -1,0 +1,102 @@
+"""Everything that one run of an app showed: messages to clients, their replies, and the models."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from flwr.app import RecordDict
+
+from flower_ext_check.held_run import TRAIN
+from flower_ext_check.vectors import Vector
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reply:
+    """One message that left a client."""
+
+    kind: str
+    round: int
+    partition: int
+    error: bool
+    records: tuple[tuple[str, str], ...]
+    """Kind and name of each record."""
+    metrics: Mapping[str, Any]
+    upload: Vector | None
+    """Sent model minus received model; None if no array record fits the received model."""
+    integers: bool
+    """The client sent arrays of integers."""
+    scalars: bool
+    """The client sent floats without axes."""
+
+
+@dataclass(kw_only=True)
+class Observed:
+    """Everything that one run showed."""
+
+    trainings: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    """For each training round, the partitions to which its first batch of messages went."""
+    beside: set[str] = field(default_factory=set)
+    """Kinds of messages that the app sent while no strategy ran the rounds."""
+    starts: int = 0
+    replies: list[Reply] = field(default_factory=list)
+    releases: list[Vector] = field(default_factory=list)
+    """The initial model, and each model that followed it."""
+    means: dict[int, Vector] = field(default_factory=dict)
+    """For each training round, the mean from which a strategy of this package makes the model."""
+    planned: int = 0
+    """Number of training rounds for which strategies were started."""
+    ended: str = ""
+    """Type and place of the error that ended the run."""
+    client_errors: list[str] = field(default_factory=list)
+    template: dict[str, RecordDict] = field(default_factory=dict)
+    log: str = ""
+
+    def answers(self, kind: str) -> list[Reply]:
+        """Return the replies to messages of a kind, except errors."""
+        return [reply for reply in self.replies if reply.kind == kind and not reply.error]
+
+    def uploads(self, round: int) -> dict[int, Vector]:
+        """Return the uploads of a training round, by partition."""
+        return {
+            reply.partition: reply.upload
+            for reply in self.replies
+            if reply.kind == TRAIN and reply.round == round and reply.upload is not None
+        }
+
+    def target(self, round: int) -> int:
+        """Return the partition of the client that may be changed in a held run; −1 if none is."""
+        return next(iter(self.cohort(round)), -1)
+
+    def target_upload(self, round: int) -> Vector | None:
+        """Return the upload of the client that may be changed in this round of a held run."""
+        return self.uploads(round).get(self.target(round))
+
+    def cohort(self, round: int) -> tuple[int, ...]:
+        """Return the partitions that got a message in a training round."""
+        return [*self.trainings.values(), ()][min(round - 1, self.rounds)]
+
+    def step(self, round: int) -> Vector | None:
+        """Return the step of the model in a training round; None if it is not known or not finite.
+
+        For a strategy of this package, this is the released mean. For any other strategy, it is
+        the model after the round minus the model before it.
+        """
+        step = self.means.get(round)
+        if not self.means and round < len(self.releases):
+            step = self.releases[round].minus(self.releases[round - 1])
+        return step if step is not None and step.finite else None
+
+    @property
+    def rounds(self) -> int:
+        """Number of training rounds."""
+        return len(self.trainings)
+
+    @property
+    def unreleased(self) -> int:
+        """Number of training rounds after which the model was as before.
+
+        A round in which the draw asks no client does not count: its model need not reach anybody.
+        """
+        return self.rounds + 1 - len(self.releases)

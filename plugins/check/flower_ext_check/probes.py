@@ -1,0 +1,112 @@
+"""Run an app several times, with new random numbers or one changed client."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+from flwr.clientapp import ClientApp
+from flwr.serverapp import ServerApp
+
+from flower_ext_check.app_folder import AppFolder
+from flower_ext_check.forks import in_fork
+from flower_ext_check.held_run import Change, HeldRun
+from flower_ext_check.instruments import Instruments
+from flower_ext_check.observe import Watch, observe
+from flower_ext_check.observed import Observed
+from flower_ext_check.recognise import AppTraits, traits_of
+from flower_ext_check.request import CheckRequest
+from flower_ext_check.vectors import HELD, Vector
+
+REAL, AGAIN, OTHER, QUIET = "real", "again", "other", "quiet"
+
+
+@dataclass(kw_only=True)
+class Probes:
+    """The runs of one check, by name."""
+
+    app: AppFolder
+    server: ServerApp
+    client: ClientApp
+    request: CheckRequest
+    instruments: Instruments
+    runs: dict[str, Observed | None] = field(default_factory=dict)
+    traits: AppTraits = field(init=False)
+    """The traits of the app, which the check recognises in its first run."""
+
+    @property
+    def real(self) -> Observed:
+        """The first run, in which clients learn. Use it only after that run has ended."""
+        real = self.runs[REAL]
+        assert real is not None
+        return real
+
+    @property
+    def comparable(self) -> range:
+        """The rounds in which a held run has noise with the same standard deviation as the app."""
+        return range(1, (self.request.rounds if self.traits.rounds_alike else 1) + 1)
+
+    def run(
+        self, name: str, seed: int, change: Change = "", *, quiet: bool = False
+    ) -> Observed | None:
+        """Run the app once in a process of its own; None if the run does not end in time.
+
+        The first run, named `REAL`, lets clients learn. All other runs are held (see `HeldRun`).
+        """
+        real, request = self.runs.get(REAL), self.request
+        held = None if real is None else HeldRun(template=real.template, change=change, quiet=quiet)
+        watch = Watch(app=self.app, seed=seed, rounds=request.rounds, held=held)
+        self.instruments.watch = watch
+
+        def watched() -> tuple[Observed, AppTraits | None]:
+            seen = observe(self.server, self.client, request.config, request.clients, watch)
+            return seen, traits_of(self.instruments, self.client, seen) if held is None else None
+
+        observed, traits = in_fork(watched, seconds=request.seconds) or (None, None)
+        self.runs[name] = observed
+        if observed is not None and traits is not None:
+            self.traits = traits
+            observed.log = request.log.read_text(encoding="utf-8", errors="replace")
+        return observed
+
+    def run_all(self) -> None:
+        """Make all held runs, which follow the first run."""
+        self.run(AGAIN, 1)
+        self.run(OTHER, 2)
+        self.run("nan", 1, "nan")
+        self.run("raise", 1, "raise")
+        self.run(QUIET, 1, quiet=True)
+        self.run("huge", 1, "huge", quiet=True)
+        if not self.traits.has_task:
+            self.run("huge, other", 2, "huge")
+            self.run("heavy", 1, "huge and heavy", quiet=True)
+            self.run("zero", 1, "zero")
+
+    @property
+    def is_exact(self) -> bool:
+        """True if the difference between two quiet runs (`HeldRun.quiet`) shows no noise.
+
+        Either quiet runs have no noise, or all runs with the same seed have the same noise.
+        """
+        one, other = self.runs.get(AGAIN), self.runs.get(QUIET)
+        if one is None or other is None or len(one.releases) != len(other.releases):
+            return False
+        ones, others = one.uploads(1), other.uploads(1)
+        steps: list[Vector | None] = [*others.values()] or [other.step(1)]
+        if all(step is not None and step.norm <= 2 * HELD for step in steps):
+            return True
+        return ones.keys() == others.keys() and all(
+            np.array_equal(left.sample, right.sample)
+            for left, right in zip(
+                [*one.releases, *ones.values()], [*other.releases, *others.values()], strict=True
+            )
+        )
+
+    def seen(self, name: str) -> Observed:
+        """Return the run ``name``; an empty one if the run was not made or did not end in time."""
+        return self.runs.get(name) or Observed()
+
+    def movement(self, name: str, round: int) -> float | None:
+        """Return how far along `direction` one changed client moves the model in a round."""
+        changed, held = self.seen(name).step(round), self.seen(QUIET).step(round)
+        return None if changed is None or held is None else changed.along - held.along

@@ -1,0 +1,29 @@
+"""The request of a check: the app, and the options of the command."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from flower_ext_check.app_folder import AppFolder
+from flower_ext_check.stand_in import Column
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckRequest:
+    """The options of a check: ``log`` is a path for the app's output, ``config`` has its settings.
+
+    ``seconds`` is the longest time of a run. With ``random_data``, random rows with ``columns``
+    take the place of ``flwr_datasets``.
+    """
+
+    app: AppFolder
+    log: Path
+    config: Mapping[str, Any]
+    clients: int
+    rounds: int
+    seconds: float
+    random_data: bool
+    columns: Mapping[str, Column]

@@ -1,0 +1,77 @@
+"""The guard as a member of masked sums: the guard, not the app, bounds, noises and masks.
+
+The guard applies `client_level_dp_mod` in its own process. The app gets the model alone, and its
+answer is an update like any other. The guard writes the keys of a sum to its folder, which no app
+can read, before a reply leaves.
+
+Guarantees
+----------
+A masked sum that becomes known holds the vectors of at least `SumPolicy.honest_answers` members
+that do not collude, each with noise of ``noise_multiplier`` clipping norms or more. Between any two
+data sets of the site, and any two behaviours of the app, the sum differs by at most two clipping
+norms.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from flwr.app import ArrayRecord, Context, Message, RecordDict
+
+from flower_ext.errors import InvalidValue
+from flower_ext.federation import records
+from flower_ext.federation.client_level_mod import client_level_dp_mod
+from flower_ext.federation.roster import PARTITION
+from flower_ext_guard.flower_runtime import RuntimeRequest
+from flower_ext_guard.policy import GuardPolicy, MessagePolicy, Refused
+
+_MOD = client_level_dp_mod()
+
+
+def asks_for_contribution(message: Message) -> bool:
+    """Return True if a message of a sum asks for a vector, which only the app can compute."""
+    return records.MODEL in message.content and records.SECURE_SUM in message.content
+
+
+def answer_in_sum(
+    request: RuntimeRequest,
+    policy: GuardPolicy,
+    rule: MessagePolicy,
+    run_app: Callable[[Message], ArrayRecord | None],
+) -> RecordDict:
+    """Answer a message of a masked sum, or refuse it with a text that depends on no data.
+
+    ``run_app`` returns None if the app failed in any way.
+    """
+
+    def train(message: Message, context: Context) -> Message:
+        if (arrays := run_app(message)) is None:
+            raise InvalidValue("the app did not answer with one ArrayRecord")
+        return Message(RecordDict({records.MODEL: arrays}), reply_to=message)
+
+    assert policy.sum is not None
+    # Nothing in the context comes from the app or the server.
+    node_config = {
+        "require-secure-noise": True,
+        "require-secure-sum": True,
+        "least-noise-multiplier": rule.noise_multiplier,
+        "state-folder": str(policy.path.with_suffix(".sums")),
+        **policy.sum.node_config,
+    }
+    if (partition := request.context.node_config.get(PARTITION)) is not None:
+        node_config[PARTITION] = partition
+    context = Context(
+        run_id=request.run_id,
+        node_id=request.context.node_id,
+        node_config=node_config,
+        state=RecordDict(),
+        run_config={},
+        series_id=request.context.series_id,
+    )
+    try:
+        reply = _MOD(request.message, context, train)
+    except Exception:  # the server's bytes, from which any error may come
+        raise Refused("this site cannot read the message") from None
+    if reply.has_error():
+        raise Refused(reply.error.reason)
+    return reply.content
