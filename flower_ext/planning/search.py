@@ -26,8 +26,9 @@ from flower_ext.planning.convergence import (
 )
 from flower_ext.planning.fairness import LinearFairness
 from flower_ext.privacy import ClippedSteps, Condition, RecordLevelPlan
+from flower_ext.privacy.accounting.participations import Participations
 from flower_ext.privacy.guarantee import Basis
-from flower_ext.privacy.theorems.dp_ditto_theorem import dp_ditto_guarantees
+from flower_ext.privacy.run_summary import MethodTraits, RunSummary
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,7 +129,10 @@ class PlannedSchedule:
         if plan is None:
             return {}
         uploads = replace(plan, noise_stddev=plan.upload_stddev, steps=None)
-        published, provable = dp_ditto_guarantees(uploads, rounds=plan.rounds)
+        run = RunSummary(
+            method=MethodTraits(name="DP-Ditto"), participations=Participations(rounds=plan.rounds)
+        )
+        published, provable = uploads.guarantees(run)
         # Algorithm 1 clips models but no gradients, so the worst case holds for it.
         epsilons = {"as published": published.epsilon, "worst case": provable.epsilon}
         if plan.steps is not None:

@@ -17,7 +17,7 @@ from flower_ext.privacy.accounting.sampling import (
     SpacedSampling,
     size_for_rate,
 )
-from flower_ext.privacy.base_plan import PrivacyPlan
+from flower_ext.privacy.base_plan import NonPrivatePlan, PrivacyPlan
 from flower_ext.privacy.guarantee import Condition, Guarantee, epsilon_text
 from flower_ext.privacy.ledger import Budget, BudgetExhausted, Ledger, LedgerCorrupt
 from flower_ext.privacy.mechanisms.adaptive_clipping import AdaptiveClipping
@@ -29,7 +29,6 @@ from flower_ext.privacy.mechanisms.secure_sum import SecureSum
 from flower_ext.privacy.mechanisms.updates import NonFiniteUpdate
 from flower_ext.privacy.plans.group_plan import GroupPlan
 from flower_ext.privacy.plans.perturbation_plan import PerturbationPlan
-from flower_ext.privacy.plans.plain_average import NonPrivatePlan
 from flower_ext.privacy.plans.record_level_plan import RecordLevelPlan
 from flower_ext.privacy.plans.release_plan import ReleasePlan
 from flower_ext.privacy.queries.secure_scores import SecureScores

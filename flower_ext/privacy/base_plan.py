@@ -1,11 +1,21 @@
-"""Base class of plans, which a user writes."""
+"""Base classes of plans, which a user writes, and the plan of a run without privacy."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Literal
 
+from flower_ext.errors import InvalidValue
 from flower_ext.privacy.accounting.sampling import Sampling
-from flower_ext.privacy.mechanisms.round_mechanism import RoundMechanism
+from flower_ext.privacy.mechanisms.noise import NoiseSource
+from flower_ext.privacy.mechanisms.round_mechanism import (
+    Aggregate,
+    RoundDiscarded,
+    RoundMechanism,
+    divided,
+)
+from flower_ext.privacy.mechanisms.updates import RunningSum
 from flower_ext.privacy.run_summary import MethodTraits, RunSummary
 
 
@@ -48,3 +58,69 @@ class PrivacyPlan(ABC):
 
         If the plan does not protect the method's uploads, a `ValueError` gives the reason.
         """
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlainAverage(PrivacyPlan, RoundMechanism):
+    """A plan that takes the plain mean of the replies. A subclass may add a guarantee.
+
+    A plain mean is computed in the same way for every method. The plan therefore computes it
+    itself, and needs no separate mechanism.
+    """
+
+    tells_sizes = True
+
+    sampling: Sampling
+
+    def mechanism(self, method: MethodTraits) -> RoundMechanism:
+        """Return this plan, which is its own mechanism."""
+        return self
+
+    def aggregate(self, summed: RunningSum, *, cohort_size: int, noise: NoiseSource) -> Aggregate:
+        """Return the mean of the uploads; ``noise`` is not used."""
+        if not summed.count:
+            raise RoundDiscarded(f"none of {cohort_size} clients answered, so there is no mean")
+        mean = divided(summed.value, summed.count, summed.like)
+        return Aggregate(value=mean, answered=summed.count, topped_up_stddev=0.0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class NonPrivatePlan(PlainAverage):
+    """Plain averaging without clipping or noise. It guarantees nothing.
+
+    Use it to compare a private method with the same method without privacy.
+
+    Parameters
+    ----------
+    sampling : Sampling
+    weighting : {"clients", "examples"}
+        "clients" gives all clients the same weight in the mean, as all private plans do.
+        "examples" weighs each client by its number of training examples, as FedAvg does.
+    """
+
+    weighting: Literal["clients", "examples"] = "clients"
+
+    delta = None
+
+    def __post_init__(self) -> None:
+        if self.weighting not in ("clients", "examples"):
+            raise InvalidValue(f"weighting={self.weighting!r}: expected 'clients' or 'examples'")
+
+    @property
+    def weighs_examples(self) -> bool:
+        """True if ``weighting`` is "examples"."""
+        return self.weighting == "examples"
+
+    def mechanism(self, method: MethodTraits) -> RoundMechanism:
+        """Return this plan; refuse "examples" if the method weights updates by its own rule."""
+        if self.weighs_examples and method.weighs_updates:
+            raise InvalidValue(
+                f"weighting='examples': expected 'clients', because the server of "
+                f"{method.name} gives clients weights by a rule of the method's own"
+            )
+        return self
+
+    def describe(self) -> str:
+        """Describe the plan in words, for the log."""
+        by = ", weighted by examples" if self.weighs_examples else ""
+        return f"{self.sampling.describe()} · no privacy{by}"

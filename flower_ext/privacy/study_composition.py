@@ -18,6 +18,7 @@ from typing import Any
 from flower_ext.privacy.accounting.accountant import joint_loss
 from flower_ext.privacy.accounting.events import PrivacyLoss, Release
 from flower_ext.privacy.guarantee import Guarantee
+from flower_ext.privacy.theorems.claims import Claims
 from flower_ext.privacy.units import AdversaryView, NeighboringRelation, PrivacyUnit
 
 CHARGE, REPEAT, UNCOVERED, CLAIMS = "charge", "repeat", "uncovered", "claims"
@@ -85,20 +86,14 @@ def study_guarantees(
                 source = f"{study}, the runs under {relation.value}: {labels}"
             if nothing:
                 source += f"; against this adversary nothing is promised by {', '.join(nothing)}"
-            guarantees.append(
-                Guarantee(
-                    unit=runs[0].unit,
-                    relation=relation,
-                    view=view,
-                    epsilon=loss.epsilon,
-                    delta=delta,
-                    basis="provable",
-                    accountant=loss.accountant,
-                    source=source,
-                    assumptions=(FIXED_PLANS, *_shared_texts(known, view, "assumptions")),
-                    not_covered=(*uncovered, *_shared_texts(known, view, "not_covered")),
-                )
+            claims = Claims(
+                unit=runs[0].unit,
+                relation=relation,
+                delta=delta,
+                assumptions=(FIXED_PLANS, *_shared_texts(known, view, "assumptions")),
+                not_covered=(*uncovered, *_shared_texts(known, view, "not_covered")),
             )
+            guarantees.append(claims.provable(view, loss, source))
     return guarantees
 
 

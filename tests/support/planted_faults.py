@@ -33,7 +33,7 @@ from flower_ext.privacy.mechanisms.correlated_noise import PreparedNoise
 from flower_ext.privacy.mechanisms.noise import NoiseSource
 from flower_ext.privacy.mechanisms.quantization import in_cells
 from flower_ext.privacy.mechanisms.updates import RunningSum, in_float64, l2_norm
-from flower_ext.privacy.plans.release_mechanism import AdaptiveRelease, SpacedRelease
+from flower_ext.privacy.plans.release_mechanism import AdaptiveRelease
 from flower_ext.secure.aggregation import mask_streams, member
 from flower_ext.training.dp.dp_sgd import ClippedGradient
 
@@ -377,7 +377,7 @@ def turns_not_apart(patch, experiment: Experiment) -> Experiment:
 def one_participation_counted(patch, experiment: Experiment) -> Experiment:
     """Scale the noise, and account, for clients that take part once."""
     limits = {"rounds_apart": 2, "participations": 1}
-    patch.setattr(SpacedRelease, "_limits", property(lambda self: limits))
+    patch.setattr(SpacedSampling, "limits", property(lambda self: limits))
     return experiment
 
 

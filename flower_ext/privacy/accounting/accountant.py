@@ -18,9 +18,9 @@ from typing import Literal
 
 from flower_ext.checks import require_count, require_delta
 from flower_ext.errors import InvalidValue
-from flower_ext.privacy.accounting.events import PrivacyLoss, Release
+from flower_ext.privacy.accounting.events import Counts, PrivacyLoss, Release
 from flower_ext.privacy.accounting.gaussian import without_amplification
-from flower_ext.privacy.accounting.pld import has_grid, optimal_loss, pld_loss
+from flower_ext.privacy.accounting.pld import pld_loss
 from flower_ext.privacy.accounting.renyi import renyi_loss, without_replacement_loss
 from flower_ext.privacy.accounting.sampling import FixedSizeSampling, PoissonSampling
 from flower_ext.privacy.units import NeighboringRelation
@@ -111,11 +111,10 @@ def joint_loss(
         return replace(basic, accountant=spends[0].accountant)
     if not 0 < basic.epsilon <= _LARGEST_GRID_EPSILON:
         return basic
-    if any(release.approximation_error or not has_grid(release) for release in releases):
-        return basic
-    return _least(
-        basic, optimal_loss(tuple(releases.items()), tuple(spends), delta, rough=basic.epsilon)
-    )
+    if any(each.approximation_error or each.is_without_replacement for each in releases):
+        return basic  # PLD does not cover these releases
+    counts = tuple(releases.items())
+    return _least(basic, pld_loss(counts, tuple(spends), delta, rough=basic.epsilon))
 
 
 def with_approximation_error(
@@ -165,9 +164,7 @@ def with_approximation_error(
 
 
 @lru_cache(maxsize=4096)
-def _loss(
-    counts: tuple[tuple[Release, int], ...], delta: float, accountant: Accountant
-) -> PrivacyLoss:
+def _loss(counts: Counts, delta: float, accountant: Accountant) -> PrivacyLoss:
     if not counts:
         return PrivacyLoss(epsilon=0.0, delta=delta, accountant=accountant.upper())
     if any(release.noise_multiplier == 0 for release, _ in counts):
@@ -175,22 +172,19 @@ def _loss(
     if _chance_drawn(counts) <= delta:
         # A run with the unit equals a run without it unless the unit is drawn.
         return PrivacyLoss(epsilon=0.0, delta=delta, accountant="chance of being drawn")
-    import dp_accounting
-
-    kinds = {type(release.event) for release, _ in counts}
-    # Where nothing is sub-sampled, Gaussians compose exactly, and no bound can be less.
-    if kinds == {dp_accounting.GaussianDpEvent} and accountant == "pld":
-        return without_amplification(counts, delta)
-    if dp_accounting.SampledWithoutReplacementDpEvent in kinds:
-        return _least(without_replacement_loss(counts, delta), without_amplification(counts, delta))
-    renyi = renyi_loss(counts, delta)
+    unsampled = without_amplification(counts, delta)
+    if any(release.is_without_replacement for release, _ in counts):
+        return _least(without_replacement_loss(counts, delta), unsampled)
     if accountant == "rdp":
-        return renyi
+        return renyi_loss(counts, delta)
+    # Where nothing is sub-sampled, Gaussians compose exactly, and no bound can be less.
+    if all(release.poisson_rate == 1 for release, _ in counts):
+        return unsampled
     # The width of PLD's grid depends on ε, so a cheaper bound estimates ε first.
-    rough = _least(renyi, without_amplification(counts, delta))
+    rough = _least(renyi_loss(counts, delta), unsampled)
     if not 0 < rough.epsilon <= _LARGEST_GRID_EPSILON:
         return rough
-    return _least(pld_loss(counts, delta, rough=rough.epsilon), rough)
+    return _least(pld_loss(counts, (), delta, rough=rough.epsilon), rough)
 
 
 def _chance_drawn(counts: Iterable[tuple[Release, int]]) -> float:

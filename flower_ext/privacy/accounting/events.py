@@ -117,6 +117,15 @@ class Release(Checked, JsonRecord):
         return self.sampling.rate if isinstance(self.sampling, PoissonSampling) else 1.0
 
     @property
+    def is_without_replacement(self) -> bool:
+        """True if sampling without replacement amplifies the release."""
+        return (
+            isinstance(self.sampling, FixedSizeSampling)
+            and self.sampling.size < self.sampling.population
+            and self.relation is NeighboringRelation.REPLACE_ONE
+        )
+
+    @property
     def event(self) -> dp_accounting.DpEvent:
         """The release as an event of dp-accounting; for replace-one, one with sensitivity 2."""
         import dp_accounting
@@ -124,11 +133,8 @@ class Release(Checked, JsonRecord):
         gaussian = dp_accounting.GaussianDpEvent(self.relative_noise)
         if self.poisson_rate < 1:
             return dp_accounting.PoissonSampledDpEvent(self.poisson_rate, gaussian)
-        if (
-            isinstance(self.sampling, FixedSizeSampling)
-            and self.sampling.size < self.sampling.population
-            and self.relation is NeighboringRelation.REPLACE_ONE
-        ):
+        if self.is_without_replacement:
+            assert isinstance(self.sampling, FixedSizeSampling)
             return dp_accounting.SampledWithoutReplacementDpEvent(
                 self.sampling.population, self.sampling.size, gaussian
             )

@@ -2,8 +2,10 @@
 
 Every silo trains by the same DP-SGD on its own records. A user has at most k = ``group_size``
 records in all silos together. `group_loss` bounds (ε, δ) of adding or removing all records of a
-user. If each step samples a record with probability γ, the user's records move the step's sum by up
-to Binomial(k, γ) clipping norms. The step is thus a mixture of Gaussians (Ganesh 2024), for which
+user. The sums that all silos compute in one step form one vector, with noise in every coordinate,
+and each sampled record of the user moves this vector by at most one clipping norm. If each step
+samples a record with probability γ, the number of these records is Binomial(k, γ). The step is thus
+a mixture of Gaussians (Ganesh 2024), for which
 PLD accounts. The bound is tight.
 """
 
@@ -56,9 +58,7 @@ class DpSgd(Checked):
 def group_loss(silo: DpSgd, *, group_size: int, delta: float) -> PrivacyLoss:
     """Return (ε, δ) of a group of at most ``group_size`` records, whichever silos hold them.
 
-    The sums that all silos compute in one step form one vector, with noise in every coordinate.
-    Each sampled record of the group moves this vector by at most one clipping norm. The number of
-    sampled records is Binomial(``group_size``, ``sampling_rate``). ``silo`` is each silo's DP-SGD.
+    ``silo`` is each silo's DP-SGD.
     """
     require_at_least_one("group_size", group_size)
     require_delta(delta)

@@ -7,13 +7,13 @@ of several releases.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
 import numpy as np
 
-from flower_ext.privacy.accounting.events import PrivacyLoss, Release
+from flower_ext.privacy.accounting.events import Counts, PrivacyLoss
 
 _ROUNDING = 1e-15
 """Bound on the δ that Fourier transforms lose in each composed step, 10 times the measured one."""
@@ -26,50 +26,32 @@ _MOST_AT_ONCE = 4096
 the tails of a composition is loose for more copies, and its transforms become long."""
 
 
-def pld_loss(counts: Sequence[tuple[Release, int]], delta: float, *, rough: float) -> PrivacyLoss:
-    """Return PLD's bound on ε of releases, on a grid chosen by ``rough``, an estimate of ε."""
-    steps = sum(count for _, count in counts)
-    # A finer grid takes longer and loses δ to rounding; a coarser one adds to ε.
-    interval = min(_grid_interval(rough, delta, steps=steps), max(1e-3, 2e-5 * rough))
-    interval = max(interval, _widest_step(counts) / _MOST_CELLS)
-    events = [(release.event, count) for release, count in counts]
-    epsilon = pld_epsilon(events, delta, interval=interval)
-    return PrivacyLoss(epsilon=epsilon, delta=delta, accountant="PLD")
-
-
-def has_grid(release: Release) -> bool:
-    """Return True if PLD covers a release: it does not cover sampling without replacement."""
-    import dp_accounting
-
-    return not isinstance(release.event, dp_accounting.SampledWithoutReplacementDpEvent)
-
-
 @lru_cache(maxsize=1024)
-def optimal_loss(
-    counts: tuple[tuple[Release, int], ...],
-    spends: tuple[PrivacyLoss, ...],
-    delta: float,
-    *,
-    rough: float,
+def pld_loss(
+    counts: Counts, spends: tuple[PrivacyLoss, ...], delta: float, *, rough: float
 ) -> PrivacyLoss:
-    """Return the bound on ε of releases together with other mechanisms, of which (ε, δ) is known.
+    """Return PLD's bound on ε of releases together with other mechanisms.
 
-    The bound takes the worst mechanisms with these (ε, δ), on a grid chosen as by `pld_loss`.
+    Of the other mechanisms only (ε, δ) is known, in ``spends``; the bound takes the worst
+    mechanisms with these (ε, δ). ``rough``, an estimate of ε, decides the grid.
     """
     from dp_accounting.pld.common import DifferentialPrivacyParameters
 
     steps = len(spends) + sum(count for _, count in counts)
-    # The grid rounds the ε of each spend up by one interval at most.
-    interval = max(min(1e-3 * rough / steps, 1e-3), FINEST_INTERVAL, 2e-6 * rough)
-    if counts:
-        interval = max(interval, _widest_step(counts) / _MOST_CELLS)
+    # A finer grid takes longer and loses δ to rounding; a coarser one adds to ε.
+    if spends:  # the grid rounds the ε of each spend up by one interval at most
+        interval = max(min(1e-3 * rough / steps, 1e-3), FINEST_INTERVAL, 2e-6 * rough)
+    else:
+        interval = min(_grid_interval(rough, delta, steps=steps), max(1e-3, 2e-5 * rough))
+    interval = max(interval, _widest_step(counts) / _MOST_CELLS)
     events: list[tuple[Any, int]] = [(release.event, count) for release, count in counts]
     events += [(DifferentialPrivacyParameters(spend.epsilon, spend.delta), 1) for spend in spends]
     epsilon = pld_epsilon(events, delta, interval=interval)
-    return PrivacyLoss(epsilon=epsilon, delta=delta, accountant="PLD, optimal composition")
+    name = "PLD, optimal composition" if spends else "PLD"
+    return PrivacyLoss(epsilon=epsilon, delta=delta, accountant=name)
 
 
-def _widest_step(counts: Iterable[tuple[Release, int]]) -> float:
+def _widest_step(counts: Counts) -> float:
     """Return the widest range of privacy losses of one release, within ten deviations of noise.
 
     Equal releases without sub-sampling count as one Gaussian.

@@ -152,6 +152,11 @@ class SpacedSampling(_OfFixedSize):
                 "because otherwise the units that have waited long enough are fewer than a cohort"
             )
 
+    @property
+    def limits(self) -> dict[str, int]:
+        """The limits b and k on a unit's participations, by the names of their fields."""
+        return {"rounds_apart": self.rounds_apart, "participations": self.participations}
+
     def draw(self, rng: np.random.Generator, so_far: Participations | None = None) -> list[int]:
         """Return the indices of the next cohort in ascending order; ``rng`` is not used."""
         so_far = so_far or Participations()

@@ -138,9 +138,7 @@ class AdaptiveClipping(Checked):
 def with_side(update: NamedArrays, update_norm: float, weight: float) -> dict[str, Any]:
     """Return (clip(Δ, C), κ·side): the clipped update, and one more number for its side.
 
-    The side is ½ if the update's norm is at most C, −½ if it is longer, and 0 for a zero update.
-
-    ``update_norm`` is C, and ``weight`` is κ. A zero update becomes a zero vector.
+    ``update_norm`` is C, and ``weight`` is κ (see the table at the top of this module).
     """
     norm = l2_norm(update)
     side = 0.0 if norm == 0 else 0.5 if norm <= update_norm else -0.5

@@ -1,8 +1,6 @@
 """Bound each unit's contribution to a sum; each result holds its value and the bound.
 
-Arrays may be NumPy or torch, on any device: they are handled through the array API, without
-importing torch. Norms are taken in float64 and scaled, so that neither a huge value nor half
-precision can pass unclipped.
+Norms are taken as in `updates`, so that neither a huge value nor half precision can pass unclipped.
 
 ======================  ==========================================================
 array                   outcome

@@ -307,7 +307,10 @@ def _best_buffers(
 
     reach = np.geomspace(0.5, 1 / max(rounds_apart, 2), buffers)
     first = np.concatenate([np.full(buffers, -math.log(buffers)), -np.log(-np.log(reach))])
-    optimum = minimize(error, first, bounds=[(-12.0, 12.0)] * (2 * buffers), method="L-BFGS-B")
+    # With a limit below −3, rounding could make a decay 1. The objective is flat near its minimum.
+    bounds = [(-12.0, 12.0)] * buffers + [(-3.0, 12.0)] * buffers
+    accuracy = {"ftol": 1e-12, "gtol": 1e-8}
+    optimum = minimize(error, first, bounds=bounds, method="L-BFGS-B", options=accuracy)
     return matrix(optimum.x)
 
 

@@ -49,6 +49,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from decimal import Decimal, localcontext
 from fractions import Fraction
 from functools import lru_cache
 
@@ -68,6 +69,8 @@ _TAIL = 13.5
 """Length of a table on either side, in stddevs; numbers beyond have a probability below 2⁻¹³⁰."""
 _BITS = 320
 """Number of fractional bits of the fixed-point numbers with which a table is computed."""
+_DIGITS = 120
+"""Number of decimal digits of an exponential: more than `_BITS` bits."""
 _FINE = 10
 """Variance of Y, in units of L²."""
 _UNDECIDED = -(2**31)
@@ -192,7 +195,9 @@ def _table(variance: Fraction) -> _Table:
     Weights are multiples of 2⁻³²⁰. They are computed in fewer than 2¹⁴ steps, and each step adds
     at most 2¹⁵ · 2⁻³²⁰ to a weight's error. All errors together stay below 2⁻²⁸⁰.
     """
-    ratio = _exp_minus(1 / (2 * variance))  # r; weights are r^(k²), as (k+1)² - k² = 2k + 1
+    with localcontext(prec=_DIGITS):  # r; weights are r^(k²), as (k+1)² - k² = 2k + 1
+        exponent = Decimal(-variance.denominator) / (2 * variance.numerator)
+        ratio = int(exponent.exp() * 2**_BITS)
     square = ratio * ratio >> _BITS
     reach = math.ceil(_TAIL * math.sqrt(variance)) + 1
     weights, weight, power = [1 << _BITS], 1 << _BITS, ratio
@@ -214,13 +219,3 @@ def _table(variance: Fraction) -> _Table:
     values = (below[:-1] - reach).astype(np.int32)
     decided = np.where(below[:-1] == below[1:], values, np.int32(_UNDECIDED))
     return _Table(reach=reach, high=high, low=low, decided=decided)
-
-
-def _exp_minus(x: Fraction) -> int:
-    """Return 2³²⁰ exp(−x) for 0 ≤ x ≤ 1 as a whole number (Taylor's series)."""
-    scaled = (x.numerator << _BITS) // x.denominator
-    term = total = 1 << _BITS
-    for n in range(1, 80):  # 80! is above 2³²⁰
-        term = -(term * scaled >> _BITS) // n
-        total += term
-    return total

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Literal
+from dataclasses import dataclass, fields, replace
+from typing import Any, Literal
 
 from flower_ext.checks import (
     Checked,
@@ -86,6 +86,10 @@ class ReleaseTerms(Checked):
                 "noise_placement=SecureSum(…), because otherwise the server would see each "
                 "client's vector with at most that client's share of the noise"
             )
+
+    def terms(self) -> dict[str, Any]:
+        """Return the values of the fields of `ReleaseTerms`, by name."""
+        return {field.name: getattr(self, field.name) for field in fields(ReleaseTerms)}
 
     @property
     def secure_sum(self) -> SecureSum | None:

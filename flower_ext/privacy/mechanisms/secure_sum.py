@@ -208,12 +208,13 @@ class SecureSum(Checked):
         )
         if (graph := _parameters(cohort)) is None:
             # Name resist_equivocation=False in the error if this setting would suffice.
-            without = _parameters(replace(cohort, equivocation=False))
+            weaker = replace(cohort, equivocation=False)
+            suffices = not self.signed and _parameters(weaker) is not None
             raise InvalidValue(
                 f"no secure sum of {members} members withstands colluding={self.colluding:g} and "
                 f"dropouts={self.dropouts:g} ({colluders} colluders and {lost} lost members): "
                 "lower colluding or dropouts, or take larger cohorts"
-                + (", or set SecureSum(resist_equivocation=False)" if without else "")
+                + (", or set SecureSum(resist_equivocation=False)" if suffices else "")
             )
         neighbors, threshold = graph
         parameters = SumParameters(

@@ -67,9 +67,8 @@ def in_precision_of(like: NamedArrays, update: NamedArrays) -> dict[str, Any]:
     rounded = {}
     with np.errstate(over="ignore"):
         for name, array in update.items():
-            namespace = api.array_namespace(array)
-            rounded[name] = namespace.astype(array, like[name].dtype)
-            if not bool(namespace.all(namespace.isfinite(rounded[name]))):
+            rounded[name] = api.array_namespace(array).astype(array, like[name].dtype)
+            if not is_finite(rounded[name]):
                 raise NonFiniteUpdate(
                     f"{name!r} is not finite in {like[name].dtype}: use a wider precision"
                 )

@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 from flower_ext.checks import Checked, ProperFraction
 from flower_ext.privacy.accounting.group_privacy import DpSgd
 from flower_ext.privacy.accounting.sampling import FullParticipation
+from flower_ext.privacy.base_plan import PlainAverage
 from flower_ext.privacy.guarantee import Guarantee
 from flower_ext.privacy.mechanisms.protections import ProtectedByTraining, Protection
-from flower_ext.privacy.plans.plain_average import PlainAverage
 from flower_ext.privacy.run_summary import RunSummary
 from flower_ext.privacy.theorems.uldp_group import uldp_group_guarantees
 

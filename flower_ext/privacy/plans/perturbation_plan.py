@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 
 from flower_ext.checks import Checked, ProperFraction
+from flower_ext.privacy.base_plan import PlainAverage
 from flower_ext.privacy.guarantee import Guarantee
 from flower_ext.privacy.mechanisms.protections import OutputPerturbation, Perturbation, Protection
 from flower_ext.privacy.mechanisms.round_mechanism import NoisedValue
-from flower_ext.privacy.plans.plain_average import PlainAverage
 from flower_ext.privacy.run_summary import RunSummary
 from flower_ext.privacy.theorems.upcycled import (
     LocalObjective,

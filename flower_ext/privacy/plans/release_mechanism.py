@@ -152,21 +152,13 @@ class SpacedRelease(ReleaseMechanism):
     give each round a noise source with the noise y that ``strategy`` determines for that round.
     """
 
+    sampling: SpacedSampling
     strategy: StrategyMatrix
-
-    @property
-    def _limits(self) -> dict[str, int]:
-        sampling = self.sampling
-        assert isinstance(sampling, SpacedSampling)
-        return {
-            "rounds_apart": sampling.rounds_apart,
-            "participations": sampling.participations,
-        }
 
     @property
     def noise_stddev(self) -> float:
         """Stddev of a round's fresh noise z: σ times norm times the sensitivity of ``strategy``."""
-        return super().noise_stddev * self.strategy.sensitivity(**self._limits)
+        return super().noise_stddev * self.strategy.sensitivity(**self.sampling.limits)
 
     @property
     def mean_noise_stddev(self) -> float:
@@ -192,8 +184,9 @@ class SpacedRelease(ReleaseMechanism):
         return dict(Counter(self._releases(participations.rounds)))
 
     def _releases(self, rounds: int) -> list[Release]:
-        moves = self.strategy.row_moves(rounds, **self._limits)
-        fresh = self.noise_multiplier * self.strategy.sensitivity(**self._limits)
+        limits = self.sampling.limits
+        moves = self.strategy.row_moves(rounds, **limits)
+        fresh = self.noise_multiplier * self.strategy.sensitivity(**limits)
         multipliers = {
             move: min(fresh / move, MOST_NOISE) if move else MOST_NOISE for move in moves
         }

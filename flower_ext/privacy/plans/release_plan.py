@@ -177,44 +177,26 @@ class ReleasePlan(ReleaseTerms, PrivacyPlan):
                 "ReleasePlan hides; expected NonPrivatePlan, or PerturbationPlan or "
                 "RecordLevelPlan for record-level privacy"
             )
-        silos = method.num_silos
+        silos, norm = method.num_silos, self.clipping_norm
         if isinstance(self.sampling, SpacedSampling):
-            strategy = self._strategy_matrix(method, self.sampling)
-            return self._make(SpacedRelease, clipping_norm=self.clipping_norm, strategy=strategy)
-        if not isinstance(norm := self.clipping_norm, AdaptiveClipping):
-            return self._make(ReleaseMechanism, clipping_norm=norm, silos=silos)
+            if silos is not None or method.bounds_units:
+                raise InvalidValue(
+                    f"sampling={self.sampling!r} with {method.name}: expected another kind of "
+                    "sampling, because a user may take part through several silos, and "
+                    "SpacedSampling needs participations that are counted in all silos together"
+                )
+            correlation, limits = self.correlation, self.sampling.limits
+            independent = StrategyMatrix()
+            matrix = correlation.matrix(self.rounds, **limits) if correlation else independent
+            return SpacedRelease(strategy=matrix, **self.terms())
+        if not isinstance(norm, AdaptiveClipping):
+            return ReleaseMechanism(silos=silos, **self.terms())
         if silos is not None and not method.bounds_units:
             raise InvalidValue(
                 f"clipping_norm={norm!r} with {method.name}: expected a number, because "
                 "AdaptiveClipping needs a method whose silos clip each user's update, such as "
                 "UldpAvg"
             )
-        return self._make(AdaptiveRelease, clipping=norm, update_norm=norm.initial, silos=silos)
-
-    def _make(self, kind: type[ReleaseMechanism], **rules: Any) -> ReleaseMechanism:
-        """Return a mechanism of this kind on the plan's terms; ``rules`` are its further fields."""
-        return kind(
-            sampling=self.sampling,
-            noise_multiplier=self.noise_multiplier,
-            rounds=self.rounds,
-            delta=self.delta,
-            relation=self.relation,
-            noise_placement=self.noise_placement,
-            queries=self.queries,
-            **rules,
-        )
-
-    def _strategy_matrix(self, method: MethodTraits, sampling: SpacedSampling) -> StrategyMatrix:
-        if method.num_silos is not None or method.bounds_units:
-            raise InvalidValue(
-                f"sampling={sampling!r} with {method.name}: expected another kind of sampling, "
-                "because a user may take part through several silos, and SpacedSampling needs "
-                "participations that are counted in all silos together"
-            )
-        if self.correlation is None:
-            return StrategyMatrix()
-        return self.correlation.matrix(
-            self.rounds,
-            rounds_apart=sampling.rounds_apart,
-            participations=sampling.participations,
-        )
+        terms = self.terms()
+        clipping = terms.pop("clipping_norm")  # the mechanism computes its bound from each norm
+        return AdaptiveRelease(clipping=clipping, update_norm=norm.initial, silos=silos, **terms)

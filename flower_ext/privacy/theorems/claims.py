@@ -6,7 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from flower_ext.privacy.accounting.accountant import privacy_loss_of, with_approximation_error
 from flower_ext.privacy.accounting.events import Counts, PrivacyLoss
+from flower_ext.privacy.accounting.gaussian import gaussian_loss
+from flower_ext.privacy.accounting.participations import Participations
 from flower_ext.privacy.guarantee import Guarantee
 from flower_ext.privacy.mechanisms.noise import IMPROBABLE
 from flower_ext.privacy.mechanisms.noised_sum import NoisedSum
@@ -96,6 +99,39 @@ def _under(relation: NeighboringRelation, releases: Counts | None) -> Counts | N
         (release if release.relation is relation else release.under(relation), count)
         for release, count in releases
     )
+
+
+def amplified_loss(mechanism: NoisedSum, participations: Participations) -> tuple[PrivacyLoss, str]:
+    """Return the loss to an adversary that does not know who was drawn, and a text about it."""
+    loss = privacy_loss_of(mechanism.releases(participations), delta=mechanism.delta)
+    return loss, (
+        f"{mechanism.sampling.describe()}, noise multiplier {mechanism.noise_multiplier:.4g}, "
+        f"{participations.rounds} rounds{_answers(participations)}"
+        + (", sensitivity 2C" if mechanism.release.relation.sensitivity_factor == 2 else "")
+    )
+
+
+def exposed_loss(
+    mechanism: NoisedSum, participations: Participations, weight: float
+) -> tuple[PrivacyLoss, str]:
+    """Return the loss to an adversary that knows who was drawn, and a text about it.
+
+    Sampling then amplifies nothing. ``weight`` is the most exposed unit's number of releases with
+    its whole contribution and the whole noise.
+    """
+    release = mechanism.release
+    # A protocol's errors add up over all rounds, not only those of the most exposed unit.
+    loss = with_approximation_error(
+        lambda delta: gaussian_loss(release.noise_multiplier, releases=weight, delta=delta),
+        {release: participations.rounds},
+        mechanism.delta,
+    )
+    exposed = f"most exposed {mechanism.unit.value}: {weight:.4g} sums' worth"
+    return loss, exposed + _answers(participations)
+
+
+def _answers(participations: Participations) -> str:
+    return "".join(f", {n} sums of {query}" for query, n in participations.answers.items())
 
 
 def noise_assumption(secure: bool) -> str:

@@ -6,9 +6,7 @@ import math
 from dataclasses import replace
 
 from flower_ext.errors import InvalidValue
-from flower_ext.privacy.accounting.accountant import privacy_loss_of
 from flower_ext.privacy.accounting.events import PrivacyLoss
-from flower_ext.privacy.accounting.gaussian import gaussian_loss
 from flower_ext.privacy.accounting.sampling import (
     FixedSizeSampling,
     FullParticipation,
@@ -24,7 +22,9 @@ from flower_ext.privacy.theorems.claims import (
     WHAT_REVEALS_A_DRAW,
     WHOLE_UPLOADS,
     Claims,
+    amplified_loss,
     draw_assumption,
+    exposed_loss,
     grid_assumption,
     noise_assumption,
     of_secure_sum,
@@ -68,15 +68,11 @@ def client_level_guarantees(mechanism: NoisedSum, run: RunSummary) -> list[Guara
             f"silos={mechanism.silos!r} and sensitivity={mechanism.sensitivity!r}: expected None "
             "and 1, because these guarantees hold only if each unit is a client with one upload"
         )
-    by_server, delta, participations = (
-        mechanism.noised_by_server,
-        mechanism.delta,
-        run.participations,
-    )
+    by_server, participations = mechanism.noised_by_server, run.participations
     claims = Claims(
         unit=mechanism.unit,
         relation=NeighboringRelation.REPLACE_SPECIAL,
-        delta=delta,
+        delta=mechanism.delta,
         assumptions=(
             "the population and the planned rounds are public",
             "clients' answers, and their absence, depend on no other client's data",
@@ -90,34 +86,23 @@ def client_level_guarantees(mechanism: NoisedSum, run: RunSummary) -> list[Guara
     )
     # A server sees who took part, so a neighbouring data set replaces a unit's data by zeros.
     # Amplification is proved for the sampling's relation, which removes or replaces the unit.
-    relation = mechanism.release.relation
-    answers = "".join(f", {n} sums of {query}" for query, n in participations.answers.items())
     models = claims.provable(
         AdversaryView.RELEASED_MODELS,
-        privacy_loss_of(mechanism.releases(participations), delta=delta),
-        f"{mechanism.sampling.describe()}, noise multiplier {mechanism.noise_multiplier:.4g}, "
-        f"{participations.rounds} rounds{answers}"
-        + (", sensitivity 2C" if relation.sensitivity_factor == 2 else ""),
+        *amplified_loss(mechanism, participations),
         *(() if by_server else others_noise(mechanism)),
         *_hidden_cohorts(mechanism, run),
         "the server follows the protocol and keeps uploads to itself",
-        relation=relation,
+        relation=mechanism.release.relation,
     )
     if by_server:
         nothing = replace(claims, assumptions=(), not_covered=())
-        loss = PrivacyLoss(epsilon=math.inf, delta=delta, accountant="none")
+        loss = PrivacyLoss(epsilon=math.inf, delta=mechanism.delta, accountant="none")
         source = "the server adds the noise after it has seen the uploads"
         views = (AdversaryView.SUM_ONLY, AdversaryView.EACH_UPLOAD)
         return [models, *(nothing.provable(view, loss, source) for view in views)]
 
-    def most_exposed(weight: float) -> tuple[PrivacyLoss, str]:
-        """Return the loss of a client with ``weight`` releases, and a text for it."""
-        # The server knows the cohorts, so sampling amplifies nothing.
-        loss = gaussian_loss(mechanism.noise_multiplier, releases=weight, delta=delta)
-        return loss, f"most exposed client: {weight:.4g} sums' worth{answers}"
-
-    in_sums, of_sums = most_exposed(participations.in_sums)
-    in_uploads, of_uploads = most_exposed(participations.in_uploads)
+    in_sums, of_sums = exposed_loss(mechanism, participations, participations.in_sums)
+    in_uploads, of_uploads = exposed_loss(mechanism, participations, participations.in_uploads)
     hidden: tuple[str, ...] = (WHOLE_UPLOADS, NO_SECURE_SUM)
     share, masks_fall = "cohort", ""
     if mechanism.secure_sum is not None:

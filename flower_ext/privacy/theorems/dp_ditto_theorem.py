@@ -1,4 +1,4 @@
-"""Record-level DP of DP-Ditto, whose clients upload the whole local model in every round.
+"""Noise for record-level DP of DP-Ditto, whose clients upload the local model in every round.
 
 Source: Zhao et al., Convergence-Privacy-Fairness Trade-Off in Personalized Federated Learning.
 
@@ -27,14 +27,12 @@ and the server sees each upload.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from flower_ext.checks import (
     Checked,
     Count,
     Positive,
-    ProperFraction,
     require_at_least_one,
     require_delta,
     require_positive,
@@ -43,17 +41,8 @@ from flower_ext.errors import InvalidValue
 from flower_ext.privacy.accounting.calibration import calibrate_noise_multiplier
 from flower_ext.privacy.accounting.events import PrivacyLoss
 from flower_ext.privacy.accounting.gaussian import gaussian_loss
-from flower_ext.privacy.accounting.sampling import FullParticipation, Sampling
-from flower_ext.privacy.guarantee import Condition, Guarantee
-from flower_ext.privacy.theorems.claims import (
-    LOADS,
-    ON_A_GRID,
-    OUTLIVES,
-    OWN_GRADIENTS,
-    Claims,
-    noise_assumption,
-)
-from flower_ext.privacy.units import AdversaryView, NeighboringRelation, PrivacyUnit
+from flower_ext.privacy.accounting.sampling import FullParticipation
+from flower_ext.privacy.units import NeighboringRelation
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -164,43 +153,6 @@ def composed_noise_stddev(
     return sensitivity * math.sqrt(releases) * one_release
 
 
-@dataclass(frozen=True, kw_only=True)
-class RecordLevelTerms(Checked):
-    """The values that a user chooses for a run of noised local models; see `RecordLevelPlan`."""
-
-    sampling: Sampling
-    clipping_norm: Positive
-    noise_stddev: Positive
-    num_examples: Count
-    rounds: Count
-    delta: ProperFraction
-    steps: ClippedSteps | None = None
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not isinstance(self.sampling, FullParticipation):
-            raise InvalidValue(
-                f"sampling={self.sampling!r}: expected FullParticipation, because every client "
-                "uploads in every round"
-            )
-        if self.steps is not None and self.num_examples != self.steps.num_examples:
-            raise InvalidValue(
-                f"num_examples={self.num_examples!r}: expected {self.steps.num_examples}, as in "
-                "ClippedSteps"
-            )
-
-    @property
-    def upload_stddev(self) -> float:
-        """σ_u: stddev of the noise in each weight of an upload, from all ``steps`` together."""
-        return self.noise_stddev * (1.0 if self.steps is None else self.steps.upload_stddev(1.0))
-
-    @property
-    def upload_sensitivity(self) -> float:
-        """Largest L2 distance by which replacing one record moves an upload without noise."""
-        diameter = 2 * self.clipping_norm  # of the ball of clipped models
-        return diameter if self.steps is None else min(diameter, self.steps.upload_sensitivity)
-
-
 def dp_ditto_noise_stddev(
     *,
     epsilon: float,
@@ -219,91 +171,3 @@ def dp_ditto_noise_stddev(
     require_positive("clipping_norm", clipping_norm)
     sensitivity = 2 * clipping_norm / num_examples
     return sensitivity * math.sqrt(2 * rounds * math.log(1 / delta) / num_clients) / epsilon
-
-
-def dp_ditto_guarantees(
-    terms: RecordLevelTerms,
-    *,
-    rounds: int,
-    secure_noise: bool = True,
-    not_covered: Sequence[str] = (),
-) -> list[Guarantee]:
-    """Return the guarantees for one record when clients upload clipped models in every round.
-
-    The first guarantee is the published one, and the second is the provable one. ``rounds`` is the
-    number of rounds so far.
-
-    Without ``terms.steps``, a client adds noise to each upload. One record may then move the upload
-    by 2C, because only the clipping of the whole model limits its influence. With ``terms.steps``,
-    each local step clips every record's gradient and adds noise.
-    """
-    claims = Claims(
-        unit=PrivacyUnit.RECORD,
-        relation=NeighboringRelation.REPLACE_ONE,
-        delta=terms.delta,
-        assumptions=(
-            "clients train, clip and add noise as instructed",
-            "personal models, and all else that depends on a client's records, stay on the client",
-            "the planned rounds and each client's number of examples are public",
-            "arithmetic in floating point stays within the margins of clipping",
-            *(() if terms.steps is None else (OWN_GRADIENTS,)),
-            LOADS,
-            OUTLIVES,
-            ON_A_GRID,
-            noise_assumption(secure_noise),
-        ),
-        not_covered=not_covered,
-    )
-    steps, stddev, moved = terms.steps, terms.noise_stddev, terms.upload_sensitivity
-    if steps is None:
-        loss = gaussian_loss(stddev / moved, releases=rounds, delta=terms.delta)
-        source = f"{rounds} uploads, sensitivity 2C = {moved:.4g}"
-    else:
-        loss = steps.loss(stddev, delta=terms.delta, rounds=rounds)
-        source = (
-            f"{rounds} rounds of {steps.local_steps} noised steps, {steps.uses_per_round} of them "
-            f"with any one record, sensitivity 2ηG/B = {steps.sensitivity:.4g} of a step"
-        )
-    provable = claims.provable(AdversaryView.EACH_UPLOAD, loss, source)
-    return [_eqns_7_8(claims, terms, rounds), provable]
-
-
-def _eqns_7_8(claims: Claims, terms: RecordLevelTerms, rounds: int) -> Guarantee:
-    clients, moved = terms.sampling.population, terms.upload_sensitivity
-    claimed = 2 * terms.clipping_norm / terms.num_examples
-    # By Eqns 7–8 ε is inversely proportional to the noise, so the noise for ε = 1 gives every ε.
-    for_one = dp_ditto_noise_stddev(
-        epsilon=1.0,
-        delta=terms.delta,
-        rounds=rounds,
-        num_clients=clients,
-        num_examples=terms.num_examples,
-        clipping_norm=terms.clipping_norm,
-    )
-    epsilon, multiplier = for_one / terms.upload_stddev, terms.upload_stddev / claimed
-    # The published proof assumes that sampling with q = 1/N reduces T releases to qT.
-    thinned = gaussian_loss(multiplier, releases=rounds / clients, delta=terms.delta).epsilon
-    conditions = (
-        Condition(
-            f"1/N is a sampling rate (q = 1/{clients}; every client takes part in every round, so "
-            "q = 1)",
-            clients == 1,
-        ),
-        Condition(
-            f"one record moves a clipped local model by at most 2C/|D_n| = {claimed:.4g} (what "
-            f"holds is {moved:.4g})",
-            moved <= claimed,
-        ),
-        Condition(
-            "the closed form covers qT Gaussians of its own sensitivity (exactly ε = "
-            f"{thinned:.4g}, claimed {epsilon:.4g})",
-            thinned <= epsilon,
-        ),
-    )
-    return claims.published(
-        AdversaryView.EACH_UPLOAD,
-        epsilon,
-        accountant="closed form (moments accountant)",
-        source="Zhao et al., DP-Ditto, Eqns 7–8",
-        conditions=conditions,
-    )

@@ -66,7 +66,9 @@ from flower_ext.privacy.theorems.claims import (
     SECURE_SUM,
     WHOLE_UPLOADS,
     Claims,
+    amplified_loss,
     draw_assumption,
+    exposed_loss,
     grid_assumption,
     noise_assumption,
     of_secure_sum,
@@ -90,6 +92,7 @@ OF_SILOS = (
     "silos train, clip and add noise as instructed, and do not collude",
     ON_A_GRID,
 )
+_NOT_HELD = "ε covers only those of a user's records that no colluding silo holds"
 NO_SECURE_SUM_OF_SILOS = f"secure aggregation, {NOT_PROVIDED}: the server sees no silo's upload"
 """Assumption of guarantees about sums, if silos send their uploads without a secure sum."""
 
@@ -120,12 +123,11 @@ def _published_sum(mechanism: NoisedSum) -> tuple[str, ...]:
     return (SECURE_SUM, "silos do not collude with the server")
 
 
-def _hidden_sum(mechanism: NoisedSum, secure_sum: str = NO_SECURE_SUM_OF_SILOS) -> tuple[str, ...]:
+def _hidden_sum(mechanism: NoisedSum, secure_sum: str) -> tuple[str, ...]:
     """Return the assumptions under which the server sees sums and no single upload."""
     if mechanism.secure_sum is None:
         return (WHOLE_UPLOADS, secure_sum)
-    held = "ε covers only those of a user's records that no colluding silo holds"
-    return (*of_secure_sum(mechanism), held)
+    return (*of_secure_sum(mechanism), _NOT_HELD)
 
 
 def batching_assumption(apart: Mapping[int, bool]) -> str:
@@ -197,11 +199,11 @@ def uldp_naive_guarantees(mechanism: NoisedSum, run: RunSummary) -> list[Guarant
             ),
         ),
     )
-    provable = [claims.provable(AdversaryView.EACH_UPLOAD, loss, source)]
-    if mechanism.secure_sum is not None:
-        sums = claims.provable(AdversaryView.SUM_ONLY, loss, source, *_hidden_sum(mechanism))
-        provable.insert(0, sums)
-    return [theorem_3, *provable]
+    uploads = claims.provable(AdversaryView.EACH_UPLOAD, loss, source)
+    if mechanism.secure_sum is None:
+        return [theorem_3, uploads]
+    hidden = (*of_secure_sum(mechanism), _NOT_HELD)
+    return [theorem_3, claims.provable(AdversaryView.SUM_ONLY, loss, source, *hidden), uploads]
 
 
 def uldp_avg_guarantees(
@@ -242,41 +244,38 @@ def uldp_avg_guarantees(
         *mechanism.assumptions,
         not_covered=run.not_covered,
     )
-    models, of_models = _amplified(mechanism, rounds)
-    (sums, of_sums), (uploads, of_uploads) = _losses_to_server(mechanism, run, hidden_draw != "")
     hidden_sample: tuple[str, ...] = ()
     if not isinstance(mechanism.sampling, FullParticipation):
         drawn = draw_assumption("sampled users", run.secure_cohorts or hidden_draw != "")
         hidden_sample = (HIDDEN_DRAW, drawn)
     from_server = (hidden_draw,) if hidden_draw else ()
-    return [
-        _theorem_5(mechanism, rounds),
-        claims.provable(
-            AdversaryView.RELEASED_MODELS,
-            models,
-            of_models,
+    sums, uploads = _losses_to_server(mechanism, run, hidden_draw != "")
+    losses = {
+        AdversaryView.RELEASED_MODELS: amplified_loss(mechanism, run.participations),
+        AdversaryView.SUM_ONLY: sums,
+        AdversaryView.EACH_UPLOAD: uploads,
+    }
+    of_view = {
+        AdversaryView.RELEASED_MODELS: (
             _two_numbers(mechanism.release, rounds, mechanism.delta),
             "the server follows the protocol and keeps sums and uploads to itself",
             *others_noise(mechanism),
             *hidden_sample,
-            *assumptions.get(AdversaryView.RELEASED_MODELS, ()),
         ),
-        claims.provable(
-            AdversaryView.SUM_ONLY,
-            sums,
-            of_sums,
-            *_hidden_sum(mechanism, secure_sum),
-            *from_server,
-            *assumptions.get(AdversaryView.SUM_ONLY, ()),
-            relation=_AT_SERVER,
-        ),
-        claims.provable(
-            AdversaryView.EACH_UPLOAD,
-            uploads,
-            of_uploads,
-            *from_server,
-            *assumptions.get(AdversaryView.EACH_UPLOAD, ()),
-            relation=_AT_SERVER,
+        AdversaryView.SUM_ONLY: (*_hidden_sum(mechanism, secure_sum), *from_server),
+        AdversaryView.EACH_UPLOAD: from_server,
+    }
+    return [
+        _theorem_5(mechanism, rounds),
+        *(
+            claims.provable(
+                view,
+                *loss,
+                *of_view[view],
+                *assumptions.get(view, ()),
+                relation=None if view is AdversaryView.RELEASED_MODELS else _AT_SERVER,
+            )
+            for view, loss in losses.items()
         ),
     ]
 
@@ -288,7 +287,7 @@ def _losses_to_server(
 
     ``is_hidden`` says that the server does not know the sample.
     """
-    masked, rounds, sigma = mechanism.masked, run.participations.rounds, mechanism.noise_multiplier
+    masked, sigma = mechanism.masked, mechanism.noise_multiplier
     is_equal = run.method.weighting == "equal"
     # For the accountant, one upload is a sum with less noise, so the same formulas hold.
     shares = (mechanism.silos or 1) if masked is None else masked.parameters.least_answers
@@ -298,8 +297,9 @@ def _losses_to_server(
         # A lying server can see a sum with the noise of honest silos only. With equal weights, a
         # sum of fewer silos also holds less of a user, so ε does not grow.
         part = 1.0 if is_equal else math.sqrt(mechanism.honest_noise)
-        sums, of_sums = _amplified(replace(mechanism, noise_multiplier=sigma * part), rounds)
-        uploads, of_uploads = _amplified(upload, rounds)
+        honest = replace(mechanism, noise_multiplier=sigma * part)
+        sums, of_sums = amplified_loss(honest, run.participations)
+        uploads, of_uploads = amplified_loss(upload, run.participations)
     else:
         # Releases with the whole weight of the most exposed user; see `Participations`.
         in_sums = run.participations.in_sums
@@ -309,8 +309,8 @@ def _losses_to_server(
             in_sums = in_uploads = max(in_sums, in_uploads)
         elif is_equal:  # collusion costs nothing (see the top of this module)
             in_sums *= mechanism.honest_noise
-        sums, of_sums = _exposed(mechanism, rounds, in_sums)
-        uploads, of_uploads = _exposed(upload, rounds, in_uploads)
+        sums, of_sums = exposed_loss(mechanism, run.participations, in_sums)
+        uploads, of_uploads = exposed_loss(upload, run.participations, in_uploads)
     share, masks_fall = "|S|", ""
     if masked is not None:
         share, masks_fall = "least answers", ", should all masks fall"
@@ -318,25 +318,6 @@ def _losses_to_server(
     of_share = "" if spread == 1 else f"/√{share}"
     together = f"all uploads together: noise multiplier σ{of_share}; {of_uploads}{masks_fall}"
     return (sums, of_sums), (uploads, together)
-
-
-def _amplified(mechanism: NoisedSum, rounds: int) -> tuple[PrivacyLoss, str]:
-    """Return a user's loss against an adversary that does not know the sample, and a text."""
-    loss = privacy_loss_of({mechanism.release: rounds}, delta=mechanism.delta)
-    multiplier = f"noise multiplier {mechanism.noise_multiplier:.4g}"
-    return loss, f"{mechanism.sampling.describe()}, {multiplier}, {rounds} rounds"
-
-
-def _exposed(mechanism: NoisedSum, rounds: int, exposure: float) -> tuple[PrivacyLoss, str]:
-    """Return the loss of a user with ``exposure`` releases of its whole weight, and a text."""
-    multiplier = mechanism.release.noise_multiplier
-    # A protocol's errors add up over all rounds, not only the most exposed user's rounds.
-    loss = with_approximation_error(
-        lambda delta: gaussian_loss(multiplier, releases=exposure, delta=delta),
-        {mechanism.release: rounds},
-        mechanism.delta,
-    )
-    return loss, f"most exposed user: {exposure:.4g} sums' worth"
 
 
 def drawn_by_silos(mechanism: NoisedSum, rounds: int) -> str:
@@ -386,25 +367,23 @@ def _two_numbers(release: Release, rounds: int, delta: float) -> str:
 
 
 def _theorem_5(mechanism: NoisedSum, rounds: int) -> Guarantee:
-    claims = user_claims(mechanism.delta)
+    sigma, delta = mechanism.noise_multiplier, mechanism.delta
     if isinstance(mechanism.sampling, FullParticipation):
-        sigma = mechanism.noise_multiplier
-        return claims.published(
-            AdversaryView.SUM_ONLY,
-            uldp_closed_form(noise_multiplier=sigma, rounds=rounds, delta=mechanism.delta),
-            accountant="closed form (RDP)",
-            source="Kato et al., Uldp-FL, Theorem 5",
-            assumptions=(*_published_sum(mechanism), *mechanism.assumptions),
-        )
-    # The theorem covers no approximation error of a protocol, and no second upload of a user.
-    release = replace(mechanism, sensitivity=1.0, approximation_error=0.0).release
-    loss = privacy_loss_of({release: rounds}, delta=mechanism.delta, accountant="rdp")
-    return claims.published(
-        AdversaryView.RELEASED_MODELS,
-        loss.epsilon,
-        accountant="RDP",
-        source="Kato et al., Uldp-FL, Theorem 5 and Remark 1",
-        assumptions=("who was sampled stays secret", *mechanism.assumptions),
+        view, accountant, remark = AdversaryView.SUM_ONLY, "closed form (RDP)", ""
+        epsilon = uldp_closed_form(noise_multiplier=sigma, rounds=rounds, delta=delta)
+        assumptions = _published_sum(mechanism)
+    else:
+        view, accountant, remark = AdversaryView.RELEASED_MODELS, "RDP", " and Remark 1"
+        # The theorem covers no approximation error of a protocol, and no second upload of a user.
+        release = replace(mechanism, sensitivity=1.0, approximation_error=0.0).release
+        epsilon = privacy_loss_of({release: rounds}, delta=delta, accountant="rdp").epsilon
+        assumptions = ("who was sampled stays secret",)
+    return user_claims(delta).published(
+        view,
+        epsilon,
+        accountant=accountant,
+        source=f"Kato et al., Uldp-FL, Theorem 5{remark}",
+        assumptions=(*assumptions, *mechanism.assumptions),
     )
 
 

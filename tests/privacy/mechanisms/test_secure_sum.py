@@ -393,3 +393,5 @@ def test_signed_sums_that_leave_no_sum_to_hide_in_are_refused():
     assert SecureSum(signed=True, colluding=0.0, dropouts=0.05).for_cohort(200).neighbors == 199
     with pytest.raises(InvalidValue, match="resist_equivocation"):
         SecureSum(signed=True, resist_equivocation=False)
+    with pytest.raises(InvalidValue, match="or take larger cohorts$"):  # and names nothing refused
+        SecureSum(signed=True, dropouts=0.4).for_cohort(10)

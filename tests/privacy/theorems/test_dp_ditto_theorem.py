@@ -12,14 +12,12 @@ from flower_ext.privacy import (
     Guarantee,
     NeighboringRelation,
     PrivacyUnit,
+    RecordLevelPlan,
     gaussian_loss,
 )
-from flower_ext.privacy.theorems.dp_ditto_theorem import (
-    RecordLevelTerms,
-    dp_ditto_guarantees,
-    dp_ditto_noise_stddev,
-)
+from flower_ext.privacy.theorems.dp_ditto_theorem import dp_ditto_noise_stddev
 from tests.support.plans import steps
+from tests.support.run_summary import run_summary
 
 FEDERATION = {"num_clients": 20, "num_examples": 3000, "clipping_norm": 20.0}
 TARGET = {"epsilon": 10.0, "delta": 0.01, "rounds": 80}
@@ -27,10 +25,9 @@ TARGET = {"epsilon": 10.0, "delta": 0.01, "rounds": 80}
 
 def guarantees(stddev=0.01, *, num_clients=20, secure_noise=True, not_covered=(), **changes):
     values = {"num_examples": 50, "rounds": 80, "delta": 0.01, "clipping_norm": 20.0, **changes}
-    terms = RecordLevelTerms(sampling=FullParticipation(num_clients), noise_stddev=stddev, **values)
-    published, provable = dp_ditto_guarantees(
-        terms, rounds=terms.rounds, secure_noise=secure_noise, not_covered=not_covered
-    )
+    plan = RecordLevelPlan(sampling=FullParticipation(num_clients), noise_stddev=stddev, **values)
+    run = run_summary(rounds=plan.rounds, secure_noise=secure_noise, not_covered=not_covered)
+    published, provable = plan.guarantees(run)
     assert (published.basis, provable.basis) == ("published", "provable")
     return published, provable
 
