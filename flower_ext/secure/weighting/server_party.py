@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from flower_ext.errors import IncompleteRound, InvalidValue, ProtocolError
 from flower_ext.secure.labels import check_public
-from flower_ext.secure.messages import check_length, unpack_numbers
+from flower_ext.secure.messages import ProtocolMessage, check_length, unpack_numbers
 from flower_ext.secure.weighting.agreement import (
     BEGIN,
     COUNT,
@@ -72,7 +72,6 @@ class ServerParty(ABC, Generic[SettingsT, SumT]):
         self._take_counts(counts)
         self._is_set_up = True
 
-    @abstractmethod
     def begin_round(self, number: int, places: Collection[int] | None) -> Dialogue[bytes]:
         """Begin a round, and return one message with encrypted weights, for all silos.
 
@@ -85,7 +84,28 @@ class ServerParty(ABC, Generic[SettingsT, SumT]):
         ProtocolError
             The set-up is not complete, the number is not above the last, or places are given
             although the silos draw users.
+        ValueError
+            A place is out of range.
         """
+        settings = self.settings
+        if not self._is_set_up:
+            raise ProtocolError("the set-up is not complete: take all steps of set_up first")
+        settings.check_round(number, self._last_round)
+        if places is not None and settings.draw_choices is not None:
+            raise ProtocolError(
+                "places: expected None, because with draw_choices the silos draw the users"
+            )
+        if not set(places or ()) <= set(range(settings.users)):
+            raise InvalidValue(f"places: expected integers from 0 to {settings.users - 1}")
+        if settings.draw_choices is None:
+            weights = self._open_weights(number, places)
+        else:
+            sender = Sender(settings.context)
+            offer = number.to_bytes(NUMBER_BYTES, "big") + sender.public
+            answers = yield ProtocolStep(name=DRAW, questions={SEEDING_SILO: offer})
+            weights = self._sealed_weights(number, sender, answers[SEEDING_SILO])
+        self._last_round = self._open_round = number
+        return weights.to_bytes()
 
     @abstractmethod
     def close_round(self, messages: Sequence[SumT]) -> NDArray[Any]:
@@ -127,6 +147,18 @@ class ServerParty(ABC, Generic[SettingsT, SumT]):
             raise InvalidValue(f"sums of silos {senders}: expected one sum from each of {everyone}")
 
     @abstractmethod
+    def _open_weights(self, number: int, places: Collection[int] | None) -> ProtocolMessage:
+        """Return the weights of users that the server drew: those at ``places``, or all users."""
+
+    @abstractmethod
+    def _sealed_weights(self, number: int, sender: Sender, choices: bytes) -> ProtocolMessage:
+        """Return weights of which the silos open one of ``draw_choices`` for each user.
+
+        ``choices`` is the answer of silo 0 to the offer of ``sender``. With ``winning_choices`` of
+        the choices, a user takes part.
+        """
+
+    @abstractmethod
     def _take_counts(self, counts: Mapping[int, bytes]) -> None:
         """Store what the server needs to compute weights from each silo's masked counts."""
 
@@ -137,10 +169,6 @@ class ServerParty(ABC, Generic[SettingsT, SumT]):
             raise ProtocolError(
                 f"sum of round {message.round_number}: expected round {self._open_round}"
             )
-
-    def _expect_set_up(self) -> None:
-        if not self._is_set_up:
-            raise ProtocolError("the set-up is not complete: take all steps of set_up first")
 
     def _expect_open(self) -> None:
         if self._open_round is None:
@@ -161,28 +189,6 @@ class ServerParty(ABC, Generic[SettingsT, SumT]):
                 )
             totals = [(t + count) % modulus for t, count in zip(totals, masked, strict=True)]
         return totals
-
-    def _drawn_places(self, places: Collection[int] | None) -> set[int]:
-        """Return ``places`` as a set, or all places if ``places`` is None."""
-        if self.settings.draw_choices is not None:
-            raise ProtocolError(
-                "places: expected None, because with draw_choices the silos draw the users"
-            )
-        everyone = range(self.settings.users)
-        drawn = set(everyone if places is None else places)
-        if not drawn <= set(everyone):
-            raise InvalidValue(f"places: expected integers from 0 to {self.settings.users - 1}")
-        return drawn
-
-    def _draw(self, number: int) -> Dialogue[tuple[Sender, bytes]]:
-        """Begin the oblivious transfers that draw the users of round or epoch ``number``.
-
-        Return their sender, and the answer of silo 0, which hides the silos' choices.
-        """
-        sender = Sender(self.settings.context)
-        offer = number.to_bytes(NUMBER_BYTES, "big") + sender.public
-        answers = yield ProtocolStep(name=DRAW, questions={SEEDING_SILO: offer})
-        return sender, answers[SEEDING_SILO]
 
 
 def _check_keys(keys: Mapping[int, bytes]) -> None:

@@ -10,14 +10,15 @@ from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 from functools import cached_property
 from logging import getLogger
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
-from numpy.typing import NDArray
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
 
 from flower_ext.errors import InvalidValue, ProtocolError
 from flower_ext.json_record import JsonRecord
 from flower_ext.secure.labels import derive, public_of
-from flower_ext.secure.messages import check_later, check_length
+from flower_ext.secure.messages import ProtocolMessage, check_length
 from flower_ext.secure.pair_keys import PairKeys
 from flower_ext.secure.weighting.agreement import (
     BEGIN,
@@ -38,36 +39,6 @@ log = getLogger("flwr")
 _SEED = "seed"
 COUNTS = "counts"
 """Purpose of the masks on the users' numbers of records."""
-
-
-class SiloSum(Protocol):
-    """A silo's sum of one round. Users' updates may be added as soon as they are trained."""
-
-    def add(self, updates: Mapping[int, NDArray[Any]]) -> None:
-        """Add clipped updates, each of shape (coordinates,), by user.
-
-        Every user must have records in this silo, and may be added once.
-
-        Raises
-        ------
-        ValueError
-            A user has no records in this silo, a shape is wrong, or a value is not finite or out of
-            bounds.
-        """
-        ...
-
-    def finish(self, noise: NDArray[Any]) -> bytes:
-        """Return the masked sum with this silo's share of the noise, and mark the round as used.
-
-        If a user has records in this silo but nobody added its update, its update counts as zero.
-
-        Raises
-        ------
-        ProtocolError, ValueError
-            The weights are malformed, the noise is out of bounds, or a later round was used
-            meanwhile. Nothing has left the silo then, and the round is unused.
-        """
-        ...
 
 
 class SetUpStage(Enum):
@@ -140,8 +111,7 @@ class SiloParty(JsonRecord, ABC):
         Raises
         ------
         ProtocolError
-            The step is unknown, repeated or out of order, or a draw is for a round or epoch that
-            was used.
+            The step is unknown, repeated or out of order, or a draw is for a round that was used.
         """
         if step == BEGIN:
             self._expect(SetUpStage.NEW)
@@ -168,12 +138,15 @@ class SiloParty(JsonRecord, ABC):
         Raises
         ------
         ProtocolError
-            The set-up is not complete, or the weights belong to another round.
+            The set-up is not complete, the round may not follow the last one, or the weights belong
+            to another round.
+        ValueError
+            The weights are malformed.
         """
 
     def use_round(self, number: int) -> None:
         """Store that a round is used, before its masks are drawn; refuse a round used before."""
-        check_later("round", number, self.last_round)
+        self.settings.check_round(number, self.last_round)
         self.last_round = number
         self.save(self.to_bytes())
 
@@ -202,8 +175,13 @@ class SiloParty(JsonRecord, ABC):
         """Return the silo's masked counts, which the server cannot read, in the secret order."""
 
     def _check_draw(self, number: int) -> None:
-        """Raise a ProtocolError if round or epoch ``number``, of a draw, was already used."""
-        check_later("round", number, self.last_round)
+        """Raise a ProtocolError if the users of round ``number`` were already drawn."""
+        self.settings.check_round(number, self.last_round)
+
+    def _check_opening(self, number: int) -> None:
+        """Raise a ProtocolError unless the silo may begin its sum of round ``number``."""
+        self._expect(SetUpStage.COUNTED)
+        self.settings.check_round(number, self.last_round)
 
     def _expect(self, stage: SetUpStage) -> None:
         if self.stage is not stage:
@@ -266,7 +244,7 @@ class SiloParty(JsonRecord, ABC):
         self.seed = derive(part, "seed", self.server_key, self.settings.context)
 
     def _draw_receiver(self, number: int, offer: bytes) -> Receiver:
-        """Return the receiver of a round's or epoch's draw, the same for all silos."""
+        """Return the receiver of a round's draw, the same for all silos."""
         if self.settings.draw_choices is None:
             raise ProtocolError(
                 "the settings have no draw_choices: expected no step 'draw', because the server "
@@ -279,6 +257,81 @@ class SiloParty(JsonRecord, ABC):
             transfers=self.settings.users,
             num_texts=self.settings.draw_choices,
         )
+
+
+class SiloSum(ABC):
+    """A silo's sum of one round. Users' updates may be added as soon as they are trained."""
+
+    def __init__(self, silo: SiloParty, number: int) -> None:
+        self._number = number
+        self._missing = set(silo.counted)
+        self._coordinates = silo.settings.coordinates
+        self._is_open = True
+
+    def add(self, updates: Mapping[int, ArrayLike]) -> None:
+        """Add clipped updates, each of shape (coordinates,), by user.
+
+        Every user must have records in this silo, and may be added once. Adding a few dozen users
+        at a time is as fast as adding all of them. Arrays may be memory-mapped.
+
+        Raises
+        ------
+        ProtocolError
+            The sum is finished, or updates were refused before.
+        ValueError
+            A user has no records in this silo or was added before, a shape is wrong, or a value is
+            not finite or out of bounds. After a refused update, open the sum again.
+        """
+        self._expect_open()
+        if unknown := sorted(updates.keys() - self._missing):
+            raise InvalidValue(
+                f"updates of users {unknown}: expected users with records in this silo, each once"
+            )
+        vectors = {user: self._vector("updates", update) for user, update in updates.items()}
+        self._is_open = False  # restored below if all updates are accepted
+        self._add(vectors)
+        self._is_open = True
+        self._missing -= updates.keys()
+
+    def finish(self, noise: ArrayLike) -> bytes:
+        """Return the masked sum with this silo's share of the noise, and mark the round as used.
+
+        If a user has records in this silo but nobody added its update, its update counts as zero.
+
+        Raises
+        ------
+        ProtocolError
+            The sum is finished, updates were refused, or a later round was used meanwhile.
+        ValueError
+            The weights are malformed, or the noise is not plausible. The round is not used then,
+            and nothing has left the silo.
+        """
+        self._expect_open()
+        message = self._masked(self._vector("noise", noise))
+        self._is_open = False
+        return message.to_bytes()
+
+    @abstractmethod
+    def _add(self, updates: Mapping[int, NDArray[Any]]) -> None:
+        """Add updates of the right shape; refuse values that are not finite or out of bounds."""
+
+    @abstractmethod
+    def _masked(self, noise: NDArray[Any]) -> ProtocolMessage:
+        """Return the message of `finish`; call `SiloParty.use_round` before masks are drawn."""
+
+    def _expect_open(self) -> None:
+        if not self._is_open:
+            raise ProtocolError(
+                "this sum is finished, or its updates were refused: call open_sum again"
+            )
+
+    def _vector(self, name: str, values: ArrayLike) -> NDArray[Any]:
+        array = np.asarray(values)
+        if array.dtype not in (np.float32, np.float64):
+            array = array.astype(np.float64)
+        if array.shape != (self._coordinates,):
+            raise InvalidValue(f"{name} of shape {array.shape}: expected ({self._coordinates},)")
+        return np.ascontiguousarray(array)
 
 
 def user_order(seed: bytes, users: int) -> list[int]:
