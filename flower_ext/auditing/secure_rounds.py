@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import numpy as np
 from flwr.app import ArrayRecord, Message
@@ -68,22 +68,20 @@ class SecureTranscript:
         if (context := self._context) is None or context.length != _length(like):
             return None
         server = SumServer(context, [self._graph[member] for member in sorted(self._graph)])
-        stages: tuple[tuple[Any, Any, Any], ...] = (
-            (Advert, server.add_advert, server.keys),
-            (SealedShares, server.add_shares, server.deliveries),
-            (MaskedInput, server.add_masked, server.unmask_requests),
-        )
         # The package's own server computes the sum, so that an audit judges the real one.
         try:
-            for kind, add, close in stages:
-                for message in self._received(kind, context):
-                    add(message)
+            for close in (server.keys, server.deliveries, server.unmask_requests):
+                self._add_received(server, context)
                 close()
-            for message in self._received(Revealed, context):
-                server.add_revealed(message)
+            self._add_received(server, context)
             return _shaped(server.total(), like, context)
         except FlowerExtError:
             return None  # the round was discarded
+
+    def _add_received(self, server: SumServer, context: RoundContext) -> None:
+        assert server.awaited is not None
+        for message in self._received(server.awaited, context):
+            server.add(message)
 
     def bare(self, like: Arrays) -> Mapping[int, Arrays]:
         """Return the uploads that the server can read in the clear, by node.
