@@ -49,7 +49,7 @@ from flower_ext.privacy.mechanisms.round_mechanism import (
     divided,
 )
 from flower_ext.privacy.run_summary import MethodTraits
-from flower_ext.secure.weighting.agreement import Dialogue, ProtocolStep
+from flower_ext.secure.weighting.agreement import Dialogue
 from flower_ext.secure.weighting.protocol import WeightingProtocol, load_protocol
 
 if TYPE_CHECKING:  # it needs the extra ``weighting``
@@ -224,25 +224,26 @@ class OpenWeightedSum(OpenSum):
         self._weights = bytes_record(WEIGHTS, weights)
         self.cohort = opening.cohort
         self.measures = {"encryption_seconds": seconds}
-        self._messages: dict[int, Any] = {}
+        self._answered = 0
+        self._lost: list[int] = []
 
     def request(self, partition: int) -> Mapping[str, ArrayRecord]:
         """Return the encrypted weights, which are the same for all silos."""
         return {records.WEIGHTED_SUM: self._weights}
 
     def read(self, reply: Message) -> Update:
-        """Keep a silo's masked sum, or its notice that it has lost its keys, until `close`."""
+        """Keep a silo's masked sum until `close`, or note that the silo has lost its keys."""
         arrays = read_answer(reply, records.UPDATE)
         name, data = single_message(arrays, SUM, LOST)
         if name == LOST and data != b"\0":
             raise RefusedReply(f"notice of lost keys (array {LOST!r}): expected one zero byte")
         silo = self._opening.clients.partition_of(reply)
         if name == LOST:
-            self._messages[silo] = None
+            self._lost.append(silo)
             return Update({}, {})
-        message = self._summation.server.read_sum(silo, data)
         metrics = read_metrics(reply)
-        self._messages[silo] = message
+        self._summation.server.add_sum(silo, data)
+        self._answered += 1
         return Update(arrays, metrics)
 
     def close(self) -> Aggregate:
@@ -256,12 +257,12 @@ class OpenWeightedSum(OpenSum):
         FederationNotReady
             The first `_SPOILED_AT_FIRST` sums of the run were all spoiled.
         """
-        if lost := sorted(silo for silo, message in self._messages.items() if message is None):
+        if self._lost:
             self._summation.keys_lost = True
             raise RoundDiscarded(
-                f"silos {lost} have lost their keys, so nothing was decrypted, and all silos will "
-                "set up new keys before the next round; to keep keys when a SuperNode restarts, "
-                "name a state-folder in its node config"
+                f"silos {sorted(self._lost)} have lost their keys, so nothing was decrypted, and "
+                "all silos will set up new keys before the next round; to keep keys when a "
+                "SuperNode restarts, name a state-folder in its node config"
             )
         started, summation = time.monotonic(), self._summation
         like, mechanism = self._opening.like, summation.mechanism
@@ -271,7 +272,7 @@ class OpenWeightedSum(OpenSum):
         )
         bound = norms * mechanism.clipping_norm
         try:
-            total = shaped(summation.server.close_round([*self._messages.values()]), like)
+            total = shaped(summation.server.close_round(), like)
             refuse_spoiled(total, bound=bound, stddev=mechanism.noise_stddev)
         except IncompleteRound as missing:
             raise RoundDiscarded(f"{missing}; nothing was decrypted") from missing
@@ -283,7 +284,7 @@ class OpenWeightedSum(OpenSum):
         mean = divided(total, mechanism.sampling.expected_cohort_size, like)
         self.measures = {**self.measures, "decryption_seconds": time.monotonic() - started}
         # The silos' shares of the noise are in the total, so the server adds none.
-        return Aggregate(value=mean, answered=len(self._messages), topped_up_stddev=0.0)
+        return Aggregate(value=mean, answered=self._answered, topped_up_stddev=0.0)
 
     def _discarding(self, reason: str) -> RoundDiscarded | FederationNotReady:
         """Return the error for a spoiled sum, which ends the run if all sums were spoiled."""
@@ -317,13 +318,12 @@ def _converse(dialogue: Dialogue[T], clients: Clients) -> T:
                 raise  # no silo has answered yet
             reason = str(error) if isinstance(error, FlowerExtError) else repr(error)
             raise FederationNotReady(f"a silo's answer breaks the protocol: {reason}") from error
-        answers = _ask(step, clients)
+        contents = {
+            silo: {records.WEIGHTED_SUM: bytes_record(step.name, question)}
+            for silo, question in step.questions.items()
+        }
+        answers = clients.query(contents, partial(_read_answer, step.name))
 
 
-def _ask(step: ProtocolStep, clients: Clients) -> dict[int, bytes]:
-    """Ask silos for one step of the protocol, and return the bytes in their answers."""
-    contents = {
-        silo: {records.WEIGHTED_SUM: bytes_record(step.name, question)}
-        for silo, question in step.questions.items()
-    }
-    return clients.query(contents, lambda reply: single_message(read_answer(reply), step.name)[1])
+def _read_answer(step: str, reply: Message) -> bytes:
+    return single_message(read_answer(reply), step)[1]

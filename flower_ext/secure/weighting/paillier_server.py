@@ -43,14 +43,13 @@ class PaillierServer(ServerParty[PaillierSettings, PaillierSum]):
         """The Paillier modulus, for all silos."""
         return pack_numbers([self._key.public.n], self.settings.count_bytes)
 
-    def close_round(self, messages: Sequence[PaillierSum]) -> NDArray[np.float64]:
-        """Return the weighted, noised sum over all silos: see `ServerParty.close_round`.
+    def _decrypted(self, messages: Sequence[PaillierSum]) -> NDArray[np.float64]:
+        """Return the sum over all silos: see `ServerParty`.
 
         If a user's total is not allowed, the sum is about uniform modulo n. The server fails to
         notice this with probability 2 · ``sum_bound`` / n, or 2⁻⁶⁴ if a ciphertext holds several
         coordinates. See also `PrivateWeighting.assumed_totals`.
         """
-        self._check_sums(messages)
         settings, public = self.settings, self._key.public
         # The product of all silos' ciphertexts encrypts the sum; their masks multiply to one.
         totals = [mpz(1)] * settings.ciphertexts
@@ -59,7 +58,6 @@ class PaillierServer(ServerParty[PaillierSettings, PaillierSum]):
                 unpack_ciphertexts(message.ciphertexts, settings, public)
             ):
                 totals[at] = totals[at] * ciphertext % public.n_squared
-        self._open_round = None
         decrypted = self._key.decrypt(totals, name="decryption")
         plaintexts = [from_residue(plaintext, public.n) for plaintext in decrypted]
         try:
@@ -72,11 +70,8 @@ class PaillierServer(ServerParty[PaillierSettings, PaillierSum]):
             ) from error
         return settings.encoding.decode(coordinates, scale=settings.common_multiple)
 
-    def read_sum(self, silo: int, data: bytes) -> PaillierSum:
-        """Return a silo's sum if it is well formed and holds ciphertexts."""
-        message = super().read_sum(silo, data)
+    def _check_sum(self, message: PaillierSum) -> None:
         unpack_ciphertexts(message.ciphertexts, self.settings, self._key.public)
-        return message
 
     def _open_weights(self, number: int, places: Collection[int] | None) -> PaillierWeights:
         """Return a fresh encryption for each user: see `ServerParty`.

@@ -46,6 +46,7 @@ class ServerParty(ABC, Generic[SettingsT, SumT]):
         self._last_round = 0
         self._is_set_up = False
         self._open_round: int | None = None
+        self._sums: dict[int, SumT] = {}
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(run={self.settings.run!r}, last_round={self._last_round})"
@@ -105,46 +106,60 @@ class ServerParty(ABC, Generic[SettingsT, SumT]):
             answers = yield ProtocolStep(name=DRAW, questions={SEEDING_SILO: offer})
             weights = self._sealed_weights(number, sender, answers[SEEDING_SILO])
         self._last_round = self._open_round = number
+        self._sums.clear()
         return weights.to_bytes()
 
-    @abstractmethod
-    def close_round(self, messages: Sequence[SumT]) -> NDArray[Any]:
+    def add_sum(self, silo: int, data: bytes) -> None:
+        """Take a silo's sum if it is well formed and belongs to that silo and the open round.
+
+        Raises
+        ------
+        ProtocolError
+            No round is open, the sum is of another round, or the silo sent a sum before.
+        ValueError
+            The sum is malformed, or is in the name of another silo.
+        """
+        message: Any = self.sum_type.from_bytes(data, self.settings)
+        if message.silo != silo:
+            kind = self.sum_type.__name__
+            raise InvalidValue(f"{kind} of silo {message.silo}: expected silo {silo}, its sender")
+        self._expect_open()
+        if message.round_number != self._open_round:
+            raise ProtocolError(
+                f"sum of round {message.round_number}: expected round {self._open_round}"
+            )
+        if silo in self._sums:
+            raise ProtocolError(f"silo {silo} has already sent its sum: expected one from each")
+        self._check_sum(message)
+        self._sums[silo] = message
+
+    def close_round(self) -> NDArray[Any]:
         """Return the weighted and noised sum over all silos, of shape (coordinates,).
 
         Raises
         ------
         IncompleteRound
             A silo's sum is missing; nothing was decrypted, and the round stays open.
-        ProtocolError, ValueError
-            As for `read_sum`; or one silo sent two sums.
+        ProtocolError
+            No round is open.
         OverflowError
             The sum is out of bounds: some user has more records than the settings allow, or a silo
             sent something other than a sum.
         """
-
-    def read_sum(self, silo: int, data: bytes) -> SumT:
-        """Return a silo's sum if it is well formed and belongs to that silo and the open round."""
-        message: Any = self.sum_type.from_bytes(data, self.settings)
-        if message.silo != silo:
-            kind = type(message).__name__
-            raise InvalidValue(f"{kind} of silo {message.silo}: expected silo {silo}, its sender")
-        self._check_round_of(message)
-        return message  # type: ignore[no-any-return]
-
-    def _check_sums(self, messages: Sequence[SumT]) -> None:
-        """Check that every silo sent one sum of the open round."""
-        for message in messages:
-            self._check_round_of(message)
-            message.check(self.settings)
         self._expect_open()
-        senders = sorted(message.silo for message in messages)
-        everyone = list(range(self.settings.silos))
-        if missing := sorted(set(everyone) - set(senders)):
+        if missing := sorted(set(range(self.settings.silos)) - self._sums.keys()):
             raise IncompleteRound(
-                f"silos {missing} sent nothing: expected messages from all {len(everyone)}"
+                f"silos {missing} sent nothing: expected messages from all {self.settings.silos}"
             )
-        if senders != everyone:
-            raise InvalidValue(f"sums of silos {senders}: expected one sum from each of {everyone}")
+        self._open_round = None
+        return self._decrypted([*self._sums.values()])
+
+    @abstractmethod
+    def _decrypted(self, messages: Sequence[SumT]) -> NDArray[Any]:
+        """Return the sum of all silos' messages; raise the OverflowError of `close_round`."""
+
+    def _check_sum(self, message: SumT) -> None:
+        """Refuse a message of the right length that holds no sum."""
 
     @abstractmethod
     def _open_weights(self, number: int, places: Collection[int] | None) -> ProtocolMessage:
@@ -161,14 +176,6 @@ class ServerParty(ABC, Generic[SettingsT, SumT]):
     @abstractmethod
     def _take_counts(self, counts: Mapping[int, bytes]) -> None:
         """Store what the server needs to compute weights from each silo's masked counts."""
-
-    def _check_round_of(self, message: SumT) -> None:
-        """Raise a ProtocolError unless a sum belongs to the open round."""
-        self._expect_open()
-        if message.round_number != self._open_round:
-            raise ProtocolError(
-                f"sum of round {message.round_number}: expected round {self._open_round}"
-            )
 
     def _expect_open(self) -> None:
         if self._open_round is None:

@@ -47,12 +47,6 @@ class LatticeServer(ServerParty[LatticeSettings, LatticeSum]):
             words=self._secret.public_words(self._public_seed),
         ).to_bytes()
 
-    def close_round(self, messages: Sequence[LatticeSum]) -> NDArray[np.float64]:
-        """Return the sum in whole steps: see `ServerParty.close_round`."""
-        self._check_sums(messages)
-        self._open_round = None
-        return decrypted(self.settings, self._secret, messages)
-
     @cached_property
     def _secret(self) -> SecretKey:
         return SecretKey(self._key_seed)
@@ -67,6 +61,9 @@ class LatticeServer(ServerParty[LatticeSettings, LatticeSum]):
         end = users * self.settings.count_bytes
         self._shifted = self._totals({**counts, SEEDING_SILO: answer[:end]}, size)
         self._keys = self._sender.keys(answer[end:], users, size)
+
+    def _decrypted(self, messages: Sequence[LatticeSum]) -> NDArray[np.float64]:
+        return decrypted(self.settings, self._secret, messages)
 
     def _open_weights(self, number: int, places: Collection[int] | None) -> LatticeWeights:
         """Return fresh encryptions; or, if all users take part, the same in every round."""

@@ -10,7 +10,7 @@ from flower_ext_lattice.messages import LatticeKey, LatticeSum, LatticeWeights
 from flower_ext_lattice.server import LatticeServer
 from flower_ext_lattice.settings import LatticeSettings
 from flower_ext_lattice.silo import LatticeSilo
-from tests.support.weighting import play
+from tests.support.weighting import close, play
 
 
 def lattice_settings(**changes) -> LatticeSettings:
@@ -113,7 +113,7 @@ class LatticeWorld:
         opening = self.begin(number, places)
         sums = self.weigh(opening, updates, noise)
         self.sent += [opening.weights, *sums]
-        return self.server.close_round(sums)
+        return close(self.server, sums)
 
     def plain(self, updates, noise, users=None) -> np.ndarray:
         """Return the same sum without encryption, one product at a time."""

@@ -86,8 +86,8 @@ class Watch:
             self.drawn.append(range(USERS) if places is None else list(places))
             return opened(server, number, places)
 
-        def server_closes(server, uploads):
-            self.sums.append(closed(server, uploads))
+        def server_closes(server):
+            self.sums.append(closed(server))
             return self.sums[-1]
 
         monkeypatch.setattr(LatticeSilo, "open_sum", silo_begins)

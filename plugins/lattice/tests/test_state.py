@@ -11,7 +11,7 @@ from flower_ext.errors import InvalidValue, ProtocolError
 from flower_ext_lattice.messages import LatticeWeights
 from flower_ext_lattice.server import LatticeServer
 from flower_ext_lattice.silo import LatticeSilo
-from tests.support.weighting import play
+from tests.support.weighting import close, play
 
 
 class Killed(BaseException):
@@ -80,7 +80,7 @@ def test_silos_go_on_from_their_states_at_every_step():
             weigh(silo, opening, dict.fromkeys(np.flatnonzero(counts[at]), update), noise[at])
             for at, silo in enumerate(silos)
         ]
-        result = server.close_round(sums)
+        result = close(server, sums)
         assert result == pytest.approx(2 * update + noise.sum(0), abs=1e-8)
         silos = restart()
 
@@ -107,7 +107,7 @@ def test_a_silo_killed_before_its_round_is_stored_has_sent_nothing(world):
     weighing.add(world.own(0, world.updates))
     world.silos[0] = LatticeSilo.from_bytes(state)
     sums = world.weigh(opening, world.updates, world.noise)
-    result = world.server.close_round(sums)
+    result = close(world.server, sums)
     assert result == pytest.approx(world.plain(world.updates, world.noise), abs=1e-8)
 
 

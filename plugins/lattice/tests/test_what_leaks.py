@@ -23,6 +23,7 @@ from flower_ext_lattice.samplers import Stream
 from flower_ext_lattice.settings import LatticeSettings
 from flower_ext_lattice.silo import LatticeSilo
 from flower_ext_lattice.weights import weight_table
+from tests.support.weighting import close
 
 COORDINATES = 3000
 
@@ -399,7 +400,7 @@ def test_an_honest_silo_amplifies_nobody_and_an_active_one_can_amplify_itself(wo
     sent = [LatticeSum.from_bytes(active.finish(world.noise[0]), world.settings)]
     sent.append(weigh(world.silos[1], opening, world.own(1, world.updates), world.noise[1]))
     assert looks_uniform(opened(world, sent[1:]))  # what the honest silo sent stays hidden
-    excess = world.server.close_round(sent) - world.plain(world.updates, world.noise)
+    excess = close(world.server, sent) - world.plain(world.updates, world.noise)
     assert excess == pytest.approx(99 * 3 / 8 * world.updates[0, 0], abs=1e-5)
 
 
