@@ -18,19 +18,13 @@ from flower_ext.auditing.experiment import Arrays
 from flower_ext.errors import FlowerExtError
 from flower_ext.federation import records
 from flower_ext.federation.sums.masked import BEGIN, SENT
-from flower_ext.secure.aggregation.aggregation_messages import (
-    OF_SEED,
-    Advert,
-    MaskedInput,
-    Revealed,
-    SealedShares,
-)
-from flower_ext.secure.aggregation.aggregation_server import SumServer
+from flower_ext.secure.aggregation.aggregation_messages import OF_SEED, MaskedInput, Revealed
+from flower_ext.secure.aggregation.aggregation_server import Answer, SumServer
 from flower_ext.secure.aggregation.context import Invitation, RoundContext
 from flower_ext.secure.aggregation.mask_streams import apply_mask, self_mask_key
 from flower_ext.secure.aggregation.shamir import combine
 
-M = TypeVar("M", Advert, SealedShares, MaskedInput, Revealed)
+M = TypeVar("M", bound=Answer)
 LEAST_NUMBERS, _CENTRAL, _MOST = 64, 1 / 4, 5 / 8
 """An upload counts as bare (not masked) if more than five eighths of its numbers lie in the central
 quarter of the ring. For a uniform upload of 64 numbers or more, the probability is below 1e-9."""

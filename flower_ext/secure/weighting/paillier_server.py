@@ -19,7 +19,6 @@ from flower_ext.secure.weighting.paillier_settings import (
     PaillierSettings,
     PaillierSum,
     PaillierWeights,
-    pack_ciphertexts,
     unpack_ciphertexts,
 )
 from flower_ext.secure.weighting.server_party import ServerParty
@@ -81,7 +80,8 @@ class PaillierServer(ServerParty[PaillierSettings, PaillierSum]):
         """
         drawn = set(range(self.settings.users) if places is None else places)
         inverses = [x if at in drawn else mpz(0) for at, x in enumerate(self._inverses)]
-        weights = pack_ciphertexts(self._encrypt(number, inverses), self.settings)
+        encrypted = self._key.encrypt(inverses, name=f"round {number}: encryptions")
+        weights = pack_numbers(encrypted, self.settings.ciphertext_bytes)
         return PaillierWeights(round_number=number, offer=b"", weights=weights)
 
     def _sealed_weights(self, number: int, sender: Sender, choices: bytes) -> PaillierWeights:
@@ -96,13 +96,11 @@ class PaillierServer(ServerParty[PaillierSettings, PaillierSum]):
         for user, inverse in enumerate(self._inverses):
             for place in SystemRandom().sample(range(size), settings.winning_choices):
                 messages[user * size + place] = inverse
-        texts = [pack_ciphertexts([text], settings) for text in self._encrypt(number, messages)]
+        encrypted = self._key.encrypt(messages, name=f"round {number}: encryptions")
+        texts = [pack_numbers([text], settings.ciphertext_bytes) for text in encrypted]
         of_users = [texts[at : at + size] for at in range(0, len(texts), size)]
         sealed = sender.seal(choices, of_users)
         return PaillierWeights(round_number=number, offer=sender.public, weights=sealed)
-
-    def _encrypt(self, number: int, messages: list[mpz]) -> list[mpz]:
-        return self._key.encrypt(messages, name=f"round {number}: encryptions")
 
     def _take_counts(self, counts: Mapping[int, bytes]) -> None:
         n = self._key.public.n

@@ -26,7 +26,6 @@ from flower_ext.secure.weighting.paillier_settings import (
     PaillierSettings,
     PaillierSum,
     PaillierWeights,
-    pack_ciphertexts,
     unpack_ciphertexts,
 )
 from flower_ext.secure.weighting.silo_party import COUNTS, SiloParty, SiloSum
@@ -82,7 +81,7 @@ class PaillierSilo(SiloParty):
     @cached_property
     def public(self) -> PublicKey:
         """The server's key."""
-        return _key_of(self.server_key)
+        return PublicKey(mpz.from_bytes(self.server_key, "big"))
 
     def _opened(self, message: PaillierWeights) -> bytes:
         """Return the ciphertexts of all users, joined, by place in the secret order.
@@ -102,7 +101,8 @@ class PaillierSilo(SiloParty):
     def _check_server_key(self, server_key: bytes) -> None:
         check_length("server's key", server_key, self.settings.count_bytes)
         most = self.settings.max_records_per_user
-        _key_of(server_key).check(self.settings.key_bits, coprime_to=most)
+        public = PublicKey(mpz.from_bytes(server_key, "big"))
+        public.check(self.settings.key_bits, coprime_to=most)
 
     @cached_property
     def _blinds(self) -> list[mpz]:
@@ -145,7 +145,7 @@ class PaillierOpenSum(SiloSum):
         return PaillierSum(
             round_number=number,
             silo=silo.index,
-            ciphertexts=pack_ciphertexts(ciphertexts, settings),
+            ciphertexts=pack_numbers(ciphertexts, settings.ciphertext_bytes),
         )
 
     def _rerandomise(self, ciphertexts: list[mpz]) -> None:
@@ -261,7 +261,3 @@ def _packed(products: Sequence[mpz], settings: PaillierSettings, public: PublicK
         return joined
 
     return map_slices(join, range(0, len(products), slots))
-
-
-def _key_of(modulus: bytes) -> PublicKey:
-    return PublicKey(mpz.from_bytes(modulus, "big"))

@@ -34,8 +34,8 @@ class ServerParty(ABC, Generic[SettingsT, SumT]):
     """The party with the secret key: it relays messages and decrypts sums.
 
     Take all steps of `set_up` once. For every round, take the steps of `begin_round`, call
-    `read_sum` for each silo's sum, and call `close_round` when all sums are there. Keys last for
-    one process, so repeat the set-up after a restart.
+    `add_sum` for each silo's sum, and call `close_round` when all sums are there. Keys last for one
+    process, so repeat the set-up after a restart.
     """
 
     sum_type: ClassVar[type[SumMessage]]
@@ -106,7 +106,7 @@ class ServerParty(ABC, Generic[SettingsT, SumT]):
             answers = yield ProtocolStep(name=DRAW, questions={SEEDING_SILO: offer})
             weights = self._sealed_weights(number, sender, answers[SEEDING_SILO])
         self._last_round = self._open_round = number
-        self._sums.clear()
+        self._sums = {}
         return weights.to_bytes()
 
     def add_sum(self, silo: int, data: bytes) -> None:
@@ -151,8 +151,8 @@ class ServerParty(ABC, Generic[SettingsT, SumT]):
             raise IncompleteRound(
                 f"silos {missing} sent nothing: expected messages from all {self.settings.silos}"
             )
-        self._open_round = None
-        return self._decrypted([*self._sums.values()])
+        sums, self._sums, self._open_round = self._sums, {}, None
+        return self._decrypted([*sums.values()])
 
     @abstractmethod
     def _decrypted(self, messages: Sequence[SumT]) -> NDArray[Any]:
