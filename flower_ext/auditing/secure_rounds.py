@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 from flwr.app import ArrayRecord, Message
@@ -18,13 +18,19 @@ from flower_ext.auditing.experiment import Arrays
 from flower_ext.errors import FlowerExtError
 from flower_ext.federation import records
 from flower_ext.federation.sums.masked import BEGIN, SENT
-from flower_ext.secure.aggregation.aggregation_messages import OF_SEED, MaskedInput, Revealed
-from flower_ext.secure.aggregation.aggregation_server import Answer, SumServer
+from flower_ext.secure.aggregation.aggregation_messages import (
+    OF_SEED,
+    Advert,
+    MaskedInput,
+    Revealed,
+    SealedShares,
+)
+from flower_ext.secure.aggregation.aggregation_server import SumServer
 from flower_ext.secure.aggregation.context import Invitation, RoundContext
 from flower_ext.secure.aggregation.mask_streams import apply_mask, self_mask_key
 from flower_ext.secure.aggregation.shamir import combine
 
-M = TypeVar("M", bound=Answer)
+M = TypeVar("M", Advert, SealedShares, MaskedInput, Revealed)
 LEAST_NUMBERS, _CENTRAL, _MOST = 64, 1 / 4, 5 / 8
 """An upload counts as bare (not masked) if more than five eighths of its numbers lie in the central
 quarter of the ring. For a uniform upload of 64 numbers or more, the probability is below 1e-9."""
@@ -73,8 +79,8 @@ class SecureTranscript:
             return None  # the round was discarded
 
     def _add_received(self, server: SumServer, context: RoundContext) -> None:
-        assert server.awaited is not None
-        for message in self._received(server.awaited, context):
+        awaited: Any = server.awaited  # not None: `sum` closes each stage once
+        for message in self._received(awaited, context):
             server.add(message)
 
     def bare(self, like: Arrays) -> Mapping[int, Arrays]:
