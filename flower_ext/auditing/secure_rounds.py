@@ -74,7 +74,7 @@ class SecureTranscript:
                 self._add_received(server, context)
                 close()
             self._add_received(server, context)
-            return _shaped(server.total(), like, context)
+            return records.shaped(_signed(server.total(), context), dict(like))
         except FlowerExtError:
             return None  # the round was discarded
 
@@ -109,9 +109,9 @@ class SecureTranscript:
                 apply_mask(
                     self_mask_key(context.digest, seed, message.member), values, subtract=True
                 )
-            near = np.abs(_signed(values, context)) < _CENTRAL / 2 * 2.0**context.bits
-            if np.mean(near) > _MOST:
-                uploads[nodes[message.member]] = _shaped(values, like, context)
+            upload = _signed(values, context)
+            if np.mean(np.abs(upload) < _CENTRAL / 2 * 2.0**context.bits) > _MOST:
+                uploads[nodes[message.member]] = records.shaped(upload, dict(like))
         return uploads
 
     def _received(self, kind: type[M], context: RoundContext) -> list[M]:
@@ -131,12 +131,6 @@ def _length(like: Arrays) -> int:
 
 def _signed(values: np.ndarray, context: RoundContext) -> np.ndarray:
     return values.view(np.int32 if context.bits == 32 else np.int64).astype(np.float64)
-
-
-def _shaped(values: np.ndarray, like: Arrays, context: RoundContext) -> Arrays:
-    names, flat = sorted(like), _signed(values, context)
-    parts = np.split(flat, np.cumsum([like[name].size for name in names])[:-1])
-    return {name: part.reshape(like[name].shape) for name, part in zip(names, parts, strict=True)}
 
 
 def is_secure(message: Message) -> bool:

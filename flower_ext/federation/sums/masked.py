@@ -47,14 +47,7 @@ from flower_ext.privacy.mechanisms.noised_sum import NoisedSum
 from flower_ext.privacy.mechanisms.round_mechanism import Aggregate, RoundDiscarded
 from flower_ext.privacy.mechanisms.secure_sum import SumParameters
 from flower_ext.privacy.randomness import secure_generator
-from flower_ext.secure.aggregation.aggregation_messages import (
-    Advert,
-    Delivery,
-    Keys,
-    Revealed,
-    SealedShares,
-    UnmaskRequest,
-)
+from flower_ext.secure.aggregation.aggregation_messages import Delivery, Keys, UnmaskRequest
 from flower_ext.secure.aggregation.aggregation_server import SumServer
 from flower_ext.secure.aggregation.context import (
     Invitation,
@@ -65,6 +58,7 @@ from flower_ext.secure.aggregation.context import (
 )
 from flower_ext.secure.aggregation.identities import Identities
 from flower_ext.secure.aggregation.member import Member
+from flower_ext.secure.messages import ProtocolMessage
 
 log = getLogger("flwr")
 
@@ -176,7 +170,7 @@ class OpenMaskedSum(OpenSum):
         size = mechanism.cohort_size
         return mechanism.aggregate(summed, cohort_size=size, noise=opening.noise)
 
-    def _ask(self, stage: str, content: Mapping[int, Invitation | Keys | UnmaskRequest]) -> None:
+    def _ask(self, stage: str, content: Mapping[int, Invitation | ProtocolMessage]) -> None:
         """Send members the messages of a stage, and add each answer when it arrives."""
         contents = {
             self._partitions[member]: {records.SECURE_SUM: bytes_record(stage, message.to_bytes())}
@@ -296,13 +290,12 @@ def answer(message: Message, context: Context, method: str) -> Message:
         stage, data = single_message(content, BEGIN, KEYS, QUESTION)
         vault = _vault(context, method)
         member = _invited(vault, data) if stage == BEGIN else _stored(vault)
-        reply: Advert | SealedShares | Revealed
+        reply: ProtocolMessage
         if stage == BEGIN:
             check_limits(member.context, context.node_config)
             reply = member.advertise(identities=identities)
         elif stage == KEYS:
-            keys = Keys.from_bytes(data, member.context)
-            reply = member.share(keys, identities=identities)
+            reply = member.share(Keys.from_bytes(data, member.context), identities=identities)
         else:
             reply = member.unmask(UnmaskRequest.from_bytes(data, member.context))
         vault.store(member.to_bytes())

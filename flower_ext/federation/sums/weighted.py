@@ -34,7 +34,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 from flwr.app import ArrayRecord, Message
 
-from flower_ext.errors import FlowerExtError, IncompleteRound, InvalidValue, ProtocolError
+from flower_ext.errors import FlowerExtError, IncompleteRound, InvalidValue
 from flower_ext.federation import records
 from flower_ext.federation.exchange import Clients, RefusedReply, read_answer, read_metrics
 from flower_ext.federation.records import Arrays, Update, bytes_record, shaped, single_message
@@ -97,6 +97,8 @@ class WeightedSum(Summation):
     repeats = False  # a repeated round has new secret keys and new random numbers
     brings_weights = True
     mechanism: NoisedSum
+    server: ServerParty[Any, Any]
+    """The server's end of the protocol, from `connect` on."""
 
     def __init__(self, protocol: WeightingProtocol, mechanism: RoundMechanism) -> None:
         if not isinstance(mechanism, NoisedSum):
@@ -116,7 +118,6 @@ class WeightedSum(Summation):
         self.secure_sum, self.hidden_draw = protocol.secure_sum, protocol.hidden_draw
         self.disclosures = protocol.disclosures
         self._num_silos = 0
-        self._server: ServerParty[Any, Any] | None = None
         self.keys_lost = False
         """True if all silos must set up new keys before the next round: some keys may be lost."""
         self.spoiled: int | None = 0
@@ -147,9 +148,20 @@ class WeightedSum(Summation):
         return self.protocol.assumptions(view)
 
     def connect(self, clients: Clients, model: Arrays) -> Mapping[str, float]:
-        """Set up the protocol between the silos and the server."""
+        """Let the silos set up fresh keys and seeds, and count their records."""
         started = time.monotonic()
-        self._set_up(clients, model)
+        coordinates = sum(array.size for array in model.values())
+        settings = self.protocol.settings_of(
+            self.mechanism, silos=self._num_silos, coordinates=coordinates
+        )
+        self._raise_costs(settings.sensitivity, settings.approximation_error)
+        server = self.protocol.server_type(settings)
+        log.info(
+            "private weighting: a silo sends %.1f MB per round",
+            server.sum_type.size(settings) / 1e6,
+        )
+        _converse(server.set_up(), clients)
+        self.server, self.keys_lost = server, False
         return {"setup_seconds": time.monotonic() - started}
 
     def open(self, opening: Opening) -> OpenSum:
@@ -162,7 +174,7 @@ class WeightedSum(Summation):
         stage = "the new set-up"
         try:
             if self.keys_lost:
-                self._set_up(opening.clients, opening.like)
+                self.connect(opening.clients, opening.like)
                 opening.population.forget_order()
             stage, started = "the secret draw of users", time.monotonic()
             places = None if is_unnamed else opening.cohort.units
@@ -183,28 +195,6 @@ class WeightedSum(Summation):
     def restore(self, state: Mapping[str, Arrays]) -> None:
         """Raise the mechanism's sensitivity and approximation error to at least ``state``."""
         self._raise_costs(*(float(state[_STATE][name]) for name in _COSTS))
-
-    @property
-    def server(self) -> ServerParty[Any, Any]:
-        """The server's end of the protocol, which `connect` sets up."""
-        if self._server is None:
-            raise ProtocolError("the weighted sum has no keys: call connect before the first round")
-        return self._server
-
-    def _set_up(self, clients: Clients, model: Arrays) -> None:
-        """Let the silos set up fresh keys and seeds, and count their records."""
-        coordinates = sum(array.size for array in model.values())
-        settings = self.protocol.settings_of(
-            self.mechanism, silos=self._num_silos, coordinates=coordinates
-        )
-        self._raise_costs(settings.sensitivity, settings.approximation_error)
-        server = self.protocol.server_type(settings)
-        log.info(
-            "private weighting: a silo sends %.1f MB per round",
-            server.sum_type.size(settings) / 1e6,
-        )
-        _converse(server.set_up(), clients)
-        self._server, self.keys_lost = server, False
 
     def _raise_costs(self, sensitivity: float, approximation_error: float) -> None:
         self.mechanism = replace(

@@ -140,8 +140,7 @@ class SumServer:
 
         A member that has fewer neighbours left than the threshold leaves the round as well.
         """
-        self._require(Advert)
-        staying = self._close(set(self._keys))
+        staying = self._close(Advert, set(self._keys))
         return {
             member: Keys(
                 digest=self._context.digest,
@@ -152,8 +151,7 @@ class SumServer:
 
     def deliveries(self) -> dict[int, Delivery]:
         """Close the second stage as `keys` does; return the shares sealed for each member."""
-        self._require(SealedShares)
-        self._sharing = self._close(set(self._shared))
+        self._sharing = self._close(SealedShares, set(self._shared))
         return {
             member: Delivery(
                 digest=self._context.digest,
@@ -167,9 +165,7 @@ class SumServer:
 
     def unmask_requests(self) -> dict[int, UnmaskRequest]:
         """Close the third stage, and return the request for every member that answered."""
-        self._require(MaskedInput)
-        self._enough(len(self._answered))
-        self._next(set(self._answered))
+        self._next(MaskedInput, set(self._answered))
         return {
             member: UnmaskRequest(
                 digest=self._context.digest,
@@ -186,7 +182,7 @@ class SumServer:
         another secret than the member published.
         """
         self._require(Revealed)
-        self._next(set())
+        self.awaited = None
         context, digest = self._context, self._context.digest
         # Rebuild only one secret of each member: with both, the server could unmask its vector.
         seeds = {member: self._rebuild(member, OF_SEED) for member in sorted(self._answered)}
@@ -286,24 +282,23 @@ class SumServer:
     def _near(self, member: int, among: Collection[int]) -> list[int]:
         return [other for other in self._graph[member] if other in among]
 
-    def _close(self, left: set[int]) -> set[int]:
+    def _close(self, stage: type[Answer], left: set[int]) -> set[int]:
         """Open the next stage for the members in ``left`` with enough neighbours; return these."""
         threshold = self._context.threshold
         while few := {m for m in left if len(self._near(m, left)) < threshold}:
             left = left - few  # a member that leaves may leave its neighbours with too few
-        self._enough(len(left))
-        self._next(left)
+        self._next(stage, left)
         return left
 
-    def _enough(self, count: int) -> None:
-        if count < self._context.least_answers:
+    def _next(self, stage: type[Answer], expected: set[int]) -> None:
+        """Open the stage after ``stage`` for the members that are left, if these are enough."""
+        self._require(stage)
+        if len(expected) < self._context.least_answers:
             raise IncompleteRound(
-                f"{count} members are left: expected at least "
+                f"{len(expected)} members are left: expected at least "
                 f"least_answers={self._context.least_answers}; the round is discarded"
             )
-
-    def _next(self, expected: set[int]) -> None:
-        self.awaited = next(self._stages, None)
+        self.awaited = next(self._stages)
         self._heard, self._expected = set(), expected
 
     def _require(self, kind: type[Answer]) -> None:

@@ -7,7 +7,6 @@ import secrets
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from enum import Enum, auto
 from functools import cached_property
 from logging import getLogger
 from typing import Any, ClassVar
@@ -39,14 +38,8 @@ log = getLogger("flwr")
 _SEED = "seed"
 COUNTS = "counts"
 """Purpose of the masks on the users' numbers of records."""
-
-
-class SetUpStage(Enum):
-    """Progress of a silo's set-up."""
-
-    NEW = auto()
-    KEYED = auto()
-    COUNTED = auto()
+_STAGE_OF = {BEGIN: "new", KEYS: "new", COUNT: "keyed", DRAW: "counted"}
+"""Stage of the set-up in which a silo takes each step."""
 
 
 @dataclass(repr=False)
@@ -84,14 +77,7 @@ class SiloParty(JsonRecord, ABC):
         self.save: Callable[[bytes], None] = lambda state: None
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}(index={self.index}, stage={self.stage.name.lower()})"
-
-    @property
-    def stage(self) -> SetUpStage:
-        """The last step of the set-up that the silo has taken."""
-        if self.counts:
-            return SetUpStage.COUNTED
-        return SetUpStage.KEYED if self.silo_keys else SetUpStage.NEW
+        return f"{type(self).__name__}(index={self.index}, stage={self._stage})"
 
     @property
     def fingerprint(self) -> str:
@@ -113,21 +99,20 @@ class SiloParty(JsonRecord, ABC):
         ProtocolError
             The step is unknown, repeated or out of order, or a draw is for a round that was used.
         """
+        if step not in _STAGE_OF:
+            raise ProtocolError(f"step={step!r}: expected {BEGIN}, {KEYS}, {COUNT} or {DRAW}")
+        self._expect(_STAGE_OF[step])
         if step == BEGIN:
-            self._expect(SetUpStage.NEW)
             self.save(self.to_bytes())
             return public_of(self.private)
         if step == KEYS:
             return self._take_keys(question)
         if step == COUNT:
             return self._take_seed(question, counts)
-        if step == DRAW:
-            self._expect(SetUpStage.COUNTED)
-            check_length("offer", question, OFFER_BYTES)
-            number = int.from_bytes(question[:NUMBER_BYTES], "big")
-            self._check_draw(number)
-            return self._draw_receiver(number, question[NUMBER_BYTES:]).answer
-        raise ProtocolError(f"step={step!r}: expected {BEGIN}, {KEYS}, {COUNT} or {DRAW}")
+        check_length("offer", question, OFFER_BYTES)
+        number = int.from_bytes(question[:NUMBER_BYTES], "big")
+        self._check_draw(number)
+        return self._draw_receiver(number, question[NUMBER_BYTES:]).answer
 
     @abstractmethod
     def open_sum(self, number: int, weights: bytes) -> SiloSum:
@@ -180,19 +165,22 @@ class SiloParty(JsonRecord, ABC):
 
     def _check_opening(self, number: int) -> None:
         """Raise a ProtocolError unless the silo may begin its sum of round ``number``."""
-        self._expect(SetUpStage.COUNTED)
+        self._expect("counted")
         self.settings.check_round(number, self.last_round)
 
-    def _expect(self, stage: SetUpStage) -> None:
-        if self.stage is not stage:
+    @property
+    def _stage(self) -> str:
+        return "counted" if self.counts else "keyed" if self.silo_keys else "new"
+
+    def _expect(self, stage: str) -> None:
+        if self._stage != stage:
             raise ProtocolError(
-                f"silo {self.index} is in stage {self.stage.name.lower()}: expected stage "
-                f"{stage.name.lower()}; take the steps of the set-up in order, each once"
+                f"silo {self.index} is in stage {self._stage}: expected stage {stage}; take the "
+                "steps of the set-up in order, each once"
             )
 
     def _take_keys(self, question: bytes) -> bytes:
         """Agree on a key with each other silo; silo 0 returns the seed, sealed for the others."""
-        self._expect(SetUpStage.NEW)
         end = KEY_BYTES * self.settings.silos
         keys = [question[start : start + KEY_BYTES] for start in range(0, end, KEY_BYTES)]
         server_key = question[end:]
@@ -217,7 +205,6 @@ class SiloParty(JsonRecord, ABC):
 
     def _take_seed(self, question: bytes, counts: Sequence[int]) -> bytes:
         """Open the seed that silo 0 sealed, store the counts, and return the masked counts."""
-        self._expect(SetUpStage.KEYED)
         limit = self.settings.record_limit(self.index)
         if self.index != SEEDING_SILO:
             self._mix_seed(self._pairs.open(SEEDING_SILO, _SEED, question))
