@@ -110,24 +110,24 @@ def round_cost(members: int, length: int) -> Cost:
 
     adverts = [each(party.advertise) for party in parties]
     for advert in adverts:
-        serving(server.add_advert, advert)
+        serving(server.add, advert)
     keys = serving(server.keys)
     shares = [each(parties[index].share, message) for index, message in keys.items()]
     for share in shares:
-        serving(server.add_shares, share)
+        serving(server.add, share)
     deliveries = serving(server.deliveries)
     answering = [index for index in deliveries if index % 10]
     for index in answering[:MEASURED]:
         masked = masking(parties[index].mask, deliveries[index], values)
-        serving(server.add_masked, masked)
+        serving(server.add, masked)
     with mock.patch.object(member, "apply_mask", _mask_what_is_checked):
         for index in answering[MEASURED:]:
             masked = parties[index].mask(deliveries[index], values)
-            serving(server.add_masked, masked)
+            serving(server.add, masked)
     questions = serving(server.unmask_requests)
     revealed = [each(parties[index].unmask, question) for index, question in questions.items()]
     for one in revealed:
-        serving(server.add_revealed, one)
+        serving(server.add, one)
     total = serving(server.total)
     expected = values[:CHECKED] * context.dtype.type(len(answering))
     np.testing.assert_array_equal(total[:CHECKED], expected)

@@ -63,8 +63,8 @@ class _Updates:
 
 def set_up(
     settings: LatticeSettings, counts: NDArray[np.int64], workers: int, cost: Cost
-) -> tuple[LatticeServer, list[LatticeSilo]]:
-    """Exchange keys, seed and counts, and open an epoch."""
+) -> tuple[LatticeServer, list[LatticeSilo], bytes]:
+    """Exchange keys, seed and counts; begin the first round, and return its weights."""
     threads.cores = lambda: workers
     server, cost.set_up_server = timed(lambda: LatticeServer(settings))
     silos = [LatticeSilo(settings, at) for at in range(settings.silos)]
@@ -78,36 +78,17 @@ def set_up(
 
     _, whole = timed(converse, server.set_up(), ask)
     cost.set_up_server += whole - answering
-    cost.set_up_silo = answering / len(silos)
-    weights, cost.weights_server, answering = _opened(server, silos[0])
-    cost.down = len(weights.to_bytes())
+    cost.set_up_silo, answering = answering / len(silos), 0.0
+    weights, whole = timed(converse, server.begin_round(1, None), ask)
+    cost.weights_server, cost.down = whole - answering, len(weights)
     # The first opening also computes the silo's keys of the transfer, once per run.
     _, spent = timed(lambda: silos[0]._entry_keys)
     cost.set_up_silo += spent
-    for silo in silos[::-1]:
-        _, cost.weights_silo = timed(silo.receive_weights, weights)
-    # A silo makes the transforms of an epoch's weights once, at their first use.
-    for silo in silos:
-        opened = silo._weights
-        assert opened is not None
-        cost.weights_silo += timed(opened.keys, range(min(settings.users, 1000)))[1] / len(silos)
-    cost.weights_silo += answering
-    return server, silos
-
-
-def _opened(server: LatticeServer, silo: LatticeSilo) -> tuple[LatticeWeights, float, float]:
-    """Return an epoch's weights, and the CPU seconds of the server and of the silo that answers."""
-    if server.settings.draw_choices is None:
-        return *timed(server.open_epoch), 0.0
-    answering = 0.0
-
-    def ask(step: ProtocolStep) -> dict[int, bytes]:
-        nonlocal answering
-        replies, answering = timed(answers, [silo], [[]], step)
-        return replies
-
-    weights, whole = timed(converse, server._draw_epoch(), ask)
-    return weights, whole - answering, answering
+    message = LatticeWeights.from_bytes(weights, settings)
+    opened, cost.weights_silo = timed(silos[0].opened, message)
+    # Opening a sum makes the transforms of the weights of its users.
+    cost.weights_silo += timed(opened.keys, range(min(settings.users, 1000)))[1] + answering
+    return server, silos, weights
 
 
 def round_cost(
@@ -136,15 +117,15 @@ def round_cost(
     rng = seeded_generator(0, "counts")
     counts = rng.integers(1, _LIMIT // silos + 1, (silos, users))
     cost, updates = Cost(), _Updates(settings)
-    server, parties = set_up(settings, counts, workers, cost)
-    opening, expected, sums = server.open_round(1), np.zeros(coordinates), []
+    server, parties, weights = set_up(settings, counts, workers, cost)
+    expected = np.zeros(coordinates)
     totals = np.maximum(counts.sum(0), 1)
     spent: list[tuple[float, float, float]] = []
     for at, silo in enumerate(parties):
         noise = seeded_generator(0, "noise", at).standard_normal(coordinates)
         expected += noise
         adding = elapsed = 0.0
-        weighing = silo.begin(opening)
+        weighing = silo.open_sum(1, weights)
         for first in range(0, users, _TOGETHER):
             together = range(first, min(first + _TOGETHER, users))
             batch = {user: updates.of(at, user) for user in together}
@@ -155,11 +136,11 @@ def round_cost(
         start = time.perf_counter()
         message, finishing = timed(weighing.finish, noise)
         spent.append((adding, finishing, elapsed + time.perf_counter() - start))
-        sums.append(server.read_sum(at, message))
+        server.add_sum(at, message)
+        cost.up = len(message)
     # All silos do the same work, so take the one that was disturbed least.
     cost.adding, cost.finishing, cost.elapsed = (float(part) for part in np.min(spent, axis=0))
-    cost.up = len(sums[0].to_bytes())
-    total, cost.closing = timed(server.close_round, sums)
+    total, cost.closing = timed(server.close_round)
     error = float(np.abs(total - expected).max())
     cost.largest_error = math.nan if draw_choices else error
     return cost

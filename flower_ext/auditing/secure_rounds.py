@@ -68,22 +68,20 @@ class SecureTranscript:
         if (context := self._context) is None or context.length != _length(like):
             return None
         server = SumServer(context, [self._graph[member] for member in sorted(self._graph)])
-        stages: tuple[tuple[Any, Any, Any], ...] = (
-            (Advert, server.add_advert, server.keys),
-            (SealedShares, server.add_shares, server.deliveries),
-            (MaskedInput, server.add_masked, server.unmask_requests),
-        )
         # The package's own server computes the sum, so that an audit judges the real one.
         try:
-            for kind, add, close in stages:
-                for message in self._received(kind, context):
-                    add(message)
+            for close in (server.keys, server.deliveries, server.unmask_requests):
+                self._add_received(server, context)
                 close()
-            for message in self._received(Revealed, context):
-                server.add_revealed(message)
-            return _shaped(server.total(), like, context)
+            self._add_received(server, context)
+            return records.shaped(_signed(server.total(), context), dict(like))
         except FlowerExtError:
             return None  # the round was discarded
+
+    def _add_received(self, server: SumServer, context: RoundContext) -> None:
+        awaited: Any = server.awaited  # not None: `sum` closes each stage once
+        for message in self._received(awaited, context):
+            server.add(message)
 
     def bare(self, like: Arrays) -> Mapping[int, Arrays]:
         """Return the uploads that the server can read in the clear, by node.
@@ -111,9 +109,9 @@ class SecureTranscript:
                 apply_mask(
                     self_mask_key(context.digest, seed, message.member), values, subtract=True
                 )
-            near = np.abs(_signed(values, context)) < _CENTRAL / 2 * 2.0**context.bits
-            if np.mean(near) > _MOST:
-                uploads[nodes[message.member]] = _shaped(values, like, context)
+            upload = _signed(values, context)
+            if np.mean(np.abs(upload) < _CENTRAL / 2 * 2.0**context.bits) > _MOST:
+                uploads[nodes[message.member]] = records.shaped(upload, dict(like))
         return uploads
 
     def _received(self, kind: type[M], context: RoundContext) -> list[M]:
@@ -133,12 +131,6 @@ def _length(like: Arrays) -> int:
 
 def _signed(values: np.ndarray, context: RoundContext) -> np.ndarray:
     return values.view(np.int32 if context.bits == 32 else np.int64).astype(np.float64)
-
-
-def _shaped(values: np.ndarray, like: Arrays, context: RoundContext) -> Arrays:
-    names, flat = sorted(like), _signed(values, context)
-    parts = np.split(flat, np.cumsum([like[name].size for name in names])[:-1])
-    return {name: part.reshape(like[name].shape) for name, part in zip(names, parts, strict=True)}
 
 
 def is_secure(message: Message) -> bool:

@@ -1,8 +1,10 @@
-"""Key agreement of two parties, and derivation of keys that each serve one labelled purpose."""
+"""Key agreement of two parties, keys that each serve one labelled purpose, and their use."""
 
 from __future__ import annotations
 
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
+from cryptography.hazmat.primitives.ciphers import Cipher, CipherContext
+from cryptography.hazmat.primitives.ciphers.algorithms import ChaCha20
 from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
@@ -22,6 +24,12 @@ def derive(key: bytes, *label: str | int | bytes) -> bytes:
         raw = part if isinstance(part, bytes) else str(part).encode()
         parts.append(type(part).__name__.encode() + b":" + str(len(raw)).encode() + b":" + raw)
     return HKDF(algorithm=SHA256(), length=32, salt=None, info=b"".join(parts)).derive(key)
+
+
+def keystream(key: bytes) -> CipherContext:
+    """Return the ChaCha20 stream of a 32-byte key, which encrypts zeros. Use each key once."""
+    # A counter and nonce of zero are safe, because the key is used once.
+    return Cipher(ChaCha20(key, bytes(16)), mode=None).encryptor()
 
 
 def public_of(private: bytes) -> bytes:

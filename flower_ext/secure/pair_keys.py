@@ -20,13 +20,11 @@ from collections.abc import Sequence
 
 import gmpy2
 from cryptography.exceptions import InvalidTag
-from cryptography.hazmat.primitives.ciphers import Cipher
 from cryptography.hazmat.primitives.ciphers.aead import ChaCha20Poly1305
-from cryptography.hazmat.primitives.ciphers.algorithms import ChaCha20
 from gmpy2 import mpz
 
 from flower_ext.errors import InvalidValue, ProtocolError
-from flower_ext.secure.labels import agreed, derive, public_of
+from flower_ext.secure.labels import agreed, derive, keystream, public_of
 
 _SURPLUS_BITS = 128
 _NONCE_BYTES = 12
@@ -35,8 +33,7 @@ _NONCE_BYTES = 12
 def uniform_residues(key: bytes, count: int, modulus: mpz) -> list[mpz]:
     """Return ``count`` numbers in [0, modulus) that ``key`` determines. Use each key once."""
     size = (modulus.bit_length() + _SURPLUS_BITS + 7) // 8
-    # A counter and nonce of zero are safe, because the key is used once.
-    stream = Cipher(ChaCha20(key, bytes(16)), mode=None).encryptor().update(bytes(count * size))
+    stream = keystream(key).update(bytes(count * size))
     return [
         mpz.from_bytes(stream[start : start + size], "big") % modulus
         for start in range(0, count * size, size)

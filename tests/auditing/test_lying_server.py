@@ -26,7 +26,7 @@ from flower_ext.federation import FederatedStrategy
 from flower_ext.federation.sums import masked
 from flower_ext.privacy import AdversaryView, PoissonSampling, SecureSum, privacy_loss_of
 from flower_ext.privacy.mechanisms.secure_sum import SumParameters
-from flower_ext.secure.aggregation.aggregation_messages import OF_KEY, OF_SEED
+from flower_ext.secure.aggregation.aggregation_messages import OF_KEY, OF_SEED, MaskedInput
 from flower_ext.secure.aggregation.aggregation_server import SumServer
 from flower_ext.secure.aggregation.identities import Identities
 from tests.support.identities import write_identities
@@ -63,9 +63,9 @@ class LyingServer(SumServer):
             for member in self._sharing
         }
 
-    def add_masked(self, message):
-        super().add_masked(message)
-        if message.member in self.called_lost:
+    def add(self, message):
+        super().add(message)
+        if isinstance(message, MaskedInput) and message.member in self.called_lost:
             self._sum -= np.frombuffer(message.values, dtype=self._context.dtype)
 
     def _kinds(self, member):

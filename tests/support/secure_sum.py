@@ -92,16 +92,14 @@ class Round:
     def advertise(self, lost=()):
         for index, member in self.members.items():
             if index not in lost:
-                self.server.add_advert(self.sent(member.advertise(**self.options)))
+                self.server.add(self.sent(member.advertise(**self.options)))
         self.restore()
         return {index: self.sent(keys) for index, keys in self.server.keys().items()}
 
     def share(self, keys, lost=()):
         for index, message in keys.items():
             if index not in lost:
-                self.server.add_shares(
-                    self.sent(self.members[index].share(message, **self.options))
-                )
+                self.server.add(self.sent(self.members[index].share(message, **self.options)))
         self.restore()
         return {index: self.sent(one) for index, one in self.server.deliveries().items()}
 
@@ -109,13 +107,13 @@ class Round:
         for index, message in deliveries.items():
             if index not in lost:
                 masked = self.members[index].mask(message, self.vectors[index])
-                self.server.add_masked(self.sent(masked))
+                self.server.add(self.sent(masked))
         self.restore()
         return {index: self.sent(one) for index, one in self.server.unmask_requests().items()}
 
     def unmask(self, questions, lost=()):
         for index in sorted(self.server.answered - set(lost)):
-            self.server.add_revealed(self.sent(self.members[index].unmask(questions[index])))
+            self.server.add(self.sent(self.members[index].unmask(questions[index])))
         return self.server.total()
 
     def run(self, lost=((), (), (), ())):

@@ -92,6 +92,14 @@ def weigh(silo, message, updates, noise) -> PaillierSum:
     return PaillierSum.from_bytes(opened.finish(noise), silo.settings)
 
 
+def close(server, sums):
+    """Give the server the sums that it lacks, and close its round."""
+    for message in sums:
+        if message.silo not in server._sums:
+            server.add_sum(message.silo, message.to_bytes())
+    return server.close_round()
+
+
 @dataclass
 class World:
     """Parties that have exchanged keys and counts.
@@ -148,7 +156,7 @@ class World:
         message = self.begin(number, places)
         sums = self.weigh(message, updates, noise)
         self.sent += [message, *sums]
-        return self.server.close_round(sums)
+        return close(self.server, sums)
 
     def plain(self, updates, noise, users=None) -> np.ndarray:
         """Return the same sum without encryption, one product at a time."""

@@ -27,11 +27,11 @@ round's `RoundContext`.
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
 from logging import getLogger
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 from flwr.app import ArrayRecord, Context, Message, RecordDict
@@ -47,15 +47,7 @@ from flower_ext.privacy.mechanisms.noised_sum import NoisedSum
 from flower_ext.privacy.mechanisms.round_mechanism import Aggregate, RoundDiscarded
 from flower_ext.privacy.mechanisms.secure_sum import SumParameters
 from flower_ext.privacy.randomness import secure_generator
-from flower_ext.secure.aggregation.aggregation_messages import (
-    Advert,
-    Delivery,
-    Keys,
-    MaskedInput,
-    Revealed,
-    SealedShares,
-    UnmaskRequest,
-)
+from flower_ext.secure.aggregation.aggregation_messages import Delivery, Keys, UnmaskRequest
 from flower_ext.secure.aggregation.aggregation_server import SumServer
 from flower_ext.secure.aggregation.context import (
     Invitation,
@@ -66,14 +58,13 @@ from flower_ext.secure.aggregation.context import (
 )
 from flower_ext.secure.aggregation.identities import Identities
 from flower_ext.secure.aggregation.member import Member
+from flower_ext.secure.messages import ProtocolMessage
 
 log = getLogger("flwr")
 
 BEGIN, KEYS, DELIVERY, QUESTION = "begin", "keys", "delivery", "question"
 SENT = "message"
 """Names of the only array in a message of each stage, and of the only array in an answer."""
-
-T = TypeVar("T", Advert, SealedShares, MaskedInput, Revealed)
 
 
 # The server's end ------------------------------------------------------------------------------
@@ -123,8 +114,8 @@ class OpenMaskedSum(OpenSum):
         self._server = SumServer(self._context, graph)
         self._unmasking = False
         try:  # a message delivers the shares that a member's neighbours encrypted for it
-            self._ask(BEGIN, self._server.invitations(), Advert, self._server.add_advert)
-            self._ask(KEYS, self._server.keys(), SealedShares, self._server.add_shares)
+            self._ask(BEGIN, self._server.invitations())
+            self._ask(KEYS, self._server.keys())
             self._deliveries = self._server.deliveries()
         except IncompleteRound as error:
             raise RoundDiscarded(str(error)) from error
@@ -151,7 +142,7 @@ class OpenMaskedSum(OpenSum):
         `add` has nothing left to do, because a sum of integers does not depend on the order.
         """
         metrics, arrays = read_metrics(reply), read_answer(reply, records.UPDATE)
-        self._server.add_masked(self._message(reply, arrays, MaskedInput))
+        self._add(reply, arrays)
         return records.Update(arrays, metrics)
 
     def close(self) -> Aggregate:
@@ -164,7 +155,7 @@ class OpenMaskedSum(OpenSum):
             requests = self._server.unmask_requests()
             # From the first request on, an adversary may come to see the sum.
             self._unmasking = True
-            self._ask(QUESTION, requests, Revealed, self._server.add_revealed)
+            self._ask(QUESTION, requests)
             total = self._server.total()
         except IncompleteRound as error:
             raise RoundDiscarded(str(error)) from error
@@ -179,48 +170,41 @@ class OpenMaskedSum(OpenSum):
         size = mechanism.cohort_size
         return mechanism.aggregate(summed, cohort_size=size, noise=opening.noise)
 
-    def _ask(
-        self,
-        stage: str,
-        content: Mapping[int, Invitation | Keys | UnmaskRequest],
-        kind: type[T],
-        add: Callable[[T], None],
-    ) -> None:
+    def _ask(self, stage: str, content: Mapping[int, Invitation | ProtocolMessage]) -> None:
         """Send members the messages of a stage, and add each answer when it arrives."""
         contents = {
             self._partitions[member]: {records.SECURE_SUM: bytes_record(stage, message.to_bytes())}
             for member, message in content.items()
         }
-
-        def read(reply: Message) -> None:
-            add(self._message(reply, read_answer(reply), kind))
-
-        for _ in self._clients.ask(contents, self._opening.server_round, read):
+        answers = self._clients.ask(
+            contents,
+            self._opening.server_round,
+            lambda reply: self._add(reply, read_answer(reply)),
+        )
+        for _ in answers:
             pass  # an answer that breaks the protocol is refused like any other reply
 
-    def _message(self, reply: Message, arrays: Arrays, kind: type[T]) -> T:
-        """Return the message in a reply; refuse a message in the name of another member."""
+    def _add(self, reply: Message, arrays: Arrays) -> None:
+        """Add the message in a reply; refuse a message in the name of another member."""
         _, data = single_message(arrays, SENT)
+        if (kind := self._server.awaited) is None:
+            raise RefusedReply("a message after the last stage: expected none")
         message = kind.from_bytes(data, self._context)
-        partition = self._clients.partition_of(reply)
-        if message.member != self._members[partition]:
+        member = self._members[self._clients.partition_of(reply)]
+        if message.member != member:
             raise RefusedReply(
-                f"member={message.member}: expected {self._members[partition]}, the number of the "
-                "client that sent the message"
+                f"member={message.member}: expected {member}, the number of the client that sent "
+                "the message"
             )
-        return message
+        self._server.add(message)
 
     def _report_faults(self) -> None:
         """Log each fault that the server found in a client's shares, and add it to the refusals."""
-        for (member, fault), neighbours in sorted(
-            self._server.faults.items(), key=lambda entry: entry[0][0]
-        ):
-            partitions = sorted(self._partitions[neighbour] for neighbour in neighbours)
-            named = "clients " + ", ".join(map(str, partitions))
-            reason = fault.value.format(neighbours=named)
-            text = (
-                f"round {self._opening.server_round}: client {self._partitions[member]}: {reason}"
-            )
+        number, faults = self._opening.server_round, self._server.faults
+        for member, fault in sorted(faults, key=lambda found: found[0]):
+            partitions = sorted(self._partitions[one] for one in faults[member, fault])
+            reason = fault.value.format(neighbours=f"clients {str(partitions)[1:-1]}")
+            text = f"round {number}: client {self._partitions[member]}: {reason}"
             refusal = printable(text[:LONGEST_REASON])
             log.warning("%s", refusal)
             self._clients.refusals.append(refusal)
@@ -306,13 +290,12 @@ def answer(message: Message, context: Context, method: str) -> Message:
         stage, data = single_message(content, BEGIN, KEYS, QUESTION)
         vault = _vault(context, method)
         member = _invited(vault, data) if stage == BEGIN else _stored(vault)
-        reply: Advert | SealedShares | Revealed
+        reply: ProtocolMessage
         if stage == BEGIN:
             check_limits(member.context, context.node_config)
             reply = member.advertise(identities=identities)
         elif stage == KEYS:
-            keys = Keys.from_bytes(data, member.context)
-            reply = member.share(keys, identities=identities)
+            reply = member.share(Keys.from_bytes(data, member.context), identities=identities)
         else:
             reply = member.unmask(UnmaskRequest.from_bytes(data, member.context))
         vault.store(member.to_bytes())

@@ -34,7 +34,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 from flwr.app import ArrayRecord, Message
 
-from flower_ext.errors import FlowerExtError, IncompleteRound, InvalidValue, ProtocolError
+from flower_ext.errors import FlowerExtError, IncompleteRound, InvalidValue
 from flower_ext.federation import records
 from flower_ext.federation.exchange import Clients, RefusedReply, read_answer, read_metrics
 from flower_ext.federation.records import Arrays, Update, bytes_record, shaped, single_message
@@ -49,7 +49,7 @@ from flower_ext.privacy.mechanisms.round_mechanism import (
     divided,
 )
 from flower_ext.privacy.run_summary import MethodTraits
-from flower_ext.secure.weighting.agreement import Dialogue, ProtocolStep
+from flower_ext.secure.weighting.agreement import Dialogue
 from flower_ext.secure.weighting.protocol import WeightingProtocol, load_protocol
 
 if TYPE_CHECKING:  # it needs the extra ``weighting``
@@ -97,6 +97,8 @@ class WeightedSum(Summation):
     repeats = False  # a repeated round has new secret keys and new random numbers
     brings_weights = True
     mechanism: NoisedSum
+    server: ServerParty[Any, Any]
+    """The server's end of the protocol, from `connect` on."""
 
     def __init__(self, protocol: WeightingProtocol, mechanism: RoundMechanism) -> None:
         if not isinstance(mechanism, NoisedSum):
@@ -116,7 +118,6 @@ class WeightedSum(Summation):
         self.secure_sum, self.hidden_draw = protocol.secure_sum, protocol.hidden_draw
         self.disclosures = protocol.disclosures
         self._num_silos = 0
-        self._server: ServerParty[Any, Any] | None = None
         self.keys_lost = False
         """True if all silos must set up new keys before the next round: some keys may be lost."""
         self.spoiled: int | None = 0
@@ -147,9 +148,20 @@ class WeightedSum(Summation):
         return self.protocol.assumptions(view)
 
     def connect(self, clients: Clients, model: Arrays) -> Mapping[str, float]:
-        """Set up the protocol between the silos and the server."""
+        """Let the silos set up fresh keys and seeds, and count their records."""
         started = time.monotonic()
-        self._set_up(clients, model)
+        coordinates = sum(array.size for array in model.values())
+        settings = self.protocol.settings_of(
+            self.mechanism, silos=self._num_silos, coordinates=coordinates
+        )
+        self._raise_costs(settings.sensitivity, settings.approximation_error)
+        server = self.protocol.server_type(settings)
+        log.info(
+            "private weighting: a silo sends %.1f MB per round",
+            server.sum_type.size(settings) / 1e6,
+        )
+        _converse(server.set_up(), clients)
+        self.server, self.keys_lost = server, False
         return {"setup_seconds": time.monotonic() - started}
 
     def open(self, opening: Opening) -> OpenSum:
@@ -162,7 +174,7 @@ class WeightedSum(Summation):
         stage = "the new set-up"
         try:
             if self.keys_lost:
-                self._set_up(opening.clients, opening.like)
+                self.connect(opening.clients, opening.like)
                 opening.population.forget_order()
             stage, started = "the secret draw of users", time.monotonic()
             places = None if is_unnamed else opening.cohort.units
@@ -184,28 +196,6 @@ class WeightedSum(Summation):
         """Raise the mechanism's sensitivity and approximation error to at least ``state``."""
         self._raise_costs(*(float(state[_STATE][name]) for name in _COSTS))
 
-    @property
-    def server(self) -> ServerParty[Any, Any]:
-        """The server's end of the protocol, which `connect` sets up."""
-        if self._server is None:
-            raise ProtocolError("the weighted sum has no keys: call connect before the first round")
-        return self._server
-
-    def _set_up(self, clients: Clients, model: Arrays) -> None:
-        """Let the silos set up fresh keys and seeds, and count their records."""
-        coordinates = sum(array.size for array in model.values())
-        settings = self.protocol.settings_of(
-            self.mechanism, silos=self._num_silos, coordinates=coordinates
-        )
-        self._raise_costs(settings.sensitivity, settings.approximation_error)
-        server = self.protocol.server_type(settings)
-        log.info(
-            "private weighting: a silo sends %.1f MB per round",
-            server.sum_type.size(settings) / 1e6,
-        )
-        _converse(server.set_up(), clients)
-        self._server, self.keys_lost = server, False
-
     def _raise_costs(self, sensitivity: float, approximation_error: float) -> None:
         self.mechanism = replace(
             self.mechanism,
@@ -224,25 +214,26 @@ class OpenWeightedSum(OpenSum):
         self._weights = bytes_record(WEIGHTS, weights)
         self.cohort = opening.cohort
         self.measures = {"encryption_seconds": seconds}
-        self._messages: dict[int, Any] = {}
+        self._answered = 0
+        self._lost: list[int] = []
 
     def request(self, partition: int) -> Mapping[str, ArrayRecord]:
         """Return the encrypted weights, which are the same for all silos."""
         return {records.WEIGHTED_SUM: self._weights}
 
     def read(self, reply: Message) -> Update:
-        """Keep a silo's masked sum, or its notice that it has lost its keys, until `close`."""
+        """Keep a silo's masked sum until `close`, or note that the silo has lost its keys."""
         arrays = read_answer(reply, records.UPDATE)
         name, data = single_message(arrays, SUM, LOST)
         if name == LOST and data != b"\0":
             raise RefusedReply(f"notice of lost keys (array {LOST!r}): expected one zero byte")
         silo = self._opening.clients.partition_of(reply)
         if name == LOST:
-            self._messages[silo] = None
+            self._lost.append(silo)
             return Update({}, {})
-        message = self._summation.server.read_sum(silo, data)
         metrics = read_metrics(reply)
-        self._messages[silo] = message
+        self._summation.server.add_sum(silo, data)
+        self._answered += 1
         return Update(arrays, metrics)
 
     def close(self) -> Aggregate:
@@ -256,12 +247,12 @@ class OpenWeightedSum(OpenSum):
         FederationNotReady
             The first `_SPOILED_AT_FIRST` sums of the run were all spoiled.
         """
-        if lost := sorted(silo for silo, message in self._messages.items() if message is None):
+        if self._lost:
             self._summation.keys_lost = True
             raise RoundDiscarded(
-                f"silos {lost} have lost their keys, so nothing was decrypted, and all silos will "
-                "set up new keys before the next round; to keep keys when a SuperNode restarts, "
-                "name a state-folder in its node config"
+                f"silos {sorted(self._lost)} have lost their keys, so nothing was decrypted, and "
+                "all silos will set up new keys before the next round; to keep keys when a "
+                "SuperNode restarts, name a state-folder in its node config"
             )
         started, summation = time.monotonic(), self._summation
         like, mechanism = self._opening.like, summation.mechanism
@@ -271,7 +262,7 @@ class OpenWeightedSum(OpenSum):
         )
         bound = norms * mechanism.clipping_norm
         try:
-            total = shaped(summation.server.close_round([*self._messages.values()]), like)
+            total = shaped(summation.server.close_round(), like)
             refuse_spoiled(total, bound=bound, stddev=mechanism.noise_stddev)
         except IncompleteRound as missing:
             raise RoundDiscarded(f"{missing}; nothing was decrypted") from missing
@@ -283,7 +274,7 @@ class OpenWeightedSum(OpenSum):
         mean = divided(total, mechanism.sampling.expected_cohort_size, like)
         self.measures = {**self.measures, "decryption_seconds": time.monotonic() - started}
         # The silos' shares of the noise are in the total, so the server adds none.
-        return Aggregate(value=mean, answered=len(self._messages), topped_up_stddev=0.0)
+        return Aggregate(value=mean, answered=self._answered, topped_up_stddev=0.0)
 
     def _discarding(self, reason: str) -> RoundDiscarded | FederationNotReady:
         """Return the error for a spoiled sum, which ends the run if all sums were spoiled."""
@@ -317,13 +308,12 @@ def _converse(dialogue: Dialogue[T], clients: Clients) -> T:
                 raise  # no silo has answered yet
             reason = str(error) if isinstance(error, FlowerExtError) else repr(error)
             raise FederationNotReady(f"a silo's answer breaks the protocol: {reason}") from error
-        answers = _ask(step, clients)
+        contents = {
+            silo: {records.WEIGHTED_SUM: bytes_record(step.name, question)}
+            for silo, question in step.questions.items()
+        }
+        answers = clients.query(contents, partial(_read_answer, step.name))
 
 
-def _ask(step: ProtocolStep, clients: Clients) -> dict[int, bytes]:
-    """Ask silos for one step of the protocol, and return the bytes in their answers."""
-    contents = {
-        silo: {records.WEIGHTED_SUM: bytes_record(step.name, question)}
-        for silo, question in step.questions.items()
-    }
-    return clients.query(contents, lambda reply: single_message(read_answer(reply), step.name)[1])
+def _read_answer(step: str, reply: Message) -> bytes:
+    return single_message(read_answer(reply), step)[1]

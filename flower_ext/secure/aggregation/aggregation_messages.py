@@ -1,16 +1,4 @@
-"""Messages between the parties of a secure sum, as values and as bytes.
-
-=================  ================  =============================================================
-message            from, to          carries
-=================  ================  =============================================================
-`Advert`           member, server    two public keys
-`Keys`             server, member    the public keys of the member and its neighbours
-`SealedShares`     member, server    for each neighbour, sealed shares of the member's two secrets
-`Delivery`         server, member    the shares that neighbours sealed for the member
-`MaskedInput`      member, server    the masked vector
-`UnmaskRequest`    server, member    for each neighbour, the kind of share to reveal
-`Revealed`         member, server    for each neighbour, a share of one of its secrets
-=================  ================  =============================================================
+"""Messages between the server and the members of a secure sum, in the order of the protocol.
 
 As bytes, every message begins with its kind and the digest of its round.
 """
@@ -19,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import ClassVar
 
 from flower_ext.errors import InvalidValue, ProtocolError
 from flower_ext.secure.aggregation.context import RoundContext
@@ -44,9 +31,6 @@ def key_pair(keys: bytes) -> tuple[bytes, bytes]:
 class _RoundMessage(ProtocolMessage):
     """A message of one round."""
 
-    sizes: ClassVar[Mapping[str, int]] = {}
-    """Lengths in bytes that are the same in every round: of a field, or of a mapping's entries."""
-
     digest: bytes
 
     @classmethod
@@ -56,8 +40,11 @@ class _RoundMessage(ProtocolMessage):
         lengths = {
             "digest": _DIGEST_BYTES,
             "keys": 2 * KEY_BYTES + signature,
+            "commitment": HASH_BYTES,
+            "sealed": SEALED_BYTES,
             "values": context.length * context.bits // 8,
-            **cls.sizes,
+            "kinds": 1,
+            "shares": REVEALED_BYTES,
         }
         names = [field.name for field in fields(cls)]
         return {name: lengths[name] for name in names if name in lengths}
@@ -78,7 +65,7 @@ class _RoundMessage(ProtocolMessage):
 
 @dataclass(frozen=True, kw_only=True)
 class Advert(_RoundMessage):
-    """A member's public keys: one for masks, one for sealing."""
+    """From a member: its public keys, one for masks, one for sealing."""
 
     kind = b"A"
     member: int
@@ -87,7 +74,7 @@ class Advert(_RoundMessage):
 
 @dataclass(frozen=True, kw_only=True)
 class Keys(_RoundMessage):
-    """A member's public keys, and the public keys that its neighbours sent."""
+    """To a member: its public keys, and the public keys that its neighbours sent."""
 
     kind = b"K"
     keys: Mapping[int, bytes]
@@ -95,7 +82,7 @@ class Keys(_RoundMessage):
 
 @dataclass(frozen=True, kw_only=True)
 class SealedShares(_RoundMessage):
-    """A hash of the member's seed, and encrypted shares of its seed and mask key.
+    """From a member: a hash of its seed, and encrypted shares of its seed and mask key.
 
     ``sealed`` has one entry for each neighbour. The entry holds one share of each secret, encrypted
     so that only this neighbour can read them, and then a hash of each share. If the neighbour later
@@ -103,27 +90,26 @@ class SealedShares(_RoundMessage):
     """
 
     kind = b"S"
-    sizes: ClassVar[Mapping[str, int]] = {
-        "commitment": HASH_BYTES,
-        "sealed": SEALED_BYTES + 2 * HASH_BYTES,
-    }
     member: int
     commitment: bytes
     sealed: Mapping[int, bytes]
 
+    @classmethod
+    def _lengths(cls, context: RoundContext) -> Mapping[str, int]:
+        return {**super()._lengths(context), "sealed": SEALED_BYTES + 2 * HASH_BYTES}
+
 
 @dataclass(frozen=True, kw_only=True)
 class Delivery(_RoundMessage):
-    """Shares that neighbours sealed for one member."""
+    """To a member: the shares that its neighbours sealed for it."""
 
     kind = b"D"
-    sizes: ClassVar[Mapping[str, int]] = {"sealed": SEALED_BYTES}
     sealed: Mapping[int, bytes]
 
 
 @dataclass(frozen=True, kw_only=True)
 class MaskedInput(_RoundMessage):
-    """A member's masked vector."""
+    """From a member: its masked vector."""
 
     kind = b"M"
     member: int
@@ -132,14 +118,13 @@ class MaskedInput(_RoundMessage):
 
 @dataclass(frozen=True, kw_only=True)
 class UnmaskRequest(_RoundMessage):
-    """Request to one member after the training: for each neighbour, the kind of share to reveal.
+    """To a member, after the training: for each neighbour, the kind of share to reveal.
 
     ``answers`` counts all members whose masked vectors arrived. The kind of a neighbour that sent
     shares of its secrets is `OF_SEED` if its masked vector arrived, and `OF_KEY` if it was lost.
     """
 
     kind = b"Q"
-    sizes: ClassVar[Mapping[str, int]] = {"kinds": 1}
     answers: int
     kinds: Mapping[int, bytes]
 
@@ -154,12 +139,11 @@ class UnmaskRequest(_RoundMessage):
 
 @dataclass(frozen=True, kw_only=True)
 class Revealed(_RoundMessage):
-    """For each neighbour, a byte for the kind of share, and a share of its seed or mask key.
+    """From a member, for each neighbour: the kind of a share, and a share of its seed or mask key.
 
     A neighbour is missing if the member could not open that neighbour's shares.
     """
 
     kind = b"R"
-    sizes: ClassVar[Mapping[str, int]] = {"shares": REVEALED_BYTES}
     member: int
     shares: Mapping[int, bytes]

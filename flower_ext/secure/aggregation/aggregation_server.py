@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from contextlib import suppress
 from enum import Enum
-from typing import TypeVar
+from typing import TypeAlias
 
 import numpy as np
 
@@ -36,8 +36,14 @@ from flower_ext.secure.aggregation.mask_streams import (
 from flower_ext.secure.aggregation.shamir import combine
 from flower_ext.secure.labels import check_public, public_of
 
-_STAGES = ("adverts", "shares", "masked inputs", "revealed shares", "nothing")
-M = TypeVar("M", Advert, SealedShares, MaskedInput, Revealed)
+Answer: TypeAlias = Advert | SealedShares | MaskedInput | Revealed
+_STAGES: Mapping[type[Answer], str] = {
+    Advert: "adverts",
+    SealedShares: "shares",
+    MaskedInput: "masked inputs",
+    Revealed: "revealed shares",
+}
+"""Messages that the server takes in each stage, with their names in errors."""
 
 
 class ShareFault(Enum):
@@ -54,17 +60,14 @@ class ShareFault(Enum):
 class SumServer:
     """The server of one round.
 
-    A round has four stages. Each has a method that takes one member's message, and a method that
-    closes the stage: `add_advert` and `keys`, `add_shares` and `deliveries`, `add_masked` and
-    `unmask_requests`, `add_revealed` and `total`. Messages of a stage may come in any order. The
-    server refuses a member's second message of a stage, and every message of a closed stage. A
-    refused message changes nothing, and the caller continues without it: the error is a
-    `ProtocolError`, or an `InvalidValue` for malformed content. If too few members are left, the
-    end of a stage raises an `IncompleteRound`, and the round is discarded. The server adds masked
-    vectors up as they arrive and keeps none.
+    A round has four stages. `add` takes the members' messages of a stage, and a further method
+    closes the stage: `keys`, `deliveries`, `unmask_requests` and `total`. If too few members are
+    left, the end of a stage raises an `IncompleteRound`, and the round is discarded.
 
     Attributes
     ----------
+    awaited : type
+        Class of the messages that the open stage takes; None after the last stage.
     faults : dict[tuple[int, ShareFault], set[int]]
         Faults that the server found so far. The key is a member and the fault in its shares. The
         value holds the members to name as ``{neighbours}`` in the fault's sentence.
@@ -75,7 +78,8 @@ class SumServer:
             raise InvalidValue("graph: expected the graph whose digest is context.graph")
         self._context, self._graph = context, graph
         self.faults: dict[tuple[int, ShareFault], set[int]] = {}
-        self._stage = 0
+        self._stages = iter(_STAGES)
+        self.awaited: type[Answer] | None = next(self._stages)
         self._heard: set[int] = set()
         self._expected: Collection[int] = range(context.members)
         self._keys: dict[int, bytes] = {}
@@ -98,19 +102,37 @@ class SumServer:
             for member, neighbours in enumerate(self._graph)
         }
 
-    def add_advert(self, message: Advert) -> None:
-        """Take a member's public keys."""
-        self._check(0, message)
-        pair = set(key_pair(message.keys))
-        if len(pair) < 2 or pair & self._known_keys:
-            raise InvalidValue(
-                f"keys of member {message.member}: expected two different keys that no other "
-                "member sent"
-            )
-        for public in pair:
-            check_public(public)
-        self._known_keys |= pair
-        self._keys[message.member] = message.keys
+    def add(self, message: Answer) -> None:
+        """Take a member's message of the open stage. Messages may come in any order.
+
+        The server adds masked vectors up as they arrive and keeps none. It records wrong and
+        missing shares in `faults`. A refused message changes nothing, and the caller continues
+        without it.
+
+        Raises
+        ------
+        ProtocolError
+            The message is of another round or stage, or the member's second one of this stage, or
+            the member has left the round.
+        InvalidValue
+            The content is malformed.
+        """
+        message.check(self._context)
+        self._require(type(message))
+        name = _STAGES[type(message)]
+        if message.member in self._heard:
+            raise ProtocolError(f"member {message.member} has already sent its {name}")
+        if message.member not in self._expected:
+            raise ProtocolError(f"member {message.member} has already left this round")
+        if isinstance(message, Advert):
+            self._take_keys(message)
+        elif isinstance(message, SealedShares):
+            self._take_shares(message)
+        elif isinstance(message, MaskedInput):
+            self._sum += np.frombuffer(message.values, dtype=self._context.dtype)
+            self._answered.add(message.member)
+        else:
+            self._take_revealed(message)
         self._heard.add(message.member)
 
     def keys(self) -> dict[int, Keys]:
@@ -118,8 +140,7 @@ class SumServer:
 
         A member that has fewer neighbours left than the threshold leaves the round as well.
         """
-        self._require(0)
-        staying = self._close(set(self._keys))
+        staying = self._close(Advert, set(self._keys))
         return {
             member: Keys(
                 digest=self._context.digest,
@@ -128,22 +149,9 @@ class SumServer:
             for member in staying
         }
 
-    def add_shares(self, message: SealedShares) -> None:
-        """Take a member's sealed shares."""
-        self._check(1, message)
-        expected = set(self._near(message.member, self._expected))
-        if set(message.sealed) != expected:
-            raise InvalidValue(
-                f"shares of member {message.member}: expected shares for exactly its neighbours "
-                f"{sorted(expected)}"
-            )
-        self._shared[message.member] = message
-        self._heard.add(message.member)
-
     def deliveries(self) -> dict[int, Delivery]:
         """Close the second stage as `keys` does; return the shares sealed for each member."""
-        self._require(1)
-        self._sharing = self._close(set(self._shared))
+        self._sharing = self._close(SealedShares, set(self._shared))
         return {
             member: Delivery(
                 digest=self._context.digest,
@@ -155,18 +163,9 @@ class SumServer:
             for member in self._sharing
         }
 
-    def add_masked(self, message: MaskedInput) -> None:
-        """Add a member's masked vector to the sum."""
-        self._check(2, message)
-        self._sum += np.frombuffer(message.values, dtype=self._context.dtype)
-        self._answered.add(message.member)
-        self._heard.add(message.member)
-
     def unmask_requests(self) -> dict[int, UnmaskRequest]:
         """Close the third stage, and return the request for every member that answered."""
-        self._require(2)
-        self._enough(len(self._answered))
-        self._next(set(self._answered))
+        self._next(MaskedInput, set(self._answered))
         return {
             member: UnmaskRequest(
                 digest=self._context.digest,
@@ -176,33 +175,14 @@ class SumServer:
             for member in sorted(self._answered)
         }
 
-    def add_revealed(self, message: Revealed) -> None:
-        """Take the shares that a member reveals; record wrong and missing shares in `faults`."""
-        self._check(3, message)
-        kinds = self._kinds(message.member)
-        if not {o: share[:1] for o, share in message.shares.items()}.items() <= kinds.items():
-            raise InvalidValue(
-                f"shares of member {message.member}: expected only the kinds of share that the "
-                "server requested"
-            )
-        for other, kind in kinds.items():
-            if other not in message.shares:
-                self.faults.setdefault((other, ShareFault.UNOPENED), set()).add(message.member)
-            elif self._is_right(message.member, other, message.shares[other]):
-                shares = self._revealed.setdefault((other, kind), {})
-                shares[message.member + 1] = message.shares[other][1:]
-            else:
-                self.faults.setdefault((message.member, ShareFault.WRONG), set()).add(other)
-        self._heard.add(message.member)
-
     def total(self) -> Residues:
         """Close the round: remove the masks, and return the sum over `answered`.
 
         Raise an `IncompleteRound` if too few valid shares of a secret arrived, or if they give
         another secret than the member published.
         """
-        self._require(3)
-        self._next(set())
+        self._require(Revealed)
+        self.awaited = None
         context, digest = self._context, self._context.digest
         # Rebuild only one secret of each member: with both, the server could unmask its vector.
         seeds = {member: self._rebuild(member, OF_SEED) for member in sorted(self._answered)}
@@ -220,6 +200,43 @@ class SumServer:
                 apply_mask(key, self._sum, subtract=other < member)
         self._revealed.clear()
         return self._sum.astype(np.uint32 if context.bits == 32 else np.uint64, copy=False)
+
+    def _take_keys(self, message: Advert) -> None:
+        pair = set(key_pair(message.keys))
+        if len(pair) < 2 or pair & self._known_keys:
+            raise InvalidValue(
+                f"keys of member {message.member}: expected two different keys that no other "
+                "member sent"
+            )
+        for public in pair:
+            check_public(public)
+        self._known_keys |= pair
+        self._keys[message.member] = message.keys
+
+    def _take_shares(self, message: SealedShares) -> None:
+        expected = set(self._near(message.member, self._expected))
+        if set(message.sealed) != expected:
+            raise InvalidValue(
+                f"shares of member {message.member}: expected shares for exactly its neighbours "
+                f"{sorted(expected)}"
+            )
+        self._shared[message.member] = message
+
+    def _take_revealed(self, message: Revealed) -> None:
+        kinds = self._kinds(message.member)
+        if not {o: share[:1] for o, share in message.shares.items()}.items() <= kinds.items():
+            raise InvalidValue(
+                f"shares of member {message.member}: expected only the kinds of share that the "
+                "server requested"
+            )
+        for other, kind in kinds.items():
+            if other not in message.shares:
+                self.faults.setdefault((other, ShareFault.UNOPENED), set()).add(message.member)
+            elif self._is_right(message.member, other, message.shares[other]):
+                shares = self._revealed.setdefault((other, kind), {})
+                shares[message.member + 1] = message.shares[other][1:]
+            else:
+                self.faults.setdefault((message.member, ShareFault.WRONG), set()).add(other)
 
     def _rebuild(self, member: int, kind: bytes) -> bytes:
         shares = self._revealed.get((member, kind), {})
@@ -265,36 +282,28 @@ class SumServer:
     def _near(self, member: int, among: Collection[int]) -> list[int]:
         return [other for other in self._graph[member] if other in among]
 
-    def _close(self, left: set[int]) -> set[int]:
+    def _close(self, stage: type[Answer], left: set[int]) -> set[int]:
         """Open the next stage for the members in ``left`` with enough neighbours; return these."""
         threshold = self._context.threshold
         while few := {m for m in left if len(self._near(m, left)) < threshold}:
             left = left - few  # a member that leaves may leave its neighbours with too few
-        self._enough(len(left))
-        self._next(left)
+        self._next(stage, left)
         return left
 
-    def _enough(self, count: int) -> None:
-        if count < self._context.least_answers:
+    def _next(self, stage: type[Answer], expected: set[int]) -> None:
+        """Open the stage after ``stage`` for the members that are left, if these are enough."""
+        self._require(stage)
+        if len(expected) < self._context.least_answers:
             raise IncompleteRound(
-                f"{count} members are left: expected at least "
+                f"{len(expected)} members are left: expected at least "
                 f"least_answers={self._context.least_answers}; the round is discarded"
             )
-
-    def _next(self, expected: set[int]) -> None:
-        self._stage += 1
+        self.awaited = next(self._stages)
         self._heard, self._expected = set(), expected
 
-    def _require(self, stage: int) -> None:
-        if self._stage != stage:
+    def _require(self, kind: type[Answer]) -> None:
+        if self.awaited is not kind:
+            awaited = "nothing" if self.awaited is None else _STAGES[self.awaited]
             raise ProtocolError(
-                f"{_STAGES[stage]} are out of order: the server now expects {_STAGES[self._stage]}"
+                f"{_STAGES[kind]} are out of order: the server now expects {awaited}"
             )
-
-    def _check(self, stage: int, message: M) -> None:
-        message.check(self._context)
-        self._require(stage)
-        if message.member in self._heard:
-            raise ProtocolError(f"member {message.member} has already sent its {_STAGES[stage]}")
-        if message.member not in self._expected:
-            raise ProtocolError(f"member {message.member} has already left this round")

@@ -5,11 +5,9 @@ from __future__ import annotations
 from typing import Any, TypeAlias
 
 import numpy as np
-from cryptography.hazmat.primitives.ciphers import Cipher
-from cryptography.hazmat.primitives.ciphers.algorithms import ChaCha20
 from numpy.typing import NDArray
 
-from flower_ext.secure.labels import agreed, derive
+from flower_ext.secure.labels import agreed, derive, keystream
 
 Residues: TypeAlias = NDArray[np.unsignedinteger[Any]]
 
@@ -23,9 +21,7 @@ def apply_mask(key: bytes, values: Residues, *, subtract: bool = False) -> None:
     The stream is drawn in blocks, so memory does not grow with the array. Use each key for one
     array only.
     """
-    # A counter and nonce of zero are safe, because every key is used once.
-    stream = Cipher(ChaCha20(key, bytes(16)), mode=None).encryptor()
-    buffer = bytearray(_BLOCK_BYTES)
+    stream, buffer = keystream(key), bytearray(_BLOCK_BYTES)
     drawn: Residues = np.frombuffer(buffer, dtype=values.dtype.newbyteorder("<"))
     step = len(drawn)
     change = np.subtract if subtract else np.add

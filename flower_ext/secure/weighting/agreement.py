@@ -11,8 +11,7 @@ step       message of the server                       answer of a silo
 ``draw``   to silo 0: a round's number and an offer    silo 0: the hidden choices of all silos
 =========  ==========================================  =============================================
 
-The offer begins an oblivious transfer. A protocol that draws users for a whole epoch sends the
-epoch's number.
+The offer begins an oblivious transfer.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from typing import TypeAlias, TypeVar
 from flower_ext.checks import Checked, Count
 from flower_ext.errors import InvalidValue
 from flower_ext.json_record import JsonRecord
-from flower_ext.secure.messages import ProtocolMessage
+from flower_ext.secure.messages import ProtocolMessage, check_later
 
 T = TypeVar("T")
 
@@ -105,6 +104,10 @@ class PartySettings(Checked, JsonRecord, ABC):
     @abstractmethod
     def record_limit(self, silo: int) -> int:
         """Return the most records that one user may have in ``silo``."""
+
+    def check_round(self, number: int, last: int) -> None:
+        """Raise a ProtocolError unless round ``number`` may follow a party's round ``last``."""
+        check_later("round", number, last)
 
 
 @dataclass(frozen=True, kw_only=True)

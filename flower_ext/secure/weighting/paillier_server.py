@@ -11,8 +11,7 @@ from gmpy2 import mpz
 from numpy.typing import NDArray
 
 from flower_ext.errors import InvalidValue
-from flower_ext.secure.messages import check_later, pack_numbers
-from flower_ext.secure.weighting.agreement import Dialogue
+from flower_ext.secure.messages import pack_numbers
 from flower_ext.secure.weighting.encoding import from_residue
 from flower_ext.secure.weighting.oblivious import Sender
 from flower_ext.secure.weighting.paillier import PrivateKey, generate_key
@@ -20,7 +19,6 @@ from flower_ext.secure.weighting.paillier_settings import (
     PaillierSettings,
     PaillierSum,
     PaillierWeights,
-    pack_ciphertexts,
     unpack_ciphertexts,
 )
 from flower_ext.secure.weighting.server_party import ServerParty
@@ -44,32 +42,13 @@ class PaillierServer(ServerParty[PaillierSettings, PaillierSum]):
         """The Paillier modulus, for all silos."""
         return pack_numbers([self._key.public.n], self.settings.count_bytes)
 
-    def begin_round(self, number: int, places: Collection[int] | None) -> Dialogue[bytes]:
-        """Begin a round, and return the users' weights, freshly encrypted, for all silos.
-
-        For a user that takes part, the plaintext is the inverse modulo n of the user's blinded
-        total; for any other user it is zero. See `ServerParty.begin_round`.
-        """
-        self._expect_set_up()
-        check_later("round", number, self._last_round)
-        if self.settings.draw_choices is None or places is not None:
-            drawn = self._drawn_places(places)
-            self._last_round = self._open_round = number
-            inverses = [x if at in drawn else mpz(0) for at, x in enumerate(self._inverses)]
-            weights = pack_ciphertexts(self._encrypt(inverses), self.settings)
-            return PaillierWeights(round_number=number, offer=b"", weights=weights).to_bytes()
-        sender, choices = yield from self._draw(number)
-        self._last_round = self._open_round = number
-        return self._sealed_weights(number, sender, choices).to_bytes()
-
-    def close_round(self, messages: Sequence[PaillierSum]) -> NDArray[np.float64]:
-        """Return the weighted, noised sum over all silos: see `ServerParty.close_round`.
+    def _decrypted(self, messages: Sequence[PaillierSum]) -> NDArray[np.float64]:
+        """Return the sum over all silos: see `ServerParty`.
 
         If a user's total is not allowed, the sum is about uniform modulo n. The server fails to
         notice this with probability 2 · ``sum_bound`` / n, or 2⁻⁶⁴ if a ciphertext holds several
         coordinates. See also `PrivateWeighting.assumed_totals`.
         """
-        self._check_sums(messages)
         settings, public = self.settings, self._key.public
         # The product of all silos' ciphertexts encrypts the sum; their masks multiply to one.
         totals = [mpz(1)] * settings.ciphertexts
@@ -78,7 +57,6 @@ class PaillierServer(ServerParty[PaillierSettings, PaillierSum]):
                 unpack_ciphertexts(message.ciphertexts, settings, public)
             ):
                 totals[at] = totals[at] * ciphertext % public.n_squared
-        self._open_round = None
         decrypted = self._key.decrypt(totals, name="decryption")
         plaintexts = [from_residue(plaintext, public.n) for plaintext in decrypted]
         try:
@@ -91,11 +69,20 @@ class PaillierServer(ServerParty[PaillierSettings, PaillierSum]):
             ) from error
         return settings.encoding.decode(coordinates, scale=settings.common_multiple)
 
-    def read_sum(self, silo: int, data: bytes) -> PaillierSum:
-        """Return a silo's sum if it is well formed and holds ciphertexts."""
-        message = super().read_sum(silo, data)
+    def _check_sum(self, message: PaillierSum) -> None:
         unpack_ciphertexts(message.ciphertexts, self.settings, self._key.public)
-        return message
+
+    def _open_weights(self, number: int, places: Collection[int] | None) -> PaillierWeights:
+        """Return a fresh encryption for each user: see `ServerParty`.
+
+        For a user that takes part, the plaintext is the inverse modulo n of the user's blinded
+        total; for any other user it is zero.
+        """
+        drawn = set(range(self.settings.users) if places is None else places)
+        inverses = [x if at in drawn else mpz(0) for at, x in enumerate(self._inverses)]
+        encrypted = self._key.encrypt(inverses, name=f"round {number}: encryptions")
+        weights = pack_numbers(encrypted, self.settings.ciphertext_bytes)
+        return PaillierWeights(round_number=number, offer=b"", weights=weights)
 
     def _sealed_weights(self, number: int, sender: Sender, choices: bytes) -> PaillierWeights:
         """Return ``draw_choices`` encryptions for each user, sealed for an oblivious transfer.
@@ -109,14 +96,11 @@ class PaillierServer(ServerParty[PaillierSettings, PaillierSum]):
         for user, inverse in enumerate(self._inverses):
             for place in SystemRandom().sample(range(size), settings.winning_choices):
                 messages[user * size + place] = inverse
-        texts = [pack_ciphertexts([text], settings) for text in self._encrypt(messages)]
+        encrypted = self._key.encrypt(messages, name=f"round {number}: encryptions")
+        texts = [pack_numbers([text], settings.ciphertext_bytes) for text in encrypted]
         of_users = [texts[at : at + size] for at in range(0, len(texts), size)]
         sealed = sender.seal(choices, of_users)
         return PaillierWeights(round_number=number, offer=sender.public, weights=sealed)
-
-    def _encrypt(self, messages: list[mpz]) -> list[mpz]:
-        name = f"round {self._open_round}: encryptions"
-        return self._key.encrypt(messages, name=name)
 
     def _take_counts(self, counts: Mapping[int, bytes]) -> None:
         n = self._key.public.n

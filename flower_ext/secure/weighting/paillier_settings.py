@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -11,7 +11,7 @@ from gmpy2 import mpz
 
 from flower_ext.checks import require_at_least_one, require_positive
 from flower_ext.errors import InvalidValue
-from flower_ext.secure.messages import ProtocolMessage, pack_numbers, unpack_numbers
+from flower_ext.secure.messages import ProtocolMessage, unpack_numbers
 from flower_ext.secure.weighting.agreement import PartySettings, SumMessage
 from flower_ext.secure.weighting.encoding import FixedPoint, Packing
 from flower_ext.secure.weighting.oblivious import POINT_BYTES, SEAL_BYTES
@@ -213,13 +213,8 @@ class PaillierSum(SumMessage):
         return {"ciphertexts": settings.ciphertexts * settings.ciphertext_bytes}
 
 
-def pack_ciphertexts(ciphertexts: Sequence[mpz], settings: PaillierSettings) -> bytes:
-    """Join ciphertexts, each as ``settings.ciphertext_bytes`` bytes."""
-    return pack_numbers(ciphertexts, settings.ciphertext_bytes)
-
-
 def unpack_ciphertexts(data: bytes, settings: PaillierSettings, public: PublicKey) -> list[mpz]:
-    """Undo `pack_ciphertexts`; refuse a number that is not a ciphertext under ``public``."""
+    """Return the ciphertexts in a message; refuse a number that is no ciphertext of ``public``."""
     ciphertexts = [mpz(number) for number in unpack_numbers(data, settings.ciphertext_bytes)]
     for ciphertext in ciphertexts:
         public.check_ciphertext(ciphertext)

@@ -17,19 +17,18 @@ from numpy.typing import NDArray
 
 from flower_ext.errors import InvalidValue, ProtocolError
 from flower_ext.secure.labels import derive
-from flower_ext.secure.messages import check_later, check_length, pack_numbers
+from flower_ext.secure.messages import check_length, pack_numbers
 from flower_ext.secure.pair_keys import uniform_residues
 from flower_ext.secure.threads import map_slices
-from flower_ext.secure.weighting.encoding import LARGEST_EXPONENT, FixedPoint
+from flower_ext.secure.weighting.encoding import LARGEST_EXPONENT
 from flower_ext.secure.weighting.paillier import PublicKey
 from flower_ext.secure.weighting.paillier_settings import (
     PaillierSettings,
     PaillierSum,
     PaillierWeights,
-    pack_ciphertexts,
     unpack_ciphertexts,
 )
-from flower_ext.secure.weighting.silo_party import COUNTS, SetUpStage, SiloParty
+from flower_ext.secure.weighting.silo_party import COUNTS, SiloParty, SiloSum
 
 # A table of 128 powers modulo n² takes 0.1 MB. Wider digits save a sixth of the multiplications of
 # a large model at twice the memory, and cost a small model more than they save.
@@ -47,11 +46,10 @@ class PaillierSilo(SiloParty):
 
     def open_sum(self, number: int, weights: bytes) -> PaillierOpenSum:
         """Begin this silo's sum of round ``number``: see `SiloParty.open_sum`."""
-        self._expect(SetUpStage.COUNTED)
+        self._check_opening(number)
         message = PaillierWeights.from_bytes(weights, self.settings)
         if message.round_number != number:
             raise ProtocolError(f"weights of round {message.round_number}: expected round {number}")
-        check_later("round", number, self.last_round)
         return PaillierOpenSum(self, message)
 
     def encrypted_weights(self, message: PaillierWeights) -> list[mpz]:
@@ -83,7 +81,7 @@ class PaillierSilo(SiloParty):
     @cached_property
     def public(self) -> PublicKey:
         """The server's key."""
-        return _key_of(self.server_key)
+        return PublicKey(mpz.from_bytes(self.server_key, "big"))
 
     def _opened(self, message: PaillierWeights) -> bytes:
         """Return the ciphertexts of all users, joined, by place in the secret order.
@@ -103,36 +101,32 @@ class PaillierSilo(SiloParty):
     def _check_server_key(self, server_key: bytes) -> None:
         check_length("server's key", server_key, self.settings.count_bytes)
         most = self.settings.max_records_per_user
-        _key_of(server_key).check(self.settings.key_bits, coprime_to=most)
+        public = PublicKey(mpz.from_bytes(server_key, "big"))
+        public.check(self.settings.key_bits, coprime_to=most)
 
     @cached_property
     def _blinds(self) -> list[mpz]:
         return user_blinds(self.seed, self.settings.users, self.public.n)
 
 
-class PaillierOpenSum:
-    """A silo's sum of one round: see `SiloSum`. Updates are encoded, and added up in `finish`."""
+class PaillierOpenSum(SiloSum):
+    """A silo's sum of one round. Updates are encoded, and added up in `finish`."""
 
     def __init__(self, silo: PaillierSilo, message: PaillierWeights) -> None:
+        super().__init__(silo, message.round_number)
         self._silo, self._settings, self._message = silo, silo.settings, message
         self._rows = {user: row for row, user in enumerate(silo.counted)}
         self._updates = np.zeros((len(self._rows), silo.settings.coordinates), dtype=np.int64)
 
-    def add(self, updates: Mapping[int, NDArray[Any]]) -> None:
-        """Encode and keep updates."""
-        if unknown := sorted(updates.keys() - self._rows.keys()):
-            raise InvalidValue(
-                f"updates of users {unknown}: expected users with records in this silo"
-            )
+    def _add(self, updates: Mapping[int, NDArray[Any]]) -> None:
         for user, update in updates.items():
-            encoded = self._encoded("updates", self._settings.encoding, update)
+            encoded = self._settings.encoding.encode(update, name="updates")
             self._updates[self._rows[user]] = encoded
 
-    def finish(self, noise: NDArray[Any]) -> bytes:
+    def _masked(self, noise: NDArray[Any]) -> PaillierSum:
         """Return Σ_u (n_su / N_u) Δ_su + z_s under encryption, masked and re-randomised."""
-        silo, settings, public = self._silo, self._settings, self._silo.public
-        number = self._message.round_number
-        encoded_noise = self._encoded("noise", settings.noise_encoding, noise)
+        silo, settings, public, number = self._silo, self._settings, self._silo.public, self._number
+        encoded_noise = settings.noise_encoding.encode(noise, name="noise")
         products = column_products(
             silo.encrypted_weights(self._message),
             self._updates,
@@ -151,8 +145,8 @@ class PaillierOpenSum:
         return PaillierSum(
             round_number=number,
             silo=silo.index,
-            ciphertexts=pack_ciphertexts(ciphertexts, settings),
-        ).to_bytes()
+            ciphertexts=pack_numbers(ciphertexts, settings.ciphertext_bytes),
+        )
 
     def _rerandomise(self, ciphertexts: list[mpz]) -> None:
         """Give the ciphertexts for which this silo is responsible fresh randomness, in place.
@@ -162,18 +156,10 @@ class PaillierOpenSum:
         it could compute which randomness the product of all uploads would then have.
         """
         silos, public = self._settings.silos, self._silo.public
-        first = (self._silo.index - self._message.round_number) % silos
+        first = (self._silo.index - self._number) % silos
         turns = range(first, len(ciphertexts), silos)
         for at, zero in zip(turns, public.zeros(len(turns)), strict=True):
             ciphertexts[at] = ciphertexts[at] * zero % public.n_squared
-
-    def _encoded(self, name: str, encoding: FixedPoint, values: NDArray[Any]) -> NDArray[np.int64]:
-        encoded = encoding.encode(values, name=name)
-        if encoded.shape != (self._settings.coordinates,):
-            raise InvalidValue(
-                f"{name} of shape {encoded.shape}: expected ({self._settings.coordinates},)"
-            )
-        return encoded
 
 
 def user_blinds(seed: bytes, users: int, modulus: mpz) -> list[mpz]:
@@ -275,7 +261,3 @@ def _packed(products: Sequence[mpz], settings: PaillierSettings, public: PublicK
         return joined
 
     return map_slices(join, range(0, len(products), slots))
-
-
-def _key_of(modulus: bytes) -> PublicKey:
-    return PublicKey(mpz.from_bytes(modulus, "big"))

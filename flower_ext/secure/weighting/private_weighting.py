@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import ClassVar
@@ -105,12 +104,7 @@ class PrivateWeighting(PaillierOptions, WeightingProtocol):
         """Return the settings of a new run; refuse steps too coarse for a silo's noise."""
         stddev = mechanism.client_noise_stddev(silos)
         settings = PaillierSettings(
-            **asdict(self),
-            run=secrets.token_hex(16),
-            users=mechanism.sampling.population,
-            silos=silos,
-            coordinates=coordinates,
-            winning_choices=self.winning_choices(mechanism),
+            **asdict(self) | self.settings_of_run(mechanism, silos=silos, coordinates=coordinates),
             update_bound=mechanism.clipping_norm,
             noise_bound=_NOISE_ROOM * stddev,
         )

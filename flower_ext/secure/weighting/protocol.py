@@ -9,6 +9,7 @@ importing this module does not.
 from __future__ import annotations
 
 import json
+import secrets
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -89,23 +90,32 @@ class WeightingProtocol(ABC):
         Refuse a plan that the protocol does not fit; the error says what to change.
         """
 
-    def winning_choices(self, mechanism: NoisedSum) -> int:
-        """Return the number of a user's ``draw_choices`` choices with which the user takes part.
+    def settings_of_run(
+        self, mechanism: NoisedSum, *, silos: int, coordinates: int
+    ) -> dict[str, Any]:
+        """Return the fields of a new run's settings that `PartySettings` describes.
 
-        It is ``draw_choices`` times the rate at which users are drawn, and that must be an integer
-        below ``draw_choices``. If the server draws the users, it is 1 and has no effect.
+        Draws of users win with ``winning_choices`` of ``draw_choices`` choices. The first number is
+        the second times the rate at which users are drawn, and must be an integer below it.
         """
-        choices = self.draw_choices
-        if choices is None:
-            return 1
-        rate = mechanism.sampling.rate if isinstance(mechanism.sampling, PoissonSampling) else 1.0
-        winning = round(rate * choices)
-        if not (0 < winning < choices and abs(rate - winning / choices) < 1e-12):
-            raise InvalidValue(
-                f"draw_choices={choices}: users are drawn at the rate {rate:g}; expected a "
-                f"multiple of 1/{choices} below 1; change the rate or draw_choices"
-            )
-        return winning
+        choices, winning = self.draw_choices, 1
+        if choices is not None:
+            sampling = mechanism.sampling
+            rate = sampling.rate if isinstance(sampling, PoissonSampling) else 1.0
+            winning = round(rate * choices)
+            if not (0 < winning < choices and abs(rate - winning / choices) < 1e-12):
+                raise InvalidValue(
+                    f"draw_choices={choices}: users are drawn at the rate {rate:g}; expected a "
+                    f"multiple of 1/{choices} below 1; change the rate or draw_choices"
+                )
+        return {
+            "run": secrets.token_hex(16),
+            "users": mechanism.sampling.population,
+            "silos": silos,
+            "coordinates": coordinates,
+            "draw_choices": choices,
+            "winning_choices": winning,
+        }
 
 
 @cache

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from flower_ext.errors import IncompleteRound, InvalidValue, ProtocolError
 from flower_ext.secure.labels import check_public
-from flower_ext.secure.messages import check_length, unpack_numbers
+from flower_ext.secure.messages import ProtocolMessage, check_length, unpack_numbers
 from flower_ext.secure.weighting.agreement import (
     BEGIN,
     COUNT,
@@ -34,8 +34,8 @@ class ServerParty(ABC, Generic[SettingsT, SumT]):
     """The party with the secret key: it relays messages and decrypts sums.
 
     Take all steps of `set_up` once. For every round, take the steps of `begin_round`, call
-    `read_sum` for each silo's sum, and call `close_round` when all sums are there. Keys last for
-    one process, so repeat the set-up after a restart.
+    `add_sum` for each silo's sum, and call `close_round` when all sums are there. Keys last for one
+    process, so repeat the set-up after a restart.
     """
 
     sum_type: ClassVar[type[SumMessage]]
@@ -46,6 +46,7 @@ class ServerParty(ABC, Generic[SettingsT, SumT]):
         self._last_round = 0
         self._is_set_up = False
         self._open_round: int | None = None
+        self._sums: dict[int, SumT] = {}
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(run={self.settings.run!r}, last_round={self._last_round})"
@@ -72,7 +73,6 @@ class ServerParty(ABC, Generic[SettingsT, SumT]):
         self._take_counts(counts)
         self._is_set_up = True
 
-    @abstractmethod
     def begin_round(self, number: int, places: Collection[int] | None) -> Dialogue[bytes]:
         """Begin a round, and return one message with encrypted weights, for all silos.
 
@@ -85,62 +85,97 @@ class ServerParty(ABC, Generic[SettingsT, SumT]):
         ProtocolError
             The set-up is not complete, the number is not above the last, or places are given
             although the silos draw users.
+        ValueError
+            A place is out of range.
         """
+        settings = self.settings
+        if not self._is_set_up:
+            raise ProtocolError("the set-up is not complete: take all steps of set_up first")
+        settings.check_round(number, self._last_round)
+        if places is not None and settings.draw_choices is not None:
+            raise ProtocolError(
+                "places: expected None, because with draw_choices the silos draw the users"
+            )
+        if not set(places or ()) <= set(range(settings.users)):
+            raise InvalidValue(f"places: expected integers from 0 to {settings.users - 1}")
+        if settings.draw_choices is None:
+            weights = self._open_weights(number, places)
+        else:
+            sender = Sender(settings.context)
+            offer = number.to_bytes(NUMBER_BYTES, "big") + sender.public
+            answers = yield ProtocolStep(name=DRAW, questions={SEEDING_SILO: offer})
+            weights = self._sealed_weights(number, sender, answers[SEEDING_SILO])
+        self._last_round = self._open_round = number
+        self._sums = {}
+        return weights.to_bytes()
 
-    @abstractmethod
-    def close_round(self, messages: Sequence[SumT]) -> NDArray[Any]:
+    def add_sum(self, silo: int, data: bytes) -> None:
+        """Take a silo's sum if it is well formed and belongs to that silo and the open round.
+
+        Raises
+        ------
+        ProtocolError
+            No round is open, the sum is of another round, or the silo sent a sum before.
+        ValueError
+            The sum is malformed, or is in the name of another silo.
+        """
+        message: Any = self.sum_type.from_bytes(data, self.settings)
+        if message.silo != silo:
+            kind = self.sum_type.__name__
+            raise InvalidValue(f"{kind} of silo {message.silo}: expected silo {silo}, its sender")
+        self._expect_open()
+        if message.round_number != self._open_round:
+            raise ProtocolError(
+                f"sum of round {message.round_number}: expected round {self._open_round}"
+            )
+        if silo in self._sums:
+            raise ProtocolError(f"silo {silo} has already sent its sum: expected one from each")
+        self._check_sum(message)
+        self._sums[silo] = message
+
+    def close_round(self) -> NDArray[Any]:
         """Return the weighted and noised sum over all silos, of shape (coordinates,).
 
         Raises
         ------
         IncompleteRound
             A silo's sum is missing; nothing was decrypted, and the round stays open.
-        ProtocolError, ValueError
-            As for `read_sum`; or one silo sent two sums.
+        ProtocolError
+            No round is open.
         OverflowError
             The sum is out of bounds: some user has more records than the settings allow, or a silo
             sent something other than a sum.
         """
-
-    def read_sum(self, silo: int, data: bytes) -> SumT:
-        """Return a silo's sum if it is well formed and belongs to that silo and the open round."""
-        message: Any = self.sum_type.from_bytes(data, self.settings)
-        if message.silo != silo:
-            kind = type(message).__name__
-            raise InvalidValue(f"{kind} of silo {message.silo}: expected silo {silo}, its sender")
-        self._check_round_of(message)
-        return message  # type: ignore[no-any-return]
-
-    def _check_sums(self, messages: Sequence[SumT]) -> None:
-        """Check that every silo sent one sum of the open round."""
-        for message in messages:
-            self._check_round_of(message)
-            message.check(self.settings)
         self._expect_open()
-        senders = sorted(message.silo for message in messages)
-        everyone = list(range(self.settings.silos))
-        if missing := sorted(set(everyone) - set(senders)):
+        if missing := sorted(set(range(self.settings.silos)) - self._sums.keys()):
             raise IncompleteRound(
-                f"silos {missing} sent nothing: expected messages from all {len(everyone)}"
+                f"silos {missing} sent nothing: expected messages from all {self.settings.silos}"
             )
-        if senders != everyone:
-            raise InvalidValue(f"sums of silos {senders}: expected one sum from each of {everyone}")
+        sums, self._sums, self._open_round = self._sums, {}, None
+        return self._decrypted([*sums.values()])
+
+    @abstractmethod
+    def _decrypted(self, messages: Sequence[SumT]) -> NDArray[Any]:
+        """Return the sum of all silos' messages; raise the OverflowError of `close_round`."""
+
+    def _check_sum(self, message: SumT) -> None:
+        """Refuse a message of the right length that holds no sum."""
+
+    @abstractmethod
+    def _open_weights(self, number: int, places: Collection[int] | None) -> ProtocolMessage:
+        """Return the weights of users that the server drew: those at ``places``, or all users."""
+
+    @abstractmethod
+    def _sealed_weights(self, number: int, sender: Sender, choices: bytes) -> ProtocolMessage:
+        """Return weights of which the silos open one of ``draw_choices`` for each user.
+
+        ``choices`` is the answer of silo 0 to the offer of ``sender``. With ``winning_choices`` of
+        the choices, a user takes part.
+        """
 
     @abstractmethod
     def _take_counts(self, counts: Mapping[int, bytes]) -> None:
         """Store what the server needs to compute weights from each silo's masked counts."""
-
-    def _check_round_of(self, message: SumT) -> None:
-        """Raise a ProtocolError unless a sum belongs to the open round."""
-        self._expect_open()
-        if message.round_number != self._open_round:
-            raise ProtocolError(
-                f"sum of round {message.round_number}: expected round {self._open_round}"
-            )
-
-    def _expect_set_up(self) -> None:
-        if not self._is_set_up:
-            raise ProtocolError("the set-up is not complete: take all steps of set_up first")
 
     def _expect_open(self) -> None:
         if self._open_round is None:
@@ -161,28 +196,6 @@ class ServerParty(ABC, Generic[SettingsT, SumT]):
                 )
             totals = [(t + count) % modulus for t, count in zip(totals, masked, strict=True)]
         return totals
-
-    def _drawn_places(self, places: Collection[int] | None) -> set[int]:
-        """Return ``places`` as a set, or all places if ``places`` is None."""
-        if self.settings.draw_choices is not None:
-            raise ProtocolError(
-                "places: expected None, because with draw_choices the silos draw the users"
-            )
-        everyone = range(self.settings.users)
-        drawn = set(everyone if places is None else places)
-        if not drawn <= set(everyone):
-            raise InvalidValue(f"places: expected integers from 0 to {self.settings.users - 1}")
-        return drawn
-
-    def _draw(self, number: int) -> Dialogue[tuple[Sender, bytes]]:
-        """Begin the oblivious transfers that draw the users of round or epoch ``number``.
-
-        Return their sender, and the answer of silo 0, which hides the silos' choices.
-        """
-        sender = Sender(self.settings.context)
-        offer = number.to_bytes(NUMBER_BYTES, "big") + sender.public
-        answers = yield ProtocolStep(name=DRAW, questions={SEEDING_SILO: offer})
-        return sender, answers[SEEDING_SILO]
 
 
 def _check_keys(keys: Mapping[int, bytes]) -> None:

@@ -7,17 +7,17 @@ import secrets
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from enum import Enum, auto
 from functools import cached_property
 from logging import getLogger
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
-from numpy.typing import NDArray
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
 
 from flower_ext.errors import InvalidValue, ProtocolError
 from flower_ext.json_record import JsonRecord
 from flower_ext.secure.labels import derive, public_of
-from flower_ext.secure.messages import check_later, check_length
+from flower_ext.secure.messages import ProtocolMessage, check_length
 from flower_ext.secure.pair_keys import PairKeys
 from flower_ext.secure.weighting.agreement import (
     BEGIN,
@@ -38,44 +38,8 @@ log = getLogger("flwr")
 _SEED = "seed"
 COUNTS = "counts"
 """Purpose of the masks on the users' numbers of records."""
-
-
-class SiloSum(Protocol):
-    """A silo's sum of one round. Users' updates may be added as soon as they are trained."""
-
-    def add(self, updates: Mapping[int, NDArray[Any]]) -> None:
-        """Add clipped updates, each of shape (coordinates,), by user.
-
-        Every user must have records in this silo, and may be added once.
-
-        Raises
-        ------
-        ValueError
-            A user has no records in this silo, a shape is wrong, or a value is not finite or out of
-            bounds.
-        """
-        ...
-
-    def finish(self, noise: NDArray[Any]) -> bytes:
-        """Return the masked sum with this silo's share of the noise, and mark the round as used.
-
-        If a user has records in this silo but nobody added its update, its update counts as zero.
-
-        Raises
-        ------
-        ProtocolError, ValueError
-            The weights are malformed, the noise is out of bounds, or a later round was used
-            meanwhile. Nothing has left the silo then, and the round is unused.
-        """
-        ...
-
-
-class SetUpStage(Enum):
-    """Progress of a silo's set-up."""
-
-    NEW = auto()
-    KEYED = auto()
-    COUNTED = auto()
+_STAGE_OF = {BEGIN: "new", KEYS: "new", COUNT: "keyed", DRAW: "counted"}
+"""Stage of the set-up in which a silo takes each step."""
 
 
 @dataclass(repr=False)
@@ -113,14 +77,7 @@ class SiloParty(JsonRecord, ABC):
         self.save: Callable[[bytes], None] = lambda state: None
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}(index={self.index}, stage={self.stage.name.lower()})"
-
-    @property
-    def stage(self) -> SetUpStage:
-        """The last step of the set-up that the silo has taken."""
-        if self.counts:
-            return SetUpStage.COUNTED
-        return SetUpStage.KEYED if self.silo_keys else SetUpStage.NEW
+        return f"{type(self).__name__}(index={self.index}, stage={self._stage})"
 
     @property
     def fingerprint(self) -> str:
@@ -140,24 +97,22 @@ class SiloParty(JsonRecord, ABC):
         Raises
         ------
         ProtocolError
-            The step is unknown, repeated or out of order, or a draw is for a round or epoch that
-            was used.
+            The step is unknown, repeated or out of order, or a draw is for a round that was used.
         """
+        if step not in _STAGE_OF:
+            raise ProtocolError(f"step={step!r}: expected {BEGIN}, {KEYS}, {COUNT} or {DRAW}")
+        self._expect(_STAGE_OF[step])
         if step == BEGIN:
-            self._expect(SetUpStage.NEW)
             self.save(self.to_bytes())
             return public_of(self.private)
         if step == KEYS:
             return self._take_keys(question)
         if step == COUNT:
             return self._take_seed(question, counts)
-        if step == DRAW:
-            self._expect(SetUpStage.COUNTED)
-            check_length("offer", question, OFFER_BYTES)
-            number = int.from_bytes(question[:NUMBER_BYTES], "big")
-            self._check_draw(number)
-            return self._draw_receiver(number, question[NUMBER_BYTES:]).answer
-        raise ProtocolError(f"step={step!r}: expected {BEGIN}, {KEYS}, {COUNT} or {DRAW}")
+        check_length("offer", question, OFFER_BYTES)
+        number = int.from_bytes(question[:NUMBER_BYTES], "big")
+        self._check_draw(number)
+        return self._draw_receiver(number, question[NUMBER_BYTES:]).answer
 
     @abstractmethod
     def open_sum(self, number: int, weights: bytes) -> SiloSum:
@@ -168,12 +123,15 @@ class SiloParty(JsonRecord, ABC):
         Raises
         ------
         ProtocolError
-            The set-up is not complete, or the weights belong to another round.
+            The set-up is not complete, the round may not follow the last one, or the weights belong
+            to another round.
+        ValueError
+            The weights are malformed.
         """
 
     def use_round(self, number: int) -> None:
         """Store that a round is used, before its masks are drawn; refuse a round used before."""
-        check_later("round", number, self.last_round)
+        self.settings.check_round(number, self.last_round)
         self.last_round = number
         self.save(self.to_bytes())
 
@@ -202,19 +160,27 @@ class SiloParty(JsonRecord, ABC):
         """Return the silo's masked counts, which the server cannot read, in the secret order."""
 
     def _check_draw(self, number: int) -> None:
-        """Raise a ProtocolError if round or epoch ``number``, of a draw, was already used."""
-        check_later("round", number, self.last_round)
+        """Raise a ProtocolError if the users of round ``number`` were already drawn."""
+        self.settings.check_round(number, self.last_round)
 
-    def _expect(self, stage: SetUpStage) -> None:
-        if self.stage is not stage:
+    def _check_opening(self, number: int) -> None:
+        """Raise a ProtocolError unless the silo may begin its sum of round ``number``."""
+        self._expect("counted")
+        self.settings.check_round(number, self.last_round)
+
+    @property
+    def _stage(self) -> str:
+        return "counted" if self.counts else "keyed" if self.silo_keys else "new"
+
+    def _expect(self, stage: str) -> None:
+        if self._stage != stage:
             raise ProtocolError(
-                f"silo {self.index} is in stage {self.stage.name.lower()}: expected stage "
-                f"{stage.name.lower()}; take the steps of the set-up in order, each once"
+                f"silo {self.index} is in stage {self._stage}: expected stage {stage}; take the "
+                "steps of the set-up in order, each once"
             )
 
     def _take_keys(self, question: bytes) -> bytes:
         """Agree on a key with each other silo; silo 0 returns the seed, sealed for the others."""
-        self._expect(SetUpStage.NEW)
         end = KEY_BYTES * self.settings.silos
         keys = [question[start : start + KEY_BYTES] for start in range(0, end, KEY_BYTES)]
         server_key = question[end:]
@@ -239,7 +205,6 @@ class SiloParty(JsonRecord, ABC):
 
     def _take_seed(self, question: bytes, counts: Sequence[int]) -> bytes:
         """Open the seed that silo 0 sealed, store the counts, and return the masked counts."""
-        self._expect(SetUpStage.KEYED)
         limit = self.settings.record_limit(self.index)
         if self.index != SEEDING_SILO:
             self._mix_seed(self._pairs.open(SEEDING_SILO, _SEED, question))
@@ -266,7 +231,7 @@ class SiloParty(JsonRecord, ABC):
         self.seed = derive(part, "seed", self.server_key, self.settings.context)
 
     def _draw_receiver(self, number: int, offer: bytes) -> Receiver:
-        """Return the receiver of a round's or epoch's draw, the same for all silos."""
+        """Return the receiver of a round's draw, the same for all silos."""
         if self.settings.draw_choices is None:
             raise ProtocolError(
                 "the settings have no draw_choices: expected no step 'draw', because the server "
@@ -279,6 +244,81 @@ class SiloParty(JsonRecord, ABC):
             transfers=self.settings.users,
             num_texts=self.settings.draw_choices,
         )
+
+
+class SiloSum(ABC):
+    """A silo's sum of one round. Users' updates may be added as soon as they are trained."""
+
+    def __init__(self, silo: SiloParty, number: int) -> None:
+        self._number = number
+        self._missing = set(silo.counted)
+        self._coordinates = silo.settings.coordinates
+        self._is_open = True
+
+    def add(self, updates: Mapping[int, ArrayLike]) -> None:
+        """Add clipped updates, each of shape (coordinates,), by user.
+
+        Every user must have records in this silo, and may be added once. Adding a few dozen users
+        at a time is as fast as adding all of them. Arrays may be memory-mapped.
+
+        Raises
+        ------
+        ProtocolError
+            The sum is finished, or updates were refused before.
+        ValueError
+            A user has no records in this silo or was added before, a shape is wrong, or a value is
+            not finite or out of bounds. After a refused update, open the sum again.
+        """
+        self._expect_open()
+        if unknown := sorted(updates.keys() - self._missing):
+            raise InvalidValue(
+                f"updates of users {unknown}: expected users with records in this silo, each once"
+            )
+        vectors = {user: self._vector("updates", update) for user, update in updates.items()}
+        self._is_open = False  # restored below if all updates are accepted
+        self._add(vectors)
+        self._is_open = True
+        self._missing -= updates.keys()
+
+    def finish(self, noise: ArrayLike) -> bytes:
+        """Return the masked sum with this silo's share of the noise, and mark the round as used.
+
+        If a user has records in this silo but nobody added its update, its update counts as zero.
+
+        Raises
+        ------
+        ProtocolError
+            The sum is finished, updates were refused, or a later round was used meanwhile.
+        ValueError
+            The weights are malformed, or the noise is not plausible. The round is not used then,
+            and nothing has left the silo.
+        """
+        self._expect_open()
+        message = self._masked(self._vector("noise", noise))
+        self._is_open = False
+        return message.to_bytes()
+
+    @abstractmethod
+    def _add(self, updates: Mapping[int, NDArray[Any]]) -> None:
+        """Add updates of the right shape; refuse values that are not finite or out of bounds."""
+
+    @abstractmethod
+    def _masked(self, noise: NDArray[Any]) -> ProtocolMessage:
+        """Return the message of `finish`; call `SiloParty.use_round` before masks are drawn."""
+
+    def _expect_open(self) -> None:
+        if not self._is_open:
+            raise ProtocolError(
+                "this sum is finished, or its updates were refused: call open_sum again"
+            )
+
+    def _vector(self, name: str, values: ArrayLike) -> NDArray[Any]:
+        array = np.asarray(values)
+        if array.dtype not in (np.float32, np.float64):
+            array = array.astype(np.float64)
+        if array.shape != (self._coordinates,):
+            raise InvalidValue(f"{name} of shape {array.shape}: expected ({self._coordinates},)")
+        return np.ascontiguousarray(array)
 
 
 def user_order(seed: bytes, users: int) -> list[int]:

@@ -23,27 +23,10 @@ V_su, r, e2, D_s, z_s      `encrypted_sum`; z_s is ``noise``
 second key per entry       `columns`: ``draw_choices`` is P, ``winning_choices`` / P the rate
 =========================  ================================================================
 
-The set-up has the steps of `flower_ext.secure.weighting.agreement`. Silo 0 adds the silos'
-choices ρ_u of the oblivious transfer to its masked counts. Then come these calls (messages are in
-`messages`):
-
-=======  ==================================================  ==============================
-step     call                                                message
-=======  ==================================================  ==============================
-epoch    ``server.open_epoch(places=None)``                  LatticeWeights, to all silos
-         or, if nobody may know who is drawn, a step
-         ``draw`` of the silos' choices before it
-         ``silo.receive_weights(weights)``
-round    ``server.open_round(round_number)``                 RoundOpening, to all silos
-         ``silo.begin(opening)``, then on the result
-         ``add(updates)`` for a few users at a time
-         ``finish(noise)``                                   LatticeSum, to the server
-         ``server.close_round(sums)``                        the sum, float64 (coordinates,)
-=======  ==================================================  ==============================
-
-An epoch lasts until other users are drawn. ``server.begin_round`` makes both calls of the server,
-and ``silo.open_sum`` both calls of a silo. A silo that restarted accepts the weights of its last
-epoch again if they are the same to the last bit.
+The set-up and the rounds have the steps of `flower_ext.secure.weighting.agreement`. Silo 0 adds the
+silos' choices ρ_u of the oblivious transfer to its masked counts. An epoch, which lasts until other
+users are drawn, has one set of weights. If nobody is drawn, the server sends the same weights in
+every round, and a silo accepts them again if they are the same to the last bit.
 
 A silo never needs to hold all users' updates at once.
 

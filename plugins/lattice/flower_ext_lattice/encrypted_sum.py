@@ -91,7 +91,7 @@ class EncryptedSum:
         self,
         updates: Sequence[NDArray[Any]],
         counts: Sequence[int],
-        keys: Sequence[Reals],
+        keys: Reals,
     ) -> Reals:
         """Add ``count · update`` under encryption for each user; return the updates' L2 norms.
 
@@ -100,7 +100,7 @@ class EncryptedSum:
         updates : Sequence of arrays
             Of float32 or float64, contiguous, each of shape (coordinates,).
         counts : Sequence of int
-        keys : Sequence of float64 (2 primes, 2 parts, DEGREE)
+        keys : float64 (users, 2 primes, 2 parts, DEGREE)
         """
         scale = 1.0 / self._settings.step
         reducing = [(self._added + at) % ROOM == ROOM - 1 for at in range(len(updates))]

@@ -9,8 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from flower_ext.errors import ProtocolError
-from flower_ext.secure.messages import ProtocolMessage, check_later
+from flower_ext.secure.messages import ProtocolMessage
 from flower_ext.secure.weighting.agreement import SEED_BYTES, SumMessage
 from flower_ext.secure.weighting.oblivious import POINT_BYTES, SEAL_BYTES
 from flower_ext_lattice.layout import DEGREE
@@ -46,7 +45,7 @@ class LatticeKey(ProtocolMessage):
 
 @dataclass(frozen=True, kw_only=True)
 class LatticeWeights(ProtocolMessage):
-    """One epoch's encrypted weights, for all silos.
+    """One epoch's encrypted weights, for all silos. ``epoch`` is the number of its first round.
 
     ``nonce`` is random, and every a_u and every pad depend on it, so that no two messages share
     them, not even messages of one epoch. ``words`` holds all words of b_u except the constant word.
@@ -80,20 +79,6 @@ class LatticeWeights(ProtocolMessage):
 
 
 @dataclass(frozen=True, kw_only=True)
-class RoundOpening(ProtocolMessage):
-    """The server's request for the sums of one round under the weights of one epoch."""
-
-    kind = b"LWro"
-
-    round_number: int
-    epoch: int
-
-    @classmethod
-    def _lengths(cls, settings: LatticeSettings) -> Mapping[str, int]:
-        return {}
-
-
-@dataclass(frozen=True, kw_only=True)
 class LatticeSum(SumMessage):
     """A silo's weighted, noised and masked sum of updates, for the server.
 
@@ -103,7 +88,6 @@ class LatticeSum(SumMessage):
 
     kind = b"LWsu"
 
-    epoch: int
     first: bytes
     second: bytes
 
@@ -113,18 +97,3 @@ class LatticeSum(SumMessage):
             "first": settings.coordinates * FIRST_WORD_BYTES,
             "second": settings.blocks * DEGREE * SECOND_WORD_BYTES,
         }
-
-
-def check_round_number(round_number: int, last: int, settings: LatticeSettings) -> None:
-    """Refuse a round number that is not above the last one, or above the settings' ``rounds``.
-
-    Raises
-    ------
-    ProtocolError
-        The round number is refused.
-    """
-    check_later("round", round_number, last)
-    if round_number > settings.rounds:
-        raise ProtocolError(
-            f"round {round_number}: expected at most rounds={settings.rounds} of the settings"
-        )

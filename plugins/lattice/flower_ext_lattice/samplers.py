@@ -5,11 +5,9 @@ from __future__ import annotations
 import secrets
 
 import numpy as np
-from cryptography.hazmat.primitives.ciphers import Cipher
-from cryptography.hazmat.primitives.ciphers.algorithms import ChaCha20
 from numpy.typing import NDArray
 
-from flower_ext.secure.labels import derive
+from flower_ext.secure.labels import derive, keystream
 from flower_ext_lattice.layout import DEGREE
 from flower_ext_lattice.ring import PRIMES, RESIDUE_BYTES, Reals
 from flower_ext_lattice.settings import ERROR_BOUND
@@ -30,8 +28,7 @@ class Stream:
     """
 
     def __init__(self, key: bytes) -> None:
-        # A counter and nonce of zero are safe, because every key is used once.
-        self._cipher = Cipher(ChaCha20(key, bytes(16)), mode=None).encryptor()
+        self._cipher = keystream(key)
 
     @classmethod
     def fresh(cls) -> Stream:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from flower_ext.checks import Count, Positive
-from flower_ext.errors import InvalidValue
+from flower_ext.errors import InvalidValue, ProtocolError
 from flower_ext.secure.weighting.agreement import PartySettings
 from flower_ext.secure.weighting.oblivious import KEY_BYTES
 from flower_ext_lattice.layout import DEGREE
@@ -215,6 +215,14 @@ class LatticeSettings(PartySettings):
     def count_bytes(self) -> int:
         """Length in bytes of a masked count."""
         return COUNT_BYTES
+
+    def check_round(self, number: int, last: int) -> None:
+        """Refuse a round beyond ``rounds``, too, because statistical distances add up."""
+        super().check_round(number, last)
+        if number > self.rounds:
+            raise ProtocolError(
+                f"round {number}: expected at most rounds={self.rounds} of the settings"
+            )
 
     def record_limit(self, silo: int) -> int:
         """Return the most records that one user may have in ``silo``."""

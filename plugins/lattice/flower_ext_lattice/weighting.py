@@ -6,7 +6,6 @@ Experimental: no outsider has reviewed it. `flower_ext_lattice` describes the pr
 from __future__ import annotations
 
 import math
-import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
@@ -111,18 +110,13 @@ class LatticeWeighting(WeightingProtocol):
         stddev = mechanism.client_noise_stddev(silos)
         try:
             settings = LatticeSettings(
-                run=secrets.token_hex(16),
-                users=mechanism.sampling.population,
-                silos=silos,
-                coordinates=coordinates,
+                **self.settings_of_run(mechanism, silos=silos, coordinates=coordinates),
                 silo_record_limits=(self.max_records_per_user,) * silos
                 if limits is None
                 else limits,
                 clipping_norm=mechanism.clipping_norm,
                 noise_stddev=stddev,
                 rounds=mechanism.rounds,
-                draw_choices=self.draw_choices,
-                winning_choices=self.winning_choices(mechanism),
             )
         except InvalidValue as refusal:
             if not str(refusal).startswith("noise_stddev"):

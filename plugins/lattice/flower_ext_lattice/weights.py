@@ -37,8 +37,6 @@ from flower_ext_lattice.settings import NONCE_BYTES, WEIGHT_BITS, LatticeSetting
 _ENTRY_BYTES = 2 * RESIDUE_BYTES
 _TOGETHER = 64
 """Most users whose polynomials are made together."""
-_KEPT = 1024
-"""Most users whose transforms, of 128 KB each, stay in memory. Others are made when needed."""
 
 
 def weight_table(size: int) -> NDArray[np.int64]:
@@ -129,7 +127,6 @@ class OpenedWeights:
         shifts: Sequence[int],
         columns: Sequence[tuple[int, bytes]] = (),
     ) -> None:
-        self.epoch = message.epoch
         self._public_seed = public_seed
         self._label = label = _label(message.epoch, message.nonce)
         users = settings.users
@@ -153,17 +150,9 @@ class OpenedWeights:
             raise InvalidValue(
                 "weights: expected weights that the server sealed for these silos"
             ) from error
-        self._kept: dict[int, Reals] = {}
 
-    def keys(self, places: Sequence[int]) -> list[Reals]:
+    def keys(self, places: Sequence[int]) -> Reals:
         """Return, for each place, the transforms (2 primes, 2 parts, DEGREE) of (b_u, a_u)."""
-        missing = [place for place in places if place not in self._kept]
-        made = dict(zip(missing, self._made(missing), strict=True)) if missing else {}
-        for place in missing[: max(0, _KEPT - len(self._kept))]:
-            self._kept[place] = made[place].copy()
-        return [made[place] if place in made else self._kept[place] for place in places]
-
-    def _made(self, places: Sequence[int]) -> Reals:
         words = np.empty((2, len(places), DEGREE))
         words[:, :, 0] = self._constants[:, places]
         raw = np.ascontiguousarray(self._words[:, places])

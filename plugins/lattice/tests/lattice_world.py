@@ -2,14 +2,15 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
-from flower_ext_lattice.messages import LatticeKey, LatticeSum
+from flower_ext_lattice.messages import LatticeKey, LatticeSum, LatticeWeights
 from flower_ext_lattice.server import LatticeServer
 from flower_ext_lattice.settings import LatticeSettings
 from flower_ext_lattice.silo import LatticeSilo
-from tests.support.weighting import play
+from tests.support.weighting import close, play
 
 
 def lattice_settings(**changes) -> LatticeSettings:
@@ -34,9 +35,20 @@ def draw_receiver(settings, seed, number, offer):
     return silo._draw_receiver(number, offer)
 
 
+class Opening(NamedTuple):
+    """A round that the server has begun."""
+
+    number: int
+    weights: LatticeWeights
+
+
+def open_sum(silo, opening):
+    return silo.open_sum(opening.number, opening.weights.to_bytes())
+
+
 def weigh(silo, opening, updates, noise) -> LatticeSum:
-    """Return a silo's sum of a round that the server opened."""
-    weighing = silo.begin(opening)
+    """Return a silo's sum of a round that the server began."""
+    weighing = open_sum(silo, opening)
     weighing.add(updates)
     return LatticeSum.from_bytes(weighing.finish(noise), silo.settings)
 
@@ -86,12 +98,10 @@ class LatticeWorld:
         """Return the updates of the users that have records in ``silo``."""
         return {int(user): updates[silo, user] for user in np.flatnonzero(self.counts[silo])}
 
-    def open_epoch(self, places=None):
-        weights = self.server.open_epoch(places=places)
-        for silo in self.silos:
-            silo.receive_weights(weights)
-        self.sent.append(weights)
-        return weights
+    def begin(self, number, places=None) -> Opening:
+        """Begin a round: by default, one in which all users take part or the silos draw."""
+        data = self.play(self.server.begin_round(number, places))
+        return Opening(number, LatticeWeights.from_bytes(data, self.settings))
 
     def weigh(self, opening, updates, noise) -> list[LatticeSum]:
         return [
@@ -99,11 +109,11 @@ class LatticeWorld:
             for i, silo in enumerate(self.silos)
         ]
 
-    def run_round(self, number, updates, noise) -> np.ndarray:
-        opening = self.server.open_round(number)
+    def run_round(self, number, updates, noise, places=None) -> np.ndarray:
+        opening = self.begin(number, places)
         sums = self.weigh(opening, updates, noise)
-        self.sent += [opening, *sums]
-        return self.server.close_round(sums)
+        self.sent += [opening.weights, *sums]
+        return close(self.server, sums)
 
     def plain(self, updates, noise, users=None) -> np.ndarray:
         """Return the same sum without encryption, one product at a time."""

@@ -4,7 +4,7 @@ import dataclasses
 
 import numpy as np
 import pytest
-from lattice_world import LatticeWorld, draw_counts, draw_receiver, lattice_settings
+from lattice_world import LatticeWorld, draw_counts, draw_receiver, lattice_settings, open_sum
 from scipy import stats
 
 from flower_ext.errors import InvalidValue, ProtocolError
@@ -29,18 +29,6 @@ def rng():
 @pytest.fixture
 def world(rng):
     return LatticeWorld(facts(), draw_counts(rng, facts()))
-
-
-def drawn_weights(world):
-    return world.play(world.server._draw_epoch())
-
-
-def open_epoch(world):
-    """Open an epoch with a secret draw at all parties."""
-    message = drawn_weights(world)
-    for silo in world.silos:
-        silo.receive_weights(message)
-    return message
 
 
 def opened_columns(silo, message):
@@ -77,11 +65,11 @@ def watch(monkeypatch):
 def test_the_sum_is_that_of_the_users_whom_all_silos_took(world, watch, rng):
     sizes = set()
     for number in range(1, 6):
-        message = open_epoch(world)
         updates, noise = world.draw(rng)
+        result = world.run_round(number, updates, noise)
+        message = next(sent for sent in world.sent[::-1] if isinstance(sent, LatticeWeights))
         users = [world.order[place] for place in watch.drawn(world, message)]
-        expected = world.plain(updates, noise, users)
-        assert np.abs(world.run_round(number, updates, noise) - expected).max() < 1e-7
+        assert np.abs(result - world.plain(updates, noise, users)).max() < 1e-7
         sizes.add(tuple(users))
     assert len(sizes) > 1
 
@@ -91,7 +79,7 @@ def test_the_sum_is_that_of_the_users_whom_all_silos_took(world, watch, rng):
 def test_each_user_is_drawn_with_the_probability_of_the_plan(hits, choices, watch):
     own = facts(users=8, silos=2, draw_choices=choices, winning_choices=hits)
     world = LatticeWorld(own, np.full((2, 8), 3))
-    samples = [watch.drawn(world, open_epoch(world)) for _ in range(10)]
+    samples = [watch.drawn(world, world.begin(number).weights) for number in range(1, 11)]
     counts = np.array([[place in sample for place in range(8)] for sample in samples])
     assert stats.binomtest(int(counts.sum()), counts.size, hits / choices).pvalue > 1e-6
     assert len({tuple(row) for row in counts.tolist()}) > 3
@@ -103,7 +91,8 @@ def test_where_the_server_puts_the_drawn_column_says_nothing_of_who_is_drawn(mon
     first = type("First", (), {"sample": staticmethod(lambda places, hits: places[:hits])})
     monkeypatch.setattr("secrets.SystemRandom", first)
     world = LatticeWorld(facts(users=8, silos=2), np.full((2, 8), 3))
-    count = sum(len(watch.drawn(world, open_epoch(world))) for _ in range(10))
+    rounds = range(1, 11)
+    count = sum(len(watch.drawn(world, world.begin(number).weights)) for number in rounds)
     assert stats.binomtest(count, 80, 1 / 3).pvalue > 1e-6
 
 
@@ -168,9 +157,9 @@ def test_a_silo_does_not_see_by_the_column_who_is_drawn(monkeypatch):
 
 def test_a_silo_can_open_one_column_of_one_entry_of_each_user(world):
     """Other entries, opened with the silo's keys, give numbers that are not in the table."""
-    message = open_epoch(world)
+    message = world.begin(1).weights
     silo, own = world.silos[0], world.settings
-    q, constants = ring.PRIMES[0].value, silo._weights._constants[0]
+    q, constants = ring.PRIMES[0].value, silo.opened(message)._constants[0]
     table = {int(w) % q for w in weights.weight_table(own.table_size)}
     candidates = table | {-w % q for w in table}
     raw = np.frombuffer(message.sealed, np.uint8).reshape(own.users, own.table_size, 2, ENTRY)
@@ -193,7 +182,7 @@ def test_a_silo_can_open_one_column_of_one_entry_of_each_user(world):
 
 
 def test_a_silo_cannot_open_the_columns_that_it_did_not_choose(world):
-    message = open_epoch(world)
+    message = world.begin(1).weights
     silo, own = world.silos[1], world.settings
     chosen = draw_receiver(own, silo.seed, message.epoch, message.offer)
     for user in range(own.users):
@@ -212,8 +201,8 @@ def test_choices_are_fresh_in_every_epoch_even_for_the_same_offer(world):
 
 
 def test_the_server_receives_another_answer_of_group_elements_each_time(world):
-    for _ in range(3):
-        drawn_weights(world)
+    for number in (1, 2, 3):
+        world.begin(number)
     answers = world.answers("draw")
     pieces = [a[at : at + POINT_BYTES] for a in answers for at in range(0, 160, POINT_BYTES)]
     assert len(set(pieces)) == len(pieces) == 15
@@ -224,7 +213,7 @@ def test_the_server_receives_another_answer_of_group_elements_each_time(world):
 
 
 def test_weights_have_the_length_that_the_settings_say(world):
-    message, own = open_epoch(world), world.settings
+    message, own = world.begin(1).weights, world.settings
     assert len(message.to_bytes()) == LatticeWeights.size(own)
     assert len(message.columns) == 5 * 3 * SEALED
     entries = 5 * own.table_size * ENTRY
@@ -233,34 +222,33 @@ def test_weights_have_the_length_that_the_settings_say(world):
 
 
 def test_columns_of_another_draw_are_refused(world):
-    message = drawn_weights(world)
-    again = drawn_weights(world)
+    message, again = world.begin(1).weights, world.begin(2).weights
     for wrong in (
         dataclasses.replace(again, columns=message.columns),
         dataclasses.replace(again, offer=message.offer),
     ):
         with pytest.raises(InvalidValue, match="sealed texts"):
-            world.silos[1]._open(wrong)
+            LatticeSilo.from_bytes(world.silos[1].to_bytes()).opened(wrong)
 
 
 def test_a_silo_answers_no_draw_of_a_used_epoch(world):
-    world.silos[0].receive_weights(drawn_weights(world))
+    open_sum(world.silos[0], world.begin(1))
     (offer,) = world.asked[-1][1].values()
     with pytest.raises(ProtocolError, match="expected a number above 1"):
         world.silos[0].answer("draw", offer)
 
 
 def test_a_restored_silo_opens_the_same_columns(world):
-    message = open_epoch(world)
-    again = LatticeSilo.from_bytes(world.silos[1].to_bytes())
-    again.receive_weights(message)
-    assert (again._weights._constants == world.silos[1]._weights._constants).all()
+    message = world.begin(1).weights
+    opened = world.silos[1].opened(message)
+    again = LatticeSilo.from_bytes(world.silos[1].to_bytes()).opened(message)
+    assert (again._constants == opened._constants).all()
 
 
 def test_settings_with_and_without_a_secret_draw_do_not_mix(rng, world):
     known = LatticeWorld(lattice_settings(), draw_counts(rng, lattice_settings()))
     with pytest.raises(ProtocolError, match="places: expected None"):
-        world.server.open_epoch()
+        world.begin(1, [0])
     offer = (1).to_bytes(8, "big") + Sender(b"run").public
     with pytest.raises(ProtocolError, match="the settings have no draw_choices"):
         known.silos[0].answer("draw", offer)

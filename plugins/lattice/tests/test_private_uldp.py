@@ -41,6 +41,7 @@ from tests.support.private_silos import (
 )
 from tests.support.silos import ROUNDS, SEED, SILOS, USERS, histogram, plan, silos, task
 from tests.support.travelling import Recorder
+from tests.support.weighting import play
 
 NORM = 0.3
 LATTICE = LatticeWeighting(silo_record_limits=(8, 8, 8))
@@ -85,8 +86,8 @@ class Watch:
             self.drawn.append(range(USERS) if places is None else list(places))
             return opened(server, number, places)
 
-        def server_closes(server, uploads):
-            self.sums.append(closed(server, uploads))
+        def server_closes(server):
+            self.sums.append(closed(server))
             return self.sums[-1]
 
         monkeypatch.setattr(LatticeSilo, "open_sum", silo_begins)
@@ -185,7 +186,7 @@ def test_weights_and_uploads_of_every_round_are_fresh(transcript):
     sent = {array.tobytes() for _, name, array in arrays(grid.sent) if name == "weights"}
     assert len(sent) == ROUNDS
     assert len({data[:12] for data in sent}) == ROUNDS  # epochs
-    sums = [array[28:].tobytes() for _, name, array in arrays(grid.received) if name == "sum"]
+    sums = [array[20:].tobytes() for _, name, array in arrays(grid.received) if name == "sum"]
     assert len(set(sums)) == SILOS * ROUNDS
     words = {data[at : at + 6] for data in sums for at in range(0, 240, 6)}
     assert len(words) == 40 * len(sums)
@@ -194,8 +195,7 @@ def test_weights_and_uploads_of_every_round_are_fresh(transcript):
 def test_while_nobody_is_drawn_one_epoch_lasts_for_the_run():
     grid, _ = start(lattice_of(evaluate_every=0), Recorder)
     weights = [array for _, name, array in arrays(grid.sent) if name == "weights"]
-    opening = 4 + 2 * 8
-    assert len({array[:-opening].tobytes() for array in weights}) == 1
+    assert len({array.tobytes() for array in weights}) == 1
 
 
 # Users whom nobody knows -------------------------------------------------------------------------
@@ -366,8 +366,8 @@ def test_a_silo_refuses_other_weights_of_a_known_epoch():
     """Two sets of weights of one epoch would show a silo N_u exactly."""
     grid, _ = start(strategy := lattice_of(sampling=SOME, evaluate_every=0), Recorder, rounds=2)
     server = party(strategy)
-    server._last_epoch -= 1
-    sent = server.open_epoch(places=[0]).to_bytes() + server.open_round(3).to_bytes()
+    server._last_round -= 1
+    sent = play(server.begin_round(2, [0]), [], [], [], [])
     before = vault(grid, 1).load()
     with pytest.raises(ProtocolError, match="epoch 2: expected a number above 2"):
         stored_silo(vault(grid, 1)).open_sum(3, sent)

@@ -6,7 +6,7 @@ import secrets
 import numpy as np
 import plain_ring
 import pytest
-from lattice_world import LatticeWorld, lattice_settings, weigh
+from lattice_world import LatticeWorld, draw_counts, lattice_settings, open_sum, weigh
 
 from flower_ext.errors import IncompleteRound, InvalidValue, ProtocolError
 from flower_ext.secure import threads
@@ -18,7 +18,7 @@ from flower_ext_lattice.server import LatticeServer
 from flower_ext_lattice.silo import LatticeSilo
 from flower_ext_lattice.weights import weight_table
 from tests.support.grids import grid
-from tests.support.weighting import play
+from tests.support.weighting import close, play
 
 
 @pytest.fixture
@@ -33,7 +33,6 @@ def shared():
     facts = lattice_settings()
     counts = np.array([[20, 0, 1, 7], [20, 0, 0, 0], [20, 0, 0, 3]])  # N_max, 0, 1 and 10 records
     world = LatticeWorld(facts, counts)
-    world.open_epoch()
     return world, *world.draw(rng), itertools.count(1)
 
 
@@ -62,7 +61,6 @@ def test_blocks_of_every_shape_come_out_in_order(rng, coordinates, silos, worker
     facts = lattice_settings(coordinates=coordinates, silos=silos, clipping_norm=0.3, users=3)
     world = LatticeWorld(facts, np.full((silos, 3), 5))
     updates, noise = world.draw(rng)
-    world.open_epoch()
     result = world.run_round(1, updates.astype(np.float32), noise)
     expected = world.plain(updates.astype(np.float32), noise)
     assert np.abs(result - expected).max() <= largest_error(world)
@@ -70,14 +68,14 @@ def test_blocks_of_every_shape_come_out_in_order(rng, coordinates, silos, worker
 
 def test_more_products_than_fit_without_reduction_add_up(shared):
     """Totals are reduced on the way: 70 updates of one user, who weighs a third of one."""
-    world, updates, noise, _ = shared
+    world, updates, noise, numbers = shared
     silo, update = world.silos[0], updates[0, 0]
     total = EncryptedSum(world.settings, silo.public)
-    key = silo._weights.keys([world.order.index(0)])
+    key = silo.opened(world.begin(next(numbers)).weights).keys([world.order.index(0)])
     total.add([update] * 33, [20] * 33, np.repeat(key, 33, axis=0))
     total.add([update] * 37, [20] * 37, np.repeat(key, 37, axis=0))
     first, second = total.words(noise[0], [])
-    own = LatticeSum(round_number=1, epoch=1, silo=0, first=first, second=second)
+    own = LatticeSum(round_number=1, silo=0, first=first, second=second)
     found = decrypted(world.settings, world.server._secret, [own])
     assert found == pytest.approx(70 / 3 * update + noise[0], abs=40 * world.settings.step)
 
@@ -86,7 +84,6 @@ def test_an_update_of_full_norm_in_one_coordinate_and_extreme_counts(rng):
     facts = lattice_settings(silos=2, silo_record_limits=(4000, 2500), users=1, coordinates=2)
     for counts in ([[4000], [2500]], [[0], [1]]):
         world = LatticeWorld(facts, np.array(counts))
-        world.open_epoch()
         updates = np.zeros((2, 1, 2))
         updates[:, :, 1] = -1.0
         noise = rng.standard_normal((2, 2))
@@ -94,14 +91,13 @@ def test_an_update_of_full_norm_in_one_coordinate_and_extreme_counts(rng):
         assert np.abs(found - world.plain(updates, noise)).max() <= largest_error(world)
 
 
-def test_users_that_are_not_drawn_contribute_nothing(shared, rng):
-    world, updates, noise, numbers = shared
-    for places in ([0, 3], [], [1]):
-        world.open_epoch(places)
+def test_users_that_are_not_drawn_contribute_nothing(shared):
+    updates, noise = shared[1:3]
+    world = LatticeWorld(lattice_settings(), shared[0].counts)
+    for number, places in enumerate(([0, 3], [], [1]), start=1):
         users = [world.order[place] for place in places]
-        result = world.run_round(next(numbers), updates, noise)
+        result = world.run_round(number, updates, noise, places)
         assert np.abs(result - world.plain(updates, noise, users)).max() <= largest_error(world)
-    world.open_epoch()
 
 
 def test_weights_of_a_user_sum_to_one_at_most():
@@ -114,16 +110,16 @@ def test_weights_of_a_user_sum_to_one_at_most():
 
 def test_updates_may_be_added_a_few_users_at_a_time(shared):
     world, updates, noise, numbers = shared
-    opening = world.server.open_round(next(numbers))
+    opening = world.begin(next(numbers))
     sums = []
     for at, silo in enumerate(world.silos):
-        weighing = silo.begin(opening)
+        weighing = open_sum(silo, opening)
         for user, update in world.own(at, updates).items():
             weighing.add({user: update})
         sums.append(LatticeSum.from_bytes(weighing.finish(noise[at]), world.settings))
-        with pytest.raises(ProtocolError, match="call begin again"):
+        with pytest.raises(ProtocolError, match="call open_sum again"):
             weighing.finish(noise[at])
-    result = world.server.close_round(sums)
+    result = close(world.server, sums)
     assert np.abs(result - world.plain(updates, noise)).max() <= largest_error(world)
 
 
@@ -140,18 +136,18 @@ def test_updates_may_be_added_a_few_users_at_a_time(shared):
 )
 def test_updates_that_break_the_bound_are_refused_and_nothing_leaves(shared, change, message):
     world, updates, noise, numbers = shared
-    opening = world.server.open_round(next(numbers))
+    opening = world.begin(next(numbers))
     own = {user: update.copy() for user, update in world.own(0, updates).items()}
     change(own)
     with pytest.raises(InvalidValue, match=message):
         weigh(world.silos[0], opening, own, noise[0])
-    result = world.server.close_round(world.weigh(opening, updates, noise))  # it can go on
+    result = close(world.server, world.weigh(opening, updates, noise))  # it can go on
     assert np.abs(result - world.plain(updates, noise)).max() <= largest_error(world)
 
 
 def test_a_user_without_an_update_counts_as_zero(shared):
     world, updates, noise, numbers = shared
-    opening = world.server.open_round(next(numbers))
+    opening = world.begin(next(numbers))
     updates = updates.copy()
     updates[0, 2] = 0
     others = {user: update for user, update in world.own(0, updates).items() if user != 2}
@@ -162,7 +158,7 @@ def test_a_user_without_an_update_counts_as_zero(shared):
         for at, silo in enumerate(world.silos)
         if at
     ]
-    result = world.server.close_round(sums)
+    result = close(world.server, sums)
     assert np.abs(result - world.plain(updates, noise)).max() <= largest_error(world)
 
 
@@ -179,7 +175,7 @@ def test_a_user_without_an_update_counts_as_zero(shared):
 )
 def test_noise_that_is_no_share_is_refused(shared, noise, message):
     world, updates, _, numbers = shared
-    opening = world.server.open_round(next(numbers))
+    opening = world.begin(next(numbers))
     with pytest.raises(InvalidValue, match=message):
         weigh(world.silos[0], opening, world.own(0, updates), noise)
 
@@ -187,8 +183,7 @@ def test_noise_that_is_no_share_is_refused(shared, noise, message):
 def test_noise_that_is_a_tenth_too_small_is_refused_for_many_coordinates(rng):
     facts = lattice_settings(coordinates=20_000)
     world = LatticeWorld(facts, np.zeros((3, 4), int))
-    world.open_epoch()
-    opening = world.server.open_round(1)
+    opening = world.begin(1)
     noise = rng.standard_normal(20_000)
     with pytest.raises(InvalidValue, match="noise of standard deviation"):
         weigh(world.silos[0], opening, {}, 0.9 * noise)
@@ -197,42 +192,48 @@ def test_noise_that_is_a_tenth_too_small_is_refused_for_many_coordinates(rng):
 
 def test_updates_that_were_refused_spoil_the_sum_that_they_were_added_to(shared):
     world, updates, _noise, numbers = shared
-    weighing = world.silos[0].begin(world.server.open_round(next(numbers)))
+    weighing = open_sum(world.silos[0], world.begin(next(numbers)))
     with pytest.raises(InvalidValue, match="finite"):
         weighing.add({0: np.full(5, np.nan)})
     with pytest.raises(ProtocolError, match="updates were refused"):
         weighing.add({0: updates[0, 0]})
 
 
-def test_rounds_and_epochs_only_rise(shared):
-    world, updates, noise, numbers = shared
-    number = next(numbers)
-    opening = world.server.open_round(number)
-    world.server.close_round(world.weigh(opening, updates, noise))
-    with pytest.raises(ProtocolError, match=f"expected a number above {number}"):
-        world.server.open_round(number)
-    with pytest.raises(ProtocolError, match=f"expected a number above {number}"):
-        world.weigh(opening, updates, noise)
+def test_rounds_and_epochs_only_rise(rng):
+    world = LatticeWorld(lattice_settings(), draw_counts(rng, lattice_settings()))
+    updates, noise = world.draw(rng)
+    first = world.begin(1, [0])
+    close(world.server, world.weigh(first, updates, noise))
+    with pytest.raises(ProtocolError, match="expected a number above 1"):
+        world.begin(1)
+    with pytest.raises(ProtocolError, match="expected a number above 1"):
+        world.weigh(first, updates, noise)
     with pytest.raises(ProtocolError, match="at most rounds=100"):
-        world.server.open_round(101)
+        world.begin(101)
     with pytest.raises(ProtocolError, match="at most rounds=100"):
-        world.silos[0].begin(dataclasses.replace(opening, round_number=101))
-    old = next(m for m in world.sent if type(m).__name__ == "LatticeWeights")
-    newest = world.open_epoch()
-    with pytest.raises(ProtocolError, match="epoch .*: expected a number above"):
-        world.silos[0].receive_weights(old)
-    world.silos[0].receive_weights(newest)  # the same, to the last bit
-    sealed = bytes([newest.sealed[0] ^ 1]) + newest.sealed[1:]
-    with pytest.raises(ProtocolError, match="epoch .*: expected a number above"):
-        world.silos[0].receive_weights(dataclasses.replace(newest, sealed=sealed))
-    with pytest.raises(ProtocolError, match="expected weights of epoch"):
-        world.silos[0].begin(dataclasses.replace(opening, round_number=next(numbers)))
+        open_sum(world.silos[0], first._replace(number=101))
+    newest = world.begin(2, [0])
+    open_sum(world.silos[0], newest)
+    with pytest.raises(ProtocolError, match="epoch 1: expected a number above 2"):
+        open_sum(world.silos[0], first._replace(number=2))
+    open_sum(world.silos[0], newest)  # the same, to the last bit
+    sealed = bytes([newest.weights.sealed[0] ^ 1]) + newest.weights.sealed[1:]
+    changed = dataclasses.replace(newest.weights, sealed=sealed)
+    with pytest.raises(ProtocolError, match="epoch 2: expected a number above 2"):
+        open_sum(world.silos[0], newest._replace(weights=changed))
+
+
+def test_without_a_draw_all_rounds_have_the_same_weights(shared):
+    world, _, _, numbers = shared
+    assert world.begin(next(numbers)).weights == world.begin(next(numbers)).weights
+    drawn = [world.begin(next(numbers), range(4)).weights for _ in range(2)]
+    assert drawn[0].words != drawn[1].words
 
 
 def test_two_weighings_of_one_round_cannot_both_finish(shared):
     world, updates, noise, numbers = shared
-    opening = world.server.open_round(next(numbers))
-    first, second = (world.silos[0].begin(opening) for _ in range(2))
+    opening = world.begin(next(numbers))
+    first, second = (open_sum(world.silos[0], opening) for _ in range(2))
     for weighing in (first, second):
         weighing.add(world.own(0, updates))
     first.finish(noise[0])
@@ -242,19 +243,19 @@ def test_two_weighings_of_one_round_cannot_both_finish(shared):
 
 def test_all_silos_or_nothing(shared):
     world, updates, noise, numbers = shared
-    opening = world.server.open_round(next(numbers))
+    opening = world.begin(next(numbers))
     sums = world.weigh(opening, updates, noise)
     with pytest.raises(IncompleteRound, match=r"silos \[1\] sent nothing"):
-        world.server.close_round([sums[0], sums[2]])
-    with pytest.raises(InvalidValue, match="expected one sum from each"):
-        world.server.close_round([*sums, sums[0]])
+        close(world.server, [sums[0], sums[2]])
+    with pytest.raises(ProtocolError, match="silo 0 has already sent its sum"):
+        world.server.add_sum(0, sums[0].to_bytes())
     with pytest.raises(InvalidValue, match="cut off"):
-        world.server.read_sum(0, dataclasses.replace(sums[0], first=sums[0].first[:-1]).to_bytes())
-    with pytest.raises(ProtocolError, match="sum of epoch 99: expected epoch"):
-        world.server.read_sum(0, dataclasses.replace(sums[0], epoch=99).to_bytes())
-    world.server.close_round(sums)
+        world.server.add_sum(0, dataclasses.replace(sums[0], first=sums[0].first[:-1]).to_bytes())
+    with pytest.raises(ProtocolError, match="sum of round 99: expected round"):
+        world.server.add_sum(0, dataclasses.replace(sums[0], round_number=99).to_bytes())
+    close(world.server, sums)
     with pytest.raises(ProtocolError, match="no round is open"):
-        world.server.close_round(sums)
+        close(world.server, sums)
 
 
 def test_each_silo_checks_its_own_limit():
@@ -279,9 +280,9 @@ def test_steps_out_of_order_are_refused():
     facts = lattice_settings(silos=2, users=1)
     server, silos = LatticeServer(facts), [LatticeSilo(facts, i) for i in range(2)]
     with pytest.raises(ProtocolError, match="the set-up is not complete"):
-        server.open_epoch()
+        next(server.begin_round(1, None))
     with pytest.raises(ProtocolError, match="expected stage counted"):
-        silos[0].begin(None)
+        silos[0].open_sum(1, b"")
     question = keys_of(server.public_key, silos)
     sealed, nothing = (silo.answer("keys", question) for silo in silos)
     assert len(sealed) == 60
@@ -319,10 +320,8 @@ def test_malformed_answers_end_the_set_up(step, forged, said):
 
 def test_a_server_names_places_of_its_users_only():
     world = LatticeWorld(lattice_settings(), np.ones((3, 4), int))
-    with pytest.raises(ProtocolError, match="call open_epoch first"):
-        world.server.open_round(1)
     with pytest.raises(InvalidValue, match="places: expected integers from 0 to 3"):
-        world.server.open_epoch(places=[4])
+        world.begin(1, places=[4])
 
 
 def test_the_server_sends_all_silos_the_same_key_or_they_agree_on_nothing():
@@ -352,11 +351,10 @@ def _known_run() -> tuple[list, np.ndarray]:
     rng = np.random.default_rng(1)
     facts = lattice_settings(silos=2, users=2, coordinates=4100, silo_record_limits=(3, 4))
     world = LatticeWorld(facts, np.array([[3, 0], [1, 4]]))
-    world.open_epoch([0])
     scale = np.linspace(-1, 1, 4100) / 64
     updates = np.stack([[scale, -scale], [scale[::-1], scale]])
     noise = np.rint(rng.standard_normal((2, 4100)) * 2**20) / 2**20
-    return world.sent, world.run_round(1, updates, noise)
+    return world.sent, world.run_round(1, updates, noise, [0])
 
 
 def test_known_answers_of_a_whole_run_and_the_same_in_plain_numpy(monkeypatch):
@@ -369,4 +367,4 @@ def test_known_answers_of_a_whole_run_and_the_same_in_plain_numpy(monkeypatch):
         digests.append((whole.hexdigest()[:16], hashlib.sha256(result.tobytes()).hexdigest()[:16]))
         assert sum(isinstance(message, LatticeSum) for message in sent) == 2
     assert digests[0] == digests[1]
-    assert digests[0] == ("be572e730994deeb", "12726d1c904dc19d")
+    assert digests[0] == ("34429fb5c6eb34d1", "12726d1c904dc19d")

@@ -25,16 +25,16 @@ def halfway(settings) -> np.ndarray:
 def effect(monkeypatch, settings, update, *, drawn=True) -> float:
     """Return the L2 norm by which a user moves the sum under the same randomness."""
     world = LatticeWorld(settings, np.array([[RECORDS], [0]]))
-    world.open_epoch(None if drawn else [])
     silo, results = world.silos[0], []
+    opened = silo.opened(world.begin(1, None if drawn else []).weights)
     noise = np.random.default_rng(0).standard_normal(COORDINATES)
     with monkeypatch.context() as patch:
         patch.setattr(Stream, "fresh", classmethod(lambda cls: cls(bytes(32))))
         for own in (update, np.zeros(COORDINATES)):
             total = EncryptedSum(settings, silo.public)
-            total.add([own], [RECORDS], silo._weights.keys([0]))
+            total.add([own], [RECORDS], opened.keys([0]))
             first, second = total.words(noise, [])
-            message = LatticeSum(round_number=1, epoch=1, silo=0, first=first, second=second)
+            message = LatticeSum(round_number=1, silo=0, first=first, second=second)
             results.append(decrypted(settings, world.server._secret, [message]))
     return float(np.linalg.norm(results[0] - results[1]))
 

@@ -105,5 +105,5 @@ def test_a_sum_wraps_at_512_norms():
 
 def test_a_million_coordinates_take_14_megabytes():
     facts = lattice_settings(**MILLION, silo_record_limits=(400,) * 5)
-    assert LatticeSum.size(facts) == 28 + 14_028_160
+    assert LatticeSum.size(facts) == 20 + 14_028_160
     assert LatticeWeights.size(facts) == 12 + 7_315_232

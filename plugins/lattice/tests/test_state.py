@@ -5,11 +5,13 @@ import json
 
 import numpy as np
 import pytest
-from lattice_world import LatticeWorld, draw_counts, lattice_settings, weigh
+from lattice_world import LatticeWorld, Opening, draw_counts, lattice_settings, open_sum, weigh
 
 from flower_ext.errors import InvalidValue, ProtocolError
+from flower_ext_lattice.messages import LatticeWeights
 from flower_ext_lattice.server import LatticeServer
 from flower_ext_lattice.silo import LatticeSilo
+from tests.support.weighting import close, play
 
 
 class Killed(BaseException):
@@ -67,34 +69,30 @@ def test_silos_go_on_from_their_states_at_every_step():
             }
     rng = np.random.default_rng(0)
     for number in (1, 2):
-        weights = server.open_epoch()
-        assert weights.epoch == number
+        data = play(server.begin_round(number, range(2)), silos, counts, [], [])
+        opening = Opening(number, LatticeWeights.from_bytes(data, facts))
         for silo in silos:
-            silo.receive_weights(weights)
+            open_sum(silo, opening)
         silos = restart()
-        for silo in silos:
-            silo.receive_weights(weights)
-        opening = server.open_round(number)
         noise = rng.standard_normal((2, 5))
         update = np.full(5, 0.1)
         sums = [
             weigh(silo, opening, dict.fromkeys(np.flatnonzero(counts[at]), update), noise[at])
             for at, silo in enumerate(silos)
         ]
-        result = server.close_round(sums)
+        result = close(server, sums)
         assert result == pytest.approx(2 * update + noise.sum(0), abs=1e-8)
         silos = restart()
 
 
 def test_a_silo_killed_in_a_round_never_sends_under_its_masks_again(world):
-    world.open_epoch()
-    opening = world.server.open_round(1)
+    opening = world.begin(1)
+    open_sum(world.silos[0], opening)  # stores the epoch
     disk = Disk(left=0)
     world.silos[0].save = disk
     with pytest.raises(Killed):
         weigh_first(world, opening)
     world.silos[0] = LatticeSilo.from_bytes(disk.states[-1])
-    world.silos[0].receive_weights(world.sent[-1])
     with pytest.raises(ProtocolError, match="expected a number above 1"):
         weigh_first(world, opening)
     result = world.run_round(2, world.updates, world.noise)
@@ -103,40 +101,38 @@ def test_a_silo_killed_in_a_round_never_sends_under_its_masks_again(world):
 
 def test_a_silo_killed_before_its_round_is_stored_has_sent_nothing(world):
     """The same round may therefore continue after the restart."""
-    weights = world.open_epoch()
-    opening, state = world.server.open_round(1), world.silos[0].to_bytes()
-    weighing = world.silos[0].begin(opening)
+    opening = world.begin(1)
+    weighing = open_sum(world.silos[0], opening)
+    state = world.silos[0].to_bytes()
     weighing.add(world.own(0, world.updates))
     world.silos[0] = LatticeSilo.from_bytes(state)
-    world.silos[0].receive_weights(weights)
     sums = world.weigh(opening, world.updates, world.noise)
-    result = world.server.close_round(sums)
+    result = close(world.server, sums)
     assert result == pytest.approx(world.plain(world.updates, world.noise), abs=1e-8)
 
 
 def test_a_silo_killed_in_an_epoch_takes_no_other_weights_of_it(world):
     disk = Disk(left=0)
     world.silos[0].save = disk
-    weights = world.server.open_epoch(places=[0])
+    opening = world.begin(1, places=[0])
     with pytest.raises(Killed):
-        world.silos[0].receive_weights(weights)
+        open_sum(world.silos[0], opening)
     silo = LatticeSilo.from_bytes(disk.states[-1])
-    assert silo.epoch is None
-    world.server._last_epoch -= 1  # a server that lost its state
-    other = world.server.open_epoch(places=[1])
-    assert other.epoch == weights.epoch
-    with pytest.raises(ProtocolError, match="expected a number above"):
-        silo.receive_weights(other)
-    silo.receive_weights(weights)
+    world.server._last_round = 0  # a server that lost its state
+    other = world.begin(1, places=[1])
+    assert other.weights.epoch == opening.weights.epoch
+    with pytest.raises(ProtocolError, match="epoch 1: expected a number above"):
+        open_sum(silo, other)
+    open_sum(silo, opening)
 
 
 def test_states_are_stored_before_anything_leaves(world):
     """Each step stores a state that already counts the step."""
     disk = world.silos[0].save = Disk()
-    weights = world.open_epoch()
-    assert json.loads(disk.states[-1])["last_epoch"] == weights.epoch
     world.run_round(1, world.updates, world.noise)
-    assert json.loads(disk.states[-1])["last_round"] == 1
+    epoch, used = (json.loads(state) for state in disk.states)
+    assert (epoch["last_epoch"], epoch["last_round"]) == (1, 0)
+    assert (used["last_epoch"], used["last_round"]) == (1, 1)
 
 
 def test_states_of_other_protocols_and_other_bytes_are_refused(world):

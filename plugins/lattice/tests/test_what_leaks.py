@@ -10,7 +10,7 @@ from copy import copy
 
 import numpy as np
 import pytest
-from lattice_world import LatticeWorld, lattice_settings, weigh
+from lattice_world import LatticeWorld, lattice_settings, open_sum, weigh
 from scipy import stats
 
 from flower_ext.errors import InvalidValue
@@ -23,6 +23,7 @@ from flower_ext_lattice.samplers import Stream
 from flower_ext_lattice.settings import LatticeSettings
 from flower_ext_lattice.silo import LatticeSilo
 from flower_ext_lattice.weights import weight_table
+from tests.support.weighting import close
 
 COORDINATES = 3000
 
@@ -36,7 +37,6 @@ def world_of(counts, **changes) -> LatticeWorld:
 @pytest.fixture(scope="module")
 def world():
     world = world_of([[3, 0], [5, 9]])
-    world.open_epoch()
     world.updates, world.noise = world.draw(np.random.default_rng(1))
     return world
 
@@ -67,9 +67,13 @@ def below_a_step(world, messages) -> np.ndarray:
     return (found - np.rint(found * encrypted_sum._EXCESS).astype(np.int64)) % 2**24 >> 16
 
 
+def next_round(world):
+    return world.begin(world.server._last_round + 1)
+
+
 def round_of(world, updates=None, noise=None) -> list[LatticeSum]:
     """Return all silos' sums of the next round."""
-    opening = world.server.open_round(world.server._last_round + 1)
+    opening = next_round(world)
     return world.weigh(
         opening,
         world.updates if updates is None else updates,
@@ -130,11 +134,11 @@ class WithPadding(encrypted_sum.EncryptedSum):
 def test_words_of_padding_would_show_who_took_part_and_none_is_sent():
     world = world_of([[1500, 0], [5, 9]], silo_record_limits=(2000, 10))
     world.updates, world.noise = world.draw(np.random.default_rng(1))
-    epoch, update, place = world.open_epoch(), world.updates[0, 0], world.order.index(0)
+    epoch, update, place = world.begin(1).weights, world.updates[0, 0], world.order.index(0)
     another = world.draw(np.random.default_rng(8))[0][0, 0]
 
     faulty = WithPadding(world.settings, world.silos[0].public)
-    faulty.add([update], [1500], world.silos[0]._weights.keys([place]))
+    faulty.add([update], [1500], world.silos[0].opened(epoch).keys([place]))
     first, second = (np.frombuffer(words, "<i8") for words in faulty.words(world.noise[0], []))
     group = encrypted_sum.Group(world.settings, 0)
     found = first + encrypted_sum._opened(group, world.server._secret, second.view(np.uint64))
@@ -190,7 +194,9 @@ def test_a_silo_that_keeps_both_messages_of_a_repeated_epoch_reads_no_total(monk
         monkeypatch.setattr(weights, "_label", lambda epoch, nonce: epoch.to_bytes(40, "big"))
     messages = []
     for drawn in (None, []):
-        messages.append(copy(world.server).open_epoch(places=drawn))
+        again = copy(world)
+        again.server = copy(world.server)
+        messages.append(again.begin(1, drawn).weights)
     assert messages[0].epoch == messages[1].epoch
     assert messages[0].words != messages[1].words
     assert read_totals(silo, *messages) == (totals if constant else [-1, -1])
@@ -201,13 +207,13 @@ def test_a_silo_that_keeps_both_messages_of_a_repeated_epoch_reads_no_total(monk
 
 def weight_sums(world) -> np.ndarray:
     """Σ_s n_su · W of every user, in whole weights, as the silos' encryptions have it."""
-    message = world.open_epoch()
+    message = world.begin(1).weights
     silo = world.silos[0]
     masks = weights._masks(
         silo._server_key.public_seed, label_of(message), range(world.settings.users)
     )
     users = world.settings.users
-    pairs = np.stack(silo._weights.keys(range(users)))
+    pairs = silo.opened(message).keys(range(users))
     own = np.empty((2, users))
     for prime, modulus in enumerate(ring.PRIMES):
         product = ring.multiplied(masks[prime], world.server._secret.transforms[prime], prime)
@@ -252,7 +258,6 @@ def looks_uniform(words: np.ndarray) -> bool:
 
 def test_single_uploads_and_sums_of_all_silos_but_one_are_uniform(monkeypatch):
     world = world_of([[3, 0], [5, 9], [1, 1]])
-    world.open_epoch()
     world.updates, world.noise = world.draw(np.random.default_rng(1))
     messages = round_of(world)
     for size in (1, 2):
@@ -295,7 +300,6 @@ def test_every_round_has_fresh_randomness(world, monkeypatch):
 def test_words_of_c1_would_be_predictable_without_r_or_e2(world, monkeypatch, lost):
     """Without records, c1 is r · pk1 + e2: small without r, and a multiple of pk1 without e2."""
     idle = world_of([[0, 0], [5, 9]], coordinates=DEGREE)
-    idle.open_epoch()
     idle.updates, idle.noise = idle.draw(np.random.default_rng(1))
     monkeypatch.setattr(PairKeys, "mask_keys", lambda *_: [])
     public = idle.silos[0].public
@@ -352,9 +356,9 @@ def test_counts_on_the_wire_are_uniform_whatever_they_are(monkeypatch):
 
 def test_entries_beside_the_chosen_one_stay_sealed(world):
     """A silo's key opens the entry at ρ_u; at another place it gives no candidate of the table."""
-    message = world.open_epoch()
+    message = next_round(world).weights
     silo = world.silos[0]
-    own = silo._weights._constants[0]
+    own = silo.opened(message)._constants[0]
     table = set((weight_table(silo.settings.table_size) % ring.PRIMES[0].value).tolist())
     for place, choice in enumerate(silo.shifts):
         for other in range(silo.settings.table_size):
@@ -386,24 +390,23 @@ def test_no_secret_is_sent_in_the_clear(world):
 
 def test_an_honest_silo_amplifies_nobody_and_an_active_one_can_amplify_itself(world):
     """The limit that the documentation states: no party can check another's update."""
-    opening = world.server.open_round(world.server._last_round + 1)
+    opening = next_round(world)
     amplified = {0: 1000 * world.updates[0, 0]}
     with pytest.raises(InvalidValue, match="L2 norm"):
         weigh(world.silos[0], opening, amplified, world.noise[0])
-    active = world.silos[0].begin(opening)
+    active = open_sum(world.silos[0], opening)
     active._check_norms = lambda users, norms: None
     active.add({0: 100 * world.updates[0, 0]})
     sent = [LatticeSum.from_bytes(active.finish(world.noise[0]), world.settings)]
     sent.append(weigh(world.silos[1], opening, world.own(1, world.updates), world.noise[1]))
     assert looks_uniform(opened(world, sent[1:]))  # what the honest silo sent stays hidden
-    excess = world.server.close_round(sent) - world.plain(world.updates, world.noise)
+    excess = close(world.server, sent) - world.plain(world.updates, world.noise)
     assert excess == pytest.approx(99 * 3 / 8 * world.updates[0, 0], abs=1e-5)
 
 
 def test_an_active_server_learns_a_choice_from_a_refused_round(world):
     """The limit that the documentation states: entries are not authenticated."""
-    message = world.server.open_epoch()
-    silo = world.silos[0]
+    silo, message = world.silos[0], world.begin(world.server._last_round + 1, range(2)).weights
     choice, size = silo.shifts[0], 12
     sealed = bytearray(message.sealed)
     pad = weights._pad(silo.settings, silo._entry_keys[0], label_of(message), 0, choice)
@@ -412,7 +415,7 @@ def test_an_active_server_learns_a_choice_from_a_refused_round(world):
     with pytest.raises(
         InvalidValue, match="expected weights that the server sealed for these silos"
     ):
-        silo.receive_weights(wrong)
+        silo.opened(wrong)
 
 
 def test_the_secret_key_is_ternary_and_never_repeats():

@@ -19,7 +19,7 @@ from flower_ext.secure.weighting.paillier_settings import PaillierSum
 from tests.support.private_silos import fresh_context, make, start
 from tests.support.silos import USERS, histogram, silos, task
 from tests.support.travelling import Recorder
-from tests.support.weighting import World, weigh, weighting_settings
+from tests.support.weighting import World, close, weigh, weighting_settings
 
 
 def test_counts_are_those_of_the_owners_up_to_the_limit():
@@ -134,7 +134,7 @@ def test_the_sum_of_a_silo_with_an_unusual_update_is_that_of_zeros(odd, monkeypa
     assert name == SUM
     sums.append(PaillierSum.from_bytes(data, world.settings))
     updates[2] = 0.0
-    result = world.server.close_round(sums)
+    result = close(world.server, sums)
     assert result == pytest.approx(world.plain(updates, noise), abs=1e-9)
 
 

@@ -18,14 +18,14 @@ def test_repeated_and_late_messages_are_refused_and_the_sum_stays_right():
     deliveries = one.share(one.advertise())
     late = one.members[5].mask(deliveries[5], one.vectors[5])
     first = one.members[0].mask(deliveries[0], one.vectors[0])
-    one.server.add_masked(first)
+    one.server.add(first)
     with pytest.raises(ProtocolError, match="already"):
-        one.server.add_masked(first)
+        one.server.add(first)
     for index in range(1, 5):
-        one.server.add_masked(one.members[index].mask(deliveries[index], one.vectors[index]))
+        one.server.add(one.members[index].mask(deliveries[index], one.vectors[index]))
     unmask_requests = one.server.unmask_requests()
     with pytest.raises(ProtocolError, match="now expects revealed shares"):
-        one.server.add_masked(late)
+        one.server.add(late)
     assert (one.unmask(unmask_requests) == one.plain_sum()).all()
     assert 5 not in one.server.answered
 
@@ -37,7 +37,7 @@ def wrong_shares(one, unmask_requests, liars):
         if index in liars:
             wrong = {o: s[:-1] + bytes([s[-1] ^ 1]) for o, s in revealed.shares.items()}
             revealed = replace(revealed, shares=wrong)
-        one.server.add_revealed(revealed)
+        one.server.add(revealed)
 
 
 @pytest.mark.parametrize(
@@ -119,15 +119,15 @@ def test_the_other_kind_of_share_is_refused():
     revealed = one.members[0].unmask(unmask_requests[0])
     swapped = {**revealed.shares, 1: b"k" + revealed.shares[1][1:]}
     with pytest.raises(InvalidValue, match="kinds"):
-        one.server.add_revealed(replace(revealed, shares=swapped))
+        one.server.add(replace(revealed, shares=swapped))
 
 
 def test_a_key_that_another_member_has_is_refused():
     one = Round(round_context())
     advert = one.members[0].advertise()
-    one.server.add_advert(advert)
+    one.server.add(advert)
     with pytest.raises(InvalidValue, match="two different keys that no other member sent"):
-        one.server.add_advert(replace(advert, member=1))
+        one.server.add(replace(advert, member=1))
 
 
 @pytest.mark.parametrize("value", LOW_ORDER)
@@ -137,8 +137,8 @@ def test_a_key_of_low_order_or_with_a_second_name_is_refused_at_the_advert(value
     advert = one.members[0].advertise()
     keys = advert.keys[:at] + value + advert.keys[at + 32 :]
     with pytest.raises(InvalidValue, match="low order"):
-        one.server.add_advert(replace(advert, keys=keys))
-    one.server.add_advert(advert)  # a refused message changes nothing
+        one.server.add(replace(advert, keys=keys))
+    one.server.add(advert)  # a refused message changes nothing
 
 
 def test_members_without_enough_neighbours_leave_until_all_have_enough():

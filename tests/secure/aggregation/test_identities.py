@@ -44,12 +44,12 @@ def adverts(context, identities):
 def test_a_signed_round_gives_the_sum_and_every_message_survives_its_bytes(identities):
     one = Round(signed_context())
     for index, member in one.members.items():
-        one.server.add_advert(one.sent(member.advertise(identities=identities[index])))
+        one.server.add(one.sent(member.advertise(identities=identities[index])))
     one.restore()
     keys = {index: one.sent(message) for index, message in one.server.keys().items()}
     for index, message in keys.items():
         shares = one.members[index].share(message, identities=identities[index])
-        one.server.add_shares(one.sent(shares))
+        one.server.add(one.sent(shares))
     one.restore()
     requests = one.mask(one.server.deliveries())
     assert np.array_equal(one.unmask(requests), one.plain_sum())
@@ -144,9 +144,9 @@ def test_no_more_members_are_lost_than_the_answers_leave_room_for(identities):
     """A server that names nobody's answers could have all masks but a member's own removed."""
     one = Round(signed_context())
     for index, member in one.members.items():
-        one.server.add_advert(member.advertise(identities=identities[index]))
+        one.server.add(member.advertise(identities=identities[index]))
     for index, message in one.server.keys().items():
-        one.server.add_shares(one.members[index].share(message, identities=identities[index]))
+        one.server.add(one.members[index].share(message, identities=identities[index]))
     one.mask(one.server.deliveries())
     kinds = dict.fromkeys(range(1, MEMBERS), OF_KEY)
     for lost, answers in ((4, 4), (2, 4), (1, 5)):

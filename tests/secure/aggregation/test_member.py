@@ -95,8 +95,8 @@ def test_shares_that_cannot_be_opened_are_reported_and_cost_nobody_the_round(at)
         changed = sealed[:at] + bytes([sealed[at] ^ 1]) + sealed[at + 1 :]
         if index < 10:  # 9 of 19: there are shares enough of member 4
             delivery = replace(delivery, sealed={**delivery.sealed, 4: changed})
-        one.server.add_masked(one.members[index].mask(delivery, one.vectors[index]))
-    one.server.add_masked(one.members[4].mask(deliveries[4], one.vectors[4]))
+        one.server.add(one.members[index].mask(delivery, one.vectors[index]))
+    one.server.add(one.members[4].mask(deliveries[4], one.vectors[4]))
     unmask_requests = one.server.unmask_requests()
     revealed = one.members[0].unmask(unmask_requests[0])
     assert set(revealed.shares) == set(range(1, 20)) - {4}

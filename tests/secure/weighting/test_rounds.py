@@ -16,7 +16,7 @@ from flower_ext.secure.weighting.paillier_settings import (
 )
 from flower_ext.secure.weighting.paillier_silo import PaillierSilo
 from tests.support.grids import grid
-from tests.support.weighting import World, draw_counts, key, weigh, weighting_settings
+from tests.support.weighting import World, close, draw_counts, key, weigh, weighting_settings
 
 
 @pytest.fixture
@@ -139,7 +139,7 @@ def test_unfit_values_are_refused_before_the_round_is_used(rng, change, match):
     change(own, own_noise)
     with pytest.raises(ValueError, match=match):
         weigh(world.silos[0], message, own, own_noise)
-    assert world.server.close_round(world.weigh(message, updates, noise)) == pytest.approx(
+    assert close(world.server, world.weigh(message, updates, noise)) == pytest.approx(
         world.plain(updates, noise), abs=1e-10
     )
 
@@ -152,7 +152,7 @@ def test_a_user_without_an_update_counts_as_zero(rng):
     sums = [weigh(world.silos[0], message, others, noise[0])]
     sums += [weigh(world.silos[at], message, world.own(at, updates), noise[at]) for at in (1, 2)]
     updates[0, 2] = 0
-    assert world.server.close_round(sums) == pytest.approx(world.plain(updates, noise), abs=1e-10)
+    assert close(world.server, sums) == pytest.approx(world.plain(updates, noise), abs=1e-10)
 
 
 def test_noise_of_another_shape_is_refused(rng):
@@ -166,8 +166,8 @@ def test_a_missing_silo_leaves_the_sum_masked_and_the_round_open(world, rng):
     updates, noise = world.draw(rng)
     sums = world.weigh(world.begin(1), updates, noise)
     with pytest.raises(IncompleteRound, match=r"silos \[1\] sent nothing"):
-        world.server.close_round([sums[0], sums[2]])
-    assert world.server.close_round(sums) == pytest.approx(world.plain(updates, noise), abs=1e-10)
+        close(world.server, [sums[0], sums[2]])
+    assert close(world.server, sums) == pytest.approx(world.plain(updates, noise), abs=1e-10)
 
 
 def test_a_round_that_was_given_up_is_followed_by_a_later_one(world, rng):
@@ -175,17 +175,17 @@ def test_a_round_that_was_given_up_is_followed_by_a_later_one(world, rng):
     stale = world.weigh(world.begin(1), updates, noise)
     sums = world.weigh(world.begin(2), updates, noise)
     with pytest.raises(ProtocolError, match="sum of round 1: expected round 2"):
-        world.server.close_round([*sums[:2], stale[2]])
-    assert world.server.close_round(sums) == pytest.approx(world.plain(updates, noise), abs=1e-10)
+        close(world.server, [*sums[:2], stale[2]])
+    assert close(world.server, sums) == pytest.approx(world.plain(updates, noise), abs=1e-10)
 
 
 def test_rounds_are_used_once(world, rng):
     updates, noise = world.draw(rng)
     message = world.begin(3)
     sums = world.weigh(message, updates, noise)
-    world.server.close_round(sums)
+    close(world.server, sums)
     with pytest.raises(ProtocolError, match="no round is open"):
-        world.server.close_round(sums)
+        close(world.server, sums)
     for number in (3, 2, 0, -1):
         with pytest.raises(ProtocolError, match="expected a number above 3"):
             world.begin(number)
@@ -215,14 +215,15 @@ def test_malformed_sums_are_refused_and_the_round_stays_open(world, rng):
         with_first(key().p),
     ):
         wrong = dataclasses.replace(good[0], ciphertexts=ciphertexts)
-        with pytest.raises(ValueError, match="ciphertext"):
-            world.server.close_round([wrong, *good[1:]])
-    for senders in ([good[0], *good], [*good, dataclasses.replace(good[0], silo=3)]):
-        with pytest.raises(
-            ValueError, match="expected one sum from each|silo=3: expected an integer"
-        ):
-            world.server.close_round(senders)
-    assert world.server.close_round(good) == pytest.approx(world.plain(updates, noise), abs=1e-10)
+        with pytest.raises(ValueError, match="ciphertext|PaillierSum of"):
+            close(world.server, [wrong, *good[1:]])
+    strange = dataclasses.replace(good[0], silo=3)
+    with pytest.raises(ValueError, match="silo=3: expected an integer|silo 3: expected silo 0"):
+        world.server.add_sum(0, strange.to_bytes())
+    world.server.add_sum(0, good[0].to_bytes())
+    with pytest.raises(ProtocolError, match="silo 0 has already sent its sum: expected one"):
+        world.server.add_sum(0, good[0].to_bytes())
+    assert close(world.server, good) == pytest.approx(world.plain(updates, noise), abs=1e-10)
 
 
 def test_malformed_weights_are_refused(world, rng):
@@ -348,7 +349,7 @@ def test_a_server_is_set_up_before_its_first_round():
     with pytest.raises(ProtocolError, match="the set-up is not complete"):
         next(server.begin_round(1, None))
     with pytest.raises(ProtocolError, match="no round is open"):
-        server.close_round([])
+        server.close_round()
 
 
 @pytest.mark.parametrize("changes", [{}, {"allowed_totals": (10,)}])
@@ -449,8 +450,6 @@ def test_a_sum_can_be_checked_before_the_others_are_there(world, rng):
     sums = world.weigh(world.begin(1), updates, noise)
     size = world.settings.ciphertext_bytes
     zero = bytes(size) + sums[0].ciphertexts[size:]
-    for silo, message in enumerate(sums):
-        assert world.server.read_sum(silo, message.to_bytes()) == message
     for wrong, said in (
         (dataclasses.replace(sums[0], round_number=2), "sum of round 2: expected round 1"),
         (dataclasses.replace(sums[0], ciphertexts=sums[0].ciphertexts[:-1]), "cut off"),
@@ -461,10 +460,10 @@ def test_a_sum_can_be_checked_before_the_others_are_there(world, rng):
         (sums[1], "silo 1: expected silo 0, its sender"),
     ):
         with pytest.raises((ProtocolError, ValueError), match=said):
-            world.server.read_sum(0, wrong.to_bytes())
-    world.server.close_round(sums)
+            world.server.add_sum(0, wrong.to_bytes())
+    close(world.server, sums)
     with pytest.raises(ProtocolError, match="no round is open"):
-        world.server.read_sum(0, sums[0].to_bytes())
+        world.server.add_sum(0, sums[0].to_bytes())
 
 
 def test_nothing_leaves_when_the_state_cannot_be_saved(rng):

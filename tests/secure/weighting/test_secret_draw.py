@@ -15,7 +15,7 @@ from flower_ext.secure.weighting.paillier_settings import (
 )
 from flower_ext.secure.weighting.paillier_silo import PaillierSilo
 from tests.support.grids import grid
-from tests.support.weighting import World, draw_counts, key, weigh, weighting_settings
+from tests.support.weighting import World, close, draw_counts, key, weigh, weighting_settings
 
 ROUNDS = 4
 
@@ -138,7 +138,7 @@ def test_a_draw_of_a_used_round_is_refused(rng):
     message = world.begin(1)
     (offer,) = world.asked[-1][1].values()
     updates, noise = world.draw(rng)
-    world.server.close_round(world.weigh(message, updates, noise))
+    close(world.server, world.weigh(message, updates, noise))
     for wrong in (offer[:-1], offer + b"\0", b""):
         with pytest.raises(ValueError, match="offer of"):
             world.silos[0].answer("draw", wrong)
@@ -162,7 +162,7 @@ def test_weights_that_were_sealed_for_another_answer_are_refused_before_the_roun
     ):
         with pytest.raises(ValueError, match=said):
             weigh(world.silos[1], wrong, world.own(1, updates), noise[1])
-    assert np.isfinite(world.server.close_round(world.weigh(message, updates, noise))).all()
+    assert np.isfinite(close(world.server, world.weigh(message, updates, noise))).all()
 
 
 def test_settings_with_and_without_a_hidden_draw_do_not_mix(rng):
