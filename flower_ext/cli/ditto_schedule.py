@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, TypeVar
 
 import typer
 from rich.markdown import Markdown
@@ -21,6 +21,8 @@ from flower_ext.privacy.guarantee import Basis, is_large
 from flower_ext.privacy.theorems.dp_ditto_theorem import dp_ditto_guarantees
 from flower_ext.runs.page import to_markdown
 from flower_ext.runs.settings import Settings
+
+Part = TypeVar("Part", ClippedSteps, DittoProblem, LinearFairness)
 
 _LINEAR = ("feature_energy", "label_variance", "model_variance")
 
@@ -89,6 +91,15 @@ class ScheduleSettings(Settings):
             basis=basis,
             steps=self.steps,
         )
+
+    def part(self, kind: type[Part], **values: float) -> Part:
+        """Make a ``kind`` of ``values``, and of the settings with the names of its other fields.
+
+        A field whose setting is None gets its default.
+        """
+        present = {name: value for name, value in vars(self).items() if value is not None}
+        names = {each.name for each in fields(kind)}
+        return kind(**{name: present[name] for name in names & present.keys()} | values)
 
 
 def ditto_schedule(

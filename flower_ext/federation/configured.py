@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any, TypeVar
 
 from flwr.app import ArrayRecord, Context
@@ -76,6 +76,8 @@ from flower_ext.training.params import require_modules
 
 AppSettings = TypeVar("AppSettings", bound=RunSettings)
 
+_TRAINING = {f.name for f in fields(TrainingSettings)} & {f.name for f in fields(LocalTraining)}
+"""Fields of `LocalTraining` that have a setting of the same name."""
 _ADAPTIVE: Mapping[str, Any] = {"adagrad": Adagrad, "adam": Adam, "yogi": Yogi}
 
 
@@ -108,13 +110,13 @@ def non_private_plan(settings: TrainingSettings, sampling: Sampling) -> NonPriva
         The settings ask for secure sums, which need clipped and noised updates.
     """
     if isinstance(settings, ReleaseSettings):
-        sums = {"aggregation": settings.aggregation, "evaluation": settings.evaluation}
-        for name, value in sums.items():
-            if value != "plain":
-                raise UnfitSetting(
-                    f"run-config {name}={value!r}{_with_method(settings)}: expected 'plain', "
-                    "because a secure sum adds up clipped and noised values, and this method adds "
-                    "no noise"
+        for name in ("aggregation", "evaluation"):
+            if getattr(settings, name) != "plain":
+                raise _unfit(
+                    settings,
+                    name,
+                    "'plain', because a secure sum adds up clipped and noised values, and this "
+                    "method adds no noise",
                 )
     return NonPrivatePlan(sampling=sampling, weighting=settings.weighting)
 
@@ -146,10 +148,8 @@ def release_plan(
         them.
     """
     if isinstance(settings, TrainingSettings) and settings.weighting != "clients":
-        raise UnfitSetting(
-            f"run-config weighting={settings.weighting!r}{_with_method(settings)}: expected "
-            "'clients', because a private mean weights all clients equally"
-        )
+        why = "because a private mean weights all clients equally"
+        raise _unfit(settings, "weighting", f"'clients', {why}")
     secure = SecureSum(
         colluding=settings.colluding_share,
         dropouts=settings.dropout_share,
@@ -203,10 +203,11 @@ def release_plan(
 def _correlated(settings: ReleaseSettings, sampling: Sampling, *, of_users: bool) -> dict[str, Any]:
     """Return the fields of a plan whose noise is correlated over rounds."""
     if of_users:
-        raise UnfitSetting(
-            f"run-config noise='correlated'{_with_method(settings)}: expected 'independent', "
-            "because correlated noise needs the number of a user's participations, which no server "
-            "counts over silos"
+        raise _unfit(
+            settings,
+            "noise",
+            "'independent', because correlated noise needs the number of a user's participations, "
+            "which no server counts over silos",
         )
     if settings.aggregation != "plain":
         raise UnfitSetting(
@@ -265,17 +266,9 @@ def _secure_scores(
 
 def training(settings: TrainingSettings, **changes: Any) -> LocalTraining:
     """Return the local training that the settings describe; ``changes`` override its fields."""
-    options: dict[str, Any] = {
-        "epochs": settings.local_epochs,
-        "batch_size": settings.batch_size,
-        "learning_rate": settings.learning_rate,
-        "learning_rate_decay": settings.learning_rate_decay,
-        "momentum": settings.momentum,
-        "optimizer": settings.optimizer,
-        "weight_decay": settings.weight_decay,
-    }
+    options = {name: getattr(settings, name) for name in _TRAINING}
     with _naming_settings(settings):
-        return LocalTraining(**{**options, **changes})
+        return LocalTraining(**{"epochs": settings.local_epochs, **options, **changes})
 
 
 def server(settings: ServerSettings, *, learning_rate: float | None = None) -> dict[str, Any]:
@@ -295,15 +288,18 @@ def server(settings: ServerSettings, *, learning_rate: float | None = None) -> d
         average = ExponentialAverage(decay=settings.average_decay)
     elif settings.average_last:
         average = TailAverage(last=settings.average_last)
-    if (kind := _ADAPTIVE.get(settings.server_optimizer)) is not None:
-        return {"server": kind(learning_rate=rate, beta1=momentum, tau=tau), "average": average}
-    return {"server": Sgd(learning_rate=rate, momentum=momentum), "average": average}
+    if settings.server_optimizer == "sgd":
+        return {"server": Sgd(learning_rate=rate, momentum=momentum), "average": average}
+    kind = _ADAPTIVE[settings.server_optimizer]
+    return {"server": kind(learning_rate=rate, beta1=momentum, tau=tau), "average": average}
 
 
-def _with_method(settings: Settings) -> str:
-    """Return words for a message that name the method; empty if the app has only one method."""
+def _unfit(settings: Settings, name: str, expected: str) -> UnfitSetting:
+    """Return an error about a setting, which also names the method if the app has several."""
     method = getattr(settings, "method", None)
-    return "" if method is None else f" with method={method!r}"
+    with_method = "" if method is None else f" with method={method!r}"
+    value = getattr(settings, name)
+    return UnfitSetting(f"run-config {name}={value!r}{with_method}: expected {expected}")
 
 
 @contextmanager

@@ -20,17 +20,7 @@ from dataclasses import MISSING, dataclass, field, fields
 from difflib import get_close_matches
 from functools import cache
 from pathlib import Path
-from typing import (
-    Annotated,
-    Any,
-    ClassVar,
-    Literal,
-    Self,
-    TypeVar,
-    get_args,
-    get_origin,
-    get_type_hints,
-)
+from typing import Annotated, Any, ClassVar, Literal, Self, get_args, get_origin, get_type_hints
 
 from flower_ext.checks import Count as Count
 from flower_ext.checks import CountOrZero as CountOrZero
@@ -53,9 +43,6 @@ INCIDENTAL = frozenset({*PATHS, "resume", "connect-timeout", "round-timeout"})
 
 RECORDED = ("planned-rounds", "data-source")
 """Names of entries that apps record in a run's configuration in addition to their settings."""
-
-
-Part = TypeVar("Part")
 
 
 class UnfitSetting(InvalidValue):
@@ -173,15 +160,6 @@ class Settings:
                     f"{declaration.rule.expected}; add it to {cls.place}"
                 )
         return cls(**values)
-
-    def part(self, kind: type[Part], **values: Any) -> Part:
-        """Make a ``kind`` of ``values``, and of the settings with the names of its other fields.
-
-        A field whose setting is None gets its default.
-        """
-        present = {name: value for name, value in vars(self).items() if value is not None}
-        names = {each.name for each in fields(kind)}  # type: ignore[arg-type]
-        return kind(**{name: present[name] for name in names & present.keys()} | values)
 
 
 @cache  # a simulated client reads its settings for every message
