@@ -33,6 +33,7 @@ from flower_ext.cli.processes import (
     environment,
     executable,
     free_port,
+    signals_as_interrupts,
     wait_for_port,
 )
 from flower_ext.cli.reaper import reaped
@@ -45,6 +46,7 @@ _PATIENCE = 180
 """Seconds to wait for a SuperLink that does not answer, before the command gives up."""
 
 
+@signals_as_interrupts()
 def launch(run: PreparedRun, *, env: Mapping[str, str] | None = None) -> Path | None:
     """Run an app and stream its log; return its run directory, if it has one on this machine.
 

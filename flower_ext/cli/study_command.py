@@ -42,7 +42,7 @@ import typer
 from flower_ext.cli import link
 from flower_ext.cli.launching import launch
 from flower_ext.cli.preparing import PreparedRun, RunOptions, RunsFolder, prepare
-from flower_ext.cli.processes import Interrupted, LaunchFailed, signals_as_interrupts
+from flower_ext.cli.processes import Interrupted, LaunchFailed
 from flower_ext.cli.reporting import ledger
 from flower_ext.cli.screen import console, say, titled_table
 from flower_ext.errors import InvalidValue
@@ -133,17 +133,16 @@ def study(
     for number, stage in enumerate(plan.stage, 1):
         console.rule(f"Stage {number} of {len(plan.stage)}: {stage.name}")
         try:
-            with signals_as_interrupts():
-                options = RunOptions(
-                    app=plan.placed(plan.app),
-                    superlink=superlink,
-                    settings=[
-                        f"{name}={value if isinstance(value, str) else json.dumps(value)}"
-                        for name, value in plan.settings_of(stage, place).items()
-                    ],
-                    in_process=superlink is None,
-                )
-                _run(prepare(options), place / stage.name)
+            options = RunOptions(
+                app=plan.placed(plan.app),
+                superlink=superlink,
+                settings=[
+                    f"{name}={value if isinstance(value, str) else json.dumps(value)}"
+                    for name, value in plan.settings_of(stage, place).items()
+                ],
+                in_process=superlink is None,
+            )
+            _run(prepare(options), place / stage.name)
         except Interrupted as error:
             text = f"stage {stage.name} was interrupted: repeat the command to continue the study"
             raise Interrupted(text, error.exit_status - 128) from None
