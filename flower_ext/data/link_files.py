@@ -27,25 +27,28 @@ USER = "user"
 """Name of the column with a person's number."""
 
 
-def write_pseudonyms(path: Path, fingerprint: str, people: Iterable[bytes]) -> None:
-    """Write the pseudonyms of a silo's people. They are sorted, so their order reveals nothing."""
-    _write(path, fingerprint, sorted(person.hex() for person in people))
+def write_people(path: Path, header: str, people: Mapping[bytes, int | None]) -> None:
+    """Write people's pseudonyms and, unless it is None, the number of each.
+
+    The ``header`` begins with the fingerprint. Lines are sorted, so their order reveals nothing.
+    """
+    lines = [f"{person.hex()} {'' if n is None else n}".rstrip() for person, n in people.items()]
+    write_whole(path, "\n".join([f"{_MAGIC} {header}", *sorted(lines)]).encode() + b"\n")
 
 
-def write_numbers(path: Path, fingerprint: str, total: int, numbers: Mapping[bytes, int]) -> None:
-    """Write the numbers of a silo's people; ``total`` is the number of people in all silos."""
-    lines = [f"{person.hex()} {number}" for person, number in numbers.items()]
-    _write(path, f"{fingerprint} {total}", lines)
-
-
-def _write(path: Path, header: str, lines: Iterable[str]) -> None:
-    write_whole(path, "\n".join([f"{_MAGIC} {header}", *lines]).encode() + b"\n")
-
-
-def read_pseudonyms(path: Path) -> tuple[str, set[bytes]]:
-    """Return the fingerprint and the pseudonyms in a file of pseudonyms or of numbers."""
-    fingerprint, lines = _read(path)
-    return fingerprint, {person for person, _ in lines}
+def read_people(path: Path) -> tuple[str, dict[bytes, int | None]]:
+    """Return the fingerprint in a file of `write_people`, and the people with their numbers."""
+    try:
+        header, *lines = path.read_text(encoding="ascii").splitlines()
+        if header.startswith(_MAGIC):
+            people = {
+                bytes.fromhex(person): int(number) if number else None
+                for person, _, number in (line.partition(" ") for line in lines)
+            }
+            return header.removeprefix(_MAGIC).split()[0], people
+    except (OSError, ValueError):
+        pass
+    raise InvalidValue(f"{path}: expected a file of `flower-ext link pseudonyms` or `link union`")
 
 
 def read_numbers(path: Path, pseudonyms: Pseudonyms) -> Callable[[bytes], int]:
@@ -53,35 +56,22 @@ def read_numbers(path: Path, pseudonyms: Pseudonyms) -> Callable[[bytes], int]:
 
     It refuses a person who is not in the file, as `read_numbers` refuses the file of another key.
     """
-    fingerprint, lines = _read(path)
+    fingerprint, numbers = read_people(path)
     if fingerprint != pseudonyms.fingerprint:
         raise InvalidValue(
             f"numbers={path}: this file was made with a different key, or with other kinds of "
             "columns; give the key and columns that you gave to `link pseudonyms`"
         )
-    numbers = {person: int(words[0]) for person, words in lines if words}
 
-    def number(pseudonym: bytes) -> int:
-        if pseudonym not in numbers:
+    def number_of(pseudonym: bytes) -> int:
+        if (number := numbers.get(pseudonym)) is None:
             raise InvalidValue(
                 f"numbers={path}: a person of the table has no number in this file; repeat "
                 "`link pseudonyms` with this table, and `link union`"
             )
-        return numbers[pseudonym]
+        return number
 
-    return number
-
-
-def _read(path: Path) -> tuple[str, list[tuple[bytes, list[str]]]]:
-    """Return the fingerprint in a file, and each person's pseudonym and number, if there is one."""
-    try:
-        header, *lines = path.read_text(encoding="ascii").splitlines()
-        if header.startswith(_MAGIC):
-            people = [(bytes.fromhex(person), words) for person, *words in map(str.split, lines)]
-            return header.removeprefix(_MAGIC).split()[0], people
-    except (OSError, ValueError):
-        pass
-    raise InvalidValue(f"{path}: expected a file of `flower-ext link pseudonyms` or `link union`")
+    return number_of
 
 
 @dataclass(frozen=True, kw_only=True)
