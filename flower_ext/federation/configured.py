@@ -36,6 +36,7 @@ from flower_ext.federation.server_optimizers import (
     Adam,
     ExponentialAverage,
     ModelAverage,
+    ServerOptimizer,
     Sgd,
     TailAverage,
     Yogi,
@@ -186,11 +187,9 @@ def release_plan(
         if settings.calibration == "provable":
             return ReleasePlan.for_target(epsilon=epsilon, **options)
         for name, value in (("noise", "independent"), ("clipping", "fixed")):
-            if (chosen := getattr(settings, name)) != value:
-                raise UnfitSetting(
-                    f"run-config calibration='published' with {name}={chosen!r}: expected "
-                    f"'provable', because the published bound needs {name}={value!r}"
-                )
+            if getattr(settings, name) != value:
+                why = f"because the published bound needs {name}={value!r}"
+                raise _unfit(settings, "calibration", f"'provable', {why}", beside=name)
         multiplier = dp2_fedsam_theorem2_noise_multiplier(
             epsilon=epsilon,
             delta=options["delta"],
@@ -210,10 +209,8 @@ def _correlated(settings: ReleaseSettings, sampling: Sampling, *, of_users: bool
             "which no server counts over silos",
         )
     if settings.aggregation != "plain":
-        raise UnfitSetting(
-            f"run-config aggregation={settings.aggregation!r} with noise='correlated': expected "
-            "'plain', because the noise of a client that drops out would be missing"
-        )
+        why = "because the noise of a client that drops out would be missing"
+        raise _unfit(settings, "aggregation", f"'plain', {why}", beside="noise")
     clients = sampling.population
     size = size_for_rate(clients, sampling.sampling_rate)
     apart = settings.rounds_apart or clients // size
@@ -235,15 +232,11 @@ def _secure_scores(
     """Return the query by which evaluations release scores."""
     every, multiplier = settings.evaluate_every, settings.evaluation_noise_multiplier
     if not isinstance(options["noise_placement"], SecureSum):
-        raise UnfitSetting(
-            "run-config evaluation='secure' with aggregation='plain': expected "
-            "aggregation='secure', because clients send scores in the same kind of secure sum as "
-            "updates"
-        )
+        why = "because clients send scores in the same kind of secure sum as updates"
+        expected = f"aggregation='secure', {why}"
+        raise _unfit(settings, "evaluation", expected, beside="aggregation")
     if every < 1:
-        raise UnfitSetting(
-            f"run-config evaluation='secure' with evaluate-every={every!r}: expected 1 or more"
-        )
+        raise _unfit(settings, "evaluation", "1 or more", beside="evaluate_every")
     evaluations = -(-settings.rounds // every)
     if not multiplier:
         if (epsilon := settings.target) is None:
@@ -279,27 +272,23 @@ def server(settings: ServerSettings, *, learning_rate: float | None = None) -> d
     rate = settings.server_learning_rate if learning_rate is None else learning_rate
     momentum, tau = settings.server_momentum, settings.server_tau
     if settings.average_decay and settings.average_last:
-        raise UnfitSetting(
-            f"run-config average-decay={settings.average_decay!r} with "
-            f"average-last={settings.average_last!r}: expected one of them to be 0"
-        )
+        raise _unfit(settings, "average_decay", "one of them to be 0", beside="average_last")
     average: ModelAverage | None = None
     if settings.average_decay:
         average = ExponentialAverage(decay=settings.average_decay)
     elif settings.average_last:
         average = TailAverage(last=settings.average_last)
-    if settings.server_optimizer == "sgd":
-        return {"server": Sgd(learning_rate=rate, momentum=momentum), "average": average}
-    kind = _ADAPTIVE[settings.server_optimizer]
-    return {"server": kind(learning_rate=rate, beta1=momentum, tau=tau), "average": average}
+    optimizer: ServerOptimizer = Sgd(learning_rate=rate, momentum=momentum)
+    if (adaptive := _ADAPTIVE.get(settings.server_optimizer)) is not None:
+        optimizer = adaptive(learning_rate=rate, beta1=momentum, tau=tau)
+    return {"server": optimizer, "average": average}
 
 
-def _unfit(settings: Settings, name: str, expected: str) -> UnfitSetting:
-    """Return an error about a setting, which also names the method if the app has several."""
-    method = getattr(settings, "method", None)
-    with_method = "" if method is None else f" with method={method!r}"
-    value = getattr(settings, name)
-    return UnfitSetting(f"run-config {name}={value!r}{with_method}: expected {expected}")
+def _unfit(settings: Settings, name: str, expected: str, *, beside: str = "method") -> UnfitSetting:
+    """Return an error about a setting that does not fit the one ``beside``, if the app has it."""
+    named = [each for each in (name, beside) if hasattr(settings, each)]
+    values = (f"{each.replace('_', '-')}={getattr(settings, each)!r}" for each in named)
+    return UnfitSetting(f"run-config {' with '.join(values)}: expected {expected}")
 
 
 @contextmanager

@@ -147,8 +147,7 @@ class ConvergenceBound:
             raise InvalidValue(f"rounds={rounds!r}: expected integers >= 0")
         a, b = self.personal_rate, self.global_rate
         with np.errstate(over="ignore", invalid="ignore"):
-            crossed = _crossed(a, b, T)
-            accumulated = T if a == 1 else (1 - a**T) / (1 - a)  # Σ_{x<T} a^x
+            crossed, accumulated = _crossed(a, b, T), _crossed(a, 1.0, T)
             noisy = (accumulated - crossed) / (1 - b)
             h = (
                 a**T * self.initial_distance
