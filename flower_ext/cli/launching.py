@@ -152,18 +152,20 @@ def _note_failure(run: PreparedRun, reason: str) -> bool:
 
 
 def _words_to_resume(options: RunOptions, path: Path | str | None) -> list[str]:
-    """Return the words of a command that continues a run: this command, with the run's path."""
-    words = ["flower-ext", *sys.argv[1:]]
-    if sys.argv[1:2] != ["run"]:  # another command started the run
-        words = ["flower-ext", "run", str(options.app)]
-        words += [options.superlink] if options.superlink else []
-        words += ["--in-process"] if options.in_process else []
-    if options.resume is not None:
-        return words
+    """Return the words of a command that continues a run with the same settings."""
+    words, settings = ["flower-ext", "run", str(options.app)], [*options.settings]
+    words += [options.superlink] if options.superlink else []
+    words += ["--in-process"] if options.in_process else []
+    given: dict[str, Any] = {"--clients": options.clients}
+    given["--workers"] = options.workers if options.workers > 1 else None
     if options.superlink is None:
-        return [*words, "--resume", str(path)]
-    # Only the machine of the ServerApp can read the run directory.
-    return [*words, "--set", f"run-directory={path}", "--set", "resume=true"]
+        given["--resume"] = options.resume or path
+    else:  # only the machine of the ServerApp can read the settings in the run directory
+        given |= {"--preset": options.preset, "--settings": options.settings_file}
+        settings += [f"run-directory={path}", "resume=true"]
+    for name, value in [*given.items(), *(("--set", setting) for setting in settings)]:
+        words += [name, str(value)] if value is not None else []
+    return words
 
 
 @contextmanager
