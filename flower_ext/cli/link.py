@@ -11,7 +11,6 @@ from typing import Annotated, TypeVar
 import typer
 
 from flower_ext.cli.screen import Command, console, say, titled_table
-from flower_ext.data.link_files import read_numbers, read_people, write_linked, write_people
 from flower_ext.data.linkage import (
     IdentifierField,
     Pseudonyms,
@@ -19,8 +18,12 @@ from flower_ext.data.linkage import (
     expected_shared_pairs,
     number_union,
     read_key,
+    read_numbers,
+    read_people,
     shared_counts,
     write_key,
+    write_linked,
+    write_people,
 )
 from flower_ext.data.record_files import RecordFile
 from flower_ext.errors import InvalidValue

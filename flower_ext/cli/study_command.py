@@ -54,7 +54,7 @@ from flower_ext.runs.settings import INCIDENTAL, OF_NODES
 
 _ACCOUNT = "account.jsonl"
 """File in a study's folder with the privacy that all stages have spent."""
-_LINK_PATHS = ("table", "key", "output", "numbers")
+_LINK_PATHS = {"table", "key", "output", "numbers"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -170,15 +170,16 @@ def _link_command(plan: Study, entry: Mapping[str, Any]) -> click.Context:
     if not {"table", "key", "output"} <= set(entry):
         raise InvalidValue(f"{where}: expected table, key and output")
     options = {name: each if isinstance(each, list) else [each] for name, each in entry.items()}
-    options |= {name: [plan.placed(*options[name])] for name in _LINK_PATHS if name in options}
-    (table,) = options.pop("table")
-    words = [f"--{name}={value}" for name, values in options.items() for value in values]
-    # A switch has no value on a command line.
-    words = [word.removesuffix("=True") for word in words if not word.endswith("=False")]
+    for name in _LINK_PATHS & options.keys():
+        options[name] = [str(plan.placed(str(path))) for path in options[name]]
+    tables, words = options.pop("table"), list[str]()
+    for name, value in ((name, value) for name, values in options.items() for value in values):
+        if value is not False:  # a switch has no value on a command line
+            words.append(f"--{name}" if value is True else f"--{name}={value}")
     group = get_command(link.app)
     assert isinstance(group, click.Group)
     try:
-        return group.commands["users"].make_context("link users", [*words, "--", str(table)])
+        return group.commands["users"].make_context("link users", [*words, "--", *tables])
     except click.UsageError as error:
         raise InvalidValue(f"{where}: {error.format_message()}") from None
 

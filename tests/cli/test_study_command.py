@@ -59,6 +59,7 @@ def study(tmp_path):
             "No such option '--bucket'. (Did you mean one of: '--buckets', '--key'?)",
         ),
         (("buckets = 10", 'buckets = "ten"'), "'--buckets': 'ten' is not a valid integer"),
+        (('"north.csv"', '["north.csv", "south.csv"]'), "unexpected extra argument"),
         (("buckets = 10", "buckets = 0"), "'--buckets': 0 is not in the range x>=1"),
         (("buckets = 10", "buckets = [1, 2]"), "'--buckets': given twice"),
         (('output = "linked/0.csv"', ""), "expected table, key and output"),

@@ -6,8 +6,7 @@ from collections import Counter
 
 import pytest
 
-from flower_ext.data.link_files import write_linked
-from flower_ext.data.linkage import IdentifierField, Pseudonyms
+from flower_ext.data.linkage import IdentifierField, Pseudonyms, write_linked
 from flower_ext.data.record_files import RecordFile
 from flower_ext.errors import InvalidValue
 
