@@ -4,22 +4,24 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, TypeVar
 
 import typer
 from rich.markdown import Markdown
 
+from flower_ext.checks import Count, NotNegative, Positive, ProperFraction
 from flower_ext.cli.screen import console
 from flower_ext.errors import InvalidValue
 from flower_ext.files import read_toml
-from flower_ext.planning import DittoProblem, LinearFairness
-from flower_ext.planning.search import planned_schedules
-from flower_ext.privacy import ClippedSteps, FullParticipation, RecordLevelPlan
+from flower_ext.planning import DittoProblem, LinearFairness, best_schedule
+from flower_ext.privacy import ClippedSteps, Condition, FullParticipation, RecordLevelPlan
+from flower_ext.privacy.accounting.participations import Participations
 from flower_ext.privacy.guarantee import Basis, is_large
+from flower_ext.privacy.run_summary import MethodTraits, RunSummary
 from flower_ext.runs.page import to_markdown
-from flower_ext.runs.settings import Count, NotNegative, Positive, ProperFraction, Settings, setting
+from flower_ext.runs.settings import Settings
 
 Part = TypeVar("Part", ClippedSteps, DittoProblem, LinearFairness)
 
@@ -28,49 +30,38 @@ _LINEAR = ("feature_energy", "label_variance", "model_variance")
 
 @dataclass(frozen=True, kw_only=True)
 class ScheduleSettings(Settings):
-    """Settings of ``flower-ext ditto-schedule``; ``apps/dp-ditto/schedule.toml`` is an example."""
+    """Settings of ``flower-ext ditto-schedule``; ``apps/dp-ditto/schedule.toml`` explains them."""
 
     origin: ClassVar[str] = "schedule"
     place: ClassVar[str] = "the settings file"
 
     # Budget and training
-    epsilon: Positive = setting("ε of one record, after all rounds")
-    delta: ProperFraction | None = setting("δ; absent: 1/|D|", default=None)
-    num_clients: Count = setting("N: clients, all of which join every round")
-    num_examples: Count = setting("|D|: records of each client, equal for all")
-    clipping_norm: Positive = setting("C: clipping norm of the local model")
-    gradient_clipping_norm: Positive | None = setting(
-        "G: clipping norm of each record's gradient; absent: one record may move a model by 2C",
-        default=None,
-    )
-    local_steps: Count = setting("K: noised local steps in each round", default=1)
-    batch_size: Count | None = setting("B; absent: all records", default=None)
-    learning_rate: Positive = setting("η_G: learning rate of the local model")
-    personal_learning_rate: Positive | None = setting(
-        "η_L: learning rate of the personal model; absent: η_G", default=None
-    )
-    max_rounds: Count = setting("largest number of rounds to consider", default=1000)
+    epsilon: Positive
+    delta: ProperFraction | None = None
+    num_clients: Count
+    num_examples: Count
+    clipping_norm: Positive
+    gradient_clipping_norm: Positive | None = None
+    local_steps: Count = 1
+    batch_size: Count | None = None
+    learning_rate: Positive
+    personal_learning_rate: Positive | None = None
+    max_rounds: Count = 1000
 
     # Losses; the pilot.toml of a pilot run has these lines
-    dimension: Count = setting("d: number of weights")
-    strong_convexity: Positive = setting("μ: strong convexity of the losses")
-    smoothness: Positive = setting("L: smoothness of the losses")
-    initial_gap: NotNegative = setting("Ψ₁ = F(w⁰) − F(w*)")
-    initial_distance: NotNegative = setting("Ψ₂ = ‖v⁰ − v*‖²")
-    gradient_bound: Positive | None = setting(
-        "G₀: bound on gradients; the published bound needs it", default=None
-    )
-    model_spread: NotNegative | None = setting(
-        "M ≥ ‖u* − w*‖; the published bound needs it", default=None
-    )
+    dimension: Count
+    strong_convexity: Positive
+    smoothness: Positive
+    initial_gap: NotNegative
+    initial_distance: NotNegative
+    gradient_bound: Positive | None = None
+    model_spread: NotNegative | None = None
 
     # λ: given, or the fairest under a Bayesian linear model
-    global_weight: float | None = setting("λ from 0 (local) to 2 (global)", default=None)
-    feature_energy: Positive | None = setting("ρ: the diagonal of XᵀX", default=None)
-    label_variance: Positive | None = setting("σ²: variance of the labels' noise", default=None)
-    model_variance: Positive | None = setting(
-        "ζ²: variance between clients' true models", default=None
-    )
+    global_weight: float | None = None
+    feature_energy: Positive | None = None
+    label_variance: Positive | None = None
+    model_variance: Positive | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -83,6 +74,11 @@ class ScheduleSettings(Settings):
             raise InvalidValue(
                 "batch-size and local-steps need gradient-clipping-norm: set it, or leave both out"
             )
+
+    @property
+    def steps(self) -> ClippedSteps | None:
+        """The local steps, in which gradients are clipped; None without gradient-clipping-norm."""
+        return None if self.gradient_clipping_norm is None else self.part(ClippedSteps)
 
     def plan_of(self, rounds: int, basis: Basis) -> RecordLevelPlan:
         """Return the plan that spends at most the budget in ``rounds`` rounds."""
@@ -97,16 +93,14 @@ class ScheduleSettings(Settings):
             steps=self.steps,
         )
 
-    @property
-    def steps(self) -> ClippedSteps | None:
-        """The local steps, in which gradients are clipped; None without gradient-clipping-norm."""
-        return None if self.gradient_clipping_norm is None else self.part(ClippedSteps)
+    def part(self, kind: type[Part], **values: float) -> Part:
+        """Make a ``kind`` of ``values``, and of the settings with the names of its other fields.
 
-    def part(self, kind: type[Part], **values: Any) -> Part:
-        """Make a ``kind`` of ``values``, and of the settings with the names of its other fields."""
-        names = {each.name for each in fields(kind)}
+        A field whose setting is None gets its default.
+        """
         present = {name: value for name, value in vars(self).items() if value is not None}
-        return kind(**{**{name: present[name] for name in names & present.keys()}, **values})
+        names = {each.name for each in fields(kind)}
+        return kind(**{name: present[name] for name in names & present.keys()} | values)
 
 
 def ditto_schedule(
@@ -125,40 +119,17 @@ def ditto_schedule(
     Example: flower-ext ditto-schedule apps/dp-ditto/schedule.toml
     """
     settings = ScheduleSettings.of(read_toml(settings_file))
-    delta, weight = settings.delta or 1 / settings.num_examples, settings.global_weight
-    problem = settings.part(
-        DittoProblem,
-        personal_learning_rate=settings.personal_learning_rate or settings.learning_rate,
-    )
-    schedules = planned_schedules(
-        settings.plan_of,
-        problem,
-        settings.part(LinearFairness) if weight is None else weight,
-        max_rounds=settings.max_rounds,
-    )
+    delta = settings.delta or 1 / settings.num_examples
+    rate = settings.personal_learning_rate or settings.learning_rate
+    problem = settings.part(DittoProblem, personal_learning_rate=rate)
+    unknown = [n for n in ("gradient_bound", "model_spread") if math.isinf(getattr(problem, n))]
+    bases: list[Basis] = ["provable"] if unknown else ["published", "provable"]
+    schedules = [_schedule(settings, problem, basis) for basis in bases]
     if as_json:
-        answer = {
-            "unit": "record",
-            "relation": "replace-one",
-            "view": "each-upload",
-            "epsilon": settings.epsilon,
-            "delta": delta,
-            "schedules": [
-                {
-                    "basis": planned.basis,
-                    "rounds": planned.schedule.rounds,
-                    "global_weight": planned.schedule.global_weight,
-                    "bound": h if math.isfinite(h := planned.schedule.value) else None,
-                    "noise_stddev": planned.noise_stddev,
-                    "epsilon": planned.epsilons,
-                    "conditions_not_met": planned.not_met,
-                }
-                for planned in schedules
-            ],
-        }
-        console.print_json(json.dumps(answer))
+        terms = {"unit": "record", "relation": "replace-one", "view": "each-upload"}
+        budget = {"epsilon": settings.epsilon, "delta": delta}
+        console.print_json(json.dumps({**terms, **budget, "schedules": schedules}))
         return
-    bounds = ("gradient_bound", "model_spread")
     text = to_markdown(
         "ditto-schedule",
         settings=settings,
@@ -166,7 +137,60 @@ def ditto_schedule(
         delta=delta,
         has_large_delta=is_large(delta, settings.num_examples),
         kinds=["as published", "worst case", *(["gradients clipped"] if settings.steps else [])],
-        answers=schedules,
-        unknown=[name.replace("_", "-") for name in bounds if math.isinf(getattr(problem, name))],
+        schedules=schedules,
+        unknown=[name.replace("_", "-") for name in unknown],
     )
     console.print(Markdown(text))
+
+
+def _schedule(settings: ScheduleSettings, problem: DittoProblem, basis: Basis) -> dict[str, Any]:
+    """Return the best schedule by the formulas of ``basis``, as the command prints it in JSON."""
+    weight = settings.global_weight
+    schedule = best_schedule(
+        problem,
+        settings.part(LinearFairness) if weight is None else weight,
+        variance_per_round=settings.plan_of(1, basis).upload_stddev ** 2,
+        max_rounds=settings.max_rounds,
+        basis=basis,
+    )
+    conditions = [*schedule.bound.conditions, _one_full_step(settings)]
+    if weight is None:
+        fairness, norm = settings.part(LinearFairness), settings.clipping_norm
+        conditions.append(fairness.uniqueness(clipping_norm=norm, basis=basis))
+    # If T* is 0, clients release nothing, so there is no noise.
+    plan = settings.plan_of(schedule.rounds, basis) if schedule.rounds else None
+    return {
+        "basis": basis,
+        "rounds": schedule.rounds,
+        "global_weight": schedule.global_weight,
+        "bound": schedule.value if math.isfinite(schedule.value) else None,
+        "noise_stddev": 0.0 if plan is None else plan.upload_stddev,
+        "epsilon": {} if plan is None else _epsilons(plan),
+        "conditions_not_met": [each.text for each in conditions if not each.holds],
+    }
+
+
+def _epsilons(plan: RecordLevelPlan) -> dict[str, float]:
+    """Return ε as published, in the worst case, and with clipped gradients if the plan clips."""
+    uploads = replace(plan, noise_stddev=plan.upload_stddev, steps=None)
+    run = RunSummary(
+        method=MethodTraits(name="DP-Ditto"), participations=Participations(rounds=plan.rounds)
+    )
+    published, provable = uploads.guarantees(run)
+    # Algorithm 1 clips models but no gradients, so the worst case holds for it.
+    epsilons = {"as published": published.epsilon, "worst case": provable.epsilon}
+    if plan.steps is not None:
+        loss = plan.steps.loss(plan.noise_stddev, delta=plan.delta, rounds=plan.rounds)
+        epsilons["gradients clipped"] = loss.epsilon
+    return epsilons
+
+
+def _one_full_step(settings: ScheduleSettings) -> Condition:
+    """Return the condition of Theorem 1 that each round is a single step on all records."""
+    batch = settings.batch_size or settings.num_examples
+    return Condition(
+        f"one full-gradient step a round (K = {settings.local_steps}, B = {batch} of "
+        f"{settings.num_examples} records): the bound h assumes one such step, and the noise "
+        "covers all steps",
+        settings.local_steps == 1 and batch == settings.num_examples,
+    )

@@ -33,6 +33,7 @@ from flower_ext.cli.processes import (
     environment,
     executable,
     free_port,
+    signals_as_interrupts,
     wait_for_port,
 )
 from flower_ext.cli.reaper import reaped
@@ -45,6 +46,7 @@ _PATIENCE = 180
 """Seconds to wait for a SuperLink that does not answer, before the command gives up."""
 
 
+@signals_as_interrupts()
 def launch(run: PreparedRun, *, env: Mapping[str, str] | None = None) -> Path | None:
     """Run an app and stream its log; return its run directory, if it has one on this machine.
 
@@ -150,18 +152,20 @@ def _note_failure(run: PreparedRun, reason: str) -> bool:
 
 
 def _words_to_resume(options: RunOptions, path: Path | str | None) -> list[str]:
-    """Return the words of a command that continues a run: this command, with the run's path."""
-    words = ["flower-ext", *sys.argv[1:]]
-    if sys.argv[1:2] != ["run"]:  # another command started the run
-        words = ["flower-ext", "run", str(options.app)]
-        words += [options.superlink] if options.superlink else []
-        words += ["--in-process"] if options.in_process else []
-    if options.resume is not None:
-        return words
+    """Return the words of a command that continues a run with the same settings."""
+    words, settings = ["flower-ext", "run", str(options.app)], [*options.settings]
+    words += [options.superlink] if options.superlink else []
+    words += ["--in-process"] if options.in_process else []
+    given: dict[str, Any] = {"--clients": options.clients}
+    given["--workers"] = options.workers if options.workers > 1 else None
     if options.superlink is None:
-        return [*words, "--resume", str(path)]
-    # Only the machine of the ServerApp can read the run directory.
-    return [*words, "--set", f"run-directory={path}", "--set", "resume=true"]
+        given["--resume"] = options.resume or path
+    else:  # only the machine of the ServerApp can read the settings in the run directory
+        given |= {"--preset": options.preset, "--settings": options.settings_file}
+        settings += [f"run-directory={path}", "resume=true"]
+    for name, value in [*given.items(), *(("--set", setting) for setting in settings)]:
+        words += [name, str(value)] if value is not None else []
+    return words
 
 
 @contextmanager

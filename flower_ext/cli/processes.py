@@ -13,7 +13,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from threading import Thread
+from threading import Thread, current_thread, main_thread
 from types import FrameType
 from typing import IO
 
@@ -178,12 +178,13 @@ def end_groups(processes: Iterable[subprocess.Popen[bytes]]) -> None:
 def signals_as_interrupts() -> Iterator[None]:
     """Raise `Ended` in the block on the first SIGTERM or SIGHUP.
 
-    A signal that was ignored before, as SIGHUP under ``nohup``, stays ignored.
+    A signal that was ignored before, as SIGHUP under ``nohup``, stays ignored. Threads other than
+    the main thread receive no signals, and their blocks change nothing.
     """
     numbers = [
         number
         for number in (signal.SIGTERM, signal.SIGHUP)
-        if signal.getsignal(number) is not signal.SIG_IGN
+        if current_thread() is main_thread() and signal.getsignal(number) is not signal.SIG_IGN
     ]
 
     def end(number: int, _: FrameType | None) -> None:

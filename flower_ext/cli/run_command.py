@@ -10,7 +10,6 @@ from click.core import ParameterSource
 
 from flower_ext.cli.launching import launch
 from flower_ext.cli.preparing import Overrides, RunOptions, RunsFolder, prepare
-from flower_ext.cli.processes import signals_as_interrupts
 from flower_ext.cli.screen import say
 from flower_ext.runs.directory import RunWriter
 
@@ -67,8 +66,7 @@ def run(
         workers=workers,
         resume=resume,
     )
-    with signals_as_interrupts():
-        path = launch(prepare(options))
+    path = launch(prepare(options))
     if path is not None and (path / "run.json").is_file():
         RunWriter.open(path).note(app=str(app_folder.absolute()))  # for export
     if path is not None and superlink is None:

@@ -7,6 +7,7 @@ import csv
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
@@ -118,16 +119,12 @@ class RecordFile:
 
 def _is_utf8(path: Path) -> bool:
     """Return True for a UTF-8 file with characters other than ASCII."""
-    has_others, decoder = False, codecs.getincrementaldecoder("utf-8")()
-    with path.open("rb") as stream:
-        try:
-            while block := stream.read(2**20):
-                has_others |= not block.isascii()
-                decoder.decode(block)
-            decoder.decode(b"", final=True)
-        except UnicodeError:
-            return False
-    return has_others
+    try:
+        with path.open(encoding="utf-8", newline="") as text:
+            # A set reads the whole file, although the first character beyond ASCII would suffice.
+            return False in {block.isascii() for block in iter(partial(text.read, 2**20), "")}
+    except UnicodeError:
+        return False
 
 
 def _open_parquet(path: Path) -> Any:

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any, TypeVar
 
 from flwr.app import ArrayRecord, Context
@@ -36,6 +36,7 @@ from flower_ext.federation.server_optimizers import (
     Adam,
     ExponentialAverage,
     ModelAverage,
+    ServerOptimizer,
     Sgd,
     TailAverage,
     Yogi,
@@ -76,6 +77,8 @@ from flower_ext.training.params import require_modules
 
 AppSettings = TypeVar("AppSettings", bound=RunSettings)
 
+_TRAINING = {f.name for f in fields(TrainingSettings)} & {f.name for f in fields(LocalTraining)}
+"""Fields of `LocalTraining` that have a setting of the same name."""
 _ADAPTIVE: Mapping[str, Any] = {"adagrad": Adagrad, "adam": Adam, "yogi": Yogi}
 
 
@@ -108,13 +111,13 @@ def non_private_plan(settings: TrainingSettings, sampling: Sampling) -> NonPriva
         The settings ask for secure sums, which need clipped and noised updates.
     """
     if isinstance(settings, ReleaseSettings):
-        sums = {"aggregation": settings.aggregation, "evaluation": settings.evaluation}
-        for name, value in sums.items():
-            if value != "plain":
-                raise UnfitSetting(
-                    f"run-config {name}={value!r}{_with_method(settings)}: expected 'plain', "
-                    "because a secure sum adds up clipped and noised values, and this method adds "
-                    "no noise"
+        for name in ("aggregation", "evaluation"):
+            if getattr(settings, name) != "plain":
+                raise _unfit(
+                    settings,
+                    name,
+                    "'plain', because a secure sum adds up clipped and noised values, and this "
+                    "method adds no noise",
                 )
     return NonPrivatePlan(sampling=sampling, weighting=settings.weighting)
 
@@ -146,10 +149,8 @@ def release_plan(
         them.
     """
     if isinstance(settings, TrainingSettings) and settings.weighting != "clients":
-        raise UnfitSetting(
-            f"run-config weighting={settings.weighting!r}{_with_method(settings)}: expected "
-            "'clients', because a private mean weights all clients equally"
-        )
+        why = "because a private mean weights all clients equally"
+        raise _unfit(settings, "weighting", f"'clients', {why}")
     secure = SecureSum(
         colluding=settings.colluding_share,
         dropouts=settings.dropout_share,
@@ -186,11 +187,9 @@ def release_plan(
         if settings.calibration == "provable":
             return ReleasePlan.for_target(epsilon=epsilon, **options)
         for name, value in (("noise", "independent"), ("clipping", "fixed")):
-            if (chosen := getattr(settings, name)) != value:
-                raise UnfitSetting(
-                    f"run-config calibration='published' with {name}={chosen!r}: expected "
-                    f"'provable', because the published bound needs {name}={value!r}"
-                )
+            if getattr(settings, name) != value:
+                why = f"because the published bound needs {name}={value!r}"
+                raise _unfit(settings, "calibration", f"'provable', {why}", beside=name)
         multiplier = dp2_fedsam_theorem2_noise_multiplier(
             epsilon=epsilon,
             delta=options["delta"],
@@ -203,16 +202,15 @@ def release_plan(
 def _correlated(settings: ReleaseSettings, sampling: Sampling, *, of_users: bool) -> dict[str, Any]:
     """Return the fields of a plan whose noise is correlated over rounds."""
     if of_users:
-        raise UnfitSetting(
-            f"run-config noise='correlated'{_with_method(settings)}: expected 'independent', "
-            "because correlated noise needs the number of a user's participations, which no server "
-            "counts over silos"
+        raise _unfit(
+            settings,
+            "noise",
+            "'independent', because correlated noise needs the number of a user's participations, "
+            "which no server counts over silos",
         )
     if settings.aggregation != "plain":
-        raise UnfitSetting(
-            f"run-config aggregation={settings.aggregation!r} with noise='correlated': expected "
-            "'plain', because the noise of a client that drops out would be missing"
-        )
+        why = "because the noise of a client that drops out would be missing"
+        raise _unfit(settings, "aggregation", f"'plain', {why}", beside="noise")
     clients = sampling.population
     size = size_for_rate(clients, sampling.sampling_rate)
     apart = settings.rounds_apart or clients // size
@@ -234,15 +232,11 @@ def _secure_scores(
     """Return the query by which evaluations release scores."""
     every, multiplier = settings.evaluate_every, settings.evaluation_noise_multiplier
     if not isinstance(options["noise_placement"], SecureSum):
-        raise UnfitSetting(
-            "run-config evaluation='secure' with aggregation='plain': expected "
-            "aggregation='secure', because clients send scores in the same kind of secure sum as "
-            "updates"
-        )
+        why = "because clients send scores in the same kind of secure sum as updates"
+        expected = f"aggregation='secure', {why}"
+        raise _unfit(settings, "evaluation", expected, beside="aggregation")
     if every < 1:
-        raise UnfitSetting(
-            f"run-config evaluation='secure' with evaluate-every={every!r}: expected 1 or more"
-        )
+        raise _unfit(settings, "evaluation", "1 or more", beside="evaluate_every")
     evaluations = -(-settings.rounds // every)
     if not multiplier:
         if (epsilon := settings.target) is None:
@@ -265,17 +259,9 @@ def _secure_scores(
 
 def training(settings: TrainingSettings, **changes: Any) -> LocalTraining:
     """Return the local training that the settings describe; ``changes`` override its fields."""
-    options: dict[str, Any] = {
-        "epochs": settings.local_epochs,
-        "batch_size": settings.batch_size,
-        "learning_rate": settings.learning_rate,
-        "learning_rate_decay": settings.learning_rate_decay,
-        "momentum": settings.momentum,
-        "optimizer": settings.optimizer,
-        "weight_decay": settings.weight_decay,
-    }
+    options = {name: getattr(settings, name) for name in _TRAINING}
     with _naming_settings(settings):
-        return LocalTraining(**{**options, **changes})
+        return LocalTraining(**{"epochs": settings.local_epochs, **options, **changes})
 
 
 def server(settings: ServerSettings, *, learning_rate: float | None = None) -> dict[str, Any]:
@@ -286,24 +272,23 @@ def server(settings: ServerSettings, *, learning_rate: float | None = None) -> d
     rate = settings.server_learning_rate if learning_rate is None else learning_rate
     momentum, tau = settings.server_momentum, settings.server_tau
     if settings.average_decay and settings.average_last:
-        raise UnfitSetting(
-            f"run-config average-decay={settings.average_decay!r} with "
-            f"average-last={settings.average_last!r}: expected one of them to be 0"
-        )
+        raise _unfit(settings, "average_decay", "one of them to be 0", beside="average_last")
     average: ModelAverage | None = None
     if settings.average_decay:
         average = ExponentialAverage(decay=settings.average_decay)
     elif settings.average_last:
         average = TailAverage(last=settings.average_last)
-    if (kind := _ADAPTIVE.get(settings.server_optimizer)) is not None:
-        return {"server": kind(learning_rate=rate, beta1=momentum, tau=tau), "average": average}
-    return {"server": Sgd(learning_rate=rate, momentum=momentum), "average": average}
+    optimizer: ServerOptimizer = Sgd(learning_rate=rate, momentum=momentum)
+    if (adaptive := _ADAPTIVE.get(settings.server_optimizer)) is not None:
+        optimizer = adaptive(learning_rate=rate, beta1=momentum, tau=tau)
+    return {"server": optimizer, "average": average}
 
 
-def _with_method(settings: Settings) -> str:
-    """Return words for a message that name the method; empty if the app has only one method."""
-    method = getattr(settings, "method", None)
-    return "" if method is None else f" with method={method!r}"
+def _unfit(settings: Settings, name: str, expected: str, *, beside: str = "method") -> UnfitSetting:
+    """Return an error about a setting that does not fit the one ``beside``, if the app has it."""
+    named = [each for each in (name, beside) if hasattr(settings, each)]
+    values = (f"{each.replace('_', '-')}={getattr(settings, each)!r}" for each in named)
+    return UnfitSetting(f"run-config {' with '.join(values)}: expected {expected}")
 
 
 @contextmanager

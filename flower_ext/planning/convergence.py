@@ -41,6 +41,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Annotated
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -50,6 +51,7 @@ from flower_ext.checks import (
     Count,
     NotNegative,
     Positive,
+    Rule,
     is_number,
     require_at_least_one,
     require_not_negative,
@@ -61,6 +63,7 @@ from flower_ext.privacy.guarantee import Basis, Condition
 BASES: tuple[Basis, ...] = ("published", "provable")
 LARGEST_WEIGHT = 2.0
 """λ at which a personal model equals the global one."""
+_MaybeInfinite = Annotated[float, Rule("a number >= 0", lambda x: is_number(x) and x >= 0)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,15 +97,11 @@ class DittoProblem(Checked):
     num_clients: Count
     learning_rate: Positive
     personal_learning_rate: Positive
-    gradient_bound: float = math.inf
-    model_spread: float = math.inf
+    gradient_bound: _MaybeInfinite = math.inf
+    model_spread: _MaybeInfinite = math.inf
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("gradient_bound", "model_spread"):
-            value = getattr(self, name)
-            if not (is_number(value) and value >= 0):
-                raise InvalidValue(f"{name}={value!r}: expected a number >= 0")
         if self.smoothness < self.strong_convexity:
             raise InvalidValue(
                 f"smoothness={self.smoothness!r}: expected at least strong_convexity="
@@ -147,8 +146,7 @@ class ConvergenceBound:
             raise InvalidValue(f"rounds={rounds!r}: expected integers >= 0")
         a, b = self.personal_rate, self.global_rate
         with np.errstate(over="ignore", invalid="ignore"):
-            crossed = _crossed(a, b, T)
-            accumulated = T if a == 1 else (1 - a**T) / (1 - a)  # Σ_{x<T} a^x
+            crossed, accumulated = _crossed(a, b, T), _crossed(a, 1.0, T)
             noisy = (accumulated - crossed) / (1 - b)
             h = (
                 a**T * self.initial_distance

@@ -63,10 +63,6 @@ class LinearFairness(Checked):
     label_variance, model_variance : float
         σ², the variance of the noise in labels, and ζ², the variance between the clients' true
         models.
-    given_moments : tuple[float, float], optional
-        G₁ and G₂ − G₁². With ū the mean of all û_n, G₁ is N² times the mean of ‖û_n − ū‖² over
-        clients, and G₂ − G₁² is N⁴ times the variance of ‖û_n − ū‖² over clients. By default, both
-        are the expected values for random û_n, which follow from the other fields.
     """
 
     num_clients: Count
@@ -75,18 +71,14 @@ class LinearFairness(Checked):
     feature_energy: Positive
     label_variance: Positive
     model_variance: NotNegative
-    given_moments: tuple[float, float] | None = None
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        for moment in self.given_moments or ():
-            require_not_negative("given_moments", moment)
 
     @property
     def moments(self) -> tuple[float, float]:
-        """The constants G₁ and G₂ − G₁²: ``given_moments`` if set, otherwise expected values."""
-        if self.given_moments is not None:
-            return self.given_moments
+        """The expected values of G₁ and G₂ − G₁² for random û_n.
+
+        With ū the mean of all û_n, G₁ is N² times the mean of ‖û_n − ū‖² over clients, and G₂ − G₁²
+        is N⁴ times the variance of ‖û_n − ū‖² over clients.
+        """
         N, d = self.num_clients, self.dimension
         spread = self.label_variance / self.feature_energy + self.model_variance
         variance = 2 * d * spread**2 * (1 - 1 / N) * abs(1 - 2 / N)
@@ -128,24 +120,19 @@ class LinearFairness(Checked):
         """Return R(λ) of Theorem 2, for one λ or many."""
         weights = np.asarray(global_weight, dtype=np.float64)
         shares = np.vectorize(self.interpolation, otypes=[float])(weights)
-        return np.asarray(self._quartic(upload_variance, basis)(shares))
-
-    def cubic(self, *, upload_variance: float, basis: Basis = "provable") -> NDArray[np.float64]:
-        """Return dR/dα₀ (Eqn 32) as coefficients of α₀³, α₀², α₀ and 1."""
-        derivative = np.polyder(self._quartic(upload_variance, basis)).coeffs
-        return np.concatenate([np.zeros(4 - len(derivative)), derivative])
+        return np.asarray(self.quartic(upload_variance=upload_variance, basis=basis)(shares))
 
     def best_global_weight(self, *, upload_variance: float, basis: Basis = "provable") -> float:
         """Return λ* of Theorem 3, the λ with the smallest R.
 
-        Candidates are 0, 2, and each λ whose α₀ is a real root of `cubic`.
+        Candidates are 0, 2, and each λ whose α₀ is a real root of dR/dα₀ (Eqn 32).
         """
-        roots = np.roots(self.cubic(upload_variance=upload_variance, basis=basis))
+        unfairness = self.quartic(upload_variance=upload_variance, basis=basis)
+        roots = unfairness.deriv().roots
         # Rounding gives real roots a small imaginary part.
         real = roots[np.abs(roots.imag) < 1e-7].real
         shares = np.concatenate([[0.0, 1.0], real[(real > 0) & (real < 1)]])
-        values = self._quartic(upload_variance, basis)(shares)
-        return self.global_weight(float(shares[np.argmin(values)]))
+        return self.global_weight(float(shares[np.argmin(unfairness(shares))]))
 
     def uniqueness(self, *, clipping_norm: float, basis: Basis = "provable") -> Condition:
         """Return the condition of Theorem 3 under which R has one minimum, whatever the noise.
@@ -165,8 +152,8 @@ class LinearFairness(Checked):
             clipping_norm < limit,
         )
 
-    def _quartic(self, upload_variance: float, basis: Basis) -> np.poly1d:
-        """Return R as a polynomial in α₀."""
+    def quartic(self, *, upload_variance: float, basis: Basis = "provable") -> np.poly1d:
+        """Return R (Eqn 31) as a polynomial in α₀."""
         require_not_negative("upload_variance", upload_variance)
         require_one_of("basis", basis, BASES)
         N, d = self.num_clients, self.dimension

@@ -6,8 +6,7 @@ rounds need, and then the T whose bound h(T, λ*(T)) is smallest. If there is no
 `alternating_search`, which makes short training runs (Section V-C).
 
 h bounds the distance to v_n*(λ), an optimum that depends on λ. So h tells how many rounds a λ
-needs, and R tells which λ is best. `planned_schedules` searches the best T and λ for a privacy
-budget, by the published and by the provable formulas.
+needs, and R tells which λ is best.
 """
 
 from __future__ import annotations
@@ -25,10 +24,7 @@ from flower_ext.planning.convergence import (
     convergence_bound,
 )
 from flower_ext.planning.fairness import LinearFairness
-from flower_ext.privacy import ClippedSteps, Condition, RecordLevelPlan
-from flower_ext.privacy.accounting.participations import Participations
 from flower_ext.privacy.guarantee import Basis
-from flower_ext.privacy.run_summary import MethodTraits, RunSummary
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,96 +101,6 @@ def best_schedule(
 
 
 @dataclass(frozen=True, kw_only=True)
-class PlannedSchedule:
-    """A schedule, and a plan with enough noise to keep the privacy budget.
-
-    ``plan`` is None if T* is 0, because clients then release nothing. ``not_met`` names the
-    conditions of the theorem that do not hold.
-    """
-
-    basis: Basis
-    schedule: Schedule
-    plan: RecordLevelPlan | None
-    not_met: tuple[str, ...]
-
-    @property
-    def noise_stddev(self) -> float:
-        """σ_u, the standard deviation of the noise on each weight of an upload; 0 if T* is 0."""
-        return 0.0 if self.plan is None else self.plan.upload_stddev
-
-    @property
-    def epsilons(self) -> dict[str, float]:
-        """The plan's ε as published, in the worst case, and with clipped gradients if it clips."""
-        plan = self.plan
-        if plan is None:
-            return {}
-        uploads = replace(plan, noise_stddev=plan.upload_stddev, steps=None)
-        run = RunSummary(
-            method=MethodTraits(name="DP-Ditto"), participations=Participations(rounds=plan.rounds)
-        )
-        published, provable = uploads.guarantees(run)
-        # Algorithm 1 clips models but no gradients, so the worst case holds for it.
-        epsilons = {"as published": published.epsilon, "worst case": provable.epsilon}
-        if plan.steps is not None:
-            loss = plan.steps.loss(plan.noise_stddev, delta=plan.delta, rounds=plan.rounds)
-            epsilons["gradients clipped"] = loss.epsilon
-        return epsilons
-
-
-def planned_schedules(
-    plan_of: Callable[[int, Basis], RecordLevelPlan],
-    problem: DittoProblem,
-    global_weight: float | LinearFairness,
-    *,
-    max_rounds: int,
-) -> list[PlannedSchedule]:
-    """Return the schedule by the published formulas if ``problem`` has G₀ and M, then the provable.
-
-    ``plan_of`` takes a number of rounds and a basis, and returns the plan that keeps the privacy
-    budget. ``global_weight`` is λ, or the fairness problem that determines λ.
-    """
-    bases: list[Basis] = ["provable"]
-    if math.isfinite(problem.gradient_bound) and math.isfinite(problem.model_spread):
-        bases.insert(0, "published")
-    schedules = []
-    for basis in bases:
-        one_round = plan_of(1, basis)
-        schedule = best_schedule(
-            problem,
-            global_weight,
-            variance_per_round=one_round.upload_stddev**2,
-            max_rounds=max_rounds,
-            basis=basis,
-        )
-        conditions = [*schedule.bound.conditions, _one_full_step(one_round.steps)]
-        if isinstance(global_weight, LinearFairness):
-            norm = one_round.clipping_norm
-            conditions.append(global_weight.uniqueness(clipping_norm=norm, basis=basis))
-        schedules.append(
-            PlannedSchedule(
-                basis=basis,
-                schedule=schedule,
-                plan=plan_of(schedule.rounds, basis) if schedule.rounds else None,
-                not_met=tuple(condition.text for condition in conditions if not condition.holds),
-            )
-        )
-    return schedules
-
-
-def _one_full_step(steps: ClippedSteps | None) -> Condition:
-    """Return the condition of Theorem 1 that each round is a single step on all records."""
-    if steps is None:
-        return Condition("one full-gradient step a round", True)
-    batch = steps.batch_size or steps.num_examples
-    return Condition(
-        f"one full-gradient step a round (K = {steps.local_steps}, B = {batch} of "
-        f"{steps.num_examples} records): the bound h assumes one such step, and the noise covers "
-        "all steps",
-        steps.local_steps == 1 and batch == steps.num_examples,
-    )
-
-
-@dataclass(frozen=True, kw_only=True)
 class Outcome:
     """Result of a short run: the mean training loss, and how it varies over clients.
 
@@ -257,28 +163,21 @@ def alternating_search(
     check_global_weight(weight)
     outcomes: dict[tuple[int, float], Outcome] = {}
 
-    def measured(name: str, pair: tuple[int, float]) -> float:
-        if pair not in outcomes:
-            outcomes[pair] = run(*pair)
-        value: float = getattr(outcomes[pair], name)
+    def measured(name: str, T: int, weight: float) -> float:
+        if (T, weight) not in outcomes:
+            outcomes[T, weight] = run(T, weight)
+        value: float = getattr(outcomes[T, weight], name)
         return math.inf if math.isnan(value) else value
 
-    def loss(pair: tuple[int, float]) -> float:
-        return measured("loss", pair)
-
-    visited: list[tuple[int, float]] = []
-    while True:
-        current = weight
-        T = min(rounds, key=lambda candidate: loss((candidate, current)))
-        weight = min(global_weights, key=lambda candidate: measured("unfairness", (T, candidate)))
-        # Each search depends on the other's result alone, so a pair that recurs begins a cycle.
-        if (T, weight) in visited:
-            cycle = visited[visited.index((T, weight)) :]
-            best_T, best_weight = min(cycle, key=loss)
-            return EmpiricalSchedule(
-                rounds=best_T,
-                global_weight=best_weight,
-                settled=len(cycle) == 1,
-                outcomes=outcomes,
-            )
-        visited.append((T, weight))
+    # Each search depends on the other's result alone, so a pair that recurs begins a cycle.
+    visited, pair = list[tuple[int, float]](), (0, weight)
+    while pair not in visited:
+        visited.append(pair)
+        T = min(rounds, key=lambda candidate: measured("loss", candidate, weight))
+        weight = min(global_weights, key=lambda candidate: measured("unfairness", T, candidate))
+        pair = (T, weight)
+    cycle = visited[visited.index(pair) :]
+    best_T, best_weight = min(cycle, key=lambda pair: measured("loss", *pair))
+    return EmpiricalSchedule(
+        rounds=best_T, global_weight=best_weight, settled=len(cycle) == 1, outcomes=outcomes
+    )

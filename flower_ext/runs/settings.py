@@ -170,7 +170,7 @@ def declarations(kind: Any) -> Mapping[str, Declaration]:
         each.name: Declaration.of_type(
             each.name.replace("_", "-"),
             hints[each.name],
-            meaning=each.metadata["meaning"],
+            meaning=each.metadata.get("meaning", ""),
             is_required=each.default is MISSING,
         )
         for each in fields(kind)

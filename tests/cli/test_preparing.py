@@ -7,7 +7,9 @@ import tomllib
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
+from flower_ext.cli import launching, main, run_command
 from flower_ext.cli import preparing as module
 from flower_ext.cli.preparing import RunOptions
 from flower_ext.cli.processes import environment
@@ -22,6 +24,26 @@ def test_flower_s_commands_print_what_the_locale_lacks_as_a_question_mark(monkey
     monkeypatch.delenv("PYTHONIOENCODING", raising=False)
     command = [sys.executable, "-c", "print(chr(949))"]
     assert subprocess.check_output(command, env=environment()) == b"?\n"
+
+
+@pytest.mark.parametrize("file", ["preset", "settings_file"])
+@pytest.mark.parametrize("place", [{"in_process": True, "workers": 3}, {"superlink": "far"}, {}])
+def test_the_command_that_continues_an_interrupted_run_is_accepted(monkeypatch, file, place):
+    """A resumed run refuses a preset, so the command must not repeat the one of the first start."""
+    given = {"app": Path("app"), "settings": ["rounds=9"], file: Path("one"), **place}
+    again = []
+    monkeypatch.setattr(run_command, "prepare", lambda options: again.append(options))
+    monkeypatch.setattr(run_command, "launch", lambda run: None)
+    _, *words = launching._words_to_resume(RunOptions(**given), "out")
+    assert CliRunner().invoke(main.app, words).exit_code == 0
+    (options,) = again
+    kept = {name: getattr(options, name) for name in ("app", "in_process", "workers", "superlink")}
+    assert RunOptions(**kept) == RunOptions(app=Path("app"), **place)
+    if "superlink" in place:
+        assert options.settings == ["rounds=9", "run-directory=out", "resume=true"]
+        assert str(getattr(options, file)) == "one"
+    else:
+        assert (options.settings, options.resume) == (["rounds=9"], Path("out"))
 
 
 def prepared(app, **options):

@@ -8,8 +8,7 @@ import pytest
 
 from flower_ext.data.record_files import RecordFile
 from flower_ext.errors import InvalidValue
-from flower_ext_consortium.link_files import write_linked
-from flower_ext_consortium.linkage import IdentifierField, Pseudonyms
+from flower_ext_consortium.linkage import IdentifierField, Pseudonyms, write_linked
 
 PEOPLE = Pseudonyms(bytes(32), (IdentifierField(column="name"),))
 

@@ -54,7 +54,14 @@ def study(tmp_path):
     [
         (("[settings]", "[options]"), "study.toml has 'options': expected app, link, "),
         (('name = "first"', ""), "[[stage]]: missing 1 required keyword-only argument: 'name'"),
-        (("buckets = 10", "bucket = 10"), "did you mean buckets?"),
+        (
+            ("buckets = 10", "bucket = 10"),
+            "No such option '--bucket'. (Did you mean one of: '--buckets', '--key'?)",
+        ),
+        (("buckets = 10", 'buckets = "ten"'), "'--buckets': 'ten' is not a valid integer"),
+        (('"north.csv"', '["north.csv", "south.csv"]'), "unexpected extra argument"),
+        (("buckets = 10", "buckets = 0"), "'--buckets': 0 is not in the range x>=1"),
+        (("buckets = 10", "buckets = [1, 2]"), "'--buckets': given twice"),
         (('output = "linked/0.csv"', ""), "expected table, key and output"),
         (("north.csv", "south.csv"), "cannot be read; No such file"),
         (("study.key", "other.key"), "`flower-ext link key` wrote"),

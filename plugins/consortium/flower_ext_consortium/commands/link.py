@@ -14,13 +14,6 @@ from flower_ext.cli.screen import Command, console, say, titled_table
 from flower_ext.data.record_files import RecordFile
 from flower_ext.errors import InvalidValue
 from flower_ext.files import whole_file
-from flower_ext_consortium.link_files import (
-    read_numbers,
-    read_pseudonyms,
-    write_linked,
-    write_numbers,
-    write_pseudonyms,
-)
 from flower_ext_consortium.linkage import (
     IdentifierField,
     Pseudonyms,
@@ -28,8 +21,12 @@ from flower_ext_consortium.linkage import (
     expected_shared_pairs,
     number_union,
     read_key,
+    read_numbers,
+    read_people,
     shared_counts,
     write_key,
+    write_linked,
+    write_people,
 )
 
 T = TypeVar("T")
@@ -90,10 +87,10 @@ def pseudonyms(
     source = RecordFile(path=table, encoding=encoding)
     form = _pseudonyms(key, by, by_date, date_format)
     unusable: Counter[str] = Counter()
-    persons = {pseudonym for _, pseudonym in _watched(form.of_rows(source, unusable))}
+    people = dict.fromkeys(person for _, person in _watched(form.of_rows(source, unusable)))
     _refuse(table, unusable, skip_unusable)
-    write_pseudonyms(output, form.fingerprint, persons)
-    say(f"{output}: {len(persons):,} people, fingerprint {form.fingerprint}")
+    write_people(output, form.fingerprint, people)
+    say(f"{output}: {len(people):,} people, fingerprint {form.fingerprint}")
 
 
 @app.command(cls=Command)
@@ -104,7 +101,7 @@ def union(
     """Give numbers to the people of all silos; write one file of numbers for each silo."""
     if len({path.name for path in files}) < len(files):
         raise InvalidValue("files: expected files of different names, one for each silo")
-    contents = [read_pseudonyms(path) for path in files]
+    contents = [read_people(path) for path in files]
     fingerprint = contents[0][0]
     if any(other != fingerprint for other, _ in contents):
         raise InvalidValue(
@@ -116,7 +113,7 @@ def union(
     total = len(set().union(*silos))
     output_folder.mkdir(parents=True, exist_ok=True)
     for path, numbers in zip(files, numbered, strict=True):
-        write_numbers(output_folder / path.name, fingerprint, total, numbers)
+        write_people(output_folder / path.name, f"{fingerprint} {total}", numbers)
     people_by_silos = shared_counts(silos)
     seen = titled_table(f"{total:,} people, as the coordinator sees them", ("silos", "people"))
     for owners, count in people_by_silos.items():

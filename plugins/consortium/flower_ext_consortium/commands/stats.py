@@ -11,7 +11,6 @@ import typer
 
 from flower_ext.cli.launching import launch
 from flower_ext.cli.preparing import Overrides, RunOptions, RunsFolder, prepare
-from flower_ext.cli.processes import signals_as_interrupts
 from flower_ext.cli.screen import console, say, titled_table
 from flower_ext.runs.settings import UnfitSetting
 from flower_ext_consortium.statistics import read_statistics
@@ -60,8 +59,7 @@ def stats(
         runs=runs if superlink is None else None,
         in_process=in_process,
     )
-    with signals_as_interrupts():
-        path = launch(prepare(options))
+    path = launch(prepare(options))
     if path is None or superlink is not None:
         return
     if not (path / TABLE).exists():

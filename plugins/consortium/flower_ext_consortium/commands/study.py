@@ -30,31 +30,31 @@ A study is a TOML file::
 
 from __future__ import annotations
 
-import inspect
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, Self
 
+import click
 import typer
+from typer.main import get_command
 
 from flower_ext.cli.launching import launch
 from flower_ext.cli.preparing import PreparedRun, RunOptions, RunsFolder, prepare
-from flower_ext.cli.processes import Interrupted, LaunchFailed, signals_as_interrupts
+from flower_ext.cli.processes import Interrupted, LaunchFailed
 from flower_ext.cli.reporting import ledger
 from flower_ext.cli.screen import console, say, titled_table
 from flower_ext.errors import InvalidValue
 from flower_ext.files import from_table, read_toml
 from flower_ext.runs.app_settings import SettingsFile
 from flower_ext.runs.directory import RunDirectory
-from flower_ext.runs.settings import INCIDENTAL, OF_NODES, nearest
+from flower_ext.runs.settings import INCIDENTAL, OF_NODES
 from flower_ext_consortium.commands import link
 
 _ACCOUNT = "account.jsonl"
 """File in a study's folder with the privacy that all stages have spent."""
-_LINK_PATHS = ("table", "key", "output", "numbers")
-_LINK_OPTIONS = tuple(name.replace("_", "-") for name in inspect.signature(link.users).parameters)
+_LINK_PATHS = {"table", "key", "output", "numbers"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,24 +126,24 @@ def study(
     Example: flower-ext study study.toml
     """
     plan = Study.read(file)
-    _check_links(plan)
+    links = [_link_command(plan, entry) for entry in plan.link]
     place = (folder or runs / file.stem).absolute()
-    for entry in plan.link:
-        _link(plan, entry)
+    for entry, command in zip(plan.link, links, strict=True):
+        console.rule(f"Link {entry['table']}")
+        _link(plan, command)
     for number, stage in enumerate(plan.stage, 1):
         console.rule(f"Stage {number} of {len(plan.stage)}: {stage.name}")
         try:
-            with signals_as_interrupts():
-                options = RunOptions(
-                    app=plan.placed(plan.app),
-                    superlink=superlink,
-                    settings=[
-                        f"{name}={value if isinstance(value, str) else json.dumps(value)}"
-                        for name, value in plan.settings_of(stage, place).items()
-                    ],
-                    in_process=superlink is None,
-                )
-                _run(prepare(options), place / stage.name)
+            options = RunOptions(
+                app=plan.placed(plan.app),
+                superlink=superlink,
+                settings=[
+                    f"{name}={value if isinstance(value, str) else json.dumps(value)}"
+                    for name, value in plan.settings_of(stage, place).items()
+                ],
+                in_process=superlink is None,
+            )
+            _run(prepare(options), place / stage.name)
         except Interrupted as error:
             text = f"stage {stage.name} was interrupted: repeat the command to continue the study"
             raise Interrupted(text, error.exit_status - 128) from None
@@ -164,32 +164,36 @@ def study(
         ledger(account)
 
 
-def _check_links(plan: Study) -> None:
-    """Refuse a table ``[[link]]`` that ``flower-ext link users`` could not read."""
-    for entry in plan.link:
-        if unknown := [name for name in entry if name not in _LINK_OPTIONS]:
-            raise InvalidValue(
-                f"study {plan.path}: [[link]] has no {unknown[0]!r}; "
-                f"{nearest(unknown[0], _LINK_OPTIONS)}"
-            )
-        if not {"table", "key", "output"} <= set(entry):
-            raise InvalidValue(
-                f"study {plan.path}: expected table, key and output in each [[link]]"
-            )
+def _link_command(plan: Study, entry: Mapping[str, Any]) -> click.Context:
+    """Return ``flower-ext link users`` with the options of a table ``[[link]]``, all checked."""
+    where = f"study {plan.path}: [[link]]"
+    if not {"table", "key", "output"} <= set(entry):
+        raise InvalidValue(f"{where}: expected table, key and output")
+    options = {name: each if isinstance(each, list) else [each] for name, each in entry.items()}
+    for name in _LINK_PATHS & options.keys():
+        options[name] = [str(plan.placed(str(path))) for path in options[name]]
+    tables, words = options.pop("table"), list[str]()
+    for name, value in ((name, value) for name, values in options.items() for value in values):
+        if value is not False:  # a switch has no value on a command line
+            words.append(f"--{name}" if value is True else f"--{name}={value}")
+    group = get_command(link.app)
+    assert isinstance(group, click.Group)
+    try:
+        return group.commands["users"].make_context("link users", [*words, "--", *tables])
+    except click.UsageError as error:
+        raise InvalidValue(f"{where}: {error.format_message()}") from None
 
 
-def _link(plan: Study, entry: Mapping[str, Any]) -> None:
+def _link(plan: Study, command: click.Context) -> None:
     """Write a silo's linked table, unless it is newer than the study, the table and the key."""
-    options = {name.replace("-", "_"): value for name, value in entry.items()}
-    options |= {name: plan.placed(options[name]) for name in _LINK_PATHS if name in options}
-    output, sources = options["output"], [plan.path, options["table"], options["key"]]
-    console.rule(f"Link {entry['table']}")
-    newest = max((path.stat().st_mtime for path in sources if path.exists()), default=0.0)
+    table, key, output = (Path(command.params[name]) for name in ("table", "key", "output"))
+    newest = max(path.stat().st_mtime for path in (plan.path, table, key) if path.exists())
     if output.exists() and output.stat().st_mtime > newest:
         say(f"{output}: kept")
         return
     output.parent.mkdir(parents=True, exist_ok=True)
-    link.users(**options)
+    assert command.command.callback is not None
+    command.command.callback(**command.params)
 
 
 def _run(run: PreparedRun, path: Path) -> None:
