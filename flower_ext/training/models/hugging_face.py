@@ -138,7 +138,7 @@ def _refuse_tied(model: nn.Module, names: list[str]) -> None:
         leaves = [name.rpartition(".")[2] for name in layers]
         if tied := [leaf for leaf in leaves if leaf in names]:
             raise InvalidValue(
-                f"LoRA targets={','.join(names)!r}: leave out {tied[0]!r}, because {layers[0]!r} and "
-                f"{layers[1]!r} share one weight, so an adapter that is merged into one layer would "
-                "change both"
+                f"LoRA targets={','.join(names)!r}: leave out {tied[0]!r}, because {layers[0]!r} "
+                f"and {layers[1]!r} share one weight, so an adapter that is merged into one layer "
+                "would change both"
             )

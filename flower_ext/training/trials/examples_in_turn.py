@@ -10,9 +10,10 @@ trial therefore also finds whether the model learns from one example alone.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -31,7 +32,7 @@ from flower_ext.training.trials.made_up_examples import (
     random_examples,
     unlike_examples,
 )
-from flower_ext.training.trials.snapshots import Snapshot, changed_places, same_params, snapshot
+from flower_ext.training.trials.snapshots import find_memory
 
 _KEEPS = (
     "{place} changes while an example passes the model or its loss: expected no change, because "
@@ -73,37 +74,28 @@ def why_not_one_by_one(kind: TrainingKind, names: Sequence[str]) -> str | None:
         on_cpu = device.type == "cpu"
         unlike = unlike_examples(kind.features, kind.targets, model, integers=on_cpu)
         examples = [trees.to(example, device) for example in (*usual, *trees.each(unlike))]
+
+        def begin(task: Task = on_device) -> tuple[Mapping[str, Any], Callable[..., Params]]:
+            model = _random_model(task, names)
+            return {"model": model, "loss": task.loss}, partial(_gradient, task, model, names)
+
         order = range(len(examples))
         # Some kernels of accelerators round differently each time.
         with deterministic_kernels(device, strict=False):
-            forwards = _passed(on_device, names, examples, order)
-            backwards = _passed(on_device, names, examples, reversed(order))
-        if (place := _remembering_place(forwards, backwards)) is not None:
+            place, gradients = find_memory(begin, examples, (order, order[::-1]), device)
+        if place is not None:
             return _KEEPS.format(place=place)
         if device == kind.device:
-            gradients = [forwards.gradients[number] for number in range(len(usual))]
-            outputs_of = partial(_outputs_of, model)
-            name = type(model).__name__
-            reason = why_nothing_learned(name, outputs_of, examples[: len(usual)], gradients)
-            if reason:
+            name, outputs_of = type(model).__name__, partial(_outputs_of, model)
+            some = slice(len(usual))
+            if reason := why_nothing_learned(name, outputs_of, examples[some], gradients[some]):
                 return reason
     return None
 
 
-def _remembering_place(forwards: _Passed, backwards: _Passed) -> str | None:
-    """Return the variable in which the model or the loss remembers an example; else None."""
-    if place := forwards.changed or backwards.changed:
-        return place
-    # The first pass may store something, such as a table of positions. What it stores must not
-    # depend on the example.
-    for place in changed_places(forwards.untouched, forwards.prepared):
-        if forwards.prepared.get(place) != backwards.prepared.get(place):
-            return place
-    for number, gradient in forwards.gradients.items():
-        pair = gradient, backwards.gradients[number]
-        if not same_params(*(None if isinstance(g, Exception) else g for g in pair)):
-            return "something outside its attributes"
-    return None
+def _gradient(task: Task, model: nn.Module, names: Sequence[str], x: Tree, y: Tree) -> Params:
+    point = {n: p for n, p in model.state_dict().items() if n in task.shapes}
+    return gradient_alone(model, point, names, task.loss, x, y)
 
 
 def _outputs_of(model: nn.Module, x: Tree) -> Tree:
@@ -134,40 +126,6 @@ def _random_model(task: Task, names: Sequence[str]) -> nn.Module:
     for name, weight in shaken(weights, torch.Generator().manual_seed(0)).items():
         weights[name].copy_(weight)
     return model
-
-
-@dataclass
-class _Passed:
-    """A model's state before and after the first example, and each example's gradient or error."""
-
-    untouched: Snapshot
-    prepared: Snapshot
-    gradients: dict[int, Params | Exception] = field(default_factory=dict)
-    changed: str | None = None
-    """The variable that an example after the first has changed; no further example passes then."""
-
-
-def _passed(
-    task: Task, names: Sequence[str], examples: Sequence[tuple[Tree, Tree]], order: Iterable[int]
-) -> _Passed:
-    """Pass examples through a fresh model; stop if an example after the first changes the model."""
-    model = _random_model(task, names)
-    before = snapshot(model=model, loss=task.loss)
-    passed, is_prepared = _Passed(before, before), False
-    for number in order:
-        point = {n: p for n, p in model.state_dict().items() if n in task.shapes}
-        # Model and loss may write into the example.
-        x, y = trees.mapped(Tensor.clone, examples[number])
-        with seeded(0, task.torch_device()):
-            gradient = attempted(gradient_alone, model, point, names, task.loss, x, y)
-        passed.gradients[number] = gradient
-        after = snapshot(model=model, loss=task.loss)
-        if not is_prepared:  # an example may raise before the model stores anything
-            passed.prepared, is_prepared = after, not isinstance(gradient, Exception)
-        elif places := changed_places(passed.prepared, after):
-            passed.changed = places[0]
-            break
-    return passed
 
 
 def why_nothing_learned(
