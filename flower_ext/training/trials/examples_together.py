@@ -83,8 +83,9 @@ class BatchInvarianceTrial:
             for by, y in ((_along, directions), (self.kind.loss, targets)):
                 usual = _numbers(follow, x, y, by)
                 for order in (places.roll(1), places.flip(0), places.new_zeros(count)):
-                    moved = _numbers(follow, *trees.rows((x, y), order), by)
-                    if not _equal(moved, [part[order] for part in usual]):
+                    moved, along = trees.rows((x, y), order)
+                    numbers = _numbers(follow, moved, along, by)
+                    if not _equal(numbers, [part[order] for part in usual]):
                         return "an example's place in a batch changes the bits of its gradient"
                 for odd in ODD:
                     beside = with_odd_rows(x, slice(1, None, 2), odd)
