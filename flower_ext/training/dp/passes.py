@@ -42,8 +42,7 @@ from flower_ext.training.problem import (
     model_of_single_examples,
 )
 from flower_ext.training.task import Task, TrainingKind, kind_of
-from flower_ext.training.trials.examples_in_turn import why_not_one_by_one
-from flower_ext.training.trials.examples_together import BatchInvarianceTrial
+from flower_ext.training.trials.examples import BatchInvarianceTrial, why_not_one_by_one
 from flower_ext.training.trials.made_up_examples import deterministic, random_examples
 
 log = getLogger("flwr")
