@@ -7,8 +7,17 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 from flower_ext.data import ClientData, Examples, trees
-from flower_ext.training import Job, LocalTraining, Params, Task, train, train_each
+from flower_ext.training import (
+    Job,
+    LocalTraining,
+    Params,
+    Task,
+    evaluate_client,
+    train,
+    train_each,
+)
 from flower_ext.training.batched import many
+from flower_ext.training.isolation import attempted
 from flower_ext.training.job import batch_rows
 from flower_ext.training.task import kind_of
 
@@ -110,6 +119,11 @@ def why_apart(task, jobs):
     first = jobs[0].examples
     kind = kind_of(task, first.features, first.targets, jobs[0].params)
     return many.why_never_together(jobs) or many.why_not_stacked(kind)
+
+
+def evaluate_each(task, models, examples):
+    """Return the scores, or the error, of each client."""
+    return [attempted(evaluate_client, task, *pair) for pair in zip(models, examples, strict=True)]
 
 
 def same(ours, theirs):

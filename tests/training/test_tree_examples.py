@@ -22,8 +22,16 @@ from flower_ext.training import (
     train_groups,
 )
 from flower_ext.training.batched.many import trains_one_by_one
-from flower_ext.training.scoring import evaluate_each
-from tests.support.jobs import SGD, WAYS, one_by_one, problem, same, train_many, why_apart
+from tests.support.jobs import (
+    SGD,
+    WAYS,
+    evaluate_each,
+    one_by_one,
+    problem,
+    same,
+    train_many,
+    why_apart,
+)
 from tests.support.trees import (
     FORMS,
     OWN_LOSS,
