@@ -283,7 +283,7 @@ def why_never_together(jobs: Sequence[Job]) -> str | None:
 def why_not_stacked(kind: TrainingKind) -> str | None:
     """Return why models of this kind cannot train in a stack; None if they can."""
     reason = why_models_differ(kind, Stacked(kind.task).train, train)
-    if reason is None and (layer := refusing_layer(kind.model, kind.features)):
+    if reason is None and (layer := refusing_layer(kind)):
         reason = f"{layer} refuses a mini-batch of a single row"
     if reason:
         log.info("local trainings run one by one: %s", reason)

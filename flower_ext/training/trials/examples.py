@@ -249,14 +249,20 @@ class BatchInvarianceTrial:
         targets = trees.zeros(self.kind.targets, count)
         with self._random_weights() as generator:
             x, directions = self._examples(count, generator)
-            tried = [0, count // 2, count - 1]
-            # No gradient along random directions vanishes. A gradient of the loss may vanish,
-            # because a loss may ignore a target.
-            if not (
-                self._agrees(follow, x, directions, _along, tried, may_vanish=False)
-                and self._agrees(follow, x, targets, self.kind.loss, tried)
-            ):
-                return "an example has another gradient in a pass over several examples than alone"
+            tried = torch.tensor([0, count // 2, count - 1], device=trees.first(x).device)
+            for by, y in ((_along, directions), (self.kind.loss, targets)):
+                alone = [
+                    gradient_alone(self.model, self.params, self.names, by, row, target)
+                    for row, target in trees.each(trees.rows((x, y), tried))
+                ]
+                expected = {n: torch.stack([one[n] for one in alone]) for n in self.names}
+                gradients = _rows(_followed(follow, x, y, by), tried, count)
+                # No gradient along random directions vanishes. A gradient of the loss may vanish,
+                # because a loss may ignore a target.
+                if not _agree(gradients, expected, may_vanish=by is not _along):
+                    return (
+                        "an example has another gradient in a pass over several examples than alone"
+                    )
             x, directions = trees.mapped(lambda leaf: leaf[:TRIED].clone(), (x, directions))
             return self._why_integers_mix(x, directions, follow, generator)
 
@@ -270,15 +276,16 @@ class BatchInvarianceTrial:
             x, directions = self._examples(count, generator)
             places = torch.arange(count, device=trees.first(x).device)
             for by, y in ((_along, directions), (self.kind.loss, targets)):
-                usual = _numbers(follow, x, y, by)
+                usual = _numbers(_followed(follow, x, y, by))
                 for order in (places.roll(1), places.flip(0), places.new_zeros(count)):
                     moved, along = trees.rows((x, y), order)
-                    numbers = _numbers(follow, moved, along, by)
+                    numbers = _numbers(_followed(follow, moved, along, by))
                     if not _equal(numbers, [part[order] for part in usual]):
                         return "an example's place in a batch changes the bits of its gradient"
                 for odd in ODD:
                     beside = with_odd_rows(x, slice(1, None, 2), odd)
-                    if not _equal(_numbers(follow, beside, y, by), usual, slice(0, None, 2)):
+                    numbers = _numbers(_followed(follow, beside, y, by))
+                    if not _equal(numbers, usual, slice(0, None, 2)):
                         return f"an example of only {odd} changes bits of other gradients"
         return None
 
@@ -296,13 +303,7 @@ class BatchInvarianceTrial:
             if not trees.first(x).is_cpu and not self._takes(examples):
                 continue
             try:
-                # In variants of the batch with another first example, all bits of the other
-                # examples' gradients must be the same.
-                usual, others = _numbers(follow, examples, directions, _along), slice(1, None)
-                is_apart = self._agrees(follow, examples, directions, _along, range(TRIED)) and all(
-                    _equal(_numbers(follow, extreme, directions, _along), usual, others)
-                    for extreme in extremes
-                )
+                is_apart = _pass_apart(examples, extremes, directions, follow)
             except Exception:  # a model may raise anything
                 if self._takes(examples):
                     raise
@@ -310,30 +311,6 @@ class BatchInvarianceTrial:
             if not is_apart and self._takes(examples):
                 return "integers of one example change the gradients of other examples"
         return None
-
-    def _agrees(
-        self,
-        follow: Follow,
-        x: Tree,
-        y: Tree,
-        by: ExampleLoss,
-        tried: Sequence[int],
-        *,
-        may_vanish: bool = True,
-    ) -> bool:
-        """Return True if examples ``tried`` have the same gradients as alone, up to rounding."""
-        rows = torch.tensor(tried, device=trees.first(x).device)
-        alone = [
-            gradient_alone(self.model, self.params, self.names, by, *pair)
-            for pair in trees.each(trees.rows((x, y), rows))
-        ]
-        expected = {n: torch.stack([one[n] for one in alone]) for n in self.names}
-        one_hot = torch.eye(trees.length(x), device=rows.device)[rows]
-        gradients = {
-            name: torch.stack([part.total(one) for one in one_hot])
-            for name, part in _followed(follow, x, y, by).items()
-        }
-        return _agree(gradients, expected, may_vanish=may_vanish)
 
     def _takes(self, x: Tree) -> bool:
         """Return True if examples alone have finite outputs, and all together raise no error."""
@@ -375,8 +352,36 @@ class BatchInvarianceTrial:
                 tensor.copy_(before[name])
 
 
+def _pass_apart(examples: Tree, extremes: Sequence[Tree], directions: Tree, follow: Follow) -> bool:
+    """Return True if examples in a batch have the same gradients as alone, up to rounding.
+
+    ``extremes`` are variants of the batch with another first example. In each of them, all bits of
+    the other examples' gradients must be the same as before.
+    """
+    together = _followed(follow, examples, directions, _along)
+    rows = torch.arange(TRIED, device=trees.first(examples).device)
+    alone = [
+        _rows(_followed(follow, row, direction, _along), rows[:1], 1)
+        for row, direction in trees.split((examples, directions), 1)
+    ]
+    expected = {name: torch.cat([one[name] for one in alone]) for name in alone[0]}
+    if not _agree(_rows(together, rows, TRIED), expected, may_vanish=True):
+        return False
+    usual, others = _numbers(together), slice(1, None)
+    return all(
+        _equal(_numbers(_followed(follow, extreme, directions, _along)), usual, others)
+        for extreme in extremes
+    )
+
+
 def _followed(follow: Follow, x: Tree, y: Tree, by: ExampleLoss) -> Parts:
     return follow(trees.mapped(Tensor.clone, x), y, by)  # the model may write into features
+
+
+def _rows(gradients: Parts, rows: Tensor, count: int) -> Params:
+    """Return the gradients of some of ``count`` examples; ``rows`` are the examples' numbers."""
+    one_hot = torch.eye(count, device=rows.device)[rows]
+    return {n: torch.stack([part.total(one) for one in one_hot]) for n, part in gradients.items()}
 
 
 def _along(outputs: Any, directions: Mapping[str, Tensor]) -> Tensor:
@@ -385,10 +390,9 @@ def _along(outputs: Any, directions: Mapping[str, Tensor]) -> Tensor:
     return torch.stack([(leaves[n] * along).sum() for n, along in directions.items()]).sum()
 
 
-def _numbers(follow: Follow, x: Tree, y: Tree, by: ExampleLoss) -> list[Tensor]:
+def _numbers(gradients: Parts) -> list[Tensor]:
     """Return all tensors that determine the gradients, and the squared norms, row by row."""
-    parts = _followed(follow, x, y, by).values()
-    return [tensor for part in parts for tensor in (*part.factors, part.squares())]
+    return [tensor for part in gradients.values() for tensor in (*part.factors, part.squares())]
 
 
 def _equal(ours: Sequence[Tensor], theirs: Sequence[Tensor], rows: slice = slice(None)) -> bool:
