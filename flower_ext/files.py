@@ -1,16 +1,17 @@
-"""Write whole files that only their user can read, lock files, and read TOML."""
+"""Write whole files that only their user can read, cache and lock files, and read TOML."""
 
 from __future__ import annotations
 
 import csv
 import fcntl
+import hashlib
 import io
 import os
 import socket
 import time
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import fields
 from glob import escape
 from pathlib import Path
@@ -23,6 +24,7 @@ from flower_ext.errors import FlowerExtError, InvalidValue
 
 FOLDER_VARIABLE = "FLOWER_EXT_DATA"
 """Environment variable that names the folder of data sets."""
+_CHECKSUM = hashlib.sha256().digest_size
 
 T = TypeVar("T")
 
@@ -188,3 +190,19 @@ def _remove_drafts_of_the_dead(path: Path) -> None:
         writer = draft.name.rsplit(".", 2)[1].partition("-")[0]
         if writer.isdecimal() and not psutil.pid_exists(int(writer)):
             draft.unlink(missing_ok=True)
+
+
+def read_cached(path: Path) -> bytes | None:
+    """Return what `write_cached` wrote; None if it is missing, unreadable or damaged."""
+    with suppress(OSError):
+        stored = path.read_bytes()
+        checksum, content = stored[:_CHECKSUM], stored[_CHECKSUM:]
+        if hashlib.sha256(content).digest() == checksum:
+            return content
+    return None
+
+
+def write_cached(path: Path, content: bytes) -> None:
+    """Cache a result that can be computed again; several processes may write it at a time."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_whole(path, hashlib.sha256(content).digest() + content, sync=False)

@@ -42,7 +42,7 @@ from flower_ext.training.problem import (
     gradient,
     local_problem,
 )
-from flower_ext.training.scoring import evaluate, evaluate_each
+from flower_ext.training.scoring import evaluate, evaluate_client
 from flower_ext.training.task import Task, accuracy, cox_loss
 
 __all__ = [
@@ -68,7 +68,7 @@ __all__ = [
     "cox_loss",
     "difference",
     "evaluate",
-    "evaluate_each",
+    "evaluate_client",
     "gradient",
     "job_batches",
     "local_problem",

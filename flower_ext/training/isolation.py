@@ -14,8 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -39,7 +38,8 @@ _RESTORE: tuple[Callable[[Any], object], ...] = (
 )
 
 
-class isolated:
+@contextmanager
+def isolated() -> Iterator[None]:
     """Restore grad mode, the default type and the number of threads after one client's code.
 
     Code usually changes only these settings, and reading them takes less than a microsecond. A task
@@ -52,25 +52,17 @@ class isolated:
         The client's code raises a BaseException that is not an Exception, such as SystemExit. A
         KeyboardInterrupt by the user passes unchanged.
     """
-
-    __slots__ = ("_before",)
-
-    def __enter__(self) -> Self:
-        self._before = _settings()
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        if (after := _settings()) != self._before:
-            for restore, before, now in zip(_RESTORE, self._before, after, strict=True):
-                if now != before:
-                    restore(before)
-        if error is not None and not isinstance(error, Exception | KeyboardInterrupt):
-            raise ClientCrashed(f"the client's code raised {type(error).__name__}") from error
+    settings = _settings()
+    try:
+        yield
+    except (Exception, KeyboardInterrupt):
+        raise
+    except BaseException as error:
+        raise ClientCrashed(f"the client's code raised {type(error).__name__}") from error
+    finally:
+        for restore, before, now in zip(_RESTORE, settings, _settings(), strict=True):
+            if now != before:
+                restore(before)
 
 
 def attempted(step: Callable[..., R], *arguments: Any) -> R | Exception:

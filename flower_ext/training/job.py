@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import traceback
-from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
@@ -30,7 +30,7 @@ from flower_ext.training.isolation import attempted
 from flower_ext.training.models.calls import call_model
 from flower_ext.training.models.factory import in_training
 from flower_ext.training.problem import Proximal, Term
-from flower_ext.training.task import Task
+from flower_ext.training.task import Task, TrainingKind, kind_of
 
 SGD = "SGD"
 OPTIMIZERS: Mapping[str, Callable[..., torch.optim.Optimizer]] = {
@@ -185,15 +185,15 @@ class Job:
         return self.training.num_steps(len(self.examples))
 
 
-def fewest_rows(build: Callable[[], nn.Module], features: Tree, batch_size: int) -> int:
+def fewest_rows(task: Task, examples: Examples, batch_size: int) -> int:
     """Return the fewest rows that a mini-batch may have, which depends on no values.
 
     The result is 1, or 2 if the last mini-batch would have a single row and the model refuses a
     single row, as batch normalisation does in training.
     """
-    if batch_size > 1 and trees.length(features) % batch_size != 1:
+    if batch_size > 1 and len(examples) % batch_size != 1:
         return 1
-    layer = refusing_layer(build, features)
+    layer = refusing_layer(kind_of(task, examples.features, examples.targets, {}))
     if layer is not None and batch_size == 1:
         raise InvalidValue.tellable(
             f"batch_size=1: expected at least 2, because {layer} refuses a single row"
@@ -201,26 +201,16 @@ def fewest_rows(build: Callable[[], nn.Module], features: Tree, batch_size: int)
     return 1 if layer is None else 2
 
 
-def refusing_layer(build: Callable[[], nn.Module], features: Tree) -> str | None:
-    """Return the name of the layer that refuses one row but not two; None if no layer does."""
-    none = trees.to(trees.zeros(features, 0), torch.device("cpu"))
-    return _refusing_layer(_Probe(build, trees.row_type(features), none))
-
-
-@dataclass(frozen=True)
-class _Probe:
-    build: Callable[[], nn.Module]
-    row_type: Hashable
-    features: Tree = field(compare=False)
-
-
 @lru_cache(maxsize=64)
-def _refusing_layer(probe: _Probe) -> str | None:
+def refusing_layer(kind: TrainingKind) -> str | None:
+    """Return the name of the layer that refuses one row but not two; None if no layer does."""
+    features = trees.to(kind.features, torch.device("cpu"))
+
     def error_of(count: int) -> Any:
-        return attempted(call_model, model, trees.zeros(probe.features, count))
+        return attempted(call_model, model, trees.zeros(features, count))
 
     with torch.random.fork_rng(devices=[]), torch.no_grad():
-        model = in_training(probe.build().cpu())
+        model = in_training(kind.model().cpu())
         if isinstance(error_of(2), Exception) or not isinstance(error := error_of(1), Exception):
             return None
     names = {id(module): name for name, module in model.named_modules()}
@@ -257,7 +247,7 @@ def job_batches(task: Task, job: Job) -> Iterator[tuple[Tree, Tree]]:
     device, size = task.torch_device(), job.training.batch_size
     # With noise, each example has its own gradient, and an unusable integer counts as zero there.
     data = job.examples.to(device) if job.noise else on_device(task, job.examples)
-    fewest = 1 if job.noise else fewest_rows(task.model, data.features, size)
+    fewest = 1 if job.noise else fewest_rows(task, data, size)
     for rows in batch_rows(len(data), job.training, job.generator, fewest=fewest):
         chosen = trees.rows((data.features, data.targets), rows.to(device))
         # Detach the tensors, so that the model's in-place operations stay out of later gradients.

@@ -1,10 +1,12 @@
-"""The loss and metrics of a model on one client's examples, or of many models at once."""
+"""The loss and metrics of a model on one client's examples."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
 from logging import DEBUG, WARNING, getLogger
+from threading import get_ident
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -17,18 +19,21 @@ from flower_ext.errors import InvalidValue
 from flower_ext.training.index_limits import on_device
 from flower_ext.training.isolation import attempted, seeded
 from flower_ext.training.models.calls import SettableModel
+from flower_ext.training.models.factory import ModelFactory
 from flower_ext.training.params import to_device
 from flower_ext.training.task import Task
 
 log = getLogger("flwr")
 
+_ROWS = 1024
+"""Number of examples in a mini-batch."""
 _shown: WeakKeyDictionary[Any, set[str]] = WeakKeyDictionary()
 """Names of the failed scores that the log already shows, for each factory of models."""
 
 
 @torch.no_grad()
 def evaluate(
-    task: Task, params: Mapping[str, Tensor], examples: Examples, *, batch_size: int = 1024
+    task: Task, params: Mapping[str, Tensor], examples: Examples, *, batch_size: int = _ROWS
 ) -> dict[str, float]:
     """Return the mean loss and the task's metrics of a model on ``examples``.
 
@@ -41,23 +46,39 @@ def evaluate(
         There are several mini-batches, and an output does not have one row per example. The message
         names the output.
     """
-    model, device = _in_evaluation(task), task.torch_device()
-    model.set_params(to_device(params, device))
-    examples = on_device(task, examples)
-    outputs, targets = _outputs(model, examples.features, batch_size), examples.targets
+    outputs, targets = _outputs(task, _model_of(task, params), examples, batch_size)
     scores = {name: float(metric(outputs, targets)) for name, metric in task.metrics.items()}
     return {"loss": float(task.loss(outputs, targets)), **scores}
 
 
-def _in_evaluation(task: Task) -> SettableModel:
-    return SettableModel(task.factory.on(task.torch_device()).eval())
+def _model_of(task: Task, params: Mapping[str, Tensor]) -> SettableModel:
+    """Return a model with these parameters, in evaluation mode."""
+    device = task.torch_device()
+    # Known layers store nothing in evaluation, so one model of such layers can serve all clients of
+    # a thread. Other layers might carry values of one client into the scores of the next.
+    build = _shared_model if task.factory.facts.known else _new_model
+    model = build(task.factory, device, get_ident())
+    model.set_params(to_device(params, device))
+    return model
 
 
-def _outputs(model: SettableModel, features: Tree, batch_size: int = 1024) -> Any:
+def _new_model(factory: ModelFactory, device: torch.device, thread: int) -> SettableModel:
+    with seeded(0, device):
+        return SettableModel(factory.on(device).eval())
+
+
+_shared_model = lru_cache(maxsize=64)(_new_model)
+
+
+def _outputs(
+    task: Task, model: SettableModel, examples: Examples, batch_size: int
+) -> tuple[Any, Tree]:
+    """Return the model's outputs and the targets, on the task's device."""
+    examples = on_device(task, examples)
     # A copy of each mini-batch, because the model may write into it.
-    parts = trees.split(features, batch_size)
+    parts = trees.split(examples.features, batch_size)
     outputs = [model(trees.mapped(Tensor.clone, part)) for part in parts]
-    return _joined(outputs, [*map(trees.length, parts)])
+    return _joined(outputs, [*map(trees.length, parts)]), examples.targets
 
 
 def _joined(outputs: Sequence[Any], sizes: Sequence[int]) -> Any:
@@ -82,14 +103,25 @@ def _joined(outputs: Sequence[Any], sizes: Sequence[int]) -> Any:
     )
 
 
-def score_each_alone(task: Task, outputs: Any, targets: Tree) -> dict[str, float]:
-    """Return the mean loss and metrics. A score that fails is NaN; if all do, the first raises."""
+@torch.no_grad()
+def evaluate_client(
+    task: Task, params: Mapping[str, Tensor], examples: Examples
+) -> dict[str, float]:
+    """Return the scores of `evaluate` for a client, whatever models and values other clients have.
 
-    def value(metric: Callable[..., Any]) -> float:
-        return float(metric(outputs, targets))
+    A score that raises an error is NaN, and the other scores remain. If all scores raise errors,
+    the function raises the first of these errors.
+    """
+    model = _model_of(task, params)
+    # A model or a metric that draws numbers draws the same ones for every client.
+    with seeded(0, task.torch_device()):
+        outputs, targets = _outputs(task, model, examples, _ROWS)
 
-    metrics: dict[str, Callable[..., Any]] = {"loss": task.loss, **task.metrics}
-    values = {name: attempted(value, metric) for name, metric in metrics.items()}
+        def value(metric: Callable[..., Any]) -> float:
+            return float(metric(outputs, targets))
+
+        metrics: dict[str, Callable[..., Any]] = {"loss": task.loss, **task.metrics}
+        values = {name: attempted(value, metric) for name, metric in metrics.items()}
     errors = {name: v for name, v in values.items() if isinstance(v, Exception)}
     if len(errors) == len(values):
         raise next(iter(errors.values()))
@@ -99,29 +131,3 @@ def score_each_alone(task: Task, outputs: Any, targets: Tree) -> dict[str, float
         log.log(level, "the score %r failed, so it is left out", name, exc_info=failure)
         shown.add(name)
     return {name: math.nan if isinstance(v, Exception) else v for name, v in values.items()}
-
-
-@torch.no_grad()
-def evaluate_each(
-    task: Task, models: Sequence[Mapping[str, Tensor]], examples: Sequence[Examples]
-) -> list[dict[str, float] | Exception]:
-    """Return the scores of `evaluate` for each client's model on the client's examples.
-
-    A score that raises an error is NaN, and the client's other scores remain. If all scores of a
-    client raise errors, or its model does, an error takes the place of this client's scores. A
-    client's scores do not depend on another client's values or errors.
-    """
-    device = task.torch_device()
-    # Known layers store nothing in evaluation, so one model of such layers can serve all clients.
-    model = _in_evaluation(task) if task.factory.facts.known else None
-
-    def scores(params: Mapping[str, Tensor], data: Examples) -> dict[str, float]:
-        # Other layers might carry values of one client into the scores of the next.
-        evaluated = model or _in_evaluation(task)
-        evaluated.set_params(to_device(params, device))
-        data = on_device(task, data)
-        # A model or a metric that draws numbers draws the same ones for every client.
-        with seeded(0, device):
-            return score_each_alone(task, _outputs(evaluated, data.features), data.targets)
-
-    return [attempted(scores, *pair) for pair in zip(models, examples, strict=True)]

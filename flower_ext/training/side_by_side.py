@@ -21,7 +21,6 @@ from flower_ext.training.job import Job
 from flower_ext.training.task import Task
 
 T = TypeVar("T")
-R = TypeVar("R")
 
 
 def check_whole(params: Mapping[str, torch.Tensor], task: Task) -> None:
@@ -130,18 +129,17 @@ def side_by_side(
         groups = [*waiting.values()]
         waiting.clear()
         for members in groups:
-            first = members[0][2]
-            options = {"trained": first.trained, "memory_limit": memory_limit}
-            solve = partial(_solved, partial(first.solve, first.task, **options))
-            for (number,), model in attempt_groups(
-                solve, [training.job for *_, training in members]
-            ):
+            trainings = [training for *_, training in members]
+            solve = partial(_solved, trainings[0], memory_limit)
+            for (number,), model in attempt_groups(solve, [training.job for training in trainings]):
                 index, steps, _ = members[number]
                 advance(index, steps, model)
     return [results[index] for index in sorted(results)]
 
 
 def _solved(
-    solve: Callable[[Sequence[Job]], Iterable[R]], jobs: Sequence[Job]
-) -> Iterator[tuple[list[int], R]]:
-    return (([number], result) for number, result in enumerate(solve(jobs)))
+    training: Training, memory_limit: int, jobs: Sequence[Job]
+) -> Iterator[tuple[list[int], Any]]:
+    options = {"trained": training.trained, "memory_limit": memory_limit}
+    results = training.solve(training.task, jobs, **options)
+    return (([number], result) for number, result in enumerate(results))

@@ -13,7 +13,7 @@ from flower_ext.privacy import AdversaryView
 from flower_ext.training import DpSgdTraining, Task
 from flower_ext.training.dp.dp_sgd import ClippedGradient
 from flower_ext.training.dp.passes import Passes
-from flower_ext.training.trials.examples_together import BatchInvarianceTrial
+from flower_ext.training.trials.examples import BatchInvarianceTrial
 from tests.support import planted_faults as faults
 from tests.support.grids import grid
 from tests.support.strategies import group_strategy
@@ -119,7 +119,7 @@ def without_odd_examples(patch, experiment):
 
 def unwatched(patch, experiment):
     """Nor does it detect a branch for odd examples, if nobody watches for branches."""
-    patch.setattr(Passes, "reads_last", lambda self, x: False)
+    patch.setattr(Passes, "_watch", lambda self, x: None)
     return without_odd_examples(patch, experiment)
 
 

@@ -256,10 +256,10 @@ def test_no_metric_of_one_client_moves_the_sum_by_more_than_its_bound(told):
 
 
 def test_an_evaluation_that_fails_on_a_clients_data_sends_an_empty_part(monkeypatch, logged):
-    def broken(task, models, examples):
-        return [ZeroDivisionError("of a record")] * len(models)
+    def broken(task, params, examples):
+        raise ZeroDivisionError("of a record")
 
-    monkeypatch.setattr(evaluating, "evaluate_each", broken)
+    monkeypatch.setattr(evaluating, "evaluate_client", broken)
     strategy = scored()
     grid, result = run(strategy)
     assert strategy.refusals == []
@@ -267,18 +267,6 @@ def test_an_evaluation_that_fails_on_a_clients_data_sends_an_empty_part(monkeypa
     assert not any(m.has_error() for m in evaluated(grid))
     assert 1 not in result.evaluate_metrics_clientapp  # the noised count is below 1
     assert "of a record" not in logged.text
-
-
-def test_no_client_changes_the_score_of_another_by_a_single_bit(monkeypatch):
-    alone = []
-    real = evaluating.evaluate_each
-    monkeypatch.setattr(
-        evaluating,
-        "evaluate_each",
-        lambda task, models, examples: alone.append(len(models)) or real(task, models, examples),
-    )
-    run(scored())
-    assert alone == [1] * CLIENTS
 
 
 # When it goes on --------------------------------------------------------------------------------

@@ -7,8 +7,19 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 from flower_ext.data import ClientData, Examples, trees
-from flower_ext.training import Job, LocalTraining, Params, Task, train, train_each
+from flower_ext.training import (
+    Job,
+    LocalTraining,
+    Params,
+    Task,
+    evaluate_client,
+    train,
+    train_each,
+)
+from flower_ext.training.batched import many
+from flower_ext.training.isolation import attempted
 from flower_ext.training.job import batch_rows
+from flower_ext.training.task import kind_of
 
 
 class Dense(nn.Module):
@@ -101,6 +112,18 @@ def train_one(task, params, examples, training, *, trained=lambda name: True, **
 
 def one_by_one(task, jobs, trained=lambda name: True):
     return [train(task, job, trained=trained) for job in jobs]
+
+
+def why_apart(task, jobs):
+    """Return why jobs cannot train in a stack; None if they can."""
+    first = jobs[0].examples
+    kind = kind_of(task, first.features, first.targets, jobs[0].params)
+    return many.why_never_together(jobs) or many.why_not_stacked(kind)
+
+
+def evaluate_each(task, models, examples):
+    """Return the scores, or the error, of each client."""
+    return [attempted(evaluate_client, task, *pair) for pair in zip(models, examples, strict=True)]
 
 
 def same(ours, theirs):

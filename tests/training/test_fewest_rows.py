@@ -4,6 +4,8 @@ import torch
 from torch import nn
 
 from flower_ext.training.job import refusing_layer
+from flower_ext.training.task import kind_of
+from tests.support.jobs import problem
 
 
 class Unsettling(nn.Linear):
@@ -20,8 +22,9 @@ class Unsettling(nn.Linear):
 
 
 def test_a_probe_of_a_model_leaves_no_setting_to_the_training_after_it():
+    kind = kind_of(problem(Unsettling), torch.zeros(2, 4), torch.zeros(2).long(), {})
     try:
-        assert refusing_layer(Unsettling, torch.zeros(2, 4)) is not None
+        assert refusing_layer(kind) is not None
         assert torch.get_default_dtype() is torch.float32
     finally:
         torch.set_default_dtype(torch.float32)

@@ -592,8 +592,8 @@ def test_mini_batches_of_one_row_are_refused_with_the_layer_that_refuses_them():
 
 
 def test_models_that_take_a_single_row_keep_their_mini_batches():
-    assert fewest_rows(task().model, examples(17).features, 8) == 1
-    assert fewest_rows(normalised, examples(18).features, 8) == 1
+    assert fewest_rows(task(), examples(17), 8) == 1
+    assert fewest_rows(replace(task(), model=normalised), examples(18), 8) == 1
 
 
 class Counting(nn.Module):

@@ -1,4 +1,4 @@
-"""Scores of many models at once equal the scores of each by itself."""
+"""Scores of a client equal those of a plain evaluation, whatever clients come before."""
 
 import math
 from dataclasses import replace
@@ -10,8 +10,8 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 from flower_ext.data import Examples
-from flower_ext.training import Task, accuracy, evaluate, evaluate_each
-from tests.support.jobs import SGD, UNEVEN, Dense, jobs_of, problem
+from flower_ext.training import Task, accuracy, evaluate
+from tests.support.jobs import SGD, UNEVEN, Dense, evaluate_each, jobs_of, problem
 
 
 def test_evaluation_in_pieces_equals_evaluation_at_once():

@@ -21,9 +21,17 @@ from flower_ext.training import (
     evaluate,
     train_groups,
 )
-from flower_ext.training.batched.many import trains_one_by_one, why_not_stacked
-from flower_ext.training.scoring import evaluate_each
-from tests.support.jobs import SGD, WAYS, one_by_one, problem, same, train_many
+from flower_ext.training.batched.many import trains_one_by_one
+from tests.support.jobs import (
+    SGD,
+    WAYS,
+    evaluate_each,
+    one_by_one,
+    problem,
+    same,
+    train_many,
+    why_apart,
+)
 from tests.support.trees import (
     FORMS,
     OWN_LOSS,
@@ -91,9 +99,9 @@ def test_trees_are_grouped_by_form_whatever_the_order_of_their_names():
 
 def test_why_trees_train_apart_is_said():
     data = packed(4)
-    assert why_not_stacked(PARTED, [job(as_tuple(data))]) == "features are not a single tensor"
+    assert why_apart(PARTED, [job(as_tuple(data))]) == "features are not a single tensor"
     aims = replace(data, targets={"label": data.targets})
-    assert why_not_stacked(PACKED, [job(aims)]) == "targets are not a single tensor"
+    assert why_apart(PACKED, [job(aims)]) == "targets are not a single tensor"
 
 
 def test_users_of_a_silo_train_each_on_their_own_rows():

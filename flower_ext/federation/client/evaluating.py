@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from logging import getLogger
 
@@ -19,9 +19,9 @@ from flower_ext.federation.client.preparing import Assignment
 from flower_ext.federation.client.requests import ClientRequest
 from flower_ext.federation.exchange import LARGEST_VALUE
 from flower_ext.privacy.queries.vector_query import VectorQuery
-from flower_ext.training import Job, LocalTraining, Params, Task, evaluate_each
+from flower_ext.training import Params, evaluate_client
 from flower_ext.training.isolation import isolated
-from flower_ext.training.side_by_side import Steps, Training, check_whole, completed, side_by_side
+from flower_ext.training.side_by_side import Steps, check_whole, completed, side_by_side
 
 log = getLogger("flwr")
 
@@ -42,27 +42,14 @@ def scores_of(work: ClientWork, *, training: bool) -> Steps[dict[str, float]]:
     With ``training``, the scores include the loss on the client's training examples.
     """
     model = yield from used_model(work)
-    scores = yield from _scores(work, model, work.data.test)
-    if training and (trained := (yield from _scores(work, model, work.data.train))):
+    scores = _scores(work, model, work.data.test)
+    if training and (trained := _scores(work, model, work.data.train)):
         scores["training_loss"] = trained["loss"]
     return scores
 
 
-def _scores(work: ClientWork, model: Params, examples: Examples) -> Steps[dict[str, float]]:
-    if not len(examples):
-        return {}
-    job = Job(params=model, examples=examples, training=LocalTraining(), generator=work.generator)
-    scores: dict[str, float] = yield Training(
-        task=work.task, job=job, trained=lambda name: True, solve=_evaluate
-    )
-    return scores
-
-
-def _evaluate(
-    task: Task, jobs: Sequence[Job], **_: object
-) -> Sequence[dict[str, float] | Exception]:
-    """Return the scores of each job's model on the job's examples, or the job's error."""
-    return evaluate_each(task, [job.params for job in jobs], [job.examples for job in jobs])
+def _scores(work: ClientWork, model: Params, examples: Examples) -> dict[str, float]:
+    return evaluate_client(work.task, model, examples) if len(examples) else {}
 
 
 def evaluation_of(assignment: Assignment) -> Steps[RecordDict]:

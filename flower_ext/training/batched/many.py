@@ -16,7 +16,7 @@ of a plug-in     if it promises   yes              if it is faster  known layers
 `local.train`    yes              yes              yes              any
 ===============  ===============  ===============  ===============  =============================
 
-`local.train` also trains the jobs for which `_why_never_together` returns a reason. The process
+`local.train` also trains the jobs for which `why_never_together` returns a reason. The process
 remembers the outcome of each trial.
 """
 
@@ -231,48 +231,39 @@ def assigned(
 
 def _forms(task: Task, jobs: Sequence[Job], *, batch_invariant: bool) -> Iterator[Form]:
     """Yield forms for jobs whose examples have one shape and type, the fastest form first."""
-    if _why_never_together(jobs) is None:
-        # With batch invariance, a single job must train as it would in a group.
-        lone = len(jobs) == 1 and not batch_invariant
-        for form_for in plugins.offered(GROUP):
-            form = form_for(task, jobs[0])
-            if form is None or (batch_invariant and not form.batch_invariant):
-                continue
-            if lone and not form.gains_alone(jobs[0]):
-                continue
-            if _is_sound(form, task, jobs[0]):
-                yield form
-        if batch_invariant:
-            yield from _of_constant_shape(task, jobs)
-        elif not lone and why_not_stacked(task, jobs) is None:
-            yield Stacked(task)
-
-
-def _of_constant_shape(task: Task, jobs: Sequence[Job]) -> Iterator[Form]:
-    """Yield a `ConstantShape` for each `Shape` of a job whose stacks a trial finds invariant."""
-    kind = _kind(task, jobs[0])
-    if not consists_of_rows(kind) or _why_not_stacked(kind) is not None:
+    if why_never_together(jobs) is not None:
         return
-    if _is_sound(ConstantShape(kind, Shape.of(random_job(kind, 3))), task, jobs[0]):
+    kind = kind_of(task, jobs[0].examples.features, jobs[0].examples.targets, jobs[0].params)
+    # With batch invariance, a single job must train as it would in a group.
+    lone = len(jobs) == 1 and not batch_invariant
+    for form_for in plugins.offered(GROUP):
+        form = form_for(task, jobs[0])
+        if form is None or (batch_invariant and not form.batch_invariant):
+            continue
+        if (form.gains_alone(jobs[0]) or not lone) and _is_sound(form, kind):
+            yield form
+    if batch_invariant:
+        if consists_of_rows(kind) and why_not_stacked(kind) is None:
+            yield from _of_constant_shape(kind, jobs)
+    elif not lone and why_not_stacked(kind) is None:
+        yield Stacked(task)
+
+
+def _of_constant_shape(kind: TrainingKind, jobs: Sequence[Job]) -> Iterator[Form]:
+    """Yield a `ConstantShape` for each `Shape` of a job whose stacks a trial finds invariant."""
+    if _is_sound(ConstantShape(kind, Shape.of(random_job(kind, 3))), kind):
         for shape in dict.fromkeys(map(Shape.of, jobs)):
             if stack_rounds_alike(kind, shape):
                 yield ConstantShape(kind, shape)
 
 
-def _is_sound(form: Form, task: Task, job: Job) -> bool:
-    """Return True if the form gives the results of `local.train` for jobs like this one."""
+def _is_sound(form: Form, kind: TrainingKind) -> bool:
+    """Return True if the form gives the results of `local.train` for jobs of this kind."""
     # The type of a known layer determines what it computes, so no trial is needed.
-    return task.factory.facts.known or trains_alike(_kind(task, job), form)
+    return kind.task.factory.facts.known or trains_alike(kind, form)
 
 
-def why_not_stacked(task: Task, jobs: Sequence[Job]) -> str | None:
-    """Return why these jobs cannot train in a stack of models; None if they can."""
-    if reason := _why_never_together(jobs):
-        return reason
-    return _why_not_stacked(_kind(task, jobs[0]))
-
-
-def _why_never_together(jobs: Sequence[Job]) -> str | None:
+def why_never_together(jobs: Sequence[Job]) -> str | None:
     """Return why these jobs must train one by one, whatever their model; None if they need not."""
     for part in ("features", "targets"):
         if not isinstance(getattr(jobs[0].examples, part), Tensor):
@@ -288,14 +279,11 @@ def _why_never_together(jobs: Sequence[Job]) -> str | None:
     return None
 
 
-def _kind(task: Task, job: Job) -> TrainingKind:
-    return kind_of(task, job.examples.features, job.examples.targets, job.params)
-
-
 @lru_cache(maxsize=64)
-def _why_not_stacked(kind: TrainingKind) -> str | None:
+def why_not_stacked(kind: TrainingKind) -> str | None:
+    """Return why models of this kind cannot train in a stack; None if they can."""
     reason = why_models_differ(kind, Stacked(kind.task).train, train)
-    if reason is None and (layer := refusing_layer(kind.model, kind.features)):
+    if reason is None and (layer := refusing_layer(kind)):
         reason = f"{layer} refuses a mini-batch of a single row"
     if reason:
         log.info("local trainings run one by one: %s", reason)
@@ -309,16 +297,7 @@ def trains_alike(kind: TrainingKind, form: Form) -> bool:
     The function also returns False for a model whose forward pass changes its own state. A model
     that counts its passes, for example, might begin to use the count after the trial has ended.
     """
-
-    def train_together(jobs: Sequence[Job], trained: Callable[[str], bool]) -> Params:
-        if [*form.groups(jobs, MEMORY_LIMIT)] != [[*range(len(jobs))]]:
-            raise InvalidValue(
-                f"{type(form).__name__}.groups() does not put the jobs of a trial into one group: "
-                "expected a single group with all jobs"
-            )
-        return form.train(jobs, trained)
-
-    return not (why_changed_by_pass(kind) or why_models_differ(kind, train_together, train))
+    return not (why_changed_by_pass(kind) or why_models_differ(kind, form.train, train))
 
 
 @lru_cache(maxsize=256)

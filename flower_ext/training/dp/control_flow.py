@@ -4,8 +4,7 @@ In such a model, the values of one example may decide which operations run on an
 reads no value applies the same operations to all batches of one shape.
 
 One way to read values is harmless. Hugging Face's models, for example, test whether all numbers of
-a mask are 1. `Passes` adds an extra last row to each batch, the same in every batch. If this row
-alone decides the test, its answer does not depend on the examples.
+a mask are 1. `DecidedTests` gives such tests an answer that depends on no example.
 """
 
 from __future__ import annotations
@@ -24,41 +23,54 @@ from torch.utils._pytree import tree_leaves
 _aten = torch.ops.aten
 _READING = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 _READING_TOO = {_aten._pack_padded_sequence.default}
-_ROW_BY_ROW = {
-    *(_aten._to_copy.default, _aten.detach.default, _aten.alias.default, _aten.clone.default),
-    *(_aten.eq.Scalar, _aten.ne.Scalar, _aten.gt.Scalar, _aten.ge.Scalar, _aten.lt.Scalar),
-    *(_aten.le.Scalar, _aten.logical_not.default, _aten.bitwise_not.default),
-    *(_aten.slice.Tensor, _aten.index.Tensor, _aten.view.default),
-}
-"""Operations that compute a row from one row, if the number of rows stays the same."""
 _OUT_OF_SIGHT = {
     *(Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.__repr__, Tensor.__format__),
     *(Tensor.data_ptr, Tensor.storage, Tensor.untyped_storage, Tensor.__dlpack__),
 }
 """Methods that read or expose values without an operation that `ControlFlowWatch` sees."""
+_ANSWERS = {
+    **dict.fromkeys((torch.all, Tensor.all), False),
+    **dict.fromkeys((torch.any, Tensor.any), True),
+}
+"""Answers to tests of whole tensors, as if some of their numbers were 0 and others were not."""
+_COUNTS = (torch.sum, Tensor.sum)
 
 
 class ReadsValues(Exception):
     """A model reads or stores values of its features."""
 
 
+class DecidedTests(TorchFunctionMode):
+    """Answer tests of whole tensors, such as ``mask.all()``, without reading any number.
+
+    No test then holds for all numbers of a tensor, and each test holds for some. A sum of booleans
+    counts as such a test, because models compare it with the tensor's size: its answer is 0.
+    """
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Answer a test; run any other function."""
+        if len(args) == 1 and not kwargs:
+            if func in _ANSWERS:
+                return torch.tensor(_ANSWERS[func], device=args[0].device)
+            if func in _COUNTS and args[0].dtype == torch.bool:
+                return torch.tensor(0, device=args[0].device)
+        return func(*args, **(kwargs or {}))
+
+
 class ControlFlowWatch(TorchDispatchMode):
     """Raise `ReadsValues` if a model reads or stores a number that is computed from its features.
 
-    Examples of reading are ``x.sum().item()`` and ``if x.any()``. The last row of each of the
-    ``features`` is the same in every pass.
+    Examples of reading are ``x.sum().item()`` and ``if x.any()``.
     """
 
     def __init__(self, features: Sequence[Tensor], model: nn.Module) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.num_rows, self.needs_last = len(features[0]), False
         self._of_model = {_storage(tensor) for tensor in [*model.parameters(), *model.buffers()]}
         self._derived: dict[int, StorageWeakRef] = {}  # references, so that no address is reused
         for leaf in features:
             self._mark_derived(leaf)
-        self._by_row = [*features]
-        self._decided = list[Tensor]()
-        self._counts: list[tuple[Tensor, int]] = []
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -66,22 +78,17 @@ class ControlFlowWatch(TorchDispatchMode):
         """Inspect one operation, then run it."""
         inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         draws = torch.Tag.nondeterministic_seeded in func.tags
-        depends = draws or any(map(self.is_derived, inputs))
-        written = [*_written(func, args)] if depends else []
+        if not draws and not any(map(self.is_derived, inputs)):
+            return func(*args, **(kwargs or {}))
+        written = [*_written(func, args)]
         if any(_storage(tensor) in self._of_model for tensor in written):
             raise ReadsValues(f"{func} writes into the model")
-        if depends and _reads(func, inputs):
-            if not _is_among(inputs[0], self._decided):
-                raise ReadsValues(str(func))
-            self.needs_last = True
+        if _reads(func, inputs):
+            raise ReadsValues(str(func))
         out = func(*args, **(kwargs or {}))
-        if depends:
-            for tensor in [*written, *tree_leaves(out)]:
-                if isinstance(tensor, Tensor):
-                    self._mark_derived(tensor)
-            if inputs and isinstance(out, Tensor):
-                self._note_decision(func, args, inputs[0], out)
-                self._note_rows(func, args, inputs, out)
+        for tensor in [*written, *tree_leaves(out)]:
+            if isinstance(tensor, Tensor):
+                self._mark_derived(tensor)
         return out
 
     def is_derived(self, tensor: Tensor) -> bool:
@@ -91,36 +98,6 @@ class ControlFlowWatch(TorchDispatchMode):
     def _mark_derived(self, tensor: Tensor) -> None:
         if (storage := _storage(tensor)) not in self._derived:
             self._derived[storage] = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
-
-    def _note_decision(self, func: Any, args: tuple[Any, ...], tested: Tensor, out: Tensor) -> None:
-        """Remember ``out`` if it is the answer to a harmless test, which the last row decides.
-
-        If ``func`` asks whether all numbers are true, for example, a zero in that row decides it.
-        """
-        if func == _aten.eq.Scalar and any(
-            tested is count and args[1] == most for count, most in self._counts
-        ):
-            self._decided.append(out)
-        if not _is_among(tested, self._by_row):
-            return
-        has_zero, has_some = not bool(tested[-1].all()), bool(tested[-1].any())
-        if (func == _aten.all.default and has_zero) or (func == _aten.any.default and has_some):
-            self._decided.append(out)
-        if func == _aten.sum.default and has_zero and tested.dtype == torch.bool:
-            self._counts.append((out, tested.numel()))  # the last row keeps the sum below this
-
-    def _note_rows(
-        self, func: Any, args: tuple[Any, ...], inputs: Sequence[Tensor], out: Tensor
-    ) -> None:
-        """Remember ``out`` if each of its rows was computed from the same row of the features."""
-        if func not in _ROW_BY_ROW or not _is_among(inputs[0], self._by_row):
-            return
-        along_rows = (func == _aten.slice.Tensor and args[1:2] in [(), (0,)]) or (
-            func == _aten.index.Tensor and args[1][0] is not None
-        )
-        has_rows = out.dim() and len(out) == self.num_rows
-        if has_rows and not along_rows and not any(map(self.is_derived, inputs[1:])):
-            self._by_row.append(out)
 
 
 class _OutOfSight(TorchFunctionMode):
@@ -137,10 +114,10 @@ class _OutOfSight(TorchFunctionMode):
 
 
 @contextmanager
-def watched(features: Sequence[Tensor], model: nn.Module) -> Iterator[ControlFlowWatch]:
+def watched(features: Sequence[Tensor], model: nn.Module) -> Iterator[None]:
     """Raise `ReadsValues` if ``model`` reads or stores a value of ``features`` in this context."""
     with _OutOfSight(watch := ControlFlowWatch(features, model)), watch:
-        yield watch
+        yield
 
 
 def _reads(func: Any, inputs: Sequence[Tensor]) -> bool:
@@ -156,10 +133,6 @@ def _written(func: Any, args: tuple[Any, ...]) -> Iterator[Tensor]:
         alias = argument.alias_info
         if isinstance(value, Tensor) and alias is not None and alias.is_write:
             yield value
-
-
-def _is_among(tensor: Tensor, others: Sequence[Tensor]) -> bool:
-    return any(tensor is other for other in others)
 
 
 def _storage(tensor: Tensor) -> int:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from enum import StrEnum
 from functools import lru_cache, partial
 from logging import getLogger
@@ -29,7 +30,7 @@ from torch.nn import functional
 from flower_ext.data import trees
 from flower_ext.data.trees import Tree
 from flower_ext.errors import InvalidValue
-from flower_ext.training.dp.control_flow import watched
+from flower_ext.training.dp.control_flow import DecidedTests, ReadsValues, watched
 from flower_ext.training.models.calls import call_model, call_with
 from flower_ext.training.params import Params, clone
 from flower_ext.training.per_example import GradientRows, Parts, gradients, is_known
@@ -41,8 +42,7 @@ from flower_ext.training.problem import (
     model_of_single_examples,
 )
 from flower_ext.training.task import Task, TrainingKind, kind_of
-from flower_ext.training.trials.examples_in_turn import why_not_one_by_one
-from flower_ext.training.trials.examples_together import BatchInvarianceTrial
+from flower_ext.training.trials.examples import BatchInvarianceTrial, why_not_one_by_one
 from flower_ext.training.trials.made_up_examples import deterministic, random_examples
 
 log = getLogger("flwr")
@@ -80,8 +80,8 @@ class Passes:
         self.layers = {name: self.model.get_submodule(name) for name in layers}
         holders = [m for m in self.model.modules() if [*m.parameters(recurse=False)]]
         self._is_dense = all(type(layer) is nn.Linear for layer in holders)
-        self.last: Tree | None = None
-        """An extra last example in each pass, whose gradient is never returned (see `prepare`)."""
+        self.decides_tests = False
+        """True if passes need `DecidedTests` (see `prepare`)."""
 
     def gradients(self, way: Way, x: Tree, y: Tree) -> Parts:
         """Run one pass over `width` examples; return the gradient of each."""
@@ -113,9 +113,8 @@ class Passes:
         inputs_of, outputs_of = dict[str, Tensor](), dict[str, Tensor]()
 
         def widen(layer: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-            rows = count + (self.last is not None)
-            if inputs[0].dim() and len(inputs[0]) == 1 < rows:  # shared by all, such as positions
-                return inputs[0].expand(rows, *inputs[0].shape[1:]), *inputs[1:]
+            if inputs[0].dim() and len(inputs[0]) == 1 < count:  # shared by all, such as positions
+                return inputs[0].expand(count, *inputs[0].shape[1:]), *inputs[1:]
             return inputs
 
         def keep(name: str, layer: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> Tensor:
@@ -130,7 +129,7 @@ class Passes:
         for name, layer in self.layers.items():
             hooks.append(layer.register_forward_hook(partial(keep, name)))
         try:
-            outputs = self._outputs(x, count)
+            outputs = self._outputs(x)
         finally:
             for hook in hooks:
                 hook.remove()
@@ -140,50 +139,38 @@ class Passes:
         parts: dict[str, Any] = {}
         for name, slope in zip(outputs_of, slopes, strict=True):
             if slope is not None:  # the loss depends on the layer
-                of_layer = gradients(self.layers[name], inputs_of[name][:count], slope[:count])
+                of_layer = gradients(self.layers[name], inputs_of[name], slope)
                 for leaf, part in of_layer.items():
                     parts[f"{name}.{leaf}".removeprefix(".")] = part
         return {name: parts[name] for name in self.names if name in parts}
 
     def prepare(self, features: Tree, count: int) -> None:
-        """Set `last` if passes over ``count`` examples need an extra last example.
+        """Find out whether passes over ``count`` examples need `DecidedTests`.
 
         Some models choose their operations by a test of feature values, such as "does any mask hide
-        a word?". Such a test could mix examples. An extra example, the same in every pass, decides
-        the test in advance. If other values still decide it, the error is `ReadsValues`.
+        a word?". Such a test could mix examples, so every pass gets the same answer. If other
+        values still decide which operations the model runs, the error is `ReadsValues`.
         """
-        generator = torch.Generator().manual_seed(0)
-        pair = random_examples(features, 2, generator)
-        self.last = trees.mapped(lambda leaf: leaf[1:], pair)
+        x = random_examples(features, count, torch.Generator().manual_seed(0))
         with deterministic():
-            if not self.reads_last(random_examples(features, count, generator)):
-                self.last = None
+            try:
+                self._watch(x)
+            except ReadsValues:
+                self.decides_tests = True
+                self._watch(x)
 
-    def reads_last(self, x: Tree) -> bool:
-        """Return True if values of the last example decide which operations the model runs."""
-        features = self._with_last(x)
-        with watched([*trees.leaves(features)], self.model) as watch:
-            call_model(self.model, features)
-        return watch.needs_last
+    def _watch(self, x: Tree) -> None:
+        with self._decided_tests(), watched([*trees.leaves(x)], self.model):
+            call_model(self.model, x)
 
-    def _with_last(self, x: Tree) -> Tree:
-        if self.last is None:
-            return x
-        return trees.mapped(lambda *both: torch.cat(both), x, self.last)
+    def _decided_tests(self) -> AbstractContextManager[object]:
+        return DecidedTests() if self.decides_tests else nullcontext()
 
-    def _outputs(self, x: Tree, count: int) -> Any:
-        """Return the model's outputs for ``x``, without the output of the extra last example."""
+    def _outputs(self, x: Tree) -> Any:
         # Restore the buffers, which could count passes, because the number of passes is private.
         buffers = clone(dict(self.model.named_buffers()))
-        features = self._with_last(x)
-        if buffers:
-            outputs = call_with(self.model, buffers, features)
-        else:
-            outputs = call_model(self.model, features)
-        if self.last is None:
-            return outputs
-        rows = count + 1
-        return trees.mapped(lambda leaf: leaf[:-1] if has_rows(leaf, rows) else leaf, outputs)
+        with self._decided_tests():
+            return call_with(self.model, buffers, x) if buffers else call_model(self.model, x)
 
     def by_vmap(self, x: Tree, y: Tree, loss: ExampleLoss) -> Parts:
         """Return the gradient of each example, for any model that vmap supports."""
@@ -204,15 +191,15 @@ class Passes:
         """
         kind = kind_of(self.task, features, targets, self.params)
         threads = torch.get_num_threads()
-        way, self.last = _tried(kind, tuple(self.names), self.batch_size, threads)
+        way, self.decides_tests = _tried(kind, tuple(self.names), self.batch_size, threads)
         return way
 
 
 @lru_cache(maxsize=64)
 def _tried(
     kind: TrainingKind, names: tuple[str, ...], batch_size: float, threads: int
-) -> tuple[Way, Tree | None]:
-    """Return the fastest way that trials allow, and the extra last example (see `Passes.last`).
+) -> tuple[Way, bool]:
+    """Return the fastest way that trials allow, and `Passes.decides_tests`.
 
     Trials exclude the way "in one pass" in four cases. A layer gets rows that are not examples, but
     patches or times. The model uses a layer twice. The model mixes examples. Or feature values
@@ -236,7 +223,7 @@ def _tried(
             log.info("DP-SGD does not compute single examples' gradients %s: %s", way, reason)
             way = Way.ONE_BY_ONE
     log.info("DP-SGD computes the gradients of single examples %s", way)
-    return way, passes.last
+    return way, passes.decides_tests
 
 
 def _why_not(trial: Callable[..., str | None], *arguments: object) -> str | None:

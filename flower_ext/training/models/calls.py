@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor, nn
@@ -31,11 +32,8 @@ def call_with(model: nn.Module, params: Params, x: Tree) -> Any:
     def replaced(*given: Tree, **named: Tree) -> Any:
         return functional_call(model, params, given, named)
 
-    try:
+    with _telling_types(params, x):
         return call_model(replaced, x)
-    except RuntimeError as error:
-        _tell_types(error, params, x)
-        raise
 
 
 class SettableModel:
@@ -67,25 +65,27 @@ class SettableModel:
 
     def __call__(self, x: Tree) -> Any:
         """Call the model, with the tensors of the last `set_params`, on features ``x``."""
-        try:
+        with _telling_types(self._params, x):
             return call_model(self.model, x)
-        except RuntimeError as error:
-            _tell_types(error, self._params, x)
-            raise
 
 
 class UnlikeTypes(InvalidValue):
     """Features have another type than the model's numbers."""
 
 
-def _tell_types(error: RuntimeError, params: Params, x: Tree) -> None:
-    """Raise `UnlikeTypes` if ``error`` is about types and ``x`` differs in type from ``params``."""
-    types = {p.dtype for p in params.values() if p.is_floating_point()}
-    for name, leaf in trees.named("features", x) if "type" in str(error) else ():
-        if isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.dtype not in types:
-            kind = min(types, key=str)
-            raise UnlikeTypes(
-                f"{name} of type {leaf.dtype}: expected {kind}, the type of the model's numbers; "
-                f"give Examples(features.to({kind}), …), or build the model with "
-                f"model.to({leaf.dtype})"
-            ) from error
+@contextmanager
+def _telling_types(params: Params, x: Tree) -> Iterator[None]:
+    """Raise `UnlikeTypes` for an error about types if ``x`` differs in type from ``params``."""
+    try:
+        yield
+    except RuntimeError as error:
+        types = {p.dtype for p in params.values() if p.is_floating_point()}
+        for name, leaf in trees.named("features", x) if "type" in str(error) else ():
+            if isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.dtype not in types:
+                kind = min(types, key=str)
+                raise UnlikeTypes(
+                    f"{name} of type {leaf.dtype}: expected {kind}, the type of the model's "
+                    f"numbers; give Examples(features.to({kind}), …), or build the model with "
+                    f"model.to({leaf.dtype})"
+                ) from error
+        raise

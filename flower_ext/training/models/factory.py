@@ -141,7 +141,7 @@ class ModelFactory:
             if is_frozen(module):
                 for leaf, buffer in module.named_buffers(recurse=False):
                     frozen[f"{name}.{leaf}".removeprefix(".")] = buffer
-        tied = _tied(model)
+        tied = tied_names(model)
         state = model.state_dict()
         travelling = {
             name: (value.shape, value.dtype)
@@ -167,7 +167,7 @@ class ModelFactory:
         model = self.function()
         if self.trainable is not None:
             names = [name for name, _ in model.named_parameters()]
-            require_modules("trainable", self.trainable, names, _tied(model))
+            require_modules("trainable", self.trainable, names, tied_names(model))
             for name, parameter in model.named_parameters():
                 parameter.requires_grad_(matches(name, self.trainable))
         return model
@@ -187,48 +187,35 @@ class _Template:
         self._frozen = {id(p): p for p in model.parameters() if not p.requires_grad}
         self._tensors: list[Tensor] = []
         written = BytesIO()
+        pickler = pickle.Pickler(written, protocol=5)
+        pickler.persistent_id = self._number_of  # type: ignore[method-assign]
         try:
-            _Pickler(written, self._tensors).dump(model)
+            pickler.dump(model)
             self._pickled = written.getvalue()
         except Exception:  # an object may refuse with any error
             self._pickled = b""
+
+    def _number_of(self, value: Any) -> int | None:
+        """Add a tensor to a list, and return the number that the pickle holds in its place."""
+        if not isinstance(value, Tensor):
+            return None
+        self._tensors.append(value)
+        return len(self._tensors) - 1
 
     def copy(self) -> nn.Module:
         """Return a copy."""
         memo: dict[int, Any] = dict(self._frozen)
         if not self._pickled:
             return deepcopy(self.model, memo)
+        unpickler = pickle.Unpickler(BytesIO(self._pickled))
         tensors = [deepcopy(tensor, memo) for tensor in self._tensors]
-        copied: nn.Module = _Unpickler(BytesIO(self._pickled), tensors).load()
+        unpickler.persistent_load = tensors.__getitem__  # type: ignore[method-assign]
+        copied: nn.Module = unpickler.load()
         return copied
 
 
-class _Pickler(pickle.Pickler):
-    """Adds tensors to a list, and writes a number in place of each."""
-
-    def __init__(self, file: BytesIO, tensors: list[Tensor]) -> None:
-        super().__init__(file, protocol=5)
-        self.tensors = tensors
-
-    def persistent_id(self, value: Any) -> int | None:
-        if not isinstance(value, Tensor):
-            return None
-        self.tensors.append(value)
-        return len(self.tensors) - 1
-
-
-class _Unpickler(pickle.Unpickler):
-    """Reads tensors in place of the numbers that `_Pickler` wrote."""
-
-    def __init__(self, file: BytesIO, tensors: Sequence[Tensor]) -> None:
-        super().__init__(file)
-        self.tensors = tensors
-
-    def persistent_load(self, number: int) -> Tensor:
-        return self.tensors[number]
-
-
-def _tied(model: nn.Module) -> dict[str, str]:
+def tied_names(model: nn.Module) -> dict[str, str]:
+    """Map each further name of a tied parameter to its first name."""
     first: dict[int, str] = {}
     names = model.named_parameters(remove_duplicate=False)
     firsts = {name: first.setdefault(id(parameter), name) for name, parameter in names}

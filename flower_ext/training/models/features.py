@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from flower_ext.data import ClientData, Examples, trees
 from flower_ext.data.trees import Tree
 from flower_ext.errors import InvalidValue
-from flower_ext.training.cached_files import read_cached, write_cached
+from flower_ext.files import read_cached, write_cached
 from flower_ext.training.isolation import isolated, seeded
 from flower_ext.training.models.calls import call_with
 from flower_ext.training.models.factory import digest

@@ -9,6 +9,7 @@ from typing import Any, cast
 from torch import nn
 
 from flower_ext.errors import InvalidValue
+from flower_ext.training.models.factory import tied_names
 
 
 def libraries(setting: str) -> tuple[Any, Any]:
@@ -132,14 +133,12 @@ def _refuse_tied(model: nn.Module, names: list[str]) -> None:
 
     If the adapter is merged into the weight, it changes both layers.
     """
-    first: dict[int, str] = {}
-    for name, weight in model.named_parameters(remove_duplicate=False):
-        other = first.setdefault(id(weight), name)
-        pair = [place.rpartition(".")[0] for place in (name, other)]
-        leaves = [place.rpartition(".")[2] for place in pair]
-        if other != name and (tied := [leaf for leaf in leaves if leaf in names]):
+    for pair in tied_names(model).items():
+        layers = [name.rpartition(".")[0] for name in pair]
+        leaves = [name.rpartition(".")[2] for name in layers]
+        if tied := [leaf for leaf in leaves if leaf in names]:
             raise InvalidValue(
-                f"LoRA targets={','.join(names)!r}: leave out {tied[0]!r}, because {pair[0]!r} and "
-                f"{pair[1]!r} share one weight, so an adapter that is merged into one layer would "
-                "change both"
+                f"LoRA targets={','.join(names)!r}: leave out {tied[0]!r}, because {layers[0]!r} "
+                f"and {layers[1]!r} share one weight, so an adapter that is merged into one layer "
+                "would change both"
             )

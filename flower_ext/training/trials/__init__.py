@@ -9,10 +9,10 @@ finds no reason. None is evidence, not a proof.
 =====================  ====================================  ====================================
 module                 fault that its trials find            what the package then does
 =====================  ====================================  ====================================
-`examples_in_turn`     A model remembers an example outside  `ClippedGradient` refuses the model.
+`examples`             A model remembers an example outside  `ClippedGradient` refuses the model.
                        its buffers, or cannot learn from
                        one example alone.
-`examples_together`    A gradient in a batch differs from    `dp.passes` computes the gradients
+`examples`             A gradient in a batch differs from    `dp.passes` computes the gradients
                        the example's own gradient, beyond    by vmap, or one by one.
                        rounding or in any bit.
 `trainings`            A training changes something that     The client refuses to train under a
@@ -22,6 +22,6 @@ module                 fault that its trials find            what the package th
                        alone, beyond rounding or in any bit.
 =====================  ====================================  ====================================
 
-`made_up_examples` makes the examples, and `snapshots` reads all that a model can store. Layers that
+`made_up_examples` makes the examples, and `snapshots` finds what a model stores. Layers that
 are known to mix examples need no trial: `model_of_single_examples` refuses them.
 """

@@ -4,24 +4,31 @@ A pass may change a module's attributes, its weights, an attribute of its class,
 function or a hook encloses, or a global variable. Functions and classes that the module uses have
 such variables, too; they count if they belong to the same project. All these variables are called
 places. A `snapshot` holds the values at all places, and `changed_places` names the places where two
-snapshots differ. A change elsewhere can only be found by its effect, so the trials also compare
+snapshots differ. A change elsewhere can only be found by its effect, so `find_memory` also compares
 results.
 """
 
 from __future__ import annotations
 
 import logging
+import pickle
+import random
 import types
 import weakref
 import zlib
-from collections.abc import Hashable, Iterable, Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from functools import cache, partial
 from itertools import chain
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
+from flower_ext.data import trees
+from flower_ext.data.trees import Tree
+from flower_ext.training.isolation import attempted, seeded
 from flower_ext.training.params import Params
 
 Snapshot = dict[str, Hashable]
@@ -37,6 +44,7 @@ _SKIPPED = (
 )
 _LIBRARIES = ("torch", "numpy", "builtins", "typing", "collections", "functools", "abc", "enum")
 _DEEPEST = 40
+_GENERATORS = "the global generator of numpy.random or random (draw from torch.rand instead)"
 
 
 class _Itself:
@@ -82,16 +90,65 @@ def changed_places(before: Snapshot, after: Snapshot) -> list[str]:
     )
 
 
+def find_memory(
+    begin: Callable[[], tuple[Mapping[str, Any], Callable[[Tree, Tree], Params]]],
+    inputs: Sequence[tuple[Tree, Tree]],
+    orders: Sequence[Iterable[int]],
+    device: torch.device,
+) -> tuple[str | None, list[Params | Exception]]:
+    """Return a place at which a step changes what later steps compute, and each input's result.
+
+    Steps run on the features and targets of ``inputs``, in each of the ``orders``. ``begin``
+    returns the roots of an order's snapshots, and its step. Only the first step of an order may
+    store something, such as a table of positions, and that must not depend on the step's input.
+    Without such a place, the function returns None and the results or errors of the first order.
+    """
+    results = defaultdict[int, list[Params | Exception]](list)
+    first: list[Snapshot] = []
+    states = np.random.get_state(legacy=False), random.getstate()  # noqa: NPY002
+    try:
+        for order in orders:
+            roots, step = begin()
+            before = prepared = _with_generators(roots)
+            is_prepared = False
+            for number in order:
+                x, y = trees.mapped(Tensor.clone, inputs[number])  # the step may write into them
+                with seeded(0, device):
+                    result = attempted(step, x, y)
+                results[number].append(result)
+                after = _with_generators(roots)
+                if not is_prepared:  # a step may raise before it stores anything
+                    prepared, is_prepared = after, not isinstance(result, Exception)
+                elif places := changed_places(prepared, after):
+                    return places[0], []
+            first = first or [before, prepared]
+            for place in changed_places(*first):
+                if first[1].get(place) != prepared.get(place):
+                    return place, []
+    finally:
+        np.random.set_state(states[0])  # noqa: NPY002
+        random.setstate(states[1])
+    if not all(same_params(one, other) for one, *others in results.values() for other in others):
+        return "a variable elsewhere", []
+    return None, [results[number][0] for number in range(len(inputs))]
+
+
+def _with_generators(roots: Mapping[str, Any]) -> Snapshot:
+    """Return a snapshot that includes the states of the global generators of NumPy and Python."""
+    states = pickle.dumps((np.random.get_state(legacy=False), random.getstate()))  # noqa: NPY002
+    return snapshot(**roots, **{_GENERATORS: states})
+
+
 def same_numbers(one: Tensor, other: Tensor) -> bool:
     """Return True if all values are equal: exactly on a CPU, up to rounding on an accelerator."""
     exact = {"rtol": 0.0, "atol": 0.0} if one.is_cpu else {}
     return torch.allclose(one, other, equal_nan=True, **exact)
 
 
-def same_params(one: Params | None, other: Params | None) -> bool:
-    """Return True if `same_numbers` is true for all parameters, or both are None."""
-    if one is None or other is None:
-        return one is other
+def same_params(one: Params | Exception, other: Params | Exception) -> bool:
+    """Return True if `same_numbers` is true for all parameters, or both are errors."""
+    if isinstance(one, Exception) or isinstance(other, Exception):
+        return isinstance(one, Exception) and isinstance(other, Exception)
     return all(map(same_numbers, one.values(), other.values()))
 
 

@@ -11,18 +11,16 @@ model as alone, up to rounding or to the last bit.
 
 from __future__ import annotations
 
-import pickle
-import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
+from typing import Any
 
-import numpy as np
 import torch
 
 from flower_ext.data import Examples, trees
 from flower_ext.data.trees import Tree
-from flower_ext.training.isolation import attempted, deterministic_kernels, seeded
+from flower_ext.training.isolation import deterministic_kernels, seeded
 from flower_ext.training.job import Job, LocalTraining
 from flower_ext.training.models.factory import in_training
 from flower_ext.training.params import Params, shaken
@@ -34,7 +32,7 @@ from flower_ext.training.trials.made_up_examples import (
     unlike_examples,
     with_odd_rows,
 )
-from flower_ext.training.trials.snapshots import changed_places, same_params, snapshot
+from flower_ext.training.trials.snapshots import changed_places, find_memory, snapshot
 
 Train = Callable[[Task, Job], Params]
 """`local.train`, which trains one job."""
@@ -45,7 +43,6 @@ _KEEPS = (
     "one user's records would move the updates of other users, and clipping does not bound that. "
     "Keep it in the model itself, because each training has its own model"
 )
-_GENERATORS = "the global generator of numpy.random or random (draw from torch.rand instead)"
 
 
 def why_state_is_shared(task: Task, examples: Examples, train: Train) -> str | None:
@@ -84,42 +81,22 @@ def _shared_place(kind: TrainingKind, train: Train) -> str | None:
         )
         on_cpu = kind.device.type == "cpu"
         unlike = unlike_examples(kind.features, kind.targets, bystander, integers=on_cpu)
-        positions = _positions()
-        states = np.random.get_state(legacy=False), random.getstate()  # noqa: NPY002
-        try:
-            first = _trained(train, task, start, *usual)
-            if _positions() != positions:
-                return _GENERATORS
-        finally:
-            np.random.set_state(states[0])  # noqa: NPY002
-            random.setstate(states[1])
-        before = snapshot(model=bystander, loss=task.loss)
-        for x, y in (other, *trees.split(unlike, 1)):
-            _trained(train, task, start, x, y)
-            after = snapshot(model=bystander, loss=task.loss)
-            if places := changed_places(before, after):
-                return places[0]
-        again = _trained(train, task, start, *usual)
-        return None if same_params(first, again) else "a variable elsewhere"
 
+        def short_training(features: Tree, targets: Tree) -> Params:
+            job = Job(
+                params=start,
+                examples=Examples(features, targets),
+                training=LocalTraining(steps=2, batch_size=2),
+                generator=torch.Generator().manual_seed(0),
+            )
+            return train(task, job)
 
-def _trained(
-    train: Train, task: Task, start: Params, features: Tree, targets: Tree
-) -> Params | None:
-    """Return the model after a short training; None if the training raises an error."""
-    job = Job(
-        params=start,
-        examples=Examples(features, targets),
-        training=LocalTraining(steps=2, batch_size=2),
-        generator=torch.Generator().manual_seed(0),
-    )
-    model = attempted(train, task, job)
-    return None if isinstance(model, Exception) else model
+        def begin() -> tuple[Mapping[str, Any], Callable[..., Params]]:
+            return {"model": bystander, "loss": task.loss}, short_training
 
-
-def _positions() -> bytes:
-    """Return the states of the global generators of NumPy and Python, as bytes to compare."""
-    return pickle.dumps((np.random.get_state(legacy=False), random.getstate()))  # noqa: NPY002
+        inputs = [usual, other, *trees.split(unlike, 1)]
+        # The usual examples train once more at the end.
+        return find_memory(begin, inputs, [(*range(len(inputs)), 0)], kind.device)[0]
 
 
 def random_job(kind: TrainingKind, count: int) -> Job:

@@ -26,7 +26,7 @@ import numpy as np
 
 import flower_ext
 from flower_ext.errors import FlowerExtError
-from flower_ext.training.cached_files import read_cached, write_cached
+from flower_ext.files import read_cached, write_cached
 from flower_ext.training.models import dropout
 
 _HERE = Path(__file__).parent

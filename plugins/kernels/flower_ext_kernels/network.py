@@ -30,7 +30,7 @@ from flower_ext.training.job import Job, refusing_layer
 from flower_ext.training.models.dropout import draw, words
 from flower_ext.training.params import Params, Sizes, sizes
 from flower_ext.training.problem import affine
-from flower_ext.training.task import Task
+from flower_ext.training.task import Task, kind_of
 from flower_ext_kernels.chain import Layer, Part, chain
 from flower_ext_kernels.layer_table import CHANNELS, COLUMNS, DROP, IMAGE_NORM, LINE, NORM
 
@@ -281,7 +281,10 @@ def form_for(task: Task, job: Job) -> CompiledNetwork | None:
         return None
     if not _is_usual(job.examples):
         return None
-    network = _network(task.model, job.examples.features.shape[1:], sizes(job.params))
+    features, targets = job.examples.features, job.examples.targets
+    if refusing_layer(kind_of(task, features, targets, {})) is not None:  # `local` refuses it, too
+        return None
+    network = _network(task.model, features.shape[1:], sizes(job.params))
     return network if network is not None and _library() is not None else None
 
 
@@ -317,8 +320,6 @@ def _network(
     """Return the network of a model that is a chain of known layers, else None."""
     model = build().train()
     if _hooked(model) or not all(parameter.requires_grad for parameter in model.parameters()):
-        return None
-    if refusing_layer(build, torch.zeros(0, *shape)) is not None:  # PyTorch and `local` refuse it
         return None
     layers = chain(model, shape)
     widths = [shape.numel(), *(layer.outputs for layer in layers)]

@@ -11,7 +11,6 @@ from torch.nn.functional import dropout
 from flower_ext.data import Examples
 from flower_ext.training import Job, Proximal
 from flower_ext.training.batched import many
-from flower_ext.training.batched.many import why_not_stacked
 from tests.support.jobs import (
     ALIKE,
     SGD,
@@ -23,6 +22,7 @@ from tests.support.jobs import (
     problem,
     same,
     train_many,
+    why_apart,
 )
 
 
@@ -114,7 +114,7 @@ def randomly_leaky():
 @pytest.mark.parametrize("model", [Dropping, randomly_leaky])
 def test_models_that_draw_numbers_are_trained_one_by_one(batched, model):
     assert len(train_many(problem(model), jobs_of(model, [SGD], ALIKE))) == len(ALIKE)
-    assert why_not_stacked(problem(model), jobs_of(model, [SGD], ALIKE))
+    assert why_apart(problem(model), jobs_of(model, [SGD], ALIKE))
     assert batched == []
 
 
@@ -148,7 +148,7 @@ def test_a_factory_with_new_settings_makes_new_models(batched):
 )
 def test_models_that_gain_nothing_in_a_batch_are_trained_one_by_one(layer, said):
     task = problem(lambda: nn.Sequential(layer))
-    assert said in why_not_stacked(task, jobs_of(Dense, [SGD], ALIKE))
+    assert said in why_apart(task, jobs_of(Dense, [SGD], ALIKE))
 
 
 def test_one_training_alone_is_never_tried_in_a_batch(monkeypatch):
@@ -157,7 +157,7 @@ def test_one_training_alone_is_never_tried_in_a_batch(monkeypatch):
     def tried(*_):
         raise AssertionError("tried")
 
-    monkeypatch.setattr(many, "_why_not_stacked", tried)
+    monkeypatch.setattr(many, "why_not_stacked", tried)
     (job,) = jobs_of(Dense, [SGD], [16])
     same(train_many(problem(), [job]), one_by_one(problem(), jobs_of(Dense, [SGD], [16])))
 

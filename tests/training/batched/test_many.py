@@ -20,7 +20,6 @@ from flower_ext.training import (
     Task,
     cox_loss,
     evaluate,
-    evaluate_each,
     train,
     train_each,
 )
@@ -37,6 +36,7 @@ from tests.support.jobs import (
     Dense,
     Words,
     double_convolutional,
+    evaluate_each,
     jobs_of,
     one_by_one,
     perceptron,

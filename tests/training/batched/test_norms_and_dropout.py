@@ -12,10 +12,9 @@ from torch import nn
 
 from flower_ext.data import Examples
 from flower_ext.training import Job, LocalTraining, train_each
-from flower_ext.training.batched.many import why_not_stacked
 from flower_ext.training.models.dropout import Draws, Dropout
 from tests.support.grids import grid
-from tests.support.jobs import UNEVEN, one_by_one, problem, same, train_many
+from tests.support.jobs import UNEVEN, one_by_one, problem, same, train_many, why_apart
 
 SGD = LocalTraining(epochs=2, batch_size=8, learning_rate=0.05)
 WAYS = {
@@ -250,7 +249,7 @@ def test_a_model_that_is_not_trained_drops_nothing():
 @pytest.mark.parametrize("kind", [nn.AlphaDropout, nn.Dropout1d])
 def test_other_kinds_of_dropout_train_one_by_one(kind):
     task = problem(partial(chain, kind))
-    assert "draw other random numbers" in why_not_stacked(task, jobs("one group", [SGD]))
+    assert "draw other random numbers" in why_apart(task, jobs("one group", [SGD]))
 
 
 def test_frozen_norms_stay_and_what_is_below_them_trains(batched):

@@ -9,10 +9,9 @@ from torch import nn
 
 from flower_ext.data import Examples
 from flower_ext.training import ClippedGradient, Job
-from flower_ext.training.batched.many import why_not_stacked
 from flower_ext.training.batched.stack import together
 from tests.support.grids import grid
-from tests.support.jobs import ALIKE, SGD, UNEVEN, one_by_one, problem, same, train_many
+from tests.support.jobs import ALIKE, SGD, UNEVEN, one_by_one, problem, same, train_many, why_apart
 from tests.support.reference.clipped_gradient import by_loop
 
 RECURRENT = [nn.LSTM, nn.GRU, nn.RNN, DPLSTM, DPGRU, DPRNN]
@@ -51,7 +50,7 @@ def jobs(task, sizes):
 def test_models_of_sequences_train_together_as_by_themselves(batched, kind, sizes):
     task = problem(partial(Sentences, kind))
     same(train_many(task, [*jobs(task, sizes)]), one_by_one(task, [*jobs(task, sizes)]))
-    assert bool(batched) == (why_not_stacked(task, [*jobs(task, sizes)]) is None)
+    assert bool(batched) == (why_apart(task, [*jobs(task, sizes)]) is None)
     assert bool(batched) == (kind in (DPLSTM, DPGRU, DPRNN))
 
 

@@ -76,7 +76,7 @@ def test_a_model_that_keeps_something_out_of_sight_is_refused(build, monkeypatch
     monkeypatch.setattr(HIDDEN, "kept", 0.0, raising=False)
     task = problem(build)
     gradient = ClippedGradient(task, NAMES, clipping_norm=BOUND)
-    with pytest.raises(ValueError, match="something outside its attributes"):
+    with pytest.raises(ValueError, match="a variable elsewhere"):
         gradient(task.initial_params(0), *records())
 
 
@@ -122,7 +122,7 @@ REFUSED_TOO = {
     "the longest mask": (Longest, BITS.bool(), r"model\.kept"),
     "the longest mask of integers": (Longest, BITS.long(), r"model\.kept"),
     "the first example in a class": (FirstInAClass, torch.randn(9, 4), r"FirstInAClass\.kept"),
-    "the first example in a cache": (FirstOutOfSight, torch.randn(9, 4), "something outside"),
+    "the first example in a cache": (FirstOutOfSight, torch.randn(9, 4), "a variable elsewhere"),
 }
 
 
@@ -240,7 +240,7 @@ def largest_change(gradient, params, beside, *, planted=False):
 
     def summed(records):
         if planted:
-            gradient.planted = beside + len(records)
+            gradient.passes.planted = beside + len(records)
         targets = torch.zeros(len(records)).long()
         return gradient(params, torch.cat([records, silent]), torch.cat([targets, ignored]))
 
@@ -269,7 +269,7 @@ def test_passes_as_wide_as_their_batch_would_be_found(monkeypatch):
     x = torch.randn(8, 8, generator=draw)
     if torch.equal(layer(x)[:7], layer(x[:7])):
         pytest.skip("rows round alike in every number here")
-    monkeypatch.setattr(ClippedGradient, "width", property(lambda self: self.planted))
+    monkeypatch.setattr(Passes, "width", lambda self, way: self.planted)
     assert max(largest_change(gradient, params, n, planted=True) for n in (0, 1, 5)) > 1.01
 
 

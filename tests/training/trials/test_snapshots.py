@@ -362,6 +362,6 @@ def test_parameters_are_the_same_if_all_are_or_there_are_none_on_either_side():
     one, other = {"a": torch.zeros(2), "b": torch.zeros(1)}, {"a": torch.zeros(2)}
     assert same_params(one, {name: part.clone() for name, part in one.items()})
     assert not same_params(one, {**other, "b": torch.ones(1)})
-    assert same_params(None, None)
-    assert not same_params(one, None)
-    assert not same_params(None, one)
+    assert same_params(ValueError(), TypeError())
+    assert not same_params(one, ValueError())
+    assert not same_params(ValueError(), one)
