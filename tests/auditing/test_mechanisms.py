@@ -200,7 +200,7 @@ DAILY = {
     "uldp-avg-clipping off",
     "uldp-adaptive-side unnoised",
     "secure-scores-a number unnoised",
-    "uldp-secure-sum-noise reused",
+    "uldp-secure-sum-a number unnoised",
     "uldp-naive-a number unnoised",
     "uldp-group-clipping off",
     "ditto-uploads-σ/4",
