@@ -221,6 +221,7 @@ LIKE_ANOTHER = {
     "uldp-secure-sum": "secure-sum",
     "uldp-silos-draw": "secure-sum",
     "uldp-avg-by-records": "uldp-avg",
+    "uldp-adaptive": "adaptive-clipping",
     "uldp-adaptive-secure-sum": "secure-sum",
     "uldp-naive": "uldp-avg",
     "ditto-uploads": "output-perturbation",
