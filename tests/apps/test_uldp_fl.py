@@ -123,6 +123,7 @@ def test_private_weights_are_those_by_records(tmp_path):
 @pytest.mark.parametrize("rate", grid([1.0, 0.5], lambda rate: rate == 0.5))
 def test_the_lattice_protocol_weighs_by_records_and_says_that_it_is_experimental(rate, tmp_path):
     facts = {"method": "uldp-avg-private", "protocol": "lattice", "max_records_per_user": 60}
+    facts["rounds"] = 3 if rate == 1 else 1
     private = run(tmp_path / "run", **facts, user_sampling_rate=rate, seeded_noise=True)
     assert {row["answered"] for row in private.metrics()} == {5}
     assert not any(row.get("refused") for row in private.metrics())

@@ -62,7 +62,7 @@ from tests.support.replies import reply
 from tests.support.strategies import group_strategy, strategy_of
 
 METHODS = {case.name: case for case in (*CASES, PRIVATE, *PRIVATE_PLUG_INS)}
-FUZZ = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow], max_examples=60)
+FUZZ = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow], max_examples=40)
 DP_SGD = DpSgdTraining(
     steps=2,
     sampling_rate=0.5,

@@ -540,8 +540,8 @@ def test_no_model_lets_one_record_move_the_sum_by_more_than_the_clipping_norm(wh
 
 
 def test_no_number_of_records_makes_one_count_for_more_than_the_clipping_norm():
-    """A long sum in single precision loses or doubles its last terms."""
-    task, count = problem(lambda: nn.Linear(1, 3)), 1_000_000
+    """A long sum in single precision rounds its last terms to multiples of 1/128 or 1/64."""
+    task, count = problem(lambda: nn.Linear(1, 3)), 250_000
     params = task.initial_params(0)
     gradient = ClippedGradient(task, list(params), clipping_norm=1.0, batch_size=count)
     features, targets = torch.full((count, 1), 30.0), torch.full((count,), 2)
