@@ -1,5 +1,5 @@
 """Fixtures of the core's tests, for the tests of its plug-ins."""
 
-from tests.conftest import logged, pytest_collection_finish, without_report
+from tests.conftest import forked_runs, logged, pytest_collection_finish, without_report
 
-__all__ = ["logged", "pytest_collection_finish", "without_report"]
+__all__ = ["forked_runs", "logged", "pytest_collection_finish", "without_report"]

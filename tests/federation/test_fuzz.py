@@ -249,6 +249,8 @@ def held_against(name, kind, what, seed, mutations):
     rng = np.random.default_rng(seed)
     good = replies[rng.integers(len(replies))]
     mutations[what](bad := copied(good), rng)
+    if weighting := getattr(getattr(read, "__self__", None), "_summation", None):
+        weighting.server._sums.clear()  # one round serves several examples
     found, refusals = accepted(strategy, phase.requests, [bad], read)
     assert found == {}
     assert len(refusals) == 1

@@ -14,6 +14,7 @@ from supernode import LoopbackSuperNode
 
 from flower_ext.algorithms import DPFedAvg
 from flower_ext.federation import FederatedStrategy, FederationNotReady, InProcessGrid, records
+from flower_ext.federation.failures import REASON_WITHHELD
 from flower_ext.federation.roster import FOR_MODS, REHEARSAL
 from flower_ext.privacy import (
     AdversaryView,
@@ -169,7 +170,7 @@ def test_a_message_that_no_mod_reads_ends_no_guard(sites, record):
     grid.nodes[0].send_content(RecordDict({**rehearsal, **({"arrays": record} if record else {})}))
     assert grid.guards[0].serve_one()
     (answer,) = grid.nodes[0].replies()
-    assert "cannot read the message" in answer.error.reason
+    assert answer.error.reason == f"flower-ext guard: {REASON_WITHHELD}"
 
 
 @needs_namespaces
