@@ -51,9 +51,13 @@ PLUGINS = {
 
 
 def command_modules() -> dict[str, str]:
-    """Return, for each command, its module; a plug-in names one in ``flower_ext.commands``."""
+    """Return, for each command, its module; a plug-in names one in ``flower_ext.commands``.
+
+    A plug-in whose module is gone is left out.
+    """
     core = {name: f"flower_ext.cli.{module}" for name, module in COMMANDS.items()}
-    return core | {point.name: point.module for point in plugins.points("flower_ext.commands")}
+    points = plugins.points("flower_ext.commands")
+    return core | {point.name: point.module for point in points if _file_of(point.module)}
 
 
 class Commands(TyperGroup):
@@ -78,11 +82,17 @@ class Commands(TyperGroup):
         return name, command if name is None else _loaded(name, self.modules[name]), rest
 
 
+def _file_of(module: str) -> str:
+    """Return the path of a module's file, or "" if there is no such module."""
+    try:
+        spec = find_spec(module)
+    except ModuleNotFoundError:  # its package is gone, too
+        return ""
+    return (spec and spec.origin) or ""
+
+
 def _docstring(name: str, module: str) -> str | None:
-    spec = find_spec(module)
-    assert spec is not None
-    assert spec.origin is not None
-    source = Path(spec.origin).read_text(encoding="utf-8")
+    source = Path(_file_of(module)).read_text(encoding="utf-8")
     functions = [node for node in ast.parse(source).body if isinstance(node, ast.FunctionDef)]
     return next(ast.get_docstring(node) for node in functions if node.name == _function(name))
 

@@ -3,7 +3,7 @@ import json
 import os
 import subprocess
 import sys
-from importlib.metadata import version
+from importlib.metadata import EntryPoint, version
 from itertools import product
 from pathlib import Path
 
@@ -546,3 +546,11 @@ def test_a_command_of_a_plugin_that_is_not_installed_says_what_to_install(
     done = call(command, "--help")
     assert done.exit_code == 2
     assert f"'{command}' is a plug-in: pip install {distribution}" in unboxed(done.output)
+
+
+@pytest.mark.parametrize("module", ["no_such_package.command", "flower_ext.no_such_module"])
+def test_a_plugin_whose_module_is_gone_ends_no_command(module, monkeypatch):
+    gone = EntryPoint("gone", f"{module}:gone", "flower_ext.commands")
+    monkeypatch.setattr(main.plugins, "points", lambda group: (gone,))
+    assert "gone" not in main.command_modules()
+    assert "run" in main.command_modules()

@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal
 import typer
 from rich.markdown import Markdown
 
+from flower_ext.cli.processes import signals_as_interrupts
 from flower_ext.cli.screen import console, say
 from flower_ext.errors import FlowerExtError
 from flower_ext.runs.app_settings import checked_settings
@@ -64,7 +65,7 @@ def check(
     Example: flower-ext check my-app --data random
     """
     columns = dict(parsed_column(text) for text in column or [])
-    with TemporaryDirectory(prefix="flower-ext-check-") as scratch:
+    with signals_as_interrupts(), TemporaryDirectory(prefix="flower-ext-check-") as scratch:
         folder = unpacked(app, Path(scratch).resolve())
         defaults, changes = checked_settings(folder.path, settings or [])
         config = {**defaults, **changes}

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 import sys
 from collections.abc import Callable
 from contextlib import suppress
-from multiprocessing import get_context
+from multiprocessing import get_context, parent_process
 from multiprocessing.connection import Connection
+from threading import Thread
 from typing import TypeVar
 
 R = TypeVar("R")
@@ -18,7 +20,8 @@ def in_fork(run: Callable[[], R], *, seconds: float | None = None) -> R | None:
     """Run a function in a forked process, and return its result.
 
     None if the process dies, or takes longer than ``seconds``, if given. Changes that the app makes
-    in its modules end with the process, so the next run does not see them.
+    in its modules end with the process, so the next run does not see them. The process ends at the
+    latest with this one.
     """
     _flush()
     receiver, sender = _FORKING.Pipe(duplex=False)
@@ -37,9 +40,18 @@ def in_fork(run: Callable[[], R], *, seconds: float | None = None) -> R | None:
 
 
 def _send_result(run: Callable[[], R], sender: Connection) -> None:
+    Thread(target=_end_with_parent, daemon=True).start()
     result = run()
     _flush()  # the caller ends this process as soon as it has the result
     sender.send(result)
+
+
+def _end_with_parent() -> None:
+    """End this process as soon as the process that forked it has ended, even if it was killed."""
+    parent = parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
 
 
 def _flush() -> None:
