@@ -232,7 +232,7 @@ def ditto_rounds(figure: int, world: str, metrics: Mapping[str, int]) -> str:
     """Return metrics by T for each λ, ε or method of a world."""
     group = f"dp-ditto-figure-{figure}" + (f"-{world}" if world else "")
     rows = read(group)
-    labels = dict.fromkeys(row["run"].rpartition(", T = ")[0] for row in rows)
+    labels = sorted({row["run"].rpartition(", T = ")[0] for row in rows}, key=_last_number)
     lengths = sorted({int(row["rounds"]) for row in rows})
     parts = []
     for metric, digits in metrics.items():
@@ -244,6 +244,12 @@ def ditto_rounds(figure: int, world: str, metrics: Mapping[str, int]) -> str:
         header = (metric.replace("_", " "), *(f"T = {T}" for T in lengths))
         parts.append(table(header, cells))
     return "\n\n".join(parts)
+
+
+def _last_number(label: str) -> tuple[float, str]:
+    """Return the key by which labels such as "ε = 10" are sorted; those without a number follow."""
+    number = label.rpartition(" = ")[2]
+    return (float(number) if number != label else math.inf), label
 
 
 def ditto_series(world: str, metrics: Mapping[str, int], at: Sequence[int]) -> str:
@@ -293,7 +299,8 @@ def uldp_sampling() -> str:
     return table(("data", "q", "accuracy", "loss", "ε published", "ε provable"), cells)
 
 
-_LOSSES = {"training_loss_mean": 3, "training_loss_std": 3}
+_LOSS = {"training_loss_mean": 3}
+_LOSSES = {**_LOSS, "training_loss_std": 3}
 _UTILITY = {"accuracy_mean": 3, "training_loss_std": 3}
 
 
@@ -350,8 +357,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "upcycled-figure-4": partial(upcycled_private, "objective"),
     "ditto-figure-3-mnist-dnn": partial(ditto_rounds, 3, "mnist-dnn", _UTILITY),
     "ditto-figure-4-mnist-dnn": partial(ditto_rounds, 4, "mnist-dnn", _UTILITY),
-    "ditto-figure-5-mnist-dnn": partial(ditto_rounds, 5, "mnist-dnn", _LOSSES),
-    "ditto-figure-5-mnist-mlr": partial(ditto_rounds, 5, "mnist-mlr", _LOSSES),
+    "ditto-figure-5-mnist-dnn": partial(ditto_rounds, 5, "mnist-dnn", _LOSS),
+    "ditto-figure-5-mnist-mlr": partial(ditto_rounds, 5, "mnist-mlr", _LOSS),
     "ditto-figure-6-mnist-dnn": partial(ditto_series, "mnist-dnn", _UTILITY, (3, 9, 15, 30)),
     "sharing": sharing,
     "ditto-figure-7": partial(ditto_rounds, 7, "", _LOSSES),
