@@ -50,7 +50,10 @@ AVERAGES = frozenset({"FedAvg", "FedAvgM", "FedAdam", "FedYogi", "FedAdagrad", "
 """Strategies of Flower that compute the model from the mean of the replies."""
 APP = "app"
 _KNOWN_PACKAGES = frozenset(
-    {"flwr", "flower_ext", "dataclasses", "abc", "typing", "builtins", "contextlib", "functools"}
+    {
+        *("flwr", "flower_ext", "flower_ext_consortium"),
+        *("dataclasses", "abc", "typing", "builtins", "contextlib", "functools"),
+    }
 )
 
 

@@ -422,9 +422,9 @@ FAULTS = {
             "strategy": PLANNED.replace("1.343", "0.5"),
             "server_code": """
                 from dataclasses import replace
-                from flower_ext.privacy.theorems import client_level
-                truth = client_level.privacy_loss_of
-                client_level.privacy_loss_of = (
+                from flower_ext.privacy.theorems import claims
+                truth = claims.privacy_loss_of
+                claims.privacy_loss_of = (
                     lambda *given, **more: replace(truth(*given, **more), epsilon=1.0)
                 )
             """,
