@@ -174,14 +174,8 @@ def local_problem(
 def _model_for(
     factory: ModelFactory, params: Params, device: torch.device, dtype: torch.dtype | None
 ) -> SettableModel:
-    """Return the model that computes a problem's loss: the thread's shared model, or a new one.
-
-    Problems share a model of known layers if ``params`` has all parameters, in their usual shapes.
-    The shared model would otherwise keep the missing ones from another problem.
-    """
-    travelling = factory.facts.travelling
-    whole = all(n in params and params[n].shape == shape for n, (shape, _) in travelling.items())
-    is_shared = dtype is None and factory.facts.known and whole
+    """Return the model that computes a problem's loss: the thread's shared model, or a new one."""
+    is_shared = dtype is None and factory.facts.serves_in_turn(params)
     return (_shared_model if is_shared else _new_model)(factory, device, dtype, get_ident())
 
 

@@ -54,9 +54,8 @@ def evaluate(
 def _model_of(task: Task, params: Mapping[str, Tensor]) -> SettableModel:
     """Return a model with these parameters, in evaluation mode."""
     device = task.torch_device()
-    # Known layers store nothing in evaluation, so one model of such layers can serve all clients of
-    # a thread. Other layers might carry values of one client into the scores of the next.
-    build = _shared_model if task.factory.facts.known else _new_model
+    # A model that kept a client's values would carry them into the scores of the next client.
+    build = _shared_model if task.factory.facts.serves_in_turn(params) else _new_model
     model = build(task.factory, device, get_ident())
     model.set_params(to_device(params, device))
     return model

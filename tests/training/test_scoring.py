@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 from flower_ext.data import Examples
-from flower_ext.training import Task, accuracy, evaluate
+from flower_ext.training import Task, accuracy, evaluate, evaluate_client
 from tests.support.jobs import SGD, UNEVEN, Dense, evaluate_each, jobs_of, problem
 
 
@@ -140,3 +140,14 @@ def test_an_evaluation_of_which_every_score_raises_is_an_error():
     (job,) = jobs_of(Dense, [SGD], [12])
     (found,) = evaluate_each(task, [job.params], [job.examples])
     assert isinstance(found, ZeroDivisionError)
+
+
+@pytest.mark.parametrize("score", [evaluate, evaluate_client])
+def test_parameters_that_a_client_lacks_come_from_no_client_before(score):
+    task = Task(model=lambda: nn.Linear(4, 3), data=lambda client: None, device="cpu")
+    examples = Examples(torch.randn(20, 4), torch.arange(20) % 3)
+    params = task.initial_params(1)
+    without_bias = {"weight": params["weight"]}
+    first = score(task, without_bias, examples)
+    score(task, {**params, "bias": torch.tensor([100.0, 0.0, -100.0])}, examples)
+    assert score(task, without_bias, examples) == first

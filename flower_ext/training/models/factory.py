@@ -59,6 +59,17 @@ class ModelFacts(NamedTuple):
     template: nn.Module | None
     """A model whose frozen parts all models share; None if there are none."""
 
+    def serves_in_turn(self, params: Mapping[str, Tensor]) -> bool:
+        """Return True if one model may serve several clients in turn, with ``params`` for one.
+
+        Its layers must be known, so that they keep no values. ``params`` must have all parameters
+        in their usual shapes, because the model would keep a missing one from the client before.
+        """
+        return self.known and all(
+            name in params and params[name].shape == shape
+            for name, (shape, _) in self.travelling.items()
+        )
+
 
 class ModelFactory:
     """Factory of modules of one architecture, which share their frozen parts.
