@@ -76,7 +76,10 @@ class Commands(TyperGroup):
     ) -> tuple[str | None, click.Command | None, list[str]]:
         """Load the command that the user typed; for a misspelt one, Click suggests the nearest."""
         if args[0] not in self.modules and (distribution := PLUGINS.get(args[0])):
-            ctx.fail(f"'{args[0]}' is a plug-in: pip install {distribution}")
+            folder = distribution.replace("flower-ext-", "./plugins/")
+            ctx.fail(
+                f"'{args[0]}' is a plug-in: pip install {distribution}, or {folder} in a checkout"
+            )
         self.suggest_commands = False  # Typer would add a second suggestion
         name, command, rest = super().resolve_command(ctx, args)
         return name, command if name is None else _loaded(name, self.modules[name]), rest

@@ -137,7 +137,8 @@ def load_protocol(name: str) -> type[WeightingProtocol]:
     if name not in protocols():
         raise InvalidValue(
             f"protocol={name!r}: expected one of {', '.join(sorted(protocols()))}; if it "
-            f"is a separate distribution, install that first: pip install flower-ext-{name}"
+            f"is a separate distribution, install that first: pip install flower-ext-{name}, or "
+            f"./plugins/{name} in a checkout"
         )
     try:
         protocol: type[WeightingProtocol] = protocols()[name].load()

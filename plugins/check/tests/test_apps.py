@@ -78,8 +78,8 @@ def test_a_planted_fault_is_found_by_its_name(name, tmp_path):
     result = result_of(write_app(tmp_path / name, **{**CLEAN, **fault}), tmp_path / "scratch")
     assert result["unproven"]
     assert not code or code in codes(result)
-    found = [finding["place"] for finding in result["findings"] if finding["code"] == code]
-    assert all(re.fullmatch(r"somebodys/(server|client)_app.py:\d+", place) for place in found)
+    places = [finding["place"] for finding in result["findings"] if finding["code"] == code]
+    assert all(re.fullmatch(r"somebodys/(server|client)_app.py:\d+", place) for place in places)
 
 
 @pytest.mark.full
@@ -137,8 +137,8 @@ def test_an_app_that_raises_is_named_with_its_line_but_not_its_text(tmp_path):
 def test_a_whole_round_of_flowers_secure_sum_is_watched_and_its_sum_is_exact(tmp_path):
     app = write_secaggplus_app(tmp_path / "secagg")
     result = result_of(app, tmp_path / "scratch", clients=4, rounds=1)
-    found = {finding["code"] for finding in result["findings"]}
-    assert {"secure-sum", "no-mechanism", "metrics"} <= found
+    codes_shown = {finding["code"] for finding in result["findings"]}
+    assert {"secure-sum", "no-mechanism", "metrics"} <= codes_shown
     assert any(text.startswith("train: 16 replies (0 errors)") for text in result["messages"])
     assert result["rounds"] == 1
     assert all(entry["epsilon"] is None for entry in result["provable"])

@@ -1,7 +1,6 @@
 import numpy as np
 import pytest
 
-from flower_ext_check.forks import in_fork
 from flower_ext_check.measured import spread
 from flower_ext_check.vectors import direction, vector
 
@@ -17,16 +16,7 @@ def test_a_measured_spread_holds_the_true_one_and_rejects_others(size):
 
 def test_a_vector_knows_its_part_along_the_public_direction():
     arrays = [3 * direction(10)[:4].reshape(2, 2), 3 * direction(10)[4:], np.arange(5)]
-    found = vector(arrays)
-    assert found is not None
-    assert (found.size, found.along, found.norm) == (10, pytest.approx(3), pytest.approx(3))
+    whole = vector(arrays)
+    assert whole is not None
+    assert (whole.size, whole.along, whole.norm) == (10, pytest.approx(3), pytest.approx(3))
     assert vector([np.arange(3)]) is None
-
-
-def test_a_fork_that_hangs_or_dies_has_no_result():
-    import os
-    import time
-
-    assert in_fork(lambda: 5, seconds=60) == 5
-    assert in_fork(lambda: time.sleep(60), seconds=0.2) is None
-    assert in_fork(lambda: os._exit(1), seconds=60) is None

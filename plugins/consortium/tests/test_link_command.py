@@ -52,9 +52,9 @@ def test_buckets_give_a_person_the_same_number_in_both_silos(link, tmp_path):
 def test_the_union_numbers_everybody_and_names_nobody(link, tmp_path):
     link(f"pseudonyms a.csv {OF_A} --key study.key -o a.txt")
     link(f"pseudonyms b.csv {OF_B} --key study.key -o b.txt")
-    told = link("union a.txt b.txt -o numbers")
-    assert "3 people" in told
-    assert "set the number of users to 3" in told
+    output = link("union a.txt b.txt -o numbers")
+    assert "3 people" in output
+    assert "set the number of users to 3" in output
     link(f"users a.csv {OF_A} --key study.key --numbers numbers/a.txt -o la.csv")
     link(f"users b.csv {OF_B} --key study.key --numbers numbers/b.txt -o lb.csv")
     a, b = rows(tmp_path / "la.csv"), rows(tmp_path / "lb.csv")

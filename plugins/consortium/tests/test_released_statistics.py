@@ -57,8 +57,8 @@ FAULTS = {
 @pytest.mark.parametrize("name", STATISTICS)
 def test_no_bound_exceeds_what_is_reported(name):
     experiment = STATISTICS[name](noise=VAST_NOISE)
-    found = audit(experiment, trials=FEWEST_CLEAN, confidence=CONFIDENCE)
-    assert not found.broken, found.to_dict()
+    result = audit(experiment, trials=FEWEST_CLEAN, confidence=CONFIDENCE)
+    assert not result.broken, result.to_dict()
 
 
 DAILY = {
@@ -74,17 +74,17 @@ DAILY = {
 def test_a_planted_fault_is_found(name, fault, monkeypatch):
     plant, noise, trials = FAULTS[fault]
     experiment = plant(monkeypatch, STATISTICS[name](noise=noise))
-    found = audit(experiment, trials=trials, confidence=OF_A_FAULT)
-    assert found.broken, found.to_dict()
+    result = audit(experiment, trials=trials, confidence=OF_A_FAULT)
+    assert result.broken, result.to_dict()
 
 
 @pytest.mark.exhaustive
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("name", STATISTICS)
 def test_with_more_trials_the_bounds_stay_below_and_come_near(name):
-    found = audit(STATISTICS[name](), trials=MANY, confidence=CONFIDENCE)
-    assert not found.broken, found.to_dict()
-    assert max(view.best.epsilon / view.best.terms.reported for view in found.views) > 0.5
+    result = audit(STATISTICS[name](), trials=MANY, confidence=CONFIDENCE)
+    assert not result.broken, result.to_dict()
+    assert max(view.best.epsilon / view.best.terms.reported for view in result.views) > 0.5
 
 
 def test_the_canary_s_part_has_the_largest_norm():

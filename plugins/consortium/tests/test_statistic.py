@@ -83,8 +83,8 @@ def test_intervals_of_95_percent_cover_the_exact_numbers_as_often_as_they_say(st
     covered = np.zeros(len(exact))
     for _ in range(runs):
         noised = total + stddev * rng.standard_normal(statistic.size)
-        own = statistic.estimates(noised, stddev, rng)
-        ends = np.array([(each.lower, each.upper) for each in own])
+        estimates = statistic.estimates(noised, stddev, rng)
+        ends = np.array([(each.lower, each.upper) for each in estimates])
         covered += (ends[:, 0] <= exact) & (exact <= ends[:, 1])
     # Five standard deviations of 300 draws at 0.95, and one point for what is not normal.
     assert (np.abs(covered / runs - 0.95) < 5 * (0.95 * 0.05 / runs) ** 0.5 + 0.01).all()
@@ -95,7 +95,7 @@ def test_without_noise_the_estimates_are_the_statistics_of_the_records():
     joint = read_statistics("count; variance age 0:200; histogram sex 0:2:2; quantiles age 0:128")
     total = 500 * joint.part(examples(columns))
     results = joint.estimates(total, 1e-12, np.random.default_rng(0))
-    values = [[each.value for each in own] for own in results.values()]
+    values = [[each.value for each in estimates] for estimates in results.values()]
     age = columns["age"][~np.isnan(columns["age"])]
     np.testing.assert_allclose(values[0], [500])
     np.testing.assert_allclose(values[1], [len(age), age.mean(), age.var()])
@@ -111,8 +111,8 @@ def test_the_survival_curve_is_kaplan_and_meiers_at_the_ends_of_intervals():
     event = np.array([1, 1, 0, 1, 0, 1, 1, 0], dtype=float)
     joint = read_statistics("survival days event 0:100:10")
     total = 8 * joint.part(examples({"days": days, "event": event}))
-    (own,) = joint.estimates(total, 1e-12, np.random.default_rng(0)).values()
-    survival = [each.value for each in own]
+    (estimates,) = joint.estimates(total, 1e-12, np.random.default_rng(0)).values()
+    survival = [each.value for each in estimates]
     expected = []
     for end in np.arange(10, 101, 10):
         product = 1.0
@@ -125,10 +125,10 @@ def test_the_survival_curve_is_kaplan_and_meiers_at_the_ends_of_intervals():
 
 def test_a_mean_that_the_noise_hides_is_not_shown():
     mean = Mean("age", 20, 90)
-    own = mean.estimates(np.array([3.0, 1.0]), 10.0, np.random.default_rng(0))
-    assert np.isnan(own[1].value)
-    assert np.isnan(own[1].lower)
-    assert own[0].value == 3.0
+    estimates = mean.estimates(np.array([3.0, 1.0]), 10.0, np.random.default_rng(0))
+    assert np.isnan(estimates[1].value)
+    assert np.isnan(estimates[1].lower)
+    assert estimates[0].value == 3.0
 
 
 def test_a_missing_column_is_named_and_may_be_told():

@@ -59,8 +59,8 @@ def in_secure_sums(grid, config):
     way = ConfigRecord({"way": str(config["way"])})
     result = strategy.start(grid, start, num_rounds=rounds, train_config=way)
     model = [float(value) for value in result.arrays["vector"].numpy()]
-    found = {"model": model, "refusals": strategy.refusals}
-    Path(str(config["output"])).write_text(json.dumps(found))
+    outcome = {"model": model, "refusals": strategy.refusals}
+    Path(str(config["output"])).write_text(json.dumps(outcome))
 
 
 @app.main()
