@@ -6,13 +6,13 @@ module                contents
 `task`                the model, the loss, the metrics and each partition's data
 `job`                 one local training: its settings, examples, mini-batches and noise
 `models`              models of this package; functions that build, call and check any model
-`problem`             the loss plus terms, as a function of the trained part of a model
+`problem`             one client's objective, as a function of the trained parameters
 `local`               `train`: sets up a job's problem, takes the steps, returns the model
 `dp`                  steps of DP-SGD, which clip each example's gradient
-`batched`             trains many jobs in groups, which changes no result but for rounding
-`side_by_side`        collects the jobs that the methods of many clients wait for
+`batched`             trains many jobs together; only rounding may differ from `local`
+`side_by_side`        runs many clients' methods, and groups the trainings that they yield
 `trials`              find models in which one example, or one training, changes another
-`isolation`           keeps all else in the process out of a training's numbers
+`isolation`           keeps settings and draws of other code from changing a training
 ====================  =====================================================================
 """
 

@@ -32,7 +32,7 @@ from flower_ext.training.task import Task, TrainingKind, kind_of
 log = getLogger("flwr")
 
 _MARKS = 16
-"""Largest number of negative integers to try as marks for labels to leave out, such as -100."""
+"""Most negative integers to try one by one. Some, such as -100, mark labels that a loss ignores."""
 
 
 class IndexLimits:
@@ -70,7 +70,8 @@ class IndexLimits:
             )
             return []
         refused = [value for value in values if value < 0]
-        # A mark is one number: a tensor that may hold two has no indices.
+        # A mark such as -100 is a single number. A tensor that may hold two negative integers holds
+        # numbers, not indices, so every negative integer is accepted.
         if not refused or (self._takes(name, -1) and self._takes(name, refused[0])):
             refused = []
         elif len(refused) <= _MARKS:

@@ -1,4 +1,4 @@
-"""Keep a training's numbers free of all else in its process: settings, random draws, rounding.
+"""Keep other code of the process from changing a training: settings, random draws, rounding.
 
 A client's code may change a setting of the process because of the client's data. It might leave
 gradients switched off, for example. That would change what other clients send, and clipping each
@@ -66,7 +66,7 @@ def isolated() -> Iterator[None]:
 
 
 def attempted(step: Callable[..., R], *arguments: Any) -> R | Exception:
-    """Call one client's ``step``, and return its result or its error: other clients continue."""
+    """Call one client's ``step``; return its result or its error, so that others continue."""
     try:
         with isolated():
             return step(*arguments)
@@ -83,7 +83,7 @@ def default_device() -> torch.device:
 def seeded(seed: int, device: torch.device) -> Iterator[None]:
     """Make torch's own random draws in this context, such as dropout, depend on ``seed`` alone.
 
-    For a CPU, accelerators are not seeded, because that would take ten times as long.
+    If ``device`` is the CPU, accelerators are not seeded: seeding them takes ten times as long.
     """
     former = torch.get_rng_state()
     (torch.default_generator if device.type == "cpu" else torch).manual_seed(seed)
@@ -94,12 +94,12 @@ def seeded(seed: int, device: torch.device) -> Iterator[None]:
 
 
 def draws_generator(generator: torch.Generator) -> torch.Generator:
-    """Return a generator for the same draws as those of torch under `draws_seed`."""
+    """Return a generator that makes the draws of torch's own generator seeded by `draws_seed`."""
     return torch.Generator().manual_seed(draws_seed(generator))
 
 
 def draws_seed(generator: torch.Generator) -> int:
-    """Compute a seed for a model's own draws from the state of the mini-batches' generator."""
+    """Compute a seed for a model's own draws from the generator that draws its mini-batches."""
     digest = hashlib.sha256(generator.get_state().numpy().tobytes()).digest()
     return int.from_bytes(digest[:8]) >> 1
 

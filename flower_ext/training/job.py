@@ -41,7 +41,7 @@ OPTIMIZERS: Mapping[str, Callable[..., torch.optim.Optimizer]] = {
     # Steps of these optimisers need more than a gradient, or another kind of gradient.
     and name not in ("Optimizer", "LBFGS", "SparseAdam", "Muon")
 }
-"""Optimisers of `torch.optim` that step by a gradient, by name."""
+"""Optimisers of `torch.optim` whose steps need only a dense gradient, by name."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +53,7 @@ class LocalTraining(Checked):
     epochs : int
         Passes over the client's training examples; with 0 the part stays unchanged.
     steps : int, optional
-        Number of mini-batches instead of ``epochs``.
+        Number of mini-batches. If given, ``epochs`` does not count.
     batch_size : int
     learning_rate : float
         In round 1; round t uses ``learning_rate * learning_rate_decay**(t-1)``.
@@ -186,10 +186,10 @@ class Job:
 
 
 def fewest_rows(task: Task, examples: Examples, batch_size: int) -> int:
-    """Return the fewest rows that a mini-batch may have, which depends on no values.
+    """Return the least number of rows that a mini-batch may have.
 
-    The result is 1, or 2 if the last mini-batch would have a single row and the model refuses a
-    single row, as batch normalisation does in training.
+    The result is 1. It is 2 if the last mini-batch would have a single row and the model refuses a
+    single row, as batch normalisation does in training. It depends on no value of an example.
     """
     if batch_size > 1 and len(examples) % batch_size != 1:
         return 1
@@ -245,7 +245,8 @@ def batch_rows(
 def job_batches(task: Task, job: Job) -> Iterator[tuple[Tree, Tree]]:
     """Yield the shuffled mini-batches of a job, as features and targets, on the task's device."""
     device, size = task.torch_device(), job.training.batch_size
-    # With noise, each example has its own gradient, and an unusable integer counts as zero there.
+    # With noise, `ClippedGradient` lets an example with an unusable integer count as zero. Without
+    # noise, `on_device` refuses such an example.
     data = job.examples.to(device) if job.noise else on_device(task, job.examples)
     fewest = 1 if job.noise else fewest_rows(task, data, size)
     for rows in batch_rows(len(data), job.training, job.generator, fewest=fewest):

@@ -35,7 +35,7 @@ from flower_ext.training.problem import LocalProblem, gradient, local_problem
 from flower_ext.training.task import Task
 
 Step = Callable[[Tree, Tree], None]
-"""Moves the weights of a training, in place, by a mini-batch of features and targets."""
+"""A function of a mini-batch's features and targets that moves weights, in place, by one step."""
 MOST_PARAMETERS = 4096
 _MOST_ITERATIONS = 100
 

@@ -27,7 +27,7 @@ def to_device(params: Mapping[str, Tensor], device: torch.device) -> Params:
 
 
 def flat_rows(stack: Tensor) -> Tensor:
-    """Return (rows, numbers in a row). Rows may be scalars, and there may be no rows."""
+    """Return a stack of tensors as a matrix, one row per tensor. Tensors may be scalars."""
     return stack.unsqueeze(-1).flatten(1)
 
 
@@ -42,8 +42,8 @@ def difference(after: Mapping[str, Tensor], before: Mapping[str, Tensor]) -> Par
     if not after.keys() <= before.keys():
         missing = sorted(after.keys() - before.keys())
         raise InvalidValue.tellable(
-            f"difference: the trained model has {missing}, which the received one lacks; give "
-            "only the received part: {name: after[name] for name in before}"
+            f"difference: the trained model has {missing}, which the received model lacks; "
+            "give only the received part: {name: after[name] for name in before}"
         )
     return {name: after[name] - before[name] for name in after}
 
@@ -99,7 +99,7 @@ def require_modules(
 ) -> None:
     """Refuse ``patterns``, the value of ``option``, if one matches no parameter among ``names``.
 
-    ``tied`` maps each further name of a parameter to its first one, for example
+    ``tied`` maps each further name of a parameter to its first name, for example
     ``{"head.weight": "embedding.weight"}``. ``"head"`` is then refused without ``"embedding"``.
     """
     for name, first in (tied or {}).items():

@@ -5,9 +5,10 @@ which is the gradient of the loss with respect to the layer's output. Where it i
 store this product, the module computes the gradient's norm, and weighted sums over examples, from
 the two factors (book-keeping and ghost norms, Li et al. 2022; Bu et al. 2023).
 
-Norms and sums are in float64, so that rounding gives no example a larger weight, however many
-examples or parameters there are. Opacus' ghost clipping takes a second backward pass and computes
-norms in single precision. For layers where this module is not faster, it uses Opacus' samplers.
+Norms and sums are in float64, so that rounding lets no example count for more than the clipping
+norm, however many examples or parameters there are. Opacus' ghost clipping takes a second backward
+pass and computes norms in single precision. For layers where this module is not faster, it uses
+Opacus' functions for single examples' gradients.
 """
 
 from __future__ import annotations
@@ -26,15 +27,15 @@ from flower_ext.training.models.validation import objections, opacus
 from flower_ext.training.params import flat_rows
 
 _CANCELLED = 2e-6
-"""Margin: an example's norm is raised by this share of the sum of its products' norms.
+"""Margin: an example's norm is increased by this share of the summed norms of its `Products`.
 
-The norms of a clipped example's products thus sum to at most 1/share clipping norms. Rounding in
-float64 therefore changes the sum of the products by far less than one clipping norm.
+After clipping, the norms of an example's products therefore sum to at most 1/share clipping norms,
+and rounding in float64 changes the sum of the products by far less than one clipping norm.
 """
 _HUGE = 1e200
-"""A larger square counts as infinite, because squares of the other factor might underflow."""
+"""A square above this counts as infinite, because the square that multiplies it may underflow."""
 _SINGLE = 1e-20
-"""A sum of squares in single precision above this is reliable: lost tiny squares do not matter."""
+"""Above this, a sum of squares in single precision is reliable: squares that underflow are tiny."""
 _FEW_CHANNELS = 32
 """With fewer channels, a grouped convolution is at least as fast as Opacus on a CPU."""
 _PATCHES = 2**22
@@ -42,8 +43,8 @@ _PATCHES = 2**22
 _WIDENED = 2**20
 """Most numbers that are converted to float64 at a time, so that they stay in the caches."""
 _SQUARED = 256
-"""Most numbers whose squares are added up in single precision. In any order of additions, the sum
-has a relative error of at most 1.6e-5, and a norm of 0.8e-5."""
+"""Most numbers whose squares are added up in single precision. In any order of additions, the
+relative error is at most 1.6e-5 for the sum, and 0.8e-5 for the norm."""
 
 
 class GradientRows:
@@ -74,7 +75,9 @@ class GradientRows:
 
 
 class Products:
-    """Gradients Σ_t s_t a_tᵀ of a weight over the places t of an example, kept as two factors.
+    """Gradients Σ_t s_t a_tᵀ of a weight, kept as two factors.
+
+    The sum is over the places t of an example, such as its words or pixels.
 
     The squared norms Σ_t Σ_u ⟨s_t, s_u⟩ ⟨a_t, a_u⟩ (ghost norms, Li et al. 2022) are computed in
     float64, because terms of opposite sign may cancel and small terms underflow. A margin covers
@@ -107,7 +110,7 @@ class Products:
 
 
 class Lookups:
-    """Gradients of a table in which each place of an example looks up one row, kept as factors.
+    """Gradients of an embedding table, kept as factors. Each place t of an example looks up a row.
 
     The squared norms are Σ ⟨s_t, s_u⟩ over the places t and u that look up the same row. They equal
     those of `Products` with one-hot inputs: 1 for the row that a place looks up, and 0 otherwise.
@@ -146,8 +149,8 @@ class Lookups:
 def _squares_of_sums(products: Tensor, terms: int) -> Tensor:
     """Return ‖Σ_t g_t‖² of every example, rounded up.
 
-    ``products`` are ⟨g_t, g_u⟩ in float64 (examples, places, places). The computation of each has
-    ``terms`` operations that round.
+    ``products`` are ⟨g_t, g_u⟩ in float64 (examples, places, places). Each of them was computed by
+    ``terms`` operations, which round.
     """
     squares = products.sum(dim=2).sum(dim=1).clamp_min(0.0)
     sizes = products.diagonal(dim1=1, dim2=2).sqrt().sum(dim=1)
@@ -245,7 +248,8 @@ _SAMPLED = {
     *(nn.Conv1d, nn.Conv3d, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm),
     *(nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d),
 }
-"""Layers whose gradients Opacus computes; in an `EmbeddingBag` it would count a word only once."""
+"""Layers whose gradients Opacus computes. `EmbeddingBag` is left out, because Opacus counts a word
+that an example repeats only once."""
 
 
 def gradients(layer: nn.Module, x: Tensor, slope: Tensor) -> Parts:
@@ -255,7 +259,7 @@ def gradients(layer: nn.Module, x: Tensor, slope: Tensor) -> Parts:
 
 def is_known(layer: nn.Module) -> bool:
     """Return True if `gradients` supports the layer."""
-    # A trial on a few random examples might miss an effect of these two settings.
+    # These two settings change gradients, and a trial on a few random examples might miss that.
     usual = getattr(layer, "padding_mode", "zeros") == "zeros"
     if not usual or getattr(layer, "scale_grad_by_freq", False):
         return False

@@ -1,7 +1,7 @@
-"""The problem of one client: the loss of a model on its examples, plus terms.
+"""The problem of one client: the loss of a model on the client's examples, plus terms.
 
-A term is any function of the parameters being trained. Terms add up, so a method composes its
-objective instead of writing another training loop.
+A term is any function of the parameters being trained. A method states its objective by adding
+terms, so it needs no training loop of its own.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class Linear:
 
 
 def affine(terms: Sequence[Term]) -> Iterator[tuple[float, float, Mapping[str, Tensor]]]:
-    """Yield (slope, scale, vector) of each term's gradient, slope · w + scale · vector at w."""
+    """Yield (slope, scale, vector) for each term, with gradient slope · w + scale · vector at w."""
     for term in terms:
         if type(term) is Proximal:  # a subclass may be another function
             yield term.weight, -term.weight, term.anchor
@@ -94,7 +94,11 @@ def gradient(loss_at: Callable[..., Tensor], params: Mapping[str, Tensor], *data
 
 @dataclass(frozen=True, kw_only=True)
 class LocalProblem:
-    """One client's objective: loss plus terms, as a function of the trained part of a model."""
+    """One client's objective: loss plus terms, as a function of the trained part of a model.
+
+    ``start`` is the trained part before training, and ``rest`` all other parameters and buffers.
+    ``loss_at`` returns the objective, a scalar, from the trained part, features and targets.
+    """
 
     start: Params
     loss_at: Callable[[Params, Tree, Tree], Tensor]
@@ -144,7 +148,7 @@ def local_problem(
     settable = _model_for(task.factory, everything, device, dtype)
     model = settable.model
     chosen = {name for name, _ in model.named_parameters() if trained(name)}
-    # A user's own class might rely on the usual memory order.
+    # A module that is not of PyTorch or this package might rely on the usual memory order.
     any_order = task.factory.facts.known and device.type == "cpu"
     channels_last = any_order and suits_channels_last(model, chosen)
     layout = torch.channels_last if channels_last else torch.contiguous_format
@@ -208,7 +212,7 @@ def _unmoved_buffers(model: nn.Module) -> Iterator[None]:
 
 
 def _laid(tree: Tree, layout: torch.memory_format) -> Tree:
-    """Return images, or the weights of image convolutions, in the memory order ``layout``."""
+    """Return images and weights of image convolutions in memory order ``layout``; keep all else."""
     images = isinstance(tree, Tensor) and tree.dim() == 4 and layout == torch.channels_last
     return tree.to(memory_format=layout) if images else tree
 
@@ -236,7 +240,7 @@ def model_of_single_examples(task: Task, trained: Sequence[str]) -> nn.Module:
 
 
 def has_rows(leaf: Any, count: int) -> bool:
-    """Return True if ``leaf`` is a tensor with ``count`` rows: of a batch, one for each example."""
+    """Return True if ``leaf`` is a tensor with ``count`` rows, one for each example of a batch."""
     return isinstance(leaf, Tensor) and leaf.dim() > 0 and len(leaf) == count
 
 
@@ -249,7 +253,7 @@ def loss_alone(model: nn.Module, params: Params, loss: ExampleLoss, x: Tree, y: 
 def gradient_alone(
     model: nn.Module, params: Params, names: Sequence[str], loss: ExampleLoss, x: Tree, y: Tree
 ) -> Params:
-    """Return the gradient of one example, without a batch dimension, and keep the buffers."""
+    """Return one example's gradient. The example has no batch dimension; buffers stay unchanged."""
     point = {**params, **clone(dict(model.named_buffers()))}
     return gradient(
         lambda leaves: loss_alone(model, {**point, **leaves}, loss, x, y),

@@ -106,7 +106,7 @@ def _joined(outputs: Sequence[Any], sizes: Sequence[int]) -> Any:
 def evaluate_client(
     task: Task, params: Mapping[str, Tensor], examples: Examples
 ) -> dict[str, float]:
-    """Return the scores of `evaluate` for a client, whatever models and values other clients have.
+    """Return one client's scores, as `evaluate` does; nothing of other clients changes them.
 
     A score that raises an error is NaN, and the other scores remain. If all scores raise errors,
     the function raises the first of these errors.

@@ -1,4 +1,4 @@
-"""Run the functions of many clients together, and train the models that they ask for in groups.
+"""Run the functions of many clients, and group the trainings that these functions yield.
 
 An error of one client does not stop the others.
 """
@@ -87,11 +87,11 @@ class Training:
 
 
 Steps = Generator[Training, Any, T]
-"""A function that yields trainings, receives the trained models, and returns a ``T``."""
+"""A generator that yields trainings, receives the trained models, and returns a ``T``."""
 
 
 def completed(run: T | Steps[T]) -> Steps[T]:
-    """Return ``run``; if it is a generator that yields trainings, run it, and return its result."""
+    """Return ``run``, or its result if it is a generator, whose trainings are yielded in turn."""
     return (yield from run) if isinstance(run, Generator) else run
 
 

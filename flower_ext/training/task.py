@@ -69,7 +69,7 @@ def cox_loss(scores: Tensor, targets: Tensor, present: Tensor | None = None) -> 
     if present is not None:
         at_risk = at_risk & present.unsqueeze(0)
         event = event * present
-    # Every row, even padding, is at risk with itself, because an empty sum would have no gradient.
+    # Every row, even padding, counts itself as at risk: an empty sum would have no gradient.
     at_risk = at_risk | torch.eye(len(scores), dtype=torch.bool, device=scores.device)
     risks = torch.where(at_risk, scores.unsqueeze(0), -torch.inf)
     losses = torch.logsumexp(risks, dim=1) - scores
@@ -183,7 +183,7 @@ class Task:
     def fingerprint(self) -> str:
         """Digest of the frozen parts of model and data, which the server compares between nodes.
 
-        It is empty if nothing is frozen. `Features` has a fingerprint of its frozen front.
+        It is empty if nothing is frozen. Data have a frozen part if they are `Features`.
         """
         parts = (self.factory.fingerprint, getattr(self.data, "fingerprint", ""))
         return "-".join(part for part in parts if part)

@@ -1,1 +1,1 @@
-"""Training under clipped gradients of single examples."""
+"""DP-SGD: training that clips the gradient of each example."""

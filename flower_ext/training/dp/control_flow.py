@@ -43,8 +43,8 @@ class ReadsValues(Exception):
 class DecidedTests(TorchFunctionMode):
     """Answer tests of whole tensors, such as ``mask.all()``, without reading any number.
 
-    No test then holds for all numbers of a tensor, and each test holds for some. A sum of booleans
-    counts as such a test, because models compare it with the tensor's size: its answer is 0.
+    ``all`` then returns False, and ``any`` returns True. A sum of booleans returns 0: it is such a
+    test, too, because models compare it with the tensor's size.
     """
 
     def __torch_function__(
@@ -84,7 +84,7 @@ class ControlFlowWatch(TorchDispatchMode):
         if any(_storage(tensor) in self._of_model for tensor in written):
             raise ReadsValues(f"{func} writes into the model")
         if _reads(func, inputs):
-            raise ReadsValues(str(func))
+            raise ReadsValues(f"{func} reads a number that depends on the features")
         out = func(*args, **(kwargs or {}))
         for tensor in [*written, *tree_leaves(out)]:
             if isinstance(tensor, Tensor):
@@ -109,7 +109,7 @@ class _OutOfSight(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         if func in _OUT_OF_SIGHT and self.watch.is_derived(args[0]):
-            raise ReadsValues(f"Tensor.{func.__name__}")
+            raise ReadsValues(f"Tensor.{func.__name__} reads a number that depends on the features")
         return func(*args, **(kwargs or {}))
 
 

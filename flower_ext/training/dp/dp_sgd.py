@@ -35,7 +35,8 @@ from flower_ext.training.task import Task
 log = getLogger("flwr")
 
 _MARGIN = 1.0 - 1e-5
-"""Factor on the clipping norm. It covers rounding errors of norms, partly in single precision."""
+"""Factor on the clipping norm. It covers the rounding errors of norms, which are computed partly in
+single precision."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,8 +72,9 @@ def train_dp_sgd(
 
     Guarantees
     ----------
-    Every step releases the sum of clipped gradients with noise of standard deviation σC. A record
-    moves that sum by at most C. Only ``sampling`` knows which records took part in a step.
+    Every step releases the sum of clipped gradients with noise of standard deviation σC, where σ is
+    the noise multiplier and C the clipping norm. A record moves that sum by at most C. Only
+    ``sampling`` knows which records took part in a step.
 
     Parameters
     ----------
@@ -260,7 +262,10 @@ class ClippedGradient:
             summed[name] += part.total(factors).view_as(summed[name])
 
     def _gradients(self, way: Way, x: Tree, y: Tree) -> tuple[Parts, Tensor]:
-        """Return gradients of one pass, or none, and booleans: False if a loss raises an error."""
+        """Return the gradients from one pass, and for each example False if its loss fails.
+
+        If all losses fail, there are no gradients.
+        """
         device, width = trees.first(x).device, self.passes.width(way)
         seed = int(torch.randint(2**62, (1,)))
         valid = torch.ones(trees.length(x), dtype=torch.bool, device=device)
@@ -309,7 +314,7 @@ class ClippedGradient:
 
 def _with_stand_ins(x: Tree, y: Tree, valid: Tensor) -> tuple[Tree, Tree]:
     """Replace every example that is not ``valid`` by the first valid one."""
-    # Dropout draws the same numbers for the others, because they stay in place.
+    # The valid examples stay in place, so that dropout draws the same numbers for them.
     rows = torch.arange(len(valid), device=valid.device)
     stood_in: tuple[Tree, Tree] = trees.rows((x, y), rows.where(valid, valid.int().argmax()))
     return stood_in

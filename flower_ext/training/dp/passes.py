@@ -103,12 +103,12 @@ class Passes:
             # than a large one.
             half = math.ceil(min(self.batch_size, 2 * TOGETHER) / 2)
             return max(_FEWEST, 1 << (half - 1).bit_length())
-        usual = self.batch_size + 3 * math.sqrt(self.batch_size)  # rarely exceeded by Poisson
+        usual = self.batch_size + 3 * math.sqrt(self.batch_size)  # Poisson samples rarely exceed it
         passes = math.ceil(usual / _MOST_DENSE)
         return _OF_EIGHT * math.ceil(usual / passes / _OF_EIGHT)
 
     def in_one_pass(self, x: Tree, y: Tree, loss: ExampleLoss) -> Parts:
-        """Return the gradients of all parameters that the loss depends on."""
+        """Return each example's gradients for the parameters on which the loss depends."""
         count = trees.length(x)
         inputs_of, outputs_of = dict[str, Tensor](), dict[str, Tensor]()
 
@@ -167,7 +167,7 @@ class Passes:
         return DecidedTests() if self.decides_tests else nullcontext()
 
     def _outputs(self, x: Tree) -> Any:
-        # Restore the buffers, which could count passes, because the number of passes is private.
+        # Restore the buffers: they could count the passes, whose number is private.
         buffers = clone(dict(self.model.named_buffers()))
         with self._decided_tests():
             return call_with(self.model, buffers, x) if buffers else call_model(self.model, x)
@@ -185,9 +185,9 @@ class Passes:
         return {name: GradientRows(part) for name, part in rows.items()}
 
     def fastest_way(self, features: Tree, targets: Tree) -> Way:
-        """Return the fastest way that trials allow; refuse a model by `why_not_one_by_one`.
+        """Return the fastest way that trials allow. The process remembers the trials' results.
 
-        The process remembers the trials' results.
+        Refuse a model that `why_not_one_by_one` gives a reason to refuse.
         """
         kind = kind_of(self.task, features, targets, self.params)
         threads = torch.get_num_threads()

@@ -5,7 +5,7 @@
 `language`         causal language models as models of a `Task`
 `hugging_face`     pretrained models of Transformers, and LoRA adapters
 `features`         features that the frozen layers of a model compute once, before training
-`dropout`          dropout with the same masks in a batch of models as alone
+`dropout`          dropout whose masks do not depend on other models in a batch
 `factory`          builds the models of a task, which share their frozen parts
 `calls`            calls a model with given parameters, on features that may be trees
 `validation`       refuses layers whose running statistics must not be shared

@@ -1,6 +1,7 @@
 """Models of the experiments: each has an ``extractor`` and a ``head``, its last linear layer.
 
-Models named ``-bn`` have a BatchNorm layer before each ReLU. Its statistics must not be shared.
+Models whose names end with ``-bn`` have a BatchNorm layer before each ReLU. The running statistics
+of these layers must not be shared.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ def _convolutional(
     """Return a model of convolutions without padding and dense layers.
 
     A 2×2 pooling follows each convolution; without ``pool_last``, the last one has none.
-    ``channels`` and ``dense`` are the widths of the layers, from the input on.
+    ``channels`` and ``dense`` are the widths of the layers, from input to output.
     """
     layers: list[nn.Module] = []
     for inputs, outputs in pairwise(channels):

@@ -25,7 +25,7 @@ def call_model(model: Callable[..., Any], x: Tree) -> Any:
 def call_with(model: nn.Module, params: Params, x: Tree) -> Any:
     """Call a model with ``params`` in place of its own tensors of the same names.
 
-    If the model raises an error, and the features have another type than its numbers, the error is
+    If the model fails because the features have another type than its parameters, the error is
     `UnlikeTypes`.
     """
 
@@ -75,7 +75,7 @@ class UnlikeTypes(InvalidValue):
 
 @contextmanager
 def _telling_types(params: Params, x: Tree) -> Iterator[None]:
-    """Raise `UnlikeTypes` for an error about types if ``x`` differs in type from ``params``."""
+    """Turn an error about types into `UnlikeTypes` if ``x`` has another type than ``params``."""
     try:
         yield
     except RuntimeError as error:

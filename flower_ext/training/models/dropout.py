@@ -17,7 +17,7 @@ from torch import Tensor, nn
 LEVELS = 2**16
 _LEAST = -(2**63)
 AT_A_TIME = 4
-"""Number of 16-bit numbers in one 64-bit draw. No smaller number can be drawn."""
+"""Number of 16-bit numbers in one 64-bit draw, the smallest draw."""
 
 
 class Dropout(nn.Dropout):

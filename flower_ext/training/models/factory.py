@@ -34,7 +34,7 @@ _REMEDIES = {
     torch.complex64: _PARTS,
     torch.complex128: _PARTS,
 }
-"""Types that nodes cannot send, and their remedies. Noise does not add up in half precision."""
+"""Types that nodes cannot send, with remedies. In half precision, sums would lose noise."""
 _PLAIN_MODULES = (
     "torch.nn.modules.",
     "flower_ext.training.models.architectures",
@@ -57,13 +57,14 @@ class ModelFacts(NamedTuple):
     known_holders: bool
     """True if all layers with parameters or buffers of their own are known."""
     template: nn.Module | None
-    """A model whose frozen parts all models share; None if there are none."""
+    """A model whose frozen parts all models share; None if no part is frozen."""
 
     def serves_in_turn(self, params: Mapping[str, Tensor]) -> bool:
-        """Return True if one model may serve several clients in turn, with ``params`` for one.
+        """Return True if one model object may serve several clients in turn.
 
-        Its layers must be known, so that they keep no values. ``params`` must have all parameters
-        in their usual shapes, because the model would keep a missing one from the client before.
+        All layers must be known, so that no layer keeps values of a client. ``params``, the tensors
+        that one client sets, must have all names and the usual shapes. Otherwise the model would
+        keep a missing tensor of the previous client.
         """
         return self.known and all(
             name in params and params[name].shape == shape
@@ -98,7 +99,7 @@ class ModelFactory:
     def on(self, device: torch.device) -> nn.Module:
         """Return an independent model on a device. All models there share frozen parameters.
 
-        Do not move the model to another device, because that moves the others' frozen parameters.
+        Do not move the model to another device: the shared frozen parameters would move with it.
         """
         if self.facts.template is None:
             return self._built().to(device)
@@ -122,7 +123,8 @@ class ModelFactory:
     def like_initial(self, seed: int) -> Params:
         """Return random parameters for trials, with the names and shapes of `initial`.
 
-        A pretrained model loads slowly, so random numbers are added to the first one's parameters.
+        A pretrained model loads slowly, so the function adds random numbers to the parameters of
+        the first model that was built.
         """
         template = self.facts.template
         if template is None:
@@ -269,8 +271,9 @@ def factory_of(
 ) -> ModelFactory:
     """Return the factory of a function: the same object in every call for the same function.
 
-    Two `functools.partial` objects are equal if their functions and arguments are. Two bound
-    methods are equal if their objects are, because on Ray each message brings its own copy.
+    Two `functools.partial` objects count as the same function if their functions and arguments are
+    equal. Two bound methods count as the same function if their objects are equal, because on Ray
+    each message brings its own copy of the object.
     """
     if isinstance(function, ModelFactory):
         if trainable in (None, function.trainable):

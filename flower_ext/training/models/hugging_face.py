@@ -54,7 +54,7 @@ def causal_model(folder: str, *, setting: str) -> nn.Module:
     ------
     InvalidValue
         There is no such model, or its files lack a weight. A missing weight would begin at random,
-        and a frozen one would stay so. The message names ``setting``.
+        and a frozen weight would stay random. The message names ``setting``.
     """
     loaded = pretrained(
         "AutoModelForCausalLM", folder, setting=setting, dtype="auto", output_loading_info=True
@@ -99,7 +99,7 @@ def with_lora(
     """
     peft, _ = libraries("LoRA")
     names: str | list[str] = targets
-    if targets != "all-linear":  # with which PEFT leaves out the head
+    if targets != "all-linear":  # for "all-linear", PEFT finds the layers, and leaves out the head
         names = [*filter(None, targets.split(","))]
         _refuse_tied(model, names)
         _refuse_unknown(model, names)

@@ -17,7 +17,7 @@ from flower_ext.training.params import matches
 RUNNING_STATISTICS = frozenset({"running_mean", "running_var", "num_batches_tracked"})
 """Names of the buffers of batch normalisation layers, without the layer's name."""
 _MOST_GROUPS, _CHANNELS_IN_A_GROUP = 32, 4
-"""For a GroupNorm in place of batch normalisation of images: most groups, and channels in each."""
+"""In a GroupNorm that replaces a BatchNorm of images: most groups, fewest channels in each."""
 
 
 class UnshareableModel(InvalidValue):
@@ -103,7 +103,8 @@ def replace_batch_norm(model: nn.Module) -> nn.Module:
 def _group_norm(name: str, layer: _BatchNorm) -> nn.GroupNorm:
     channels = layer.num_features
     of_images = isinstance(layer, nn.BatchNorm2d | nn.BatchNorm3d)
-    # Two flat features keep only the sign of their difference, and one keeps nothing.
+    # Features that are not images form one group. Normalising a group of two keeps only the sign of
+    # their difference, and a group of one keeps nothing.
     fewest = 2 if of_images else 3
     if channels < fewest:
         raise InvalidValue(

@@ -244,7 +244,7 @@ class BatchInvarianceTrial:
         """Return why an example has another gradient in a pass over several examples than alone.
 
         The trial compares three of the examples, up to rounding. An error of the model or the loss
-        is raised again.
+        reaches the caller.
         """
         targets = trees.zeros(self.kind.targets, count)
         with self._random_weights() as generator:
@@ -257,8 +257,8 @@ class BatchInvarianceTrial:
                 ]
                 expected = {n: torch.stack([one[n] for one in alone]) for n in self.names}
                 gradients = _rows(_followed(follow, x, y, by), tried, count)
-                # No gradient along random directions vanishes. A gradient of the loss may vanish,
-                # because a loss may ignore a target.
+                # A gradient of outputs along random directions never vanishes. A gradient of the
+                # loss may vanish, because a loss may ignore a target.
                 if not _agree(gradients, expected, may_vanish=by is not _along):
                     return (
                         "an example has another gradient in a pass over several examples than alone"

@@ -136,7 +136,10 @@ def _tables(model: nn.Module) -> Iterator[nn.Embedding | nn.EmbeddingBag]:
 
 
 def _odd_examples(examples: Tree) -> Tree:
-    """Return an example for each value in `ODD`; of integers alone, only one of ones and zeros."""
+    """Return one example for each value in `ODD`, which fills its tensors.
+
+    If examples consist of integers alone, return one example of ones and one of zeros.
+    """
     odd = trees.zeros(examples, len(ODD))
     for row, value in enumerate(ODD):
         odd = with_odd_rows(odd, row, value)

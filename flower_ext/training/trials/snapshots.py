@@ -101,7 +101,8 @@ def find_memory(
     Steps run on the features and targets of ``inputs``, in each of the ``orders``. ``begin``
     returns the roots of an order's snapshots, and its step. Only the first step of an order may
     store something, such as a table of positions, and that must not depend on the step's input.
-    Without such a place, the function returns None and the results or errors of the first order.
+    If there is no such place, the function returns None, and the results or errors of the first
+    order.
     """
     results = defaultdict[int, list[Params | Exception]](list)
     first: list[Snapshot] = []

@@ -53,8 +53,8 @@ def why_state_is_shared(task: Task, examples: Examples, train: Train) -> str | N
     Both results must be equal.
 
     Only the shapes and types of the examples matter. The result depends on no data, so it may reach
-    the server. The process remembers it. An error means that examples of this kind, such as
-    quantised ones, cannot be made at random.
+    the server. The process remembers the result. An error means that the trial cannot make random
+    examples of this kind, for example of a quantised type.
     """
     kind = kind_of(task, examples.features, examples.targets, {})
     on_cpu = kind if kind.device.type == "cpu" else replace(kind, device=torch.device("cpu"))
@@ -120,7 +120,10 @@ def random_job(kind: TrainingKind, count: int) -> Job:
 def why_models_differ(
     kind: TrainingKind, train_together: TrainTogether, train: Train
 ) -> str | None:
-    """Return why a job that trains with another ends with another model than alone; else None."""
+    """Return why a job that trains together with another ends with another model than alone.
+
+    None means that the trial found no reason.
+    """
 
     # Numbers of examples differ, so that one of the two jobs is padded.
     def jobs() -> list[Job]:
