@@ -1,4 +1,4 @@
-"""Key agreement of two parties, keys that each serve one labelled purpose, and their use."""
+"""Agree on a secret between two parties, and derive keys that each serve one labelled purpose."""
 
 from __future__ import annotations
 

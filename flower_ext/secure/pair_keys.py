@@ -45,7 +45,7 @@ class PairKeys:
 
     No other run has the same public ``context``. ``private`` is the silo's raw X25519 key, and
     ``public_keys`` are the raw keys of all silos, in their order. Silos that received different
-    keys of the server derive different pair keys.
+    server keys derive different pair keys.
 
     Attributes
     ----------

@@ -62,7 +62,7 @@ class SumServer:
 
     A round has four stages. `add` takes the members' messages of a stage, and a further method
     closes the stage: `keys`, `deliveries`, `unmask_requests` and `total`. If too few members are
-    left, the end of a stage raises an `IncompleteRound`, and the round is discarded.
+    left, the method that closes the stage raises an `IncompleteRound`, and the round is discarded.
 
     Attributes
     ----------

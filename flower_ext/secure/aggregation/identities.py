@@ -2,8 +2,8 @@
 
 A member's identity is an Ed25519 key that outlives rounds. In a signed round, the member sends its
 two fresh public keys, its identity, and a signature over the round, the member's number and the two
-keys. Another member accepts these keys only if its owner listed the identity, and if no other
-member of the round has the same identity.
+keys. A member that receives the keys accepts them only if its own list of trusted identities has
+the sender's identity, and if no other member of the round has the same identity.
 """
 
 from __future__ import annotations

@@ -61,13 +61,13 @@ class Member(JsonRecord):
     After each call, store the bytes of `to_bytes` before you send the call's reply. A member that
     is restored from an older state could answer one message in two ways. The bytes hold secrets
     without encryption: store them on this node only. A call that raises an error changes nothing.
-    A call out of order, or with another round's message, raises a `ProtocolError`. So does a round
-    that is signed if the member has no ``identities``, and the other way round.
+    A call out of order, or with another round's message, raises a `ProtocolError`. So does a signed
+    round if the member has no ``identities``, and an unsigned round if the member has some.
 
     A new member has only the server's invitation; `from_bytes` restores the other fields, which
-    earlier steps keep for later steps. ``keys`` maps each neighbour to its public keys, and
-    ``held`` to the shares of its seed and mask key that this member received, or to empty bytes if
-    this member could not open them.
+    earlier steps keep for later steps. ``keys`` maps each neighbour to its public keys. ``held``
+    maps each neighbour to the shares of its seed and mask key that this member received. The shares
+    are empty bytes if this member could not open them.
     """
 
     kind = "member"
@@ -168,7 +168,9 @@ class Member(JsonRecord):
         return SealedShares(digest=context.digest, member=index, commitment=hashed, sealed=sealed)
 
     def mask(self, message: Delivery, values: Residues) -> MaskedInput:
-        """Add masks to ``values``: this member's, and one for each neighbour that sent shares.
+        """Return ``values`` plus masks: one of this member alone, and one for each neighbour.
+
+        Only neighbours that sent shares count, and ``values`` itself stays unchanged.
 
         The member then forgets its secrets, so that it can mask nothing else.
 
@@ -177,7 +179,7 @@ class Member(JsonRecord):
         neighbour. The server then knows that the shares could not be opened, and rebuilds the
         neighbour's secret from the shares of other members.
 
-        ``values``, which stay unchanged, have the context's length and type.
+        ``values`` must have the context's length and type.
 
         Raises
         ------
@@ -208,7 +210,7 @@ class Member(JsonRecord):
                 other=other,
                 other_public=self.keys[other][:KEY_BYTES],
             )
-            # Of each pair one member adds the mask and the other subtracts it, so it cancels.
+            # One member of each pair adds the mask and the other subtracts it, so it cancels.
             apply_mask(key, masked, subtract=other < self.index)
         self._forget(stage=MemberStage.MASKED, held=held)
         return MaskedInput(digest=context.digest, member=self.index, values=masked.tobytes())

@@ -2,8 +2,8 @@
 
 No party learns how many records a user has in a silo other than its own. Source: Protocol 1 of Kato
 et al., "Uldp-FL" (PVLDB 2024), for honest-but-curious parties that do not collude.
-``docs/proved/paillier.md`` states what each party sees, and why this package departs from the
-paper: by a secret order of the users, a seed that silo 0 cannot choose, masks that multiply to one,
+``docs/proved/paillier.md`` states what each party sees, and why this package adds to the paper a
+secret order of the users, a seed that silo 0 cannot choose, masks that multiply to one,
 re-randomised ciphertexts, dithered noise, and draws that nobody knows.
 
 ====================  =====================================================================

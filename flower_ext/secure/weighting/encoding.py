@@ -46,7 +46,8 @@ class FixedPoint(Checked):
     def encode(self, values: ArrayLike, *, name: str = "values") -> NDArray[np.int64]:
         """Round each value to the nearest multiple of ``step``, and return the signed multipliers.
 
-        Refuse a value that is not finite or above ``bound``: no value wraps or is clipped.
+        Refuse a value that is not finite, or whose magnitude is above ``bound``. No value is
+        clipped or wraps around.
         """
         array = np.asarray(values, dtype=np.float64)
         if not np.isfinite(array).all():

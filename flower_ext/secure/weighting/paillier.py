@@ -1,10 +1,10 @@
-"""Paillier encryption with generator n + 1; keys, ciphertexts and decryption as in `phe`.
+"""Paillier encryption with generator n + 1; keys and ciphertexts are as in the library `phe`.
 
 Source: Paillier, "Public-Key Cryptosystems Based on Composite Degree Residuosity Classes"
 (EUROCRYPT 1999).
 
 GMP does the arithmetic, and its running time depends on its operands. Run no untrusted program on a
-party's machine, because it could time the party.
+party's machine, because it could measure this time.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _LARGEST_KEY_BITS = 2**14
 
 
 def check_key_bits(key_bits: int, *, allow_insecure_key_size: bool) -> None:
-    """Refuse a key that is too long, so that a run would take days, or insecurely short."""
+    """Refuse a key so long that a run would take days, or so short that it is insecure."""
     if key_bits % 2 or not 64 <= key_bits <= _LARGEST_KEY_BITS:
         raise InvalidValue(
             f"key_bits={key_bits!r}: expected an even integer from {SECURE_KEY_BITS} to "

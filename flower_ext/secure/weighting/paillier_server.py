@@ -1,4 +1,4 @@
-"""The server's side of private weighting over Paillier; the package describes the protocol."""
+"""The server in private weighting over Paillier; `secure.weighting` describes the protocol."""
 
 from __future__ import annotations
 

@@ -18,12 +18,12 @@ from flower_ext.secure.weighting.oblivious import POINT_BYTES, SEAL_BYTES
 from flower_ext.secure.weighting.paillier import SECURE_KEY_BITS, PublicKey, check_key_bits
 
 _MOST_RECORDS = 2**24
-"""Up to this number, a silo searches the modulus for small factors within a second."""
+"""Most records per user for which a silo searches the modulus for small factors within a second."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PaillierOptions:
-    """Fields that `PrivateWeighting`, which describes them, and `PaillierSettings` have."""
+    """Fields of both `PrivateWeighting` and `PaillierSettings`; the former explains them."""
 
     max_records_per_user: int = 2000
     allowed_totals: tuple[int, ...] | None = None
@@ -80,8 +80,9 @@ class PaillierSettings(PaillierOptions, PartySettings):
     notices only from a decrypted sum that a user has too many records over all silos (see
     `PaillierServer.close_round`).
 
-    ``update_bound`` bounds the coordinates of an update, as the clipping norm does; ``noise_bound``
-    those of one silo's noise. A generous bound costs little. Settings are refused if a sum could
+    ``update_bound`` bounds the magnitude of each coordinate of an update; the clipping norm is such
+    a bound. ``noise_bound`` bounds each coordinate of one silo's noise. A generous bound costs
+    little. Settings are refused if a sum could
     reach half the modulus (condition 2 of Theorem 1).
     """
 

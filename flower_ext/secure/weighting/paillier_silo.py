@@ -1,4 +1,4 @@
-"""A silo's side of private weighting over Paillier; the package describes the protocol."""
+"""A silo in private weighting over Paillier; `secure.weighting` describes the protocol."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class PaillierSilo(SiloParty):
         def fold(users: Sequence[int]) -> list[mpz]:
             folded = []
             for user in users:
-                # The server inverted r_u N_u, so the blind r_u cancels. C_LCM makes 1 / N_u whole.
+                # The server inverted r_u N_u, so the blind r_u cancels. C_LCM / N_u is an integer.
                 blinded = self.counts[user] * self._blinds[user]
                 factor = blinded * settings.common_multiple % public.n
                 folded.append(gmpy2.powmod(inverses[place[user]], factor, public.n_squared))

@@ -18,8 +18,8 @@ from flower_ext.secure.weighting.protocol import WeightingProtocol
 _NOISE_ROOM = 64.0
 """Bound on a silo's encoded noise, in standard deviations, so high that noise never reaches it."""
 _LARGEST_STEP = 0.25
-"""Largest step of the encoding, in standard deviations of a silo's noise; longer steps lose noise.
-"""
+"""Largest step of the encoding, in standard deviations of a silo's noise. Rounding to longer steps
+would lose part of the noise."""
 
 
 @dataclass(frozen=True, kw_only=True)

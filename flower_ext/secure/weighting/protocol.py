@@ -87,7 +87,7 @@ class WeightingProtocol(ABC):
     def settings_of(self, mechanism: NoisedSum, *, silos: int, coordinates: int) -> PartySettings:
         """Return the settings of a new run, under a name that no other run has.
 
-        Refuse a plan that the protocol does not fit; the error says what to change.
+        Refuse a plan that does not fit the protocol; the error says what to change.
         """
 
     def settings_of_run(
@@ -95,8 +95,9 @@ class WeightingProtocol(ABC):
     ) -> dict[str, Any]:
         """Return the fields of a new run's settings that `PartySettings` describes.
 
-        Draws of users win with ``winning_choices`` of ``draw_choices`` choices. The first number is
-        the second times the rate at which users are drawn, and must be an integer below it.
+        A user takes part if the draw picks one of ``winning_choices`` among ``draw_choices``
+        choices. ``winning_choices`` is ``draw_choices`` times the rate at which users are drawn. It
+        must be an integer below ``draw_choices``.
         """
         choices, winning = self.draw_choices, 1
         if choices is not None:

@@ -61,7 +61,7 @@ class ServerParty(ABC, Generic[SettingsT, SumT]):
         settings, silos = self.settings, range(self.settings.silos)
         keys = yield ProtocolStep(name=BEGIN, questions=dict.fromkeys(silos, settings.to_bytes()))
         _check_keys(keys)
-        # All silos get the same keys: one that received other keys shows another fingerprint.
+        # All silos get the same keys: a silo that got others would log another fingerprint.
         public = b"".join(keys[silo] for silo in silos) + self.public_key
         answers = yield ProtocolStep(name=KEYS, questions=dict.fromkeys(silos, public))
         sealed, others = answers[SEEDING_SILO], silos[1:]
@@ -167,10 +167,10 @@ class ServerParty(ABC, Generic[SettingsT, SumT]):
 
     @abstractmethod
     def _sealed_weights(self, number: int, sender: Sender, choices: bytes) -> ProtocolMessage:
-        """Return weights of which the silos open one of ``draw_choices`` for each user.
+        """Return ``draw_choices`` sealed weights for each user, of which the silos can open one.
 
-        ``choices`` is the answer of silo 0 to the offer of ``sender``. With ``winning_choices`` of
-        the choices, a user takes part.
+        ``choices`` is the answer of silo 0 to the offer of ``sender``. With
+        ``winning_choices`` of its weights a user takes part; with the others it does not.
         """
 
     @abstractmethod

@@ -225,7 +225,7 @@ class SiloParty(JsonRecord, ABC):
     def _mix_seed(self, part: bytes) -> None:
         """Derive the silos' seed from random bytes of silo 0, which the server does not know.
 
-        The server's fresh key keeps silo 0 from choosing the seed.
+        The derivation includes the server's fresh key, so that silo 0 cannot choose the seed.
         """
         check_length("seed", part, SEED_BYTES)
         self.seed = derive(part, "seed", self.server_key, self.settings.context)
