@@ -34,7 +34,7 @@ from flower_ext.runs.settings import INCIDENTAL, Declaration, declarations, near
 
 @dataclass(frozen=True)
 class SettingsFile:
-    """The settings in a file, which has the ``name`` without its ending."""
+    """The settings in a file; ``name`` is the file's name without its ending."""
 
     name: str
     title: str
@@ -45,7 +45,7 @@ class SettingsFile:
 
     @classmethod
     def read(cls, path: Path) -> Self:
-        """Read a file of settings; refuse one without the format at the top of this module."""
+        """Read a file of settings; refuse another format than that at the top of this module."""
         content = read_toml(path)
         title, shared = content.pop("title", ""), content.pop("settings", {})
         special = content.pop("where", {})
@@ -61,9 +61,9 @@ class SettingsFile:
     ) -> dict[str, Any]:
         """Return the settings that this file gives to a run.
 
-        A table ``[where.SETTING.VALUE]`` counts if SETTING has the VALUE in ``chosen``, which the
-        user set, or otherwise in ``[settings]``, or otherwise in ``defaults``, which are the app's.
-        The result does not include ``chosen``.
+        A table ``[where.SETTING.VALUE]`` counts if SETTING has this VALUE. The value of SETTING is
+        the user's in ``chosen``. If it is missing there, ``[settings]`` gives the value, and then
+        the app's ``defaults``. The result does not include ``chosen``.
         """
         values = dict(self.shared)
         for name, cases in self.special.items():
@@ -104,8 +104,8 @@ def checked_settings(
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return an app's default settings, and the settings that override them.
 
-    A setting ``name=value`` also overrides the file. Each override is checked against its
-    declaration, even if the chosen method ignores it.
+    ``settings`` are texts ``name=value``, which also override the ``file``. Each override is
+    checked against its declaration, even if the chosen method ignores it.
     """
     defaults, known = declared_settings(app)
     changes: dict[str, Any] = {}

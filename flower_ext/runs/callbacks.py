@@ -26,7 +26,7 @@ class Callback:
     """
 
     def begin(self, run: RunDirectory) -> None:
-        """Handle the begin of a run, or of a resumed run (``run.resumed``), before any round.
+        """Handle the start of a run, new or resumed (``run.resumed``), before any round.
 
         Read ``run.config``, ``run.path`` and ``run.id``; do not change the run's files.
         """

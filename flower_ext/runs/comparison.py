@@ -60,7 +60,7 @@ NOT_COMPARED = INCIDENTAL | {"seed", "planned-rounds", "clients-per-node"}
 def grouped(runs: Sequence[RunDirectory]) -> dict[str, list[RunDirectory]]:
     """Return groups of runs that differ only in `NOT_COMPARED`.
 
-    Their label has the method, and those settings in which other runs of the method differ.
+    A group's label consists of the method, and of the settings in which the method's runs differ.
     """
     settings = {run: _settings(run) for run in runs}
     groups: dict[str, list[RunDirectory]] = {}
@@ -79,7 +79,7 @@ def grouped(runs: Sequence[RunDirectory]) -> dict[str, list[RunDirectory]]:
 
 
 def _settings(run: RunDirectory) -> dict[str, Any]:
-    """Return the run's settings, with the number of rounds that it made, not that it planned."""
+    """Return the run's settings, with the number of completed rounds in place of planned ones."""
     made = {"rounds": int(run.metrics().last)} if "rounds" in run.config else {}
     return {**run.config, **made}
 

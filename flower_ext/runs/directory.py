@@ -69,7 +69,8 @@ class NotARun(InvalidValue):
 class NoisedScores:
     """Scores that a secure evaluation released after a round: means over all clients, with noise.
 
-    ``clients`` counts them, with noise. ``errors`` are the standard errors of ``means`` by noise.
+    ``clients`` is the number of these clients, with noise. ``errors`` are the standard errors that
+    the noise gives to ``means``.
     """
 
     round: int
@@ -197,7 +198,7 @@ class RunDirectory:
 
     @contextmanager
     def _reading(self, name: str) -> Iterator[str]:
-        """Yield a file's text, or an empty one; raise `NotARun` if the block cannot parse it."""
+        """Yield a file's text, empty if there is no file; errors in the block become `NotARun`."""
         path = self.path / name
         try:
             yield path.read_text(encoding="utf-8") if path.exists() else ""
@@ -209,7 +210,7 @@ class RunDirectory:
 
     def _lines(self, name: str) -> list[dict[str, Any]]:
         with self._reading(name) as text:
-            # A crash may have torn the last line, which then has no end.
+            # A crash may have cut off the last line, which then lacks its line break.
             rows = [dict(json.loads(line)) for line in text.split("\n")[:-1]]
             if not all("round" in row for row in rows):
                 raise InvalidValue("a row lacks its round")
@@ -279,7 +280,10 @@ class RunWriter(RunDirectory):
         return run
 
     def withdraw(self) -> bool:
-        """Restore ``run.json`` as it was before `resume`; return False if a round has ended."""
+        """Restore ``run.json`` as it was before `resume`, and return True.
+
+        If a round has ended since then, change nothing, and return False.
+        """
         idle: bool = self.metadata["starts"][-1]["after_round"] == len(self.metrics())
         if idle:
             self._write_json(RUN_FILE, self._before)
@@ -360,7 +364,7 @@ class RunWriter(RunDirectory):
         self._write_json(RUN_FILE, {**self.metadata, **entries})
 
     def finish(self, status: Status, reason: str | None = None, **summary: float) -> None:
-        """Write to ``run.json`` how the run ended, and if its guarantees cover all requests."""
+        """Write into ``run.json`` how the run ended, and whether guarantees cover all requests."""
         outcome = {
             "status": status,
             "reason": reason,

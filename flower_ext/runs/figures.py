@@ -139,7 +139,7 @@ def qualities(rounds: Rounds, clients: Iterable[Mapping[str, float]]) -> list[st
 
 
 def _unused(name: str, files: Collection[str]) -> str:
-    """Return a file name like ``name``, of plain characters, without suffix, not in ``files``."""
+    """Return ``name`` in plain characters, without suffix, changed if it is in ``files``."""
     safe = re.sub(r"[^\w-]", "_", name, flags=re.ASCII)[:100]
     used = {file.lower() for file in files}
     stems = chain([safe], (f"{safe}-{number}" for number in count(2)))
@@ -152,7 +152,7 @@ def in_words(metric: str) -> str:
 
 
 def epsilon_lines(rounds: Rounds) -> dict[str, Line]:
-    """Return lines of ε by label: its largest and mean value, if each client has its own ε."""
+    """Return lines of ε by label. If each client has its own ε, draw the largest and the mean."""
     lines: dict[str, Line] = {}
     for basis in ("published", "provable"):
         largest, mean = (rounds.series(f"epsilon_{basis}{end}") for end in ("", "_mean"))

@@ -54,7 +54,7 @@ def write_report(run: RunDirectory) -> Path:
     rounds, status, config = run.metrics(), run.status, run.config
     method, on = config.get("method", "Run"), config.get("dataset")
     account, study = Path(str(config.get("budget-ledger") or "")), None
-    if account.is_file():  # its present state, so the report of the last run covers all runs
+    if account.is_file():  # read now, so that the last run's report covers all runs
         study = _account_values(account, config["population-epsilon"], config["population-delta"])
     return write_page(
         run.path,
@@ -158,7 +158,10 @@ def _line(guarantee: Guarantee) -> tuple[str, ...]:
 
 
 def _spent_beyond(entries: list[dict[str, Any]], guarantees: list[Guarantee]) -> float | None:
-    """Return ε of all releases in the ledger if the guarantee against models states less."""
+    """Return the ε of all releases in the ledger if the guarantee states a smaller ε; else None.
+
+    The guarantee is the provable one against an adversary who sees released models.
+    """
     releases = Counter(
         Release.from_dict(entry["release"]) for entry in entries if entry["kind"] == "reserve"
     )

@@ -192,7 +192,8 @@ def absolute_path(text: str) -> Path | None:
 def num_nodes(config: Mapping[str, Any]) -> int | None:
     """Return the number of nodes that an app's settings ask for; None if no setting counts clients.
 
-    If ``clients-per-node`` is 0, ``flower-ext run`` chooses it, and this is the number of clients.
+    If ``clients-per-node`` is 0, ``flower-ext run`` will choose it, and the result is the number of
+    clients.
     """
     name = clients_setting(config)
     if name is None:

@@ -87,7 +87,7 @@ class PartitionSettings(Settings):
         "how classes are divided among clients"
     )
     classes_per_client: Count = setting("pathological: number of classes of a client")
-    dirichlet_alpha: Positive = setting("dirichlet: alpha")
+    dirichlet_alpha: Positive = setting("dirichlet: alpha; less makes clients differ more")
     dirichlet_min_size: Count = setting("dirichlet: fewest examples of a client")
 
 
@@ -148,7 +148,7 @@ class ReleaseSettings(PrivacySettings):
         default="independent",
     )
     noise_buffers: Count = setting(
-        "correlated: vectors of the model's size from which noise is taken back, at most 5",
+        "correlated: stored vectors of the model's size from which noise is taken back, at most 5",
         default=2,
     )
     noise_bands: CountOrZero = setting(
@@ -238,7 +238,7 @@ class ServerSettings(Settings):
         "momentum of sgd; beta_1 of the other optimizers", default=0.0
     )
     server_tau: Positive = setting(
-        "tau of adagrad, adam and yogi: at least the noise of a coordinate of the mean",
+        "tau of adagrad, adam and yogi; choose at least the noise's deviation in the mean update",
         default=1e-3,
     )
     average_decay: FractionBelowOne = setting(
