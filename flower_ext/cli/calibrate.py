@@ -148,7 +148,7 @@ def _answers(
 ) -> list[dict[str, Any]]:
     """Compute the quantity ``name`` from the ``known`` ones; return the rows of a table.
 
-    Each row has the value that one way to account for the run gives, such as PLD or RDP.
+    Each row holds the value by one accounting method, such as PLD or RDP.
     """
     if group_size is not None:
         if name not in ("epsilon", "noise_multiplier"):
@@ -180,7 +180,7 @@ def _row(
     view: str = "released models",
     basis: str = "provable",
 ) -> dict[str, Any]:
-    """Return a table row: the value of the quantity ``name`` by one way to account for a run."""
+    """Return a table row: the value of the quantity ``name`` by one accounting method."""
     return {**dict(zip(_WORDS, (way, basis, relation.value, view), strict=True)), name: value}
 
 

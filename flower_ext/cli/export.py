@@ -110,7 +110,7 @@ def _check_files(run: RunDirectory, *outputs: Path) -> None:
 def _client_model(
     run: RunDirectory, shared: Params, client: int, app: Path | None
 ) -> tuple[Params, bool]:
-    """Return the model that a client builds from the shared one, and if clients keep a memory."""
+    """Return the model that a client builds from the shared one; True if clients keep a memory."""
     use = run.use()
     if not use:
         raise InvalidValue(

@@ -1,8 +1,8 @@
 """Launch a prepared run and show its log; record a failure or an interruption in its directory.
 
-A run has one process of its own, or it is on a SuperLink, by Flower's own commands. Plain
-``flwr run`` returns 0 for a failed run, simulates two nodes regardless of the app, and installs the
-app's dependencies again unless a variable forbids it.
+A run is one process of its own, or Flower's commands start it on a SuperLink. This module makes up
+for properties of plain ``flwr run``, which returns 0 for a failed run, simulates two nodes
+regardless of the app, and installs the app's dependencies again unless a variable forbids it.
 """
 
 from __future__ import annotations
@@ -136,8 +136,8 @@ def _note_failure(run: PreparedRun, reason: str) -> bool:
     """Record in the run directory that the run failed, and write its report.
 
     Return True if the directory is on this machine. A process that still writes to it gets some
-    seconds to end; if it does not, the run goes on or belongs to another command, so that nothing
-    is changed.
+    seconds to end. If it does not end, the run continues or belongs to another command, and the
+    function changes nothing.
     """
     if run.path is None or not (run.path / "run.json").is_file():
         return False
@@ -242,7 +242,7 @@ def _on_superlink(run: PreparedRun, env: Mapping[str, str], log: RunLog) -> None
 
 @dataclass(frozen=True)
 class _Flwr:
-    """Flower's command ``flwr`` on one SuperLink; the default one has no ``connection``."""
+    """Flower's command ``flwr`` on one SuperLink; an empty ``connection`` means the default one."""
 
     connection: Sequence[str]
     env: Mapping[str, str]
@@ -256,7 +256,7 @@ class _Flwr:
             check=False,
             env=self.env,
         )
-        try:  # where flwr fails early, it prints text in spite of --format
+        try:  # if flwr fails early, it prints text despite --format
             answer: dict[str, Any] = json.loads(done.stdout)
         except ValueError:
             raise LaunchFailed(f"flwr {words[0]} failed: {done.stdout}{done.stderr}") from None

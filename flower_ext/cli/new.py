@@ -53,7 +53,7 @@ def new(
     require_one_of("app", app, list(known))
     folder = Path(app) if folder is None else folder
     copy(known[app], folder)
-    say(f"{folder} is yours: cd {shlex.quote(str(folder))} && flower-ext run .")
+    say(f"Created {folder}. To run it: cd {shlex.quote(str(folder))} && flower-ext run .")
 
 
 def templates() -> dict[str, Path]:

@@ -140,7 +140,7 @@ def _choose_paths(options: RunOptions, config: ChainMap[str, Any]) -> Path | Non
 
 
 def clients_per_node(config: Mapping[str, Any]) -> int:
-    """Return the number of clients on each of at most as many nodes as there are cores."""
+    """Return the number of clients on each node, with at most one node per core."""
     clients = int(config["clients"])
     has_affinity = hasattr(os, "sched_getaffinity")  # not on macOS and Windows
     cores = len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1

@@ -66,7 +66,7 @@ def environment() -> dict[str, str]:
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
     return {
         "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",
-        "PYTHONIOENCODING": ":replace",  # the ε in a run's log would end the stream
+        "PYTHONIOENCODING": ":replace",  # else an ε in the log may raise an error
         **os.environ,
         "PATH": path,
     }
@@ -87,7 +87,7 @@ class RunLog:
 
 
 class Followed:
-    """A program whose output a log shows line by line; Ctrl-C in the terminal does not reach it."""
+    """A program whose output is shown line by line. Ctrl-C in the terminal does not reach it."""
 
     def __init__(
         self, command: Sequence[str], log: RunLog, env: Mapping[str, str] | None = None
