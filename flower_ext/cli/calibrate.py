@@ -71,7 +71,9 @@ def calibrate(
             "each step."
         ),
     ] = None,
-    cohort_size: Annotated[int | None, typer.Option(help="rN, in place of the rate.")] = None,
+    cohort_size: Annotated[
+        int | None, typer.Option(help="rN: clients in each round, in place of r.")
+    ] = None,
     unit: Annotated[
         PrivacyUnit, typer.Option(help="client, or user: all records of a person (ULDP-GROUP).")
     ] = PrivacyUnit.CLIENT,

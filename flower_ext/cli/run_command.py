@@ -29,7 +29,7 @@ def run(
         typer.Option(help="Setting of a paper, as `flower-ext settings APP --presets` lists them."),
     ] = None,
     settings_file: Annotated[
-        Path | None, typer.Option("--settings", help="File of settings; --set changes them.")
+        Path | None, typer.Option("--settings", help="File of settings; --set overrides them.")
     ] = None,
     runs: RunsFolder = Path("runs"),
     in_process: Annotated[

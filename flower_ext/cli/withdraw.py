@@ -36,7 +36,7 @@ def withdraw(
     ] = None,
     public_key: Annotated[str, typer.Option(help="The study's public key.")] = "",
 ) -> None:
-    """Withdraw a person or client from a study, and state what its models reveal of that party.
+    """Withdraw a person or client from a study; state what the study's models reveal of that party.
 
     No later round of any run of the study uses data of the person. Models stay as they are. A
     signed statement says with which ε each model is indistinguishable from one without the person.

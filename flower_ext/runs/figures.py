@@ -44,7 +44,7 @@ class Chart:
     """The runs of each label; only the rounds that all runs of a label measured are drawn."""
     xlabel: str = "round"
     against: Mapping[str, Sequence[Line]] = field(default_factory=dict)
-    """Values of the same runs, whose mean the horizontal axis shows in place of the round."""
+    """Values of the same runs. The horizontal axis shows their mean in place of the round."""
     labels: Sequence[str] = ()
     """Labels of all charts of a page, so that a label has the same colour in all of them."""
     log: bool = False
@@ -130,7 +130,7 @@ def _of_one_run(title: str, ylabel: str, lines: Mapping[str, Line]) -> Chart:
 
 
 def qualities(rounds: Rounds, clients: Iterable[Mapping[str, float]]) -> list[str]:
-    """Return the names of the scores to draw: the accuracy, and all reported scores but losses."""
+    """Return the names of scores to draw: the accuracy, and all reported scores except losses."""
     tail = "_worst_decile"
     names = {name for row in rounds for name in row if name.endswith(tail)}
     names = {"accuracy", *(name.removesuffix(tail) for name in names)}

@@ -34,7 +34,7 @@ from flower_ext.checks import is_integer, is_number
 from flower_ext.errors import InvalidValue
 
 OF_NODES = ("data-folder", "draw-key")
-"""Settings that name files or folders on a client's machine; its node config overrides them."""
+"""Settings that name files or folders on a client's machine; the node config overrides them."""
 PATHS = ("run-directory", "state-folder", "state-key-file", *OF_NODES)
 """Settings that name files or folders."""
 
@@ -104,7 +104,7 @@ class Declaration:
             raise UnfitSetting(f"{origin} {self.name}={value!r}: expected {self.rule.expected}")
 
     def parse(self, text: str) -> Any:
-        """Return the value that a text on the command line gives to this setting, or refuse it."""
+        """Return the value that a command-line text gives to this setting; refuse an unfit text."""
         try:
             value = {"true": True, "false": False}[text] if self.kind is bool else self.kind(text)
         except (KeyError, ValueError):
@@ -127,7 +127,7 @@ class Settings:
     origin: ClassVar[str] = "run-config"
     """First words of messages about a setting."""
     place: ClassVar[str] = "[tool.flwr.app.config]"
-    """Where a user adds a setting."""
+    """Table of ``pyproject.toml`` to which a user adds a setting."""
 
     def __post_init__(self) -> None:
         kind: Any = type(self)  # mypy takes the class of a frozen dataclass for unhashable

@@ -26,8 +26,8 @@ class RunSettings(Settings):
 
     rounds: Count = setting("number of rounds of training")
     seed: CountOrZero = setting(
-        "seed of all draws. 0: draws and noise come from the operating system; models and batches "
-        "are one fixed choice. If noise is secure, cohorts always come from the operating system",
+        "seed of all draws. 0: the operating system draws cohorts and noise; initial models and "
+        "batches have a fixed seed. If noise is secure, the operating system always draws cohorts",
         default=0,
     )
     seeded_noise: bool = setting("reproducible noise, for simulation only", default=False)
@@ -155,8 +155,8 @@ class ReleaseSettings(PrivacySettings):
         "correlated: bands of the strategy matrix, in place of buffers; 0: buffers", default=0
     )
     rounds_apart: CountOrZero = setting(
-        "correlated: rounds from one participation of a client to its next; 0: as many as clients "
-        "allow",
+        "correlated: rounds from one participation of a client to its next; 0: as many as the "
+        "number of clients allows",
         default=0,
     )
     participations: CountOrZero = setting(

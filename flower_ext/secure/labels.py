@@ -27,7 +27,7 @@ def derive(key: bytes, *label: str | int | bytes) -> bytes:
 
 
 def keystream(key: bytes) -> CipherContext:
-    """Return the ChaCha20 stream of a 32-byte key, which encrypts zeros. Use each key once."""
+    """Return a cipher that turns zeros into the ChaCha20 stream of a key. Use each key once."""
     # A counter and nonce of zero are safe, because the key is used once.
     return Cipher(ChaCha20(key, bytes(16)), mode=None).encryptor()
 

@@ -41,7 +41,7 @@ def uniform_residues(key: bytes, count: int, modulus: mpz) -> list[mpz]:
 
 
 class PairKeys:
-    """The keys of silo ``index`` with every other silo of one run.
+    """The keys that silo ``index`` shares with every other silo of one run.
 
     No other run has the same public ``context``. ``private`` is the silo's raw X25519 key, and
     ``public_keys`` are the raw keys of all silos, in their order. Silos that received different

@@ -1,8 +1,8 @@
 """Find the integers, such as labels and words, that a model and its loss accept.
 
 On a CPU, a label or a word that is out of range raises an error that concerns one client only. On
-an accelerator it ends all further computation of the process, so one record would stop every
-client. Examples are therefore checked before they reach an accelerator. To find the accepted
+an accelerator, such an error ends all further computation of the process, so one record would stop
+every client. Examples are therefore checked before they reach an accelerator. To find the accepted
 integers, this module calls the model and the loss on the CPU, on an example that consists of zeros
 and one other integer, so that no record changes which integers another client may use.
 
@@ -111,7 +111,7 @@ def usable_rows(task: Task, features: Tree, targets: Tree) -> Tensor:
 
 
 def require_usable(task: Task, examples: Examples) -> None:
-    """Refuse integers that the task does not accept with an `IndexError`, as on a CPU."""
+    """Raise an `IndexError`, as a CPU does, if the task does not accept all integers."""
     usable = usable_rows(task, examples.features, examples.targets)
     if not usable.all():
         raise IndexError(

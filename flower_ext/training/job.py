@@ -90,7 +90,10 @@ class LocalTraining(Checked):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.tolerance and self.sam_radius:
-            raise InvalidValue(f"tolerance={self.tolerance!r}: expected 0 with a sam_radius")
+            raise InvalidValue(
+                f"tolerance={self.tolerance!r}: expected 0 with sam_radius={self.sam_radius!r}, "
+                "because the exact minimiser needs no perturbed steps"
+            )
         if self.optimizer not in OPTIMIZERS:
             known = ", ".join(sorted(OPTIMIZERS))
             raise InvalidValue(f"optimizer={self.optimizer!r}: expected one of {known}")

@@ -108,7 +108,7 @@ class LocalProblem:
     """Returns a context manager that restores buffers of the model, such as running means."""
 
     def whole(self, trained: Mapping[str, Tensor], like: Mapping[str, Tensor]) -> Params:
-        """Return the whole model with this trained part.
+        """Return all parameters and buffers of the model, with ``trained`` as the trained part.
 
         Each tensor gets the device, type and memory order of the tensor of its name in ``like``.
         """

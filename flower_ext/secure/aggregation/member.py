@@ -196,8 +196,10 @@ class Member(JsonRecord):
             )
         self._check_neighbours(set(message.sealed))
         if not set(message.sealed) <= set(self.keys):
+            unknown = sorted(set(message.sealed) - set(self.keys))
             raise ProtocolError(
-                "sealed: expected shares only from neighbours that sent keys before"
+                f"shares from members {unknown}: expected shares only from neighbours that sent "
+                "their keys before"
             )
         held = {other: self._open(other, sealed) for other, sealed in message.sealed.items()}
         masked: Residues = np.array(values, dtype=context.dtype)

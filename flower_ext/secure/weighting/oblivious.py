@@ -80,7 +80,7 @@ class Sender:
     def seal(self, answer: bytes, texts: Sequence[Sequence[bytes]]) -> bytes:
         """Seal the P texts of each transfer under separate keys; return all sealed texts, joined.
 
-        All texts have one length, and ``answer`` is the receiver's.
+        All texts must have the same length. ``answer`` is the result of `Receiver.answer`.
         """
         keys = self.keys(answer, len(texts), len(texts[0]))
         return b"".join(
@@ -115,7 +115,7 @@ class Sender:
 class Receiver:
     """The receiver: it opens one text of each transfer, and can open no other.
 
-    ``public`` is `Sender.public`, and ``key`` 32 bytes that the sender does not know and that serve
+    ``public`` is `Sender.public`. ``key`` is 32 bytes that the sender does not know and that serve
     no other purpose. Uniform choices derive from both, so that choices for different senders are
     independent.
     """
@@ -147,7 +147,7 @@ class Receiver:
         ]
 
     def keys(self) -> list[bytes]:
-        """Return for each transfer the key of the chosen text, as among those of `Sender.keys`."""
+        """Return the key of the chosen text of each transfer, one of those in `Sender.keys`."""
         return [
             _key(
                 _label(self._run, self._public, answer, at),

@@ -154,7 +154,7 @@ def load_protocol(name: str) -> type[WeightingProtocol]:
 
 
 def protocol_of(data: bytes) -> type[WeightingProtocol]:
-    """Return the protocol that the bytes of a run's settings, or of a silo's state, name."""
+    """Return the protocol that ``data``, a run's settings or a silo's state, names."""
     values = json.loads(data)
     if not isinstance(values, dict) or "kind" not in values:
         raise InvalidValue("settings: expected JSON that names a protocol as its 'kind'")

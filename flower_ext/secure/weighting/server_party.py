@@ -77,8 +77,8 @@ class ServerParty(ABC, Generic[SettingsT, SumT]):
         """Begin a round, and return one message with encrypted weights, for all silos.
 
         The server abandons an earlier round that is still open. ``places`` are the places, in the
-        silos' secret order, of the users that take part. If None, all users take part, or, if the
-        settings have ``draw_choices``, the silos draw users.
+        silos' secret order, of the users that take part. If None, the silos draw users if the
+        settings have ``draw_choices``; otherwise all users take part.
 
         Raises
         ------

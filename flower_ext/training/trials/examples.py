@@ -391,7 +391,7 @@ def _along(outputs: Any, directions: Mapping[str, Tensor]) -> Tensor:
 
 
 def _numbers(gradients: Parts) -> list[Tensor]:
-    """Return all tensors that determine the gradients, and the squared norms, row by row."""
+    """Return all tensors that determine the gradients or norms; row k belongs to example k."""
     return [tensor for part in gradients.values() for tensor in (*part.factors, part.squares())]
 
 

@@ -163,7 +163,7 @@ def _checksum(tensor: Tensor) -> Hashable:
 
 
 def _parts(name: str, value: Any, values: Snapshot) -> Iterable[tuple[str, Any]]:
-    """Return the places within an object, and the value at each; add a container's length."""
+    """Return the places in an object, and the value at each; add its length to ``values``."""
     if isinstance(value, list | tuple | set | frozenset):
         values[name] = type(value), len(value)
         return [(f"{name}[{number}]", inner) for number, inner in enumerate(value)]

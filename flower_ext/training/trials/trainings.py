@@ -37,7 +37,7 @@ from flower_ext.training.trials.snapshots import changed_places, find_memory, sn
 Train = Callable[[Task, Job], Params]
 """`local.train`, which trains one job."""
 TrainTogether = Callable[[Sequence[Job], Callable[[str], bool]], Params]
-"""The method `train` of a form. The first job must be the longest."""
+"""The method `Form.train`, which trains several jobs. The first job must be the longest."""
 _KEEPS = (
     "{place} changes while a model trains, and other models see it: expected no change, because "
     "one user's records would move the updates of other users, and clipping does not bound that. "
@@ -125,7 +125,7 @@ def why_models_differ(
     None means that the trial found no reason.
     """
 
-    # Numbers of examples differ, so that one of the two jobs is padded.
+    # The two jobs have different numbers of examples, so that one of them is padded.
     def jobs() -> list[Job]:
         return [random_job(kind, count) for count in (3, 2)]
 
