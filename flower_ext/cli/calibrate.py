@@ -195,7 +195,7 @@ def _of_clients(
     epsilon: float | None = None,
     noise_multiplier: float = 0.0,
 ) -> list[dict[str, Any]]:
-    """Return a row for each way to account for a run whose privacy unit is one client.
+    """Return a row for each accounting method, for a run whose privacy unit is one client.
 
     Each row has the least noise for ``epsilon`` or, without it, the ε of ``noise_multiplier``.
     """
@@ -238,7 +238,7 @@ def _of_clients(
 
 
 def _in_turn(fixed: FixedSizeSampling, rounds: int) -> Iterator[tuple[str, float]]:
-    """Yield sens(C)² for each kind of noise that the server may add when clients take turns.
+    """Yield (name, sens(C)²) for each kind of noise that the server may add if clients take turns.
 
     sens(C) is the sensitivity of the noise's `StrategyMatrix` C, for the most exposed client. Let σ
     be the noise multiplier of each round's fresh noise. Then the run has the same ε as sens(C)²

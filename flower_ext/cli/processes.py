@@ -116,7 +116,7 @@ class Followed:
             reader.start()
 
     def tell(self, text: str = "") -> None:
-        """Write the program's whole input."""
+        """Write ``text``, the program's whole input, and close the input."""
         assert self.process.stdin is not None
         with suppress(BrokenPipeError):  # the program has ended, and its output says why
             self.process.stdin.write(text)
@@ -178,8 +178,8 @@ def end_groups(processes: Iterable[subprocess.Popen[bytes]]) -> None:
 def signals_as_interrupts() -> Iterator[None]:
     """Raise `Ended` in the block on the first SIGTERM or SIGHUP.
 
-    A signal that was ignored before, as SIGHUP under ``nohup``, stays ignored. Threads other than
-    the main thread receive no signals, and their blocks change nothing.
+    A signal that was ignored before, as SIGHUP under ``nohup``, stays ignored. In a thread other
+    than the main thread, the block changes nothing, because such a thread receives no signals.
     """
     numbers = [
         number

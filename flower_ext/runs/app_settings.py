@@ -91,7 +91,7 @@ def presets(app: Path) -> dict[str, Path]:
 
 
 def preset(app: Path, name: str) -> SettingsFile:
-    """Return an app's preset; an error suggests the nearest ones."""
+    """Return the preset ``name``; the error for an unknown name suggests the nearest names."""
     known = presets(app)
     if name not in known:
         which = nearest(name, known) if known else f"{app} has no folder papers"

@@ -176,7 +176,7 @@ def mean_and_std(values: Sequence[float], *, digits: int = 3) -> str:
 
 
 def _epsilon(runs: Sequence[RunDirectory], basis: str) -> str:
-    """Return the largest ε of runs with unit, view and δ; "none" if a run has no guarantee.
+    """Return the largest ε as a text with unit, view and δ; "none" if a run has no guarantee.
 
     If a run has guarantees against released models, its other guarantees do not count.
     """

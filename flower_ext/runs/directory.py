@@ -93,7 +93,7 @@ class Rounds(list[dict[str, float]]):
         return [row["round"] for row in rows], [row[name] for row in rows]
 
     def total(self, *names: str) -> float:
-        """Return the sum of metrics over all rounds."""
+        """Return the sum of the metrics ``names`` over all rounds."""
         return sum(row.get(name, 0) for row in self for name in names)
 
     def noised_scores(self) -> NoisedScores | None:
@@ -112,7 +112,7 @@ class Rounds(list[dict[str, float]]):
 
 
 class RunDirectory:
-    """The files of one run in the directory ``path``, to read. A `RunWriter` writes them."""
+    """The files of one run in the directory ``path``, for reading; a `RunWriter` writes them."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

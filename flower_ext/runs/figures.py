@@ -55,7 +55,7 @@ class Chart:
 
     @property
     def is_crowded(self) -> bool:
-        """True if many lines make it necessary to draw faint bands, and labels beside the axes."""
+        """True if there are so many lines that bands must be faint, and labels beside the axes."""
         return len(self.lines) > 6
 
 
@@ -152,7 +152,7 @@ def in_words(metric: str) -> str:
 
 
 def epsilon_lines(rounds: Rounds) -> dict[str, Line]:
-    """Return lines of ε by label. If each client has its own ε, draw the largest and the mean."""
+    """Return lines of ε by label: of the largest and the mean ε if each client has its own."""
     lines: dict[str, Line] = {}
     for basis in ("published", "provable"):
         largest, mean = (rounds.series(f"epsilon_{basis}{end}") for end in ("", "_mean"))

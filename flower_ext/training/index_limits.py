@@ -111,7 +111,7 @@ def usable_rows(task: Task, features: Tree, targets: Tree) -> Tensor:
 
 
 def require_usable(task: Task, examples: Examples) -> None:
-    """Raise an `IndexError`, as a CPU does, if the task does not accept all integers."""
+    """Raise an `IndexError`, as a CPU does, if the task does not accept an example's integers."""
     usable = usable_rows(task, examples.features, examples.targets)
     if not usable.all():
         raise IndexError(

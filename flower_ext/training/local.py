@@ -112,7 +112,7 @@ def sgd_step(problem: LocalProblem, weights: Params, training: LocalTraining) ->
 
 
 def perturbation(gradient: Sequence[Tensor], radius: float) -> list[Tensor]:
-    """Return SAM's ascent step q g/‖g‖₂, with the norm over all of ``gradient`` (Eq. 11)."""
+    """Return SAM's ascent step radius · g/‖g‖₂, where g is all of ``gradient`` (Eq. 11)."""
     norm = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(g) for g in gradient]))
     scale = torch.where(norm > 0, radius / norm, 0.0)  # a flat point has no ascent direction
     return [scale * g for g in gradient]

@@ -63,7 +63,7 @@ class GradientRows:
         return _squares(self.rows)
 
     def total(self, factors: Tensor) -> Tensor:
-        """Return Σ factor · gradient."""
+        """Return the sum over examples of factor · gradient, in float64."""
         summed = self.rows.new_zeros(self.rows.shape[1], dtype=torch.float64)
         piece = max(1, _WIDENED // max(1, len(summed)))
         pieces = zip(
@@ -104,7 +104,7 @@ class Products:
         return _squares_of_sums(slopes * inputs, self.slopes.shape[2] + self.inputs.shape[2])
 
     def total(self, factors: Tensor) -> Tensor:
-        """Return Σ factor · gradient."""
+        """Return the sum over examples of factor · gradient, in float64."""
         scaled = self.slopes.double() * factors.view(-1, 1, 1)
         return scaled.flatten(0, 1).T @ self.inputs.flatten(0, 1).double()
 
@@ -140,7 +140,7 @@ class Lookups:
         return torch.cat(squares)
 
     def total(self, factors: Tensor) -> Tensor:
-        """Return Σ factor · gradient."""
+        """Return the sum over examples of factor · gradient, in float64."""
         scaled = self.slopes.double() * factors.view(-1, 1, 1)
         summed = scaled.new_zeros(self.rows, scaled.shape[2])
         return summed.index_add_(0, self.places.flatten(), scaled.flatten(0, 1))
@@ -164,7 +164,7 @@ def _bounded(squares: Tensor) -> Tensor:
 
 
 def _squares(rows: Tensor) -> Tensor:
-    """Return ‖row‖² in float64: a long sum in float32 would lose terms, or leave its range."""
+    """Return ‖row‖² in float64, because a long sum in float32 would lose terms or overflow."""
     whole = rows.shape[1] // _SQUARED * _SQUARED
     norms = [
         vector_norm(rows[:, :whole].view(len(rows), -1, _SQUARED), dim=2),
@@ -253,7 +253,10 @@ that an example repeats only once."""
 
 
 def gradients(layer: nn.Module, x: Tensor, slope: Tensor) -> Parts:
-    """Return each example's gradients of a layer's parameters, by the parameters' names."""
+    """Return each example's gradients of a layer's parameters, by the parameters' names.
+
+    ``x`` is the layer's input, and ``slope`` the gradient of the loss with respect to its output.
+    """
     return _FORMS.get(type(layer), _sampled)(layer, x, slope)
 
 

@@ -106,7 +106,7 @@ def _joined(outputs: Sequence[Any], sizes: Sequence[int]) -> Any:
 def evaluate_client(
     task: Task, params: Mapping[str, Tensor], examples: Examples
 ) -> dict[str, float]:
-    """Return one client's scores, as `evaluate` does; nothing of other clients changes them.
+    """Return the scores of `evaluate` for one client; they depend on no other client.
 
     A score that raises an error is NaN, and the other scores remain. If all scores raise errors,
     the function raises the first of these errors.

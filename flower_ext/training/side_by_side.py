@@ -91,7 +91,7 @@ Steps = Generator[Training, Any, T]
 
 
 def completed(run: T | Steps[T]) -> Steps[T]:
-    """Return ``run``, or its result if it is a generator, whose trainings are yielded in turn."""
+    """Return ``run``, or, if it is a generator, yield its trainings and return its result."""
     return (yield from run) if isinstance(run, Generator) else run
 
 

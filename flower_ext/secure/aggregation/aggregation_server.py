@@ -258,7 +258,7 @@ class SumServer:
         )
 
     def _is_right(self, holder: int, owner: int, revealed: bytes) -> bool:
-        """Return True if the share that ``holder`` revealed has the hash from its ``owner``."""
+        """Return True if the share that ``holder`` revealed has the hash that ``owner`` sent."""
         kind, share = revealed[:1], revealed[1:]
         start = SEALED_BYTES + HASH_BYTES * (kind == OF_KEY)
         published = self._shared[owner].sealed[holder][start : start + HASH_BYTES]

@@ -174,7 +174,7 @@ class Member(JsonRecord):
 
         The member then forgets its secrets, so that it can mask nothing else.
 
-        If it cannot open the shares from a neighbour, the neighbour sealed them wrongly, or the
+        If the member cannot open a neighbour's shares, the neighbour sealed them wrongly, or the
         server changed them. The member masks as usual, and later reveals no share for this
         neighbour. The server then knows that the shares could not be opened, and rebuilds the
         neighbour's secret from the shares of other members.

@@ -86,7 +86,7 @@ class PartySettings(Checked, JsonRecord, ABC):
     @property
     @abstractmethod
     def sensitivity(self) -> float:
-        """Largest change that one user makes to a decoded sum, in units of the clipping norm.
+        """Largest change that one user can make to a decoded sum, in units of the clipping norm.
 
         Without rounding it would be 1; rounding can only increase it.
         """

@@ -101,7 +101,7 @@ class Packing(Checked):
 
     @property
     def slot_bits(self) -> int:
-        """Width of a slot in bits: magnitude and sign."""
+        """Width of a slot in bits, which hold a magnitude and a sign."""
         return self.bound.bit_length() + 1
 
     @property
@@ -110,7 +110,7 @@ class Packing(Checked):
         return self.bound * ((1 << self.slots * self.slot_bits) - 1) // ((1 << self.slot_bits) - 1)
 
     def pack(self, coordinates: Sequence[int]) -> list[mpz]:
-        """Return plaintexts, as signed integers. If the last is not full, zeros fill it up."""
+        """Return plaintexts, as signed integers. Zeros fill up the last plaintext."""
         packed = []
         for start in range(0, len(coordinates), self.slots):
             total = mpz(0)

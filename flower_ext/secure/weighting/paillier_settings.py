@@ -82,8 +82,7 @@ class PaillierSettings(PaillierOptions, PartySettings):
 
     ``update_bound`` bounds the magnitude of each coordinate of an update; the clipping norm is such
     a bound. ``noise_bound`` bounds each coordinate of one silo's noise. A generous bound costs
-    little. Settings are refused if a sum could
-    reach half the modulus (condition 2 of Theorem 1).
+    little. Settings are refused if a sum could reach half the modulus (condition 2 of Theorem 1).
     """
 
     kind = "paillier"
@@ -122,7 +121,7 @@ class PaillierSettings(PaillierOptions, PartySettings):
 
     @property
     def sensitivity(self) -> float:
-        """Largest change that one user makes to a decoded sum, in units of the clipping norm.
+        """Largest change that one user can make to a decoded sum, in units of the clipping norm.
 
         Encoding moves each coordinate of an update by half a step at most. Adding the dither is
         equivalent to rounding the sum to whole steps at random, which moves a coordinate by less

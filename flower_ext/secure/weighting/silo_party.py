@@ -247,7 +247,7 @@ class SiloParty(JsonRecord, ABC):
 
 
 class SiloSum(ABC):
-    """A silo's sum of one round. Users' updates may be added as soon as they are trained."""
+    """A silo's sum of one round. A user's update may be added as soon as it is trained."""
 
     def __init__(self, silo: SiloParty, number: int) -> None:
         self._number = number

@@ -187,7 +187,7 @@ class Passes:
     def fastest_way(self, features: Tree, targets: Tree) -> Way:
         """Return the fastest way that trials allow. The process remembers the trials' results.
 
-        Refuse a model that `why_not_one_by_one` gives a reason to refuse.
+        Refuse the model if `why_not_one_by_one` returns a reason.
         """
         kind = kind_of(self.task, features, targets, self.params)
         threads = torch.get_num_threads()

@@ -51,7 +51,7 @@ def _convolutional(
     pool_last: bool = True,
     batch_norm: bool = False,
 ) -> HeadedModel:
-    """Return a model of convolutions without padding and dense layers.
+    """Return a model of convolutions without padding, followed by dense layers.
 
     A 2×2 pooling follows each convolution; without ``pool_last``, the last one has none.
     ``channels`` and ``dense`` are the widths of the layers, from input to output.

@@ -70,7 +70,7 @@ class SettableModel:
 
 
 class UnlikeTypes(InvalidValue):
-    """Features have another type than the model's numbers."""
+    """Features have another floating-point type than the model's parameters."""
 
 
 @contextmanager

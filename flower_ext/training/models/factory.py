@@ -209,7 +209,7 @@ class _Template:
             self._pickled = b""
 
     def _number_of(self, value: Any) -> int | None:
-        """Add a tensor to a list, and return the number that the pickle holds in its place."""
+        """Keep a tensor out of the pickle; return the number that stands for it in the pickle."""
         if not isinstance(value, Tensor):
             return None
         self._tensors.append(value)

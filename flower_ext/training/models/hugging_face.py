@@ -77,7 +77,8 @@ def with_lora(
 
     Each matrix B·A is added to the weight of a linear layer.
 
-    Adapters are in float32 whatever the type of ``model``, because sums of noised updates need it.
+    Adapters are in float32 whatever the type of ``model``, because sums of noised updates need
+    this precision.
 
     Parameters
     ----------

@@ -4,7 +4,7 @@
 buffers may change, because they are reset for every example. The next example would see any other
 change. Under DP-SGD, an example's gradient counts as zero if its loss raises an error, or if the
 gradient is not finite. If every gradient counted as zero, DP-SGD would spend its budget on noise
-alone. The trial therefore also finds whether the model learns from one example alone.
+alone. The trial therefore also finds out whether the model learns from one example.
 
 `BatchInvarianceTrial` passes examples together: an example's gradient must not depend on the rest
 of its batch. A model that mixes examples, as batch normalisation does, lets one record change the
@@ -313,7 +313,7 @@ class BatchInvarianceTrial:
         return None
 
     def _takes(self, x: Tree) -> bool:
-        """Return True if examples alone have finite outputs, and all together raise no error."""
+        """Return True if each example alone has finite outputs, and a batch raises no error."""
         model = self.model if trees.first(x).is_cpu else copy.deepcopy(self.model).cpu()
         x = trees.mapped(lambda leaf: leaf.cpu().clone(), x)
         try:

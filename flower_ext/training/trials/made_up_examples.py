@@ -75,7 +75,8 @@ def unlike_examples(
 
     The first is random, with a target of zero; the last consists of unusual values. With
     ``integers``, some are other than zeros and ones, such as the number of the last row of each
-    embedding table of the model. On an accelerator, a number without a row ends the process.
+    embedding table of the model. Use False on an accelerator, where looking up a number
+    without a row ends the process.
     """
     x = random_examples(features, TRIED, torch.Generator().manual_seed(0))
     first, zero = trees.mapped(lambda leaf: leaf[:1], x), trees.zeros(targets, 1)
@@ -136,9 +137,9 @@ def _tables(model: nn.Module) -> Iterator[nn.Embedding | nn.EmbeddingBag]:
 
 
 def _odd_examples(examples: Tree) -> Tree:
-    """Return one example for each value in `ODD`, which fills its tensors.
+    """Return one example for each value in `ODD`. The example consists of this value.
 
-    If examples consist of integers alone, return one example of ones and one of zeros.
+    If examples have only integers, return one example of ones and one of zeros.
     """
     odd = trees.zeros(examples, len(ODD))
     for row, value in enumerate(ODD):

@@ -163,7 +163,7 @@ def _checksum(tensor: Tensor) -> Hashable:
 
 
 def _parts(name: str, value: Any, values: Snapshot) -> Iterable[tuple[str, Any]]:
-    """Return the places in an object, and the value at each; add its length to ``values``."""
+    """Return the places in an object, and the value at each; store a container's length."""
     if isinstance(value, list | tuple | set | frozenset):
         values[name] = type(value), len(value)
         return [(f"{name}[{number}]", inner) for number, inner in enumerate(value)]
