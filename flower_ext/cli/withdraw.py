@@ -50,7 +50,7 @@ def withdraw(
         console.print("The signature holds.")
         return
     if ledger is None or (not user and client is None) or (user and client is not None):
-        raise InvalidValue("withdraw: expected --ledger, and one of --user and --client")
+        raise InvalidValue("withdraw: expected --ledger, and either --user or --client")
     unit = PrivacyUnit.USER if user else PrivacyUnit.CLIENT
     numbers = user or [client if client is not None else 0]
     signing = withdrawal.signing_key(key or ledger.with_name(ledger.name + ".key"))

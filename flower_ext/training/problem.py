@@ -79,7 +79,7 @@ def affine(terms: Sequence[Term]) -> Iterator[tuple[float, float, Mapping[str, T
         elif type(term) is Linear:
             yield 0.0, 1.0, term.direction
         else:
-            raise InvalidValue(f"{type(term).__name__}: expected Proximal or Linear")
+            raise InvalidValue(f"term of type {type(term).__name__}: expected Proximal or Linear")
 
 
 def gradient(loss_at: Callable[..., Tensor], params: Mapping[str, Tensor], *data: Tree) -> Params:

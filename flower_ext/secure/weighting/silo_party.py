@@ -210,7 +210,9 @@ class SiloParty(JsonRecord, ABC):
             self._mix_seed(self._pairs.open(SEEDING_SILO, _SEED, question))
         held = [operator.index(count) for count in counts]
         if len(held) != self.settings.users:
-            raise InvalidValue(f"counts of {len(held)} users: expected {self.settings.users}")
+            raise InvalidValue(
+                f"counts of {len(held)} users: expected those of {self.settings.users} users"
+            )
         if not all(0 <= count <= limit for count in held):
             raise InvalidValue(
                 f"counts: expected 0 to {limit} records of each user in this silo; leave records "

@@ -85,7 +85,8 @@ class Features:
                 outputs = [*self._outputs(partition, parts)]
             if len({(row.shape, row.dtype) for row in outputs}) > 1:
                 raise InvalidValue(
-                    "front returned tensors of several shapes or types: expected one shape and type"
+                    "front returned tensors of several shapes or types: expected the same shape "
+                    "and type for all examples"
                 )
             rows = torch.cat(outputs) if outputs else torch.empty(0)
             train, test = (
