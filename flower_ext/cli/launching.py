@@ -189,8 +189,8 @@ def simulation_superlink(env: Mapping[str, str]) -> Iterator[dict[str, str]]:
         words = [executable("flower-superlink"), "--insecure", "--simulation"]
         words += ["--isolation", "subprocess", "--host", HOST, "--port", str(port)]
         with log.open("wb") as stream:
-            # Its own session keeps the terminal's Ctrl-C away from the SuperLink, so that the run
-            # ends first.
+            # A session of its own keeps the terminal's Ctrl-C away from the SuperLink, so that the
+            # run ends before the SuperLink.
             process = subprocess.Popen(
                 words, env=env, stdout=stream, stderr=stream, start_new_session=True
             )

@@ -97,7 +97,7 @@ def prepare(options: RunOptions) -> PreparedRun:
     per_node, setting = config.get("clients-per-node"), clients_setting(config)
     if setting is not None and options.clients is not None:
         config[setting] = options.clients
-    # In one process each client is its own node, because the engine makes batches of clients.
+    # In one process each client is its own node, because the engine forms batches of clients.
     if options.in_process and per_node is not None:
         config["clients-per-node"] = 1
     elif options.superlink is None and per_node == 0:

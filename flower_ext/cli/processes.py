@@ -101,8 +101,8 @@ class Followed:
             text=True,
             encoding="utf-8",
             errors="replace",
-            # Not by preexec_fn: an interruption during such a fork is raised in one of Python's own
-            # callbacks, which ignore errors. The run would then begin, and nothing would end it.
+            # Do not use preexec_fn: Python raises an interruption during such a fork in one of its
+            # callbacks, which ignore errors. The run would begin, and nothing would end it.
             process_group=0,
         )
 

@@ -40,8 +40,8 @@ def reaped() -> Iterator[None]:
     mark, former = f"{os.getpid()}-{secrets.token_hex(8)}", os.environ.get(_MARK)
     # A session of its own keeps signals to the command's terminal and process group away.
     reaper = subprocess.Popen(
-        # -P: no module beside this file may shadow a library's module. -I would also hide a psutil
-        # that is installed for this user only.
+        # -P keeps modules beside this file from shadowing those of libraries. -I would also hide a
+        # psutil that is installed for this user only.
         [sys.executable, "-P", __file__, mark],
         stdin=subprocess.PIPE,
         stdout=subprocess.DEVNULL,

@@ -78,7 +78,7 @@ def draw_figures(run: RunDirectory, folder: Path) -> dict[str, str]:
             figure, axes = canvas(title, in_words(name), "clients")
             values = [score for _, score in of_clients]
             # Every run has the same bins, so that histograms can be compared, unless a score is
-            # outside.
+            # below 0 or above 1.
             bins = np.linspace(min(0.0, *values), max(1.0, *values), 21)
             axes.hist(values, bins=bins.tolist(), color=COLOURS[0], edgecolor="white")
             mean = float(np.mean(values))
@@ -248,7 +248,7 @@ def save_figure(
         figure.set_layout_engine("constrained")
     elif figure.get_layout_engine() is None:
         figure.subplots_adjust(left=0.13, right=0.97, bottom=0.16, top=0.87)
-    # No date and a fixed salt: the same run draws the same bytes.
+    # Write no date, and use a fixed salt, so that the same run gives the same bytes.
     drawing = io.StringIO()
     import matplotlib
 

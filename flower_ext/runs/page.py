@@ -40,7 +40,7 @@ def write_page(folder: Path, name: str, **values: Any) -> Path:
 def to_markdown(name: str, package: str = "flower_ext.runs", **values: Any) -> str:
     """Return the Markdown of a template of ``package``, filled in with ``values``."""
     text = _templates(package).get_template(f"{name}.md.jinja").render(values)
-    # Parts of a template that are left out leave empty lines.
+    # Omitted parts of a template leave empty lines.
     return re.sub(r"\n{3,}", "\n\n", text).strip() + "\n"
 
 
@@ -86,7 +86,7 @@ def to_html(text: str, *, title: str, folder: Path) -> str:
         drawing = svg[svg.index("<svg") + len("<svg") :]
         return f'<figure><svg role="img" aria-label="{match["title"]}"{drawing}</figure>'
 
-    # Figures are inside the page, so that the one file can be sent to somebody.
+    # Put the figures inside the page, so that the page is a single file.
     figure = r'<p><img src="(?P<source>figures/[\w-]+\.svg)" alt="(?P<title>[^"]*)"[^>]*></p>'
     consecutive = re.sub(r"\?P<\w+>", "?:", figure)
     body = re.sub(f"(?:{consecutive}\n*)+", r'<div class="figures">\n\g<0></div>\n', body)

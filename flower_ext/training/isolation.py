@@ -142,7 +142,7 @@ def deterministic_kernels(device: torch.device, *, strict: bool = True) -> Itera
     before = torch.are_deterministic_algorithms_enabled(), settings.fill_uninitialized_memory
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # torch requires this for cuBLAS
     torch.use_deterministic_algorithms(True, warn_only=not strict)
-    settings.fill_uninitialized_memory = False  # filling takes time
+    settings.fill_uninitialized_memory = False  # filling new memory takes time
     try:
         with torch.backends.cudnn.flags(benchmark=False, deterministic=True):
             yield

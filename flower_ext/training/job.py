@@ -218,7 +218,7 @@ def refusing_layer(kind: TrainingKind) -> str | None:
             return None
     names = {id(module): name for name, module in model.named_modules()}
     layer = model
-    for frame, _ in traceback.walk_tb(error.__traceback__):  # the innermost module raised it
+    for frame, _ in traceback.walk_tb(error.__traceback__):  # the last module raised it
         module = frame.f_locals.get("self")
         if isinstance(module, nn.Module) and id(module) in names:
             layer = module

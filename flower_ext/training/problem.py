@@ -160,7 +160,7 @@ def local_problem(
 
     def loss_at(weights: Params, x: Tree, y: Tree) -> Tensor:
         settable.set_params({**rest, **weights})
-        # A copy of the features, because the model may write into them.
+        # Copy the features, because the model may write into them.
         value = task.loss(settable(_laid(trees.mapped(Tensor.clone, x), layout)), y)
         for term in terms:
             value = value + term(weights)
@@ -186,7 +186,7 @@ def _model_for(
 def _new_model(
     factory: ModelFactory, device: torch.device, dtype: torch.dtype | None, thread: int
 ) -> SettableModel:
-    # Seeded, so that random numbers drawn to build the model do not change later draws.
+    # Seed torch, so that random numbers drawn to build the model do not change later draws.
     with seeded(0, device):
         model = own_dropout(in_training(factory.on(device)))
     if dtype is not None and factory.facts.frozen:

@@ -74,7 +74,7 @@ def _outputs(
 ) -> tuple[Any, Tree]:
     """Return the model's outputs and the targets, on the task's device."""
     examples = on_device(task, examples)
-    # A copy of each mini-batch, because the model may write into it.
+    # Copy each mini-batch, because the model may write into it.
     parts = trees.split(examples.features, batch_size)
     outputs = [model(trees.mapped(Tensor.clone, part)) for part in parts]
     return _joined(outputs, [*map(trees.length, parts)]), examples.targets

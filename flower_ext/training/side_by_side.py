@@ -113,7 +113,7 @@ def side_by_side(
             with isolated():
                 failed = isinstance(model, Exception)
                 training = steps.throw(model) if failed else steps.send(model)
-                # The method's own function says which trainings are alike, and may raise, too.
+                # The property `group` calls a function of the method, which may raise, too.
                 waiting[training.group].append((index, steps, training))
         except StopIteration as end:
             results[index] = end.value

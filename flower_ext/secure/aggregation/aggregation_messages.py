@@ -35,7 +35,7 @@ class _RoundMessage(ProtocolMessage):
 
     @classmethod
     def _lengths(cls, context: RoundContext) -> Mapping[str, int]:
-        # A member's keys are followed by its identity and signature in a signed round.
+        # In a signed round, a member's identity and signature follow its keys.
         signature = (IDENTITY_BYTES + SIGNATURE_BYTES) * context.signed
         lengths = {
             "digest": _DIGEST_BYTES,

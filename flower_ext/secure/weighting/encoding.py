@@ -58,7 +58,7 @@ class FixedPoint(Checked):
                 f"{name} reach a magnitude of {highest:g}: expected at most {self.bound:g}"
             )
         scaled = np.rint(array / self.step).astype(np.int64)
-        return np.clip(scaled, -self.largest, self.largest)  # only rounding can exceed it
+        return np.clip(scaled, -self.largest, self.largest)  # only rounding exceeds this limit
 
     def decode(self, encoded: Iterable[int], *, scale: int = 1) -> NDArray[np.float64]:
         """Return the values of integers from `encode` that were then multiplied by ``scale``."""

@@ -53,7 +53,7 @@ TOGETHER, _FEWEST = 64, 4
 Fewer than four would change the rounding, because libraries have other kernels for so few rows.
 """
 _MOST_DENSE, _OF_EIGHT = 1024, 8
-"""If no gradient is stored, at most 1,024 examples pass together, in a multiple of eight."""
+"""If no gradient is stored, at most 1,024 examples pass together, always a multiple of eight."""
 _UNKNOWN = "flower_ext has no formula for the gradients of layer {!r}"
 
 
@@ -113,7 +113,7 @@ class Passes:
         inputs_of, outputs_of = dict[str, Tensor](), dict[str, Tensor]()
 
         def widen(layer: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-            if inputs[0].dim() and len(inputs[0]) == 1 < count:  # shared by all, such as positions
+            if inputs[0].dim() and len(inputs[0]) == 1 < count:  # one for all, such as positions
                 return inputs[0].expand(count, *inputs[0].shape[1:]), *inputs[1:]
             return inputs
 

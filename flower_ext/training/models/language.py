@@ -17,7 +17,7 @@ from torch.nn.functional import cross_entropy
 IGNORED = -100
 """Label of a token that counts in no loss and in no metric."""
 _ROWS = 16
-"""Number of texts whose logits an evaluation holds in memory at once, as vocabularies are large."""
+"""Number of texts whose logits an evaluation holds at once, because vocabularies are large."""
 
 Scores = Mapping[str, Tensor]
 """``losses`` and ``hits``, both of shape (n, tokens - 1), for all tokens of a text but the first.
