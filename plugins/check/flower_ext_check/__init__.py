@@ -1,6 +1,6 @@
 """A second opinion on any Flower app: run it, watch each message, say which privacy is provable.
 
-The check runs the app's code with the rights of the user, as Flower would. It finds mistakes; an
-app that is written to deceive it can. A measurement can only refute a claim. A proof needs a
-mechanism whose code this package knows and whose parameters it reads from the live objects.
+The check runs the app's code with the rights of the user, as Flower would. It finds mistakes, but a
+malicious app can deceive it. A measurement can only refute a claim. A proof needs a mechanism
+whose code this package knows and whose parameters it reads from the live objects.
 """

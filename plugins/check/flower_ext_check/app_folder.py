@@ -64,7 +64,8 @@ class AppFolder:
     def call_of(self, side: str, *names: str) -> str:
         """Return ``path:line`` of a call in the source; "" if the source calls none of ``names``.
 
-        Earlier names come first, and for each of them the file of the component ``side``.
+        The search takes the names in order. For each name, it begins in the file that defines the
+        component ``side``.
         """
         trees = dict(self.modules)
         if (first := self.component(side)) is not None:
@@ -78,8 +79,8 @@ class AppFolder:
     def described(self, error: BaseException) -> str:
         """Return the type and place of an error without its text, which may hold data.
 
-        The place is the last line of the app that raised it, as ``path:line``; for an error that no
-        line of the app raised, the name of the file and the line.
+        The place is ``path:line``, where the traceback is last in the app's source. If it is never
+        there, the place is the file name and line that raised the error.
         """
         frames = traceback.extract_tb(error.__traceback__)
         paths = [(Path(frame.filename), frame.lineno) for frame in frames]

@@ -1,4 +1,4 @@
-"""Check an app in this process, which the app may change or end: call `answered` in a fork."""
+"""Check an app in this process. Call `answered` in a fork: an app may change or end its process."""
 
 from __future__ import annotations
 

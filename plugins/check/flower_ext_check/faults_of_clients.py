@@ -44,17 +44,17 @@ def add_effects_of_one_client(probes: Probes, findings: Findings) -> None:
 def _ending(change: str, probes: Probes, unreleased: int) -> str:
     """Say how a changed client disturbs the run ``change``; "" if it does not.
 
-    ``unreleased`` rounds of a run without a changed client release no model.
+    ``unreleased`` is the number of rounds that release no model if no client is changed.
     """
     run, traits = probes.runs.get(change), probes.traits
     if run is None:
         return "" if change == "zero" or traits.has_task else "hangs the run"
     if run.ended:
         if traits.has_task and all(len(cohort) == 1 for cohort in run.trainings.values()):
-            return ""  # the draws asked the changed client alone, so no reply was usable
+            return ""  # each round asked the changed client alone, so no reply was usable
         return f"ends the run ({run.ended})"
     if change == "raise" and traits.has_task and traits.holds:
-        return ""  # such a client hides its failures: only the network can lose its reply
+        return ""  # this client replies even if training fails; only the network can lose a reply
     if run.unreleased > unreleased:
         return "keeps the model of a round from being released"
     is_seen = change == "zero" and _fails(change, probes)

@@ -19,7 +19,7 @@ from flower_ext_check.probes import AGAIN, QUIET, Probes
 from flower_ext_check.vectors import HELD
 
 _DEVIATIONS = 6.5
-"""Standard deviations that a Gaussian exceeds with probability `measured.LUCK` / 100."""
+"""A Gaussian exceeds this many standard deviations with probability `measured.LUCK` / 100."""
 
 
 def add_wrong_noise(probes: Probes, findings: Findings) -> None:
@@ -46,7 +46,11 @@ def add_wrong_noise(probes: Probes, findings: Findings) -> None:
 
 
 def _compare(gap: np.ndarray, size: float, what: str, findings: Findings) -> bool:
-    """Return True if the noise in a gap of two runs is smaller than promised."""
+    """Add a finding and return True if the noise in ``gap`` is smaller than promised.
+
+    ``gap`` is the difference between two runs, in promised standard deviations. ``size`` is the
+    norm of the value that carries the noise, which ``what`` names.
+    """
     measured = spread(gap)
     if measured.value < 1e-3 and size > 2 * HELD and np.isfinite(size):
         findings.add("seeded-noise", what=what)

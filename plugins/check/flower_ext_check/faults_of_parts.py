@@ -33,7 +33,7 @@ def add_unknown_parts(traits: AppTraits, findings: Findings) -> None:
 
 
 def add_wrong_parts(traits: AppTraits, findings: Findings) -> None:
-    """Find strategies and mods whose parameters or order break the promise."""
+    """Find strategies and mods whose parameters or order break the promised privacy."""
     noise, local = traits.noise, traits.local
     for strategy, mod in _MODS_OF_STRATEGIES.items():
         if traits.has(strategy) and not traits.has(mod):
@@ -43,7 +43,7 @@ def add_wrong_parts(traits: AppTraits, findings: Findings) -> None:
     if noise is not None and not (noise.release_stddev or any(noise.upload_stddev.values())):
         findings.add("no-noise")
     if traits.strategies and not traits.is_ours and noise is not None and noise.cohort:
-        # A private strategy of Flower bounds only what one client adds to a mean.
+        # Flower's private strategies wrap another. They bound a client's effect only on a mean.
         last = traits.strategies[-1]
         if last.origin == "flwr" and last.name not in recognise.AVERAGES:
             findings.add("not-a-mean", name=last.name)
@@ -68,7 +68,7 @@ def add_uncounted_messages(probes: Probes, findings: Findings) -> None:
         findings.add("beside-the-strategy", kinds=", ".join(sorted(real.beside)))
     if real.starts > 1:
         findings.add("several-runs", starts=real.starts)
-    # If the plan draws users or records, no message shows which.
+    # If the plan draws users or records, no message shows which of them were drawn.
     if traits.mechanism.declared and stated is not None and stated.unit is PrivacyUnit.CLIENT:
         sampling, rounds = traits.mechanism.declared.release.sampling, real.rounds
         requests = sum(map(len, real.trainings.values()))

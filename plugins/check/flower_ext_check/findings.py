@@ -1,4 +1,4 @@
-"""The findings of a check. Some refute: with such a finding, no ε of the app is provable.
+"""The findings of a check. If one of them *refutes*, no ε of the app is provable.
 
 ``findings.toml`` has the texts and the remedies.
 """
@@ -24,21 +24,24 @@ class Finding:
     text: str
     remedy: str
     refutes: bool
-    """If False, the finding names something that the guarantee does not cover."""
+    """True if the finding leaves no ε provable; False if it names what the guarantee omits."""
     place: str
     """``path:line`` of the app's call that the remedy changes; "" if the app has none."""
 
 
 @dataclass(kw_only=True)
 class Findings:
-    """The findings about one app; each code occurs once, with the first case that was found."""
+    """The findings about one app. Of several cases with the same code, only the first is kept."""
 
     app: AppFolder
     traits: AppTraits
     by_code: dict[str, Finding] = field(default_factory=dict)
 
     def add(self, case: str, *, refutes: bool = True, **values: Any) -> None:
-        """Add a case of ``findings.toml``; ``values`` fill in its text and its remedy."""
+        """Add a case of ``findings.toml``. Its code is the part of ``case`` before the slash.
+
+        ``values`` fill in the names in braces.
+        """
         texts, code = _TEXTS[case], case.partition("/")[0]
         finding = Finding(
             code=code,

@@ -19,9 +19,9 @@ _FORKING = get_context("fork")
 def in_fork(run: Callable[[], R], *, seconds: float | None = None) -> R | None:
     """Run a function in a forked process, and return its result.
 
-    None if the process dies, or takes longer than ``seconds``, if given. Changes that the app makes
-    in its modules end with the process, so the next run does not see them. The process ends at the
-    latest with this one.
+    Return None if the forked process dies, or needs more than ``seconds``. Changes that the app
+    makes to its modules end with the fork, so the next run does not see them. If this process
+    ends, the fork ends as well.
     """
     _flush()
     receiver, sender = _FORKING.Pipe(duplex=False)

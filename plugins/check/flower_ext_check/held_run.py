@@ -1,7 +1,7 @@
 """Held runs: runs of an app in which no client learns from its data.
 
-A held run shows what mods and noise do. The check does not call the app's function. In its place,
-each client answers with the received model plus a small update that is public. The messages of the
+A held run shows what mods and noise do. The check does not call the app's training function.
+Instead, each client answers with the received model plus a small public update. The messages of the
 client then depend on mods and noise alone, and on nobody's data. One client, the target, may answer
 with another update, for example a huge one. This shows how far a single client moves the result.
 """

@@ -91,7 +91,7 @@ class Instruments:
             return start(strategy, *arguments, **options)
         call = inspect.signature(start).bind(strategy, *arguments, **options)
         call.apply_defaults()
-        # A strategy that wraps another may take the options of the inner one as keywords.
+        # A strategy that wraps another may take that one's options as keywords.
         named = next(
             (v for v in call.arguments.values() if isinstance(v, dict) and "num_rounds" in v),
             call.arguments,
@@ -104,7 +104,7 @@ class Instruments:
         watch.observed.starts += 1
         for part in chain:
             if watch.held is not None and isinstance(part, FederatedStrategy):
-                # No comparison needs scores.
+                # Skip evaluation: the check compares no scores of held runs.
                 part.run.options = replace(part.run.options, evaluate_every=0)
         self.strategies.extend(chain)
         self.begun.extend(copy(part) for part in chain)

@@ -120,8 +120,8 @@ def _pooled(gap: Callable[[Probes, int], np.ndarray], probes: Probes) -> np.ndar
 def upload_gap(probes: Probes, number: int) -> np.ndarray:
     """Return the differences between the uploads of two runs, which have different noise.
 
-    They are divided by the standard deviation that the app's parameters promise for them. Empty if
-    the uploads carry no noise, or if no two uploads can be compared.
+    Each difference is divided by its promised standard deviation, which follows from the app's
+    parameters. The array is empty if the uploads carry no noise, or if no two can be compared.
     """
     noise, holds = probes.traits.noise, probes.traits.holds
     runs = [probes.seen(name) for name in ((AGAIN, OTHER) if holds else (REAL, AGAIN))]
@@ -140,8 +140,8 @@ def upload_gap(probes: Probes, number: int) -> np.ndarray:
 def release_gap(probes: Probes, number: int) -> np.ndarray:
     """Return the difference between the releases of two runs, which have different noise.
 
-    It is divided by the standard deviation that the app's parameters promise for it. Empty if they
-    promise no noise in a release, or if the releases cannot be compared.
+    It is divided by its promised standard deviation, which follows from the app's parameters. The
+    array is empty if they promise no noise in a release, or if the releases cannot be compared.
     """
     noise = probes.traits.noise
     one, other = (probes.seen(name).step(number) for name in (AGAIN, OTHER))
@@ -208,7 +208,7 @@ def _unit_movement(huge: Observed, quiet: Observed, cohort: float) -> float:
 
 
 def second_epsilon(declared: Declared, noise_multiplier: float, delta: float) -> float:
-    """Return the ε that the declared releases have, by dp-accounting, at another noise multiplier.
+    """Return ε of the declared releases with another noise multiplier, by dp-accounting.
 
     ``noise_multiplier`` replaces the declared one.
     """
@@ -220,7 +220,7 @@ def second_epsilon(declared: Declared, noise_multiplier: float, delta: float) ->
         (query.noise_multiplier / query.relation.sensitivity_factor, times)
         for query, times in declared.besides.items()
     ]
-    # Gaussian releases compose to one with the root of the sum of squares.
+    # Gaussian releases compose to one, whose 1 / sigma² is the sum of theirs.
     sigma = sum(times / sigma**2 for sigma, times in [(relative, count), *besides]) ** -0.5
     plain = float(dp_accounting.get_epsilon_gaussian(sigma, delta))
     sampling, gaussian = release.sampling, dp_accounting.GaussianDpEvent(relative)

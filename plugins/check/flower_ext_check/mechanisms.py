@@ -23,7 +23,7 @@ class Noise:
     release_stddev: float = 0.0
     """Standard deviation of the noise in a coordinate of the released mean; 0 if unknown."""
     upload_stddev: Mapping[int, float]
-    """The same for an upload, by the size of the cohort; the key 0 stands for all other sizes."""
+    """Standard deviation in a coordinate of an upload, by cohort size; key 0: all other sizes."""
     cohort: float = 0.0
     """Number by which the sum of updates is divided; 0 if unknown."""
     bounds_models: bool = False

@@ -205,7 +205,7 @@ class WatchedGrid(InProcessGrid):
         return [self.contexts[message.metadata.dst_node_id] for message in messages]
 
     def _answer_here(self, messages: Sequence[Message]) -> list[Message]:
-        # In batches, if the app would run so and learns from its data.
+        # Clients run in batches only if the app runs them so, and if they learn from their data.
         contexts = self._receivers(messages)
         if self.watch.held is not None or not isinstance(self.app, CohortApp):
             pairs = zip(messages, contexts, strict=True)
@@ -219,9 +219,10 @@ class WatchedGrid(InProcessGrid):
 def observe(
     server: ServerApp, client: ClientApp, config: Mapping[str, Any], clients: int, watch: Watch
 ) -> Observed:
-    """Run an app once in a fork, which the watch changes; return everything that was observed.
+    """Run an app once, and return everything that ``watch`` observes.
 
-    The result is complete even if the app raises an error.
+    Call this function in a fork, because it replaces functions of this process. It returns the
+    observations even if the app raises an error.
     """
     grid = WatchedGrid(client, clients, config)
     grid.app, grid.watch = client, watch
@@ -265,7 +266,10 @@ def _partition(context: Context) -> int:
 
 
 def _kind(message: Message) -> str:
-    """Return a message's category, such as "train"; name the two that only look like training."""
+    """Return a message's category, such as "train".
+
+    Return "identity" or "rehearsal" for two kinds of messages that only look like training.
+    """
     if asks_identity(message):
         return "identity"
     return "rehearsal" if is_rehearsal(message) else category_of(message)
@@ -292,7 +296,7 @@ def _upload(received: RecordDict, sent: RecordDict) -> Vector | None:
     differences: list[np.ndarray] = []
     for name, record in sent.array_records.items():
         arrays = {key: array.numpy() for key, array in record.items()}
-        if name == records.UPDATE:  # of this package: already a difference
+        if name == records.UPDATE:  # this package's clients send a difference already
             differences.extend(arrays.values())
         elif (model := received_like(record, received)) is not None:
             differences.extend(

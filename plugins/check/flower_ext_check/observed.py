@@ -95,8 +95,8 @@ class Observed:
 
     @property
     def unreleased(self) -> int:
-        """Number of training rounds after which the model was as before.
+        """Number of training rounds that left the model unchanged.
 
-        A round in which the draw asks no client does not count: its model need not reach anybody.
+        Rounds that ask no client are not counted.
         """
         return self.rounds + 1 - len(self.releases)

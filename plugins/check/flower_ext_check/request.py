@@ -13,10 +13,11 @@ from flower_ext_check.stand_in import Column
 
 @dataclass(frozen=True, kw_only=True)
 class CheckRequest:
-    """The options of a check: ``log`` is a path for the app's output, ``config`` has its settings.
+    """The options of a check.
 
-    ``seconds`` is the longest time of a run. With ``random_data``, random rows with ``columns``
-    take the place of ``flwr_datasets``.
+    ``log`` is a path for the app's output, and ``config`` has the app's settings. ``seconds`` is
+    the longest time of a run. With ``random_data``, random rows with ``columns`` take the place of
+    ``flwr_datasets``.
     """
 
     app: AppFolder

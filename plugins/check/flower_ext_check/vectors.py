@@ -1,4 +1,4 @@
-"""Summaries of uploads and models: short vectors that the check can still compare."""
+"""Summaries of uploads and models, which are shorter and can still be compared."""
 
 from __future__ import annotations
 
