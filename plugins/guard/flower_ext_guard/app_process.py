@@ -77,7 +77,7 @@ def check_hidden(policy: GuardPolicy, name: str, file: Path) -> None:
 
 
 def check_isolation(policy: GuardPolicy) -> None:
-    """Refuse to start if apps cannot be isolated as the policy says, or could read its files."""
+    """Refuse to start if apps cannot be isolated as the policy says, or could read guard files."""
     if missing := [path for path in policy.readable if not Path(path).exists()]:
         raise InvalidValue(
             f"`readable` names {missing[0]!r}, which does not exist: expected existing files or "
@@ -134,7 +134,7 @@ def _environment(policy: GuardPolicy, home: str) -> dict[str, str]:
 
 
 def _visible(policy: GuardPolicy) -> list[str]:
-    """Return the paths of this machine that apps may read, beside the image of their container."""
+    """Return the paths of this machine that apps may read, not counting a container's image."""
     if policy.isolation != NAMESPACES:
         return policy.readable
     interpreter = Path(sys.executable).resolve().parents[1]
@@ -150,7 +150,7 @@ def _packages_in(folder: Path) -> list[Path]:
     """Return the paths that let an app import the packages in a folder."""
     if not any((folder / name).exists() for name in ("pyproject.toml", "setup.py", ".git")):
         return [folder]
-    # The folder is a checkout, as of an editable install, with private files such as .git/config.
+    # The folder is a checkout with private files, such as .git/config: list its modules alone.
     modules = folder.glob("*.py")
     return [*modules, *(path.parent for path in folder.glob("*/__init__.py"))]
 
@@ -158,7 +158,10 @@ def _packages_in(folder: Path) -> list[Path]:
 def _read(
     process: subprocess.Popen[bytes], limit: int, timeout: float, log: IO[bytes]
 ) -> bytes | None:
-    """Return what the process writes, and copy what it prints; None beyond a limit."""
+    """Return the standard output of a process, and copy its standard error to ``log``.
+
+    Return None if the output exceeds ``limit`` bytes, or takes longer than ``timeout`` seconds.
+    """
     assert process.stdout is not None
     assert process.stderr is not None
     deadline, answer, printed = time.monotonic() + timeout, bytearray(), 0

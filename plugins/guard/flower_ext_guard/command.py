@@ -87,7 +87,7 @@ def costs(policy: GuardPolicy) -> list[str]:
 
 
 def uncovered(policy: GuardPolicy, secret: Path) -> list[str]:
-    """Return one line for each leak, by the policy or by the secret file, that stays open."""
+    """Return a line for each leak that the policy, or the secret file's permissions, leave open."""
     lines = []
     if secret.stat().st_mode & 0o077:
         lines.append(f"not covered: other users of this machine may read {secret} (chmod 600)")
@@ -95,7 +95,8 @@ def uncovered(policy: GuardPolicy, secret: Path) -> list[str]:
         lines.append("not covered: the time of each reply, because reply-after is not set")
     if policy.isolation == NOT_ISOLATED:
         lines.append(
-            'not covered: apps may use the network and files of this process, as isolation = "none"'
+            "not covered: apps may use the network, and the files that this process may use, "
+            'because isolation = "none"'
         )
     return lines
 

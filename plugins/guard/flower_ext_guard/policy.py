@@ -80,7 +80,7 @@ class MessagePolicy:
         return self.arrays == "all" or name in self.arrays
 
     def spend(self, sites: int = 0) -> Release:
-        """Return the `Release` as which accounting counts one reply; the unit is the whole site.
+        """Return the `Release` that stands for one reply in accounting; the unit is the whole site.
 
         ``sites`` is the number of sites whose noise is in each sum, from `GuardPolicy.noised_by`.
         """
