@@ -263,7 +263,8 @@ def read_people(path: Path) -> tuple[str, dict[bytes, int | None]]:
 def read_numbers(path: Path, pseudonyms: Pseudonyms) -> Callable[[bytes], int]:
     """Return a function that looks up a pseudonym's number in a file of numbers.
 
-    It refuses a person who is not in the file, as `read_numbers` refuses the file of another key.
+    This function refuses a person who is not in the file. `read_numbers` itself refuses a file that
+    was made with another key.
     """
     fingerprint, numbers = read_people(path)
     if fingerprint != pseudonyms.fingerprint:
@@ -287,7 +288,7 @@ def read_numbers(path: Path, pseudonyms: Pseudonyms) -> Callable[[bytes], int]:
 class LinkedTable:
     """A table that `write_linked` has written.
 
-    ``columns`` are the columns kept, and ``texts`` the numbers of values, in some of these columns,
+    ``columns`` names the columns that were kept. ``texts`` counts, for some of them, the values
     that are neither empty nor numbers.
     """
 

@@ -1,9 +1,8 @@
 """Experiments on released statistics: the canary moves the released sum as far as it can.
 
-The canary is one person or one client, whichever the plan protects.
-
-The canary's age is far above the public bound. The vector that it adds to the sum therefore has
-norm 1, and is zero outside cells that no other person fills. All other people have no known age.
+The canary is the person or the client whom the plan protects. Its age is far above the public
+bound, and nobody else has a known age. The vector that the canary adds to the sum therefore has
+norm 1, and nobody else adds to its nonzero elements.
 """
 
 from __future__ import annotations

@@ -154,7 +154,7 @@ def users(
     elif buckets is not None and numbers is None:
         number_of = partial(bucket, num_buckets=buckets)
     else:
-        raise InvalidValue("buckets: give one of --buckets and --numbers")
+        raise InvalidValue("buckets: expected exactly one of --buckets and --numbers")
     source = RecordFile(path=table, encoding=encoding)
     unusable: Counter[str] = Counter()
     with whole_file(output) as stream:
@@ -172,7 +172,7 @@ def users(
     say(f"Fingerprint {common}: silos number people alike only if they print the same one.")
     if buckets is not None:
         everyone = people or linked.num_people
-        of_whom = "all silos together" if people else "this file alone; --people for all silos"
+        of_whom = "all silos" if people else "this file alone; set --people to count all silos"
         say(
             f"{expected_shared_pairs(everyone, buckets):.3g} pairs of {everyone:,} people are "
             f"expected to share a bucket ({of_whom}). The two people of such a pair count as one "

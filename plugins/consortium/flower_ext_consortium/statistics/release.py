@@ -171,7 +171,7 @@ class UserStatistics(UldpAvg):
 
     @property
     def training(self) -> Mapping[str, LocalTraining]:
-        """No training."""
+        """An empty mapping, because statistics need no training."""
         return {}
 
     def check(self, plan: PrivacyPlan) -> None:
