@@ -1,7 +1,7 @@
 """Normalisation and dropout between layers, as loops over numbers that Numba translates.
 
-A *slope* is the derivative of the loss by a quantity. Indices are unsigned, because Numba would
-test every signed index for being negative.
+A *slope* is the derivative of the loss with respect to a quantity. Indices are unsigned, because
+Numba would test whether a signed index is negative.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ def send_norm(
     into: np.ndarray,
     factor: np.float32,
 ) -> None:
-    """Add ``factor`` times the gradient of a norm's weight and bias to ``into``."""
+    """Add ``factor`` times the gradient of `normalise`'s weight and bias to ``into``."""
     wide = np.uint64(layer[INPUTS])
     for row in range(np.uint64(len(slopes)) // wide):
         slope, unscaled = slopes[row * wide :][:wide], normed[row * wide :][:wide]
@@ -224,7 +224,7 @@ def send_image_norm(
     factor: np.float32,
     room: np.ndarray,
 ) -> None:
-    """Add ``factor`` times the gradient of the weight and bias of an image's norm to ``into``."""
+    """Add ``factor`` times the gradient of `normalise_image`'s weight and bias to ``into``."""
     wide = np.uint64(layer[CHANNELS])
     levels, along = room[:wide], room[wide:][:wide]
     _sum_over_places(slopes, normed, levels, along)
@@ -255,7 +255,7 @@ def _sum_over_places(
 
 @loops
 def drop(layer: np.ndarray, drawn: Any, values: np.ndarray, into: np.ndarray) -> None:
-    """Apply dropout: write 0 to ``into`` for values that ``drawn`` drops, others scaled up."""
+    """Apply dropout: write scaled values to ``into``, and 0 for those that ``drawn`` drops."""
     dropped = layer[SETTING]
     scale = np.float32(LEVELS / (LEVELS - dropped))
     least = np.float32(dropped - LEVELS // 2)

@@ -4,9 +4,9 @@ KIND, INPUTS, OUTPUTS, WEIGHT, BIAS = range(5)
 ACTIVATION, TRAINS_WEIGHT, TRAINS_BIAS, ACROSS, GROUPS, SETTING = range(5, 11)
 """Columns of the network's table, which has one row per layer: kind, numbers of inputs and outputs,
 places of weight and bias among all numbers (or −1), activation, whether weight and bias are
-trained, the sum of the inputs of all layers below, groups and setting. Only a norm has groups. The
-setting of a norm is 1 / ε, that of dropout the number of `LEVELS` that it drops, and that of a turn
-the number of rows of its matrix."""
+trained, the total number of inputs of all earlier layers, groups and setting. Only a normalisation
+has groups. The setting of a normalisation is 1 / ε, that of dropout the number of `LEVELS` that it
+drops, and that of a turn the number of rows of its matrix."""
 CHANNELS, HEIGHT, WIDTH, FILTERS, OUT_HEIGHT, OUT_WIDTH = range(11, 17)
 KERNEL_HEIGHT, KERNEL_WIDTH, DOWN, RIGHT, PAD_DOWN, PAD_RIGHT = range(17, 23)
 """Columns for layers that move a window over images: channels and size of an image before and

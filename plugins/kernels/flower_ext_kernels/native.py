@@ -179,7 +179,7 @@ def _machine() -> Any:
 
 
 def main() -> None:
-    """Compile, and print the object file."""
+    """Compile `sgd`, and write the object file to the standard output."""
     import numba
 
     settings: Any = numba.config
@@ -190,7 +190,7 @@ def main() -> None:
     for function, arguments in EXPORTS.items():
         made: Any = numba.cfunc(arguments, error_model="numpy")(function)
         module = llvm.parse_assembly(made.inspect_llvm())
-        # Export the function itself, and drop its wrapper, which would report errors to Python.
+        # Export the function itself. Its wrapper would report errors to Python.
         module.get_function(made.native_name).linkage = "internal"
         module.get_function(made.native_name.removeprefix("cfunc.")).name = function.__name__
         whole.triple, whole.data_layout = module.triple, module.data_layout

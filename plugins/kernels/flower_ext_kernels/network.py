@@ -61,7 +61,7 @@ class CompiledNetwork:
     """
 
     batch_invariant = True
-    """True, because each model trains by itself, and its sums have an order of their own."""
+    """True, because each model trains by itself, and no other model changes its sums' order."""
 
     def __init__(self, layers: Sequence[Layer]) -> None:
         self.layers, self.parts = layers, dict[str, Part]()

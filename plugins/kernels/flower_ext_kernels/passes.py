@@ -1,7 +1,7 @@
 """The passes of a mini-batch through a chain of layers, forwards and backwards, for Numba.
 
 The forward pass stores the outputs of all layers. A layer's outputs are in the order of examples. A
-*slope* is the derivative of the loss by a quantity.
+*slope* is the derivative of the loss with respect to a quantity.
 """
 
 from __future__ import annotations
@@ -216,7 +216,7 @@ def backward(
                 slope, unscaled = upper[row * high :][:high], normed[above + row * high :]
                 send_image_norm(layer, slope, unscaled, into, factor, spare)
         elif layer[KIND] == DENSE:
-            if number > lowest:  # before the weights change
+            if number > lowest:  # before `send_dense` changes the weights
                 through_dense(weights, layer, count, upper, down)
             fetched = ahead if below == 0 else nothing(upper)
             send_dense(layer, count, outputs[below:], upper, into, factor, fetched)
