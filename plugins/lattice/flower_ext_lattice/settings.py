@@ -217,7 +217,7 @@ class LatticeSettings(PartySettings):
         return COUNT_BYTES
 
     def check_round(self, number: int, last: int) -> None:
-        """Refuse a round beyond ``rounds``, too, because statistical distances add up."""
+        """Also refuse a round beyond ``rounds``, because statistical distances add up."""
         super().check_round(number, last)
         if number > self.rounds:
             raise ProtocolError(

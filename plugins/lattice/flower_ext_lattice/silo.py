@@ -54,7 +54,7 @@ class LatticeSilo(SiloParty):
         return LatticeOpenSum(self, number, self.opened(message))
 
     def opened(self, message: LatticeWeights) -> OpenedWeights:
-        """Open an epoch's weights. Before, the silo stores that the epoch is used.
+        """Store that an epoch is used, and then open its weights.
 
         The silo accepts the weights of its last epoch again if they are the same to the last bit.
 
@@ -171,8 +171,8 @@ class LatticeOpenSum(SiloSum):
     def _check_noise(self, noise: NDArray[Any]) -> None:
         """Refuse noise that is not plausible as this silo's share.
 
-        Values must be finite and within ``noise_bound``, and the noise not too small: Gaussian
-        noise of ``noise_stddev`` is as small only once in 10^12 draws.
+        Values must be finite and within ``noise_bound``. Noise is refused as too small if Gaussian
+        noise of ``noise_stddev`` is so small only once in 10^12 draws.
         """
         settings = self._settings
         highest = float(np.abs(noise).max())
