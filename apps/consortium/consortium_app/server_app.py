@@ -1,4 +1,4 @@
-"""Server side: a run releases statistics or scores, or trains a model, and leaves a directory."""
+"""Server side: release statistics or scores, or train a model; write a run directory."""
 
 import json
 from dataclasses import replace
@@ -60,7 +60,7 @@ def main(grid: Grid, context: Context) -> None:
     if settings.method != "uldp-avg-w":
         if settings.method == "scores":
             coefficients_of(settings)  # refuses an unfit model before the run
-        # One round, and parts of norm 1, whatever the settings of the training.
+        # Statistics take one round, and a person's vector has norm 1, unlike an update.
         once = replace(settings, rounds=1, clipping_norm=1.0)
         plan = configured.release_plan(once, everyone, of_users=True)
         statistics, unscored = UserStatistics(num_silos=silos), replace(settings, evaluate_every=0)
@@ -69,7 +69,8 @@ def main(grid: Grid, context: Context) -> None:
         configured.start(grid, context, unscored, task, statistics, plan, **options)
         return
     model = ModelFile(settings)
-    rate = settings.server_learning_rate * silos  # of the mean over users, not over silos, too
+    # `UldpAvg` divides by users and by silos, but the setting is a rate for the mean over users.
+    rate = settings.server_learning_rate * silos
     method = UldpAvg(
         num_silos=silos,
         weighting="by-records",

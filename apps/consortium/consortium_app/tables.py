@@ -172,7 +172,7 @@ def _heart_disease(folder: Path | None) -> list[dict[str, NDArray[np.float64]]]:
 
 
 def _tcga_brca(folder: Path | None) -> list[dict[str, NDArray[np.float64]]]:
-    """Return the patients with breast cancer by region; ``days`` to death or censoring."""
+    """Return breast cancer patients by region; ``days`` counts the days to death or censoring."""
     paths = find_files("tcga-brca", [("tcga_brca/brca.csv", "tcga_brca/centers.csv")], folder)
     with paths[1].open(encoding="utf-8", newline="") as stream:
         region = {row["TSS Code"]: row["Region"] for row in csv.DictReader(stream)}

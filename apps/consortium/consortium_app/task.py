@@ -26,7 +26,8 @@ from flower_ext_consortium.statistics import JointStatistics, read_statistics, s
 TEST_SHARE = 0.2
 """Share of the people who test the model, with all of their records in all silos."""
 RISK, CORRECT, BIAS = "risk", "correct", "bias"
-"""Columns with the model's probability and with 1 where it is right; name of its constant."""
+"""Names: the column of the model's probability, the column that is 1 where the model is right, and
+the model's constant."""
 
 
 def task_of(context: Context) -> Task:
@@ -148,8 +149,8 @@ def _rows(columns: dict[str, np.ndarray], users: np.ndarray) -> SiloData:
 def standardised(settings: Settings, silo: int) -> SiloData:
     """Return a silo's rows for training and for tests, standardised by public numbers.
 
-    A missing feature becomes the centre, and a row whose target is not 0 or 1 is left out. Other
-    rows change neither the numbers of a row, nor whether it is for training or for tests.
+    A missing feature becomes the centre, and a row whose target is not 0 or 1 is left out. Neither
+    a row's numbers nor its use, for training or for tests, depend on other rows.
     """
     table = table_of(settings, silo)
     features, target = _features(table, settings), table.columns[settings.outcome]
@@ -182,10 +183,9 @@ def _has_target(table: Table, settings: Settings) -> np.ndarray:
 def _tests(table: Table, settings: Settings) -> np.ndarray:
     """Return a mask of the rows whose people test the model.
 
-    The people are a public choice, which is the same in all silos.
-
-    It depends on a person's number only. If it depended on a row's place in the table, a person who
-    leaves would move other people's rows between training and tests.
+    The choice of people is public, and the same in all silos. It depends on a person's number only.
+    If it depended on a row's place in the table, a person who leaves would move other people's rows
+    between training and tests.
     """
     people = seeded_generator(settings.seed, "tests").random(num_users_of(settings))
     return np.asarray(people[table.users] < TEST_SHARE)

@@ -22,9 +22,9 @@ from flower_ext.training.models import build
 
 SOURCES = {
     "digits": "scikit-learn's digits. Each client has copies of some of 1,438 digits, turned, "
-    "scaled, moved and inked a little, because there are too few for all clients. Tests are on "
-    "359 other digits, as they are",
-    "mnist": "MNIST. No digit is with two clients; tests are on 500 others",
+    "scaled, moved and inked a little, because there are too few for all clients. Tests use 359 "
+    "other digits, unchanged",
+    "mnist": "MNIST. No two clients have the same digit; tests use 500 other digits",
 }
 TEST_SHARE, MOST_TESTS = 0.2, 500
 """Share of the digits that are held out for tests, and the largest number that tests use."""
@@ -89,7 +89,7 @@ def varied(images: Tensor, rng: np.random.Generator) -> Tensor:
     angles, scales = uniform(math.radians(15)), 1 + uniform(0.1)
     turns = torch.stack([angles.cos(), -angles.sin(), angles.sin(), angles.cos()], dim=1)
     turns = (turns * scales[:, None]).reshape(-1, 2, 2)
-    # An image is two units wide here, so that three quarters of eight pixels are 0.1875.
+    # An image is two units wide here, so three quarters of one of its eight pixels are 0.1875.
     moves = torch.cat([turns, uniform(0.1875, 2)[:, :, None]], dim=2)
     grid = functional.affine_grid(moves, list(images.shape), align_corners=False)
     moved = functional.grid_sample(images, grid, align_corners=False)

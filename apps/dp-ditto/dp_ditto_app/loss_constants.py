@@ -1,7 +1,7 @@
-"""Estimates of μ, L, G₀, M, Ψ₁ and Ψ₂ from a short run without noise.
+"""Estimates of the constants μ, L, G₀, M, Ψ₁ and Ψ₂ of `DittoProblem`, from a run without noise.
 
-A pilot sees the losses only along its own path. The true L may be larger, the true μ smaller, and
-G₀ and M may be larger elsewhere.
+Such a pilot run sees the losses only along its own path. Elsewhere L, G₀ and M may be larger, and μ
+smaller.
 """
 
 from __future__ import annotations
@@ -57,14 +57,14 @@ def estimate_constants(
     local_optima : ArrayLike
         u_n*: shape (clients, weights), for instance from training each client alone.
     smallest_step : float
-        Rounds that move the model less than this (L2) do not count for curvature.
+        Rounds that move the model by a smaller L2 distance do not count for curvature.
 
     Returns
     -------
     LossConstants
         μ and L are the extreme curvatures ⟨Δg, Δw⟩/‖Δw‖² and ‖Δg‖/‖Δw‖ between any two rounds,
-        over clients. Ψ₂ is the largest squared distance of w⁰ to w* or to a u_n*, between which
-        the personal optima lie.
+        over clients. Ψ₂ is the largest squared distance from w⁰ to w* or to a u_n*, because the
+        personal optima lie between w* and the u_n*.
 
     Raises
     ------

@@ -1,4 +1,4 @@
-"""Server side: the run configuration becomes a plan and a strategy; the run leaves a directory."""
+"""Server side: make a plan and a strategy from the run configuration; write a run directory."""
 
 from functools import partial
 
@@ -26,8 +26,8 @@ def main(grid: Grid, context: Context) -> None:
     if settings.noise == "steps" and method not in ("dp-ditto", *WITHOUT_PRIVACY):
         raise UnfitSetting(
             f"run-config noise='steps' with method={method!r}: expected noise='upload', because "
-            "its uploads depend on records not only through the noised steps; "
-            "calibration='published' is the noise of the paper"
+            "an upload of this method depends on records through more than the noised steps; "
+            "for the noise of the paper, also set calibration='published'"
         )
     task = task_of(context)
     for client in range(settings.clients):

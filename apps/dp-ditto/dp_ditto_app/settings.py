@@ -25,7 +25,7 @@ from flower_ext.runs.shared_settings import (
 
 @dataclass(frozen=True, kw_only=True)
 class Settings(PrivacySettings, ClientSettings, PartitionSettings, TrainingSettings):
-    """Record-level privacy with personal models, by five methods, and these without privacy."""
+    """Record-level privacy with personal models, by five methods, and the five without privacy."""
 
     method: Literal[
         "dp-ditto",

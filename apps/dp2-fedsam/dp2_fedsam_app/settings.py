@@ -53,5 +53,5 @@ class Settings(
         "clients train their head on the current extractor before they evaluate"
     )
     apfl_weight: Annotated[float, Rule("a number in [0, 1]", lambda value: 0 <= value <= 1)] = (
-        setting("alpha of the personal model in apfl's mixture; 0: the shared model, 1: without it")
+        setting("alpha: weight of the personal model in apfl's mixture; 0: the shared model alone")
     )

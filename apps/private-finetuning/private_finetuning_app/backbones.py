@@ -52,7 +52,7 @@ class Backbone(nn.Module):
         constants = {
             "factor": (spread / deviation).view(3, 1, 1),
             "shift": ((was - mean) / deviation).view(3, 1, 1),
-            "size": torch.tensor(image_size),  # so that nodes compare it
+            "size": torch.tensor(image_size),  # nodes must have the same size
         }
         for constant, value in constants.items():
             self.register_buffer(constant, value, persistent=False)

@@ -1,4 +1,4 @@
-"""Server side: the run configuration becomes a plan and a strategy; the run leaves a directory."""
+"""Server side: make a plan and a strategy from the run configuration; write a run directory."""
 
 from functools import partial
 

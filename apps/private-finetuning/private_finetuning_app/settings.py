@@ -59,7 +59,7 @@ class Settings(
     examples: CountOrZero = setting(
         "examples drawn for all clients together; 0: the whole data set"
     )
-    num_users: Count = setting("uldp-avg-w: users, to whom all silos' records belong at random")
+    num_users: Count = setting("uldp-avg-w: number of users; each record gets one at random")
 
     # The pretrained model of pictures
     backbone: str = setting(

@@ -29,7 +29,7 @@ from private_lm_app.task import base_of, task_of
 
 GUARANTEE = "guarantee.json"
 _TOLERANCE = 1e-3
-"""Largest difference of log-probabilities that rounding explains; in half precision a tenth."""
+"""Largest difference of log-probabilities that rounding explains; in half precision it is 0.1."""
 
 
 def export(run: Path, folder: Path, *, merge: bool = False) -> None:

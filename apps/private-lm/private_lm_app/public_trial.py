@@ -1,9 +1,8 @@
 """A trial of the settings on public text, before the first round.
 
-It finds settings under which the model would learn nothing.
-
-The server trains as a client would, but on Python's documentation, which is public. So it finds
-adapters that get no gradient, and a clipping norm far above or below the norm of an update.
+The trial detects settings under which the model would learn nothing. The server trains as a client
+would, but on Python's documentation, which is public. It refuses adapters that get no gradient, and
+warns of a clipping norm far above or below the norm of an update.
 """
 
 from __future__ import annotations

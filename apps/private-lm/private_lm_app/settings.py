@@ -27,10 +27,11 @@ class Settings(ReleaseSettings, CohortSettings, TrainingSettings, ServerSettings
         "python: functions of Python's standard library; folder: texts in data-folder"
     )
     texts_per_client: Count = setting(
-        "python: functions of a client, or of an author there; a quarter for tests"
+        "python: number of functions of a client, or of an author at one client; a quarter are "
+        "for tests"
     )
     num_users: Count = setting("uldp-avg-w: number of authors")
-    max_tokens: Count = setting("tokens of a window of running text, and most of a record")
+    max_tokens: Count = setting("tokens in a window of running text; the most tokens of a record")
 
     base: str = setting(
         "folder of a causal model and its tokenizer, or a name on the hub; empty: a tiny model "
@@ -42,9 +43,11 @@ class Settings(ReleaseSettings, CohortSettings, TrainingSettings, ServerSettings
     lora_rank: Count = setting("r: rank of LoRA's matrices")
     lora_only_b: bool = setting("only B trains; A stays as drawn, equal on all nodes (FFA-LoRA)")
     lora_targets: str = setting(
-        "layers with adapters, separated by commas; all-linear: all but the head; empty: "
-        "all-linear; of the tiny model the head, too"
+        "layers with adapters, separated by commas; all-linear: all linear layers but the head; "
+        "empty: all-linear, and in the tiny model also the head"
     )
 
     epochs_alone: Count = setting("alone: epochs of a client's training")
-    clipping_norm: Positive = setting("C: clipping norm of an update; adaptive: the first one")
+    clipping_norm: Positive = setting(
+        "C: clipping norm of an update; with clipping=adaptive, of the first round"
+    )

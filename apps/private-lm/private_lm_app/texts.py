@@ -5,8 +5,8 @@ A folder holds files of two kinds:
 * ``*.txt`` is running text, which is cut into windows.
 * Each line of ``*.jsonl`` is a record ``{"prompt": ..., "completion": ..., "author": 3}``. The
   model learns the completion alone. ``prompt`` may be absent. ``author`` is needed only for privacy
-  of authors: then a text without a right author, or a line that is no record, is left out with a
-  warning, because one author's texts must not change what other authors contribute.
+  of authors. In that case, a text without a valid author, or a line that is no record, is left out
+  with a warning: an error would let one author's texts change what other authors contribute.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from private_lm_app.python_text import private_functions
 log = getLogger("flwr")
 
 TEST_SHARE = 4
-"""One text in so many is for tests."""
+"""One of this many texts is for tests."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -239,8 +239,8 @@ def _ids(tokenizer: Any, text: str) -> list[int]:
 def _shares_of_modules(size: int) -> list[list[tuple[str, ...]]]:
     """Return, for each private module, shares of ``size`` functions.
 
-    Functions of one share lie far apart in their module, so that no function for tests is nearly a
-    copy of a function for training that stands next to it.
+    Functions of one share lie far apart in their module. Neighbouring functions are often almost
+    copies of each other, and one of them could be for training and the other for tests.
     """
     modules = [(functions, len(functions) // size) for functions in private_functions()]
     return [[functions[i::most][:size] for i in range(most)] for functions, most in modules]

@@ -67,7 +67,9 @@ class Settings(ReleaseSettings, TrainingSettings, ServerSettings):
     labels_per_user: CountOrZero = setting("most labels of a user's records; 0: any number")
 
     # Privacy: the unit is one user, with all records in all silos.
-    clipping_norm: Positive = setting("clipping norm of a user's update in a silo, or of a silo's")
+    clipping_norm: Positive = setting(
+        "clipping norm of a user's update in a silo, or of a silo's update"
+    )
     noise_multiplier: NotNegative = setting("sigma: stddev of the noise, in clipping norms")
     delta: FractionBelowOne = setting("delta at which epsilon is reported")
     user_sampling_rate: Fraction = setting(
@@ -104,11 +106,12 @@ class Settings(ReleaseSettings, TrainingSettings, ServerSettings):
         'paillier: "10,100,1000": the only totals of records, besides 0, that a user may have'
     )
     draw_choices: CountOrZero = setting(
-        "P: the protocol draws users 1-out-of-P, so that not even the server knows them"
+        "P: 1-out-of-P oblivious transfer draws the users, so that no party knows them; 0: the "
+        "server draws them"
     )
     allow_insecure_keys: bool = setting("paillier: allow keys below 3072 bits, for simulation only")
 
-    # uldp-group: records kept a user, and DP-SGD on them
+    # uldp-group: records kept of each user, and DP-SGD on them
     group_size: str = setting("records kept of each user: a number, max or median")
     record_clipping_norm: Positive = setting("clipping norm of one record's gradient")
     record_sampling_rate: Fraction = setting("share of a silo's records in a step, on average")

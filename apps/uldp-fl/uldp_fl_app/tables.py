@@ -52,10 +52,10 @@ def breast_cancer(*, rng: np.random.Generator) -> ClientData:
 def creditcard(folder: Path | None = None, *, rng: np.random.Generator) -> ClientData:
     """Load card transactions: 30 features, 1 for fraud; 85 % train, class by class.
 
-    The file is Kaggle's ``creditcard.csv``, or a subset of it with a column ``pool``, of which only
-    rows with ``random`` count. All frauds are kept, and 28,432 normal transactions, or all of them
-    if the file has fewer. The authors leave out normal transactions from their
-    training rows only. They test on all normal rows of the test part.
+    The file is Kaggle's ``creditcard.csv``, or a subset of it with a column ``pool``. In a subset,
+    only rows whose ``pool`` is ``random`` count. All frauds are kept, and at most 28,432 normal
+    transactions. The authors leave out normal transactions from their training rows only, and test
+    on all normal rows of the test part.
 
     Raises
     ------

@@ -22,7 +22,7 @@ class Settings(PrivacySettings, CohortSettings, TrainingSettings):
     """Seven methods, plain or upcycled, without or with perturbed local models."""
 
     method: Literal["fedavg", "fedavgm", "fedprox", "fedyogi", "scaffold", "feddyn", "pfedme"] = (
-        setting("how local models become the next one")
+        setting("how local models become the next shared model")
     )
     upcycled: bool = setting("even rounds reuse models: no client trains, no privacy is spent")
     schedule: Literal["constant", "decaying", "half-lambda", "proximal-ratio"] = setting(
