@@ -52,7 +52,7 @@ class AppFolder:
         )
 
     def shown(self, name: str) -> str:
-        """Return the name if the source has it as a literal; "(a computed name)" if not."""
+        """Return ``name``, or "(a computed name)" if it is no literal of the source."""
         return name if name in self.literals | _KNOWN else "(a computed name)"
 
     def component(self, side: str) -> Path | None:

@@ -54,7 +54,7 @@ def answered(request: CheckRequest) -> dict[str, Any]:
 
 
 def _verdict(request: CheckRequest, *, tell: Callable[[str], object]) -> dict[str, Any]:
-    """Run an app and return the verdict, if the app loads and a client trains.
+    """Run an app and return the verdict; raise `NotChecked` if the app fails.
 
     ``tell`` shows the user how long the check may take.
     """
@@ -75,7 +75,10 @@ def _verdict(request: CheckRequest, *, tell: Callable[[str], object]) -> dict[st
     if (taken := time.monotonic() - start) > _LONG:
         tell(f"The app's first run took {taken:.0f} s; up to 9 follow, most of them faster")
     if real is None:
-        raise NotChecked(f"the app's first run did not end in {request.seconds:g} s, or crashed")
+        raise NotChecked(
+            f"the app's first run crashed, or did not end in {request.seconds:g} s; if it needs "
+            "longer, set --timeout"
+        )
     if real.ended or not real.answers(TRAIN):
         reason = real.ended or (real.client_errors or ["no client sent a training reply"])[0]
         raise NotChecked(f"the app failed: {reason}{_advice(reason)}")

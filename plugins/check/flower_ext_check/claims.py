@@ -37,7 +37,11 @@ def claims_of_objects(
     rounds: int,
     planned: int,
 ) -> list[Claim]:
-    """Return each ε of a report, a mod or an accountant; ``rounds`` rounds have run."""
+    """Return each ε that a guarantee, a mod or an accountant states.
+
+    ``chain`` has the app's strategies, and ``local`` its `LocalDpMod`. The app has run for
+    ``rounds`` rounds of ``planned``.
+    """
     claims = []
     for claim in filter(is_proved, guarantees):
         source = f"report for a {claim.unit.value} against {claim.view.sees}"
@@ -57,7 +61,7 @@ def is_proved(claim: Guarantee) -> bool:
 
 
 def claims_of_settings(config: Mapping[str, Any], planned: int) -> Iterator[Claim]:
-    """Yield a claim for each setting of the app that is an ε."""
+    """Yield a claim, for ``planned`` rounds, for each setting of the app that is an ε."""
     numbers = {
         name: float(value)
         for name, value in config.items()

@@ -56,7 +56,7 @@ def check(
     log: Annotated[
         Path | None, typer.Option(help="Keep what the app prints in this file; it may hold data.")
     ] = None,
-    timeout: Annotated[float, typer.Option(min=1, help="Longest seconds of one run.")] = 300,
+    timeout: Annotated[float, typer.Option(min=1, help="Seconds after which a run ends.")] = 300,
 ) -> None:
     """Run a Flower app for a few rounds, watch its messages, and say which privacy is provable.
 
@@ -90,7 +90,9 @@ def check(
             shutil.copyfile(request.log, log)
             log.chmod(0o600)
     if "error" in result:
-        raise AppFailed(result["error"] + ("" if log else "; --log FILE keeps what it printed"))
+        raise AppFailed(
+            result["error"] + ("" if log else "; to keep what it printed, add --log FILE")
+        )
     if as_json:
         print(json.dumps(result, indent=1, ensure_ascii=False))
     else:

@@ -47,7 +47,7 @@ class HeldRun:
     change: Change = ""
     """Misbehaviour of the target, which is also called the changed client."""
     quiet: bool = False
-    """The noise sources of this package add no noise, so the run shows how an update is clipped."""
+    """If True, this package adds no noise, so that the run shows how an update is clipped."""
     answering: int = -1
     """Partition of the client that answers."""
     _kind: str = ""

@@ -153,9 +153,9 @@ def release_gap(probes: Probes, number: int) -> np.ndarray:
 
 
 def _growth(probes: Probes) -> float:
-    """Return how far one unit moved the value that gets the noise, divided by the app's bound.
+    """Return the distance by which one unit moved the noised value, divided by the app's bound.
 
-    The distance is measured. The result is 0 if no run shows it.
+    The distance is measured in held runs. The result is 0 if no run shows the distance.
     """
     noise, mechanism = probes.traits.noise, probes.traits.mechanism
     assert noise is not None
@@ -176,7 +176,8 @@ def _growth(probes: Probes) -> float:
 def _upload_change(huge: Observed, quiet: Observed) -> float:
     """Return the distance between the first uploads of the changed client in two runs.
 
-    0 if the uploads of another client differ, because the runs then differ in more than the change.
+    Return 0 if the uploads of another client differ as well, because the runs then differ in more
+    than the change.
     """
     left, right, target = huge.uploads(1), quiet.uploads(1), huge.target(1)
     if left.keys() != right.keys() or target not in left:

@@ -27,9 +27,9 @@ class Noise:
     cohort: float = 0.0
     """Number by which the sum of updates is divided; 0 if unknown."""
     bounds_models: bool = False
-    """Clients clip their whole models, of which two are at most twice ``clipping_norm`` apart."""
+    """True if clients clip whole models, so that two are at most twice ``clipping_norm`` apart."""
     in_steps: bool = False
-    """Each local step adds noise, so an upload has the noise of all its steps."""
+    """True if each local step adds noise, so that an upload has the noise of all its steps."""
 
     def of_upload(self, cohort: int) -> float:
         """Return the noise's standard deviation in an upload if a round has ``cohort`` clients."""
@@ -72,11 +72,11 @@ class Mechanism:
     unmeasured: str = ""
     """The reason why the check cannot measure the noise; "" without such a reason."""
     holds: bool = True
-    """In held runs, a public update replaces each client's before the client protects it."""
+    """True if, in held runs, a public update replaces a client's before its protection."""
     of_units: bool = False
-    """An upload is a sum over privacy units, and each unit's part is clipped by itself."""
+    """True if an upload is a sum over privacy units, and each unit's part is clipped by itself."""
     rounds_alike: bool = False
-    """Every round has the same bound and noise, whatever earlier rounds released."""
+    """True if every round has the same bound and noise, whatever earlier rounds released."""
 
 
 def mechanism_of(strategy: FederatedStrategy, rounds: int) -> Mechanism:

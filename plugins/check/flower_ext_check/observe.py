@@ -91,7 +91,7 @@ class Watch:
             known.append(sent)
 
     def answer(self, app: ClientApp, message: Message, context: Context) -> Message:
-        """Return one client's reply; while the client runs, seed the global random generators."""
+        """Run one client under seeded global random generators, record its reply and return it."""
         partition = self.answering = _partition(context)
         if self.held is not None:
             self.held.answering = partition
@@ -116,7 +116,7 @@ class Watch:
     def inner(self, message: Message, context: Context, call_next: Any) -> Message:
         """Return a client's reply as it is before any mod of the app sees it.
 
-        The app's function makes it; in a held run, `HeldRun` does.
+        The app's function makes the reply. In a held run, `HeldRun` makes it.
         """
         category = category_of(message)
         if self.held is not None and category in self.held.template:
@@ -136,8 +136,8 @@ class Watch:
     ) -> ClientData:
         """Return a client's data, or no data if the client must train without.
 
-        In the first run, `_LEARNERS` clients train with their data: no comparison needs more. In a
-        held run, none does, except if the run shows one unit's influence. This saves time.
+        In the first run, `_LEARNERS` clients train with their data, because no comparison needs
+        more. In a held run, no client does, unless the run shows one unit's influence.
         """
         learns = partition < _LEARNERS
         if self.held is not None:
@@ -258,7 +258,7 @@ def _seed(*path: int) -> None:
     seed = int(np.random.SeedSequence(path).generate_state(1)[0])
     random.seed(seed)
     np.random.seed(seed)  # noqa: NPY002 - apps draw from it
-    torch.default_generator.manual_seed(seed)  # without a stack trace for other devices
+    torch.default_generator.manual_seed(seed)  # torch.manual_seed also stores a stack trace
 
 
 def _partition(context: Context) -> int:

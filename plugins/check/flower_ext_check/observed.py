@@ -26,9 +26,9 @@ class Reply:
     upload: Vector | None
     """Sent model minus received model; None if no array record fits the received model."""
     integers: bool
-    """The client sent arrays of integers."""
+    """True if the client sent arrays of integers."""
     scalars: bool
-    """The client sent floats without axes."""
+    """True if the client sent floating-point arrays without axes."""
 
 
 @dataclass(kw_only=True)

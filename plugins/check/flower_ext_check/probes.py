@@ -49,9 +49,10 @@ class Probes:
     def run(
         self, name: str, seed: int, change: Change = "", *, quiet: bool = False
     ) -> Observed | None:
-        """Run the app once in a process of its own; None if the run does not end in time.
+        """Run the app once in a separate process; return None if the run does not end in time.
 
-        The first run, named `REAL`, lets clients learn. All other runs are held (see `HeldRun`).
+        The first run, named `REAL`, lets clients learn. All other runs are held, with the options
+        ``change`` and ``quiet`` of `HeldRun`. ``seed`` determines the app's random numbers.
         """
         real, request = self.runs.get(REAL), self.request
         held = None if real is None else HeldRun(template=real.template, change=change, quiet=quiet)

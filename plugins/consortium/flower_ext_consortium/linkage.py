@@ -165,7 +165,7 @@ class Pseudonyms:
     def of_rows(
         self, table: RecordFile, unusable: Counter[str]
     ) -> Iterator[tuple[Sequence[Any], bytes]]:
-        """Yield rows with their pseudonyms; count the `UnusableValue` of others by its message."""
+        """Yield each usable row with its pseudonym; count others by message of `UnusableValue`."""
         positions = table.positions([part.column for part in self.fields])
         for row in table.rows():
             try:
@@ -237,7 +237,7 @@ def shared_counts(silos: Sequence[Collection[bytes]]) -> dict[tuple[int, ...], i
 
 
 def write_people(path: Path, header: str, people: Mapping[bytes, int | None]) -> None:
-    """Write people's pseudonyms and, unless it is None, the number of each.
+    """Write a line for each person: the pseudonym and, unless it is None, the number.
 
     The ``header`` begins with the fingerprint. Lines are sorted, so their order reveals nothing.
     """

@@ -138,7 +138,7 @@ class Guard:
         except Refused as error:
             body, new, line = refusal(error), None, f"refused, {error}"
         if answer.has_run and self.policy.reply_after is not None:
-            # In a sum, a message may be refused after the app has run, so a refusal waits as well.
+            # A message of a sum may be refused after the app has run, so refusals wait as well.
             time.sleep(max(0.0, started + self.policy.reply_after - time.monotonic()))
         message = reply_bytes(request, body)
         self.tell(f"run {request.run.run_id}: {line}")
@@ -154,7 +154,7 @@ class Guard:
     def _content(
         self, request: RuntimeRequest, rule: MessagePolicy, answer: _AppAnswer
     ) -> tuple[RecordDict, Charge | None]:
-        """Return the reply's content and its charge; None if the content uses no data."""
+        """Return the reply's content and its charge, which is None if the content uses no data."""
         content, new = RecordDict(), None
         if rule.release == CONTRIBUTION:
             # Its imports take seconds, and most guards need none of them.
@@ -219,7 +219,7 @@ class Guard:
                     new = Charge.from_dict(pending.charge)
                     new = replace(new, claims=_claims(new, pending.sites))
                     charge(self.policy.ledger, new, self.policy.budget)
-                except BudgetExhausted as error:  # another node of the site was faster
+                except BudgetExhausted as error:  # another node of the site was charged meanwhile
                     self.tell(str(error))
                     message = pending.refusal
             task.push(message, pending.context)

@@ -133,7 +133,7 @@ class Layer:
 
     @property
     def scratch(self) -> int:
-        """Number of values that a pass stores beside outputs and slopes, for one example."""
+        """Number of values that a pass stores for one example, besides outputs and slopes."""
         if self.window is None:
             return 0
         window = self.window

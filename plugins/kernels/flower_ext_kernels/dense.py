@@ -47,8 +47,9 @@ def multiply(
     count: int,
     ahead: tuple[np.ndarray, np.ndarray],
 ) -> None:
-    """Write x Wᵀ + b for ``count`` rows x. In ``values``, x is at ``below``, outputs at ``above``.
+    """Write x Wᵀ + b for ``count`` rows x.
 
+    The rows begin at position ``below`` of ``values``, and the outputs at position ``above``.
     Meanwhile the processor fetches ``ahead``, which the next training needs, into its caches.
     """
     wide, high = layer[INPUTS], layer[OUTPUTS]

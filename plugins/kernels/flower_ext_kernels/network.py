@@ -78,10 +78,10 @@ class CompiledNetwork:
     def takes(self, jobs: Sequence[Job]) -> list[bool]:
         """Return, for each job, True if machine code can train it.
 
-        Its parameters and features must be float32 on the CPU, and its targets int64 classes that
-        the last layer has.
+        A job's parameters and features must be float32 on the CPU, and its targets int64 classes
+        below the number of outputs of the last layer.
         """
-        starts = {id(job.params): job.params for job in jobs}  # often all begin alike
+        starts = {id(job.params): job.params for job in jobs}  # jobs often share their start
         plain = {key: all(map(_is_plain, params.values())) for key, params in starts.items()}
         targets = [
             _in_line(job.examples.targets)
@@ -217,7 +217,7 @@ class CompiledNetwork:
     def _sizes(self, rows: int) -> list[int]:
         """Return the sizes of the five arrays in which one thread works.
 
-        They hold outputs, slopes, other values of a pass, values of norms, and three models.
+        They hold outputs, slopes, other values of a pass, values of normalisations, and 3 models.
         """
         widths = [layer.outputs for layer in self.layers]
         numbers = rows * (self.layers[0].inputs + sum(widths))

@@ -64,8 +64,8 @@ from flower_ext_kernels.products import (
 
 carray: Any = numba.carray  # type: ignore[attr-defined]
 Arrays = tuple[np.ndarray, np.ndarray, np.ndarray, Any]
-"""Outputs of all layers for a mini-batch, their slopes, values that norms store for the backward
-pass, and the address of working memory."""
+"""Outputs of all layers for a mini-batch, their slopes, values that normalisations store for the
+backward pass, and the address of working memory."""
 
 
 @loops

@@ -93,7 +93,7 @@ def train(
     outputs, slopes : float32 (rows of a mini-batch · widths of inputs and layers,)
     beside : float32 (all other numbers of the passes,)
     norms : float32 (2 · rows of a mini-batch · widths of inputs and layers,)
-        Outputs of norms before weight and bias, and the scales of their groups.
+        Outputs of normalisations before weight and bias, and the scales of their groups.
     spare : float32 (3 · size,)
         Working memory for momentum, SAM and terms, as the arrays above are for the passes.
     """

@@ -1,10 +1,12 @@
 """Private weighting for large models, over ring-LWE. Experimental: no outsider has reviewed it.
 
-The server learns Σ_s Σ_u (n_su / N_u) Δ_su + z_s and nothing else about the records. Silos learn
-nothing about one another. This package defines the protocol, for a case that Kato et al., "Uldp-FL"
-(PVLDB 2024), leave open: models of a million parameters. Protocol 1 of that paper, over Paillier,
-is in `flower_ext.secure.weighting` and remains the default. This package is a plug-in: an entry
-point of the group ``flower_ext.weighting`` registers `LatticeWeighting` as protocol ``lattice``.
+User u has n_su records in silo s, and N_u in all silos. Silo s computes the user's update Δ_su. The
+server learns Σ_s (Σ_u (n_su / N_u) Δ_su + z_s), where z_s is the silo's noise, and nothing else
+about the records. Silos learn nothing about one another. This package defines the protocol, for a
+case that Kato et al., "Uldp-FL" (PVLDB 2024), leave open: models of a million parameters. Protocol
+1 of that paper, over Paillier, is in `flower_ext.secure.weighting` and remains the default. This
+package is a plug-in: an entry point of the group ``flower_ext.weighting`` registers
+`LatticeWeighting` as protocol ``lattice``.
 
 Protocol 1 inverts blinded totals, so a plaintext must hold lcm(1, …, N_max). In this protocol the
 silos look the inverse up in a table instead. They share a secret shift ρ_u for each user. The

@@ -187,9 +187,8 @@ _pass_two_stages: Any = intrinsic(_butterflies)
 def _two_stages(x: Any, roots: Any, start: Any, groups: Any, q: Any) -> None:
     """Apply two stages of the transform to ``groups`` groups of neighbours.
 
-    The stages divide each group into four groups.
-
-    ``roots[start + g]`` belongs to group g in the first stage.
+    The stages divide each group into four groups. ``roots[start + g]`` belongs to group g in the
+    first stage.
     """
     p = 1.0 / q
     width = x.shape[0] // (4 * groups)

@@ -204,7 +204,7 @@ def _watched(rows: Iterator[T]) -> Iterator[T]:
 
 
 def _refuse(path: Path, unusable: Counter[str], skip_unusable: bool) -> None:
-    """Refuse a file with rows that cannot be linked; say how many, if they may be left out."""
+    """Refuse a file with rows that cannot be linked; with ``skip_unusable``, only count them."""
     reasons = "; ".join(
         f"{count:,} row{'s' if count > 1 else ''}: {reason}" for reason, count in unusable.items()
     )
