@@ -173,7 +173,7 @@ def read(folder: Path, *, strict: bool) -> Iterator[Text]:
     Raises
     ------
     InvalidValue
-        A line of a ``.jsonl`` file is not such a record. The message shows no text.
+        ``strict`` is True, and a line of a ``.jsonl`` file is no record. No text is shown.
     """
     for path in sorted(folder.iterdir()):
         if path.suffix == ".txt":
@@ -204,7 +204,7 @@ Row = tuple[list[int], list[int], object]
 def encoded(tokenizer: Any, text: Text, max_tokens: int) -> Iterator[Row]:
     """Yield the windows of running text, or the single example of a record.
 
-    Each has at most ``max_tokens`` tokens.
+    Each example has at most ``max_tokens`` tokens.
 
     A record ends with the end-of-text token, so that generation learns to stop. Examples without a
     token to learn are left out.

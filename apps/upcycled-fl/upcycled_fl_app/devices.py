@@ -116,7 +116,7 @@ def load_devices(
     folder : Path, optional
         Folder of the files; by default the environment variable FLOWER_EXT_DATA names it.
     num_devices : int, optional
-        Number of devices; of the authors' synthetic devices the first ones are taken.
+        Number of devices. If the authors' file has more devices, the first ones are taken.
     num_classes : int, optional
         Number of classes of generated devices. For other data it must match the data.
     seed : int

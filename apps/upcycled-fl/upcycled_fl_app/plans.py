@@ -1,4 +1,4 @@
-"""The plan of a run, which samples devices and perturbs local models; and the local training."""
+"""The plan of a run, which samples devices and perturbs their models, and the local training."""
 
 from flower_ext.federation import configured
 from flower_ext.privacy import (

@@ -1,4 +1,4 @@
-"""Run functions in forks of this process, which the code of an app may change, hang or end."""
+"""Run functions in forks of this process. An app's code may change, hang or end such a fork."""
 
 from __future__ import annotations
 

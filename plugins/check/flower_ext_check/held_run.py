@@ -106,8 +106,8 @@ class HeldRun:
     ) -> Any:
         """Protect a public update in place of the update of a client of this package.
 
-        Noise within the training, and sums over privacy units, need the client's own update. For
-        such a sum, `work` has already taken away the client's records, or left those of one unit.
+        The client's own update stays if the noise is inside the training, or if the upload is a sum
+        over privacy units. `work` has then changed the client's records or training instead.
         """
         if not protection.hides_failures or isinstance(update, BoundedSum | HiddenSum):
             return protect(update, received, protection, noise)
@@ -125,10 +125,11 @@ class HeldRun:
     def work(self, work: ClientWork) -> ClientWork:
         """Return a client's work, changed so that the client does not learn from its data.
 
-        If the client protects its whole upload, its data are taken away. If it adds noise in each
-        local step, the steps stay, with a tiny learning rate. In a run without noise, only one
-        such step stays, with the usual learning rate, and a huge update comes from a huge first
-        record. In a run that shows one unit's influence, the client keeps the records of one unit.
+        * A client that protects its whole upload gets no data.
+        * A client that adds noise in each local step trains with a tiny learning rate. In a quiet
+          run, it takes a single step with the usual learning rate. A huge update then comes from a
+          huge first record.
+        * In a run that shows one unit's influence, a client keeps the records of one unit.
         """
         protection, phase, data = work.protection, work.method.upload_phase, work.data
         if self.shows_unit(protection):

@@ -17,7 +17,7 @@ _LARGEST_COHORT = 1000
 
 @dataclass(frozen=True, kw_only=True)
 class Noise:
-    """Clipping and Gaussian noise, as the parameters of the app's live object promise them."""
+    """The clipping and the Gaussian noise that the parameters of an app's mechanism promise."""
 
     clipping_norm: float
     release_stddev: float = 0.0

@@ -171,7 +171,7 @@ def normalise_image(
 
 @sums
 def _mean_by_group(values: np.ndarray, groups: int, places: Any) -> None:
-    """Replace each channel's sum over places with the mean over places and its group's channels."""
+    """Replace each channel's sum over places with the mean over all places of its whole group."""
     size = np.uint64(len(values)) // np.uint64(groups)
     share = ONE / (np.float32(size) * np.float32(places))
     for start in range(np.uint64(0), np.uint64(len(values)), size):
@@ -242,7 +242,7 @@ def send_image_norm(
 def _sum_over_places(
     slopes: np.ndarray, normed: np.ndarray, levels: np.ndarray, along: np.ndarray
 ) -> None:
-    """Sum over all places, by channel: slopes into ``levels``, slope · value into ``along``."""
+    """Add up, for each channel, the slopes into ``levels``, and slope · value into ``along``."""
     wide = np.uint64(len(levels))
     fill(levels, ZERO)
     fill(along, ZERO)

@@ -1,8 +1,8 @@
 """Convolutions and pooling of images, as loops over numbers that Numba translates.
 
 The channels of a place are neighbours in memory, (height, width, channels), and a convolution's
-weights are (kernel height, kernel width, channels, filters). A row of a window is then one run of
-numbers, and each pass is a product of matrices that reads images in place.
+weights are (kernel height, kernel width, channels, filters). A row of a window is then contiguous,
+and each pass is a product of matrices that reads images in place.
 """
 
 from __future__ import annotations

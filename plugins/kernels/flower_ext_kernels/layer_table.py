@@ -22,13 +22,13 @@ LINE = 16
 
 JOB_NUMBERS = 4
 WEIGHTS, START, FEATURES, OFFSET = range(JOB_NUMBERS)
-"""Addresses of a job's numbers: weights, initial weights, features, and the terms' offset."""
+"""Addresses of a job's weights, initial weights and features, and of the offset (see `PULL`)."""
 JOB_INTEGERS = 2
 TARGETS, ORDER = range(JOB_INTEGERS)
 """Addresses of a job's classes, and of the order in which it uses its rows, epoch after epoch."""
 JOB_COUNTS = 4
 COUNT, BATCH_SIZE, STEPS, HAS_TERMS = range(JOB_COUNTS)
-"""A job's counts of examples, of examples per mini-batch and of steps; and 1 if it has terms."""
+"""A job's counts of examples, of examples per mini-batch, of steps; 1 if it has extra terms."""
 JOB_RATES = 4
 LEARNING_RATE, MOMENTUM, SAM_RADIUS, PULL = range(JOB_RATES)
-"""A job's rates; the gradient of all terms of its objective at w is pull · w + offset."""
+"""A job's rates. The extra terms of its objective have the gradient pull · w + offset at w."""

@@ -118,7 +118,7 @@ def add_product(
 
 @loops
 def share(count: int, most: int) -> int:
-    """Return the size of parts that are about equal and as large as ``most`` permits."""
+    """Return the size of parts when ``count`` is divided evenly into parts of at most ``most``."""
     parts = -(-count // most)
     return -(-count // parts)
 

@@ -240,7 +240,7 @@ def _add_terms(
     pull: np.float32,
     offset: np.ndarray,
 ) -> None:
-    """Add the terms' part of the gradient at ``point``, for trained parameters."""
+    """Add the gradient of the extra terms at ``point`` to ``slopes``, for trained parameters."""
     for layer in layers:
         for part, trains, size in (
             (layer[WEIGHT], layer[TRAINS_WEIGHT], weight_size(layer)),

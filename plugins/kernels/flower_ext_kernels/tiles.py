@@ -193,7 +193,7 @@ def _tile(
 
 
 def _dotted(typing_context: Any, into: Any, left: Any, right: Any, shape: Any, steps: Any) -> Any:
-    """Write a tile of a product of rows; see `dot_tile`."""
+    """Write a tile of a product with a transposed matrix; see `dot_tile`."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         starts = [_start(context, builder, signature.args[i], arguments[i]) for i in range(3)]

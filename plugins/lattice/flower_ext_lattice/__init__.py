@@ -27,8 +27,8 @@ second key per entry       `columns`: ``draw_choices`` is P, ``winning_choices``
 
 The set-up and the rounds have the steps of `flower_ext.secure.weighting.agreement`. Silo 0 adds the
 silos' choices ρ_u of the oblivious transfer to its masked counts. An epoch, which lasts until other
-users are drawn, has one set of weights. If nobody is drawn, the server sends the same weights in
-every round, and a silo accepts them again if they are the same to the last bit.
+users are drawn, has one set of weights. If all users take part in every round, the server sends the
+same weights again, and a silo accepts them if they are the same to the last bit.
 
 A silo never needs to hold all users' updates at once.
 
@@ -49,7 +49,7 @@ __all__ = ["LatticeWeighting"]
 
 
 def __getattr__(name: str) -> Any:
-    """Import the settings at first use, because the parties need neither torch nor Flower."""
+    """Import the settings at first use, so that the parties load neither torch nor Flower."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from flower_ext_lattice.weighting import LatticeWeighting

@@ -33,11 +33,11 @@ _CUT_BITS = 64 - 8 * FIRST_WORD_BYTES
 _SQUARES = 512
 _HALF_STEP = 2 ** (STEP_BITS - 1)
 _EXCESS = 1 - MODULUS / 2**96
-"""Relative excess of a step over 2^24 words, because a word is worth q / 2^64."""
+"""Fraction by which a step exceeds 2^24 words, because a word is worth q / 2^64."""
 
 
 class Group:
-    """The slices of words and coordinates of eight blocks. The last group may have fewer."""
+    """Eight blocks, or fewer in the last group: the slices of their words and coordinates."""
 
     def __init__(self, settings: LatticeSettings, number: int) -> None:
         self.number = number

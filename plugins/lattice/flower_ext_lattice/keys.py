@@ -12,7 +12,7 @@ from flower_ext_lattice.samplers import Stream, public_polynomial
 
 
 class SecretKey:
-    """The transforms of the server's secret ternary polynomial s.
+    """The transforms of the server's secret polynomial s, with coefficients −1, 0 and 1.
 
     ``seed`` (32 bytes) determines s.
     """

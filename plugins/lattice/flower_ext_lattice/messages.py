@@ -27,7 +27,7 @@ from flower_ext_lattice.settings import (
 class LatticeKey(ProtocolMessage):
     """The server's public key, for all silos.
 
-    ``public_seed`` determines pk1, and together with the nonce of a set of weights every a_u.
+    ``public_seed`` determines pk1 and, together with the nonce of a set of weights, every a_u.
     ``transfer`` is the sender's point of the oblivious transfer. ``words`` holds the words of pk0.
     """
 

@@ -51,7 +51,7 @@ class Prime:
             root = pow(base, (self.value - 1) // (2 * DEGREE), self.value)
             if pow(root, DEGREE, self.value) == self.value - 1:
                 return root
-        raise AssertionError("one number of two is no square")
+        raise AssertionError("no root found, although half of all numbers are no squares")
 
     @cached_property
     def roots(self) -> Reals:
@@ -217,7 +217,7 @@ def switch(residues: Reals, high: Reals, low: NDArray[np.int64]) -> NDArray[np.u
 
 
 def split(words: NDArray[np.int64], prime: int) -> Reals:
-    """Return signed words of 64 bits modulo a prime."""
+    """Return the residues of signed 64-bit words modulo a prime."""
     x = np.empty(len(words))
     ring_loops.split(words, PRIMES[prime].q, x)
     return x

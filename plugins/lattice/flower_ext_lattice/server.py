@@ -24,7 +24,7 @@ from flower_ext_lattice.settings import LatticeSettings
 class LatticeServer(ServerParty[LatticeSettings, LatticeSum]):
     """The party that relays messages, encrypts weights that it does not know, and decrypts sums.
 
-    The weights of an epoch serve for one round if users are drawn, and else for the whole run.
+    The weights of an epoch serve for one round if users are drawn, and otherwise for the whole run.
     """
 
     sum_type = LatticeSum
@@ -66,7 +66,7 @@ class LatticeServer(ServerParty[LatticeSettings, LatticeSum]):
         return decrypted(self.settings, self._secret, messages)
 
     def _open_weights(self, number: int, places: Collection[int] | None) -> LatticeWeights:
-        """Return fresh encryptions; or, if all users take part, the same in every round."""
+        """Return fresh encryptions, or those of the first round if all users always take part."""
         if places is not None:
             drawn = set(places)
             taking_part = [(int(place in drawn),) for place in range(self.settings.users)]
@@ -76,7 +76,7 @@ class LatticeServer(ServerParty[LatticeSettings, LatticeSum]):
         return self._weights_of_all
 
     def _sealed_weights(self, number: int, sender: Sender, choices: bytes) -> LatticeWeights:
-        """Return weights in two columns, of which no party knows who is drawn: see `columns`."""
+        """Return weights in two columns (see `columns`), which hide from all parties who is drawn."""
         drawn = columns.draw_columns(self.settings)
         sealed = columns.seal_columns(self.settings, drawn, sender, choices)
         return replace(self._encrypt(number, drawn), offer=sender.public, columns=sealed)

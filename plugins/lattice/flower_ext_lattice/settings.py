@@ -184,10 +184,11 @@ class LatticeSettings(PartySettings):
     def hint_delta(self) -> float:
         """Statistical distance by which the server's secrets move the rounded results.
 
-        Three errors move a result by a fraction t of a step: the rounding error of c1 (ρ·s), the
-        errors of re-randomising, and Σ V·e_u. One silo's noise hides this fraction. The
-        Kullback-Leibler divergence of a rounded result is t² / (2 σ²), and adds up over coordinates
-        and rounds. The bound assumes that all users have N_max records and updates of full norm.
+        Three errors move a result by a fraction t of a step: the rounding error of c1 times s, the
+        errors of re-randomising, and Σ V·e_u. One silo's noise, of σ steps, hides this fraction.
+        The Kullback-Leibler divergence of a rounded result is t² / (2 σ²), and adds up over
+        coordinates and rounds. The bound assumes that all users have N_max records and updates of
+        full norm.
         """
         rounding = self.silos * DEGREE * _TERNARY_VARIANCE / 12
         words = math.ldexp(rounding, -2 * STEP_BITS)

@@ -181,7 +181,7 @@ def _pad(settings: LatticeSettings, key: bytes, label: bytes, place: int, number
 def _column_pad(
     settings: LatticeSettings, key: bytes, label: bytes, place: int
 ) -> NDArray[np.uint8]:
-    """Return the pad (M, bytes of an entry) of one column's entries: a stream under its key."""
+    """Return the pad (M, bytes of an entry) of one column's entries: a stream under ``key``."""
     stream = Stream(derive(key, "column", settings.context, label, place))
     return stream.octets(settings.table_size * _ENTRY_BYTES).reshape(
         settings.table_size, _ENTRY_BYTES
