@@ -30,7 +30,7 @@ def pilot_run(
     """Descend the mean loss of all clients, and each client's own loss, for ``rounds`` steps.
 
     The run needs all records in one process, so use it on a simulation or on public stand-in
-    records only. It adds no noise, and no guarantee covers its result. It computes in double
+    records only. The run adds no noise, and no guarantee covers its result. Numbers have double
     precision.
 
     Parameters

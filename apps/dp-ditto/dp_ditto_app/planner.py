@@ -1,8 +1,8 @@
 """Choose the number of rounds of a run by the planner that its settings name.
 
 ``planner = "none"`` takes the setting ``rounds``. ``"bound"`` and ``"pilot"`` take T* of Theorem 1,
-at most ``rounds``. They read the constants of the losses from the settings (``"bound"``) or from a
-pilot run on the clients' records (``"pilot"``).
+at most ``rounds``. ``"bound"`` reads the constants of the losses from the settings. ``"pilot"``
+estimates them by a pilot run on the clients' records.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 
 class Adapter(nn.Module):
-    """A residual bottleneck on features; it begins as the identity."""
+    """A residual bottleneck on features, which begins as the identity."""
 
     def __init__(self, width: int, bottleneck: int) -> None:
         super().__init__()

@@ -80,7 +80,7 @@ def build(source: Pictures | Texts, tune: str) -> nn.Module:
 def features(source: Pictures | Texts, shares: Shares, folder: Path | None) -> Features:
     """Return a function that takes a client's number and returns its examples as features.
 
-    The frozen model computes the features. They are cached for one run at a time.
+    The frozen model computes the features, which are cached for one run at a time.
     """
     own = partial(client_data, source, shares)
     return Features(source.frozen, own, folder)

@@ -62,8 +62,7 @@ def _modules() -> tuple[list[Path], list[Path]]:
             (private if digest[0] % 2 else public)[digest] = path
     if not (public and private):
         raise DataNotFound(
-            f"dataset='python': no source code in {library}, as in a Python without sources; "
-            "expected dataset='folder'"
+            f"dataset='python': {library} has no source code of Python; set dataset='folder'"
         )
     return [public[key] for key in sorted(public)], [private[key] for key in sorted(private)]
 

@@ -71,7 +71,7 @@ def allocate_within(
 def _mainly_in_one(
     per_user: np.ndarray, room: np.ndarray, main_share: float, rng: np.random.Generator
 ) -> list[np.ndarray]:
-    """Return the owner of each block, one array per silo.
+    """Return the owner of each block of records, one array per silo.
 
     Users choose silos for their blocks one after another, in random order. A silo without room is
     not chosen.

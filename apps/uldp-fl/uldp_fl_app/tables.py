@@ -83,8 +83,8 @@ def heart_disease(folder: Path | None = None) -> list[ClientData]:
     """Load UCI's four centres: 13 features, 1 for any disease; the benchmark's split, 66 % train.
 
     The three columns that are mostly missing are left out, then the incomplete rows: 303, 261, 46
-    and 130 rows remain. Chest pain and resting ECG become indicators of all levels but the first;
-    they come last. Features are standardised by each centre's own training rows.
+    and 130 rows remain. Chest pain and resting ECG become indicators of all levels but the first,
+    in the last columns. Features are standardised by each centre's own training rows.
 
     Raises
     ------

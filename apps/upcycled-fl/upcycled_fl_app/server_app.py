@@ -84,7 +84,7 @@ def check_method(settings: Settings) -> None:
 def method_of(plan: NonPrivatePlan | PerturbationPlan, settings: Settings) -> Method:
     """Return the method that the settings name.
 
-    With ``server-learning-rate = 0`` it uses its usual server learning rate.
+    With ``server-learning-rate = 0``, the method uses its usual server learning rate.
     """
     local, rate = local_training(settings), settings.server_learning_rate
     size = round(plan.sampling.expected_cohort_size)

@@ -121,7 +121,9 @@ def compile_and_keep(folders: Sequence[Path] | None = None) -> Path:
         with suppress(OSError):
             write_cached(folder / name, code)
             return folder
-    raise NotCompiled(f"none of the folders {[*map(str, folders)]} can be written")
+    raise NotCompiled(
+        f"none of the folders {[*map(str, folders)]} can be written: make one of them writable"
+    )
 
 
 def _file_name() -> str:

@@ -45,11 +45,12 @@ _SMALL = 2**15
 """Most numbers in the outputs of all layers for one example, for a network to count as small."""
 _FEW_THREADS = 2
 _MOST_ON_FEW, _MOST_ON_MANY = 2**26, 2**21
-"""Largest products (numbers of a network) · (rows of a mini-batch) for training one network.
+"""Limits on (numbers of a network) · (rows of a mini-batch) for training a single network.
 
-Up to these limits, one network of dense layers trains here as fast as in PyTorch on few threads, or
-on many. The first limit is measured. The second is computed for 4 to 16 threads, from 110 GFLOP/s
-here, and from 55 GFLOP/s per thread and 0.12 ms per step in PyTorch.
+Up to the first limit, a network of dense layers trains here as fast as in PyTorch on few threads;
+up to the second, as fast as on many threads. The first limit is measured. The second is computed
+for 4 to 16 threads, from 110 GFLOP/s here, and from 55 GFLOP/s per thread and 0.12 ms per step in
+PyTorch.
 """
 _NONE, _NO_TARGETS = torch.zeros(0), torch.zeros(0, dtype=torch.int64)
 

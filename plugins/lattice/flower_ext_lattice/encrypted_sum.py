@@ -70,9 +70,8 @@ def _groups(settings: LatticeSettings) -> list[Group]:
 class EncryptedSum:
     """The encrypted sum Σ_u V_su · (b_u, a_u) over the users that `add` was called with.
 
-    `words` returns it with noise and masks, and rounded.
-
-    It takes 32 bytes of memory per coordinate.
+    `words` returns the sum with noise and masks, rounded. The sum takes 32 bytes of memory per
+    coordinate.
 
     Parameters
     ----------

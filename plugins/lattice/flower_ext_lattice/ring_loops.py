@@ -201,7 +201,7 @@ def _two_stages(x: Any, roots: Any, start: Any, groups: Any, q: Any) -> None:
 
 @_fast
 def _add_row(row: Any, key: Any, total: Any, q: Any) -> None:
-    """Multiply every eight neighbours in ``row`` by their number in ``key``; add to ``total``."""
+    """Add each eight neighbours of ``row``, times their number in ``key``, to ``total``."""
     p = 1.0 / q
     for i in range(key.shape[0]):
         _add_product(row, LANES * i, key[i], total, q, p)

@@ -50,7 +50,7 @@ class Stream:
     def ternary(self, count: int) -> Reals:
         """Return ``count`` numbers that are uniform on -1, 0 and 1.
 
-        Each is a byte modulo 3; bytes of 255 are skipped.
+        Each number is a byte modulo 3; bytes of 255 are skipped.
         """
         accepted = np.empty(0, np.uint8)
         while len(accepted) < count:
@@ -61,7 +61,7 @@ class Stream:
     def errors(self, count: int) -> NDArray[np.int64]:
         """Return ``count`` numbers of the centred binomial distribution, of variance 21/2.
 
-        Each is the number of ones in 21 bits minus the number of ones in 21 others.
+        Each sample is the number of ones in 21 bits minus the number of ones in 21 others.
         """
         drawn = self.words(count)
         ones = _ones(drawn & _ERROR_MASK)

@@ -76,7 +76,7 @@ class LatticeServer(ServerParty[LatticeSettings, LatticeSum]):
         return self._weights_of_all
 
     def _sealed_weights(self, number: int, sender: Sender, choices: bytes) -> LatticeWeights:
-        """Return weights in two columns (see `columns`), which hide from all parties who is drawn."""
+        """Return weights in two columns (see `columns`), so that no party knows who is drawn."""
         drawn = columns.draw_columns(self.settings)
         sealed = columns.seal_columns(self.settings, drawn, sender, choices)
         return replace(self._encrypt(number, drawn), offer=sender.public, columns=sealed)

@@ -257,7 +257,7 @@ class LatticeSettings(PartySettings):
         if self.added_delta > _LARGEST_ADDED_DELTA:
             raise InvalidValue(
                 f"noise_stddev={self.noise_stddev!r} adds {self.added_delta:.1g} to δ: expected at "
-                f"most {_LARGEST_ADDED_DELTA:g}; use more noise, fewer than rounds={self.rounds}, "
+                f"most {_LARGEST_ADDED_DELTA:g}; use more noise, fewer than {self.rounds} rounds, "
                 "or smaller silo_record_limits"
             )
         if 10 * math.sqrt(self.silos) * self.noise_stddev >= self.sum_limit:

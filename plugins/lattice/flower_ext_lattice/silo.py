@@ -129,7 +129,7 @@ class LatticeSilo(SiloParty):
 
     @cached_property
     def _transfer(self) -> Receiver:
-        """The silos' side of the oblivious transfer. It chooses ρ_u, and is equal at all silos."""
+        """The silos' side of the oblivious transfer: the choices ρ_u, equal at all silos."""
         return Receiver(
             self._server_key.transfer,
             derive(self.seed, "transfer"),

@@ -169,7 +169,7 @@ def users(
             "may be words, or decimals with a comma); apps that expect numbers take them as missing"
         )
     common = pseudonyms.fingerprint if buckets is None else f"{pseudonyms.fingerprint}-{buckets}"
-    say(f"Fingerprint {common}: silos number people alike only if they print the same one.")
+    say(f"Fingerprint {common}: all silos must print the same one, or their numbers do not match.")
     if buckets is not None:
         everyone = people or linked.num_people
         of_whom = "all silos" if people else "this file alone; set --people to count all silos"

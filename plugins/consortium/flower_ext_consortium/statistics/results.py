@@ -54,7 +54,7 @@ class StatisticsFiles(Callback):
             load_file(run.path / "model.safetensors"),
             method=self._method,
             plan=self._plan,
-            rng=seeded_generator(0, "standard errors"),  # draws no noise that protects anybody
+            rng=seeded_generator(0, "standard errors"),  # protects nobody, so a seed is safe
         )
         rows = [
             (statistic.title, each.name, each.value, each.standard_error, each.lower, each.upper)
