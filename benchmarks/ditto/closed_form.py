@@ -9,7 +9,7 @@ import math
 from dataclasses import dataclass
 
 from flower_ext.errors import InvalidValue
-from flower_ext.planning import ConvergenceBound
+from flower_ext_planner.convergence import ConvergenceBound
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,8 +9,9 @@ from types import SimpleNamespace
 
 from benchmarks.runs import APPS, Config, Experiment, paper
 from flower_ext.federation.engines.run_app import load_app
-from flower_ext.planning import DittoProblem, best_schedule
 from flower_ext.privacy.guarantee import Basis
+from flower_ext_planner.convergence import DittoProblem
+from flower_ext_planner.search import best_schedule
 
 METHODS = {
     "dp-ditto": "DP-Ditto",

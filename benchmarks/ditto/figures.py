@@ -20,11 +20,12 @@ from benchmarks.ditto.experiment import (
 )
 from benchmarks.report.rows import keep
 from benchmarks.runs import Config, Experiment, last, over_seeds
-from flower_ext.planning import Outcome, alternating_search, convergence_bound
 from flower_ext.runs import RunDirectory
 from flower_ext.runs.comparison import mean_and_std
 from flower_ext.runs.figures import Line
 from flower_ext.runs.page import table
+from flower_ext_planner.convergence import convergence_bound
+from flower_ext_planner.search import Outcome, alternating_search
 
 ACCURACY, LOSS, SPREAD = "accuracy_mean", "training_loss_mean", "training_loss_std"
 WORST, JAIN = "accuracy_worst_decile", "accuracy_jain"

@@ -386,8 +386,7 @@ def packages() -> Drawing:
         GREEN,
     )
     package(20, 310, full, "metrics", "metrics over clients; lower bounds on ε from samples", GREEN)
-    package(20, 362, 405, "training", "Task, SGD and SAM, batches, DP-SGD", GREEN)
-    package(435, 362, 405, "planning", "DP-Ditto's planner (no torch)", AMBER)
+    package(20, 362, full, "training", "Task, SGD and SAM, batches, DP-SGD", GREEN)
     package(20, 414, 405, "data", "data sets and partitions", GREEN)
     package(435, 414, 405, "secure", "secure sums, private weights (no torch)", AMBER)
     package(

@@ -36,7 +36,7 @@ from flower_ext.federation import (
     Steps,
     personal_model,
 )
-from flower_ext.planning.convergence import LARGEST_WEIGHT, check_global_weight
+from flower_ext.privacy.theorems.dp_ditto_theorem import LARGEST_WEIGHT, check_global_weight
 from flower_ext.training import LocalTraining, Params, Proximal
 
 

@@ -31,7 +31,6 @@ COMMANDS = {
     "run": "run_command",
     "report": "reporting",
     "calibrate": "calibrate",
-    "ditto-schedule": "ditto_schedule",
     "audit": "audit",
     "ledger": "reporting",
     "withdraw": "withdraw",
@@ -42,6 +41,7 @@ COMMANDS = {
 
 PLUGINS = {
     "check": "flower-ext-check",
+    "ditto-schedule": "flower-ext-planner",
     "guard": "flower-ext-guard",
     "link": "flower-ext-consortium",
     "stats": "flower-ext-consortium",

@@ -5,7 +5,7 @@ from dataclasses import asdict
 import numpy as np
 import pytest
 
-from flower_ext.planning import DittoProblem
+from flower_ext_planner.convergence import DittoProblem
 from tests.support.apps import DP_DITTO
 from tests.support.linear_federation import LinearFederation
 

@@ -1,6 +1,7 @@
 """The whole app in this process: every method, both kinds of noise, the planner, bad settings."""
 
 import math
+import sys
 import tomllib
 
 import numpy as np
@@ -152,6 +153,17 @@ def test_the_planner_says_where_no_round_is_worth_its_noise(tmp_path):
     facts = {"planner": "bound", "calibration": "provable", "initial_distance": 0.0}
     with pytest.raises(ValueError, match="no number of rounds improves the bound"):
         run(tmp_path / "run", **facts)
+
+
+def test_only_a_run_with_a_planner_needs_the_plugin(tmp_path, monkeypatch):
+    for name in [*sys.modules]:
+        if name.startswith(("dp_ditto_app", "flower_ext_planner")):
+            monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "flower_ext_planner", None)
+    assert run(tmp_path / "run").status == "completed"
+    for planner in ("bound", "pilot"):
+        with pytest.raises(ValueError, match=f"'{planner}' needs a plug-in: pip install flower-e"):
+            run(tmp_path / planner, planner=planner)
 
 
 def test_the_shared_model_differs_by_method(tmp_path):

@@ -17,7 +17,6 @@ ROOMS = [
     "data",
     "federation",
     "metrics",
-    "planning",
     "privacy",
     "runs",
     "secure",

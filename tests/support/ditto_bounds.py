@@ -2,7 +2,7 @@
 
 import math
 
-from flower_ext.planning import ConvergenceBound, DittoProblem, convergence_bound
+from flower_ext_planner.convergence import ConvergenceBound, DittoProblem, convergence_bound
 
 BASES = ("published", "provable")
 USUAL = {

@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flower_ext.errors import InvalidValue
-from flower_ext.planning.convergence import LARGEST_WEIGHT, check_global_weight
+from flower_ext.privacy.theorems.dp_ditto_theorem import LARGEST_WEIGHT, check_global_weight
 
 Array = NDArray[np.float64]
 

@@ -2,24 +2,29 @@
 
 ``planner = "none"`` takes the setting ``rounds``. ``"bound"`` and ``"pilot"`` take T* of Theorem 1,
 at most ``rounds``. ``"bound"`` reads the constants of the losses from the settings. ``"pilot"``
-estimates them by a pilot run on the clients' records.
+estimates them by a pilot run on the clients' records. Both need the plug-in
+flower-ext-planner.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from importlib.util import find_spec
+from typing import TYPE_CHECKING
 
 from dp_ditto_app.loss_constants import LossConstants
 from dp_ditto_app.pilot import pilot_run
 from dp_ditto_app.settings import Settings
-from flower_ext.planning import DittoProblem, best_schedule
 from flower_ext.privacy import PrivacyPlan, RecordLevelPlan
 from flower_ext.runs import RunDirectory
 from flower_ext.runs.callbacks import Callback
 from flower_ext.runs.settings import UnfitSetting
 from flower_ext.training import Task
 from flower_ext.training.models import parameter_count
+
+if TYPE_CHECKING:
+    from flower_ext_planner.convergence import DittoProblem
 
 PILOT = (
     "a pilot run without noise on the clients' training records, which chose the number of rounds "
@@ -48,13 +53,19 @@ def pilot_of(settings: Settings, task: Task) -> LossConstants | None:
     Raises
     ------
     UnfitSetting
-        The settings combine a planner with a method that Theorem 1 does not cover.
+        The settings combine a planner with a method that Theorem 1 does not cover, or the plug-in
+        flower-ext-planner is not installed.
     """
     planner = settings.planner
     if planner != "none" and settings.method != "dp-ditto":
         raise UnfitSetting(
             f"run-config planner={planner!r} with method={settings.method!r}: expected "
             "method='dp-ditto', the only method that Theorem 1 covers, or planner='none'"
+        )
+    if planner != "none" and find_spec("flower_ext_planner") is None:
+        raise UnfitSetting(
+            f"run-config planner={planner!r} needs a plug-in: pip install flower-ext-planner, or "
+            "./plugins/planner in a checkout; or take planner='none'"
         )
     if planner != "pilot":
         return None
@@ -73,6 +84,8 @@ def problem_of(settings: Settings, task: Task, pilot: LossConstants | None) -> D
     The constants of the losses are ``pilot``, or come from the settings if ``pilot`` is None. A
     setting ``gradient-bound`` or ``model-spread`` of 0 says that the value is not known.
     """
+    from flower_ext_planner.convergence import DittoProblem
+
     constants = pilot or LossConstants(
         strong_convexity=settings.strong_convexity,
         smoothness=settings.smoothness,
@@ -118,6 +131,8 @@ def planned_rounds(
     most, basis = settings.rounds, settings.calibration
     if settings.planner == "none":
         return most
+    from flower_ext_planner.search import best_schedule
+
     plan = plan_of(1)
     if not isinstance(plan, RecordLevelPlan):
         raise UnfitSetting(

@@ -83,7 +83,8 @@ class Settings(PrivacySettings, ClientSettings, PartitionSettings, TrainingSetti
 
     # Planner of the number of rounds
     planner: Literal["none", "bound", "pilot"] = setting(
-        "dp-ditto: none takes rounds; bound takes the T of Theorem 1 for the constants below; "
+        "dp-ditto: none takes rounds; bound and pilot need the plug-in flower-ext-planner; bound "
+        "takes the T of Theorem 1 for the constants below; "
         "pilot takes it for constants that full-gradient descent on the clients' records finds and "
         "writes to pilot.toml. The pilot has no noise, and no guarantee covers it: for simulations "
         "and public stand-ins only"

@@ -11,6 +11,7 @@ C                     ``clipping_norm`` of the local model
 q                     1/``num_clients`` (Eqn 8)
 T, |D_n|              ``rounds``, ``num_examples``
 η_G                   ``ClippedSteps.learning_rate``
+λ                     ``global_weight`` of a personal model, which needs no noise
 ====================  =====================================================
 
 Eqns 7 and 8 ask for σ_u = Δs √(2 q T ln(1/δ)) / ε. Three steps of their derivation do not hold:
@@ -43,6 +44,15 @@ from flower_ext.privacy.accounting.events import PrivacyLoss
 from flower_ext.privacy.accounting.gaussian import gaussian_loss
 from flower_ext.privacy.accounting.sampling import FullParticipation
 from flower_ext.privacy.units import NeighboringRelation
+
+LARGEST_WEIGHT = 2.0
+"""λ at which a personal model equals the global one."""
+
+
+def check_global_weight(global_weight: float) -> None:
+    """Refuse a λ outside [0, 2]."""
+    if not 0 <= global_weight <= LARGEST_WEIGHT:
+        raise InvalidValue(f"global_weight={global_weight!r}: expected λ, a number in [0, 2]")
 
 
 @dataclass(frozen=True, kw_only=True)

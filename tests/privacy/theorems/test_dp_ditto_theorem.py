@@ -15,7 +15,10 @@ from flower_ext.privacy import (
     RecordLevelPlan,
     gaussian_loss,
 )
-from flower_ext.privacy.theorems.dp_ditto_theorem import dp_ditto_noise_stddev
+from flower_ext.privacy.theorems.dp_ditto_theorem import (
+    check_global_weight,
+    dp_ditto_noise_stddev,
+)
 from tests.support.plans import steps
 from tests.support.run_summary import run_summary
 
@@ -166,3 +169,11 @@ def test_what_a_method_leaves_out_is_said_of_what_is_provable():
         provable = guarantees(not_covered=["scores"], secure_noise=False, steps=given)[1]
         assert provable.not_covered == ("scores",)
         assert "SIMULATION" in provable.statement()
+
+
+def test_a_weight_from_0_to_2_is_accepted_and_no_other():
+    check_global_weight(0)
+    check_global_weight(2)
+    for bad in (-1e-9, 2 + 1e-9, math.nan):
+        with pytest.raises(ValueError, match=f"global_weight={bad!r}: expected λ"):
+            check_global_weight(bad)

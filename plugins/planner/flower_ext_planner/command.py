@@ -15,13 +15,15 @@ from flower_ext.checks import Count, NotNegative, Positive, ProperFraction
 from flower_ext.cli.screen import console
 from flower_ext.errors import InvalidValue
 from flower_ext.files import read_toml
-from flower_ext.planning import DittoProblem, LinearFairness, best_schedule
 from flower_ext.privacy import ClippedSteps, Condition, FullParticipation, RecordLevelPlan
 from flower_ext.privacy.accounting.participations import Participations
 from flower_ext.privacy.guarantee import Basis, is_large
 from flower_ext.privacy.run_summary import MethodTraits, RunSummary
 from flower_ext.runs.page import to_markdown
 from flower_ext.runs.settings import Settings
+from flower_ext_planner.convergence import DittoProblem
+from flower_ext_planner.fairness import LinearFairness
+from flower_ext_planner.search import best_schedule
 
 Part = TypeVar("Part", ClippedSteps, DittoProblem, LinearFairness)
 
@@ -132,6 +134,7 @@ def ditto_schedule(
         return
     text = to_markdown(
         "ditto-schedule",
+        "flower_ext_planner",
         settings=settings,
         steps=settings.steps,
         delta=delta,

@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from flower_ext.planning import LinearFairness
+from flower_ext_planner.fairness import LinearFairness
 from tests.support.grids import grid
 from tests.support.linear_federation import LinearFederation
 

@@ -3,12 +3,9 @@ import math
 import numpy as np
 import pytest
 
-from flower_ext.planning import (
-    DittoProblem,
-    LinearFairness,
-    best_schedule,
-    convergence_bound,
-)
+from flower_ext_planner.convergence import DittoProblem, convergence_bound
+from flower_ext_planner.fairness import LinearFairness
+from flower_ext_planner.search import best_schedule
 from tests.support.grids import grid
 
 PROBLEM = DittoProblem(

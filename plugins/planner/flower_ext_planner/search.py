@@ -17,14 +17,10 @@ from dataclasses import dataclass, replace
 
 from flower_ext.checks import require_at_least_one
 from flower_ext.errors import InvalidValue
-from flower_ext.planning.convergence import (
-    ConvergenceBound,
-    DittoProblem,
-    check_global_weight,
-    convergence_bound,
-)
-from flower_ext.planning.fairness import LinearFairness
 from flower_ext.privacy.guarantee import Basis
+from flower_ext.privacy.theorems.dp_ditto_theorem import check_global_weight
+from flower_ext_planner.convergence import ConvergenceBound, DittoProblem, convergence_bound
+from flower_ext_planner.fairness import LinearFairness
 
 
 @dataclass(frozen=True, kw_only=True)

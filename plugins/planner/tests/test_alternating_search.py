@@ -2,7 +2,7 @@ import math
 
 import pytest
 
-from flower_ext.planning import Outcome, alternating_search
+from flower_ext_planner.search import Outcome, alternating_search
 
 ROUNDS, WEIGHTS = (5, 10, 20, 40), (0.1, 0.5, 1.0, 2.0)
 

@@ -46,8 +46,9 @@ from flower_ext.checks import (
     require_positive,
 )
 from flower_ext.errors import InvalidValue
-from flower_ext.planning.convergence import BASES, LARGEST_WEIGHT, check_global_weight
 from flower_ext.privacy.guarantee import Basis, Condition
+from flower_ext.privacy.theorems.dp_ditto_theorem import LARGEST_WEIGHT, check_global_weight
+from flower_ext_planner.convergence import BASES
 
 
 @dataclass(frozen=True, kw_only=True)

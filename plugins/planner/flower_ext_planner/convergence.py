@@ -59,10 +59,9 @@ from flower_ext.checks import (
 )
 from flower_ext.errors import InvalidValue
 from flower_ext.privacy.guarantee import Basis, Condition
+from flower_ext.privacy.theorems.dp_ditto_theorem import check_global_weight
 
 BASES: tuple[Basis, ...] = ("published", "provable")
-LARGEST_WEIGHT = 2.0
-"""λ at which a personal model equals the global one."""
 _MaybeInfinite = Annotated[float, Rule("a number >= 0", lambda x: is_number(x) and x >= 0)]
 
 
@@ -232,12 +231,6 @@ def convergence_bound(
         initial_distance=problem.initial_distance,
         conditions=conditions,
     )
-
-
-def check_global_weight(global_weight: float) -> None:
-    """Refuse a λ outside [0, 2]."""
-    if not 0 <= global_weight <= LARGEST_WEIGHT:
-        raise InvalidValue(f"global_weight={global_weight!r}: expected λ, a number in [0, 2]")
 
 
 def _crossed(a: float, b: float, T: NDArray[np.float64]) -> NDArray[np.float64]:
