@@ -32,7 +32,7 @@ def bound(*, weight=0.5, variance=1e-5, basis="provable", **changes) -> Converge
 def random_bound(rng, basis, **fixed):
     mu = math.exp(rng.uniform(-3, 1))
     L = mu * math.exp(rng.uniform(0, 3))
-    facts = {
+    constants = {
         "strong_convexity": mu,
         "smoothness": L,
         "initial_gap": rng.uniform(0, 5),
@@ -45,7 +45,7 @@ def random_bound(rng, basis, **fixed):
         "model_spread": rng.uniform(0, 2),
     }
     return convergence_bound(
-        DittoProblem(**{**facts, **fixed}),
+        DittoProblem(**{**constants, **fixed}),
         global_weight=rng.uniform(0, 2),
         variance_per_round=math.exp(rng.uniform(-8, 0)),
         basis=basis,
@@ -53,7 +53,7 @@ def random_bound(rng, basis, **fixed):
 
 
 def equal_rates(**changes) -> ConvergenceBound:
-    facts = {
+    coefficients = {
         "personal_rate": 0.9,
         "global_rate": 0.9,
         "residual": 0.02,
@@ -62,4 +62,4 @@ def equal_rates(**changes) -> ConvergenceBound:
         "initial_gap": 2.0,
         "initial_distance": 5.0,
     }
-    return ConvergenceBound(**{**facts, **changes})
+    return ConvergenceBound(**{**coefficients, **changes})

@@ -78,6 +78,11 @@ class ScheduleSettings(Settings):
             )
 
     @property
+    def target_delta(self) -> float:
+        """The setting ``delta``, or 1/|D|."""
+        return self.delta or 1 / self.num_examples
+
+    @property
     def steps(self) -> ClippedSteps | None:
         """The local steps, in which gradients are clipped; None without gradient-clipping-norm."""
         return None if self.gradient_clipping_norm is None else self.part(ClippedSteps)
@@ -86,7 +91,7 @@ class ScheduleSettings(Settings):
         """Return the plan that spends at most the budget in ``rounds`` rounds."""
         return RecordLevelPlan.for_target(
             epsilon=self.epsilon,
-            delta=self.delta or 1 / self.num_examples,
+            delta=self.target_delta,
             sampling=FullParticipation(self.num_clients),
             num_examples=self.num_examples,
             rounds=rounds,
@@ -121,10 +126,10 @@ def ditto_schedule(
     Example: flower-ext ditto-schedule apps/dp-ditto/schedule.toml
     """
     settings = ScheduleSettings.of(read_toml(settings_file))
-    delta = settings.delta or 1 / settings.num_examples
+    delta = settings.target_delta
     rate = settings.personal_learning_rate or settings.learning_rate
     problem = settings.part(DittoProblem, personal_learning_rate=rate)
-    unknown = [n for n in ("gradient_bound", "model_spread") if math.isinf(getattr(problem, n))]
+    unknown = [n for n in ("gradient_bound", "model_spread") if getattr(settings, n) is None]
     bases: list[Basis] = ["provable"] if unknown else ["published", "provable"]
     schedules = [_schedule(settings, problem, basis) for basis in bases]
     if as_json:
@@ -149,17 +154,18 @@ def ditto_schedule(
 def _schedule(settings: ScheduleSettings, problem: DittoProblem, basis: Basis) -> dict[str, Any]:
     """Return the best schedule by the formulas of ``basis``, as the command prints it in JSON."""
     weight = settings.global_weight
+    global_weight = settings.part(LinearFairness) if weight is None else weight
     schedule = best_schedule(
         problem,
-        settings.part(LinearFairness) if weight is None else weight,
+        global_weight,
         variance_per_round=settings.plan_of(1, basis).upload_stddev ** 2,
         max_rounds=settings.max_rounds,
         basis=basis,
     )
     conditions = [*schedule.bound.conditions, _one_full_step(settings)]
-    if weight is None:
-        fairness, norm = settings.part(LinearFairness), settings.clipping_norm
-        conditions.append(fairness.uniqueness(clipping_norm=norm, basis=basis))
+    if isinstance(global_weight, LinearFairness):
+        norm = settings.clipping_norm
+        conditions.append(global_weight.uniqueness(clipping_norm=norm, basis=basis))
     # If T* is 0, clients release nothing, so there is no noise.
     plan = settings.plan_of(schedule.rounds, basis) if schedule.rounds else None
     return {
@@ -175,16 +181,15 @@ def _schedule(settings: ScheduleSettings, problem: DittoProblem, basis: Basis) -
 
 def _epsilons(plan: RecordLevelPlan) -> dict[str, float]:
     """Return ε as published, in the worst case, and with clipped gradients if the plan clips."""
-    uploads = replace(plan, noise_stddev=plan.upload_stddev, steps=None)
     run = RunSummary(
         method=MethodTraits(name="DP-Ditto"), participations=Participations(rounds=plan.rounds)
     )
-    published, provable = uploads.guarantees(run)
     # Algorithm 1 clips models but no gradients, so the worst case holds for it.
-    epsilons = {"as published": published.epsilon, "worst case": provable.epsilon}
+    uploads = replace(plan, noise_stddev=plan.upload_stddev, steps=None)
+    published, worst_case = uploads.guarantees(run)
+    epsilons = {"as published": published.epsilon, "worst case": worst_case.epsilon}
     if plan.steps is not None:
-        loss = plan.steps.loss(plan.noise_stddev, delta=plan.delta, rounds=plan.rounds)
-        epsilons["gradients clipped"] = loss.epsilon
+        epsilons["gradients clipped"] = plan.guarantees(run)[1].epsilon
     return epsilons
 
 

@@ -144,6 +144,8 @@ class ConvergenceBound:
         if (T < 0).any():
             raise InvalidValue(f"rounds={rounds!r}: expected integers >= 0")
         a, b = self.personal_rate, self.global_rate
+        # The recursions give e_t = b^t Ψ₁ + φ_L T (1 − b^t)/(1 − b), and
+        # h = a^T Ψ₂ + Σ_{t<T} a^(T−1−t) (residual + β e_t).
         with np.errstate(over="ignore", invalid="ignore"):
             crossed, accumulated = _crossed(a, b, T), _crossed(a, 1.0, T)
             noisy = (accumulated - crossed) / (1 - b)

@@ -34,6 +34,7 @@ import math
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.polynomial import Polynomial
 from numpy.typing import ArrayLike, NDArray
 
 from flower_ext.checks import (
@@ -129,7 +130,7 @@ class LinearFairness(Checked):
         Candidates are 0, 2, and each λ whose α₀ is a real root of dR/dα₀ (Eqn 32).
         """
         unfairness = self.quartic(upload_variance=upload_variance, basis=basis)
-        roots = unfairness.deriv().roots
+        roots = unfairness.deriv().roots()
         # Rounding gives real roots a small imaginary part.
         real = roots[np.abs(roots.imag) < 1e-7].real
         shares = np.concatenate([[0.0, 1.0], real[(real > 0) & (real < 1)]])
@@ -153,7 +154,7 @@ class LinearFairness(Checked):
             clipping_norm < limit,
         )
 
-    def quartic(self, *, upload_variance: float, basis: Basis = "provable") -> np.poly1d:
+    def quartic(self, *, upload_variance: float, basis: Basis = "provable") -> Polynomial:
         """Return R (Eqn 31) as a polynomial in α₀."""
         require_not_negative("upload_variance", upload_variance)
         require_one_of("basis", basis, BASES)
@@ -164,14 +165,6 @@ class LinearFairness(Checked):
         else:
             left = (1 - 1 / N) * posterior
             constant, D, W = 2 * d * left * (posterior + 2 * shared), 4 * d * left, left + shared
-        noise = upload_variance / N
-        mean_deviation, deviation_variance = self.moments
-        # With a NumPy scalar on the left, the polynomials would become arrays.
-        x, gap = np.poly1d([1.0, 0.0]), np.poly1d([-1.0 / N, self.shrinkage / N])
-        squared = gap * gap
-        return np.poly1d(
-            x * x * (D * noise)
-            + squared * (x * x * noise + W) * (4 * mean_deviation)
-            + squared * squared * deviation_variance
-            + constant
-        )
+        q, (mean, variance) = upload_variance / N, self.moments
+        x, s = Polynomial([0, 1]), Polynomial([self.shrinkage / N, -1 / N])
+        return constant + D * q * x**2 + 4 * mean * s**2 * (W + q * x**2) + variance * s**4

@@ -25,14 +25,14 @@ def test_alternating_ends_where_neither_search_wants_to_move(start):
 
 
 def test_each_pair_is_run_once():
-    asked = []
+    pairs = []
 
     def run(T, weight):
-        asked.append((T, weight))
+        pairs.append((T, weight))
         return bowl(T, weight)
 
     plan = alternating_search(run, rounds=ROUNDS, global_weights=WEIGHTS)
-    assert len(asked) == len(set(asked)) == len(plan.outcomes)
+    assert len(pairs) == len(set(pairs)) == len(plan.outcomes)
 
 
 def test_a_circle_ends_with_its_smallest_loss_and_says_so():
@@ -58,7 +58,7 @@ def test_runs_that_diverge_are_never_chosen_over_others():
 
 
 @pytest.mark.parametrize(
-    ("facts", "said"),
+    ("candidates", "message"),
     [
         ({"rounds": (), "global_weights": (1.0,)}, r"rounds=\[\]: expected"),
         ({"rounds": (0,), "global_weights": (1.0,)}, r"rounds=\[0\]: expected"),
@@ -67,6 +67,6 @@ def test_runs_that_diverge_are_never_chosen_over_others():
         ({"rounds": (1,), "global_weights": (1.0,), "start": -1.0}, "global_weight=-1.0"),
     ],
 )
-def test_searches_without_sense_are_refused(facts, said):
-    with pytest.raises(ValueError, match=said):
-        alternating_search(bowl, **facts)
+def test_searches_without_sense_are_refused(candidates, message):
+    with pytest.raises(ValueError, match=message):
+        alternating_search(bowl, **candidates)

@@ -46,8 +46,8 @@ def test_the_bound_follows_the_recursion_where_it_does_not_contract(rates):
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("variance", [0.0, 1e-5])
 def test_a_diverging_bound_ends_at_infinity_and_never_has_the_best_rounds(variance):
-    facts = {"personal_learning_rate": 0.1, "strong_convexity": 0.05, "smoothness": 1.0}
-    b = bound(weight=0.1, variance=variance, basis="published", **facts)
+    changes = {"personal_learning_rate": 0.1, "strong_convexity": 0.05, "smoothness": 1.0}
+    b = bound(weight=0.1, variance=variance, basis="published", **changes)
     values = b.after(np.arange(20_001))
     assert b.personal_rate > 1
     assert not np.isnan(values).any()

@@ -59,9 +59,9 @@ def test_the_project_offers_its_command_to_the_group_that_the_core_reads():
 
 
 def test_rounds_and_weight_are_answered_for_both_bases(tmp_path):
-    facts = answered(tmp_path, **LINEAR)
-    assert (facts["unit"], facts["relation"]) == ("record", "replace-one")
-    by_basis = {one["basis"]: one for one in facts["schedules"]}
+    answer = answered(tmp_path, **LINEAR)
+    assert (answer["unit"], answer["relation"]) == ("record", "replace-one")
+    by_basis = {one["basis"]: one for one in answer["schedules"]}
     assert set(by_basis) == {"published", "provable"}
     for one in by_basis.values():
         assert 1 <= one["rounds"] <= 400
@@ -87,18 +87,18 @@ def test_a_bound_beyond_any_number_leaves_a_schedule_without_rounds_in_valid_jso
     def refuse(word):
         raise AssertionError(f"{word} is no JSON")
 
-    found = json.loads(done.output, parse_constant=refuse)
-    assert found["schedules"][0]["rounds"] == 0
-    assert found["schedules"][1]["bound"] > 0
+    answer = json.loads(done.output, parse_constant=refuse)
+    assert answer["schedules"][0]["rounds"] == 0
+    assert answer["schedules"][1]["bound"] > 0
 
 
 def test_without_gradient_bounds_only_the_provable_schedule_is_made(tmp_path):
-    facts = answered(tmp_path, global_weight=0.5, gradient_bound=None)
-    assert [one["basis"] for one in facts["schedules"]] == ["provable"]
+    answer = answered(tmp_path, global_weight=0.5, gradient_bound=None)
+    assert [one["basis"] for one in answer["schedules"]] == ["provable"]
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("given", "message"),
     [
         ({"gradient_bound": None}, "needs gradient-bound as well"),
         (
@@ -107,14 +107,14 @@ def test_without_gradient_bounds_only_the_provable_schedule_is_made(tmp_path):
         ),
     ],
 )
-def test_a_published_schedule_that_is_missing_says_what_it_needs(given, said, tmp_path):
-    assert said in schedule(tmp_path, global_weight=0.5, **given).output
+def test_a_published_schedule_that_is_missing_says_what_it_needs(given, message, tmp_path):
+    assert message in schedule(tmp_path, global_weight=0.5, **given).output
     assert "No published schedule" not in schedule(tmp_path, global_weight=0.5).output
 
 
 def test_without_clipped_gradients_the_provable_noise_is_that_of_2C(tmp_path):
-    facts = answered(tmp_path, global_weight=0.5, gradient_clipping_norm=None)
-    provable = facts["schedules"][1]
+    answer = answered(tmp_path, global_weight=0.5, gradient_clipping_norm=None)
+    provable = answer["schedules"][1]
     assert provable["epsilon"]["worst case"] == pytest.approx(10)
     assert "gradients clipped" not in provable["epsilon"]
 
@@ -130,7 +130,7 @@ def test_several_local_steps_raise_the_noise_and_are_named_as_beyond_the_bound(t
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "message"),
     [
         ({}, "give either global-weight or all of feature-energy"),
         ({"global_weight": 1, "feature_energy": 1}, "give either global-weight"),
@@ -156,11 +156,11 @@ def test_several_local_steps_raise_the_noise_and_are_named_as_beyond_the_bound(t
     ],
 )
 def test_a_schedule_that_cannot_be_made_exits_with_2_and_says_what_to_change(
-    tmp_path, changes, said
+    tmp_path, changes, message
 ):
     done = schedule(tmp_path, **changes)
     assert done.exit_code == 2
-    assert _unbroken(said) in _unbroken(done.output)
+    assert _unbroken(message) in _unbroken(done.output)
 
 
 def _unbroken(text):
@@ -169,7 +169,7 @@ def _unbroken(text):
 
 
 def test_a_file_that_is_no_settings_file_is_refused_by_name(tmp_path):
-    for name, text, said in (
+    for name, text, message in (
         ("no.toml", None, "No such file"),
         ("bad.toml", "x", "not valid TOML"),
     ):
@@ -177,7 +177,7 @@ def test_a_file_that_is_no_settings_file_is_refused_by_name(tmp_path):
             (tmp_path / name).write_text(text)
         done = CliRunner().invoke(app, ["ditto-schedule", str(tmp_path / name)])
         assert done.exit_code == 2
-        for words in (name, said):
+        for words in (name, message):
             assert _unbroken(words) in _unbroken(done.output)
 
 

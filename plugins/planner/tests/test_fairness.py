@@ -46,10 +46,10 @@ def fairness(seed=0) -> LinearFairness:
 def spread_of_losses(w, f, weight, stddev, draws, rng):
     """Return Var over clients of ‖u_n* − v_n‖² given û: u_n* from its posterior, fresh noise."""
     local, shape = w.local_models, w.true_models.shape
-    share, own = f.shrinkage, math.sqrt(f.posterior_variance)
+    share, stddev_of_truth = f.shrinkage, math.sqrt(f.posterior_variance)
     shared = math.sqrt(f.shared_variance) * rng.normal(size=(draws, 1, shape[1]))
     truth = (1 - share) * local + share * local.mean(axis=0) + shared
-    truth = truth + own * rng.normal(size=(draws, *shape))
+    truth = truth + stddev_of_truth * rng.normal(size=(draws, *shape))
     personal = w.personal_models(weight, stddev * rng.normal(size=(draws, *shape)))
     return np.square(truth - personal).sum(axis=-1).var(axis=1)
 
@@ -65,9 +65,9 @@ def test_the_provable_r_is_the_mean_over_the_posterior_to_within_four_standard_e
     w, f = world(), fairness()
     seen = spread_of_losses(w, f, weight, stddev, 40_000, np.random.default_rng(1))
     error = seen.std() / math.sqrt(len(seen))
-    said = float(f.unfairness(weight, upload_variance=stddev**2))
-    assert error < 0.02 * said
-    assert abs(seen.mean() - said) < 4 * error
+    computed = float(f.unfairness(weight, upload_variance=stddev**2))
+    assert error < 0.02 * computed
+    assert abs(seen.mean() - computed) < 4 * error
 
 
 def test_the_printed_r_is_off_by_far_more():
@@ -80,7 +80,7 @@ def test_the_printed_r_is_off_by_far_more():
 def test_the_posterior_is_that_of_whole_worlds_and_the_expected_problem_their_mean():
     rng, draws, stddev = np.random.default_rng(2), 4000, 1.0
     weights = (0.0, 0.5, 1.5)
-    seen, said = np.empty((draws, 3)), np.empty((draws, 3))
+    seen, computed = np.empty((draws, 3)), np.empty((draws, 3))
     for row in range(draws):
         w = LinearFederation.draw(rng, **{**WORLD, "num_examples": 4})
         f = fairness_of(w.local_models, **{**GIVEN, "num_examples": 4})
@@ -88,10 +88,10 @@ def test_the_posterior_is_that_of_whole_worlds_and_the_expected_problem_their_me
         for column, weight in enumerate(weights):
             apart = w.true_models - w.personal_models(weight, noise)
             seen[row, column] = np.square(apart).sum(axis=1).var()
-        said[row] = f.unfairness(weights, upload_variance=stddev**2)
+        computed[row] = f.unfairness(weights, upload_variance=stddev**2)
     expected = LinearFairness(**{**WORLD, "num_examples": 4})
     error = seen.std(axis=0) / math.sqrt(draws)
-    assert (np.abs(seen.mean(axis=0) - said.mean(axis=0)) < 4 * error).all()
+    assert (np.abs(seen.mean(axis=0) - computed.mean(axis=0)) < 4 * error).all()
     assert (
         np.abs(seen.mean(axis=0) - expected.unfairness(weights, upload_variance=stddev**2))
         < 4 * error
@@ -117,10 +117,10 @@ def test_lemma_3_gives_the_posterior_of_the_true_models():
     rho = WORLD["feature_energy"]
     truth = math.sqrt(z2) * rng.normal(size=(draws, N)) + 100 * rng.normal(size=(draws, 1))
     local = truth + math.sqrt(s2 / rho) * rng.normal(size=(draws, N))
-    found, residual, *_ = np.linalg.lstsq(local, truth[:, 0], rcond=None)
+    weights, residual, *_ = np.linalg.lstsq(local, truth[:, 0], rcond=None)
     variance = 1 / ((N - 1) / (s2 / rho + N * z2) + rho / s2)
-    assert found[0] == pytest.approx(variance * rho / s2, abs=0.01)
-    np.testing.assert_allclose(found[1:], variance * rho / (s2 + N * z2 * rho), atol=0.01)
+    assert weights[0] == pytest.approx(variance * rho / s2, abs=0.01)
+    np.testing.assert_allclose(weights[1:], variance * rho / (s2 + N * z2 * rho), atol=0.01)
     assert residual[0] / draws == pytest.approx(variance, rel=0.02)
     assert f.posterior_variance + f.shared_variance == pytest.approx(variance, rel=1e-12)
 
@@ -141,8 +141,8 @@ def test_the_published_r_and_its_cubic_are_equations_31_and_32(seed):
         x = b * weight / ((2 - weight) * rho + b * weight)
         sB, a1 = sw + x**2 * sz / N**2, S1 - S2 * x
         R = 2 * d * sB + 4 * sB * a1**2 * G1 + a1**4 * (G2 - G1**2)
-        said = f.unfairness(weight, upload_variance=noise, basis="published")
-        assert float(said) == pytest.approx(R, rel=1e-10)
+        computed = f.unfairness(weight, upload_variance=noise, basis="published")
+        assert float(computed) == pytest.approx(R, rel=1e-10)
         left = (
             4 * d * sz / N**2 * x
             + 8 * G1 * sz / N**2 * a1**2 * x
@@ -177,11 +177,11 @@ def test_without_noise_the_fairest_model_is_the_best_guess_of_the_true_one(basis
 
 @pytest.mark.parametrize("basis", grid(BASES, lambda basis: basis == "provable"))
 def test_corollary_1_more_noise_asks_for_a_smaller_weight_even_where_minima_are_many(basis):
-    facts = {**WORLD, "dimension": 1}
+    in_one_dimension = {**WORLD, "dimension": 1}
     several = 0
     for G1 in np.exp(np.linspace(-2, 8, 11)):
         for ratio in (0.0, 0.1, 3.0):
-            f = with_moments((G1, ratio * G1**2), **facts)
+            f = with_moments((G1, ratio * G1**2), **in_one_dimension)
             best = []
             for variance in np.exp(np.linspace(-8, 8, 15)):
                 best.append(f.best_global_weight(upload_variance=variance, basis=basis))

@@ -62,13 +62,13 @@ def test_best_rounds_is_the_minimum_of_the_bound_it_returns():
 
 
 def test_where_no_number_of_rounds_helps_the_answer_is_none():
-    facts = {"variance_per_round": 1e6, "max_rounds": 30}
+    settings = {"variance_per_round": 1e6, "max_rounds": 30}
     far = DittoProblem(**{**vars(PROBLEM), "initial_gap": 1e3})
-    assert best_schedule(far, 1.0, **facts).rounds == 0
+    assert best_schedule(far, 1.0, **settings).rounds == 0
     # The first round still receives a model without noise.
-    assert best_schedule(PROBLEM, 1.0, **facts).rounds == 1
+    assert best_schedule(PROBLEM, 1.0, **settings).rounds == 1
     started_at_the_optimum = DittoProblem(**{**vars(PROBLEM), "initial_distance": 0.0})
-    assert best_schedule(started_at_the_optimum, FAIRNESS, **facts).rounds == 0
+    assert best_schedule(started_at_the_optimum, FAIRNESS, **settings).rounds == 0
 
 
 @pytest.mark.filterwarnings("error")
