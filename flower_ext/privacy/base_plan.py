@@ -113,7 +113,7 @@ class NonPrivatePlan(PlainAverage):
         return self.weighting == "examples"
 
     def mechanism(self, method: MethodTraits) -> RoundMechanism:
-        """Return this plan; refuse the weighting "examples" if the method has a rule of its own."""
+        """Return this plan; refuse "examples" if the method has a weighting rule of its own."""
         if self.weighs_examples and method.weighs_updates:
             raise InvalidValue(
                 f"weighting='examples': expected 'clients', because the server of "

@@ -233,7 +233,7 @@ class Ledger(LedgerFile):
         return len(self._reserved)
 
     def check_holds(self, releases: int) -> None:
-        """Raise `LedgerCorrupt` if the ledger has fewer than ``releases``, which the run made."""
+        """Raise `LedgerCorrupt` if the ledger has fewer releases than the run made: ``releases``."""
         if self.releases < releases:
             raise LedgerCorrupt(
                 f"{self.path} holds {self.releases} releases of a run that made {releases}: some "

@@ -124,9 +124,9 @@ def with_approximation_error(
     """Return an upper bound on (ε, δ) of a run whose sums differ a little from sampled Gaussians.
 
     A protocol that computes sums under encryption changes each sum a little. Besides, a unit that
-    was not drawn may still move a sum a little. This docstring calls that small move the unit's
-    trace. The proof compares the real run with a unit (A) and the real run without it (E). It goes
-    from A to E in four steps, by three imagined runs:
+    was not drawn may still move a sum a little; the proof calls this small move the unit's trace.
+    It compares the real run with a unit (A) and the real run without this unit (E), and goes from A
+    to E in four steps, by three imagined runs:
 
     * A: the real run with the unit;
     * B: its sums are exact, except for the unit's trace;

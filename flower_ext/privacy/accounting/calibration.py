@@ -79,8 +79,8 @@ def least_noise_multiplier(
 ) -> float:
     """Return the smallest noise multiplier that ``fits`` accepts.
 
-    ``fits`` must accept every noise multiplier above one that it accepts. The result may be too
-    large by the fraction ``tolerance``, but it is never too small. If not even
+    If ``fits`` accepts a noise multiplier, it must also accept every larger one. The result may be
+    too large by the fraction ``tolerance``, but it is never too small. If not even
     `MAX_NOISE_MULTIPLIER` fits, the error `TargetOutOfReach` begins with the text ``target``.
     """
     # ε falls as noise grows: double the noise until it fits, then halve it until it does not.

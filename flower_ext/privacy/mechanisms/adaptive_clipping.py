@@ -55,7 +55,7 @@ from flower_ext.privacy.mechanisms.quantization import squared_norms_of_rows
 from flower_ext.privacy.mechanisms.updates import NamedArrays, as_float64, l2_norm
 
 SIDE = "adaptive-clipping-side"
-"""Name of the array that holds κ·side in an upload, or its sum or mean in a sum or mean."""
+"""Name of the array that holds κ·side in an upload, in a sum and in a mean."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -126,7 +126,7 @@ def exposed_loss(
         {release: participations.rounds},
         mechanism.delta,
     )
-    exposed = f"most exposed {mechanism.unit.value}: as much as {weight:.4g} sums with all noise"
+    exposed = f"most exposed {mechanism.unit.value}: loss of {weight:.4g} sums with the whole noise"
     return loss, exposed + _answers(participations)
 
 
@@ -184,7 +184,7 @@ def of_secure_sum(mechanism: NoisedSum) -> tuple[str, ...]:
     assert sums is not None
     assert masked is not None
     clients, parameters = mechanism.num_clients, masked.parameters
-    drawn = "" if parameters.members == clients else ", with probability 1 - 2^-40 in a run"
+    drawn = "" if parameters.members == clients else ", with probability at least 1 - 2^-40 a run"
     honest = f", {parameters.honest_answers} of them from honest clients" if sums.signed else ""
     return (
         SIGNED_SUM if sums.signed else SECURE_SUM,
