@@ -233,7 +233,7 @@ class Ledger(LedgerFile):
         return len(self._reserved)
 
     def check_holds(self, releases: int) -> None:
-        """Raise `LedgerCorrupt` if the ledger has fewer releases than the run made: ``releases``."""
+        """Raise `LedgerCorrupt` if the ledger lacks some of the ``releases`` that the run made."""
         if self.releases < releases:
             raise LedgerCorrupt(
                 f"{self.path} holds {self.releases} releases of a run that made {releases}: some "

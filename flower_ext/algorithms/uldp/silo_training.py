@@ -150,9 +150,7 @@ def users_updates(
                 updates = {
                     name: silo_rows[name].sub_(received)
                     if name in silo_rows
-                    else received.new_zeros(
-                        (len(members), *received.shape)
-                    )  # a buffer keeps its value
+                    else received.new_zeros((len(members), *received.shape))  # a buffer
                     for name, received in jobs[silo].params.items()
                 }
                 yield silo, [chosen[group[row]][1] for row in members], _finite(updates)

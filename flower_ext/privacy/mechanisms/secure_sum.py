@@ -4,9 +4,10 @@ Source: Bonawitz et al. 2017; Bell et al. 2020 for neighbours on a random graph.
 `flower_ext.secure.aggregation` has the protocol.
 
 A run has T rounds. In each round, the server draws n of N clients and places them on a circle in
-random order. K = ⌈γN⌉ of the N clients collude with the server. A cohort contains
-C ~ Hypergeometric(N, K, n) of them, and c is the smallest number with T P(C > c) ≤ 2⁻⁴⁰. Up to
-D = ⌈δn⌉ members may be lost in a round. Each member shares its secrets with k neighbours on the
+random order. K = ⌈γN⌉ of the N clients collude with the server, where γ is the field ``colluding``
+of a `SecureSum`. A cohort contains C ~ Hypergeometric(N, K, n) colluders, and c is the smallest
+number with T P(C > c) ≤ 2⁻⁴⁰. Up to D = ⌈δn⌉ members may be lost in a round, where δ is the field
+``dropouts``, and not the δ of a guarantee. Each member shares its secrets with k neighbours on the
 circle, and any t of the shares reveal a secret. Of the neighbours, X ~ Hypergeometric(N - 1, K, k)
 collude. Of the neighbours of a member that stays, Y ~ Hypergeometric(n - 1, n - 1 - D, k) stay as
 well. The graph has the smallest k for which some t meets all these bounds:
