@@ -74,7 +74,7 @@ def study_guarantees(
         relations = list(dict.fromkeys(part.relation for _, part in parts if part.relation))
         relations = relations or [NeighboringRelation(runs[0].charges[0]["relation"])]
         for relation in relations:
-            # A run that promises nothing counts under every relation.
+            # A run without a guarantee is part of the total under every relation.
             members = [(run, part) for run, part in parts if part.relation in (relation, None)]
             known = [run for run, _ in members]
             loss = _joint([part for _, part in members], delta)

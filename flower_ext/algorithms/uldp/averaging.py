@@ -244,7 +244,7 @@ class UldpAvg(Method):
         return super().step(model, replace(released, mean=over_silos), state)
 
     def mean_noise(self, mechanism: RoundMechanism) -> float:
-        """Return the stddev of the noise in a coordinate of the mean over users and silos."""
+        """Return the stddev of the noise in each coordinate of the mean over users and silos."""
         return super().mean_noise(mechanism) / self.num_silos
 
     def disclosures(self, summation: Summation) -> Sequence[str]:

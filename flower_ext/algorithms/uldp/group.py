@@ -155,7 +155,7 @@ class UldpGroup(Method):
     def connect(self, connected: Connected, state: State) -> State:
         """Ask the silos for users' numbers of records; fix k and the limits for the whole run."""
         if LIMITS in state.server:
-            return state  # the limits that were drawn first hold for the whole run
+            return state  # a resumed run keeps its limits
         _, counts = ask_silos(
             connected.clients, self.num_users, trainings=self.training, histogram=True
         )

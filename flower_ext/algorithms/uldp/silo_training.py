@@ -55,7 +55,7 @@ class WeightedTotal:
 
     @property
     def value(self) -> BoundedSum:
-        """The sum."""
+        """The sum so far."""
         return replace(self._empty, value=self._sums, count=self._count)
 
 

@@ -20,7 +20,7 @@ _ROUNDING = 1e-15
 FINEST_INTERVAL, WIDEST_INTERVAL = 1e-5, 100.0
 """Limits of a grid's interval. Rounding loses δ if it is narrower; exp overflows if it is wider."""
 _MOST_CELLS = 50_000
-"""Largest number of grid intervals for the losses of one release, which takes half a second."""
+"""Largest number of grid intervals for one release; a grid of this size takes half a second."""
 _MOST_AT_ONCE = 4096
 """Largest number of copies of a grid that one Fourier transform composes. For more copies, the
 transforms become long, and the bound by which dp-accounting cuts their tails is loose."""

@@ -119,7 +119,10 @@ def _log_moment(noise_multiplier: float, rate: float, order: float) -> float:
 
 
 def _remainder_by_sum(noise_multiplier: float, rate: float, order: int) -> float:
-    """Return log Σ_i Binomial(α, γ)(i) (exp((i² - i)/2σ²) - 1), summed as in Equation 9."""
+    """Return log Σ_i p_i (exp((i² - i)/2σ²) - 1), summed as in Equation 9.
+
+    p_i is the probability of i under Binomial(α, γ), where α is ``order`` and γ is ``rate``.
+    """
     from scipy import special
 
     i = np.arange(2.0, order + 1)

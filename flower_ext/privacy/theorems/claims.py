@@ -242,7 +242,7 @@ OUTLIVES = (
     "no client's data end the client's process, for example by a crash in native code or a lack of "
     "memory; an exception in Python does not end it"
 )
-"""The assumption about failures that a client cannot hide. It can hide an exception in training."""
+"""The assumption about failures that a client cannot hide, unlike an exception in training."""
 WHAT_REVEALS_A_DRAW = (
     "the server's log and the run directory, except for the model, reveal the draw "
     "(metrics.jsonl, missing.jsonl, ledger.jsonl, guarantee.json, clients.csv, use.json, "
