@@ -1,8 +1,8 @@
 """The package's errors, and the mark of errors whose message may travel to the server.
 
-The message of a client's error, and even its type, may depend on a record. The error therefore
-stays in the client's own process, unless the code that raises it marks it as `tellable`. Only a
-check that reads no client's data may mark its error.
+The message of a client's error, and even the error's type, may depend on a record. The error
+therefore stays in the client's own process, unless the code that raises the error marks it as
+`tellable`. Only a check that reads no client's data may mark its error.
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ class InUse(FlowerExtError, RuntimeError):
 
 
 def write_whole(path: Path, content: bytes, *, sync: bool = True, private: bool = True) -> None:
-    """Write ``content`` to the file ``path``; an existing file is replaced.
+    """Write ``content`` to the file ``path``; replace the file if it exists.
 
     Whatever happens, the file has either the old or the new content. With ``sync``, the new content
     survives a power failure, not only a crash of this process. If the file is ``private``, only the
@@ -46,7 +46,10 @@ def write_whole(path: Path, content: bytes, *, sync: bool = True, private: bool 
 
 @contextmanager
 def whole_file(path: Path, *, sync: bool = True, private: bool = True) -> Iterator[IO[bytes]]:
-    """Open a file that replaces ``path`` as `write_whole` does, unless the block fails."""
+    """Open a new file, which replaces ``path`` if the ``with`` block ends without an error.
+
+    The options and the guarantees are those of `write_whole`.
+    """
     draft = path.with_name(f".{path.name}.{os.getpid()}-{token_hex(4)}.draft")  # one per writer
     # A rename is atomic, so a reader sees the old or the new content, never a part of either.
     try:
@@ -84,7 +87,7 @@ def append_line(path: Path, line: bytes, *, sync: bool = True) -> None:
 
 
 def whole_lines(path: Path) -> list[bytes]:
-    """Return a file's lines without an incomplete last one; none if there is no file."""
+    """Return a file's lines, without an incomplete last line; an empty list if there is no file."""
     content = path.read_bytes() if path.exists() else b""
     return content[: content.rfind(b"\n") + 1].splitlines()
 
@@ -129,7 +132,7 @@ def sync_to_disk(path: Path) -> None:
 
 @contextmanager
 def held(path: Path) -> Iterator[None]:
-    """Wait for the lock on a file, and hold it during the block, which should be short."""
+    """Wait for the lock on a file, and hold it during the ``with`` block. Keep the block short."""
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)
@@ -143,10 +146,11 @@ LAST_MOMENTS = 5
 
 
 def lock(path: Path, *, seconds: float = LAST_MOMENTS) -> IO[str]:
-    """Take a lock, which the caller releases by closing the returned file.
+    """Take the lock on the file ``path``; the caller releases it by closing the returned file.
 
-    The lock also ends when this process and all processes that it forked have ended. The file names
-    this process. If another process still holds the lock after ``seconds``, `InUse` names it.
+    The lock also ends when this process and all processes that it forked have ended. The function
+    writes the name of this process into the file. If another process still holds the lock after
+    ``seconds``, the error `InUse` names that process.
     """
     stream = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT, 0o600), "r+", encoding="utf-8")
     deadline = time.monotonic() + seconds
@@ -193,7 +197,7 @@ def _remove_drafts_of_the_dead(path: Path) -> None:
 
 
 def read_cached(path: Path) -> bytes | None:
-    """Return what `write_cached` wrote; None if it is missing, unreadable or damaged."""
+    """Return what `write_cached` wrote; None if the file is missing, unreadable or damaged."""
     with suppress(OSError):
         stored = path.read_bytes()
         checksum, content = stored[:_CHECKSUM], stored[_CHECKSUM:]

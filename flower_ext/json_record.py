@@ -24,7 +24,7 @@ class JsonRecord:
 
     JSON holds bytes in hexadecimal, enumerations as their values, and an infinite number as null.
     A field may hold another record. If a field may hold records of several classes, each of these
-    classes needs a name ``kind``, which the JSON holds in addition to the fields.
+    classes needs its own name in the class attribute ``kind``. The JSON then holds this name, too.
 
     A record may hold a party's secrets in the clear: store its bytes where nobody else can read
     them.
@@ -44,7 +44,7 @@ class JsonRecord:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
-        """Undo `to_dict`: return the record from which it made ``values``, or refuse them."""
+        """Return the record whose `to_dict` is ``values``; refuse values that fit no record."""
         try:
             record: Any = cls
             types = _types(record)
@@ -65,7 +65,7 @@ class JsonRecord:
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Self:
-        """Undo `to_bytes`: return the record from which it made ``data``, or refuse it."""
+        """Return the record whose `to_bytes` is ``data``; refuse data that fit no record."""
         try:
             values = json.loads(data)
         except (ValueError, RecursionError) as error:
@@ -97,7 +97,7 @@ def _plain(value: Any) -> Any:
 
 
 def _read(kind: Any, value: Any) -> Any:
-    """Undo `_plain`: return the object of type ``kind`` from which it made ``value``."""
+    """Return the object of type ``kind`` for which `_plain` returned ``value``."""
     origin, parts = get_origin(kind) or kind, get_args(kind)
     if origin in (Union, UnionType):
         if value is None and NoneType in parts:
@@ -117,7 +117,7 @@ def _read(kind: Any, value: Any) -> Any:
     if issubclass(origin, Enum):
         return origin(value)
     if issubclass(origin, Mapping):
-        # JSON has only texts as keys. A Counter's type names the type of its keys only.
+        # JSON has only texts as keys. The type of a Counter names no type of entries: they are int.
         of_key, of_entry = (*parts, int)[:2]
         entries = {of_key(key): _read(of_entry, entry) for key, entry in value.items()}
         return entries if origin is Mapping else origin(entries)

@@ -17,8 +17,9 @@ moves at the first mini-batch of a round, by −η_α ⟨v_i − w_i, ∇f_i(v̄
 
 The client trains w_i twice. The first training does not use v_i or α_i, so its result, the upload,
 equals that of `DPFedAvg`. The second training repeats the same mini-batches, and trains v_i and α_i
-along with w_i. Its results do not leave the client, so they need no noise. PFLlib differs: there
-v_i moves by the gradient at v_i, and the mixture replaces v_i after each round.
+along with w_i. Its results do not leave the client, so they need no noise. The library PFLlib
+differs from the paper: there v_i moves by the gradient at v_i, and the mixture replaces v_i after
+each round.
 """
 
 from __future__ import annotations
@@ -61,7 +62,10 @@ def local_update(work: ClientWork) -> Steps[LocalResult]:
 
 
 def descend_mixture(work: ClientWork, job: Job) -> Params:
-    """Train v_i and α_i, which ``params`` of the job holds, along with w_i; return v_i and α_i."""
+    """Train v_i and α_i on a job's mini-batches, together with a copy of w_i; return v_i and α_i.
+
+    v_i and α_i start at their values in ``job.params``, and the copy of w_i at the received model.
+    """
     rate, alpha = job.training.learning_rate, float(job.params[WEIGHT])
     problem = local_problem(work.task, job.params)
     v, w = clone(problem.start), clone(to_device(work.received, problem.device))
@@ -75,7 +79,7 @@ def descend_mixture(work: ClientWork, job: Job) -> Params:
         if number == 0:
             step = work.settings["weight_learning_rate"] * along
             alpha = min(1.0, max(0.0, alpha - step))
-    weight = torch.tensor(alpha, dtype=torch.float64)  # holds α exactly
+    weight = torch.tensor(alpha, dtype=torch.float64)  # float64 stores α without rounding
     return problem.whole({**v, WEIGHT: weight}, like=job.params)
 
 

@@ -62,7 +62,7 @@ CORE, PERSONAL, RELATION = "core", "personal", "relation"
 
 
 def local_update(work: ClientWork) -> Steps[LocalResult]:
-    """Train the client's core model and its vector p_i, by the gradient at the personal model."""
+    """Train the client's core model and its vector p_i by the gradient at the personal model."""
     start = part(work.memory or {}, CORE) or work.received
     solve = partial(train_mixture, work)
     core, relation, personal = yield work.train("local", start, solve=solve, returns_params=False)
@@ -71,19 +71,22 @@ def local_update(work: ClientWork) -> Steps[LocalResult]:
 
 
 def train_mixture(work: ClientWork, job: Job) -> tuple[Params, Tensor, Params]:
-    """Train the core model in ``params`` of the job, and p; return both and the personal model."""
+    """Train the core model, which starts at ``job.params``, and the vector p_i.
+
+    Return the core model, p_i, and the personal model that follows from them.
+    """
     problem = local_problem(work.task, job.params, terms=job.terms)
     others = {int(other): core for other, core in groups_under(f"{CORE}.", work.state).items()}
     clients = range(len(others) + 1)
     (index,) = set(clients) - set(others)
     models = [others.get(j, job.params) for j in clients]
-    # Stack the models, so that the mix and the gradient along p take one product for each name.
+    # Stack the core models: one product per name then mixes them, or gives the gradient for p.
     cores = {
         name: torch.stack([model[name].to(problem.device) for model in models])
         for name in problem.start
     }
     centre = 1 / len(clients)
-    # Not always float64, which some devices lack.
+    # Take the widest type of the models: some devices have no float64.
     types = [core.dtype for core in cores.values() if core.is_floating_point()]
     dtype = reduce(torch.promote_types, types, torch.float32)
     equal = torch.full((len(clients),), centre, dtype=dtype)
@@ -117,8 +120,8 @@ def local_model(work: ClientWork) -> Params:
 class Apple(Method):
     """Core models that all clients share and that each client mixes into a personal model.
 
-    Each client learns its own weights for the core models. The reported shared model is their
-    plain mean.
+    Each client learns its own weights for the core models. The reported shared model is the
+    plain mean of the core models.
 
     Any plan but a `ReleasePlan` fits, because the server needs each client's core model.
 

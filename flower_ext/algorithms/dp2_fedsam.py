@@ -13,7 +13,7 @@ C, σ                  ``plan.clipping_norm``, ``plan.noise_multiplier``
 τ_φ, η_φ, q           ``extractor.epochs``, ``.learning_rate``, ``.sam_radius``
 ====================  =====================================================
 
-`Centaur` is the same with SGD in place of SAM; with a `NonPrivatePlan`, `DP2FedSAM` is the
+`Centaur` is the same method with SGD in place of SAM. With a `NonPrivatePlan`, `DP2FedSAM` is the
 paper's P-FedSAM, and `Centaur` is FedRep (Collins, Hassani, Mokhtari, Shakkottai, "Exploiting
 Shared Representations for Personalized Federated Learning", ICML 2021, Algorithm 1).
 """
@@ -42,7 +42,7 @@ def local_update(work: ClientWork) -> Steps[LocalResult]:
     """Train the head with φ frozen, then φ by SAM with h frozen (Algorithm 2, lines 5–17)."""
     shared, head = work.received, personal_part(work)
     model = yield work.train("head", {**shared, **head}, lambda name: name in head)
-    # The extractor trains with the new head, not with the previous head.
+    # The extractor trains with the head that was trained just now, not with the earlier head.
     model = yield work.train("extractor", model, lambda name: name in shared)
     moved = {name: model[name] for name in shared}
     return LocalResult(model=moved, memory={name: model[name] for name in head})

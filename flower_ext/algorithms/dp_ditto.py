@@ -55,7 +55,7 @@ def train_personal_model(work: ClientWork) -> Steps[Params]:
         steps = training.num_steps(len(work.data.train))
         left = (1 - LARGEST_WEIGHT * training.learning_rate) ** steps
         return {name: w + left * (start[name] - w) for name, w in work.received.items()}
-    # Equal to SGD at the rate η_L (1 − λ/2) on the loss F_n + λ/(2 − λ) ‖ϖ − ω‖².
+    # These steps equal SGD at the rate η_L (1 − λ/2) on the loss F_n + λ/(2 − λ) ‖ϖ − ω‖².
     pull = Proximal(weight=weight / (1 - weight / 2), anchor=work.received)
     trained: Params = yield work.train("personal", start, terms=[pull])
     return trained

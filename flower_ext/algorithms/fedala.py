@@ -60,9 +60,9 @@ def local_update(work: ClientWork) -> Steps[LocalResult]:
     if local := part(memory, MODEL):
         phase = "weights" if weights else "first_weights"
         modules = [n.removeprefix(ADAPTIVE) for n in work.settings if n.startswith(ADAPTIVE)]
-        # With ones, training begins at the shared layers and moves towards the client's layers.
+        # W begins with ones, at which the mixture equals the shared model.
         ones = {name: torch.ones_like(p) for name, p in local.items() if matches(name, modules)}
-        # Every round draws another part of the client's records.
+        # Each round draws a new sample of the client's records.
         size = max(1, round(work.settings["sample_share"] * len(work.data.train)))
         rows = torch.randperm(len(work.data.train), generator=work.generator)[:size]
         sample = work.data.train.subset(rows.numpy())
@@ -80,9 +80,9 @@ def mixed(local: Mapping[str, Tensor], shared: Mapping[str, Tensor], weights: Pa
 
 
 def train_weights(work: ClientWork, start: Params, job: Job) -> Params:
-    """Train and return W, which begins as ``start``, for the local model in ``params`` of the job.
+    """Train the weights W from ``start``, for the local model in ``job.params``; return W.
 
-    Parameters without W keep the values of the received model.
+    Parameters without weights keep the values of the received model.
     """
     model = {**work.received, **{name: job.params[name] for name in start}}
     problem = local_problem(work.task, model, trained=lambda name: name in start)
@@ -149,7 +149,7 @@ class FedALA(Method):
 
     @property
     def training(self) -> Mapping[str, LocalTraining]:
-        """The phases of local training: the local model, and W, which begins with more passes."""
+        """The phases of local training: of the local model, of W, and of W for the first time."""
         weights = LocalTraining(
             epochs=1, batch_size=self.local.batch_size, learning_rate=self.weight_learning_rate
         )

@@ -48,9 +48,9 @@ from flower_ext.training import LocalTraining, Proximal
 log = getLogger("flwr")
 
 UPLOADED, CLOUD, FADING = "uploaded.", "cloud.", "fading"
-"""Groups of the state: w_i and u_i by client, and a mark that the server has warned."""
+"""Groups in the state: each client's w_i, each client's u_i, and a mark after the warning."""
 _LEAST_SHARE = 0.01
-"""The server warns if other clients' share is below this in every cloud model."""
+"""The server warns if other clients make up less than this share of every cloud model."""
 
 
 def local_update(work: ClientWork) -> Steps[LocalResult]:
@@ -62,9 +62,9 @@ def local_update(work: ClientWork) -> Steps[LocalResult]:
 
 
 def attention(models: NDArray[np.float64], *, width: float, population: int) -> NDArray[np.float64]:
-    """Return ξ for all pairs of rows of ``models``, one flattened model each; every row sums to 1.
+    """Return the matrix of all ξ_ij, of shape (n, n) for n models; each of its rows sums to 1.
 
-    ``width`` is σ, and ``population`` is N, which is at least the number of models.
+    Each row of ``models`` is one flattened model. ``width`` is σ, and ``population`` is N >= n.
     """
     weights = np.exp(-_squared_distances(models) / width) / population
     np.fill_diagonal(weights, 0.0)

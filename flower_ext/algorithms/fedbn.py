@@ -38,7 +38,7 @@ class FedBN(FedPer):
     """Federated averaging with local normalisation layers.
 
     The method suits clients whose features differ, such as images from different cameras. It
-    accepts the same plans as `FedPer`, and clients count in the mean as they do there.
+    accepts the same plans as `FedPer`, and weights clients in the mean as `FedPer` does.
 
     Parameters
     ----------

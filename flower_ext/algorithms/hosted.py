@@ -36,12 +36,11 @@ class Hosted(DPFedAvg):
 
     The Flower strategy is FedAvg or a subclass that sends only the model and the configuration:
     FedAvgM, FedProx, FedAdam, FedYogi, FedMedian and others. It never sees a reply that fails a
-    check of this package. It sees the round numbers 1, 2, 3, …, one for each model that it
-    computes, because FedAdam's bias correction needs that. A round without a new model does not
-    count.
+    check of this package. It sees the round numbers 1, 2, 3, …, because FedAdam's bias correction
+    needs consecutive numbers. A round that yields no new model gets no number.
 
-    Any plan fits except a `ReleasePlan` and a plan with Poisson sampling: Flower's strategies wait
-    for a cohort of a fixed size.
+    Two kinds of plans do not fit: a `ReleasePlan`, because the strategy needs each client's model,
+    and a plan with Poisson sampling, because the strategy waits for a cohort of a fixed size.
 
     Parameters
     ----------
@@ -57,9 +56,9 @@ class Hosted(DPFedAvg):
     Raises
     ------
     InvalidValue
-        ``strategy`` needs more than models and numbers of examples, as QFedAvg does; the cohorts
-        are smaller than its ``min_train_nodes`` or ``min_available_nodes``; or an option would have
-        no effect because ``strategy`` decides it.
+        ``strategy`` needs more than models and numbers of examples, as QFedAvg does. Or the cohorts
+        are smaller than its ``min_train_nodes`` or ``min_available_nodes``. Or an option would have
+        no effect, because ``strategy`` decides it.
     """
 
     weighs_updates = True
@@ -128,17 +127,20 @@ class Hosted(DPFedAvg):
     def _configured(
         self, config: ConfigRecord, model: records.Arrays, state: State, cohort: int
     ) -> FedAvg:
-        """Return a copy of the Flower strategy that began a round with ``state``'s moments."""
-        # Work on a copy: after a discarded round, the user's strategy must be as it was given.
+        """Return a copy of the Flower strategy, after this copy began a round with ``state``.
+
+        The copy writes its entries into ``config``. ``cohort`` is the number of nodes that it sees.
+        """
+        # Work on a copy, so that a discarded round leaves the user's strategy unchanged.
         server = deepcopy(self.strategy)
         for group, members in state.server.items():
             if group != _STEPS:
                 kind, _, name = group.partition(".")
                 setattr(server, name, list(members.values()) if kind == "list" else dict(members))
-        if isinstance(server, FedAvgM):  # reads the model in its first round only
+        if isinstance(server, FedAvgM):  # None makes it read the new model
             server.current_arrays = None
-        # This package has not drawn the cohort yet, so let the strategy see as many invented nodes
-        # as a cohort has. Nobody sends its messages to these nodes.
+        # This package has not drawn the cohort yet. Show the strategy the right number of invented
+        # nodes. Nobody sends them the messages that the strategy makes.
         grid = cast(Grid, SimpleNamespace(get_node_ids=lambda: range(cohort)))
         server.configure_train(_steps(state) + 1, records.to_record(model), config, grid)
         return server

@@ -43,7 +43,7 @@ def local_update(work: ClientWork) -> Steps[LocalResult]:
     local, attraction = work.training["local"], work.settings["attraction"]
     w = theta = work.received
     job = Job(params=w, examples=work.data.train, training=local, generator=work.generator)
-    # The training of θ_i draws from the same generator, so all mini-batches are drawn before it.
+    # Draw all mini-batches first, because the training of θ_i draws from the same generator.
     for batch in [*job_batches(work.task, job)]:
         near, examples = Proximal(weight=attraction, anchor=w), Examples(*batch)
         # If one mini-batch fails, the whole training fails, as it does in other methods.
@@ -87,6 +87,6 @@ class PFedMe(Method):
 
     @property
     def training(self) -> Mapping[str, LocalTraining]:
-        """The phases of local training: w_i, then θ_i, whose K steps use a mini-batch of w_i."""
+        """The phases of local training: w_i, then θ_i with K steps on each mini-batch of w_i."""
         personal = replace(self.personal_training, batch_size=self.local.batch_size)
         return {"local": self.local, "personal_training": personal}

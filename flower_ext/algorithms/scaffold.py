@@ -12,11 +12,12 @@ K, η_l                ``local``: its `effective_steps`, its learning rate
 η_g                   ``server.learning_rate``
 ====================  =====================================================
 
-A client uploads y_i − x and K_i. From them the server computes Δc_i = −c − (y_i − x) / (K_i η_l),
-so Δc_i is not sent and reveals nothing beyond the perturbed y_i. The client updates c_i from the
-same perturbed y_i, so c stays the mean of all c_i. Option II requires that c_i is a mean of
-gradients. With momentum, which the paper does not use, a gradient also moves the model in later
-steps. K is then the sum of all factors with which gradients move the model.
+A client uploads y_i − x and its number of steps K_i. If the plan adds noise, y_i is the model after
+clipping and noise. From the upload, the server computes Δc_i = −c − (y_i − x) / (K_i η_l). So
+clients do not send Δc_i, and Δc_i reveals nothing beyond the upload. The client updates c_i from
+the same y_i, so c stays the mean of all c_i. Option II requires that c_i is a mean of gradients.
+With momentum, which the paper does not use, a gradient also moves the model in later steps. K_i is
+then the sum of all factors with which gradients move the model.
 """
 
 from __future__ import annotations
@@ -113,7 +114,7 @@ class Scaffold(Method):
         learning_rate = self.local.in_round(released.round).learning_rate
         control = {}
         for name, c in state.everyone[CONTROL].items():
-            # −Σ Δc_i
+            # The sum over the answering clients of −Δc_i.
             gaps = sum(c + u.arrays[name] / (u.metrics[STEPS] * learning_rate) for u in updates)
             control[name] = np.asarray(c - gaps / released.population).astype(c.dtype)
         moved, state = super().step(model, released, state)

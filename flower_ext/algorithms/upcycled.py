@@ -73,10 +73,10 @@ class Upcycled(Strategy):
     """A strategy that trains like its base strategy in odd rounds and extrapolates in even rounds.
 
     A base strategy of Flower sees the odd rounds numbered 1, 2, 3, …, because FedAdam's bias
-    correction needs that. Its clients see the same numbers in ``server-round``. A base strategy of
-    this package counts training rounds itself and sees 1, 3, 5, …, as in its records.
+    correction needs consecutive numbers. Its clients see the same numbers in ``server-round``. A
+    base strategy of this package sees the run's own numbers 1, 3, 5, …
 
-    The base evaluates in every round. Clients count in the mean as they do without this
+    The base evaluates in every round, and weights clients in the mean as it does without this
     wrapper. All other attributes of the base (``guarantees()``, ``stopped``, …) are available here.
 
     Even rounds do not change the state of the base's server optimiser. If you write a base
@@ -115,8 +115,8 @@ class Upcycled(Strategy):
             )
         if not isinstance(base, FederatedStrategy) and type(base).start is not Strategy.start:
             raise TypeError(
-                f"base={type(base).__name__}: expected a strategy that runs in Flower's loop, not "
-                "in a start of its own"
+                f"base={type(base).__name__}: expected a strategy that inherits Flower's start(), "
+                "because Upcycled would not run the strategy's own start()"
             )
         if not callable(coefficient):
             if not isinstance(coefficient, int | float):
@@ -139,7 +139,7 @@ class Upcycled(Strategy):
         """Return the base's messages in odd rounds, and no messages in even rounds."""
         if server_round % 2 == 0:
             if not self._before and isinstance(self.base, FederatedStrategy):
-                # A resumed run has them from its checkpoint.
+                # A resumed run reads from its checkpoint the arrays before its last odd round.
                 self._before = self.base.run.companions
             self._after = self._groups(arrays)
             return []
@@ -156,7 +156,7 @@ class Upcycled(Strategy):
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
         """Return the base's aggregate in odd rounds, and the extrapolated model in even rounds."""
         if server_round % 2 == 1:
-            # Some of Flower's strategies read the replies twice.
+            # Make a list, because some of Flower's strategies read the replies twice.
             kept = replies if isinstance(self.base, FederatedStrategy) else list(replies)
             return self.base.aggregate_train(self._base_round(server_round), kept)
         coefficient = self.coefficient
@@ -239,8 +239,9 @@ def extrapolated(before: Arrays, after: Arrays, coefficient: float) -> Arrays:
 def _follow(base: Strategy, arrays: ArrayRecord) -> None:
     """If the base keeps a copy of the global model, replace the copy by the extrapolated model.
 
-    FedAvgM keeps such a copy: it reads the model that it is given in its first round only. Flower's
-    wrappers for differential privacy hold the strategy that they wrap as ``strategy``.
+    FedAvgM keeps such a copy, because it reads the model that the server passes to it in its first
+    round only. The function also looks inside Flower's wrappers for differential privacy, whose
+    attribute ``strategy`` is the wrapped strategy.
     """
     if isinstance(base, FedAvgM) and base.current_arrays is not None:
         base.current_arrays = arrays.copy()

@@ -31,13 +31,14 @@ class DataNotFound(FlowerExtError, FileNotFoundError):
 
 @dataclass(frozen=True, kw_only=True)
 class DatasetInfo:
-    """Facts that models need about a data set, and the files that hold it.
+    """The shape of a data set's images, its number of classes, and its files.
 
     Parameters
     ----------
     files : tuple of tuple of str
         Alternative sets of files, as paths below the data folder; one complete set suffices. The
-        tuple is empty if the data set needs no file. `load` also accepts one file ``NAME.npz``.
+        tuple is empty if the data set needs no file. `load` also accepts one file ``NAME.npz`` in
+        place of a set.
     advice : str
         How to get the files, for the error about missing ones.
     """
@@ -95,11 +96,11 @@ def describe(name: str) -> DatasetInfo:
 def load(name: str, folder: Path | None = None) -> Examples:
     """Load a data set: features float32 (n, channels, height, width), targets int64 (n,).
 
-    A file ``.npz`` has images ``x`` as bytes (n, height, width) or (n, height, width, 3) and labels
-    ``y``. Instead of ``x`` and ``y``, it may have ``x_train``, ``y_train``, ``x_test`` and
-    ``y_test``, which are joined. ``mnist`` and ``fashion-mnist`` are also read from their four
-    usual files. ``femnist`` holds the digits of FEMNIST. ``letters`` holds images of ten letters,
-    one class each, for example a e i o u A E I O U of NIST.
+    A file ``NAME.npz`` has two arrays: images ``x`` of type uint8 and of shape (n, height, width)
+    or (n, height, width, 3), and labels ``y`` of shape (n,). Instead, it may have ``x_train``,
+    ``y_train``, ``x_test`` and ``y_test``; the function joins both parts. It reads ``mnist`` and
+    ``fashion-mnist`` also from their four usual files. ``femnist`` has the digits of FEMNIST, and
+    ``letters`` has images of ten letters, one class each, for example a e i o u A E I O U of NIST.
 
     Pixels are scaled to [0, 1]; CIFAR-10 is standardised by its channel means and deviations.
 
@@ -121,9 +122,9 @@ def load(name: str, folder: Path | None = None) -> Examples:
 def find_files(
     name: str, files: Sequence[Sequence[str]], folder: Path | None = None, *, advice: str = ""
 ) -> list[Path]:
-    """Return the files of a data set: those of the first set in ``files`` that is complete.
+    """Return the files of the first set in ``files`` that is complete.
 
-    Files may be at their paths below the data folder, or all directly in it.
+    The files of a set may be at their paths below the data folder, or all directly in this folder.
 
     Parameters
     ----------
@@ -168,7 +169,7 @@ def read_bytes(path: Path) -> bytes:
 
 
 def _digits() -> Examples:
-    # Importing scikit-learn takes a second, which each process of a client would wait.
+    # Import scikit-learn here: the import takes a second, and each client's process would wait.
     library = find_spec("sklearn")
     assert library is not None
     assert library.origin is not None
@@ -208,7 +209,8 @@ def _read_idx_pairs(paths: list[Path]) -> tuple[np.ndarray, np.ndarray]:
     for path, part, part_labels in zip(paths[0::2], images, labels, strict=True):
         if len(part) != len(part_labels):
             raise InvalidValue(
-                f"{path}: {len(part)} images but {len(part_labels)} labels; get both files again"
+                f"{path}: {len(part)} images but {len(part_labels)} labels, expected equally many; "
+                "get both files again"
             )
     return np.concatenate(images), np.concatenate(labels)
 

@@ -44,8 +44,8 @@ class Examples:
 
     def __post_init__(self) -> None:
         features, targets = self.features, self.targets
-        # A short cut for plain tensors, in a third of the time of the checks below. It pays because
-        # a client makes its examples anew in every round.
+        # This short cut for plain tensors takes a third of the time of the checks below. It pays,
+        # because a client makes its examples anew in every round.
         plain = isinstance(features, Tensor) and isinstance(targets, Tensor)
         if plain and features.shape and targets.shape:
             count = features.shape[0]
@@ -190,7 +190,7 @@ class SiloData(ClientData):
 
 
 def owned(data: ClientData, num_users: int) -> SiloData:
-    """Return ``data`` if every training example has an owner below ``num_users``."""
+    """Return ``data``; refuse it unless each training example has an owner below ``num_users``."""
     if not 1 <= num_users <= MOST_USERS:
         raise InvalidValue.tellable(f"num_users={num_users}: expected 1 … {MOST_USERS}")
     if not isinstance(data, SiloData):
@@ -209,9 +209,9 @@ def owned(data: ClientData, num_users: int) -> SiloData:
 def within_unit_ball(devices: Sequence[ClientData]) -> list[ClientData]:
     """Return the clients' data with each record's features x scaled to x / max(1, ‖x‖₂).
 
-    Objective perturbation requires features of norm at most 1. Each record is scaled by its own
-    norm alone, so changing one record changes no other. A record that is scaled gets a norm 1e-6
-    below 1, so that rounding cannot raise it above 1.
+    Objective perturbation requires features of norm at most 1. The factor of a record depends on
+    its own norm alone, so changing one record changes no other. A record that is scaled gets a norm
+    1e-6 below 1, so that rounding cannot raise the norm above 1.
 
     Raises
     ------
@@ -239,9 +239,9 @@ def limit_contributions(
 ) -> np.ndarray:
     """Return the number of records that each user keeps in each silo.
 
-    A user keeps min(N_u, ``group_size``) records in all silos together, so no record is left out
-    needlessly. All records of a user are equally likely to be kept. The choice reads the exact
-    numbers of records of all silos at once, and no guarantee covers this access.
+    A user with N_u records keeps min(N_u, ``group_size``) of them in all silos together, so no
+    record is left out needlessly. All records of a user are equally likely to be kept. The choice
+    reads the exact numbers of records of all silos at once, and no guarantee covers this access.
 
     Parameters
     ----------
@@ -265,7 +265,7 @@ def limit_contributions(
     )
     kept = choose(owner, np.full(users, group_size), rng)
     limits: np.ndarray = np.zeros((silos, users), dtype=np.int64)
-    # Unlike ``+= 1``, this counts a pair of silo and user as often as it occurs.
+    # Count a pair of silo and user as often as it occurs; ``+= 1`` would count it only once.
     np.add.at(limits, (silo[kept], owner[kept]), 1)
     return limits
 
@@ -279,8 +279,9 @@ def choose(owners: np.ndarray, limits: np.ndarray, rng: np.random.Generator) -> 
     order = np.argsort(owners, kind="stable")
     grouped = owners[order]
     rank = np.arange(len(owners)) - np.searchsorted(grouped, grouped)
-    # A record's lot depends on its user and its rank alone. If each lot were a draw from ``rng``,
-    # the lots would change with the number of other users' records.
+    # Each user keeps the records with the smallest lots. A record's lot depends on ``key``, on its
+    # user and on its rank among this user's records. If each lot were a draw from ``rng``, the
+    # number of other users' records would change the lots.
     key = rng.integers(2**64, dtype=np.uint64)
     lots = _scrambled(_scrambled(grouped.astype(np.uint64) ^ key) + rank.astype(np.uint64))
     chosen = np.zeros(len(owners), dtype=bool)
@@ -300,8 +301,8 @@ def group_size(histogram: np.ndarray, size: int | Literal["max", "median"]) -> i
     """Return k for ULDP-GROUP-k.
 
     If ``size`` is a number, k is this number. If ``size`` is a word, k is the maximum or the median
-    of the users' numbers of records. The median leaves out users without a record, and is rounded
-    down.
+    of the users' numbers of records in all silos together. The median leaves out users without a
+    record, and is rounded down. ``histogram`` has the number of each user's records in each silo.
 
     Raises
     ------

@@ -19,7 +19,7 @@ from flower_ext.checks import require_positive
 from flower_ext.errors import InvalidValue
 
 _ATTEMPTS = 100
-"""Number of Dirichlet draws that are tried."""
+"""Number of Dirichlet draws that `dirichlet` tries before it raises an error."""
 
 
 def partition(
@@ -62,8 +62,9 @@ def pathological(
     Raises
     ------
     ValueError
-        S is not between 1 and K. N·S is below K, so a class would be left out. A class has fewer
-        than two examples for each of its clients. Or the targets are not classes.
+        If S is not between 1 and K, if N·S is below K, so that a class would be left out, if a
+        class has fewer than two examples for each of its clients, or if the targets are not
+        classes.
     """
     _check_classes(targets)
     classes = np.unique(targets)
@@ -78,8 +79,8 @@ def pathological(
             f"{num_partitions} clients with {classes_per_partition} classes each cannot hold "
             f"{len(classes)} classes; raise num_partitions or classes_per_partition"
         )
-    # Each client in turn gets the classes that the fewest clients have so far, and random ones if
-    # several have equally few. The numbers of clients per class thus differ by at most one.
+    # Each client in turn gets the classes that the fewest clients have so far, with ties broken at
+    # random. The numbers of clients per class thus differ by at most one.
     held = np.zeros((num_partitions, len(classes)), dtype=bool)
     for client in rng.permutation(num_partitions):
         order = held.sum(axis=0) + rng.random(len(classes))
@@ -114,8 +115,8 @@ def dirichlet(
     Raises
     ------
     ValueError
-        ``alpha`` is not above 0. ``min_size`` is out of range. None of 100 draws gave every client
-        enough examples. Or the targets are not classes.
+        If ``alpha`` is not above 0, if ``min_size`` is out of range, if none of 100 draws gives
+        every client enough examples, or if the targets are not classes.
     """
     _check_classes(targets)
     _check_count(targets, num_partitions)
@@ -167,8 +168,8 @@ def split(
     Raises
     ------
     ValueError
-        There are fewer than two examples, ``train_fraction`` is outside (0, 1), or the targets are
-        not classes.
+        If there are fewer than two examples, if ``train_fraction`` is outside (0, 1), or if the
+        targets are not classes.
     """
     _check_classes(targets)
     if not 0 < train_fraction < 1:
@@ -177,7 +178,7 @@ def split(
         raise InvalidValue(
             f"{len(indices)} examples cannot be divided into training and test: expected at least 2"
         )
-    # Spread each class's examples evenly over (0, 1), in random order. Those at the end are tests.
+    # Spread each class's examples evenly over (0, 1), in random order. The last ones are for tests.
     place = np.empty(len(indices))
     for label in np.unique(targets[indices]):
         members = np.flatnonzero(targets[indices] == label)

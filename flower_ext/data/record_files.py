@@ -29,8 +29,8 @@ class RecordFile:
         A file whose name ends in .parquet is Parquet; any other file is CSV.
     encoding : str
         Encoding of a CSV file. If the file has a byte order mark, the mark decides instead. latin-1
-        is read as cp1252. If the file is UTF-8, another encoding is refused, because it would
-        change letters in names.
+        is read as cp1252. If the file is UTF-8 with letters beyond ASCII, every other encoding is
+        refused, because it would change these letters.
     """
 
     path: Path
@@ -51,8 +51,8 @@ class RecordFile:
         names = self.column_names()
         if missing := [column for column in columns if column not in names]:
             raise InvalidValue(
-                f"{self.path}: no column {', '.join(map(repr, missing))} among the {len(names)} of "
-                "its first line; names must agree in case and spaces"
+                f"{self.path}: no column {', '.join(map(repr, missing))} among the {len(names)} "
+                "columns that its first line names; case and spaces of a name must agree"
             )
         return [names.index(column) for column in columns]
 
@@ -121,7 +121,8 @@ def _is_utf8(path: Path) -> bool:
     """Return True for a UTF-8 file with characters other than ASCII."""
     try:
         with path.open(encoding="utf-8", newline="") as text:
-            # A set reads the whole file, although the first character beyond ASCII would suffice.
+            # Read the whole file: a byte that is invalid in UTF-8 may come after the first letter
+            # beyond ASCII.
             return False in {block.isascii() for block in iter(partial(text.read, 2**20), "")}
     except UnicodeError:
         return False

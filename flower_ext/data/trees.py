@@ -2,7 +2,7 @@
 
 A tree is a tensor, or a tuple or mapping of trees. All tensors of a tree of examples have the same
 leading dimension, with one row per example. The functions here also accept lists and dataclasses,
-which models may return. They treat anything else as a leaf.
+which models may return. They treat every other object as a leaf.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ tensors passes a type checker without casts."""
 
 
 def checked(name: str, tree: Tree) -> Tree:
-    """Return the tree with its mappings as plain dictionaries; refuse parts of other types."""
+    """Return the tree with plain dictionaries as its mappings; refuse parts that are no trees."""
     if isinstance(tree, Tensor):
         return tree
     if isinstance(tree, tuple | Mapping) and len(tree):
@@ -70,7 +70,7 @@ def row_type(tree: Tree) -> tuple[Hashable, ...]:
 
 
 def mapped(function: Callable[..., Any], tree: Tree, *more: Tree) -> Tree:
-    """Apply a function to the leaves of trees of one structure; return a tree of its results."""
+    """Apply a function to corresponding leaves of equally built trees; return a tree of results."""
     if isinstance(tree, Tensor) or (children := _children(tree)) is None:
         return function(tree, *more)
     others = [_children(other) for other in more]
@@ -97,7 +97,7 @@ def split(tree: Tree, sizes: int | list[int]) -> Sequence[Tree]:
 
 
 def each(tree: Tree) -> Sequence[Tree]:
-    """Return a sequence of trees, one for each row. They lack the leading dimension."""
+    """Return a sequence of trees, one for each row, without the leading dimension."""
     return _cut(Tensor.unbind, tree)
 
 
@@ -107,7 +107,7 @@ def to(tree: Tree, device: torch.device) -> Tree:
 
 
 def double(tree: Tree) -> Tree:
-    """Convert floating-point leaves to double precision. Others, such as tokens, stay unchanged."""
+    """Convert floating-point leaves to float64. Other leaves, such as tokens, stay unchanged."""
     return mapped(lambda leaf: leaf.double() if leaf.is_floating_point() else leaf, tree)
 
 
@@ -135,5 +135,5 @@ def _children(tree: Any) -> Any:
 def _like(tree: Any, children: dict[Any, Any]) -> Any:
     """Return an object of the type of ``tree`` with ``children`` as its parts."""
     if isinstance(tree, tuple | list):
-        return getattr(tree, "_make", type(tree))(children.values())  # _make: of a named tuple
+        return getattr(tree, "_make", type(tree))(children.values())  # named tuples have _make
     return children if type(tree) is dict else type(tree)(**children)

@@ -33,9 +33,9 @@ def roc_auc(outputs: Tensor, targets: Tensor) -> float:
 def average_precision(outputs: Tensor, targets: Tensor) -> float:
     """Return the area under the precision-recall curve, as a sum of steps.
 
-    Parameters, and the cases in which the result is NaN, are as for `roc_auc`. The average
-    precision of a model that guesses is the share of class 1, while its area under the ROC curve is
-    0.5.
+    The parameters are as for `roc_auc`, and the result is NaN in the same cases. A model that
+    guesses has the share of class 1 as its average precision, and 0.5 as its area under the ROC
+    curve.
     """
     return _of_scores("average_precision_score", outputs, targets)
 
@@ -43,10 +43,10 @@ def average_precision(outputs: Tensor, targets: Tensor) -> float:
 def concordance_index(scores: Tensor, targets: Tensor) -> float:
     """Return Harrell's concordance index: the share of comparable pairs in the right order.
 
-    Two patients are comparable if one had the event while the other was still observed. If both
-    times are equal, the patient without the event counts as observed for longer. The patient with
-    the event should have the higher score; equal scores count half. The result is NaN if no pair is
-    comparable, or if a value is NaN.
+    Two patients are comparable if one patient had the event while the other was still observed. If
+    both times are equal, the patient without the event counts as observed for longer. A pair is in
+    the right order if the patient with the event has the higher score. Equal scores count half. The
+    result is NaN if no pair is comparable, or if a value is NaN.
 
     Parameters
     ----------

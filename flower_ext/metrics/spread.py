@@ -16,8 +16,8 @@ from flower_ext.errors import InvalidValue
 class Spread:
     """Summary of one value per client.
 
-    ``worst_decile`` is the mean of the worst tenth of the clients (at least one). ``jain`` is
-    Jain's index (Σx)² / (n Σx²): 1 if all are equal, 1/n if a single client has everything.
+    ``worst_decile`` is the mean of the worst tenth of the values (at least one value). ``jain`` is
+    Jain's index (Σx)² / (n Σx²): 1 if all values are equal, 1/n if only one value is not 0.
     """
 
     mean: float
@@ -33,11 +33,11 @@ def summarize(values: Sequence[float], *, lower_is_better: bool = False) -> Spre
     Raises
     ------
     ValueError
-        There is no value, or one is not finite.
+        There is no value, or a value is not finite.
     """
     array = np.sort(np.asarray(values, dtype=np.float64))
     if array.size == 0 or not np.isfinite(array).all():
-        raise InvalidValue(f"values: expected at least one, all finite; got {array.size}")
+        raise InvalidValue(f"{array.size} values: expected at least one, and all of them finite")
     squares = float(np.sum(array**2))
     worst = array[::-1] if lower_is_better else array
     return Spread(

@@ -22,10 +22,10 @@ from flower_ext.privacy.run_summary import MethodTraits, RunSummary
 class PrivacyPlan(ABC):
     """A user's decisions about the privacy of a run.
 
-    `mechanism` returns the object that carries them out in each round. A plan of noised sums makes
-    a separate object, because the computation depends on the method and may change from round to
-    round. Every other plan returns itself (see `PlainAverage`). A plan is frozen. It learns about a
-    run only from the `RunSummary`.
+    `mechanism` returns the object that carries out these decisions in each round. A plan of noised
+    sums makes a separate object, because the computation depends on the method and may change from
+    round to round. Every other plan returns itself (see `PlainAverage`). A plan is frozen. It
+    learns about a run only from the `RunSummary`.
 
     Attributes
     ----------
@@ -56,7 +56,8 @@ class PrivacyPlan(ABC):
     def mechanism(self, method: MethodTraits) -> RoundMechanism:
         """Return the mechanism for the rounds of ``method``. A run calls this once.
 
-        If the plan does not protect the method's uploads, a `ValueError` gives the reason.
+        If the plan cannot protect the method's uploads, this call raises a `ValueError` with the
+        reason.
         """
 
 
@@ -112,7 +113,7 @@ class NonPrivatePlan(PlainAverage):
         return self.weighting == "examples"
 
     def mechanism(self, method: MethodTraits) -> RoundMechanism:
-        """Return this plan; refuse "examples" if the method weights updates by its own rule."""
+        """Return this plan; refuse "examples" if the method has a weighting rule of its own."""
         if self.weighs_examples and method.weighs_updates:
             raise InvalidValue(
                 f"weighting='examples': expected 'clients', because the server of "

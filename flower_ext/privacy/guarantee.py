@@ -21,8 +21,8 @@ Basis = Literal["published", "provable"]
 def epsilon_text(epsilon: float) -> str:
     """Return ε with three significant digits, rounded up so that no text understates the spend.
 
-    An ε of 0 becomes 0.001: a 0 would read as if nothing could be revealed, although δ is above 0.
-    An infinite ε is "inf".
+    An ε of 0 becomes "0.001", because a 0 would read as if nothing could be revealed, although δ is
+    above 0. An infinite ε becomes "inf".
     """
     return _rounded_up(epsilon or 1e-3)
 
@@ -54,7 +54,7 @@ def _rounded_up(value: float) -> str:
     if value == 0 or math.isinf(value):
         return f"{value:g}"
     step = 10.0 ** (math.floor(math.log10(value)) - 2)
-    # The guard keeps 2.0000000000000004 from becoming 2.01.
+    # The subtraction of 1e-6 keeps 2.0000000000000004 from becoming 2.01.
     return f"{math.ceil(value / step - 1e-6) * step:.3g}"
 
 
@@ -72,9 +72,9 @@ class PreconditionFailed(InvalidValue):
 
 @dataclass(frozen=True, kw_only=True)
 class Guarantee(JsonRecord):
-    """An ε together with everything that gives it a meaning.
+    """An ε, and everything that a reader needs to interpret this ε.
 
-    ``epsilon`` is infinite where nothing is guaranteed.
+    ``epsilon`` is infinite if nothing is guaranteed.
     """
 
     unit: PrivacyUnit

@@ -25,7 +25,7 @@ from flower_ext.privacy.accounting.events import PrivacyLoss, Release
 from flower_ext.privacy.guarantee import epsilon_text
 
 GENESIS = "0" * 64
-"""Hash that the first line names, because no earlier line has a hash."""
+"""Hash in the first line in place of the hash of the line before."""
 
 
 class BudgetExhausted(FlowerExtError, RuntimeError):
@@ -64,8 +64,8 @@ class Budget:
 class LedgerFile:
     """A file of JSON lines, locked until `close` so that no other process can write to it.
 
-    ``entries`` are all lines. If another process holds the lock and ``wait`` is False, the error is
-    `InUse`; if the hash chain is broken, it is `LedgerCorrupt`.
+    ``entries`` are the contents of all lines. If another process holds the lock and ``wait`` is
+    False, the error is `InUse`. If the hash chain is broken, the error is `LedgerCorrupt`.
     """
 
     def __init__(self, path: Path, *, wait: bool) -> None:
@@ -92,7 +92,7 @@ class LedgerFile:
     def append(self, kind: str, values: Mapping[str, Any]) -> None:
         """Write a line, and wait for the disk; after an `OSError`, nothing may be released."""
         self._check_usable()
-        # Each line names the hash of the one before, so no earlier line can change unnoticed.
+        # Each line holds the hash of the line before, so no earlier line can change unnoticed.
         previous = self.entries[-1]["hash"] if self.entries else GENESIS
         entry = {**values, "seq": len(self.entries), "kind": kind, "prev": previous}
         entry["hash"] = _digest(entry)
@@ -124,7 +124,7 @@ class LedgerFile:
 
 
 class Reservation:
-    """A reserved release, and the caller's notes on it, which the ledger writes at its end."""
+    """A reserved release. When its ``with`` block ends, the ledger writes the caller's notes."""
 
     def __init__(self) -> None:
         self.notes: dict[str, Any] = {}
@@ -184,9 +184,9 @@ class Ledger(LedgerFile):
         identity : int, optional
             A number for a release with seeded noise, which a resumed run may repeat bit for bit.
             Two releases may have the same number only if all their bits are equal. If the file
-            already held the release when it was opened, its first repetition is noted and not
-            counted, because it reveals nothing new. Under secure noise, pass None, because every
-            release is then new.
+            already held a release when the ledger was opened, the ledger notes the release's first
+            repetition and does not count it, because a repetition reveals nothing new. Under secure
+            noise, pass None, because every release is then new.
 
         Raises
         ------
@@ -201,7 +201,7 @@ class Ledger(LedgerFile):
             self.append("repeat", entry)
             self._repeatable.remove(again)
         else:
-            # Refuse before writing: a line on the ledger is spent, even if nothing was released.
+            # Refuse before writing: a written line counts as spent, even if nothing was released.
             if self.budget is not None:
                 delta = self.budget.delta
                 epsilon = privacy_loss_of([*self._reserved, release], delta=delta).epsilon
@@ -233,7 +233,7 @@ class Ledger(LedgerFile):
         return len(self._reserved)
 
     def check_holds(self, releases: int) -> None:
-        """Refuse a ledger that lacks some of the releases that the run made, as `LedgerCorrupt`."""
+        """Raise `LedgerCorrupt` if the ledger lacks some of the ``releases`` that the run made."""
         if self.releases < releases:
             raise LedgerCorrupt(
                 f"{self.path} holds {self.releases} releases of a run that made {releases}: some "

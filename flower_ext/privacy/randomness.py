@@ -37,8 +37,8 @@ def seeded_generator(seed: int, *path: str | int) -> np.random.Generator:
 def keyed_generator(key: bytes, *path: str | int) -> np.random.Generator:
     """Return a ChaCha20 generator whose key is HMAC-SHA-256(``key``, ``path``).
 
-    Each ``path`` gives another generator. Everybody who holds ``key`` gets the same numbers, and
-    nobody else can predict them.
+    Different paths give independent generators. Everybody who holds ``key`` gets the same numbers,
+    and nobody else can predict them.
     """
     from randomgen import ChaCha
 

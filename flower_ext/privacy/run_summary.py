@@ -15,7 +15,7 @@ class MethodTraits:
 
     name: str
     bounds_units: bool = False
-    """True if a client's upload is a sum over units, and the method bounds each unit."""
+    """True if a client's upload is a sum over units, and the method bounds each unit's part."""
     weighs_updates: bool = False
     """True if the server's step weights the updates by a rule of the method's own."""
     needs_each_update: bool = False
@@ -25,7 +25,7 @@ class MethodTraits:
     memoryless: bool = True
     """True if updates do not depend on anything that a client keeps between rounds."""
     upload_phase: str | None = None
-    """The phase of local training that alone determines the upload, if one does."""
+    """Name of the phase of local training that alone determines the upload; None if none does."""
     num_silos: int | None = None
     """Number of silos among which each unit's data are divided; None if the units are clients."""
     weighting: str = ""
@@ -43,14 +43,14 @@ class RunSummary:
     training: Mapping[str, Any] = field(default_factory=dict)
     """The phases of local training, by name (see `training.LocalTraining`)."""
     proximal_weight: float = 0.0
-    """μ of the proximal term around the received model, the same in every local training."""
+    """Weight μ of the proximal term around the received model, the same in all local training."""
     sent: Mapping[str, Any] = field(default_factory=dict)
     """The shared model that the server sent last, as arrays; empty before the first message."""
     secure_noise: bool = True
     """True if the noise uses the operating system's randomness and no seed."""
     secure_cohorts: bool = True
-    """True if the draw of cohorts does."""
+    """True if the draw of cohorts uses the operating system's randomness and no seed."""
     not_covered: Sequence[str] = ()
     """Values that leave the clients and that the guarantee does not cover."""
     group_size: int | None = None
-    """The largest number of a user's records that are used; None without a limit."""
+    """Largest number of one user's records that all silos together use; None without a limit."""

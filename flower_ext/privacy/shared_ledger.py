@@ -1,8 +1,8 @@
 """An account of the privacy that all runs of a study on one population spend together.
 
 Statistics, trainings, evaluations, pilots and searches share one file, which is hash-chained as a
-`Ledger` is. Before each round, a run writes a charge into it: the privacy that the run has spent
-once this round is over. The run holds a lock while it composes all charges with the new round
+`Ledger` is. Before each round, a run writes a *charge* into the file: the privacy that the run will
+have spent after this round. The run holds a lock while it composes all charges with the new charge
 (`study_composition`) and checks the budget.
 """
 
@@ -51,18 +51,18 @@ class Charge(JsonRecord):
     """ε against an adversary that sees the released models."""
     delta: float
     release: Release | None = None
-    """The round's noised sum, if the released models depend on this round through it only."""
+    """The round's noised sum, if released models depend on the round through this sum only."""
     claims: Sequence[Guarantee] = field(default=(), metadata=NOT_WRITTEN)
-    """One for each adversary; the account holds only their (ε, δ) and releases."""
+    """The run's guarantees, one for each adversary. The file has only their (ε, δ) and releases."""
 
 
 def charge(path: Path, new: Charge, budget: Budget) -> list[dict[str, Any]]:
     """Write a round's spend durably, before anything of the round is released.
 
     Return all entries of the account, including the new one. If a run repeats a round, the account
-    counts it twice, because the noise is new. It counts a ``repeatable`` round once. If the round
-    would exceed ``budget`` (`BudgetExhausted`), or the account has another unit or relation
-    (`DoesNotCompose`), nothing is written.
+    counts this round twice, because the noise is new. It counts a ``repeatable`` round only once.
+    The function writes nothing if the round would exceed ``budget`` (`BudgetExhausted`), or if the
+    account has another unit or relation (`DoesNotCompose`).
     """
     line = {**_charge_to_dict(new), "budget": {"epsilon": budget.epsilon, "delta": budget.delta}}
     same = {"run": new.run, "query": new.query, "training": new.training}
@@ -103,7 +103,7 @@ def note_claims(path: Path, claims: Sequence[Guarantee], **identity: str) -> Non
 
 
 def note_uncovered(path: Path, *, run: str, method: str, name: str = "", what: str) -> None:
-    """Record, once per run, what it reveals, such as "a pilot without noise", that no ε covers."""
+    """Record, once per run, a disclosure that no ε covers, such as "a pilot without noise"."""
     _note_once(path, UNCOVERED, {"run": run, "method": method, "name": name, "what": what})
 
 
@@ -157,7 +157,10 @@ def _check_budget(
         )
     else:
         spent = epsilon_text(total_spent(entries, budget.delta))
-        why = f"{len(runs)} run{'s' if len(runs) > 1 else ''} spent {spent} so far"
+        why = (
+            f"{len(runs)} run{'s' if len(runs) > 1 else ''} spent {spent} so far; end the study, "
+            "or raise the budget"
+        )
     raise BudgetExhausted(
         f"training round {new.training} would raise the total of {path} to ε = "
         f"{epsilon_text(epsilon)} at δ = {budget.delta:.3g}, above the budget of "

@@ -2,9 +2,10 @@
 
 The module computes one ε for each adversary's view. For an adversary that sees the released models,
 it composes the releases of all rounds. For an adversary that sees more, it composes the releases of
-each run's most exposed unit, as the run's guarantee does. `joint_loss` composes runs of which only
-(ε, δ) is known. If one run has no guarantee against a view, ε is infinite for that view. The
-composition assumes that every run's plan was fixed before the first run.
+each run's most exposed unit, the unit with the most releases, as the run's guarantee does.
+`joint_loss` composes runs of which only (ε, δ) is known. If a run has no guarantee against a view,
+ε is infinite for this view. The composition assumes that every run's plan was fixed before the
+first run.
 """
 
 from __future__ import annotations
@@ -73,7 +74,7 @@ def study_guarantees(
         relations = list(dict.fromkeys(part.relation for _, part in parts if part.relation))
         relations = relations or [NeighboringRelation(runs[0].charges[0]["relation"])]
         for relation in relations:
-            # A run that promises nothing counts under every relation.
+            # A run without a guarantee is part of the total under every relation.
             members = [(run, part) for run, part in parts if part.relation in (relation, None)]
             known = [run for run, _ in members]
             loss = _joint([part for _, part in members], delta)
@@ -98,15 +99,15 @@ def study_guarantees(
 
 
 def spent_by_run(entries: Sequence[dict[str, Any]]) -> list[RunSpend]:
-    """Return what each run spent alone, with one line for its training and one for each query.
+    """Return the spend of each run alone: one `RunSpend` for its training, and one for each query.
 
-    After these lines come the disclosures that no ε covers, in the order of the account.
+    After these come the disclosures that no ε covers, in the order of the account.
     """
     spends = []
     for run in runs_of(entries):
         for query, charges in run.by_query.items():
-            # Against adversaries that see more, ε covers training and queries together, so only the
-            # line of the training gives it.
+            # Against adversaries that see more than the released models, one ε covers training and
+            # queries together. Only the `RunSpend` of the training has this ε.
             newest, views = charges[-1], set[AdversaryView]() if query else run.views
             part = replace(run, by_query={query: charges}).against(_MODELS)
             delta = newest["delta"] if part.releases else sum(s.delta for s in part.spends)
@@ -134,7 +135,7 @@ def spent_by_run(entries: Sequence[dict[str, Any]]) -> list[RunSpend]:
 
 @dataclass(kw_only=True)
 class _Part:
-    """The releases that one run adds to the total against one view."""
+    """One run's part of the total loss to an adversary with one view."""
 
     relation: NeighboringRelation | None
     releases: Counter[Release] = field(default_factory=Counter)
@@ -148,20 +149,20 @@ class _Part:
 class RunCharges:
     """The entries of one run.
 
-    A new stretch of rounds begins when a round number occurs again: the run was then resumed from
-    an earlier round, and repeated the round with new noise.
+    The rounds form *stretches*. A new stretch begins when a round number occurs again: the run was
+    then resumed from an earlier round, and repeated the round with new noise.
     """
 
     label: str
     by_query: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
     """The charges for each query, by its name; training rounds have the empty name."""
     stretches: list[dict[str, Any]] = field(default_factory=list)
-    """For each stretch, the newest (ε, δ) against each view, which covers all its rounds."""
+    """For each stretch, the newest (ε, δ) against each view, which covers the whole stretch."""
     starts: list[set[str]] = field(default_factory=list)
     guarantees: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     def add(self, entry: dict[str, Any]) -> None:
-        """Add a charge."""
+        """Add the entry of a charge."""
         charges = self.by_query.setdefault(entry["query"], [])
         if not self.stretches or (charges and entry["training"] <= charges[-1]["training"]):
             self.stretches.append({})
@@ -174,7 +175,7 @@ class RunCharges:
         self._cover(len(self.stretches) - 1, claims)
 
     def note(self, entry: dict[str, Any]) -> None:
-        """Add an entry's guarantees. They cover the rounds that the entry's process charged."""
+        """Add an entry's guarantees, which cover the rounds that the entry's process charged."""
         charged = [place for place, starts in enumerate(self.starts) if entry["start"] in starts]
         if self.stretches:
             self._cover(charged[-1] if charged else -1, entry["claims"])
@@ -184,7 +185,8 @@ class RunCharges:
         stretch = self.stretches[place]
         for claim in claims:
             before = stretch.get(claim["view"], {"epsilon": 0.0})
-            # No ε means infinity. Another process of a copied run may have charged more.
+            # Keep the larger ε, because another process of a copied run may have charged more. An
+            # entry without ε stands for an infinite one.
             new, old = (math.inf if c["epsilon"] is None else c["epsilon"] for c in (claim, before))
             if new >= old:
                 stretch[claim["view"]] = claim
@@ -205,7 +207,7 @@ class RunCharges:
         return {_MODELS, *(AdversaryView(view) for stretch in self.stretches for view in stretch)}
 
     def against(self, view: AdversaryView) -> _Part:
-        """Return the run's releases against a view, and (ε, δ) where they are not known."""
+        """Return the run's releases against a view, or (ε, δ) of rounds with unknown releases."""
         if view is _MODELS and self.charges[0]["release"] is not None:
             made = Counter(Release.from_dict(charge["release"]) for charge in self.charges)
             return _Part(relation=NeighboringRelation(self.charges[0]["relation"]), releases=made)
@@ -226,7 +228,10 @@ class RunCharges:
         return part
 
     def texts(self, view: AdversaryView, name: str) -> list[str]:
-        """Return the texts in a field of this run's `Guarantee` against a view, if any."""
+        """Return the texts in the field ``name`` of the run's `Guarantee` against a view.
+
+        The list is empty if the account has no such guarantee.
+        """
         kept = (self.guarantees[other] for other in view.at_least if other in self.guarantees)
         return list(next(kept, {}).get(name, ()))
 
@@ -250,7 +255,10 @@ def _joint(parts: Sequence[_Part], delta: float) -> PrivacyLoss:
 
 
 def _shared_texts(runs: Sequence[RunCharges], view: AdversaryView, name: str) -> list[str]:
-    """Return each text in a field of all runs' guarantees; name the runs, if only some have it."""
+    """Return each text in the field ``name`` of the runs' guarantees against a view.
+
+    If only some runs have a text, the names of these runs follow the text.
+    """
     by_text: dict[str, list[str]] = {}
     for run in runs:
         for text in run.texts(view, name):

@@ -39,9 +39,9 @@ class AdversaryView(StrEnum):
       server behind secure aggregation.
     * ``RELEASED_MODELS`` — the model after each round. The adversary is a third party, and the
       server is trusted. The adversary does not see which units took part. It knows the number of
-      these units only if that number is fixed. This view is not that of a client, which sees more:
-      messages tell the client the size of the cohort, and it can subtract its own share of the
-      noise.
+      these units only if that number is fixed. A client of the run sees more than this view:
+      messages tell the client the size of the cohort, and the client can subtract its own share of
+      the noise.
     * ``MODELS_AND_COHORTS`` — the model after each round, and the units that took part in it. All
       else is as for ``RELEASED_MODELS``.
 

@@ -1,9 +1,9 @@
 """Withdrawal of a person or a client from a study, and a statement about the study's models.
 
-To withdraw a user or client, the study's account (`shared_ledger`) records the number of that unit
-and nothing else. A run charges each round to the account, then reads the account, and only then
-asks clients. A round that is charged after the withdrawal therefore uses no data of the person. The
-statement counts all rounds that were charged before the withdrawal.
+When a user or client withdraws, the study's account (`shared_ledger`) records the number of this
+unit and nothing else. A run charges each round to the account, then reads the account, and only
+then asks clients. A round that is charged after the withdrawal therefore uses no data of the
+person. The statement counts all rounds that were charged before the withdrawal.
 
 Models do not change. For each model, the statement gives the guarantee of its run: the (ε, δ) with
 which the model is indistinguishable from a model that was trained without this person.
@@ -55,7 +55,10 @@ def withdraw(path: Path, unit: PrivacyUnit, numbers: Collection[int]) -> list[di
         charges = [entry for entry in account.entries if entry["kind"] == "charge"]
         if charges and (charges[0]["unit"] == PrivacyUnit.USER) != (unit is PrivacyUnit.USER):
             right = "--user" if charges[0]["unit"] == PrivacyUnit.USER else "--client"
-            raise InvalidValue(f"{path} counts {charges[0]['unit']}s: expected {right}")
+            raise InvalidValue(
+                f"{path} is the account of a study that protects {charges[0]['unit']}s: expected "
+                f"{right} with the numbers"
+            )
         populations = [
             charge["release"]["sampling"]["population"] for charge in charges if charge["release"]
         ]
@@ -138,14 +141,17 @@ def statement(path: Path, unit: PrivacyUnit, numbers: Collection[int]) -> dict[s
         "memory of clients": memory,
         "not claimed": [
             "whether each silo deleted the person's records: ask each silo, because records for "
-            "tests of a model carry no numbers, so tests may still use this person's",
+            "tests of a model carry no user numbers, so tests may still use this person's records",
             *sorted({entry["what"] for entry in before if entry["kind"] == "uncovered"}),
         ],
     }
 
 
 def _line(run: RunCharges, size: int, *, is_protected: bool) -> dict[str, Any]:
-    """Return the statement's entry about one run, whose guarantee may be for another unit."""
+    """Return the statement's entry about one run.
+
+    ``is_protected`` is False if the run's guarantee is for another unit.
+    """
     last, rounds = run.charges[-1], len(run.charges)
     of_run = {"run": last["run"], "name": run.label, "method": last["method"], "releases": rounds}
     if not is_protected:
@@ -170,7 +176,7 @@ def _claim(loss: PrivacyLoss | None) -> str:
 
 
 def _loss_of_group(parts: Sequence[Any], size: int, delta: float) -> PrivacyLoss | None:
-    """Return the joint loss of runs for a person with ``size`` numbers; None without a finite ε."""
+    """Return the joint loss of runs for a person with ``size`` numbers; None if ε is infinite."""
     if any(part.is_unbounded for part in parts):
         return None
     releases = sum((part.releases for part in parts), type(parts[0].releases)())

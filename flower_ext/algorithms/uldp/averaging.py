@@ -85,7 +85,10 @@ from flower_ext.training import LocalTraining
 log = getLogger("flwr")
 
 SILOS, WEIGHTS = "silos", "weights"
-"""Names in the state: a group that holds `ONE_BY_ONE` and, if the server knows it, w_{s,u}."""
+"""Names in the state: the group of silos' answers, and in this group the weights w_{s,u}.
+
+The group has no weights if the server does not know them.
+"""
 GRADIENT = LocalTraining(steps=1, batch_size=2**31 - 1, learning_rate=1.0)
 """One step at rate 1 on all records, whose update is the negative gradient."""
 
@@ -216,8 +219,8 @@ class UldpAvg(Method):
         """Return the cohort with the weights of its users for each silo (line 5 of Algorithm 4).
 
         If silos draw the users, the cohort holds all users. With a weighted sum, the cohort stays
-        unchanged, because that sum computes the weights. The cohort's ``norms`` are the total
-        weights of the silos' users: a silo's sum has at most this norm, times the clipping norm.
+        unchanged, because that sum computes the weights. A silo's entry in the cohort's ``norms``
+        is the total weight of its users: its sum has at most this norm, in clipping norms.
         """
         weights = state.server[SILOS].get(WEIGHTS)
         if weights is None:
@@ -241,11 +244,11 @@ class UldpAvg(Method):
         return super().step(model, replace(released, mean=over_silos), state)
 
     def mean_noise(self, mechanism: RoundMechanism) -> float:
-        """Return the stddev of the noise in a coordinate of the mean over users and silos."""
+        """Return the stddev of the noise in each coordinate of the mean over users and silos."""
         return super().mean_noise(mechanism) / self.num_silos
 
     def disclosures(self, summation: Summation) -> Sequence[str]:
-        """Return what the computation of the weights reveals, for the run's report."""
+        """Return the facts that the computation of the weights reveals, for the run's report."""
         if summation.brings_weights:
             return summation.disclosures
         return DISCLOSURES[self.weighting]
@@ -253,7 +256,7 @@ class UldpAvg(Method):
     def claims(
         self, plan: PrivacyPlan, run: RunSummary, state: State, summation: Summation
     ) -> list[Guarantee]:
-        """Return Theorem 5, and the provable guarantees of this run against each adversary."""
+        """Return the guarantee of Theorem 5, and a provable guarantee against each adversary."""
         apart = state.server.get(SILOS, {}).get(ONE_BY_ONE, np.empty(0, dtype=bool))
         sums, hidden_draw = sums_of_users(summation.mechanism), summation.hidden_draw
         if self.user_draw == "silos":
@@ -292,12 +295,15 @@ class UldpSgd(UldpAvg):
 
 
 def _warn_of_rounding(cells: float, model: Arrays) -> None:
-    """Warn if most numbers of a user's update, of norm ``cells``, are rounded to zero."""
+    """Warn if rounding to whole cells turns most numbers of a user's update into zero.
+
+    ``cells`` is the norm of a clipped update in one silo, in cells of the grid.
+    """
     numbers = sum(array.size for array in model.values())
     if (usual := cells / math.sqrt(numbers)) < 1:
         log.warning(
-            "secure sums round each number to whole grid cells, and a typical number of a user's "
-            "clipped update in one silo is only %.2g cells, so rounding loses most of the update: "
-            "lower the noise multiplier, or train fewer parameters",
+            "secure sums round each number to whole cells of a grid, and a typical number of a "
+            "user's clipped update in one silo is only %.2g cells, so rounding loses most of the "
+            "update: lower the noise multiplier, or train fewer parameters",
             usual,
         )

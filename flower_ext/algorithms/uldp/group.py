@@ -6,8 +6,8 @@ Source: Kato et al., Uldp-FL (PVLDB 2024), Algorithm 2; DP-SGD is due to Abadi e
 paper                 here
 ====================  =====================================================
 S, k                  ``num_silos``, ``group_size``
-B                     largest number of a user's records in a silo, drawn once by the server; a
-                      silo uses the same records in every round
+B                     number of each user's records that a silo may use; the server draws it
+                      once, and a silo uses the same records in every round
 C, σ                  ``local.clipping_norm``, ``local.noise_multiplier``
 γ, Q                  ``local.sampling_rate``, ``local.steps``
 η_l, η_g              ``local.learning_rate``, ``server.learning_rate``
@@ -94,14 +94,14 @@ class UldpGroup(Method):
     All silos have the same weight in the mean. Run the method under the plan that `plan` returns.
 
     The server draws how many records of each user a silo may use. For this draw, it reads in the
-    clear how many records each user has in each silo.
-    No guarantee covers these numbers.
+    clear how many records each user has in each silo. No guarantee covers these numbers.
 
     Parameters
     ----------
     num_silos, num_users : int
     group_size : int, "max" or "median"
-        k. "max" and "median" stand for the largest and the median number of records of a user.
+        k: largest number of records that one user may have in all silos together. "max" and
+        "median" stand for the largest and the median number of records of a user.
     local : DpSgdTraining
         Training of one round in one silo.
     **options
@@ -149,13 +149,13 @@ class UldpGroup(Method):
         return {USERS: self.num_users, **{DP_SGD + n: v for n, v in asdict(self.local).items()}}
 
     def disclosures(self, summation: Summation) -> Sequence[str]:
-        """Return what the histograms reveal."""
+        """Return the facts that the silos' histograms reveal, for the run's report."""
         return ("how many records each user has in each silo: the silos tell the server",)
 
     def connect(self, connected: Connected, state: State) -> State:
         """Ask the silos for users' numbers of records; fix k and the limits for the whole run."""
         if LIMITS in state.server:
-            return state  # the limits that were drawn first hold for the whole run
+            return state  # a resumed run keeps its limits
         _, counts = ask_silos(
             connected.clients, self.num_users, trainings=self.training, histogram=True
         )
@@ -165,7 +165,7 @@ class UldpGroup(Method):
         return state.updated(server={LIMITS: chosen})
 
     def begin_round(self, cohort: Cohort, model: Arrays, state: State) -> Cohort:
-        """Return the cohort with one request per silo: how many records of each user it may use."""
+        """Return the cohort with a request to each silo: how many records of each user to use."""
         limits = state.server[LIMITS][LIMITS]
         requests = {
             silo: {LIMITS: records.to_record({LIMITS: limits[silo]})} for silo in cohort.partitions
@@ -175,7 +175,7 @@ class UldpGroup(Method):
     def complete_summary(self, run: RunSummary, state: State) -> RunSummary:
         """Return the run's summary with k as its ``group_size``.
 
-        If k is "max" or "median" and the silos have not answered yet, the size is None.
+        If ``group_size`` is a word and the silos have not answered yet, the size is None.
         """
         limits = state.server.get(LIMITS)
         known = self.group_size if isinstance(self.group_size, int) else None

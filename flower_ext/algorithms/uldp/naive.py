@@ -7,7 +7,8 @@ paper                 here
 ====================  =====================================================
 S                     ``num_silos``
 C, σ                  ``clipping_norm``, ``noise_multiplier`` of the given plan
-σ²C²|S|               variance of one silo's noise; the |S| silos' noise adds up to (σC|S|)²
+σ²C²|S|               variance of one silo's noise; the noise of all |S| silos has the variance
+                      (σC|S|)²
 Q, η_l, η_g           ``local.epochs``, ``local.learning_rate``, ``server.learning_rate``
 ====================  =====================================================
 

@@ -26,14 +26,14 @@ from flower_ext.training.params import flat_rows
 log = getLogger("flwr")
 
 _PREPARED = 2048
-"""Number of users whose trainings are set up at a time."""
+"""Number of users whose trainings are prepared at a time, so that memory stays bounded."""
 
 
 class WeightedTotal:
     """The weighted sum of users' clipped updates, in float64 or in whole numbers of grid cells.
 
-    ``params`` have an update's names and shapes, ``protection`` clips each user's update, and
-    ``weights`` are w_{s,u} of every user.
+    ``params`` have the names and shapes of an update. ``protection`` clips each user's update.
+    ``weights`` holds w_{s,u} for each user u of the population.
     """
 
     def __init__(self, params: Params, protection: ClipAndNoise, weights: Sequence[float]) -> None:
@@ -47,7 +47,7 @@ class WeightedTotal:
         return self._weights[user] > 0
 
     def add(self, users: Sequence[int], rows: Params) -> None:
-        """Clip the rows of ``rows``, one for each of ``users``, and add them with their weights."""
+        """Clip each row of ``rows``, multiply it by its user's weight, and add it to the sum."""
         added = self._protection.sum_units(rows, [self._weights[user] for user in users])
         for name, part in added.value.items():
             self._sums[name] += part
@@ -55,12 +55,12 @@ class WeightedTotal:
 
     @property
     def value(self) -> BoundedSum:
-        """The sum."""
+        """The sum so far."""
         return replace(self._empty, value=self._sums, count=self._count)
 
 
 UsersTotal = WeightedTotal | HiddenSum
-"""A total over a silo's users. Callers add unclipped updates, one row per user."""
+"""The total of a silo's users. Callers add unclipped updates, one row per user."""
 
 
 @dataclass(kw_only=True)
@@ -116,6 +116,8 @@ def users_updates(
     task: Task, jobs: Sequence[SiloJob], *, trained: Callable[[str], bool], memory_limit: int
 ) -> Iterator[tuple[int, list[int], Params]]:
     """Train all users; yield the index of a job, some of its users, and their unclipped updates.
+
+    The updates of n users are arrays of shape (n, …).
 
     A user's update does not depend on which other users train beside it (see `attempt_groups`).
     If a user's training raises an error or diverges, this user's update is zero. If the silo sent

@@ -49,15 +49,15 @@ DISCLOSURES: Mapping[Weighting, Sequence[str]] = {
 }
 """Facts that unencrypted weights reveal, and to whom. No guarantee covers them."""
 _ROUNDING = 1e-13
-"""Accepted excess of a sum of weights, far below the tolerance of clipping."""
+"""Tolerance for rounding in the checks of weights, far below the tolerance of clipping."""
 
 
 def user_weights(weighting: Weighting, histogram: np.ndarray) -> np.ndarray:
     """Return the weights w_{s,u}.
 
     If ``weighting`` is "equal", every weight is 1/|S|, and the result has shape (silos, 1). The
-    function then uses only the number of rows of ``histogram``. If it is "by-records", the weights
-    are n_{s,u}/N_u, of shape (silos, users). ``histogram`` then holds n_{s,u}, in the same shape. A
+    function then uses only the number of rows of ``histogram``. If ``weighting`` is "by-records",
+    ``histogram`` holds n_{s,u}, and the weights are n_{s,u}/N_u. Both have shape (silos, users). A
     user without records has weight 0.
     """
     if weighting == "equal":
@@ -97,7 +97,7 @@ def check_weights(
 
 
 def users_records(weights: np.ndarray, users: Sequence[int], num_users: int) -> list[ArrayRecord]:
-    """Return one record per silo: a bit per user, set if it takes part, and the silo's weights."""
+    """Return one record per silo: one bit per user, set if the user takes part, and the weights."""
     chosen = np.zeros(num_users, dtype=bool)
     chosen[np.asarray(users, dtype=np.int64)] = True
     bits = np.packbits(chosen)
@@ -153,10 +153,23 @@ def ask_silos(
     histogram: bool,
     silos_draw: bool = False,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Ask the silos whether users train one by one, and how many records each user has.
+    """Ask each silo whether it trains its users one by one, and how many records each user has.
 
-    Return one bool per silo, because how ``trainings`` run depends on a silo's machine, and n_{s,u}
-    as int64 (silos, users); (silos, 0) if ``histogram`` is False.
+    Parameters
+    ----------
+    trainings : Mapping[str, LocalTraining]
+        Trainings to ask about. The answer depends on the silo's machine.
+    histogram : bool
+        True to ask for the numbers of records as well.
+    silos_draw : bool
+        True to check that all silos draw the same users in each round.
+
+    Returns
+    -------
+    numpy.ndarray
+        bool (silos,): True for a silo that trains its users one by one.
+    numpy.ndarray
+        n_{s,u} as int64 (silos, users); of shape (silos, 0) without ``histogram``.
 
     Raises
     ------

@@ -1,10 +1,10 @@
 """Compute the privacy loss (ε, δ) of a run's releases, through dp-accounting.
 
 The result is the smallest of all upper bounds on ε that apply. Usually the accountant PLD (privacy
-loss distributions) gives it. For a tiny δ or very many rounds, PLD's Fourier transforms lose
-precision, and the accountant RDP (Rényi divergences) gives the smaller bound. If sampling hides
-next to nothing, the bound that ignores sampling may be the smallest. If δ is at least the
-probability that a unit is ever drawn, ε is 0 with any noise above 0.
+loss distributions) gives the smallest bound. For a tiny δ or very many rounds, PLD's Fourier
+transforms lose precision, and the accountant RDP (Rényi divergences) gives the smallest one. If
+sampling hides next to nothing, the bound that ignores sampling may be the smallest. If δ is at
+least the probability that a unit is drawn at least once in the run, ε is 0 with any noise above 0.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from flower_ext.privacy.units import NeighboringRelation
 Accountant = Literal["pld", "rdp"]
 
 _LARGEST_GRID_EPSILON = 1e6
-"""Largest ε for which PLD is used. Beyond it, a grid of privacy losses would not fit into memory,
-and sampling no longer amplifies."""
+"""Largest ε for which the accountant PLD runs. For a larger ε, its grid of privacy losses would not
+fit into memory, and sampling no longer amplifies."""
 
 
 def privacy_loss_of(
@@ -49,9 +49,9 @@ def privacy_loss_of(
     delta : float
         In (0, 1).
     accountant : {"pld", "rdp"}
-        "pld" returns the smallest of all bounds that apply, which may be another than PLD's, and
-        "rdp" returns the RDP bound. PLD does not cover sampling without replacement. If there are
-        such releases, both choices return the smaller of two bounds: the RDP bound, and the bound
+        "pld" returns the smallest of all bounds that apply, which need not be PLD's bound. "rdp"
+        returns the RDP bound. PLD does not cover sampling without replacement. If a release has
+        such sampling, both choices return the smaller of two bounds: the RDP bound, and the bound
         that ignores sampling. The field ``accountant`` of the result names the bound.
 
     Raises
@@ -84,8 +84,9 @@ def joint_loss(
 ) -> PrivacyLoss:
     """Bound (ε, δ) of releases together with other mechanisms, of which only (ε, δ) is known.
 
-    ε is infinite if the δ's of ``spends`` add up to more than ``delta``. The result is the smaller
-    of two bounds, or the first one where PLD does not cover a release:
+    ``spends`` are the (ε, δ) of these mechanisms. If their δ's add up to more than ``delta``, the
+    resulting ε is infinite. The result is the smaller of two bounds. If PLD does not cover a
+    release, it is the first bound:
 
     * Basic composition subtracts the mechanisms' δ's from ``delta``, computes ε of the releases at
       the remaining δ, and adds the mechanisms' ε's.
@@ -123,8 +124,9 @@ def with_approximation_error(
     """Return an upper bound on (ε, δ) of a run whose sums differ a little from sampled Gaussians.
 
     A protocol that computes sums under encryption changes each sum a little. Besides, a unit that
-    was not drawn may still move a sum a little; call this small change the unit's trace. The proof
-    goes from the real run with a unit, A, to the real run without it, E, by three imagined runs:
+    was not drawn may still move a sum a little; the proof calls this small move the unit's trace.
+    It compares the real run with a unit (A) and the real run without this unit (E), and goes from A
+    to E in four steps, by three imagined runs:
 
     * A: the real run with the unit;
     * B: its sums are exact, except for the unit's trace;
@@ -154,7 +156,7 @@ def with_approximation_error(
     for share in (2.0**-10, 2.0**-5, 0.5):
         spared = share * delta
         first = loss(delta - spared)
-        # Half of the δ set aside pays for δ₂, the other half for the factor e^(3ε₂).
+        # Of this fraction of δ, half pays for δ₂, and half for the factor e^(3ε₂).
         tail = first.epsilon + math.log(2 * steps / spared)
         second = shift**2 / 2 + shift * math.sqrt(2 * tail)
         if math.expm1(steps * second) * (delta - spared / 2) <= spared / 2:
@@ -170,14 +172,14 @@ def _loss(counts: Counts, delta: float, accountant: Accountant) -> PrivacyLoss:
     if any(release.noise_multiplier == 0 for release, _ in counts):
         return PrivacyLoss(epsilon=math.inf, delta=delta, accountant=accountant.upper())
     if _chance_drawn(counts) <= delta:
-        # A run with the unit equals a run without it unless the unit is drawn.
+        # If the unit is never drawn, the runs with and without this unit are equal.
         return PrivacyLoss(epsilon=0.0, delta=delta, accountant="chance of being drawn")
     unsampled = without_amplification(counts, delta)
     if any(release.is_without_replacement for release, _ in counts):
         return _least(without_replacement_loss(counts, delta), unsampled)
     if accountant == "rdp":
         return renyi_loss(counts, delta)
-    # Where nothing is sub-sampled, Gaussians compose exactly, and no bound can be less.
+    # If no release is sub-sampled, Gaussians compose exactly, and no bound can be smaller.
     if all(release.poisson_rate == 1 for release, _ in counts):
         return unsampled
     # The width of PLD's grid depends on ε, so a cheaper bound estimates ε first.
@@ -190,7 +192,7 @@ def _loss(counts: Counts, delta: float, accountant: Accountant) -> PrivacyLoss:
 def _chance_drawn(counts: Iterable[tuple[Release, int]]) -> float:
     """Return the probability that one unit is drawn at least once in a run, rounded up.
 
-    It is 1 if the draws are not secret.
+    The result is 1 if the draws are not secret.
     """
     never = 0.0
     for release, count in counts:

@@ -18,7 +18,7 @@ from flower_ext.privacy.units import NeighboringRelation
 MAX_NOISE_MULTIPLIER = 1e6
 MAX_ROUNDS = 10_000_000
 _LEAST_NOISE = 1e-3
-"""Below this noise multiplier, which hides nothing, the search for the least noise ends."""
+"""Noise multiplier at which the search for less noise ends: so little noise hides nothing."""
 
 
 class TargetOutOfReach(InvalidValue):
@@ -40,7 +40,7 @@ def calibrate_noise_multiplier(
     The result may be too large by the fraction ``tolerance``, but it is never too small.
 
     A result of about 0.001 hides nothing. It means that ``delta`` is at least the probability that
-    one unit is ever drawn, so that ε is 0 with any noise; choose a smaller ``delta``.
+    one unit is drawn at least once, so that ε is 0 with any noise. Choose a smaller ``delta``.
 
     Parameters
     ----------
@@ -77,10 +77,11 @@ def calibrate_noise_multiplier(
 def least_noise_multiplier(
     fits: Callable[[float], bool], target: str, *, tolerance: float = 1e-3
 ) -> float:
-    """Return the smallest noise multiplier that ``fits`` accepts, as it does every larger one.
+    """Return the smallest noise multiplier that ``fits`` accepts.
 
-    The result may be too large by the fraction ``tolerance``, but it is never too small. If not
-    even `MAX_NOISE_MULTIPLIER` fits, the error `TargetOutOfReach` names the ``target``.
+    If ``fits`` accepts a noise multiplier, it must also accept every larger one. The result may be
+    too large by the fraction ``tolerance``, but it is never too small. If not even
+    `MAX_NOISE_MULTIPLIER` fits, the error `TargetOutOfReach` begins with the text ``target``.
     """
     # ε falls as noise grows: double the noise until it fits, then halve it until it does not.
     safe = 1.0
@@ -105,10 +106,11 @@ def calibrate_rounds(
     noise_multiplier: float,
     relation: NeighboringRelation | None = None,
 ) -> int:
-    """Return the largest number of rounds that meets the target; 0 if not even one does.
+    """Return the largest number of rounds that meets the target; 0 if not even one round does.
 
-    A result below 65,536 is exact. A larger one is never too large. It is too small by at most a
-    thousandth of itself, or by more if more than half of `MAX_ROUNDS` rounds meet the target.
+    A result below 65,536 is exact. A larger result is never too large, and too small by at most a
+    thousandth of itself. It may be smaller still if more than half of `MAX_ROUNDS` rounds meet the
+    target, because the search ends there.
     """
     _check_target(epsilon, rounds=1)
     release = Release(

@@ -2,14 +2,14 @@
 
 Under replace-one, the two accountants of dp-accounting 0.6 differ: PLD doubles a Gaussian's
 sensitivity, and RDP does not. For replace-one, this module therefore passes a Gaussian that already
-has sensitivity 2, and asks no accountant to double it.
+has sensitivity 2, and lets no accountant double this sensitivity.
 
 =========================  =======================  ====================================
 sampling                   relation                 accounted as
 =========================  =======================  ====================================
 Poisson                    add-or-remove-one        sub-sampled Gaussian, PLD or RDP; or as if
                                                     all took part, if ε is then smaller
-Poisson                    any other                refused: no accountant covers it
+Poisson                    any other                refused: no accountant covers this pair
 fixed size                 replace-one              sub-sampled without replacement, RDP; or as
                                                     if all took part, if ε is then smaller
 fixed size                 replace-special          Gaussian composition, no amplification
@@ -44,7 +44,7 @@ if TYPE_CHECKING:  # importing it takes a second, so only the functions that nee
     import dp_accounting
 
 MOST_NOISE = 1e7
-"""Largest relative noise in the accounting. More noise would overflow RDP, so it counts as this."""
+"""Largest relative noise in the accounting. Larger noise would overflow RDP, and counts as 1e7."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,9 +74,9 @@ class Release(Checked, JsonRecord):
         contribution. It does not depend on the relation.
     relation : NeighboringRelation
     approximation_error : float
-        Bound on two errors of the sum, each in standard deviations of the noise. The first is the
-        L2 distance between the sum and the exact sum. The second is the L2 distance by which a unit
-        that was not drawn moves the sum. See `with_approximation_error`.
+        Bound on each of two errors of the sum, in standard deviations of the noise. The first error
+        is the L2 distance between the sum and the exact sum. The second is the L2 distance by which
+        a unit that was not drawn moves the sum. See `with_approximation_error`.
     """
 
     sampling: Sampling
@@ -113,7 +113,7 @@ class Release(Checked, JsonRecord):
 
     @property
     def poisson_rate(self) -> float:
-        """The sampling rate if the sampling is Poisson; 1 for all other samplings."""
+        """The sampling rate under Poisson sampling; 1 under every other sampling."""
         return self.sampling.rate if isinstance(self.sampling, PoissonSampling) else 1.0
 
     @property

@@ -4,9 +4,8 @@ Every silo trains by the same DP-SGD on its own records. A user has at most k = 
 records in all silos together. `group_loss` bounds (ε, δ) of adding or removing all records of a
 user. The sums that all silos compute in one step form one vector, with noise in every coordinate,
 and each sampled record of the user moves this vector by at most one clipping norm. If each step
-samples a record with probability γ, the number of these records is Binomial(k, γ). The step is thus
-a mixture of Gaussians (Ganesh 2024), for which
-PLD accounts. The bound is tight.
+samples a record with probability γ, the number of the user's sampled records is Binomial(k, γ). The
+step is thus a mixture of Gaussians (Ganesh 2024), for which PLD accounts. The bound is tight.
 """
 
 from __future__ import annotations
@@ -30,9 +29,9 @@ from flower_ext.privacy.accounting.gaussian import gaussian_loss
 from flower_ext.privacy.accounting.pld import FINEST_INTERVAL, WIDEST_INTERVAL, pld_epsilon
 
 _NEGLIGIBLE = 1e-30
-"""An outcome of a step that is less probable than this counts as the largest outcome."""
+"""A number of sampled records that is less probable than this counts as the largest number."""
 _NO_PRIVACY = 1e4
-"""If a single step has a larger ε, sampling is ignored, because no grid can hold such losses."""
+"""Largest ε of a single step for which the bound uses sampling: no grid can hold larger losses."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,9 +61,9 @@ def group_loss(silo: DpSgd, *, group_size: int, delta: float) -> PrivacyLoss:
     """
     require_at_least_one("group_size", group_size)
     require_delta(delta)
-    import dp_accounting  # here and below: clients do not need it and start faster without
+    import dp_accounting  # here and below, because clients start faster without it
 
-    # An upper bound: if every step used all records of the group, each step were one Gaussian.
+    # An upper bound: if every step used all records of the group, each step would be one Gaussian.
     plain = gaussian_loss(silo.noise_multiplier / group_size, releases=silo.steps, delta=delta)
     one_step = (group_size * silo.sampling_rate / silo.noise_multiplier) ** 2 / 2
     if plain.epsilon == 0 or silo.sampling_rate == 1 or one_step > _NO_PRIVACY:

@@ -1,8 +1,8 @@
 """Counts of the rounds in which each unit took part, for adversaries who see the cohorts.
 
 Cohorts never depend on data: they are drawn at random, or follow a fixed order. A guarantee may
-therefore be stated for the participations that took place. It need not average over all that were
-possible.
+therefore hold for the participations that took place, and need not average over all participations
+that were possible.
 """
 
 from __future__ import annotations
@@ -36,10 +36,11 @@ class Participations(JsonRecord):
     def record(self, cohort: Sequence[int], answered: int, *, requests: int | None = None) -> None:
         """Count one round, into which the data of the units in ``cohort`` went.
 
-        If each client adds a share of the noise, a single upload has 1/``requests`` of the variance
-        that the plan requires, and a sum of ``answered`` uploads has ``answered``/``requests`` of
-        it. An adversary may also see uploads that the server refused or that came too late. So
-        every upload that the server requests counts as seen; by default, one of each unit.
+        ``requests`` is the number of uploads that the server requested, by default one from each
+        unit. ``answered`` is the number of uploads in the sum. If each client adds a share of the
+        noise, a single upload has 1/``requests`` of the variance that the plan requires, and the
+        sum has ``answered``/``requests`` of this variance. An adversary may also see uploads that
+        the server refused or that came too late, so every requested upload counts as seen.
         """
         requests = len(cohort) if requests is None else requests
         if not 0 <= answered <= requests:
@@ -50,7 +51,7 @@ class Participations(JsonRecord):
         self.uploads.update(cohort)
         self.newest.update(dict.fromkeys(cohort, self.rounds))
         for unit in cohort:
-            # A share has 1/requests of the noise's variance, so seeing it counts requests times.
+            # An upload has 1/requests of the noise's variance, so it has the weight ``requests``.
             _add(self.weights_in_uploads, unit, requests)
             if answered > 0:  # without an answer there is no sum to see
                 _add(self.weights_in_sums, unit, requests / answered)
@@ -58,7 +59,7 @@ class Participations(JsonRecord):
     def record_answer(
         self, query: str, units: Iterable[int], *, in_sum: float, in_upload: float
     ) -> None:
-        """Count one release about ``units``, by the weights of its sum and of each upload to it."""
+        """Count one answer to a query by ``units``: the weights of its sum and of each upload."""
         self.answers[query] += 1
         for unit in units:
             _add(self.weights_in_sums, unit, in_sum)
@@ -75,10 +76,9 @@ class Participations(JsonRecord):
         return max(self.weights_in_uploads.values(), default=0.0)
 
     def level(self, units: Iterable[int]) -> None:
-        """Set every number of all ``units`` to the largest number that any unit has.
+        """Give each of ``units`` the largest number of uploads, weights and last round of any unit.
 
-        These are the number of uploads, both weights, and the number of the last round. Call this
-        if the server no longer knows which counts belong to which unit.
+        Call this if the server no longer knows which counts belong to which unit.
         """
         units = list(units)
         most = max(self.uploads.values(), default=0)

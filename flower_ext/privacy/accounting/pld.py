@@ -16,14 +16,14 @@ import numpy as np
 from flower_ext.privacy.accounting.events import Counts, PrivacyLoss
 
 _ROUNDING = 1e-15
-"""Bound on the δ that Fourier transforms lose in each composed step, 10 times the measured one."""
+"""Bound on the δ that Fourier transforms lose in each composed step: 10 times the measured loss."""
 FINEST_INTERVAL, WIDEST_INTERVAL = 1e-5, 100.0
-"""Limits of a grid's interval. With a smaller one, rounding loses δ; a wider one overflows exp."""
+"""Limits of a grid's interval. Rounding loses δ if it is narrower; exp overflows if it is wider."""
 _MOST_CELLS = 50_000
-"""Largest number of grid intervals for the losses of one release, which takes half a second."""
+"""Largest number of grid intervals for one release; a grid of this size takes half a second."""
 _MOST_AT_ONCE = 4096
-"""Most copies of a grid that one Fourier transform composes. The bound by which dp-accounting cuts
-the tails of a composition is loose for more copies, and its transforms become long."""
+"""Largest number of copies of a grid that one Fourier transform composes. For more copies, the
+transforms become long, and the bound by which dp-accounting cuts their tails is loose."""
 
 
 @lru_cache(maxsize=1024)
@@ -32,8 +32,9 @@ def pld_loss(
 ) -> PrivacyLoss:
     """Return PLD's bound on ε of releases together with other mechanisms.
 
-    Of the other mechanisms only (ε, δ) is known, in ``spends``; the bound takes the worst
-    mechanisms with these (ε, δ). ``rough``, an estimate of ε, decides the grid.
+    ``spends`` has the (ε, δ) of the other mechanisms, of which nothing else is known. The bound
+    holds for the worst mechanisms with these (ε, δ). ``rough`` is an estimate of ε, from which the
+    function chooses the grid.
     """
     from dp_accounting.pld.common import DifferentialPrivacyParameters
 
@@ -52,9 +53,10 @@ def pld_loss(
 
 
 def _widest_step(counts: Counts) -> float:
-    """Return the widest range of privacy losses of one release, within ten deviations of noise.
+    """Return the width of the range of privacy losses, for the release whose range is widest.
 
-    Equal releases without sub-sampling count as one Gaussian.
+    The range leaves out noise beyond ten standard deviations. Equal releases without sub-sampling
+    count as one Gaussian.
     """
     widest = 0.0
     for release, count in counts:

@@ -28,7 +28,7 @@ RDP_ORDERS = (
 """Orders α for Gaussians that are Poisson sub-sampled, or not sub-sampled at all."""
 _WITHOUT_REPLACEMENT_ORDERS = [*range(2, 64), 80, 96, 128, 192, 256, 512, 1024]
 _LEAST_NOISE = 0.2
-"""Least noise for which the grid is fine enough; for less, integer orders bound fractional ones."""
+"""Least noise multiplier for which the grid is fine enough to compute fractional orders."""
 _STEP, _REACH = 1 / 8, 12.0
 """Step and reach of the grid, in standard deviations. They give a relative error of exp(-30)."""
 _MARGIN = 1e-9
@@ -36,7 +36,7 @@ _MARGIN = 1e-9
 
 
 def renyi_loss(counts: Iterable[tuple[Release, int]], delta: float) -> PrivacyLoss:
-    """Return RDP's bound on ε, at the order that gives the smallest one."""
+    """Return RDP's bound on ε, at the order with the smallest bound."""
     from dp_accounting import rdp
 
     curve = np.zeros(len(RDP_ORDERS))
@@ -64,7 +64,7 @@ def without_replacement_loss(counts: Sequence[tuple[Release, int]], delta: float
         return float(epsilon), float(order)
 
     epsilon, order = best_of(_WITHOUT_REPLACEMENT_ORDERS[::4])
-    if order in _WITHOUT_REPLACEMENT_ORDERS:  # the library returns no order for a loss of 0 or inf
+    if order in _WITHOUT_REPLACEMENT_ORDERS:  # else ε is 0 or infinite
         # Any order gives a bound. ε has a single minimum over the orders, so neighbours suffice.
         place = _WITHOUT_REPLACEMENT_ORDERS.index(order)
         epsilon, _ = best_of(_WITHOUT_REPLACEMENT_ORDERS[max(0, place - 3) : place + 4])
@@ -89,9 +89,8 @@ def sampled_gaussian_renyi(
 ) -> np.ndarray:
     """Return an upper bound on the divergence of one sum at each order, tight to 1e-8.
 
-    If ``noise_multiplier`` is below 0.2, the divergence at a fractional order is bounded by those
-    at the two nearest integer orders. This is possible because (α - 1) times the divergence is
-    convex in α.
+    If ``noise_multiplier`` is below 0.2, the divergences at the two nearest integer orders bound
+    the divergence at a fractional order, because (α - 1) times the divergence is convex in α.
 
     ``noise_multiplier`` is σ > 0, ``rate`` is γ in (0, 1], and the n ``orders`` are above 1. The
     result is a read-only array of shape (n,).
@@ -120,7 +119,10 @@ def _log_moment(noise_multiplier: float, rate: float, order: float) -> float:
 
 
 def _remainder_by_sum(noise_multiplier: float, rate: float, order: int) -> float:
-    """Return log Σ_i Binomial(α, γ)(i) (exp((i² - i)/2σ²) - 1), summed as in Equation 9."""
+    """Return log Σ_i p_i (exp((i² - i)/2σ²) - 1), summed as in Equation 9.
+
+    p_i is the probability of i under Binomial(α, γ), where α is ``order`` and γ is ``rate``.
+    """
     from scipy import special
 
     i = np.arange(2.0, order + 1)
@@ -146,8 +148,8 @@ def _remainder_by_grid(noise_multiplier: float, rate: float, order: float) -> fl
     power = order * log_ratio
     with np.errstate(over="ignore"):
         u = rate * np.expm1(exponent)
-    # Three formulas for one function, each used where others cancel or overflow: a series in u, the
-    # difference itself, and the logarithm of its largest term.
+    # Three formulas for one function: a series in u, the difference itself, and the logarithm of
+    # its largest term. Each is used where the other two cancel or overflow.
     small = np.abs(u) < 1e-2 / order
     log_value = np.empty_like(z)
     terms = (special.binom(order, j) * u[small] ** (j - 2) for j in range(2, 8))

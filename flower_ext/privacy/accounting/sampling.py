@@ -1,6 +1,6 @@
 """Samplers, which draw each round's cohort. The accountant computes ε from the same objects.
 
-If sampling amplifies, this is proved for the sampler's ``default_relation``.
+If sampling amplifies privacy, the proof holds for the sampler's ``default_relation``.
 """
 
 from __future__ import annotations
@@ -128,8 +128,8 @@ class SpacedSampling(_OfFixedSize):
     ----------
     population : int
     size : int
-        Number of units in a cohort, and the public constant by which a round's sum is divided. If
-        fewer units may take part in a round, its cohort is smaller.
+        Number of units in a cohort, and the public constant by which a round's sum is divided. The
+        cohort is smaller if fewer units may take part in the round.
     rounds_apart : int
         b: a unit that takes part in round t may take part again in round t + b or later.
     participations : int

@@ -54,7 +54,7 @@ class UnitSum(Protocol):
 
     @property
     def cell(self) -> float | None:
-        """Step of a public grid, if the sum counts such steps in whole numbers; else None."""
+        """Step of a public grid if the sum is a whole number of such steps; otherwise None."""
 
     def noised(self, noise: NoiseSource, stddev: float, grid: float | None) -> NamedArrays:
         """Return the sum with one client's share of the noise, as it leaves the client.
@@ -123,12 +123,12 @@ def clip(update: NamedArrays, clipping_norm: float) -> BoundedSum:
     rounding = [api.array_namespace(array).finfo(array.dtype).eps for array in update.values()]
     # Take the array with the least precision: rounding moves its numbers most.
     slack = float(max(rounding)) / 16
-    factor = (target / largest) / scaled * (1.0 - slack)  # never overflows, unlike target / norm
+    factor = (target / largest) / scaled * (1.0 - slack)  # target / norm could overflow
     while True:
         value = {name: _times(array, factor) for name, array in update.items()}
         if l2_norm(value) <= target:
             return BoundedSum(value=value, bound=clipping_norm, count=1)
-        factor *= 1.0 - slack  # rounding overshot: step back, a longer step each time
+        factor *= 1.0 - slack  # rounding left the norm too large: shorten more each time
         slack = min(2 * slack, 0.5)
 
 
@@ -209,11 +209,11 @@ def clip_each_row(rows: NamedArrays, clipping_norm: float) -> dict[str, Any]:
     }
     with np.errstate(over="ignore", invalid="ignore"):
         norms = namespace.sqrt(sum(map(_squares, flat.values()))) / clipping_norm
-    # False also for NaN, so that a row with NaN goes to `clip`, whose error names the array.
+    # A row with NaN is not usual either, so it goes to `clip`, whose error names the array.
     usual = (norms > 1e-100) & (norms < 1e100)
     exceeding = usual & (norms > _MARGIN)
     factors = _MARGIN / namespace.where(exceeding, norms, namespace.full_like(norms, _MARGIN))
-    for array in flat.values():  # in place: a second array of all rows takes long to fill
+    for array in flat.values():  # in place, because a second array takes long to fill
         array *= factors[:, None]
     if not bool(namespace.all(usual)):
         filled = namespace.stack([namespace.any(array != 0, axis=1) for array in flat.values()])

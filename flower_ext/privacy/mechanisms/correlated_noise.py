@@ -203,7 +203,8 @@ class CorrelatedNoise(Checked):
     Parameters
     ----------
     buffers : int
-        Number of decaying buffers. Two already bring the error to within a tenth of the optimum.
+        Number of decaying buffers. Two buffers already bring the error to within a tenth of the
+        optimum.
         The server keeps ``buffers`` + 1 vectors of the model's size.
     bands : int
         Number of bands. If it is above 0, the noise uses bands and no buffers, and the server keeps
@@ -317,7 +318,8 @@ def _best_buffers(
 class PreparedNoise(NoiseSource):
     """Normal numbers for one release, drawn in advance. Each number is used once.
 
-    The numbers of each array, by name, are multiplied by the stddev of the release.
+    ``drawn`` has the numbers of each array of the release, by name. `add_gaussian` multiplies the
+    numbers by the stddev of the release.
     """
 
     def __init__(self, drawn: NamedArrays, *, is_secure: bool) -> None:
@@ -326,7 +328,7 @@ class PreparedNoise(NoiseSource):
     def add_gaussian(
         self, update: NamedArrays, stddev: float, *, grid: float | None = None
     ) -> dict[str, Any]:
-        """Return ``update`` plus ``stddev`` times the numbers, rounded as by `NoiseSource`."""
+        """Return ``update`` plus ``stddev`` times the numbers, rounded as in `NoiseSource`."""
         if set(update) != set(self._left):
             raise InvalidValue(
                 f"arrays {sorted(update)}: expected {sorted(self._left)}, the arrays whose noise "

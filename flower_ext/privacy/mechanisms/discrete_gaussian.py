@@ -134,7 +134,7 @@ class _Table:
         ``reach`` − 1.
     decided : ndarray
         For each value of the first 16 random bits, the draw as int32; `_UNDECIDED` if they do not
-        determine it.
+        determine the draw.
     """
 
     reach: int
@@ -144,14 +144,14 @@ class _Table:
 
     def draw(self, count: int, words: Words) -> np.ndarray:
         """Return ``count`` draws as int32 (see step 6 at the top of this module)."""
-        # For most draws 16 bits suffice, and their table fits into a cache; 128 bits would be slow.
+        # First look up 16 bits: they suffice for most draws, and their table fits into a cache.
         first = words((count + 3) // 4).view("<u2")[:count]
         drawn = self.decided.take(first)
         places = np.flatnonzero(drawn == _UNDECIDED)
         more = first[places].astype(np.uint64) << _REST | words(len(places)) >> _KNOWN
         entries = np.searchsorted(self.high, more, side="left")
-        # If 64 bits do not determine a draw, 64 more do. This happens once in 2⁴⁰ draws or less
-        # often. There always is an entry to compare with, because the last one is 2¹²⁸ − 1.
+        # If 64 bits do not determine a draw, 64 more bits do. This happens at most once in 2⁴⁰
+        # draws. The index is never out of range, because the last entry is 2¹²⁸ − 1.
         for at in np.flatnonzero(self.high[entries] == more):
             end = int(np.searchsorted(self.high, more[at], side="right"))
             low = self.low[entries[at] : end]
@@ -195,7 +195,7 @@ def _table(variance: Fraction) -> _Table:
     Weights are multiples of 2⁻³²⁰. They are computed in fewer than 2¹⁴ steps, and each step adds
     at most 2¹⁵ · 2⁻³²⁰ to a weight's error. All errors together stay below 2⁻²⁸⁰.
     """
-    with localcontext(prec=_DIGITS):  # r; weights are r^(k²), as (k+1)² - k² = 2k + 1
+    with localcontext(prec=_DIGITS):  # ratio r: weights are r^(k²), and (k+1)² - k² = 2k + 1
         exponent = Decimal(-variance.denominator) / (2 * variance.numerator)
         ratio = int(exponent.exp() * 2**_BITS)
     square = ratio * ratio >> _BITS

@@ -1,4 +1,4 @@
-"""Noise that protects: Gaussian for sums, gamma-direction for objective perturbation.
+"""Noise for privacy: Gaussian noise for sums, and gamma noise for objective perturbation.
 
 A sum of two floats lies on a grid that depends on the low-order bits of the value. It therefore
 reveals which value was noised (Mironov 2012). `NoiseSource.add_gaussian` instead releases whole
@@ -22,8 +22,8 @@ multiples of a public grid g, a power of two. The argument:
    v's, a Gaussian with the shares' variances added up, and m − 1 independent uniforms of width g.
    Adding the uniforms and rounding is post-processing, so an adversary who sees only sums faces the
    whole noise.
-9. The number of uniforms reveals how many units were drawn. But one uniform more changes the
-   variance only by a fraction of 2⁻³⁶/12, less than the gap that statement 7 leaves.
+9. The number of uniforms reveals how many units were drawn. But an additional uniform changes the
+   variance only by a fraction of 2⁻³⁶/12, less than the error in statement 7.
 10. Rounding to an array's own precision comes last, and is post-processing. float32 represents all
     multiples of g up to 2²⁴ g, above 32 σ, so sums of uploads stay sums on the grid.
 
@@ -63,7 +63,8 @@ _TOGETHER = 2**15
 def noise_grid(stddev: float) -> float:
     """Return the power of two above 2⁻¹⁹ and up to 2⁻¹⁸ times ``stddev``.
 
-    It is the step of the grid to which noise is rounded, and reveals nothing about a value.
+    This is the step of the grid to which noised values are rounded. It depends on ``stddev`` only,
+    and so reveals nothing about a value.
     """
     return math.ldexp(1.0, math.frexp(stddev)[1] - 1 - _CELLS_PER_STDDEV)
 
@@ -72,7 +73,7 @@ def largest_noised_norm(bound: float, stddev: float, numbers: int) -> float:
     """Return a norm that ‖x + N(0, stddev² I)‖₂ exceeds with probability `IMPROBABLE` at most.
 
     x has ``numbers`` elements and a norm of at most ``bound``. The noised norm has a mean of at
-    most √(bound² + numbers · stddev²). As it is 1-Lipschitz in the noise, it exceeds its mean by
+    most √(bound² + numbers · stddev²). It is 1-Lipschitz in the noise, so it exceeds its mean by
     t·stddev with probability exp(−t²/2) at most.
     """
     tail = math.sqrt(2 * math.log(1 / IMPROBABLE))
@@ -111,8 +112,8 @@ class NoiseSource(ABC):
             An array holds NaN or infinite values, before or after the noise is added, or values so
             large that float64 would lose the noise.
         TypeError, ValueError
-            An array is not floating-point; ``stddev`` is not a finite number >= 0, or is too small
-            for a grid; or ``grid`` does not suit ``stddev``.
+            An array is not floating-point. Or ``stddev`` is not a finite number >= 0, or is too
+            small for a grid. Or ``grid`` does not suit ``stddev``.
         """
         require_not_negative("stddev", stddev)
         check_arrays(update)
@@ -126,7 +127,8 @@ class NoiseSource(ABC):
     def gaussian(self, like: NamedArrays, stddev: float) -> dict[str, Any]:
         """Return N(0, stddev² I) in float64 with the names, shapes and devices of ``like``.
 
-        It is not rounded. Add it to the value first, and then round the result to a public grid.
+        The noise is not rounded. Add it to the value first, and then round the result to a public
+        grid.
         """
         require_not_negative("stddev", stddev)
         check_arrays(like)
@@ -150,8 +152,8 @@ class NoiseSource(ABC):
     def gamma_direction(self, dimension: int, scale: float) -> np.ndarray:
         """Return a vector of shape (dimension,) with density ∝ exp(−‖b‖₂ / scale).
 
-        Its direction is uniform and its norm Gamma(dimension, scale) distributed. Objective
-        perturbation uses this noise (Chaudhuri, Monteleoni, Sarwate 2011).
+        The vector's direction is uniform, and its norm has the distribution Gamma(dimension,
+        scale). Objective perturbation uses this noise (Chaudhuri, Monteleoni, Sarwate 2011).
         """
         require_at_least_one("dimension", dimension)
         require_positive("scale", scale)
@@ -219,7 +221,7 @@ def _noised(name: str, array: Any, stddev: float, grid: float, rng: np.random.Ge
             rest -= whole
             noise = _normal(array, rest.shape, rng)
             noise *= stddev / grid
-            noise += rest  # the value's fraction of a cell, which gets noise like the whole cells
+            noise += rest  # the remainder of step 4 at the top of this module
             namespace.round(noise, out=noise)
             noise += whole
             noise *= grid

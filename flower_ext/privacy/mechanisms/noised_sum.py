@@ -248,7 +248,7 @@ class NoisedSum(ReleaseTerms, RoundMechanism):
 
     @property
     def honest_noise(self) -> float:
-        """Least fraction of a sum's noise from honest clients; 1 if a plan names no colluders."""
+        """Least fraction of a sum's noise variance from honest clients; 1 without a `SecureSum`."""
         return 1.0 if self.masked is None else self.masked.parameters.honest_noise
 
     @property
@@ -328,8 +328,8 @@ class NoisedSum(ReleaseTerms, RoundMechanism):
     def begin_sum(self, like: NamedArrays) -> RunningSum:
         """Return an empty sum.
 
-        It clips each added upload if the server adds the noise. With a `SecureSum`, it takes whole
-        numbers of cells.
+        If the server adds the noise, the sum clips each added upload. With a `SecureSum`, uploads
+        are whole numbers of cells.
         """
         if (masked := self.masked) is not None:
             return CellSum(like, masked.cell)
@@ -362,14 +362,14 @@ class NoisedSum(ReleaseTerms, RoundMechanism):
                 "per client"
             )
         if masked is None:
-            # Variances of shares add up. The server adds the part of σ²C² that missing clients owe.
+            # Variances of shares add up. The server adds the part of σ²C² of the missing clients.
             missing = 1.0 if by_server or not cohort_size else 1 - answered / cohort_size
             stddev = self.noise_stddev * math.sqrt(missing)
             value = noise.add_gaussian(summed.value, stddev, grid=self.noise_grid)
         else:
             # Shares are sized for the least number of answers, so more answers carry more noise.
             stddev, cells = masked.share_stddev * math.sqrt(cohort_size - answered), summed.value
-            if stddev:  # discrete noise has a smallest stddev above 0
+            if stddev:  # the sampler of discrete noise refuses a stddev of 0
                 cells = noise.add_discrete_gaussian(cells, stddev / masked.cell)
             value = out_of_cells(cells, masked.cell, summed.like)
             whole = masked.share_stddev * math.sqrt(cohort_size)
@@ -392,7 +392,8 @@ class QuerySum(NoisedSum):
     def count_answer(self, participations: Participations) -> None:
         """Count one released answer as participations of every client.
 
-        An answer counts differently for adversaries that see sums and that see single uploads.
+        An answer has one weight for adversaries that see sums, and another weight for adversaries
+        that see single uploads.
         """
         assert self.masked is not None  # no other plan accepts queries
         parameters = self.masked.parameters
@@ -405,19 +406,17 @@ class QuerySum(NoisedSum):
 
 
 def refuse_spoiled(value: NamedArrays, *, bound: float, stddev: float) -> None:
-    """Refuse a noised sum that is larger than honest members could make it.
+    """Raise `RoundDiscarded` if a noised sum is larger than honest members could make it.
 
-    A sum of honest answers is refused with probability `IMPROBABLE` at most.
+    The sum of honest members has at most the norm ``bound`` before noise, and noise of the standard
+    deviation ``stddev``. The function refuses such a sum with probability `IMPROBABLE` at most.
+    This holds for Gaussian shares of noise and for discrete shares, which are subgaussian with
+    their stddev.
 
     The decision depends on the noised sum alone, never on an upload. It is post-processing of a
     release that the ledger counts in any case, so it costs no privacy, and δ need not count a
-    wrong refusal. This bound holds for Gaussian shares of noise and for discrete shares, which
-    are subgaussian with their stddev. The server cannot name the member that spoiled the sum,
-    because masks hide each upload. The check does not find a bad upload that leaves the sum
-    within the limit.
-
-    The sum of honest members has at most the norm ``bound`` before noise, and noise of the standard
-    deviation ``stddev``. If the noised sum is too large, raise `RoundDiscarded`.
+    wrong refusal. The server cannot name the member that spoiled the sum, because masks hide each
+    upload. The check misses a bad upload that leaves the sum within the limit.
     """
     numbers = sum(array.size for array in value.values())
     limit = bound + largest_noised_norm(0.0, stddev, numbers)

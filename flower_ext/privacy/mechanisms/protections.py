@@ -42,14 +42,15 @@ class Protection:
     hides_failures: ClassVar[bool] = True
     """True if a client may send the received model when training fails, because noise hides it."""
     of_units: bool = False
-    """True if an upload must be a sum over units, and the method clips each unit's contribution."""
+    """True if the upload must be a sum over units, in which each unit's contribution is clipped."""
     cell: float | None = None
     """Step of the grid on which a secure sum adds up uploads; None if uploads are not masked."""
 
     @property
     def hides_missing_data(self) -> bool:
         """True if a client that cannot load its data sends an upload that looks like any other."""
-        # A client that bounds its model also reports its number of examples, unless it is fixed.
+        # A client that bounds its model reports its number of examples, unless the plan fixes this
+        # number. Without its data, the client does not know the number.
         return self.hides_failures and (not self.bounds_models or self.num_examples is not None)
 
     @property
@@ -73,8 +74,8 @@ class Protection:
         only a server that adds the noise itself can do so. No reported δ counts the probability
         that the server refuses an honest upload.
 
-        The upload has ``numbers`` elements. Its norm before noise is at most ``norms`` clipping
-        norms, which is above 1 for a sum.
+        The upload has ``numbers`` elements. Its norm before noise is at most ``norms`` times the
+        clipping norm; ``norms`` may be above 1 if the upload is a sum over units.
         """
         return math.inf
 
@@ -170,7 +171,7 @@ class ClipAndNoise(_Noised):
         """
         if not self.of_units:
             return super().released_sum(total, noise)
-        if not total.bound <= self.clipping_norm or total.cell != self.cell:  # also if it is NaN
+        if not total.bound <= self.clipping_norm or total.cell != self.cell:  # refuses NaN, too
             expected = _bound_text(self.clipping_norm, self.cell)
             raise _unfit_bound(_bound_text(total.bound, total.cell), expected)
         return total.noised(noise, self.noise_stddev, self.noise_grid)

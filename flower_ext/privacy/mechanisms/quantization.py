@@ -37,7 +37,7 @@ from flower_ext.privacy.mechanisms.updates import (
 _PER_STDDEV = 16
 """Binary logarithm of the number of cells in a standard deviation of the sum's noise."""
 _MOST_CELLS = 2.0**30
-"""Most cells in a clipping norm, so that squared norms are exact in 64 bits."""
+"""Largest number of cells in a clipping norm, so that squared norms are exact in 64 bits."""
 _ROOM = 4
 """A norm that is too large is scaled to this many cells below the bound, as room for rounding."""
 _TRIES = 8
@@ -134,7 +134,7 @@ class CellSum(RunningSum):
 
     def __init__(self, like: NamedArrays, cell: float) -> None:
         super().__init__(like)
-        # In the order of names, in which the protocol gives the sum and the server draws noise.
+        # Sort by name: the protocol returns the sum, and the server draws noise, in this order.
         self.value = {name: np.zeros(like[name].shape, np.int64) for name in sorted(like)}
         self.cell = cell
 
@@ -147,7 +147,10 @@ def out_of_cells(cells: Cells, cell: float, like: NamedArrays) -> dict[str, np.n
 
 
 def _rows_in_cells(exact: Any, clipping_norm: float, cell: float, shares: np.ndarray) -> Any:
-    """Clip, weight and round the rows of ``exact``, which it overwrites, to int64 cells."""
+    """Clip each row of ``exact``, multiply it by its share, and round it to cells, as int64.
+
+    The function overwrites ``exact``.
+    """
     namespace = api.array_namespace(exact)
 
     def column(values: np.ndarray) -> Any:
@@ -178,7 +181,7 @@ def _rows_in_cells(exact: Any, clipping_norm: float, cell: float, shares: np.nda
         factors = np.maximum(bounds[longer] - _ROOM, 0) / np.sqrt(squares[longer])
         exact[longer] = exact[longer] * column(factors)
         whole[longer], squares[longer] = rounded(exact[longer])
-    if (longer := np.flatnonzero(squares > bounds**2)).size:  # a row of few cells, many numbers
+    if (longer := np.flatnonzero(squares > bounds**2)).size:  # rows with few cells and many numbers
         whole[longer] = namespace.astype(namespace.trunc(exact[longer]), namespace.int64)
     return whole
 

@@ -42,7 +42,7 @@ class NoisedValue:
     stddev: float
     """Standard deviation of the noise in each coordinate of the value."""
     upload_stddev: float
-    """Standard deviation of the noise in an upload that the server sees by itself; 0 without."""
+    """Standard deviation of the noise in a single upload; 0 if the server sees no single upload."""
     per_round: int = 1
     """Number of such values in a round that depend on the same unit."""
 
@@ -87,7 +87,7 @@ class RoundMechanism(ABC):
 
     @property
     def weighs_examples(self) -> bool:
-        """True if the mean weights each upload by its client's number of examples: private data."""
+        """True if the mean weights uploads by clients' numbers of examples, which are private."""
         return False
 
     def check_training(self, run: RunSummary) -> None:  # noqa: B027 - by default any
@@ -98,7 +98,7 @@ class RoundMechanism(ABC):
         return None
 
     def noised_value(self, run: RunSummary, cohort_size: int) -> NoisedValue | None:
-        """Return the value that gets the round's noise; None if no message shows Gaussian noise.
+        """Return the value that gets the round's noise; None if no value gets Gaussian noise.
 
         ``cohort_size`` is the number of clients that the round asks.
         """
@@ -123,7 +123,7 @@ class RoundMechanism(ABC):
     def after(self, mean: Aggregate) -> tuple[Aggregate, RoundMechanism]:
         """Return the mean of the updates, and the mechanism of the next round.
 
-        ``mean`` is the result of `aggregate`. A subclass removes what uploads hold besides updates.
+        ``mean`` is the result of `aggregate`. A subclass removes arrays that are not of the update.
         By default, ``mean`` and the mechanism stay as they are.
         """
         return mean, self

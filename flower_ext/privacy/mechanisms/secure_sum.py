@@ -4,9 +4,10 @@ Source: Bonawitz et al. 2017; Bell et al. 2020 for neighbours on a random graph.
 `flower_ext.secure.aggregation` has the protocol.
 
 A run has T rounds. In each round, the server draws n of N clients and places them on a circle in
-random order. K = ⌈γN⌉ of the N clients collude with the server. A cohort contains
-C ~ Hypergeometric(N, K, n) of them, and c is the smallest number with T P(C > c) ≤ 2⁻⁴⁰. Up to
-D = ⌈δn⌉ members may be lost in a round. Each member shares its secrets with k neighbours on the
+random order. K = ⌈γN⌉ of the N clients collude with the server, where γ is the field ``colluding``
+of a `SecureSum`. A cohort contains C ~ Hypergeometric(N, K, n) colluders, and c is the smallest
+number with T P(C > c) ≤ 2⁻⁴⁰. Up to D = ⌈δn⌉ members may be lost in a round, where δ is the field
+``dropouts``, and not the δ of a guarantee. Each member shares its secrets with k neighbours on the
 circle, and any t of the shares reveal a secret. Of the neighbours, X ~ Hypergeometric(N - 1, K, k)
 collude. Of the neighbours of a member that stays, Y ~ Hypergeometric(n - 1, n - 1 - D, k) stay as
 well. The graph has the smallest k for which some t meets all these bounds:
@@ -50,12 +51,15 @@ from flower_ext.errors import InvalidValue
 COMPLETE = 64
 """Largest number of members for which all members are neighbours."""
 LEAST_MEMBERS = 3
-"""Least number of members of a sum. In a sum of two, each could compute the other's vector."""
+"""Least number of members of a sum. Each of two members could compute the other's vector."""
 _INSECURE, _FAILED = 2.0**-40, 2.0**-20
-"""Largest probability that colluders break any round of a run; largest probability that lost
-members make any round fail."""
+"""Largest probability that colluders break the secrecy of any round of a run, and largest
+probability that lost members make any round fail."""
 _RIPPLE = 16
-"""Number of even k to try below the k that bisection finds: t is rounded, so they may suffice."""
+"""Number of even k to try below the k that bisection finds.
+
+A smaller k may suffice, because t is a whole number.
+"""
 _NOISE_STDDEVS = 11.0
 """Room for a sum's noise, in stddevs. 2⁴⁰ numbers all stay below, except with probability 2⁻⁴⁰."""
 
@@ -121,9 +125,9 @@ class SecureSum(Checked):
         members are lost, the round is discarded. Clients scale their noise so that the remaining
         answers carry all of it.
     resist_equivocation : bool
-        True chooses the threshold t so large that a server cannot collect both secrets of a client,
-        even if it tells some neighbours that the client answered and the others that it was lost.
-        With False, a client needs fewer neighbours, and more clients may be lost.
+        True chooses the threshold t so large that a server cannot unmask a client, even if the
+        server tells some neighbours that this client answered and the others that it was lost. With
+        False, a client needs fewer neighbours, and more clients may be lost.
     signed : bool
         True if clients sign their keys. Each owner of a node lists the identities of the others
         (``sum-identity-key`` and ``sum-members`` in the node config). The guarantee then also holds
@@ -311,7 +315,7 @@ def _parameters(cohort: _Cohort) -> tuple[int, int] | None:
     half = (others - 1) // 2  # the largest even k below the complete graph is twice this
     if cohort.members > COMPLETE and not cohort.complete and cohort.threshold(2 * half):
         pairs = _least(lambda tried: cohort.threshold(2 * tried) > 0, 1, half)
-        # t is a whole number, so the probabilities do not fall with every k: a smaller k may do.
+        # A smaller k may suffice: t is a whole number, so the probabilities need not fall with k.
         for neighbors in range(2 * max(1, pairs - _RIPPLE), 2 * pairs + 1, 2):
             if threshold := cohort.threshold(neighbors):
                 return neighbors, threshold

@@ -25,7 +25,7 @@ class NonFiniteUpdate(InvalidValue):
 
 
 def check_arrays(update: NamedArrays) -> None:
-    """Refuse an update unless all entries are real floating-point arrays, with an element at least.
+    """Refuse an update unless its entries are real floating-point arrays with some elements.
 
     Other entries cannot be bounded and noised. The `TypeError` or `InvalidValue` names the entry.
     """
@@ -122,7 +122,7 @@ class RunningSum:
 def check_like(update: NamedArrays, like: NamedArrays, *, types: bool = False) -> None:
     """Refuse an update whose names or shapes differ from ``like``; with ``types``, types as well.
 
-    The message gives names, shapes and types, and no numbers of the update.
+    The message shows names, shapes and types, but no numbers of the update.
     """
 
     def form(array: Any) -> str:

@@ -54,7 +54,10 @@ class GroupPlan(Checked, PlainAverage):
         return ProtectedByTraining()
 
     def guarantees(self, run: RunSummary) -> list[Guarantee]:
-        """Return `uldp_group_guarantees` for the rounds so far; none until k is known."""
+        """Return `uldp_group_guarantees` of the rounds so far.
+
+        The list is empty until the group size k is known.
+        """
         rounds = run.participations.rounds
         if rounds == 0 or run.group_size is None:
             return []

@@ -67,8 +67,9 @@ class PerturbationPlan(Checked, PlainAverage):
     def _rounding(self, sent: Mapping[str, Any]) -> float:
         """Return the distance by which rounding may move a trained model, in clipping norms.
 
-        Rounding moves a normal number by at most its magnitude times half the machine epsilon, and
-        a subnormal number by at most half of the smallest positive number.
+        ``sent`` is the model that the server sent; the trained model has the same types. Rounding
+        moves a normal number by at most its magnitude times half the machine epsilon, and a
+        subnormal number by at most half of the smallest positive number.
         """
         perturbation = self.perturbation
         norm = (
@@ -92,7 +93,10 @@ class PerturbationPlan(Checked, PlainAverage):
         return replace(self.perturbation, least_examples=least)
 
     def noised_value(self, run: RunSummary, cohort_size: int) -> NoisedValue | None:
-        """Return the model of the client on which one record has the most influence."""
+        """Return the model of the client whose model one record can move furthest.
+
+        Return None under objective perturbation.
+        """
         perturbation, objective = self.perturbation, self.objective_in(run)
         if not isinstance(perturbation, OutputPerturbation):
             return None
@@ -115,7 +119,8 @@ class PerturbationPlan(Checked, PlainAverage):
     def spent(self, run: RunSummary) -> dict[str, float]:
         """Return the largest ε of all clients, and the mean ε over clients (ε̄ in the paper).
 
-        Both are given for the published and the provable ε. Infinite values are left out.
+        The result has two numbers for the published ε, and two for the provable ε. It leaves out
+        infinite numbers.
         """
         by_client = epsilons(self.perturbation, self.objective_in(run), run, delta=self.delta)
         columns = np.asarray(list(by_client.values()), dtype=np.float64).reshape(-1, 2).T

@@ -37,22 +37,23 @@ class RecordLevelPlan(Checked, PlainAverage):
 
     Guarantees
     ----------
-    Without ``steps`` an upload is the local model, clipped to C, plus N(0, σ² I). One record moves
-    it by at most 2C, whatever the published theorem says. With ``steps`` each local step clips the
-    gradient of every record to G and adds N(0, σ² I) to the weights. The upload is the model after
-    these steps, clipped to C; clipping it costs no privacy.
+    Without ``steps``, an upload is the local model, clipped to C, plus N(0, σ² I). One record moves
+    the clipped model by at most 2C, whatever the published theorem says. With ``steps``, each local
+    step clips the gradient of every record to G and adds N(0, σ² I) to the weights. The upload is
+    the model after these steps, clipped to C; this clipping costs no privacy.
 
     Parameters
     ----------
     sampling : FullParticipation
-        No sampling amplifies this plan, and the published theorem assumes that everyone takes part.
+        All clients take part in every round, as the published theorem assumes.
     clipping_norm : float
         Norm bound C of the whole local model.
     noise_stddev : float
-        σ: stddev of the noise on each weight of an upload; with ``steps``, of the noise that each
-        local step adds to each weight.
+        σ. Without ``steps``, the stddev of the noise on each weight of an upload. With ``steps``,
+        the stddev of the noise that each local step adds to each weight.
     num_examples : int
-        |D_n|, public and the same for every client. A client with another number refuses to train.
+        |D_n|: number of training examples, public and the same for every client. A client with
+        another number refuses to train.
     rounds : int
         Planned number of rounds T.
     delta : float
@@ -98,7 +99,7 @@ class RecordLevelPlan(Checked, PlainAverage):
     ) -> RecordLevelPlan:
         """Return the plan whose ε is ``epsilon`` after ``rounds`` rounds.
 
-        ``basis`` says whether this is the ε of the published theorem or the provable ε.
+        ``basis`` says whether ``epsilon`` is the ε of the published theorem or the provable ε.
         """
         if basis == "published":
             stddev = dp_ditto_noise_stddev(
@@ -156,8 +157,8 @@ class RecordLevelPlan(Checked, PlainAverage):
     def mechanism(self, method: MethodTraits) -> RoundMechanism:
         """Return this plan, which is its own mechanism.
 
-        With ``steps``, refuse a method whose uploads also depend on records in another way than
-        through the local steps, because the noise of the steps does not cover this.
+        With ``steps``, refuse a method whose uploads depend on records in further ways than through
+        the local steps, because the noise of the steps does not cover these ways.
         """
         if self.steps and method.upload_phase is None:
             raise InvalidValue(
@@ -167,7 +168,7 @@ class RecordLevelPlan(Checked, PlainAverage):
         return self
 
     def check_training(self, run: RunSummary) -> None:
-        """Refuse local training with settings other than ``steps``, from which ε follows."""
+        """Refuse local training whose settings differ from ``steps``, on which ε relies."""
         steps, size, phase = self.steps, self.num_examples, run.method.upload_phase
         if steps is None:
             return
@@ -255,7 +256,7 @@ class RecordLevelPlan(Checked, PlainAverage):
     def _eqns_7_8(self, claims: Claims, rounds: int) -> Guarantee:
         clients, moved = self.sampling.population, self.upload_sensitivity
         claimed = 2 * self.clipping_norm / self.num_examples
-        # By Eqns 7–8, ε is inversely proportional to the noise: the noise for ε = 1 gives every ε.
+        # By Eqns 7–8, noise times ε is constant, so the noise for ε = 1 is this constant.
         for_one = dp_ditto_noise_stddev(
             epsilon=1.0,
             delta=self.delta,
@@ -279,8 +280,8 @@ class RecordLevelPlan(Checked, PlainAverage):
                 moved <= claimed,
             ),
             Condition(
-                "the closed form covers qT Gaussians of its own sensitivity (exactly ε = "
-                f"{thinned:.4g}, claimed {epsilon:.4g})",
+                "the closed form is at least the ε of qT Gaussians with sensitivity 2C/|D_n| "
+                f"(exact ε = {thinned:.4g}, closed form {epsilon:.4g})",
                 thinned <= epsilon,
             ),
         )

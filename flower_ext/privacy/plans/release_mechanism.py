@@ -70,14 +70,14 @@ class ReleaseMechanism(NoisedSum):
 class AdaptiveRelease(ReleaseMechanism):
     """A `ReleaseMechanism` of one round, with a clipping norm that follows a quantile.
 
-    Each update carries one more number, its *side*, which says if the update is longer than the
-    norm C (see `adaptive_clipping`). ``clipping_norm`` C' bounds update and side together, so sum,
-    noise, grid and accounting work as for a fixed norm.
+    Each update carries one more number, its *side*, which says whether the update is longer than
+    the norm C (see `adaptive_clipping`). ``clipping_norm`` is C', which bounds update and side
+    together. Sum, noise, grid and accounting therefore work as for a fixed norm.
     """
 
     clipping: AdaptiveClipping
     update_norm: float
-    """C of the round."""
+    """Norm C of the round."""
     clipping_norm: float = field(init=False)
 
     def __post_init__(self) -> None:
@@ -101,11 +101,11 @@ class AdaptiveRelease(ReleaseMechanism):
         return self.noise_stddev / self._count_noise
 
     def upload_like(self, model: dict[str, Any]) -> dict[str, Any]:
-        """Return the model's arrays and, unless the server computes the side, one for the side."""
+        """Return the model's arrays, and one more array if clients send the side."""
         return model if self.noised_by_server else with_room_for_side(model)
 
     def protection(self, run: RunSummary, cohort_size: int) -> Protection | None:
-        """Return the protection that bounds update and side, and adds a client's noise share."""
+        """Return the protection that bounds update and side, and adds one client's noise share."""
         usual = super().protection(run, cohort_size)
         if not isinstance(usual, ClipAndNoise):
             return usual
@@ -135,7 +135,7 @@ class AdaptiveRelease(ReleaseMechanism):
 
     @property
     def assumptions(self) -> tuple[str, ...]:
-        """The assumption about the norm."""
+        """The assumption that the norm depends on earlier releases and public numbers only."""
         return (_ADAPTIVE,)
 
 
@@ -166,9 +166,10 @@ class SpacedRelease(ReleaseMechanism):
         return super().mean_noise_stddev * float(np.linalg.norm(self.strategy.inverse(self.rounds)))
 
     def noised_value(self, run: RunSummary, cohort_size: int) -> NoisedValue:
-        """Return the first round's sum, scaled so that its noise is that of the whole run.
+        """Return the first round's sum, with a sensitivity that stands for the whole run.
 
-        Only in the first round is the noise independent of earlier rounds.
+        With this sensitivity, the noise multiplier of the round equals that of the run. In every
+        later round, the noise depends on the noise of earlier rounds.
         """
         value = super().noised_value(run, cohort_size)
         stddev = value.stddev * float(self.strategy.inverse(1)[0])
@@ -176,7 +177,7 @@ class SpacedRelease(ReleaseMechanism):
         return replace(value, stddev=stddev, sensitivity=moved)
 
     def release_in(self, number: int) -> Release:
-        """Return a release with the most privacy loss that round ``number`` adds for any client."""
+        """Return the release for round ``number`` of the client that loses most in this round."""
         return self._releases(number)[-1]
 
     def releases(self, participations: Participations) -> dict[Release, int]:
@@ -199,7 +200,7 @@ class SpacedRelease(ReleaseMechanism):
         return _SPACED
 
     def guarantees(self, run: RunSummary) -> list[Guarantee]:
-        """Return the guarantees; one is for an adversary that sees models and who took part."""
+        """Return the guarantees, with one more for an adversary that sees who took part."""
         models, *others = super().guarantees(run)
         sampling, rounds = self.sampling.describe(), run.participations.rounds
         models = replace(

@@ -54,7 +54,7 @@ class ReleasePlan(ReleaseTerms, PrivacyPlan):
         the server adds all of the noise. With a `SecureSum`, uploads are whole numbers, the server
         sees only their sum, and each client adds a share of discrete Gaussian noise. A round needs
         a least number of answers, whose shares together carry the whole noise; with fewer answers,
-        it is discarded. If units are clients, a `SecureSum` needs cohorts of a fixed size.
+        the round is discarded. If units are clients, a `SecureSum` needs cohorts of a fixed size.
     correlation : CorrelatedNoise, optional
         Correlates the server's noise over rounds. It needs ``noise_placement="server"``, a fixed
         ``clipping_norm`` and a `SpacedSampling`. With a `SpacedSampling`, all rounds together are
@@ -94,8 +94,8 @@ class ReleasePlan(ReleaseTerms, PrivacyPlan):
         if not self.noised_by_server:
             raise InvalidValue(
                 f"noise_placement={self.noise_placement!r} with spaced sampling: expected "
-                "'server', because later rounds subtract noise of earlier rounds, also the noise "
-                "that a client failed to add because it dropped out"
+                "'server', because later rounds subtract noise of earlier rounds, and would also "
+                "subtract noise that a client did not add because it dropped out"
             )
         if isinstance(self.clipping_norm, AdaptiveClipping):
             raise InvalidValue(
@@ -132,7 +132,7 @@ class ReleasePlan(ReleaseTerms, PrivacyPlan):
         }
         besides: dict[Release, int] = {}
         if options.get("queries"):
-            # The answers' releases do not depend on the rounds' noise and norm, so any will do.
+            # Pass any noise and norm of the rounds: the answers' releases do not depend on them.
             known = {**terms, "clipping_norm": 1.0}
             query_sums = cls(noise_multiplier=1.0, **known).mechanism().query_sums
             besides = {sums.release: sums.query.times for sums in query_sums}

@@ -102,9 +102,9 @@ class SecureScores(VectorQuery):
         """Return the means of the scores, each with its standard error due to noise.
 
         The result has ``…_mean`` and ``…_mean_error`` for each score, and ``scored_clients``, the
-        noised count of clients. It is empty if the count is below 1, because the means would be
-        meaningless. Noise may move a mean beyond its bounds. An error is the standard error of the
-        ratio to first order, which is valid if the count is several times ``stddev``.
+        noised number of clients. If this number is below 1, the result is empty, because the means
+        would be meaningless. Noise may move a mean beyond its bounds. Each error is a first-order
+        estimate, which is valid if the number of clients is several times ``stddev``.
         """
         count = float(total[0])
         if count < 1:

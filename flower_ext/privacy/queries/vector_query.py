@@ -76,7 +76,7 @@ class VectorQuery(ABC):
     @property
     @abstractmethod
     def norm(self) -> float:
-        """Bound on the L2 norm of a client's vector; clients clip the vector to it."""
+        """Bound on the L2 norm of a client's vector. The client clips its vector to this bound."""
 
     @abstractmethod
     def vector(self, client: LocalView) -> NDArray[np.float64]:

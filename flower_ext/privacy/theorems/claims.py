@@ -102,7 +102,7 @@ def _under(relation: NeighboringRelation, releases: Counts | None) -> Counts | N
 
 
 def amplified_loss(mechanism: NoisedSum, participations: Participations) -> tuple[PrivacyLoss, str]:
-    """Return the loss to an adversary that does not know who was drawn, and a text about it."""
+    """Return the loss to an adversary that does not know who was drawn, and its description."""
     loss = privacy_loss_of(mechanism.releases(participations), delta=mechanism.delta)
     return loss, (
         f"{mechanism.sampling.describe()}, noise multiplier {mechanism.noise_multiplier:.4g}, "
@@ -114,10 +114,10 @@ def amplified_loss(mechanism: NoisedSum, participations: Participations) -> tupl
 def exposed_loss(
     mechanism: NoisedSum, participations: Participations, weight: float
 ) -> tuple[PrivacyLoss, str]:
-    """Return the loss to an adversary that knows who was drawn, and a text about it.
+    """Return the loss to an adversary that knows who was drawn, and its description.
 
-    Sampling then amplifies nothing. ``weight`` is the most exposed unit's number of releases with
-    its whole contribution and the whole noise.
+    Sampling then amplifies nothing. ``weight`` belongs to the most exposed unit: the run reveals as
+    much about this unit as ``weight`` sums with its whole contribution and the whole noise.
     """
     release = mechanism.release
     # A protocol's errors add up over all rounds, not only those of the most exposed unit.
@@ -126,7 +126,7 @@ def exposed_loss(
         {release: participations.rounds},
         mechanism.delta,
     )
-    exposed = f"most exposed {mechanism.unit.value}: {weight:.4g} sums' worth"
+    exposed = f"most exposed {mechanism.unit.value}: loss of {weight:.4g} sums with the whole noise"
     return loss, exposed + _answers(participations)
 
 
@@ -152,26 +152,29 @@ def draw_assumption(drawn: str, secure: bool) -> str:
 
 
 def grid_assumption(mechanism: NoisedSum) -> str:
-    """Return the assumption about noise in floating point, or about that of secure sums."""
+    """Return the assumption about noise in floating point, or about the noise of secure sums."""
     if mechanism.secure_sum is None:
         return ON_A_GRID
     return (
         "noise is discrete Gaussian on a public grid, and sums of its shares protect as a "
-        "continuous Gaussian does: proven up to a factor of 1 + 1e-120 "
+        "continuous Gaussian does: proven up to a factor of 1 + 1e-120 in each probability "
         "(privacy.mechanisms.discrete_gaussian)"
     )
 
 
 def others_noise(mechanism: NoisedSum) -> tuple[str, ...]:
     """Return the assumptions about released models if the clients add the noise."""
-    none_of_them = "the adversary is none of those who add noise: each could subtract its own share"
+    none_of_them = (
+        "the adversary is none of the parties that add noise, because such a party could subtract "
+        "its own share"
+    )
     if mechanism.secure_sum is not None:
         return (none_of_them,)
     return (
         WHOLE_UPLOADS,
         none_of_them,
-        "no honest upload is refused for its norm: this fails for each with probability at most "
-        f"{IMPROBABLE:g}, which δ does not count",
+        "the server refuses no honest upload for its norm: for each upload, this fails with "
+        f"probability at most {IMPROBABLE:g}, which δ does not count",
     )
 
 
@@ -181,16 +184,16 @@ def of_secure_sum(mechanism: NoisedSum) -> tuple[str, ...]:
     assert sums is not None
     assert masked is not None
     clients, parameters = mechanism.num_clients, masked.parameters
-    drawn = "" if parameters.members == clients else ", all but surely (1 - 2^-40 a run)"
-    honest = f", of which {parameters.honest_answers} honest ones" if sums.signed else ""
+    drawn = "" if parameters.members == clients else ", with probability at least 1 - 2^-40 a run"
+    honest = f", {parameters.honest_answers} of them from honest clients" if sums.signed else ""
     return (
         SIGNED_SUM if sums.signed else SECURE_SUM,
         *(() if sums.resist_equivocation else (ONE_ANSWER,)),
-        f"at most {sums.colluders_among(clients)} of {clients} clients collude with the server "
-        f"({sums.colluding:.3g}), who were fixed before cohorts and neighbours were drawn at "
-        f"random: then at most {parameters.colluders} of each cohort of {parameters.members} "
-        f"collude{drawn}; each client has {parameters.neighbors} neighbours, of whom "
-        f"{parameters.threshold} could unmask it",
+        f"at most {sums.colluders_among(clients)} of {clients} clients collude with the server (a "
+        f"fraction of {sums.colluding:.3g}), and these clients were fixed before cohorts and "
+        f"neighbours were drawn at random: then at most {parameters.colluders} of each cohort of "
+        f"{parameters.members} collude{drawn}; each client has {parameters.neighbors} neighbours, "
+        f"of whom {parameters.threshold} together could unmask its upload",
         "the server sees who was asked, who took part and when, and sums of at least "
         f"{parameters.least_answers} uploads{honest}",
     )
@@ -202,7 +205,7 @@ ON_A_GRID = (
 )
 """The assumption about Gaussian noise in floating point (see `privacy.mechanisms.noise`)."""
 NOT_PROVIDED = "which this run does not provide"
-"""End of an assumption that nothing in the run enforces."""
+"""Words in an assumption that nothing in the run enforces."""
 NO_SECURE_SUM = f"secure aggregation, {NOT_PROVIDED}: the server sees no upload"
 SECURE_SUM = (
     "the server follows the protocol of secure aggregation, the keys in its messages reach the "
@@ -210,41 +213,42 @@ SECURE_SUM = (
     "a random oracle"
 )
 SIGNED_SUM = (
-    "the server may lie, but each client's node config names sum-identity-key and a sum-members "
-    "with the identities of these clients, X25519, Ed25519, ChaCha20 and ChaCha20-Poly1305 are "
-    "secure, and HKDF-SHA256 acts as a random oracle"
+    "the server may lie, but the node config of each client sets sum-identity-key, and sets "
+    "sum-members to the identities of these clients, X25519, Ed25519, ChaCha20 and "
+    "ChaCha20-Poly1305 are secure, and HKDF-SHA256 acts as a random oracle"
 )
 ONE_ANSWER = (
     "resist_equivocation is off: the server never tells some neighbours that a client answered and "
-    "others that the client was lost, which could show it that client's upload"
+    "other neighbours that this client was lost; by such a lie, it could see the client's upload"
 )
-"""The assumption about secure sums with a threshold too low to prevent such lies."""
+"""The assumption about secure sums whose threshold is too low to prevent such lies."""
 HONEST_COUNTS = (
-    "all silos and the server follow the protocol: one silo or server that lies about counts voids "
-    "ε for the users of all silos, whose updates then count up to N_max times"
+    "all silos and the server follow the protocol: a silo or server that lies about counts voids ε "
+    "for the users of all silos, because an update may then count max_records_per_user times"
 )
 """The assumption about weights that nobody can check, because they are secret."""
 WHOLE_UPLOADS = "uploads have single precision or wider, so that they add up on the grid"
 """The assumption about sums of uploads to which clients have added the noise."""
 OWN_GRADIENTS = (
     "each gradient that a step clips depends on one record alone, to the last bit, and model and "
-    "loss keep nothing of a record: trials with usual and odd records found no exception, at any "
-    "position in a pass of a fixed number of records and beside any others (evidence, not proof)"
+    "loss store nothing of a record: trials with usual and odd records, at each position of a pass "
+    "over a fixed number of records and beside various others, found no exception (evidence, not "
+    "proof)"
 )
 """The assumption about DP-SGD on models for whose layers it is not proved."""
 LOADS = "no single record keeps a client from loading its data (Task.data)"
-"""The assumption if neither a client's answer nor its silence may reveal a single record."""
+"""The assumption that no single record decides whether a client answers."""
 OUTLIVES = (
     "no client's data end the client's process, for example by a crash in native code or a lack of "
     "memory; an exception in Python does not end it"
 )
-"""The assumption about failures that a client cannot hide. It can hide an exception in training."""
+"""The assumption about failures that a client cannot hide, unlike an exception in training."""
 WHAT_REVEALS_A_DRAW = (
-    "the server's log and the run directory, except the model, reveal it (metrics.jsonl, "
-    "missing.jsonl, ledger.jsonl, guarantee.json, clients.csv, use.json, checkpoints, report and "
-    "figures) and stay with the server"
+    "the server's log and the run directory, except for the model, reveal the draw "
+    "(metrics.jsonl, missing.jsonl, ledger.jsonl, guarantee.json, clients.csv, use.json, "
+    "checkpoints, report and figures) and stay with the server"
 )
 HIDDEN_DRAW = (
-    "the adversary knows neither who was drawn nor how many were: clients that are asked learn "
-    f"how many, and {WHAT_REVEALS_A_DRAW}"
+    "the adversary knows neither who was drawn nor how many were drawn: it is no client, because "
+    f"clients that are asked learn how many, and {WHAT_REVEALS_A_DRAW}"
 )

@@ -34,8 +34,8 @@ from flower_ext.privacy.units import AdversaryView, NeighboringRelation
 
 _MEMORY = (
     "clients keep values between rounds (a personal head) or may keep them (a ClientApp of "
-    "somebody else), but a client's upload does not reveal who was drawn before: not proven for "
-    "cohorts of fixed size"
+    "somebody else), but a client's upload does not reveal who was drawn before; this is not "
+    "proven for cohorts of a fixed size"
 )
 
 
@@ -106,8 +106,12 @@ def client_level_guarantees(mechanism: NoisedSum, run: RunSummary) -> list[Guara
     hidden: tuple[str, ...] = (WHOLE_UPLOADS, NO_SECURE_SUM)
     share, masks_fall = "cohort", ""
     if mechanism.secure_sum is not None:
-        hidden, share, masks_fall = of_secure_sum(mechanism), "least answers", ", if its masks fall"
-        of_sums += ", colluders' noise not counted"
+        hidden, share, masks_fall = (
+            of_secure_sum(mechanism),
+            "least answers",
+            ", if no mask hides it",
+        )
+        of_sums += ", without the noise of colluders"
     of_uploads = f"noise multiplier σ/√{share} of a single upload; {of_uploads}{masks_fall}"
     return [
         models,
@@ -126,6 +130,6 @@ def _hidden_cohorts(mechanism: NoisedSum, run: RunSummary) -> tuple[str, ...]:
     drawn = draw_assumption("cohorts", run.secure_cohorts)
     if not isinstance(mechanism.sampling, FixedSizeSampling):
         return (HIDDEN_DRAW, drawn)
-    # The cohort's size is public.
+    # The size of a cohort is public.
     hidden = f"the adversary does not know who was drawn: {WHAT_REVEALS_A_DRAW}"
     return (hidden, drawn, *((_MEMORY,) if run.method.keeps_memory else ()))

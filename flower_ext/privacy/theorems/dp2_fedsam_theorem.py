@@ -90,7 +90,7 @@ def dp2_fedsam_theorem2_noise_multiplier(
 
 
 def theorem2_of_plan(plan: PrivacyPlan, run: RunSummary) -> list[Guarantee]:
-    """Return the guarantee of Theorem 2 for the rounds so far; none if it covers no such plan."""
+    """Return the guarantee of Theorem 2; an empty list if the theorem does not cover the plan."""
     if not isinstance(plan, ReleaseTerms) or isinstance(plan.clipping_norm, AdaptiveClipping):
         return []  # the paper's clipping norm is fixed
     if isinstance(plan.sampling, SpacedSampling):

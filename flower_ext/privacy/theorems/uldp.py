@@ -80,7 +80,7 @@ Weighting = Literal["equal", "by-records"]
 """Rule for w_{s,u}: 1/|S| for all users, or the silo's share of the user's records."""
 
 _AT_SERVER = NeighboringRelation.REPLACE_SPECIAL
-"""The server knows the sample, so in a neighbouring data set a sampled user contributes zeros."""
+"""Relation for a server that knows the sample: a neighbouring data set replaces a user by zeros."""
 _OF_DATA = (
     "the numbers of users, silos and rounds are public",
     "users have the same id in every silo",
@@ -228,17 +228,24 @@ def uldp_avg_guarantees(
     The mechanism's units are users, and the silos add the noise. With secure sums, the run's
     participations count only the noise of honest silos, unless the silos draw the users.
 
-    ``hidden_draw`` is the assumption under which the server does not know the drawn users: that of
-    a protocol, or `drawn_by_silos`. It is empty if the server draws them. ``secure_sum`` is the
-    assumption under which the server sees no single upload, and ``batching`` that of
-    `batching_assumption`. ``assumptions`` are further ones against each adversary.
+    Parameters
+    ----------
+    hidden_draw : str
+        Assumption under which the server does not know the drawn users, from the protocol of the
+        sum or from `drawn_by_silos`; empty if the server draws the users.
+    secure_sum : str
+        Assumption under which the server sees no single upload.
+    batching : str
+        Result of `batching_assumption`.
+    assumptions : Mapping[AdversaryView, Sequence[str]]
+        Further assumptions of the guarantee against each adversary.
     """
     rounds = run.participations.rounds
     claims = user_claims(
         mechanism.delta,
         *_parties(mechanism),
         "a user's weights depend on that user's records alone and sum to at most 1 over the silos",
-        "a user's training sees that user's records and the model, nothing of others",
+        "a user's training uses that user's records and the model, and nothing of other users",
         *((batching,) if batching else ()),
         noise_assumption(run.secure_noise),
         *mechanism.assumptions,
@@ -283,9 +290,9 @@ def uldp_avg_guarantees(
 def _losses_to_server(
     mechanism: NoisedSum, run: RunSummary, is_hidden: bool
 ) -> tuple[tuple[PrivacyLoss, str], tuple[PrivacyLoss, str]]:
-    """Return a user's loss to a server that sees sums, and to one that sees uploads, with texts.
+    """Return a user's loss to a server that sees sums, and to a server that sees each upload.
 
-    ``is_hidden`` says that the server does not know the sample.
+    A description follows each loss. ``is_hidden`` is True if the server does not know the sample.
     """
     masked, sigma = mechanism.masked, mechanism.noise_multiplier
     is_equal = run.method.weighting == "equal"
@@ -305,7 +312,7 @@ def _losses_to_server(
         in_sums = run.participations.in_sums
         in_uploads = float(max(run.participations.uploads.values(), default=0))
         if masked is None:
-            # The adversary also saw refused uploads, and sums with too little noise count more.
+            # The adversary may see refused uploads, too, and sums with too little noise count more.
             in_sums = in_uploads = max(in_sums, in_uploads)
         elif is_equal:  # collusion costs nothing (see the top of this module)
             in_sums *= mechanism.honest_noise
@@ -313,8 +320,8 @@ def _losses_to_server(
         uploads, of_uploads = exposed_loss(upload, run.participations, in_uploads)
     share, masks_fall = "|S|", ""
     if masked is not None:
-        share, masks_fall = "least answers", ", should all masks fall"
-        of_sums += ", colluders' noise not counted"
+        share, masks_fall = "least answers", ", if no mask hides them"
+        of_sums += ", without the noise of colluders"
     of_share = "" if spread == 1 else f"/√{share}"
     together = f"all uploads together: noise multiplier σ{of_share}; {of_uploads}{masks_fall}"
     return (sums, of_sums), (uploads, together)
@@ -336,9 +343,9 @@ def drawn_by_silos(mechanism: NoisedSum, rounds: int) -> str:
         against_silo = gaussian_loss(of_others, releases=rounds, delta=mechanism.delta).epsilon
     return (
         "silos draw users by a key that only they have, HMAC-SHA-256 and ChaCha20 act as random "
-        "functions, and the server sends all silos the same request, and none twice; every silo "
-        "knows who is drawn: against a silo that sees the released models, ε of users' records "
-        f"in the other silos is {epsilon_text(against_silo)}"
+        "functions, and the server sends all silos the same request, and no request twice; every "
+        "silo knows who is drawn: against a silo that sees the released models, ε of users' "
+        f"records in the other silos is {epsilon_text(against_silo)}"
     )
 
 
@@ -361,8 +368,8 @@ def _two_numbers(release: Release, rounds: int, delta: float) -> str:
             lambda delta: group_loss(steps, group_size=2, delta=delta), {release: 4 * rounds}, delta
         ).epsilon
     return (
-        "a person has one number; a person whom silos know by two numbers, for example because of "
-        f"a misspelt name, has ε = {epsilon_text(epsilon)}"
+        "a person has one user number; a person whom silos know by two numbers, for example "
+        f"because of a misspelt name, has ε = {epsilon_text(epsilon)}"
     )
 
 
@@ -390,7 +397,7 @@ def _theorem_5(mechanism: NoisedSum, rounds: int) -> Guarantee:
 def sums_of_users(mechanism: RoundMechanism) -> NoisedSum:
     """Return ``mechanism`` itself, or refuse it if the methods of Uldp-FL cannot train with it."""
     if not isinstance(mechanism, NoisedSum):
-        raise InvalidValue(f"plan={type(mechanism).__name__}: expected a ReleasePlan of users")
+        raise InvalidValue(f"plan={type(mechanism).__name__}: expected a ReleasePlan for users")
     if mechanism.noised_by_server:
         raise InvalidValue(
             "noise_placement='server' of the plan: expected 'client' or a SecureSum, because the "

@@ -53,8 +53,8 @@ def uldp_group_guarantees(
     claims = user_claims(
         delta,
         *OF_SILOS,
-        f"each user has at most {group_size} records in all silos together, the same ones "
-        "in every round; which ones are kept depends on that user's records alone",
+        f"each user has at most {group_size} records in all silos together, the same records in "
+        "every round; which records are kept depends on that user's records alone",
         "the group size, the sampling rates and the numbers of steps are public",
         "every step samples each record independently, and the samples stay secret",
         OWN_GRADIENTS,
@@ -73,7 +73,7 @@ def uldp_group_guarantees(
             source="Kato et al., Uldp-FL, Theorem 4",
             conditions=(
                 Condition(
-                    f"groups of {group_size} records are covered (ε is that of {group})",
+                    f"groups of {group_size} records are covered (ε is for groups of {group})",
                     group == group_size,
                 ),
                 Condition(
@@ -81,8 +81,8 @@ def uldp_group_guarantees(
                     order >= 2 * group,
                 ),
                 Condition(
-                    "which records are kept is decided privately (they are chosen from the exact "
-                    "numbers of records)",
+                    "the choice of the kept records is private (it reads the exact numbers of "
+                    "records)",
                     False,
                 ),
             ),

@@ -51,8 +51,10 @@ _SOURCE = "Yin et al., Upcycled-FL, Theorem"
 NEGLIGIBLE_DISTANCE = 1e-8
 """Distance (L2) below which a minimiser counts as exact, since floating point allows no better."""
 _ROUNDINGS = 4
-"""Safety factor on the rounding of a model to its precision, in clipping norms. Rounding happens
-once, before the model is clipped in float64; clipping does not enlarge its effect."""
+"""Safety factor by which `sensitivity` multiplies the effect of rounding a model to its precision.
+
+A model is rounded once, before it is clipped in float64, and clipping does not enlarge the effect.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,7 +160,7 @@ class LocalObjective:
             Condition(
                 f"local models are exact minimisers (distance at most {distance:.4g})"
                 if math.isfinite(distance)
-                else "local models are exact minimisers (training by SGD bounds no distance)",
+                else "local models are exact minimisers (training by SGD gives no bound)",
                 distance <= NEGLIGIBLE_DISTANCE,
             ),
             Condition("clients keep no state that depends on their records", self.memoryless),
@@ -169,7 +171,7 @@ def large_enough(objective: LocalObjective, num_examples: int) -> Condition:
     """Return the condition u₂ ≤ 0.5 |D_i| μ of Theorem 6.3, where |D_i| is ``num_examples``."""
     bound = 0.5 * num_examples * objective.proximal_weight
     return Condition(
-        f"u₂ ≤ 0.5 |D_i| μ ({objective.curvature_bound:.4g} against {bound:.4g} of the smallest "
+        f"u₂ ≤ 0.5 |D_i| μ ({objective.curvature_bound:.4g} against {bound:.4g} for the smallest "
         "client)",
         num_examples > 0 and objective.curvature_bound <= bound,
     )
@@ -235,10 +237,10 @@ def sensitivity(
 def epsilons(
     perturbation: Perturbation, objective: LocalObjective, run: RunSummary, *, delta: float
 ) -> dict[int, tuple[float, float]]:
-    """Return for each client that was asked its published ε and its provable ε.
+    """Return the published ε and the provable ε of each client that the server asked.
 
-    An ε is infinite if no such guarantee holds for the client. A client that was asked but never
-    reported its number of examples is included, as if it had uploaded.
+    An ε is infinite if no such guarantee holds for the client. A client that never reported its
+    number of examples is included, and counts as if it had uploaded.
     """
     require_delta(delta)
     solved = all(condition.holds for condition in objective.solution_conditions())
@@ -294,9 +296,9 @@ def perturbation_guarantees(
             *objective.solution_conditions(),
         )
         # Training adds the noise, so a client must not send a model whose training failed.
-        finite = ("training ends without an error, and finite, for every record",)
+        finite = ("training ends without an error, with finite numbers, whatever the records are",)
         arithmetic = (
-            "arithmetic and noise in floating point (not proof against attacks on low-order bits)"
+            "floating point acts like real numbers (not proven against attacks on low-order bits)"
         )
     claims = Claims(
         unit=PrivacyUnit.RECORD,

@@ -139,9 +139,9 @@ def test_a_guarantee_names_the_clients_that_may_collude_and_a_server_that_must_n
         drawn = sums_of(sampling=sampling, rounds=60, noise_placement=sums)
         text = "; ".join(of_secure_sum(drawn))
         assert "at most 100 of 1000 clients collude" in text
-        assert "at most 36 of each cohort of 100 collude, all but surely" in text
+        assert "at most 36 of each cohort of 100 collude, with probability" in text
         assert ("resist_equivocation is off" in text) is not resist
-    assert "all but surely" not in "; ".join(of_secure_sum(sums_of()))
+    assert "with probability at least" not in "; ".join(of_secure_sum(sums_of()))
 
 
 def test_the_noise_that_is_reported_is_in_random_cohorts_and_a_share_of_each_would_not_be():

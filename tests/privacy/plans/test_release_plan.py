@@ -327,10 +327,10 @@ def test_a_ledger_and_an_account_of_two_runs_compose_their_rounds(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "refusal"),
     [
-        ({"noise_placement": "client"}, "a client failed to add because it dropped out"),
+        ({"noise_placement": "client"}, "a client did not add because it dropped out"),
         (
             {"noise_placement": SecureSum(colluding=0.0, dropouts=0.0)},
-            "a client failed to add because it dropped out",
+            "a client did not add because it dropped out",
         ),
         ({"clipping_norm": AdaptiveClipping()}, "expected a number"),
         ({"sampling": PoissonSampling(12, 0.2)}, "expected SpacedSampling"),

@@ -130,10 +130,14 @@ def test_nothing_is_promised_to_clients_by_sums_of_other_units(changes, said):
         client_level(mechanism_of(plan(), **changes), worst_case(60, 10))
 
 
-PROTOCOL, OTHERS, CLIENTS = "follows the protocol", "none of those who add noise", "clients clip"
+PROTOCOL, OTHERS, CLIENTS = (
+    "follows the protocol",
+    "none of the parties that add noise",
+    "clients clip",
+)
 
 
-AGGREGATION, REFUSED = "secure aggregation", "no honest upload is refused"
+AGGREGATION, REFUSED = "secure aggregation", "refuses no honest upload"
 
 
 WHOLE = "single precision or wider"

@@ -104,7 +104,7 @@ def test_even_with_its_own_sensitivity_the_closed_form_misses_a_term_at_a_large_
 
     assert covered(1.0).holds
     assert not covered(100.0).holds
-    assert "exactly ε = 618.6" in covered(100.0).text
+    assert "exact ε = 618.6" in covered(100.0).text
 
 
 def test_clipped_gradients_bring_the_provable_number_down_from_2C():
@@ -161,7 +161,7 @@ def test_the_closed_form_covers_the_thinned_releases_at_a_small_epsilon():
         condition = guarantees(stddev=stddev, **facts)[0].conditions[2]
         assert condition.holds
         exact = gaussian_loss(stddev * 50 / 40, releases=80 / clients, delta=0.01).epsilon
-        assert f"exactly ε = {exact:.4g}" in condition.text
+        assert f"exact ε = {exact:.4g}" in condition.text
 
 
 def test_what_a_method_leaves_out_is_said_of_what_is_provable():

@@ -197,7 +197,7 @@ def test_unfit_numbers_of_the_theorems_are_refused_by_name(field, value):
 
 PROTOCOL, OTHERS, DRAWN = (
     "follows the protocol",
-    "none of those who add noise",
+    "none of the parties that add noise",
     "sampled users are drawn",
 )
 SECURE, HIDDEN, TRANSFER = "secure aggregation", "neither who was drawn nor", "nobody saw the draw"
@@ -225,7 +225,7 @@ def test_each_promise_of_averaging_names_what_it_rests_on_and_nothing_else(sampl
     for guarantee in guarantees[1:]:
         text = " ".join(guarantee.assumptions)
         assert {words for words in every if words in text} == rests_on[guarantee.view]
-        for always in ("sum to at most 1", "nothing of others", "same id", "do not collude"):
+        for always in ("sum to at most 1", "nothing of other users", "same id", "do not collude"):
             assert always in text
 
 

@@ -113,9 +113,11 @@ SILO = DpSgd(noise_multiplier=5.0, sampling_rate=0.05, steps=500)
 def test_group_says_what_its_published_number_covers_and_proves_the_exact_group():
     published, provable = by_basis(uldp_group_guarantees(SILO, group_size=40, delta=DELTA))
     failed = [condition.text for condition in published.conditions if not condition.holds]
-    assert any("groups of 40 records are covered (ε is that of 32)" in text for text in failed)
+    assert any(
+        "groups of 40 records are covered (ε is for groups of 32)" in text for text in failed
+    )
     assert any("Lemma 9 holds" in text for text in failed)
-    assert any("decided privately" in text for text in failed)
+    assert any("choice of the kept records is private" in text for text in failed)
     assert provable.epsilon == group_loss(SILO, group_size=40, delta=DELTA).epsilon
     assert "which records are kept" in provable.statement()
     assert any("at most 40 records" in text for text in provable.assumptions)
