@@ -89,15 +89,12 @@ def round_cost(members: int, length: int) -> Cost:
     neighbours = degree(members, parameters.neighbors)
     graph = graph_of(np.random.default_rng().permutation(members).tolist(), neighbours)
     context = RoundContext(
+        **{**vars(parameters), "neighbors": neighbours},
         run=b"benchmark",
         round_number=1,
-        members=members,
         graph=graph_digest(graph),
         bits=mechanism.masked.bits,
         length=length,
-        neighbours=neighbours,
-        threshold=parameters.threshold,
-        least_answers=parameters.least_answers,
     )
     each, masking, serving = Clock(), Clock(), Clock()
     noising = _noising(mechanism, length)

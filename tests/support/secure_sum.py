@@ -44,7 +44,8 @@ def round_context(members=6, neighbours=4, threshold=2, least=3, *, bits=32, len
         graph=graph_digest(graph_for(members, neighbours, number)),
         bits=bits,
         length=length,
-        neighbours=degree(members, neighbours),
+        neighbors=degree(members, neighbours),
+        colluders=0,
         threshold=threshold,
         least_answers=least,
     )
@@ -73,7 +74,7 @@ class Round:
 
     def __init__(self, context, *, seed=0, token_bytes=None):
         self.context = context
-        self.graph = graph_for(context.members, context.neighbours, context.round_number)
+        self.graph = graph_for(context.members, context.neighbors, context.round_number)
         self.server = SumServer(context, self.graph)
         self.options = {} if token_bytes is None else {"token_bytes": token_bytes}
         self.members = {

@@ -45,7 +45,6 @@ from flower_ext.federation.state.memory import ClientVault
 from flower_ext.federation.sums.summation import Opening, OpenSum, Summation
 from flower_ext.privacy.mechanisms.noised_sum import NoisedSum
 from flower_ext.privacy.mechanisms.round_mechanism import Aggregate, RoundDiscarded
-from flower_ext.privacy.mechanisms.secure_sum import SumParameters
 from flower_ext.privacy.randomness import secure_generator
 from flower_ext.secure.aggregation.aggregation_messages import Delivery, Keys, UnmaskRequest
 from flower_ext.secure.aggregation.aggregation_server import SumServer
@@ -96,20 +95,16 @@ class OpenMaskedSum(OpenSum):
                 f"{size} clients are left in the cohort: expected at least "
                 f"least_answers={parameters.least_answers}"
             )
-        neighbours = degree(size, parameters.neighbors)
+        neighbors = degree(size, parameters.neighbors)
         # Drawn after the cohort, so colluding clients cannot choose their neighbours.
-        graph = graph_of(secure_generator().permutation(size).tolist(), neighbours)
+        graph = graph_of(secure_generator().permutation(size).tolist(), neighbors)
         self._context = RoundContext(
+            **{**vars(parameters), "members": size, "neighbors": neighbors},
             run=secrets.token_bytes(16),  # new also for a repeated round
             round_number=opening.number,
-            members=size,
             graph=graph_digest(graph),
             bits=mechanism.masked.bits,
             length=sum(array.size for array in opening.like.values()),
-            neighbours=neighbours,
-            threshold=parameters.threshold,
-            least_answers=parameters.least_answers,
-            signed=parameters.signed,
         )
         self._server = SumServer(self._context, graph)
         self._unmasking = False
@@ -237,9 +232,9 @@ def check_limits(context: RoundContext, node_config: Mapping[str, Any]) -> None:
             f"the server could unmask a sum of only {context.least_answers} members: the owner of "
             f"this node requires least-sum-members={least_members}"
         )
-    if context.threshold < least_share * context.neighbours:
+    if context.threshold < least_share * context.neighbors:
         raise PermissionError(
-            f"{context.threshold} of {context.neighbours} neighbours may together unmask this "
+            f"{context.threshold} of {context.neighbors} neighbours may together unmask this "
             "client's vector: the owner of this node requires "
             f"least-sum-threshold-share={least_share:g}"
         )
@@ -269,16 +264,9 @@ def _honest_answers(context: RoundContext, colluders: int) -> int:
 
     Return 0 if the server and ``colluders`` members could unmask a single member's vector.
     """
-    if 2 * context.threshold <= context.neighbours + colluders:
+    if 2 * context.threshold <= context.neighbors + colluders:
         return 0
-    return SumParameters(
-        members=context.members,
-        neighbors=context.neighbours,
-        threshold=context.threshold,
-        least_answers=context.least_answers,
-        colluders=colluders,
-        signed=context.signed,
-    ).honest_answers
+    return replace(context, colluders=colluders).honest_answers
 
 
 def answer(message: Message, context: Context, method: str) -> Message:

@@ -19,6 +19,7 @@ import numpy as np
 from flower_ext.checks import Checked, Count, CountOrZero
 from flower_ext.errors import InvalidValue
 from flower_ext.json_record import JsonRecord
+from flower_ext.privacy.mechanisms.secure_sum import SumParameters
 
 Graph: TypeAlias = Sequence[Sequence[int]]
 """For each member, in the order of their numbers, its neighbours in ascending order."""
@@ -26,28 +27,24 @@ GRAPH_BYTES = 32
 
 
 @dataclass(frozen=True, kw_only=True)
-class RoundContext(Checked, JsonRecord):
+class RoundContext(SumParameters, Checked, JsonRecord):
     """Public values that the server announces before a round.
+
+    Members are numbered from 0. A node does not believe the number of ``colluders``: its owner
+    names another one (see `federation.sums.masked.check_limits`).
 
     Parameters
     ----------
+    members, neighbors, threshold, least_answers, colluders
+        As for `SumParameters`; ``neighbors`` is a number that `degree` returns.
     run : bytes
         Name of the run, different for every run.
     round_number : int
         Number of the round, different for every round of the run, even for a repeated one.
-    members : int
-        Number of members, which are numbered from 0.
     graph : bytes
         `graph_digest` of all members' neighbours. Each member learns its own neighbours only.
     bits, length : int
         Each member's vector has ``length`` numbers, and sums are modulo 2^bits (32 or 64).
-    neighbours : int
-        Number of neighbours of each member, as `degree` returns it.
-    threshold : int
-        Number of neighbours whose shares together unmask a member. Fewer neighbours may collude
-        with the server and still learn nothing.
-    least_answers : int
-        Least number of masked vectors; with fewer, the round is discarded.
     signed : bool
         True if members sign their keys, and all members are neighbours. No server can then choose a
         member's neighbours, or send keys in a neighbour's name.
@@ -57,14 +54,9 @@ class RoundContext(Checked, JsonRecord):
 
     run: bytes
     round_number: CountOrZero
-    members: int
     graph: bytes
     bits: int
     length: Count
-    neighbours: int
-    threshold: int
-    least_answers: int
-    signed: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -76,24 +68,24 @@ class RoundContext(Checked, JsonRecord):
             )
         if self.bits not in (32, 64):
             raise InvalidValue(f"bits={self.bits}: expected 32 or 64")
-        if degree(size, self.neighbours) != self.neighbours:
+        if degree(size, self.neighbors) != self.neighbors:
             raise InvalidValue(
-                f"neighbours={self.neighbours}: expected an even number below {size - 1}, or "
+                f"neighbors={self.neighbors}: expected an even number below {size - 1}, or "
                 f"{size - 1} (all others); flower_ext.secure.aggregation.context.degree("
-                f"{size}, {self.neighbours}) returns a valid number"
+                f"{size}, {self.neighbors}) returns a valid number"
             )
-        if not 1 <= self.threshold <= self.neighbours:
+        if not 1 <= self.threshold <= self.neighbors:
             raise InvalidValue(
-                f"threshold={self.threshold}: expected 1 to {self.neighbours}, the number of "
+                f"threshold={self.threshold}: expected 1 to {self.neighbors}, the number of "
                 "neighbours"
             )
         if not 2 <= self.least_answers <= size:
             raise InvalidValue(
                 f"least_answers={self.least_answers}: expected 2 to {size}, the number of members"
             )
-        if self.signed and self.neighbours < size - 1:
+        if self.signed and self.neighbors < size - 1:
             raise InvalidValue(
-                f"neighbours={self.neighbours} of a signed round: expected {size - 1}, because "
+                f"neighbors={self.neighbors} of a signed round: expected {size - 1}, because "
                 "every member of a signed round is a neighbour of all others"
             )
 
@@ -127,9 +119,9 @@ class Invitation(JsonRecord):
                 f"neighbours={sorted(near)}: expected members from 0 to {context.members - 1}, "
                 f"without {index}, the member itself"
             )
-        if not len(self.neighbours) == len(near) == context.neighbours:
+        if not len(self.neighbours) == len(near) == context.neighbors:
             raise InvalidValue(
-                f"neighbours={list(self.neighbours)}: expected {context.neighbours} different "
+                f"neighbours={list(self.neighbours)}: expected {context.neighbors} different "
                 "members, the number of neighbours in the context"
             )
 

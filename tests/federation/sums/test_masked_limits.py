@@ -65,16 +65,12 @@ def test_a_node_counts_the_honest_members_that_the_plan_counts(colluders, signed
     placement = SecureSum(colluding=colluders / 20, dropouts=0.05, signed=signed)
     parameters = placement.for_cohort(20)
     context = RoundContext(
+        **{**vars(parameters), "colluders": 0},  # a node believes its owner, not the server
         run=bytes(16),
         round_number=1,
-        members=20,
         graph=bytes(32),
         bits=32,
         length=1,
-        neighbours=parameters.neighbors,
-        threshold=parameters.threshold,
-        least_answers=parameters.least_answers,
-        signed=signed,
     )
     honest = parameters.honest_answers
     limits = {"sum-colluders": colluders, "least-honest-answers": honest}

@@ -104,18 +104,19 @@ def test_every_fact_of_a_round_changes_its_digest():
         {"graph": bytes(32)},
         {"bits": 64},
         {"length": 51},
-        {"neighbours": 6},
+        {"neighbors": 6},
         {"threshold": 3},
         {"least_answers": 4},
+        {"colluders": 1},
     ]
     digests = {replace(context, **change).digest for change in changes} | {context.digest}
-    assert len(digests) == 10
+    assert len(digests) == 11
     assert RoundContext.from_bytes(context.to_bytes()) == context
 
 
 @pytest.mark.parametrize(
     "change",
-    [{"bits": 16}, {"threshold": 0}, {"threshold": 5}, {"least_answers": 1}, {"neighbours": 3}],
+    [{"bits": 16}, {"threshold": 0}, {"threshold": 5}, {"least_answers": 1}, {"neighbors": 3}],
 )
 def test_a_context_that_cannot_work_is_refused(change):
     with pytest.raises(InvalidValue, match=next(iter(change))):

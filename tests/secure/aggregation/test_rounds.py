@@ -36,7 +36,7 @@ def random_round(seed):
     neighbours = int(rng.integers(2, members + 2))
     facts = {"bits": int(rng.choice([32, 64])), "length": 17, "number": seed}
     context = round_context(members, neighbours, 1, 2, **facts)
-    threshold = int(rng.integers(1, context.neighbours // 2 + 2))
+    threshold = int(rng.integers(1, context.neighbors // 2 + 2))
     least = int(rng.integers(2, max(3, members * 3 // 4)))
     one = Round(round_context(members, neighbours, threshold, least, **facts))
     rates = rng.uniform(0, 0.3, size=4)

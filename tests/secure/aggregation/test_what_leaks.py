@@ -132,7 +132,7 @@ class Equivocating:
             parameters.least_answers,
             length=8,
         )
-        self.graph = graph = graph_for(context.members, context.neighbours, context.round_number)
+        self.graph = graph = graph_for(context.members, context.neighbors, context.round_number)
         circles = [{0}]
         for _ in range(3):
             circles.append(circles[-1].union(*(graph[index] for index in circles[-1])))
