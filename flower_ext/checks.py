@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from numbers import Integral, Real
-from typing import Annotated, Any, get_args, get_type_hints
+from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 from flower_ext.errors import InvalidValue
 
@@ -40,16 +40,21 @@ class Rule:
 
 
 _POSITIVE = Rule("a finite number > 0", lambda x: is_number(x) and 0 < x < math.inf)
+_ABOVE_ZERO = Rule("a number > 0", lambda x: is_number(x) and x > 0)
 _NOT_NEGATIVE = Rule("a finite number >= 0", lambda x: is_number(x) and 0 <= x < math.inf)
 _FRACTION = Rule("a number in (0, 1]", lambda x: is_number(x) and 0 < x <= 1)
+_FRACTION_OR_ZERO = Rule("a number in [0, 1]", lambda x: is_number(x) and 0 <= x <= 1)
 _BELOW_ONE = Rule("a number in [0, 1)", lambda x: is_number(x) and 0 <= x < 1)
 _PROPER = Rule("a number in (0, 1)", lambda x: is_number(x) and 0 < x < 1)
 _COUNT = Rule("an integer >= 1", lambda x: is_integer(x) and x >= 1)
 _COUNT_OR_ZERO = Rule("an integer >= 0", lambda x: is_integer(x) and x >= 0)
 
 Positive = Annotated[float, _POSITIVE]
+AboveZero = Annotated[float, _ABOVE_ZERO]
+"""A number above 0, which may be infinite."""
 NotNegative = Annotated[float, _NOT_NEGATIVE]
 Fraction = Annotated[float, _FRACTION]
+FractionOrZero = Annotated[float, _FRACTION_OR_ZERO]
 FractionBelowOne = Annotated[float, _BELOW_ONE]
 ProperFraction = Annotated[float, _PROPER]
 Count = Annotated[int, _COUNT]
@@ -58,7 +63,6 @@ CountOrZero = Annotated[int, _COUNT_OR_ZERO]
 require_positive = _POSITIVE.check
 require_not_negative = _NOT_NEGATIVE.check
 require_rate = _FRACTION.check
-require_below_one = _BELOW_ONE.check
 require_at_least_one = _COUNT.check
 require_count = _COUNT_OR_ZERO.check
 
@@ -70,15 +74,19 @@ def require_delta(delta: float) -> None:
 
 def require_one_of(name: str, value: str, expected: Sequence[str]) -> None:
     """Refuse a value that is not among ``expected``."""
-    if value not in expected:
-        words = " or ".join(expected) if len(expected) < 3 else f"one of {', '.join(expected)}"
-        raise InvalidValue(f"{name}={value!r}: expected {words}")
+    _one_of(expected).check(name, value)
+
+
+def _one_of(expected: Sequence[str]) -> Rule:
+    words = " or ".join(expected) if len(expected) < 3 else f"one of {', '.join(expected)}"
+    return Rule(words, lambda value: value in expected)
 
 
 class Checked:
     """Base class of dataclasses that check the value of each field when they are made.
 
-    The type of a field, such as `Positive`, says which values it accepts.
+    The type of a field, such as `Positive` or a ``Literal`` of strings, says which values it
+    accepts.
     """
 
     def __post_init__(self) -> None:
@@ -99,6 +107,8 @@ def _rules(kind: type) -> list[tuple[str, Rule, bool]]:
     for owner in kind.__mro__:
         for name, hint in get_type_hints(owner, include_extras=True).items():
             alternatives = get_args(hint)
+            if get_origin(hint) is Literal:
+                rules.setdefault(name, (name, _one_of(alternatives), False))
             for part in (hint, *alternatives):
                 for rule in getattr(part, "__metadata__", ()):
                     if isinstance(rule, Rule):

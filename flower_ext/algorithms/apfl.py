@@ -31,8 +31,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from flower_ext.checks import require_not_negative
-from flower_ext.errors import InvalidValue
+from flower_ext.checks import FractionOrZero, NotNegative
 from flower_ext.federation import ClientMethod, ClientWork, LocalResult, Memory, Method, Steps
 from flower_ext.training import (
     Job,
@@ -125,15 +124,10 @@ class APFL(Method):
         upload_phase="local",
     )
 
-    personal_weight: float = 0.5
-    weight_learning_rate: float = 0.0
+    personal_weight: FractionOrZero = 0.5
+    weight_learning_rate: NotNegative = 0.0
     local: LocalTraining = LocalTraining()
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require_not_negative("weight_learning_rate", self.weight_learning_rate)
-        if not 0 <= self.personal_weight <= 1:
-            raise InvalidValue(
-                f"personal_weight={self.personal_weight!r}: expected α, a number in [0, 1]"
-            )
         self.local.require_plain_sgd("local", "APFL's steps are plain SGD")

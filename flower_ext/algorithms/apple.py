@@ -30,7 +30,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from flower_ext.checks import require_at_least_one, require_not_negative, require_positive
+from flower_ext.checks import Count, NotNegative, Positive
 from flower_ext.federation import (
     Arrays,
     ClientMethod,
@@ -144,16 +144,13 @@ class Apple(Method):
     weighs_updates = True
     needs_each_update = True
 
-    relation_learning_rate: float = 0.01
-    penalty: float = 0.1
-    penalty_rounds: int = 20
+    relation_learning_rate: Positive = 0.01
+    penalty: NotNegative = 0.1
+    penalty_rounds: Count = 20
     local: LocalTraining = LocalTraining()
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require_positive("relation_learning_rate", self.relation_learning_rate)
-        require_not_negative("penalty", self.penalty)
-        require_at_least_one("penalty_rounds", self.penalty_rounds)
         require_usual_server(self, "APPLE's server stores each core model as it arrives")
         self.local.require_plain_sgd("local", "APPLE trains core models by plain SGD")
 

@@ -29,7 +29,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from flower_ext.checks import require_at_least_one, require_positive, require_rate
+from flower_ext.checks import Count, Fraction, Positive
 from flower_ext.errors import InvalidValue
 from flower_ext.federation import Arrays, ClientMethod, ClientWork, LocalResult, Method, Steps
 from flower_ext.privacy import PrivacyPlan
@@ -127,9 +127,9 @@ class FedALA(Method):
     client = ClientMethod(name="fedala", local_update=local_update, local_model=local_model)
 
     adaptive: Sequence[str] = ("head",)
-    weight_learning_rate: float = 1.0
-    sample_share: float = 0.8
-    first_passes: int = 10
+    weight_learning_rate: Positive = 1.0
+    sample_share: Fraction = 0.8
+    first_passes: Count = 10
     local: LocalTraining = LocalTraining()
 
     def __post_init__(self) -> None:
@@ -138,9 +138,6 @@ class FedALA(Method):
             raise InvalidValue(
                 "adaptive=(): expected the names of modules with learned weights, e.g. ('head',)"
             )
-        require_positive("weight_learning_rate", self.weight_learning_rate)
-        require_rate("sample_share", self.sample_share)
-        require_at_least_one("first_passes", self.first_passes)
         object.__setattr__(self, "adaptive", tuple(self.adaptive))
 
     def check_model(self, model: Arrays) -> None:

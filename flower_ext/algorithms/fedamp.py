@@ -26,7 +26,7 @@ from logging import getLogger
 import numpy as np
 from numpy.typing import NDArray
 
-from flower_ext.checks import require_positive
+from flower_ext.checks import Positive
 from flower_ext.federation import (
     Arrays,
     ClientMethod,
@@ -106,14 +106,12 @@ class FedAMP(Method):
     weighs_updates = True
     needs_each_update = True
 
-    attention_width: float = 1.0
-    attraction: float = 1.0
+    attention_width: Positive = 1.0
+    attraction: Positive = 1.0
     local: LocalTraining = LocalTraining()
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require_positive("attention_width", self.attention_width)
-        require_positive("attraction", self.attraction)
         require_usual_server(self, "FedAMP's server stores each model as it arrives")
 
     def begin_round(self, cohort: Cohort, model: Arrays, state: State) -> Cohort:

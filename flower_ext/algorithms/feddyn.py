@@ -23,7 +23,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from flower_ext.checks import require_positive
+from flower_ext.checks import Positive
 from flower_ext.errors import InvalidValue
 from flower_ext.federation import (
     Arrays,
@@ -78,12 +78,11 @@ class FedDyn(Method):
     client = ClientMethod(name="feddyn", local_update=local_update, memory=Memory.MIRRORED)
     weighs_updates = True  # h is the plain mean of the gradients in the clients' memories
 
-    regularization: float = 0.1
+    regularization: Positive = 0.1
     local: LocalTraining = LocalTraining()
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require_positive("regularization", self.regularization)
         if self.server != Sgd(learning_rate=self.server.learning_rate):
             raise InvalidValue(
                 f"server={self.server!r}: expected Sgd without momentum, because the server "

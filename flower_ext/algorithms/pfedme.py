@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from flower_ext.checks import require_positive
+from flower_ext.checks import Positive
 from flower_ext.data import Examples
 from flower_ext.errors import InvalidValue
 from flower_ext.federation import (
@@ -73,13 +73,12 @@ class PFedMe(Method):
 
     client = ClientMethod(name="pfedme", local_update=local_update, local_model=personal_model)
 
-    attraction: float = 15.0
+    attraction: Positive = 15.0
     local: LocalTraining = LocalTraining(learning_rate=0.01)
     personal_training: LocalTraining = LocalTraining(steps=5, learning_rate=0.05)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require_positive("attraction", self.attraction)
         for phase, training in self.training.items():
             training.require_plain_sgd(phase, "pFedMe's steps are plain SGD")
         if not self.personal_training.steps:

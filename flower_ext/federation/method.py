@@ -9,13 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 import numpy as np
 from flwr.app import ConfigRecord, Context
 from flwr.clientapp import ClientApp
 
-from flower_ext.checks import is_number
+from flower_ext.checks import Checked, Rule, is_number
 from flower_ext.errors import InvalidValue
 from flower_ext.federation.client.app import client_app
 from flower_ext.federation.client.client_method import ClientMethod
@@ -33,6 +33,10 @@ from flower_ext.training import LocalTraining, Task
 
 _OPTIMIZER, _AVERAGE = "optimizer.", "average."
 """Prefixes of groups of the state: what the server's optimiser and the average of models keep."""
+_OPTIMISER = Rule("an optimiser such as Sgd or Adam", lambda x: isinstance(x, ServerOptimizer))
+_AVERAGES = Rule(
+    "ExponentialAverage, TailAverage or None", lambda x: isinstance(x, ModelAverage | None)
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,7 +106,7 @@ class Released:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Method:
+class Method(Checked):
     """Base class of federated methods; a subclass is a frozen dataclass.
 
     A subclass sets ``client`` to its client side. Those of its fields that are a `LocalTraining`
@@ -145,10 +149,11 @@ class Method:
     adds each update to a sum when it arrives, and drops it."""
 
     personal: Sequence[str] = ()
-    server: ServerOptimizer = MEAN
-    average: ModelAverage | None = None
+    server: Annotated[ServerOptimizer, _OPTIMISER] = MEAN
+    average: Annotated[ModelAverage | None, _AVERAGES] = None
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if isinstance(self.personal, str):
             raise InvalidValue(
                 f"personal={self.personal!r}: expected a sequence of names, for example "
@@ -159,12 +164,6 @@ class Method:
             raise InvalidValue(
                 f"personal=(): expected the names of {self.name}'s personal modules, for example "
                 f"{type(self).personal}"
-            )
-        if not isinstance(self.server, ServerOptimizer):
-            raise InvalidValue(f"server={self.server!r}: expected an optimiser such as Sgd or Adam")
-        if not isinstance(self.average, ModelAverage | None):
-            raise InvalidValue(
-                f"average={self.average!r}: expected ExponentialAverage, TailAverage or None"
             )
         if self.average is not None and not self.one_model:
             raise InvalidValue(

@@ -16,6 +16,7 @@ from uuid import uuid4
 import numpy as np
 from flwr.app import ArrayRecord, ConfigRecord
 
+from flower_ext.checks import Checked, CountOrZero
 from flower_ext.errors import InvalidValue
 from flower_ext.federation import records
 from flower_ext.federation.exchange import Clients
@@ -58,12 +59,12 @@ _WRAPPER = "wrapper."
 
 
 @dataclass(frozen=True, kw_only=True)
-class StrategyOptions:
+class StrategyOptions(Checked):
     """Options of a `FederatedStrategy`, whose docstring describes them."""
 
     seed: int | None
     seeded_noise: bool
-    evaluate_every: int
+    evaluate_every: CountOrZero
     training_loss: bool
     diagnostics: bool
     stragglers: Stragglers | None
@@ -72,8 +73,7 @@ class StrategyOptions:
     state_key_file: Path | None
 
     def __post_init__(self) -> None:
-        if self.evaluate_every < 0:
-            raise InvalidValue(f"evaluate_every={self.evaluate_every!r}: expected an integer >= 0")
+        super().__post_init__()
         if self.seeded_noise and self.seed is None:
             raise InvalidValue("seeded_noise=True: expected a seed as well; give seed=")
 

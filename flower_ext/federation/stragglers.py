@@ -8,12 +8,13 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from flower_ext.checks import Checked, FractionOrZero
 from flower_ext.errors import InvalidValue
 from flower_ext.training import LocalTraining
 
 
 @dataclass(frozen=True, kw_only=True)
-class Stragglers:
+class Stragglers(Checked):
     """Devices that complete only some of their E local epochs.
 
     A straggler runs a number of epochs drawn uniformly from 1 … E−1. By default each device
@@ -35,12 +36,8 @@ class Stragglers:
         ``ratio`` is out of range.
     """
 
-    ratio: float
+    ratio: FractionOrZero
     exact: bool = False
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.ratio <= 1:
-            raise InvalidValue(f"ratio={self.ratio!r}: expected a number in [0, 1]")
 
     def draw(
         self, cohort: Sequence[int], population: int, rng: np.random.Generator

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from flower_ext.checks import is_number, require_delta
+from flower_ext.checks import AboveZero, Checked, ProperFraction
 from flower_ext.errors import FlowerExtError, InvalidValue
 from flower_ext.files import InUse, sync_to_disk
 from flower_ext.privacy.accounting.accountant import privacy_loss_of
@@ -40,7 +40,7 @@ class LedgerCorrupt(FlowerExtError, RuntimeError):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Budget:
+class Budget(Checked):
     """Spend at most ``epsilon`` at ``delta``.
 
     Parameters
@@ -51,14 +51,9 @@ class Budget:
         together (see `privacy.shared_ledger`).
     """
 
-    epsilon: float
-    delta: float
+    epsilon: AboveZero
+    delta: ProperFraction
     ledger: Path | None = None
-
-    def __post_init__(self) -> None:
-        if not (is_number(self.epsilon) and self.epsilon > 0):
-            raise InvalidValue(f"epsilon={self.epsilon!r}: expected a number > 0")
-        require_delta(self.delta)
 
 
 class LedgerFile:

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from flower_ext.checks import require_not_negative
+from flower_ext.checks import Checked, NotNegative
 from flower_ext.data import trees
 from flower_ext.data.trees import Tree
 from flower_ext.errors import InvalidValue
@@ -41,14 +41,11 @@ class Term(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Proximal:
+class Proximal(Checked):
     """The term (weight / 2) ‖w − anchor‖², where w are the trained parameters (FedProx, Ditto)."""
 
-    weight: float
+    weight: NotNegative
     anchor: Mapping[str, Tensor]
-
-    def __post_init__(self) -> None:
-        require_not_negative("weight", self.weight)
 
     def __call__(self, params: Mapping[str, Tensor]) -> Tensor:
         """Return the term at ``params``."""

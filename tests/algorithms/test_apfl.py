@@ -163,7 +163,7 @@ def test_neither_the_personal_model_nor_its_weight_is_in_any_message():
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"personal_weight": 1.5}, r"personal_weight=1.5: expected α, a number in \[0, 1\]"),
+        ({"personal_weight": 1.5}, r"personal_weight=1.5: expected a number in \[0, 1\]"),
         ({"personal_weight": float("nan")}, "personal_weight=nan"),
         ({"weight_learning_rate": -1.0}, "weight_learning_rate=-1.0"),
         ({"local": LocalTraining(momentum=0.5)}, "local.momentum=0.5: leave it out"),

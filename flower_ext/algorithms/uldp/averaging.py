@@ -28,7 +28,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from logging import getLogger
-from typing import Literal, get_args
+from typing import Literal
 
 import numpy as np
 
@@ -45,7 +45,7 @@ from flower_ext.algorithms.uldp.weights import (
     user_weights,
     users_records,
 )
-from flower_ext.checks import require_at_least_one, require_one_of
+from flower_ext.checks import Count
 from flower_ext.data import Examples
 from flower_ext.data.examples import owned
 from flower_ext.errors import InvalidValue
@@ -160,16 +160,10 @@ class UldpAvg(Method):
         takes_weighted_sums=True,
     )
 
-    num_silos: int
+    num_silos: Count
     weighting: Weighting = "equal"
     user_draw: Literal["server", "silos"] = "server"
     local: LocalTraining = LocalTraining()
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require_at_least_one("num_silos", self.num_silos)
-        require_one_of("weighting", self.weighting, get_args(Weighting))
-        require_one_of("user_draw", self.user_draw, ("server", "silos"))
 
     @property
     def traits(self) -> MethodTraits:

@@ -26,7 +26,7 @@ import numpy as np
 import torch
 
 from flower_ext.algorithms.uldp.weights import USERS, answer_server, ask_silos
-from flower_ext.checks import require_at_least_one
+from flower_ext.checks import Count
 from flower_ext.data import Examples, limit_contributions
 from flower_ext.data import group_size as size_of
 from flower_ext.data.examples import owned
@@ -113,13 +113,12 @@ class UldpGroup(Method):
     )
 
     num_silos: int
-    num_users: int
+    num_users: Count
     group_size: int | Literal["max", "median"]
     local: DpSgdTraining
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require_at_least_one("num_users", self.num_users)
         size_of(np.ones((1, 1), dtype=np.int64), self.group_size)  # refuses an invalid size
 
     def plan(self, delta: float) -> GroupPlan:

@@ -21,7 +21,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from flower_ext.algorithms import dp_fedavg
-from flower_ext.checks import require_at_least_one
+from flower_ext.checks import Count
 from flower_ext.errors import InvalidValue
 from flower_ext.federation import ClientMethod, Memory, Method, State, Summation
 from flower_ext.privacy import FullParticipation, Guarantee, PrivacyPlan
@@ -59,12 +59,8 @@ class UldpNaive(Method):
         memory=Memory.NONE,
     )
 
-    num_silos: int
+    num_silos: Count
     local: LocalTraining = LocalTraining()
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require_at_least_one("num_silos", self.num_silos)
 
     def check(self, plan: PrivacyPlan) -> None:
         """Refuse a plan that samples users."""

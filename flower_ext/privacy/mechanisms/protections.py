@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from flower_ext.checks import Checked, Positive, require_positive
+from flower_ext.checks import Checked, Positive
 from flower_ext.errors import InvalidValue
 from flower_ext.privacy.mechanisms.adaptive_clipping import rows_with_sides, with_side
 from flower_ext.privacy.mechanisms.bounds import BoundedSum, UnitSum, clip, sum_clipped_rows
@@ -190,7 +190,7 @@ class ClipAndNoise(_Noised):
 
 
 @dataclass(frozen=True, kw_only=True)
-class OutputPerturbation(_Noised):
+class OutputPerturbation(Checked, _Noised):
     """Clip the whole local model to norm τ and add N(0, σ² I).
 
     Parameters
@@ -204,11 +204,9 @@ class OutputPerturbation(_Noised):
     """
 
     bounds_models = True
+    clipping_norm: Positive
+    noise_stddev: Positive
     num_examples: int | None = None
-
-    def __post_init__(self) -> None:
-        require_positive("clipping_norm", self.clipping_norm)
-        require_positive("noise_stddev", self.noise_stddev)
 
     def __str__(self) -> str:
         return (

@@ -15,7 +15,7 @@ from typing import Any, ClassVar, Literal, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from flower_ext.checks import require_at_least_one, require_positive
+from flower_ext.checks import Checked, Count, Positive
 from flower_ext.errors import InvalidValue
 
 
@@ -34,7 +34,7 @@ class LocalView(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True)
-class VectorQuery(ABC):
+class VectorQuery(Checked, ABC):
     """A query to all clients, whose answer is the noised sum of one vector per client.
 
     Parameters
@@ -56,8 +56,8 @@ class VectorQuery(ABC):
     """Time of the query: "first" is before the first training round; "in evaluations" is in each
     evaluation, and the answer replaces the scores that clients would report."""
 
-    noise_multiplier: float
-    times: int = 1
+    noise_multiplier: Positive
+    times: Count = 1
 
     def __post_init__(self) -> None:
         if not isinstance(getattr(self, "name", None), str):
@@ -65,8 +65,7 @@ class VectorQuery(ABC):
                 f"{type(self).__name__} has no name: set the class attribute name, such as "
                 'name = "labels"'
             )
-        require_positive("noise_multiplier", self.noise_multiplier)
-        require_at_least_one("times", self.times)
+        super().__post_init__()
 
     @property
     @abstractmethod
