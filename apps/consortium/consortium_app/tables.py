@@ -13,10 +13,10 @@ from numpy.typing import NDArray
 
 from consortium_app.settings import Settings
 from flower_ext.data import find_files
-from flower_ext.data.record_files import RecordFile
 from flower_ext.errors import InvalidValue, knowing_no_data
 from flower_ext.privacy import seeded_generator
 from flower_ext.runs.settings import UnfitSetting
+from flower_ext_consortium.record_files import RecordFile
 
 INVENTED_PEOPLE, INVENTED_VISITS = 2000, 4
 _CENTRES = ("cleveland", "hungarian", "switzerland", "va")

@@ -42,9 +42,9 @@ from pathlib import Path
 from typing import IO, Any, Literal
 
 from flower_ext.checks import require_at_least_one, require_one_of
-from flower_ext.data.record_files import RecordFile
 from flower_ext.errors import InvalidValue
 from flower_ext.files import write_whole
+from flower_ext_consortium.record_files import RecordFile
 
 KEY_BYTES, PSEUDONYM_BYTES = 32, 16
 _MAGIC = "flower-ext pseudonyms"

@@ -6,9 +6,9 @@ from collections import Counter
 
 import pytest
 
-from flower_ext.data.record_files import RecordFile
 from flower_ext.errors import InvalidValue
 from flower_ext_consortium.linkage import IdentifierField, Pseudonyms, write_linked
+from flower_ext_consortium.record_files import RecordFile
 
 PEOPLE = Pseudonyms(bytes(32), (IdentifierField(column="name"),))
 

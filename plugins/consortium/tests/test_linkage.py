@@ -7,7 +7,6 @@ from datetime import date
 import pytest
 from scipy.stats import spearmanr
 
-from flower_ext.data.record_files import RecordFile
 from flower_ext.errors import InvalidValue
 from flower_ext_consortium.linkage import (
     IdentifierField,
@@ -20,6 +19,7 @@ from flower_ext_consortium.linkage import (
     shared_counts,
     write_key,
 )
+from flower_ext_consortium.record_files import RecordFile
 
 KEY = bytes(range(32))
 NAME, GIVEN = IdentifierField(column="name"), IdentifierField(column="given")

@@ -11,7 +11,6 @@ from typing import Annotated, TypeVar
 import typer
 
 from flower_ext.cli.screen import Command, console, say, titled_table
-from flower_ext.data.record_files import RecordFile
 from flower_ext.errors import InvalidValue
 from flower_ext.files import whole_file
 from flower_ext_consortium.linkage import (
@@ -28,6 +27,7 @@ from flower_ext_consortium.linkage import (
     write_linked,
     write_people,
 )
+from flower_ext_consortium.record_files import RecordFile
 
 T = TypeVar("T")
 

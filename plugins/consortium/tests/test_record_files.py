@@ -2,8 +2,8 @@
 
 import pytest
 
-from flower_ext.data.record_files import RecordFile
 from flower_ext.errors import InvalidValue
+from flower_ext_consortium.record_files import RecordFile
 
 ROWS = [["Zoë", "1", "a,b"], ["Ann", "2", ""]]
 
