@@ -33,7 +33,6 @@ COMMANDS = {
     "calibrate": "calibrate",
     "audit": "audit",
     "ledger": "reporting",
-    "withdraw": "withdraw",
     "export": "export",
     "settings": "settings_table",
 }
@@ -46,6 +45,7 @@ PLUGINS = {
     "link": "flower-ext-consortium",
     "stats": "flower-ext-consortium",
     "study": "flower-ext-consortium",
+    "withdraw": "flower-ext-consortium",
 }
 """For each command of a plug-in of this project, the distribution to install."""
 

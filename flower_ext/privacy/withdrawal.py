@@ -1,42 +1,25 @@
-"""Withdrawal of a person or a client from a study, and a statement about the study's models.
+"""Withdrawal of a person or a client from a study.
 
 When a user or client withdraws, the study's account (`shared_ledger`) records the number of this
 unit and nothing else. A run charges each round to the account, then reads the account, and only
 then asks clients. A round that is charged after the withdrawal therefore uses no data of the
-person. The statement counts all rounds that were charged before the withdrawal.
-
-Models do not change. For each model, the statement gives the guarantee of its run: the (ε, δ) with
-which the model is indistinguishable from a model that was trained without this person.
+person.
 """
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import closing
-from dataclasses import replace
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from cryptography.exceptions import InvalidSignature
-from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
-
 from flower_ext.checks import is_integer
 from flower_ext.errors import InvalidValue
-from flower_ext.files import write_whole
-from flower_ext.privacy.accounting.accountant import joint_loss, privacy_loss_of
-from flower_ext.privacy.accounting.events import PrivacyLoss
-from flower_ext.privacy.accounting.group_privacy import DpSgd, group_loss
-from flower_ext.privacy.guarantee import epsilon_text
-from flower_ext.privacy.ledger import Ledger, LedgerFile
-from flower_ext.privacy.study_composition import WITHOUT_NOISE, RunCharges, label_of, runs_of
-from flower_ext.privacy.units import AdversaryView, PrivacyUnit
+from flower_ext.privacy.ledger import LedgerFile
+from flower_ext.privacy.units import PrivacyUnit
 
 WITHDRAWN, FORGOTTEN = "withdrawn", "forgotten"
-_MODELS = AdversaryView.RELEASED_MODELS
-_NOTHING = "nothing can be claimed"
 
 
 def withdraw(path: Path, unit: PrivacyUnit, numbers: Collection[int]) -> list[dict[str, Any]]:
@@ -91,167 +74,3 @@ def note_forgotten(path: Path, numbers: Collection[int]) -> None:
     with closing(LedgerFile(path, wait=True)) as account:
         for number in sorted(set(numbers) - forgotten(account.entries)):
             account.append(FORGOTTEN, {"number": number})
-
-
-def statement(path: Path, unit: PrivacyUnit, numbers: Collection[int]) -> dict[str, Any]:
-    """Return a statement about the models of all runs that charged rounds before the withdrawal."""
-    entries = Ledger.read(path)
-    if missing := sorted(set(numbers) - withdrawn(entries)):
-        raise InvalidValue(
-            f"{unit.value}={missing[0]} has not withdrawn: expected numbers that the "
-            "account records as withdrawn; call withdraw first"
-        )
-    ends = [
-        place
-        for place, entry in enumerate(entries)
-        if entry["kind"] == WITHDRAWN and entry["number"] in numbers
-    ]
-    before = entries[: max(ends)]
-    if unit is PrivacyUnit.USER:
-        memory = "silos keep no model of a single user"
-    elif set(numbers) <= forgotten(entries):
-        memory = "the node confirmed that it deleted the memory of all runs of the study"
-    else:
-        memory = "the node has not confirmed yet; the study's next run asks it to delete its memory"
-    runs, size = runs_of(before), len(set(numbers))
-    whole = unit is PrivacyUnit.USER or all(run.unit is unit for run in runs)
-    bare = {label_of(entry): entry for entry in before if entry.get("what") == WITHOUT_NOISE}
-    lines = [_line(run, size, is_protected=whole) for run in runs]
-    lines += [
-        {"run": entry["run"], "name": label, "method": entry["method"], "claim": _NOTHING}
-        for label, entry in bare.items()
-    ]
-    together = _NOTHING
-    if runs and whole and not bare:
-        delta = max(run.charges[-1]["budget"]["delta"] for run in runs)
-        together = _claim(_loss_of_group([run.against(_MODELS) for run in runs], size, delta))
-    return {
-        "study": path.name,
-        "account": entries[max(ends)]["hash"],
-        "time": datetime.now(UTC).isoformat(timespec="seconds"),
-        "unit": unit.value,
-        "numbers": sorted(set(numbers)),
-        "meaning": (
-            "The models were not changed. Each is (ε, δ)-indistinguishable from a model without "
-            "this person, for an adversary who sees the released models and not who took part. No "
-            "round that was charged after the withdrawal uses data of this person."
-        ),
-        "runs": lines,
-        "all runs together": together,
-        "memory of clients": memory,
-        "not claimed": [
-            "whether each silo deleted the person's records: ask each silo, because records for "
-            "tests of a model carry no user numbers, so tests may still use this person's records",
-            *sorted({entry["what"] for entry in before if entry["kind"] == "uncovered"}),
-        ],
-    }
-
-
-def _line(run: RunCharges, size: int, *, is_protected: bool) -> dict[str, Any]:
-    """Return the statement's entry about one run.
-
-    ``is_protected`` is False if the run's guarantee is for another unit.
-    """
-    last, rounds = run.charges[-1], len(run.charges)
-    of_run = {"run": last["run"], "name": run.label, "method": last["method"], "releases": rounds}
-    if not is_protected:
-        return {**of_run, "claim": f"{_NOTHING}: its guarantee is for one {run.unit.value}"}
-    part = run.against(_MODELS)
-    delta = last["delta"] + sum(spend.delta for spend in part.spends[1:])
-    loss = _loss_of_group([part], size, delta)
-    return {
-        **of_run,
-        "claim": _claim(loss),
-        **({} if loss is None else {"epsilon": loss.epsilon, "delta": loss.delta}),
-        "relation": part.relation,
-        "accountant": "none" if loss is None else loss.accountant,
-        "assumptions": run.texts(_MODELS, "assumptions"),
-    }
-
-
-def _claim(loss: PrivacyLoss | None) -> str:
-    if loss is None:
-        return _NOTHING
-    return f"ε = {epsilon_text(loss.epsilon)} at δ = {loss.delta:.3g}"
-
-
-def _loss_of_group(parts: Sequence[Any], size: int, delta: float) -> PrivacyLoss | None:
-    """Return the joint loss of runs for a person with ``size`` numbers; None if ε is infinite."""
-    if any(part.is_unbounded for part in parts):
-        return None
-    releases = sum((part.releases for part in parts), type(parts[0].releases)())
-    spends = [spend for part in parts for spend in part.spends]
-    if size == 1:
-        loss = joint_loss(releases, spends, delta=delta)
-    elif spends or any(release.approximation_error for release in releases):
-        return None
-    elif all(release.sampling.sampling_rate == 1 for release in releases):
-        loss = privacy_loss_of(
-            {
-                replace(release, noise_multiplier=release.noise_multiplier / size): count
-                for release, count in releases.items()
-            },
-            delta=delta,
-        )
-    elif len(releases) == 1 and (release := next(iter(releases))).poisson_rate < 1:
-        rounds = DpSgd(
-            noise_multiplier=release.noise_multiplier,
-            sampling_rate=release.poisson_rate,
-            steps=releases[release],
-        )
-        loss = group_loss(rounds, group_size=size, delta=delta)
-    else:
-        return None
-    return loss if math.isfinite(loss.epsilon) else None
-
-
-def signed(content: Mapping[str, Any], key: Ed25519PrivateKey) -> dict[str, Any]:
-    """Return a statement with its public key and its signature."""
-    whole = {**content, "public key": key.public_key().public_bytes_raw().hex()}
-    return {**whole, "signature": key.sign(_bytes(whole)).hex()}
-
-
-def verify(content: Mapping[str, Any], public_key: str) -> None:
-    """Refuse a statement that was changed, or that the owner of ``public_key`` did not sign.
-
-    Take the study's public key, 64 hexadecimal digits, from a source that you trust. The key inside
-    the statement proves nothing.
-    """
-    whole = {name: value for name, value in content.items() if name != "signature"}
-    try:
-        if whole["public key"] != public_key.lower():
-            raise InvalidValue(
-                f"public key {whole['public key']}: expected {public_key.lower()}; this statement "
-                "was signed with another key"
-            )
-        signature = bytes.fromhex(content["signature"])
-        key = Ed25519PublicKey.from_public_bytes(bytes.fromhex(public_key))
-        key.verify(signature, _bytes(whole))
-    except (InvalidSignature, KeyError, TypeError, ValueError) as error:
-        if isinstance(error, InvalidValue):
-            raise
-        raise InvalidValue(
-            "signature: it does not fit the statement, which was changed after it was signed, or "
-            "was not signed; expected the file that flower-ext withdraw wrote"
-        ) from None
-
-
-def signing_key(path: Path) -> Ed25519PrivateKey:
-    """Return the study's signing key from a file; write a new key if the file does not exist."""
-    if not path.exists():
-        write_whole(path, Ed25519PrivateKey.generate().private_bytes_raw().hex().encode() + b"\n")
-    if path.stat().st_mode & 0o077:
-        raise InvalidValue(
-            f"key={path}: expected a file that only its owner can read; run chmod 600 on it"
-        )
-    try:
-        return Ed25519PrivateKey.from_private_bytes(bytes.fromhex(path.read_text(encoding="ascii")))
-    except (ValueError, UnicodeError):
-        raise InvalidValue(
-            f"key={path}: the file holds no signing key; expected a key file that flower-ext "
-            "withdraw wrote"
-        ) from None
-
-
-def _bytes(content: Mapping[str, Any]) -> bytes:
-    return json.dumps(dict(content), sort_keys=True, ensure_ascii=True).encode()

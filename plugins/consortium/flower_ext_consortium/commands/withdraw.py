@@ -13,6 +13,7 @@ from flower_ext.cli.screen import console, say, titled_table
 from flower_ext.errors import InvalidValue
 from flower_ext.files import write_whole
 from flower_ext.privacy import PrivacyUnit, withdrawal
+from flower_ext_consortium import withdrawal_statement
 
 
 def withdraw(
@@ -45,7 +46,7 @@ def withdraw(
     """
     if verify is not None:
         content = json.loads(verify.read_text(encoding="utf-8"))
-        withdrawal.verify(content, public_key)
+        withdrawal_statement.verify(content, public_key)
         _show(content)
         console.print("The signature holds.")
         return
@@ -53,9 +54,10 @@ def withdraw(
         raise InvalidValue("withdraw: expected --ledger, and either --user or --client")
     unit = PrivacyUnit.USER if user else PrivacyUnit.CLIENT
     numbers = user or [client if client is not None else 0]
-    signing = withdrawal.signing_key(key or ledger.with_name(ledger.name + ".key"))
+    signing = withdrawal_statement.signing_key(key or ledger.with_name(ledger.name + ".key"))
     withdrawal.withdraw(ledger, unit, numbers)
-    content = withdrawal.signed(withdrawal.statement(ledger, unit, numbers), signing)
+    statement = withdrawal_statement.statement(ledger, unit, numbers)
+    content = withdrawal_statement.signed(statement, signing)
     names = "-".join(map(str, content["numbers"]))
     path = output or ledger.with_name(f"withdrawn-{unit.value}-{names}.json")
     write_whole(path, json.dumps(content, indent=2, ensure_ascii=False).encode() + b"\n")
