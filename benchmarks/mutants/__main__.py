@@ -126,12 +126,9 @@ TESTS = {
     "federation/client/preparing.py": (*_OF_PROTECTION, *_OF_FAILURES),
     "federation/population.py": ("federation/test_population.py", "auditing/test_cohorts.py"),
     "federation/connection.py": _OF_RUNS,
-    "federation/exchange.py": (
-        "federation/test_exchange.py",
-        "federation/test_records.py",
-        "federation/test_hostile.py",
-    ),
-    "federation/round.py": ("federation/test_round.py", "federation/test_hostile.py", *_OF_RUNS),
+    "federation/exchange.py": ("federation/test_exchange.py", "federation/test_hostile.py"),
+    "federation/replies.py": ("federation/test_records.py", "federation/test_hostile.py"),
+    "federation/round.py": ("federation/test_round.py", *_OF_RUNS),
     "federation/run.py": ("federation/test_resume.py", "federation/test_spending.py", *_OF_RUNS),
     "federation/claims.py": (
         "federation/test_spending.py",
@@ -141,7 +138,12 @@ TESTS = {
     "federation/query_round.py": ("federation/test_query_round.py", *_OF_MASKS),
     "federation/strategy.py": _OF_RUNS,
     "federation/sums/masked.py": _OF_MASKS,
-    "federation/sums/summation.py": ("federation/test_records_uploads.py", *_OF_ROUNDS),
+    "federation/sums/summation.py": (
+        "federation/test_round.py",
+        "federation/test_hostile.py",
+        "federation/test_records_uploads.py",
+        *_OF_ROUNDS,
+    ),
     "federation/records.py": (
         "federation/test_records.py",
         "federation/test_records_uploads.py",

@@ -13,7 +13,7 @@ from flower_ext.federation.client.client_method import (
 from flower_ext.federation.client_level_mod import client_level_dp_mod
 from flower_ext.federation.engines.in_process import InProcessGrid, run_in_process
 from flower_ext.federation.engines.virtual import VirtualGrid, clients_of
-from flower_ext.federation.exchange import Clients, RefusedReply
+from flower_ext.federation.exchange import Clients
 from flower_ext.federation.flower_accountant import PldAccountant
 from flower_ext.federation.method import Connected, Method, Released, require_usual_server
 from flower_ext.federation.method_state import State
@@ -26,6 +26,7 @@ from flower_ext.federation.recording import (
     recorded_run,
 )
 from flower_ext.federation.records import Arrays, Update
+from flower_ext.federation.replies import RefusedReply
 from flower_ext.federation.roster import FederationNotReady
 from flower_ext.federation.server_optimizers import (
     Adagrad,

@@ -44,10 +44,10 @@ from flower_ext.federation import records
 from flower_ext.federation._flower_private import message_like
 from flower_ext.federation.client.node import NodePolicy
 from flower_ext.federation.client.requests import ClientRequest
-from flower_ext.federation.exchange import moved_by
 from flower_ext.federation.failures import failed, log_hidden
 from flower_ext.federation.model_checks import refuse_half_precision
 from flower_ext.federation.protection import KIND, check_entries
+from flower_ext.federation.replies import moved_by
 from flower_ext.federation.roster import (
     FOR_MODS,
     asks_identity,

@@ -10,9 +10,10 @@ from flwr.serverapp import Grid
 from flower_ext.errors import InvalidValue
 from flower_ext.federation import records
 from flower_ext.federation._flower_private import in_simulation
-from flower_ext.federation.exchange import Content, read_answer, read_update
+from flower_ext.federation.exchange import Content
 from flower_ext.federation.method import Connected
 from flower_ext.federation.model_checks import refuse_tied
+from flower_ext.federation.replies import read_answer, read_update
 from flower_ext.federation.roster import REHEARSAL, FederationNotReady, Roster
 from flower_ext.federation.run import Run
 from flower_ext.privacy import Ledger

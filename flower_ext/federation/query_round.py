@@ -18,9 +18,10 @@ from flwr.app import ConfigRecord, Message
 from flower_ext.errors import InvalidValue
 from flower_ext.federation import records
 from flower_ext.federation.claims import charge
-from flower_ext.federation.exchange import Content, RefusedReply, Requests, read_scores
+from flower_ext.federation.exchange import Content, Requests
 from flower_ext.federation.population import Cohort
 from flower_ext.federation.protection import to_entries
+from flower_ext.federation.replies import read_scores
 from flower_ext.federation.round import Round
 from flower_ext.federation.run import Run
 from flower_ext.federation.sums.masked import MaskedSum
@@ -82,8 +83,7 @@ class QueryRound:
             number=number,
             server_round=server_round,
             noise=run.options.noise("query-noise", query.name, number),
-            like={VECTOR: np.zeros(query.size)},
-            read=_read_nothing,
+            model={VECTOR: np.zeros(query.size)},
         )
         opened = self._round = Round("evaluate", MaskedSum(self._mechanism), opening, run.spending)
         if not opened.cohort.partitions:
@@ -162,7 +162,3 @@ def evaluation(run: Run, server_round: int) -> ReportedScores | QueryRound:
             "False; to release losses, name 'training_loss' with its bounds in SecureScores"
         )
     return QueryRound(run, server_round, scores[0])
-
-
-def _read_nothing(reply: Message) -> records.Update:
-    raise RefusedReply("the client sent its vector without a mask: expected a masked vector")

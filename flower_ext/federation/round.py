@@ -6,7 +6,6 @@ and the server's step moves the model by the mean. Rounds of other kinds are in 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from functools import cache
@@ -21,7 +20,7 @@ from flower_ext.federation import records
 from flower_ext.federation.claims import charge, summary_of
 from flower_ext.federation.client.client_method import Memory
 from flower_ext.federation.connection import leave_out_withdrawn, rehearse
-from flower_ext.federation.exchange import Content, RefusedReply, Requests, read_update
+from flower_ext.federation.exchange import Content, Requests
 from flower_ext.federation.method import Released
 from flower_ext.federation.method_state import State
 from flower_ext.federation.population import Cohort
@@ -32,13 +31,10 @@ from flower_ext.federation.stragglers import shortened
 from flower_ext.federation.sums.summation import Opening, OpenSum, PlainSum, Summation
 from flower_ext.privacy import secure_generator
 from flower_ext.privacy.mechanisms.protections import Protection
-from flower_ext.privacy.mechanisms.round_mechanism import Aggregate, RoundDiscarded, RoundMechanism
-from flower_ext.privacy.mechanisms.updates import l2_norm, require_finite
+from flower_ext.privacy.mechanisms.round_mechanism import Aggregate, RoundDiscarded
+from flower_ext.privacy.mechanisms.updates import require_finite
 
 log = getLogger("flwr")
-
-_ROUNDING = 1.0001
-"""Tolerance for rounding to the precision of uploads, which is single precision or wider."""
 
 
 class Round:
@@ -131,8 +127,6 @@ class TrainingRound:
             run.count_abandoned(abandoned)
         self.run, self.number = run, run.participations.rounds + 1
         self.server_round = server_round
-        self._protection: Protection | None = None
-        """The protection that the server asks for."""
 
     @property
     def cohort(self) -> Cohort:
@@ -171,18 +165,21 @@ class TrainingRound:
         # any data.
         identity = run.release_identity("release", number)
         run.spending.reserve(run.mechanism.release_in(number), server_round, identity)
+        cohort = run.method.begin_round(drawn, run.model, run.method_state)
+        protection = run.mechanism.protection(summary_of(run), len(cohort.partitions))
         opening = Opening(
             clients=run.clients,
             population=run.population,
-            cohort=run.method.begin_round(drawn, run.model, run.method_state),
+            cohort=cohort,
             number=number,
             server_round=server_round,
             noise=run.round_noise(number),
-            like=run.mechanism.upload_like(run.model),
-            read=self._read,
+            model=run.model,
+            protection=protection,
+            check=run.method.check_update,
         )
         self._round = Round("train", run.summation, opening, run.spending)
-        cohort, contents = self.cohort, self._contents(config)
+        cohort, contents = self.cohort, self._contents(config, protection)
         run.checkpoints.begin(BegunRound(number, [*cohort.units], *self._round.sum.exposure()))
         run.progress.row["cohort"] = len(cohort.partitions)
         if run.population.shows_users:
@@ -209,13 +206,14 @@ class TrainingRound:
         mean, run.summation.mechanism = run.mechanism.after(mean)
         return self._step(mean)
 
-    def _contents(self, config: ConfigRecord) -> Mapping[int, Content]:
+    def _contents(
+        self, config: ConfigRecord, protection: Protection | None
+    ) -> Mapping[int, Content]:
         """Return the content of the message to each client; equal requests share one object."""
         run, method, number = self.run, self.run.method, self.number
-        self._protection = run.mechanism.protection(summary_of(run), len(self.cohort.partitions))
-        protection = to_entries(self._protection, seeded_noise=run.options.seeded_noise)
+        demands = to_entries(protection, seeded_noise=run.options.seeded_noise)
         if run.mechanism.tells_sizes:
-            protection = {"report-size": True, **protection}
+            demands = {"report-size": True, **demands}
         slow: Mapping[int, float] = {}  # for each straggler, the fraction of its work that it does
         if (stragglers := run.options.stragglers) is not None:
             stragglers.check(method.training.values(), protects=run.mechanism.delta is not None)
@@ -238,7 +236,7 @@ class TrainingRound:
         def content(progress: float | None, remembered: int | None) -> Content:
             # Messages with one content share one record, which engines then copy only once.
             done = {phase: shortened(training, progress) for phase, training in trainings.items()}
-            entries = protection if remembered is None else {**protection, "remembered": remembered}
+            entries = demands if remembered is None else {**demands, "remembered": remembered}
             of_round = {records.ROUND: run.round_record(number, **left, **entries)}
             return {**shared, **of_round, **records.training_records(done)}
 
@@ -253,16 +251,6 @@ class TrainingRound:
             special = {**of_method, **self._round.sum.request(partition)}
             contents[partition] = {**common, **special} if special else common
         return contents
-
-    def _read(self, reply: Message) -> records.Update:
-        run, requests = self.run, self._round.requests
-        assert requests is not None
-        base = run.mechanism.upload_like(run.model)
-        update = read_honest_update(
-            reply, run.mechanism, self._protection, self.cohort, base, requests
-        )
-        run.method.check_update(update)
-        return update
 
     def _record(self) -> None:
         """Count the participations, and note the metrics that came with the updates."""
@@ -329,43 +317,3 @@ class TrainingRound:
             after = f"{where} after {step} in round {self.server_round}"
             require_finite(arrays, after, remedy)
         return {name: model[name] for name in self.run.model}, state
-
-
-def read_honest_update(
-    reply: Message,
-    mechanism: RoundMechanism,
-    protection: Protection | None,
-    cohort: Cohort,
-    base: records.Arrays,
-    requests: Requests,
-) -> records.Update:
-    """Return a client's update. Refuse one that is larger than an honest client's can be.
-
-    Clipping an upload that a client has noised would change the noise, so the server refuses such
-    an upload if it is too large. `Protection.largest_upload` says what this check protects. The
-    arrays ``base`` have the names, shapes and dtypes of an upload.
-    """
-    update = read_update(reply, base=base, trust_models=not mechanism.client_protects)
-    num_examples = update.metrics.get("num-examples", 0 if mechanism.weighs_examples else 1)
-    if not num_examples >= 1:
-        raise RefusedReply(f"num-examples={num_examples!r}: expected at least 1")
-    if protection is None or not mechanism.client_protects:
-        return update
-    partition = requests.clients.partition_of(reply)
-    limit = protection.largest_upload(
-        sum(array.size for array in base.values()), norms=cohort.norms.get(partition, 1.0)
-    )
-    if math.isinf(limit):
-        return update
-    if protection.bounds_models:
-        received = requests.sent(reply)
-        norm = l2_norm({name: received[name] + step for name, step in update.arrays.items()})
-    else:
-        norm = l2_norm(update.arrays)
-    if norm > limit * _ROUNDING:
-        raise RefusedReply(
-            f"norm {norm:.4g}: expected at most {limit:.4g}, the largest norm of an honest upload "
-            "(largest_upload of the protection); the client changed the update after it was "
-            "protected, or runs another version of the method"
-        )
-    return update

@@ -16,8 +16,8 @@ from flower_ext.federation import records
 from flower_ext.federation._flower_private import replies
 from flower_ext.federation.claims import save_guarantees, spent_by
 from flower_ext.federation.connection import connect
-from flower_ext.federation.exchange import RefusedReply, read_answer
 from flower_ext.federation.query_round import QueryRound
+from flower_ext.federation.replies import RefusedReply, read_answer
 from flower_ext.federation.roster import FederationNotReady
 from flower_ext.federation.run import MODEL, Run
 from flower_ext.privacy import BudgetExhausted

@@ -15,7 +15,7 @@ from flower_ext.federation import (
     exchange,
     records,
 )
-from flower_ext.federation.exchange import RefusedReply
+from flower_ext.federation.replies import RefusedReply
 from flower_ext.privacy import SecureNoise
 from flower_ext.privacy.plans.release_mechanism import ReleaseMechanism
 from flower_ext.training import LocalTraining

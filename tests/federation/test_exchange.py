@@ -8,9 +8,10 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, MetricR
 from flwr.clientapp import ClientApp
 
 from flower_ext.federation import FederationNotReady, InProcessGrid
-from flower_ext.federation.exchange import Clients, RefusedReply
+from flower_ext.federation.exchange import Clients
 from flower_ext.federation.failures import unlogged
 from flower_ext.federation.progress import Progress
+from flower_ext.federation.replies import RefusedReply
 from flower_ext.federation.roster import identity, partition_of
 
 CLIENTS = 4

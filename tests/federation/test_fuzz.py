@@ -28,7 +28,7 @@ from flower_ext.federation import (
     VirtualGrid,
     records,
 )
-from flower_ext.federation.exchange import read_scores, read_update
+from flower_ext.federation.replies import read_scores, read_update
 from flower_ext.federation.roster import Roster
 from flower_ext.privacy import FullParticipation
 from flower_ext.training import DpSgdTraining

@@ -20,9 +20,9 @@ from flower_ext.federation import (
     records,
 )
 from flower_ext.federation.claims import summary_of
-from flower_ext.federation.exchange import read_answer, read_metrics, read_update
 from flower_ext.federation.packing import pack
 from flower_ext.federation.progress import Progress
+from flower_ext.federation.replies import read_answer, read_metrics, read_update
 from flower_ext.federation.roster import Roster
 from flower_ext.federation.sums.weighted import LOST, OpenWeightedSum
 from flower_ext.privacy import (

@@ -5,9 +5,9 @@ from flwr.app import Array, ArrayRecord, Error, Message, MetricRecord, RecordDic
 
 from flower_ext.errors import InvalidValue
 from flower_ext.federation import RefusedReply, records
-from flower_ext.federation.exchange import read_metrics, read_update
 from flower_ext.federation.model_checks import shared_arrays
 from flower_ext.federation.records import UnsentArray, bytes_record, payload_bytes, single_message
+from flower_ext.federation.replies import read_metrics, read_update
 from flower_ext.training import LocalTraining, UnshareableModel
 from tests.support.replies import reply, requests_of, training_message
 

@@ -21,8 +21,8 @@ from flower_ext.federation import (
     records,
 )
 from flower_ext.federation._flower_private import become_server_of, reply_to
-from flower_ext.federation.exchange import RefusedReply, read_update
 from flower_ext.federation.records import Update, UploadReply, payload_bytes
+from flower_ext.federation.replies import RefusedReply, read_update
 from flower_ext.federation.state.memory import ClientMemory
 from flower_ext.privacy import FixedSizeSampling, NonPrivatePlan, ReleasePlan
 from flower_ext.training import LocalTraining, Task

@@ -16,7 +16,7 @@ from flower_ext.federation import (
     records,
 )
 from flower_ext.federation.population import Cohort
-from flower_ext.federation.round import read_honest_update
+from flower_ext.federation.sums.summation import Opening, PlainSum
 from flower_ext.privacy import FullParticipation, NonPrivatePlan, RecordLevelPlan, ReleasePlan
 from flower_ext.privacy.accounting.participations import Participations
 from flower_ext.privacy.run_summary import MethodTraits, RunSummary
@@ -44,12 +44,24 @@ def read(plan, norm, *, record=records.UPDATE, metrics=None, received=0.0, norms
     content = RecordDict({record: records.to_record(numbers(norm))})
     if metrics is not None:
         content["metrics"] = MetricRecord(metrics)
-    clients = SimpleNamespace(partition_of=lambda _: 2)
-    exchange = SimpleNamespace(clients=clients, sent=lambda _: numbers(received))
     cohort = Cohort(
-        partitions=range(CLIENTS), units=range(CLIENTS), population=9, norms=norms or {}
+        partitions=range(CLIENTS),
+        units=range(CLIENTS),
+        population=9,
+        norms=norms or {},
+        requests={2: {records.MODEL: records.to_record(numbers(received))}} if received else {},
     )
-    return read_honest_update(reply(content), plan, protection_of(plan), cohort, BASE, exchange)
+    opening = Opening(
+        clients=SimpleNamespace(partition_of=lambda _: 2),
+        population=None,
+        cohort=cohort,
+        number=1,
+        server_round=1,
+        noise=None,
+        model=BASE,
+        protection=protection_of(plan),
+    )
+    return PlainSum(plan).open(opening).read(reply(content))
 
 
 def limit(plan, norms=1.0):

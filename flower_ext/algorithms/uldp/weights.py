@@ -25,7 +25,7 @@ from flower_ext.data.examples import owned
 from flower_ext.errors import InvalidValue, knowing_no_data
 from flower_ext.federation import Clients, ClientWork, Question, RefusedReply, records
 from flower_ext.federation.client.user_draws import FINGERPRINT_BYTES
-from flower_ext.federation.exchange import read_answer
+from flower_ext.federation.replies import read_answer
 from flower_ext.federation.roster import FederationNotReady
 from flower_ext.privacy import PoissonSampling
 from flower_ext.privacy.theorems.uldp import Weighting

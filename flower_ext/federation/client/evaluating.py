@@ -17,7 +17,7 @@ from flower_ext.federation import records
 from flower_ext.federation.client.client_method import ClientWork
 from flower_ext.federation.client.preparing import Assignment
 from flower_ext.federation.client.requests import ClientRequest
-from flower_ext.federation.exchange import LARGEST_VALUE
+from flower_ext.federation.replies import LARGEST_VALUE
 from flower_ext.privacy.queries.vector_query import VectorQuery
 from flower_ext.training import Params, evaluate_client
 from flower_ext.training.isolation import isolated

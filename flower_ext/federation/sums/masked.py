@@ -38,9 +38,9 @@ from flwr.app import ArrayRecord, Context, Message, RecordDict
 
 from flower_ext.errors import IncompleteRound, InvalidValue, ProtocolError, knowing_no_data
 from flower_ext.federation import records
-from flower_ext.federation.exchange import LONGEST_REASON, RefusedReply, read_answer, read_metrics
 from flower_ext.federation.failures import printable
 from flower_ext.federation.records import Arrays, bytes_record, flattened, shaped, single_message
+from flower_ext.federation.replies import LONGEST_REASON, RefusedReply, read_answer, read_metrics
 from flower_ext.federation.state.memory import ClientVault
 from flower_ext.federation.sums.summation import Opening, OpenSum, Summation
 from flower_ext.privacy.mechanisms.noised_sum import NoisedSum
@@ -82,8 +82,10 @@ class MaskedSum(Summation):
 class OpenMaskedSum(OpenSum):
     """The masked sum of one round, whose members have agreed on masks."""
 
+    _mechanism: NoisedSum
+
     def __init__(self, mechanism: NoisedSum, opening: Opening) -> None:
-        self._mechanism, self._opening = mechanism, opening
+        super().__init__(mechanism, opening)
         self._clients = opening.clients
         self._partitions = list(opening.cohort.partitions)
         assert mechanism.masked is not None
@@ -104,7 +106,7 @@ class OpenMaskedSum(OpenSum):
             round_number=opening.number,
             graph=graph_digest(graph),
             bits=mechanism.masked.bits,
-            length=sum(array.size for array in opening.like.values()),
+            length=sum(array.size for array in self._like.values()),
         )
         self._server = SumServer(self._context, graph)
         self._unmasking = False
@@ -157,13 +159,13 @@ class OpenMaskedSum(OpenSum):
         finally:
             self._report_faults()
         signed = total.view(np.int32 if self._context.bits == 32 else np.int64)
-        mechanism, opening = self._mechanism, self._opening
-        summed = mechanism.begin_sum(opening.like)
-        summed.add(shaped(signed.astype(np.int64), opening.like))
+        mechanism = self._mechanism
+        summed = mechanism.begin_sum(self._like)
+        summed.add(shaped(signed.astype(np.int64), self._like))
         summed.count = len(self._server.answered)
         # Members that left before the round count as members that did not answer.
         size = mechanism.cohort_size
-        return mechanism.aggregate(summed, cohort_size=size, noise=opening.noise)
+        return mechanism.aggregate(summed, cohort_size=size, noise=self._opening.noise)
 
     def _ask(self, stage: str, content: Mapping[int, Invitation | ProtocolMessage]) -> None:
         """Send members the messages of a stage, and add each answer when it arrives."""

@@ -5,19 +5,26 @@ A mechanism releases the mean of each sum.
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from flwr.app import ArrayRecord, Message
 
+from flower_ext.federation import records
 from flower_ext.federation.exchange import Clients
 from flower_ext.federation.population import Cohort, Population
 from flower_ext.federation.records import Arrays, Update
+from flower_ext.federation.replies import RefusedReply, read_update
 from flower_ext.privacy import AdversaryView, NoiseSource
+from flower_ext.privacy.mechanisms.protections import Protection
 from flower_ext.privacy.mechanisms.round_mechanism import Aggregate, RoundMechanism, divided
-from flower_ext.privacy.mechanisms.updates import as_float64, in_float64
+from flower_ext.privacy.mechanisms.updates import as_float64, in_float64, l2_norm
 from flower_ext.privacy.run_summary import MethodTraits
+
+_ROUNDING = 1.0001
+"""Tolerance for rounding to the precision of uploads, which is single precision or wider."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,10 +45,12 @@ class Opening:
         Round number that the messages carry.
     noise : NoiseSource
         Source of the server's noise.
-    like : Mapping[str, ndarray]
-        Names, shapes and types of a contribution, and of the result.
-    read : Callable[[Message], Update]
-        Reads and checks a contribution that arrives in the clear.
+    model : Mapping[str, ndarray]
+        The shared model; the mechanism's `upload_like` makes a contribution's shapes from it.
+    protection : Protection, optional
+        The protection that the server asks clients for.
+    check : Callable[[Update], None]
+        The method's own check of a contribution that arrives in the clear; raises `RefusedReply`.
     """
 
     clients: Clients
@@ -50,8 +59,9 @@ class Opening:
     number: int
     server_round: int
     noise: NoiseSource
-    like: Arrays
-    read: Callable[[Message], Update]
+    model: Arrays
+    protection: Protection | None = None
+    check: Callable[[Update], None] = lambda update: None
 
 
 class OpenSum(ABC):
@@ -68,8 +78,13 @@ class OpenSum(ABC):
         Numbers for the metrics of the round, such as the seconds that encryption took.
     """
 
-    cohort: Cohort
     measures: Mapping[str, float] = {}
+
+    def __init__(self, mechanism: RoundMechanism, opening: Opening) -> None:
+        self._mechanism, self._opening = mechanism, opening
+        self._like = mechanism.upload_like(opening.model)
+        """Names, shapes and types of a contribution, and of the result."""
+        self.cohort = opening.cohort
 
     def request(self, partition: int) -> Mapping[str, ArrayRecord]:
         """Return the records that a request to one client carries for this sum; none by default."""
@@ -187,14 +202,46 @@ class PlainSum(Summation):
 
 class _OpenPlainSum(OpenSum):
     def __init__(self, mechanism: RoundMechanism, opening: Opening) -> None:
-        self._mechanism, self._opening = mechanism, opening
-        self.cohort = opening.cohort
-        like = opening.like
-        self._summed = mechanism.begin_sum(in_float64(like) if mechanism.weighs_examples else like)
+        super().__init__(mechanism, opening)
+        like = in_float64(self._like) if mechanism.weighs_examples else self._like
+        self._summed = mechanism.begin_sum(like)
         self._examples = 0.0
 
     def read(self, reply: Message) -> Update:
-        return self._opening.read(reply)
+        mechanism = self._mechanism
+        update = read_update(reply, base=self._like, trust_models=not mechanism.client_protects)
+        num_examples = update.metrics.get("num-examples", 0 if mechanism.weighs_examples else 1)
+        if not num_examples >= 1:
+            raise RefusedReply(f"num-examples={num_examples!r}: expected at least 1")
+        if mechanism.client_protects:
+            self._check_norm(update, self._opening.clients.partition_of(reply))
+        self._opening.check(update)
+        return update
+
+    def _check_norm(self, update: Update, partition: int) -> None:
+        """Refuse an update that is larger than an honest client's can be.
+
+        Clipping an upload that a client has noised would change the noise, so the server refuses
+        such an upload if it is too large. `Protection.largest_upload` says what this protects.
+        """
+        protection, cohort = self._opening.protection, self.cohort
+        if protection is None:
+            return
+        numbers = sum(array.size for array in self._like.values())
+        limit = protection.largest_upload(numbers, norms=cohort.norms.get(partition, 1.0))
+        if math.isinf(limit):
+            return
+        bounded = update.arrays
+        if protection.bounds_models:
+            special = cohort.requests.get(partition, {}).get(records.MODEL)
+            received = self._opening.model if special is None else records.to_arrays(special)
+            bounded = {name: received[name] + step for name, step in update.arrays.items()}
+        if (norm := l2_norm(bounded)) > limit * _ROUNDING:
+            raise RefusedReply(
+                f"norm {norm:.4g}: expected at most {limit:.4g}, the largest norm of an honest "
+                "upload (largest_upload of the protection); the client changed the update after it "
+                "was protected, or runs another version of the method"
+            )
 
     # Floating-point sums depend on the order, so add in the order of partitions, not of arrival.
     def add(self, update: Update) -> None:
@@ -212,5 +259,5 @@ class _OpenPlainSum(OpenSum):
         if not self._mechanism.weighs_examples:
             return mean
         # The mean of n weighted uploads becomes their sum over all examples.
-        value = divided(mean.value, self._examples / mean.answered, self._opening.like)
+        value = divided(mean.value, self._examples / mean.answered, self._like)
         return replace(mean, value=value)

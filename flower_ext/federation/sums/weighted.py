@@ -36,8 +36,9 @@ from flwr.app import ArrayRecord, Message
 
 from flower_ext.errors import FlowerExtError, IncompleteRound, InvalidValue
 from flower_ext.federation import records
-from flower_ext.federation.exchange import Clients, RefusedReply, read_answer, read_metrics
+from flower_ext.federation.exchange import Clients
 from flower_ext.federation.records import Arrays, Update, bytes_record, shaped, single_message
+from flower_ext.federation.replies import RefusedReply, read_answer, read_metrics
 from flower_ext.federation.roster import FederationNotReady
 from flower_ext.federation.sums.summation import Opening, OpenSum, Summation
 from flower_ext.privacy import AdversaryView, FullParticipation
@@ -174,7 +175,7 @@ class WeightedSum(Summation):
         stage = "the new set-up"
         try:
             if self.keys_lost:
-                self.connect(opening.clients, opening.like)
+                self.connect(opening.clients, opening.model)
                 opening.population.forget_order()
             stage, started = "the secret draw of users", time.monotonic()
             places = None if is_unnamed else opening.cohort.units
@@ -210,9 +211,9 @@ class OpenWeightedSum(OpenSum):
     def __init__(
         self, summation: WeightedSum, opening: Opening, weights: bytes, seconds: float
     ) -> None:
-        self._summation, self._opening = summation, opening
+        super().__init__(summation.mechanism, opening)
+        self._summation = summation
         self._weights = bytes_record(WEIGHTS, weights)
-        self.cohort = opening.cohort
         self.measures = {"encryption_seconds": seconds}
         self._answered = 0
         self._lost: list[int] = []
@@ -255,7 +256,7 @@ class OpenWeightedSum(OpenSum):
                 "SuperNode restarts, name a state-folder in its node config"
             )
         started, summation = time.monotonic(), self._summation
-        like, mechanism = self._opening.like, summation.mechanism
+        like, mechanism = self._like, summation.mechanism
         # Every user adds at most the clipping norm, plus the error of the encoding.
         norms = mechanism.sampling.population * (
             mechanism.sensitivity + mechanism.approximation_error
