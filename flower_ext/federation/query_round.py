@@ -97,9 +97,7 @@ class QueryRound:
             records.ROUND: run.round_record(last, **entries, query=number),
             records.QUERY: ConfigRecord({"name": query.name, "fields": json.dumps(asdict(query))}),
         }
-        return opened.ask(
-            {p: {**shared, **opened.sum.request(p)} for p in opened.cohort.partitions}
-        )
+        return opened.ask(dict.fromkeys(opened.cohort.partitions, shared))
 
     def close(self, replies: Iterable[Message]) -> Mapping[str, float]:
         """Unmask the sum and return the query's answer; empty if the round is discarded."""

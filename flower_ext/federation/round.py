@@ -74,8 +74,13 @@ class Round:
         return self.sum.cohort
 
     def ask(self, contents: Mapping[int, Content]) -> list[Message]:
-        """Return the messages to the cohort."""
-        self.requests = self._clients.request(self.kind, contents, self.server_round)
+        """Return the messages to the cohort, each with the records that the sum adds."""
+        extra = {partition: self.sum.request(partition) for partition in contents}
+        # Equal messages share one content object, which engines then copy only once.
+        whole = {
+            p: {**content, **extra[p]} if extra[p] else content for p, content in contents.items()
+        }
+        self.requests = self._clients.request(self.kind, whole, self.server_round)
         return self.requests.messages
 
     def close(
@@ -234,7 +239,6 @@ class TrainingRound:
 
         @cache
         def content(progress: float | None, remembered: int | None) -> Content:
-            # Messages with one content share one record, which engines then copy only once.
             done = {phase: shortened(training, progress) for phase, training in trainings.items()}
             entries = demands if remembered is None else {**demands, "remembered": remembered}
             of_round = {records.ROUND: run.round_record(number, **left, **entries)}
@@ -247,8 +251,7 @@ class TrainingRound:
         for partition in self.cohort.partitions:
             last = run.remembered.get(partition, 0) if mirrored else None
             common = content(slow.get(partition), last)
-            of_method = self.cohort.requests.get(partition, {})
-            special = {**of_method, **self._round.sum.request(partition)}
+            special = self.cohort.requests.get(partition)
             contents[partition] = {**common, **special} if special else common
         return contents
 

@@ -103,11 +103,8 @@ def query_of(request: ClientRequest, kinds: Mapping[str, type[VectorQuery]]) -> 
 def masked_vector(query: VectorQuery, assignment: Assignment) -> RecordDict:
     """Return a client's answer to a query: its vector, bounded, noised and masked."""
     vector = _vector(query, WorkView(assignment.work))
-    request, policy, protection = (
-        assignment.request,
-        assignment.policy,
-        assignment.request.protection,
-    )
+    request, policy = assignment.request, assignment.policy
+    protection = request.protection
     with knowing_no_data():
         policy.check(protection)
         if protection.cell is None or records.SECURE_SUM not in request.sums:
@@ -119,7 +116,8 @@ def masked_vector(query: VectorQuery, assignment: Assignment) -> RecordDict:
         noise = policy.noise(entries, f"{OF_QUERY} {query.name}")
     # `released` clips to the norm that the noise is for, whatever norm the query names.
     cells = protection.released({"vector": vector}, noise)
-    return RecordDict({records.UPDATE: records.to_record(assignment.seal(cells))})
+    sent = request.seal(cells, policy.context, assignment.work.method.name)
+    return RecordDict({records.UPDATE: records.to_record(sent)})
 
 
 def _vector(query: VectorQuery, view: WorkView) -> NDArray[np.float64]:

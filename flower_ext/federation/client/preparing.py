@@ -21,7 +21,6 @@ from flower_ext.federation.sums.weighted_silo import HiddenSum, stored_silo
 from flower_ext.privacy import NoiseSource
 from flower_ext.privacy.guarantee import PreconditionFailed
 from flower_ext.privacy.mechanisms.protections import ClipSteps, ObjectivePerturbation, Protection
-from flower_ext.privacy.mechanisms.updates import NamedArrays
 from flower_ext.privacy.randomness import derived_seed
 from flower_ext.training import Linear, Params, StepNoise, Task, train
 from flower_ext.training.isolation import isolated
@@ -44,10 +43,6 @@ class Assignment:
     """The client's node, and limits that its owner sets."""
     store: ClientMemory | None
     """Where the client keeps what the method returns as memory; None if it keeps none."""
-
-    def seal(self, update: NamedArrays) -> records.Arrays:
-        """Return a protected update as it leaves the client (see `ClientRequest.seal`)."""
-        return self.request.seal(update, self.policy.context, self.work.method.name)
 
 
 def assign(

@@ -50,7 +50,8 @@ def upload_of(assignment: Assignment) -> Steps[records.Update]:
     result = yield from result_hiding_failures(assignment.work)
     contribution, update = _protected(assignment, result)
     metrics = _metrics(assignment, result, contribution)
-    sent = assignment.seal(update)
+    context, method = assignment.policy.context, assignment.work.method
+    sent = assignment.request.seal(update, context, method.name)
     # Store memory last, so that an error in masks or metrics keeps the previous round's memory.
     _store_memory(assignment, result, update)
     return records.Update(sent, metrics)
