@@ -128,7 +128,7 @@ def _reply(
         log_hidden(error)
         update, norm = {name: still[name] for name in _floating(still)}, 0.0
     released = {**still, **request.protection.released(update, noise)}
-    sent = request.seal(released, context, _NAME)
+    sent = masked.seal(released, request.protection, request.sums, context, _NAME)
     metrics = {"update-norm": norm} if request.entries.get("diagnostics") else {}
     return Message(records.Update(sent, metrics).content(), reply_to=message)
 

@@ -53,18 +53,16 @@ def _rows_not_clipped(rows, clipping_norm, weights=None):
 
 
 def _cells_not_clipped(update, clipping_norm, cell):
-    return {
+    value = {
         name: np.rint(np.asarray(array, dtype=np.float64) / cell).astype(np.int64)
         for name, array in update.items()
     }
+    return BoundedSum(value=value, bound=clipping_norm, cell=cell, count=1)
 
 
 def _rows_in_cells_not_clipped(rows, clipping_norm, cell, weights):
-    summed = {
-        name: _cells_not_clipped({name: value}, clipping_norm, cell)[name]
-        for name, value in _rows_not_clipped(rows, clipping_norm, weights).value.items()
-    }
-    return BoundedSum(value=summed, bound=clipping_norm, cell=cell, count=len(weights))
+    summed = _rows_not_clipped(rows, clipping_norm, weights).value
+    return replace(_cells_not_clipped(summed, clipping_norm, cell), count=len(weights))
 
 
 def _scores_not_clipped(self, client):
@@ -130,8 +128,7 @@ def rows_clipped_together(patch, experiment: Experiment) -> Experiment:
 
     def together(rows, clipping_norm, cell, weights):
         summed = _rows_not_clipped(rows, clipping_norm, weights).value
-        whole = in_cells(summed, clipping_norm, cell)
-        return BoundedSum(value=whole, bound=clipping_norm, cell=cell, count=len(weights))
+        return replace(in_cells(summed, clipping_norm, cell), count=len(weights))
 
     patch.setattr(protections, "sum_rows_in_cells", together)
     return experiment

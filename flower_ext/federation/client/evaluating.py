@@ -18,6 +18,7 @@ from flower_ext.federation.client.client_method import ClientWork
 from flower_ext.federation.client.preparing import Assignment
 from flower_ext.federation.client.requests import ClientRequest
 from flower_ext.federation.replies import LARGEST_VALUE
+from flower_ext.federation.sums import masked
 from flower_ext.privacy.queries.vector_query import VectorQuery
 from flower_ext.training import Params, evaluate_client
 from flower_ext.training.isolation import isolated
@@ -116,7 +117,8 @@ def masked_vector(query: VectorQuery, assignment: Assignment) -> RecordDict:
         noise = policy.noise(entries, f"{OF_QUERY} {query.name}")
     # `released` clips to the norm that the noise is for, whatever norm the query names.
     cells = protection.released({"vector": vector}, noise)
-    sent = request.seal(cells, policy.context, assignment.work.method.name)
+    method = assignment.work.method.name
+    sent = masked.seal(cells, protection, request.sums, policy.context, method)
     return RecordDict({records.UPDATE: records.to_record(sent)})
 
 

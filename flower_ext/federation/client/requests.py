@@ -13,9 +13,8 @@ from flower_ext.federation import records
 from flower_ext.federation.failures import attempt_each
 from flower_ext.federation.protection import Unprotected, check_entries
 from flower_ext.federation.roster import check_addressee
-from flower_ext.federation.sums import masked
 from flower_ext.privacy.mechanisms.protections import Protection
-from flower_ext.privacy.mechanisms.updates import NamedArrays, check_like, require_finite
+from flower_ext.privacy.mechanisms.updates import check_like, require_finite
 from flower_ext.training import LocalTraining, Params, Task
 
 T = TypeVar("T")
@@ -55,19 +54,6 @@ class ClientRequest:
             return False
         is_masked = records.SECURE_SUM in self.sums and self.protection.cell is not None
         return is_masked and (self.kind == "train" or bool(self.query))
-
-    def seal(self, update: NamedArrays, context: Context, method: str) -> records.Arrays:
-        """Return a protected update as it leaves the client: masked, if the server asks for masks.
-
-        The update is in cells if the protection has a ``cell``. The vault of ``context`` stores the
-        secrets of a masked sum under the name ``method``. A client encrypts its part of a weighted
-        sum when it adds the noise (see `HiddenSum`).
-        """
-        arrays = records.arrays_of(update)
-        if self.protection.cell is None:
-            return arrays
-        # From here on, the server sees the sum of the cohort alone.
-        return masked.seal(arrays, self.sums[records.SECURE_SUM], context, method)
 
     @property
     def hides_missing_data(self) -> bool:

@@ -37,6 +37,7 @@ from flower_ext.federation.client.client_method import ClientWork, Contribution,
 from flower_ext.federation.client.node import OF_UPLOADS
 from flower_ext.federation.client.preparing import NO_DATA, Assignment
 from flower_ext.federation.failures import hidden, log_hidden
+from flower_ext.federation.sums import masked
 from flower_ext.privacy import NoiseSource
 from flower_ext.privacy.mechanisms.protections import Protection
 from flower_ext.privacy.mechanisms.updates import NamedArrays, l2_norm, require_finite
@@ -50,8 +51,8 @@ def upload_of(assignment: Assignment) -> Steps[records.Update]:
     result = yield from result_hiding_failures(assignment.work)
     contribution, update = _protected(assignment, result)
     metrics = _metrics(assignment, result, contribution)
-    context, method = assignment.policy.context, assignment.work.method
-    sent = assignment.request.seal(update, context, method.name)
+    work, sums, context = assignment.work, assignment.request.sums, assignment.policy.context
+    sent = masked.seal(update, work.protection, sums, context, work.method.name)
     # Store memory last, so that an error in masks or metrics keeps the previous round's memory.
     _store_memory(assignment, result, update)
     return records.Update(sent, metrics)

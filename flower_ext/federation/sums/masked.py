@@ -44,7 +44,9 @@ from flower_ext.federation.replies import LONGEST_REASON, RefusedReply, read_ans
 from flower_ext.federation.state.memory import ClientVault
 from flower_ext.federation.sums.summation import Opening, OpenSum, Summation
 from flower_ext.privacy.mechanisms.noised_sum import NoisedSum
+from flower_ext.privacy.mechanisms.protections import Protection
 from flower_ext.privacy.mechanisms.round_mechanism import Aggregate, RoundDiscarded
+from flower_ext.privacy.mechanisms.updates import NamedArrays
 from flower_ext.privacy.randomness import secure_generator
 from flower_ext.secure.aggregation.aggregation_messages import Delivery, Keys, UnmaskRequest
 from flower_ext.secure.aggregation.aggregation_server import SumServer
@@ -294,17 +296,29 @@ def answer(message: Message, context: Context, method: str) -> Message:
     )
 
 
-def seal(cells: Mapping[str, np.ndarray], message: Arrays, context: Context, method: str) -> Arrays:
-    """Mask this client's contribution, and return the arrays of the upload.
+def seal(
+    update: NamedArrays,
+    protection: Protection,
+    sums: Mapping[str, Arrays],
+    context: Context,
+    method: str,
+) -> Arrays:
+    """Return a protected update as it leaves the client: masked, if the server asks for masks.
 
-    ``cells`` is the noised update as int64 multiples of the plan's grid step (`Protection.cell`).
-    The client sends these integers modulo a power of two, in the order of their names. ``message``
-    has the arrays of the server's training message that concern the secure sum.
+    If the protection has a ``cell``, the update counts steps of the plan's grid in int64. The
+    client then sends these integers modulo a power of two, in the order of their names. ``sums``
+    has the arrays of the server's training message that concern sums, by their records' names. A
+    client encrypts its part of a weighted sum when it adds the noise (see `HiddenSum`).
     """
+    arrays = records.arrays_of(update)
+    if protection.cell is None:
+        return arrays
+    # From here on, the server sees the sum of the cohort alone.
+    message = sums[records.SECURE_SUM]
     with knowing_no_data():
         vault = _vault(context, method)
         member = _stored(vault)
-        vector = flattened(cells)
+        vector = flattened(arrays)
         _, data = single_message(message, DELIVERY)
         delivery = Delivery.from_bytes(data, member.context)
         upload = member.mask(delivery, vector.astype(member.context.dtype))

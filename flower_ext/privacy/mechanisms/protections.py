@@ -158,10 +158,7 @@ class ClipAndNoise(_Noised):
             raise _unfit_bound(_UNBOUNDED, _bound_text(self.clipping_norm, self.cell))
         sided = upload if self._side is None else with_side(upload, *self._side)
         norm, cell = self.clipping_norm, self.cell
-        if cell is None:
-            bounded = clip(sided, norm)
-        else:
-            bounded = BoundedSum(value=in_cells(sided, norm, cell), bound=norm, count=1, cell=cell)
+        bounded = clip(sided, norm) if cell is None else in_cells(sided, norm, cell)
         return bounded.noised(noise, self.noise_stddev, self.noise_grid)
 
     def released_sum(self, total: UnitSum, noise: NoiseSource) -> NamedArrays:

@@ -69,7 +69,7 @@ def check_cell(cell: float, clipping_norm: float) -> None:
         )
 
 
-def in_cells(update: NamedArrays, clipping_norm: float, cell: float) -> dict[str, np.ndarray]:
+def in_cells(update: NamedArrays, clipping_norm: float, cell: float) -> BoundedSum:
     """Clip an update to an L2 norm of ``clipping_norm``; return it in whole numbers of cells.
 
     Guarantees
@@ -78,7 +78,7 @@ def in_cells(update: NamedArrays, clipping_norm: float, cell: float) -> dict[str
     """
     l2_norm(update)  # refuses numbers that are not finite, and names their array
     row = {name: _plain(array)[None] for name, array in update.items()}
-    return dict(sum_rows_in_cells(row, clipping_norm, cell, [1.0]).value)
+    return sum_rows_in_cells(row, clipping_norm, cell, [1.0])
 
 
 def sum_rows_in_cells(

@@ -28,6 +28,7 @@ from flower_ext.privacy import (
     SecureSum,
     SeededNoise,
 )
+from flower_ext.privacy.mechanisms.protections import ClipAndNoise
 from flower_ext.secure.aggregation import member
 from flower_ext.secure.aggregation.context import Invitation
 from flower_ext.training import LocalTraining
@@ -222,7 +223,9 @@ def _mask_at_once(folder, asked, value, both_loaded, outcomes):
     facts = {"partition-id": 0, "state-folder": folder}
     context = Context(run_id=7, node_id=3, node_config=facts, state=RecordDict(), run_config={})
     try:
-        masked.seal({"w": np.full(50, value, np.int64)}, asked, context, "one")
+        cells = ClipAndNoise(clipping_norm=1.0, noise_stddev=0.5, cell=2.0**-16)
+        sums = {records.SECURE_SUM: asked}
+        masked.seal({"w": np.full(50, value, np.int64)}, cells, sums, context, "one")
         outcomes.put("masked")
     except ProtocolError as error:
         outcomes.put(str(error))

@@ -38,7 +38,7 @@ def test_a_cell_is_a_power_of_two_and_a_65536th_of_the_noise_or_half_of_that(std
 @pytest.mark.parametrize("seed", range(3))
 def test_no_client_has_a_norm_above_the_clipping_norm_in_cells(norm, cells_in_norm, seed):
     cell = 2.0**-30
-    whole = in_cells(update_of(norm, seed=seed), cells_in_norm * cell, cell)
+    whole = in_cells(update_of(norm, seed=seed), cells_in_norm * cell, cell).value
     assert all(array.dtype == np.int64 for array in whole.values())
     assert squared_norm(whole) <= cells_in_norm**2
 
@@ -47,12 +47,12 @@ def test_no_client_has_a_norm_above_the_clipping_norm_in_cells(norm, cells_in_no
 def test_rounding_moves_a_number_by_half_a_cell_and_clipping_by_a_few_cells_of_norm(clipping_norm):
     cell = cell_of(clipping_norm)
     update = update_of(0.2)
-    moved = out_of_cells(in_cells(update, clipping_norm, cell), cell, update)
+    moved = out_of_cells(in_cells(update, clipping_norm, cell).value, cell, update)
     for name, array in update.items():
         assert np.abs(moved[name] - array).max() <= cell / 2
     large = update_of(5.0)
     expected = {name: array * clipping_norm / 5 for name, array in large.items()}
-    found = out_of_cells(in_cells(large, clipping_norm, cell), cell, large)
+    found = out_of_cells(in_cells(large, clipping_norm, cell).value, cell, large)
     difference = {name: found[name] - expected[name] for name in expected}
     assert l2_norm(difference) <= cell * (math.sqrt(3_001) / 2 + 10)
 
@@ -60,7 +60,7 @@ def test_rounding_moves_a_number_by_half_a_cell_and_clipping_by_a_few_cells_of_n
 def test_arrays_of_torch_and_of_single_precision_give_the_same_numbers():
     update = {name: array.astype(np.float32) for name, array in update_of(2.0).items()}
     tensors = {name: torch.tensor(array) for name, array in update.items()}
-    ours, theirs = (in_cells(one, 1.0, cell_of(1.0)) for one in (update, tensors))
+    ours, theirs = (in_cells(one, 1.0, cell_of(1.0)).value for one in (update, tensors))
     for name in update:
         np.testing.assert_array_equal(ours[name], theirs[name])
 
@@ -77,7 +77,7 @@ def test_what_no_norm_bounds_is_refused():
 
 
 def test_a_sum_of_other_names_or_shapes_is_no_model():
-    whole = in_cells(update_of(1.0), 1.0, cell_of(1.0))
+    whole = in_cells(update_of(1.0), 1.0, cell_of(1.0)).value
     like = update_of(1.0)
     with pytest.raises(ValueError, match="names differ"):
         out_of_cells({"a": whole["a"]}, 1.0, like)

@@ -7,8 +7,8 @@ from flwr.app import Context, RecordDict
 
 from flower_ext.errors import InvalidValue, ProtocolError
 from flower_ext.federation import records
-from flower_ext.federation.client.requests import ClientRequest
-from flower_ext.privacy.mechanisms.protections import ClipAndNoise
+from flower_ext.federation.sums.masked import seal
+from flower_ext.privacy.mechanisms.protections import ClipAndNoise, Protection
 
 CELLS = ClipAndNoise(clipping_norm=1.0, noise_stddev=0.5, cell=2.0**-16)
 CONTEXT = Context(run_id=1, node_id=1, node_config={}, state=RecordDict(), run_config={})
@@ -16,7 +16,7 @@ CONTEXT = Context(run_id=1, node_id=1, node_config={}, state=RecordDict(), run_c
 
 def test_without_masks_an_update_leaves_as_it_is():
     update = {"w": torch.tensor([1.5, -2.0]), "b": np.float32(0.5)}
-    sealed = ClientRequest().seal(update, CONTEXT, "m")
+    sealed = seal(update, Protection(), {}, CONTEXT, "m")
     assert {name: array.tolist() for name, array in sealed.items()} == {"w": [1.5, -2.0], "b": 0.5}
     assert all(type(array) is np.ndarray for array in sealed.values())
 
@@ -27,6 +27,5 @@ def test_without_masks_an_update_leaves_as_it_is():
     ids=["no record of the sum", "no keys"],
 )
 def test_cells_never_leave_a_client_without_masks(sums, error):
-    request = ClientRequest(protection=CELLS, sums=sums)
     with pytest.raises(error):
-        request.seal({"w": np.ones(2, dtype=np.int64)}, CONTEXT, "m")
+        seal({"w": np.ones(2, dtype=np.int64)}, CELLS, sums, CONTEXT, "m")
