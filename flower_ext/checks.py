@@ -7,11 +7,12 @@ made. For other values, there is a function such as `require_positive`.
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from numbers import Integral, Real
-from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, get_args, get_origin
 
 from flower_ext.errors import InvalidValue
 
@@ -47,6 +48,7 @@ _FRACTION_OR_ZERO = Rule("a number in [0, 1]", lambda x: is_number(x) and 0 <= x
 _BELOW_ONE = Rule("a number in [0, 1)", lambda x: is_number(x) and 0 <= x < 1)
 _PROPER = Rule("a number in (0, 1)", lambda x: is_number(x) and 0 < x < 1)
 _COUNT = Rule("an integer >= 1", lambda x: is_integer(x) and x >= 1)
+_SEVERAL = Rule("an integer >= 2", lambda x: is_integer(x) and x >= 2)
 _COUNT_OR_ZERO = Rule("an integer >= 0", lambda x: is_integer(x) and x >= 0)
 
 Positive = Annotated[float, _POSITIVE]
@@ -58,6 +60,7 @@ FractionOrZero = Annotated[float, _FRACTION_OR_ZERO]
 FractionBelowOne = Annotated[float, _BELOW_ONE]
 ProperFraction = Annotated[float, _PROPER]
 Count = Annotated[int, _COUNT]
+Several = Annotated[int, _SEVERAL]
 CountOrZero = Annotated[int, _COUNT_OR_ZERO]
 
 require_positive = _POSITIVE.check
@@ -105,7 +108,13 @@ def _rules(kind: type) -> list[tuple[str, Rule, bool]]:
     """
     rules: dict[str, tuple[str, Rule, bool]] = {}
     for owner in kind.__mro__:
-        for name, hint in get_type_hints(owner, include_extras=True).items():
+        scope = getattr(sys.modules.get(owner.__module__), "__dict__", {})
+        for name, hint in vars(owner).get("__annotations__", {}).items():
+            if isinstance(hint, str):
+                try:
+                    hint = eval(hint, scope)
+                except NameError:  # a type that only type checkers import has no rule
+                    continue
             alternatives = get_args(hint)
             if get_origin(hint) is Literal:
                 rules.setdefault(name, (name, _one_of(alternatives), False))

@@ -3,6 +3,7 @@
 import math
 from dataclasses import dataclass
 from functools import partial
+from typing import Literal
 
 import numpy as np
 import pytest
@@ -115,3 +116,17 @@ def test_fields_are_checked_by_their_types_in_subclasses_too(field):
     with pytest.raises(InvalidValue, match=f"^{name}=.*: expected a"):
         MoreRates(**{"rate": 0.5, **field})
     assert MoreRates(rate=0.5, label="any").rounds is None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Words(checks.Checked):
+    """Fields whose types are words, and a type that only a type checker could import."""
+
+    colour: Literal["red", "green"]
+    other: "OnlyForTypeCheckers"  # noqa: F821
+
+
+def test_a_literal_accepts_its_words_and_an_unknown_type_everything():
+    Words(colour="red", other=object())
+    with pytest.raises(InvalidValue, match="colour='blue': expected red or green"):
+        Words(colour="blue", other=None)

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TypeAlias, TypeVar
 
-from flower_ext.checks import Checked, Count
+from flower_ext.checks import Checked, Count, Several
 from flower_ext.errors import InvalidValue
 from flower_ext.json_record import JsonRecord
 from flower_ext.secure.messages import ProtocolMessage, check_later
@@ -52,7 +52,7 @@ class PartySettings(Checked, JsonRecord, ABC):
 
     run: str
     users: Count
-    silos: int
+    silos: Several
     coordinates: Count
     draw_choices: int | None = None
     winning_choices: int = 1
@@ -61,8 +61,6 @@ class PartySettings(Checked, JsonRecord, ABC):
         super().__post_init__()
         if not self.run:
             raise InvalidValue("run='': expected a name that no other run has")
-        if self.silos < 2:
-            raise InvalidValue(f"silos={self.silos!r}: expected an integer >= 2")
         choices, drawn = self.draw_choices, self.winning_choices
         if choices is not None and not 0 < drawn < choices:
             raise InvalidValue(

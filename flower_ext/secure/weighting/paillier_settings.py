@@ -9,7 +9,7 @@ from functools import cached_property
 
 from gmpy2 import mpz
 
-from flower_ext.checks import require_at_least_one, require_positive
+from flower_ext.checks import Checked, Count, Positive
 from flower_ext.errors import InvalidValue
 from flower_ext.secure.messages import ProtocolMessage, unpack_numbers
 from flower_ext.secure.weighting.agreement import PartySettings, SumMessage
@@ -22,20 +22,18 @@ _MOST_RECORDS = 2**24
 
 
 @dataclass(frozen=True, kw_only=True)
-class PaillierOptions:
+class PaillierOptions(Checked):
     """Fields of both `PrivateWeighting` and `PaillierSettings`; the former explains them."""
 
-    max_records_per_user: int = 2000
+    max_records_per_user: Count = 2000
     allowed_totals: tuple[int, ...] | None = None
     silo_record_limits: tuple[int, ...] | None = None
-    precision: float = 1e-10
+    precision: Positive = 1e-10
     key_bits: int = SECURE_KEY_BITS
     allow_insecure_key_size: bool = False
 
-    def check_options(self) -> None:
-        """Raise a ValueError for a field that is out of range whatever the run."""
-        require_at_least_one("max_records_per_user", self.max_records_per_user)
-        require_positive("precision", self.precision)
+    def __post_init__(self) -> None:
+        super().__post_init__()
         check_key_bits(self.key_bits, allow_insecure_key_size=self.allow_insecure_key_size)
         most, totals = self.max_records_per_user, self.allowed_totals
         if most > _MOST_RECORDS:
@@ -92,7 +90,6 @@ class PaillierSettings(PaillierOptions, PartySettings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.check_options()
         if self.silo_record_limits is not None and len(self.silo_record_limits) != self.silos:
             raise InvalidValue(
                 f"silo_record_limits={self.silo_record_limits!r}: expected {self.silos} integers, "

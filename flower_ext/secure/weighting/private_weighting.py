@@ -63,10 +63,6 @@ class PrivateWeighting(PaillierOptions, WeightingProtocol):
         "Paillier encryption, X25519 and ChaCha20 are not broken"
     )
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.check_options()
-
     @property
     def assumed_totals(self) -> str:
         """Assumption on how many records a user has over all silos; no silo can check it alone.

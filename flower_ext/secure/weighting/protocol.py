@@ -14,9 +14,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from importlib.metadata import EntryPoint, entry_points
+from importlib.metadata import EntryPoint
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from flower_ext import plugins
+from flower_ext.checks import Checked, Several
 from flower_ext.errors import InvalidValue
 from flower_ext.privacy import AdversaryView, PoissonSampling
 from flower_ext.privacy.mechanisms.noised_sum import NoisedSum
@@ -45,7 +47,7 @@ HIDDEN_BY_TRANSFER = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class WeightingProtocol(ABC):
+class WeightingProtocol(Checked, ABC):
     """Public settings of one protocol. Subclasses are frozen dataclasses with defaults.
 
     Parameters
@@ -63,11 +65,7 @@ class WeightingProtocol(ABC):
     secret_draw: ClassVar[str] = HIDDEN_BY_TRANSFER
     """Assumption under which, with ``draw_choices``, no party knows the drawn users."""
 
-    draw_choices: int | None = None
-
-    def __post_init__(self) -> None:
-        if self.draw_choices is not None and self.draw_choices < 2:
-            raise InvalidValue(f"draw_choices={self.draw_choices!r}: expected an integer >= 2")
+    draw_choices: Several | None = None
 
     @property
     def hidden_draw(self) -> str:
@@ -122,7 +120,7 @@ class WeightingProtocol(ABC):
 @cache
 def protocols() -> Mapping[str, EntryPoint]:
     """Return the entry points of all installed protocols by name."""
-    return {point.name: point for point in (*entry_points(group=_GROUP), _PAILLIER)}
+    return {point.name: point for point in (*plugins.points(_GROUP), _PAILLIER)}
 
 
 def load_protocol(name: str) -> type[WeightingProtocol]:

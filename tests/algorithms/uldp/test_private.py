@@ -831,7 +831,7 @@ def test_settings_that_make_no_sense_are_refused_before_anything_is_encrypted(ba
 
 
 def test_a_protocol_that_is_not_installed_is_refused_with_what_to_install(monkeypatch):
-    monkeypatch.setattr(protocols, "entry_points", lambda group: ())
+    monkeypatch.setattr(protocols.plugins, "points", lambda group: ())
     protocols.protocols.cache_clear()
     said = "protocol='lattice': expected one of paillier; .*: pip install flower-ext-lattice"
     with pytest.raises(ValueError, match=said):
