@@ -17,12 +17,12 @@ from typing import Any
 
 from flwr.app import Context, Message, RecordDict
 from flwr.clientapp import ClientApp
-from flwr.serverapp import Grid, ServerApp
+from flwr.serverapp import ServerApp
 
 from flower_ext.checks import require_at_least_one
 from flower_ext.federation import _flower_private as private
 from flower_ext.federation.client.app import answer_all
-from flower_ext.federation.engines.virtual import replies_in_memory
+from flower_ext.federation.engines.virtual import ClientGrid, replies_in_memory
 from flower_ext.federation.engines.workers import Workers
 from flower_ext.training import MEMORY_LIMIT
 
@@ -30,7 +30,7 @@ _YOUNG = 10_000
 """Number of new objects after which Python's garbage collector looks at them."""
 
 
-class InProcessGrid(Grid):
+class InProcessGrid(ClientGrid):
     """A grid of virtual clients 0 … ``num_clients``−1, which all run one ClientApp.
 
     Parameters
@@ -85,23 +85,6 @@ class InProcessGrid(Grid):
     def run(self) -> Any:
         """The run that this grid belongs to."""
         return self._run
-
-    def create_message(
-        self,
-        content: RecordDict,
-        message_type: str,
-        dst_node_id: int,
-        group_id: str,
-        ttl: float | None = None,
-    ) -> Message:
-        """Return a message of this run."""
-        return Message(
-            content,
-            dst_node_id=dst_node_id,
-            message_type=message_type,
-            group_id=group_id,
-            ttl=ttl,
-        )
 
     def get_node_ids(self) -> Iterable[int]:
         """Return the ids of all clients, which are always connected."""

@@ -41,7 +41,28 @@ def clients_of(grid: Grid, clients_per_node: int) -> Grid:
     return grid if clients_per_node in (0, 1) else VirtualGrid(grid, clients_per_node)
 
 
-class VirtualGrid(Grid):
+class ClientGrid(Grid):
+    """Base class of this package's grids, whose nodes are clients."""
+
+    def create_message(
+        self,
+        content: RecordDict,
+        message_type: str,
+        dst_node_id: int,
+        group_id: str,
+        ttl: float | None = None,
+    ) -> Message:
+        """Return a message of this run."""
+        return Message(
+            content,
+            dst_node_id=dst_node_id,
+            message_type=message_type,
+            group_id=group_id,
+            ttl=ttl,
+        )
+
+
+class VirtualGrid(ClientGrid):
     """A grid that presents every node as ``clients_per_node`` clients.
 
     Parameters
@@ -65,17 +86,6 @@ class VirtualGrid(Grid):
     def run(self) -> Any:
         """The run that the wrapped grid belongs to."""
         return self._grid.run
-
-    def create_message(
-        self,
-        content: RecordDict,
-        message_type: str,
-        dst_node_id: int,
-        group_id: str,
-        ttl: float | None = None,
-    ) -> Message:
-        """Return a message of this run."""
-        return self._grid.create_message(content, message_type, dst_node_id, group_id, ttl)
 
     def get_node_ids(self) -> Iterable[int]:
         """Return the ids of the clients of all connected nodes."""
