@@ -113,7 +113,7 @@ def test_limits_of_silos_keep_n_max_before_anything_is_sent():
         World(weighting_settings(), np.full((3, 4), -1))
     with pytest.raises(TypeError):
         World(weighting_settings(), np.full((3, 4), 1.5))
-    with pytest.raises(ValueError, match="5 users: expected 4"):
+    with pytest.raises(ValueError, match="5 users: expected those of 4"):
         World(weighting_settings(), np.full((3, 5), 1))
     with pytest.raises(ValueError, match="at least one user"):
         World(weighting_settings(), np.zeros((3, 4), dtype=int))
