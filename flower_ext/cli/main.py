@@ -1,4 +1,4 @@
-"""The command line ``flower-ext``: new, run, calibrate, audit and more.
+"""The command line ``flower-ext``: new, run, calibrate, export and more.
 
 A command's module is imported only when that command runs, because importing PyTorch alone takes
 a second.
@@ -31,7 +31,6 @@ COMMANDS = {
     "run": "run_command",
     "report": "reporting",
     "calibrate": "calibrate",
-    "audit": "audit",
     "ledger": "reporting",
     "withdraw": "withdraw",
     "export": "export",
@@ -40,6 +39,7 @@ COMMANDS = {
 """For each command, the module of this package that has a function of the command's name."""
 
 PLUGINS = {
+    "audit": "flower-ext-audit",
     "check": "flower-ext-check",
     "ditto-schedule": "flower-ext-planner",
     "guard": "flower-ext-guard",
@@ -76,10 +76,7 @@ class Commands(TyperGroup):
     ) -> tuple[str | None, click.Command | None, list[str]]:
         """Load the command that the user typed; for a misspelt one, Click suggests the nearest."""
         if args[0] not in self.modules and (distribution := PLUGINS.get(args[0])):
-            folder = distribution.replace("flower-ext-", "./plugins/")
-            ctx.fail(
-                f"'{args[0]}' is a plug-in: pip install {distribution}, or {folder} in a checkout"
-            )
+            ctx.fail(f"'{args[0]}' is a plug-in: {plugins.how_to_install(distribution)}")
         self.suggest_commands = False  # Typer would add a second suggestion
         name, command, rest = super().resolve_command(ctx, args)
         return name, command if name is None else _loaded(name, self.modules[name]), rest
