@@ -94,7 +94,7 @@ def _experiment_of(target: str) -> Experiment:
         return experiment
     if target in PLUGINS:
         raise InvalidValue(
-            f"target={target!r} is of a plug-in: {plugins.how_to_install(PLUGINS[target])}"
+            f"target={target!r} needs a plug-in: {plugins.how_to_install(PLUGINS[target])}"
         )
     module, separator, name = target.partition(":")
     if not separator:
