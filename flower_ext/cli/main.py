@@ -11,6 +11,7 @@ import io
 import sys
 from collections.abc import Callable
 from importlib import import_module
+from importlib.machinery import PathFinder
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any, get_type_hints
@@ -83,11 +84,16 @@ class Commands(TyperGroup):
 
 
 def _file_of(module: str) -> str:
-    """Return the path of a module's file, or "" if there is no such module."""
-    try:
-        spec = find_spec(module)
-    except ModuleNotFoundError:  # its package is gone, too
-        return ""
+    """Return the path of a module's file, or "" if there is no such module.
+
+    Nothing is imported: the package of a plug-in may import PyTorch.
+    """
+    package, *names = module.split(".")
+    spec = find_spec(package)
+    for name in names:
+        package = f"{package}.{name}"
+        folders = spec.submodule_search_locations if spec else None
+        spec = PathFinder.find_spec(package, folders or [])
     return (spec and spec.origin) or ""
 
 
