@@ -35,3 +35,9 @@ def offered(group: str) -> tuple[Any, ...]:
         except Exception as error:  # a plug-in may raise anything while it is imported
             log.warning("the plug-in %s is left out: %r", point.value, error)
     return tuple(parts)
+
+
+def how_to_install(distribution: str) -> str:
+    """Return the words by which a person installs a plug-in of this project."""
+    folder = distribution.replace("flower-ext-", "./plugins/")
+    return f"pip install {distribution}, or {folder} in a checkout"

@@ -43,19 +43,19 @@ _OF_PROTECTION = (
 _OF_SUMS = (
     "privacy/mechanisms/test_noised_sum.py",
     "privacy/plans/test_release_plan.py",
-    "auditing/test_paths.py",
-    "auditing/test_noise.py",
+    "federation/test_paths.py",
+    "../plugins/audit/tests/test_noise.py",
 )
 _OF_ROUNDS = (
-    "auditing/test_paths.py",
-    "auditing/test_cohorts.py",
+    "federation/test_paths.py",
+    "federation/test_cohorts.py",
     "federation/test_strategy.py",
     "federation/test_spending.py",
     "federation/test_progress.py",
     "federation/test_stragglers.py",
 )
 _OF_MASKS = (
-    "auditing/test_secure_rounds.py",
+    "../plugins/audit/tests/test_secure_rounds.py",
     "federation/client/test_evaluating.py",
     "federation/sums/test_masked.py",
     "federation/test_evaluations.py",
@@ -91,7 +91,7 @@ TESTS = {
     "privacy/mechanisms/noised_sum.py": _OF_SUMS,
     "privacy/mechanisms/quantization.py": (
         "privacy/mechanisms/test_quantization.py",
-        "auditing/test_paths.py",
+        "federation/test_paths.py",
     ),
     "privacy/mechanisms/secure_sum.py": ("privacy/mechanisms/test_secure_sum.py",),
     "privacy/queries/secure_scores.py": ("privacy/queries/test_secure_scores.py",),
@@ -124,7 +124,7 @@ TESTS = {
     "federation/client/upload.py": (*_OF_PROTECTION, *_OF_FAILURES),
     "federation/client/evaluating.py": _OF_MASKS,
     "federation/client/preparing.py": (*_OF_PROTECTION, *_OF_FAILURES),
-    "federation/population.py": ("federation/test_population.py", "auditing/test_cohorts.py"),
+    "federation/population.py": ("federation/test_population.py", "federation/test_cohorts.py"),
     "federation/connection.py": _OF_RUNS,
     "federation/exchange.py": ("federation/test_exchange.py", "federation/test_hostile.py"),
     "federation/replies.py": ("federation/test_records.py", "federation/test_hostile.py"),
@@ -147,7 +147,7 @@ TESTS = {
     "federation/records.py": (
         "federation/test_records.py",
         "federation/test_records_uploads.py",
-        "auditing/test_paths.py",
+        "federation/test_paths.py",
     ),
     "secure/pair_keys.py": ("secure/test_pair_keys.py",),
     "secure/aggregation/context.py": ("secure/aggregation",),
@@ -159,7 +159,10 @@ TESTS = {
     "secure/aggregation/aggregation_server.py": ("secure/aggregation",),
     "secure/aggregation/shamir.py": ("secure/aggregation",),
 }
-_COPIED = ("flower_ext", "tests", "apps", "benchmarks", "docs", "pyproject.toml")
+_COPIED = (
+    *("flower_ext", "tests", "apps", "benchmarks", "docs", "pyproject.toml"),
+    *("plugins/audit", "plugins/conftest.py"),
+)
 _SLOW_TO_IMPORT = ("torch", "flwr.serverapp", "flwr.clientapp", "dp_accounting.pld", "opacus")
 _EQUIVALENT = Path(__file__).parent / "equivalent.toml"
 _LEFT_OUT = "not independent_accountant"

@@ -340,7 +340,7 @@ def baselines() -> Drawing:
 
 def packages() -> Drawing:
     """Draw the packages of flower_ext, each on those that it may import."""
-    d = Drawing(860, 520, "The packages of flower_ext: each imports only those below it")
+    d = Drawing(860, 468, "The packages of flower_ext: each imports only those below it")
 
     def package(x: float, y: float, w: float, name: str, text: str, fill: str) -> None:
         d.box(x, y, w, 46, "", fill=fill)
@@ -356,10 +356,9 @@ def packages() -> Drawing:
         "flower-ext: one module a command, the launcher, a deployment on this machine",
         BLUE,
     )
-    package(20, 68, full, "auditing", "two worlds, and what an attack proves", BLUE)
     package(
         20,
-        120,
+        68,
         full,
         "algorithms",
         "one module a method: strategy and client side next to each other",
@@ -367,31 +366,31 @@ def packages() -> Drawing:
     )
     package(
         20,
-        172,
+        120,
         full,
         "federation",
         "what every method shares: rounds, cohorts, checks, spending, client side, engines, state",
         BLUE,
     )
     d.parts.append(
-        f'<path d="M20 230 L840 230" stroke="{INK}" stroke-width="1.5" stroke-dasharray="7 5"/>'
+        f'<path d="M20 178 L840 178" stroke="{INK}" stroke-width="1.5" stroke-dasharray="7 5"/>'
     )
-    d.words(430, 247, "nothing below this line imports flwr", size=12, colour=LINE)
+    d.words(430, 195, "nothing below this line imports flwr", size=12, colour=LINE)
     package(
         20,
-        258,
+        206,
         full,
         "runs",
         "run directory, report, comparison, figures and callbacks",
         GREEN,
     )
-    package(20, 310, full, "metrics", "metrics over clients; lower bounds on ε from samples", GREEN)
-    package(20, 362, full, "training", "Task, SGD and SAM, batches, DP-SGD", GREEN)
-    package(20, 414, 405, "data", "data sets and partitions", GREEN)
-    package(435, 414, 405, "secure", "secure sums, private weights (no torch)", AMBER)
+    package(20, 258, full, "metrics", "metrics of models, and their spread over clients", GREEN)
+    package(20, 310, full, "training", "Task, SGD and SAM, batches, DP-SGD", GREEN)
+    package(20, 362, 405, "data", "data sets and partitions", GREEN)
+    package(435, 362, 405, "secure", "secure sums, private weights (no torch)", AMBER)
     package(
         20,
-        466,
+        414,
         full,
         "privacy",
         "plans, bounds, noise, accounting, guarantees, ledger, theorems (no torch)",

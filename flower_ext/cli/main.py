@@ -1,4 +1,4 @@
-"""The command line ``flower-ext``: new, run, calibrate, audit and more.
+"""The command line ``flower-ext``: new, run, calibrate, export and more.
 
 A command's module is imported only when that command runs, because importing PyTorch alone takes
 a second.
@@ -11,6 +11,7 @@ import io
 import sys
 from collections.abc import Callable
 from importlib import import_module
+from importlib.machinery import PathFinder
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any, get_type_hints
@@ -31,7 +32,6 @@ COMMANDS = {
     "run": "run_command",
     "report": "reporting",
     "calibrate": "calibrate",
-    "audit": "audit",
     "ledger": "reporting",
     "export": "export",
     "settings": "settings_table",
@@ -39,6 +39,7 @@ COMMANDS = {
 """For each command, the module of this package that has a function of the command's name."""
 
 PLUGINS = {
+    "audit": "flower-ext-audit",
     "check": "flower-ext-check",
     "ditto-schedule": "flower-ext-planner",
     "guard": "flower-ext-guard",
@@ -76,21 +77,23 @@ class Commands(TyperGroup):
     ) -> tuple[str | None, click.Command | None, list[str]]:
         """Load the command that the user typed; for a misspelt one, Click suggests the nearest."""
         if args[0] not in self.modules and (distribution := PLUGINS.get(args[0])):
-            folder = distribution.replace("flower-ext-", "./plugins/")
-            ctx.fail(
-                f"'{args[0]}' is a plug-in: pip install {distribution}, or {folder} in a checkout"
-            )
+            ctx.fail(f"'{args[0]}' is a plug-in: {plugins.how_to_install(distribution)}")
         self.suggest_commands = False  # Typer would add a second suggestion
         name, command, rest = super().resolve_command(ctx, args)
         return name, command if name is None else _loaded(name, self.modules[name]), rest
 
 
 def _file_of(module: str) -> str:
-    """Return the path of a module's file, or "" if there is no such module."""
-    try:
-        spec = find_spec(module)
-    except ModuleNotFoundError:  # its package is gone, too
-        return ""
+    """Return the path of a module's file, or "" if there is no such module.
+
+    Nothing is imported: the package of a plug-in may import PyTorch.
+    """
+    package, *names = module.split(".")
+    spec = find_spec(package)
+    for name in names:
+        package = f"{package}.{name}"
+        folders = spec.submodule_search_locations if spec else None
+        spec = PathFinder.find_spec(package, folders or [])
     return (spec and spec.origin) or ""
 
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import re
 from collections import ChainMap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -14,7 +16,8 @@ import typer
 
 from flower_ext.cli.screen import console
 from flower_ext.errors import InvalidValue
-from flower_ext.files import FOLDER_VARIABLE
+from flower_ext.files import FOLDER_VARIABLE, read_toml
+from flower_ext.plugins import how_to_install
 from flower_ext.runs.app_settings import SettingsFile, checked_settings, preset
 from flower_ext.runs.directory import RUNS_VARIABLE, RunDirectory, new_run_path
 from flower_ext.runs.settings import (
@@ -91,6 +94,8 @@ def prepare(options: RunOptions) -> PreparedRun:
     elif options.settings_file is not None:
         file = SettingsFile.read(options.settings_file)
     defaults, changes = checked_settings(options.app, options.settings, file)
+    if options.superlink is None:
+        _check_plugins(options.app)
     if options.resume is not None:
         changes = {**begun_with(options.resume, options.app, defaults), **changes}
     config = ChainMap(changes, defaults)  # an assignment to `config` changes `changes`
@@ -121,6 +126,15 @@ def prepare(options: RunOptions) -> PreparedRun:
     return PreparedRun(
         options=options, config=dict(config), changes=changes, path=path, nodes=nodes
     )
+
+
+def _check_plugins(app: Path) -> None:
+    """Refuse an app that depends on a plug-in of this project that is not installed here."""
+    project = read_toml(app / "pyproject.toml").get("project", {})
+    for dependency in project.get("dependencies", ()):
+        plugin = re.match(r"flower-ext-[a-z]+", dependency)
+        if plugin and find_spec(plugin[0].replace("-", "_")) is None:
+            raise InvalidValue(f"{app} needs a plug-in: {how_to_install(plugin[0])}")
 
 
 def _choose_paths(options: RunOptions, config: ChainMap[str, Any]) -> Path | None:

@@ -9,7 +9,7 @@ from tests.support.apps import DP2_FEDSAM, DP_DITTO, ULDP_FL, UPCYCLED_FL
 NEEDLESS = [
     *("dp_accounting", "markdown_it", "matplotlib", "numba", "opacus", "pandas", "randomgen"),
     *("ray", "scipy", "sklearn", "sqlalchemy", "sympy", "torch._dynamo", "torchvision"),
-    "flower_ext.auditing",
+    "flower_ext_audit",
 ]
 
 

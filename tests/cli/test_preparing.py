@@ -56,6 +56,19 @@ def overrides(**options):
     return {name: json.dumps(value, ensure_ascii=False) for name, value in changes.items()}
 
 
+@pytest.mark.parametrize("plugin", ["flower-ext[weighting]", "flower-ext-check>=0.1"])
+def test_an_app_may_depend_on_this_package_and_on_installed_plugins(plugin, tmp_path):
+    (tmp_path / "pyproject.toml").write_text(f'[project]\ndependencies = ["flwr", "{plugin}"]\n')
+    assert prepared(tmp_path, clients=2)
+
+
+def test_an_app_whose_plugin_is_not_installed_says_what_to_install(tmp_path):
+    (tmp_path / "pyproject.toml").write_text('[project]\ndependencies = ["flower-ext-no"]\n')
+    with pytest.raises(InvalidValue, match="pip install flower-ext-no, or ./plugins/no"):
+        prepared(tmp_path, clients=2)
+    assert prepared(tmp_path, superlink="far")  # whose machines have other packages
+
+
 def test_any_folder_s_name_reaches_flower_as_it_is(monkeypatch, tmp_path):
     folder = tmp_path / "a b=c" / "σ 📁 it's"
     options = {"settings": ["data-folder=."], "runs": folder}

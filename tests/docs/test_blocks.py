@@ -18,7 +18,7 @@ from tests.support.pages import ROOT, Block, blocks, commands, is_full, pages
 
 RUN = ("python", "setup", "check")
 ELSEWHERE = {
-    "docs/audit.md": "tests/cli/test_audit.py runs it as a file",
+    "docs/audit.md": "plugins/audit/tests/test_audit_command.py runs it as a file",
 }
 WITH_BLOCKS = [
     pytest.param(page, marks=[pytest.mark.full] if is_full(page) else [], id=str(name))

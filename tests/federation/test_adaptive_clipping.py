@@ -4,11 +4,8 @@ import math
 
 import numpy as np
 import pytest
-from flwr.app import Array, ArrayRecord
-from torch import nn
 
 from flower_ext.algorithms import DPFedAvg
-from flower_ext.auditing.linear import ONE_STEP, SIZE, axes, client_data, plain_app
 from flower_ext.federation import FederatedStrategy, InProcessGrid, records
 from flower_ext.privacy import (
     AdaptiveClipping,
@@ -19,6 +16,7 @@ from flower_ext.privacy import (
     SecureSum,
 )
 from flower_ext.training import Task
+from tests.support.pulls import ONE_STEP, client_data, initial, model, plain_app, pull
 from tests.support.travelling import Recorder
 
 FEW, MANY = 8, 40
@@ -29,13 +27,9 @@ FORCES = np.exp(0.5 * np.random.default_rng(1).standard_normal(MANY)).tolist()
 MEDIAN = math.sqrt(2) * float(np.median(FORCES))
 
 
-def pull(outputs, targets):
-    return -(outputs.squeeze(-1) * targets).mean()
-
-
 def task(data) -> Task:
     return Task(
-        model=lambda: nn.Linear(SIZE, 1),
+        model=model,
         data=lambda partition: data(partition) if callable(data) else client_data(data[partition]),
         loss=pull,
         metrics={},
@@ -58,11 +52,10 @@ def play_rounds(data, clipping, rounds, *, clients=None, app=None, grid=InProces
     strategy = FederatedStrategy(DPFedAvg(local=ONE_STEP), plan, evaluate_every=0, **options)
     work = task(data)
     app = app(work) if app else DPFedAvg.client_app(work, allow_seeded_noise=True)
-    initial = {n: Array(np.zeros_like(a, np.float32)) for n, a in axes(SIZE).items()}
     norms, engine = [], grid(app, clients)
     strategy.start(
         engine,
-        ArrayRecord(initial),
+        initial(),
         num_rounds=rounds,
         evaluate_fn=lambda number, _: (
             norms.append(strategy.run.progress.row["clipping_norm"]) if number else None
@@ -205,10 +198,9 @@ def test_epsilon_is_that_of_the_same_run_with_a_fixed_norm(placement):
         sampling=FullParticipation(FEW), clipping_norm=1.0, rounds=2, delta=1e-3, **options
     )
     strategy = FederatedStrategy(DPFedAvg(local=ONE_STEP), fixed, evaluate_every=0, seed=5)
-    initial = {n: Array(np.zeros_like(a, np.float32)) for n, a in axes(SIZE).items()}
     strategy.start(
         InProcessGrid(DPFedAvg.client_app(task(FORCES[:FEW])), FEW),
-        ArrayRecord(initial),
+        initial(),
         num_rounds=2,
     )
     published = [c for c in strategy.guarantees() if c.basis == "provable"]

@@ -11,7 +11,6 @@ from flwr.app import ArrayRecord
 from torch import nn
 
 from flower_ext.algorithms import DPFedAvg, Upcycled
-from flower_ext.auditing.linear import ONE_STEP, SIZE, client_data
 from flower_ext.errors import InvalidValue
 from flower_ext.federation import FederatedStrategy, InProcessGrid, records
 from flower_ext.federation.state.noise_stream import FILE
@@ -29,6 +28,7 @@ from flower_ext.privacy.shared_ledger import total_spent
 from flower_ext.training import LocalTraining, Task
 from tests.support.dying_runs import CLIENTS, Died, DyingGrid, play
 from tests.support.grids import grid
+from tests.support.pulls import ONE_STEP, SIZE, client_data
 from tests.support.travelling import Recorder
 
 SGD = LocalTraining(epochs=1, batch_size=8, learning_rate=0.05)

@@ -5,9 +5,9 @@
 another commit to compare with.
 
 For a change of ``flower_ext/room/module.py`` it runs ``tests/room/**/test_module*.py``, or those
-with the name of the module's folder if there are none, and the tests that import the module. If
-there are none of these, it runs all tests of the room. A plug-in has its tests in its own folder.
-Other tests may depend on the module, too: ``make check`` runs all tests.
+with the name of the module's folder if there are none, and the tests that import the module, also
+those of plug-ins. If there are none of these, it runs all tests of the room. A plug-in has its
+tests in its own folder. Other tests may depend on the module, too: ``make check`` runs all tests.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-AUDITED = "tests/auditing/test_mechanisms.py"
+AUDITED = "plugins/audit/tests/test_mechanisms.py"
 AUDITS = {
-    "algorithms/uldp": "uldp",
-    "algorithms/dp_ditto": "ditto",
-    "algorithms/upcycled": "perturbation",
-    "algorithms": "client-noise",
-    "privacy/perturbation": "perturbation",
-    "privacy": "client-noise or uldp-avg or ditto",
-    "training/dp": "uldp-group or ditto-steps",
-    "training": "uldp-avg",
-    "federation": "client-noise or uldp-avg",
-    "auditing": "client-noise or uldp-avg or ditto",
+    "flower_ext/algorithms/uldp": "uldp",
+    "flower_ext/algorithms/dp_ditto": "ditto",
+    "flower_ext/algorithms/upcycled": "perturbation",
+    "flower_ext/algorithms": "client-noise",
+    "flower_ext/privacy/perturbation": "perturbation",
+    "flower_ext/privacy": "client-noise or uldp-avg or ditto",
+    "flower_ext/training/dp": "uldp-group or ditto-steps",
+    "flower_ext/training": "uldp-avg",
+    "flower_ext/federation": "client-noise or uldp-avg",
+    "plugins/audit/flower_ext_audit": "client-noise or uldp-avg or ditto",
 }
 """For each path, the audits that execute it, as names for ``-k``; the longest path wins."""
 
@@ -66,9 +66,8 @@ def chosen_audits(files: Iterable[Path]) -> str:
     """Return the mechanisms to audit, as an expression for ``pytest -k``, or an empty one."""
     chosen = []
     for file in files:
-        path = "/".join(file.with_suffix("").parts[1:])
-        fitting = [prefix for prefix in AUDITS if path.startswith(prefix)]
-        if file.parts[0] == "flower_ext" and fitting:
+        fitting = [prefix for prefix in AUDITS if file.as_posix().startswith(prefix)]
+        if fitting:
             chosen.append(AUDITS[max(fitting, key=len)])
     return " or ".join(dict.fromkeys(chosen))
 
@@ -123,7 +122,7 @@ def _importing(module: str) -> set[Path]:
 def _imported_names() -> dict[Path, set[str]]:
     """Return all names that each test module imports, with those of the modules that hold them."""
     imported = {}
-    for test in (ROOT / "tests").rglob("test_*.py"):
+    for test in (*ROOT.glob("tests/**/test_*.py"), *ROOT.glob("plugins/*/tests/test_*.py")):
         names = imported.setdefault(test.relative_to(ROOT), set())
         for node in ast.walk(ast.parse(test.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Import):

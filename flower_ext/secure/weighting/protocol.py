@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from flower_ext import plugins
 from flower_ext.checks import Checked, Several
 from flower_ext.errors import InvalidValue
+from flower_ext.plugins import how_to_install
 from flower_ext.privacy import AdversaryView, PoissonSampling
 from flower_ext.privacy.mechanisms.noised_sum import NoisedSum
 from flower_ext.secure.weighting.agreement import PartySettings
@@ -136,8 +137,8 @@ def load_protocol(name: str) -> type[WeightingProtocol]:
     if name not in protocols():
         raise InvalidValue(
             f"protocol={name!r}: expected one of {', '.join(sorted(protocols()))}; if it "
-            f"is a separate distribution, install that first: pip install flower-ext-{name}, or "
-            f"./plugins/{name} in a checkout"
+            "is a separate distribution, install that first: "
+            f"{how_to_install(f'flower-ext-{name}')}"
         )
     try:
         protocol: type[WeightingProtocol] = protocols()[name].load()

@@ -16,12 +16,12 @@ import torch
 from flwr.app import Array, ArrayRecord
 from numpy.typing import NDArray
 
-from flower_ext.auditing.experiment import Experiment, World, projected
-from flower_ext.auditing.mechanisms import release_plans
 from flower_ext.data import ClientData, Examples, SiloData
 from flower_ext.federation import FederatedStrategy, Method
 from flower_ext.privacy import AdversaryView, FullParticipation, SecureSum
 from flower_ext.privacy.mechanisms.noised_sum import NoisePlacement
+from flower_ext_audit.experiment import Experiment, World, projected
+from flower_ext_audit.mechanisms import release_plans
 from flower_ext_consortium.statistics import (
     ClientStatistics,
     UserStatistics,

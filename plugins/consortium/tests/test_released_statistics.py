@@ -9,8 +9,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from flower_ext.auditing import audit
-from flower_ext.auditing.experiment import projected
+from flower_ext_audit import audit
+from flower_ext_audit.experiment import projected
 from flower_ext_consortium.released_statistics import JOINT, STATISTICS, canary_part
 from flower_ext_consortium.statistics import JointStatistics
 from flower_ext_consortium.statistics.release import RELEASED

@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from flower_ext.auditing import audit
 from flower_ext.privacy import clip
 from flower_ext.privacy.mechanisms.noise import NoiseSource
+from flower_ext_audit import audit
 from flower_ext_guard import release
 from flower_ext_guard.hostile_app import guard_experiment
 from tests.support.grids import grid

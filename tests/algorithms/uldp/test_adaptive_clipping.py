@@ -6,11 +6,8 @@ from itertools import product
 import numpy as np
 import pytest
 import torch
-from flwr.app import Array, ArrayRecord
-from torch import nn
 
 from flower_ext.algorithms.uldp import UldpAvg, UldpNaive
-from flower_ext.auditing.linear import ONE_STEP, SIZE, axes, silo_data
 from flower_ext.federation import FederatedStrategy, InProcessGrid
 from flower_ext.federation.claims import summary_of
 from flower_ext.federation.sums.weighted import weighted_sum
@@ -27,6 +24,7 @@ from flower_ext.privacy.mechanisms.protections import ClipAndNoise
 from flower_ext.privacy.mechanisms.updates import l2_norm
 from flower_ext.training import Task
 from tests.support.grids import grid
+from tests.support.pulls import ONE_STEP, initial, model, pull, silo_data
 
 SILOS, USERS = 3, 40
 PLACEMENTS = ("client", SecureSum(colluding=0.0, dropouts=0.0))
@@ -61,9 +59,9 @@ def start(clipping, rounds, *, weighting="equal", sum=None, data=None, **changes
         for number in range(SILOS)
     ]
     task = Task(
-        model=lambda: nn.Linear(SIZE, 1),
+        model=model,
         data=lambda partition: by_silo[partition],
-        loss=lambda outputs, targets: -(outputs.squeeze(-1) * targets).mean(),
+        loss=pull,
         metrics={},
         device="cpu",
     )
@@ -74,7 +72,7 @@ def start(clipping, rounds, *, weighting="equal", sum=None, data=None, **changes
     norms = []
     strategy.start(
         InProcessGrid(method.client_app(task), SILOS),
-        ArrayRecord({n: Array(np.zeros_like(a, np.float32)) for n, a in axes(SIZE).items()}),
+        initial(),
         num_rounds=rounds,
         evaluate_fn=lambda number, _: (
             norms.append(strategy.run.progress.row["clipping_norm"]) if number else None

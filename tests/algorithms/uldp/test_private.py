@@ -116,6 +116,15 @@ def test_the_model_is_that_of_plain_weights_over_several_rounds(method, sampling
     assert difference(model, records.to_arrays(ArrayRecord(task().initial_params(SEED)))) > 1e-3
 
 
+def test_at_full_key_size_the_model_is_that_of_plain_weights():
+    protocol = PrivateWeighting(max_records_per_user=60, precision=1e-6)
+    assert protocol.key_bits == 3072
+    _, private = start(strategy := make(protocol=protocol), rounds=1)
+    assert strategy.refusals == []
+    _, plain = start(make_openly(UldpAvg), rounds=1)
+    assert difference(private, plain) <= protocol.precision
+
+
 def test_every_coordinate_of_the_sum_errs_by_the_precision_at_most_and_by_a_dither():
     coarse = replace(SMALL, precision=1e-3)
     sums = {}

@@ -8,14 +8,9 @@ from flwr.app import Context, RecordDict
 
 from flower_ext.errors import InvalidValue, ProtocolError, is_tellable
 from flower_ext.federation import _flower_private as private
-from flower_ext.federation.client import user_draws
 from flower_ext.federation.client.user_draws import draw_fingerprint, draw_users, draws_vault
 from flower_ext.federation.state.memory import ClientVault, forget_client
-from flower_ext.metrics import BoundTerms, by_rates
-from flower_ext.privacy import PoissonSampling, SecureNoise, privacy_loss_of
-from flower_ext.privacy.accounting.events import Release
-from flower_ext.privacy.randomness import keyed_generator
-from flower_ext.privacy.units import NeighboringRelation
+from flower_ext.privacy import PoissonSampling
 from tests.support.silos import task
 
 KEY, OTHER = bytes(range(32)), bytes(32)
@@ -123,38 +118,3 @@ def test_fingerprints_are_equal_for_equal_keys_alone():
     prints = [draw_fingerprint(task(draw_key=key), silo()) for key in (KEY, KEY, OTHER)]
     assert prints[0] == prints[1] != prints[2]
     assert KEY[:4] not in prints[0]
-
-
-ROUNDS, NOISE, TRIALS, DELTA = 64, 2.0, 4000, 0.01
-FEW = PoissonSampling(TRIALS, 0.2)
-
-
-def sums_of_canaries(present):
-    """Return what a server sees of each user over all rounds, whose sums hold that user alone."""
-    vault, total = silo(), np.zeros(TRIALS)
-    for number in range(1, ROUNDS + 1):
-        total[drawn(number, sampling=FEW, vault=vault)] += float(present)
-    return SecureNoise().add_gaussian({"sum": total}, NOISE * ROUNDS**0.5)["sum"]
-
-
-def bound_and_reported(confidence):
-    release = Release(
-        sampling=FEW, noise_multiplier=NOISE, relation=NeighboringRelation.ADD_OR_REMOVE_ONE
-    )
-    reported = privacy_loss_of({release: ROUNDS}, delta=DELTA).epsilon
-    terms = BoundTerms(delta=DELTA, confidence=confidence, reported=reported)
-    return by_rates(sums_of_canaries(False), sums_of_canaries(True), terms).epsilon, reported
-
-
-def test_what_many_rounds_show_of_a_user_stays_below_epsilon():
-    bound, reported = bound_and_reported(1 - 1e-6)
-    assert bound < reported
-
-
-def test_a_draw_that_does_not_depend_on_the_round_exceeds_epsilon(monkeypatch):
-    def forgetful(key, *path):
-        return keyed_generator(key, *path[:-1])
-
-    monkeypatch.setattr(user_draws, "keyed_generator", forgetful)
-    bound, reported = bound_and_reported(0.99)
-    assert bound > reported, (bound, reported)

@@ -14,7 +14,6 @@ from typing import Any, TypeVar
 import numpy as np
 from flwr.app import ArrayRecord, Message
 
-from flower_ext.auditing.experiment import Arrays
 from flower_ext.errors import FlowerExtError
 from flower_ext.federation import records
 from flower_ext.federation.sums.masked import BEGIN, SENT
@@ -29,6 +28,7 @@ from flower_ext.secure.aggregation.aggregation_server import SumServer
 from flower_ext.secure.aggregation.context import Invitation, RoundContext
 from flower_ext.secure.aggregation.mask_streams import apply_mask, self_mask_key
 from flower_ext.secure.aggregation.shamir import combine
+from flower_ext_audit.experiment import Arrays
 
 M = TypeVar("M", Advert, SealedShares, MaskedInput, Revealed)
 LEAST_NUMBERS, _CENTRAL, _MOST = 64, 1 / 4, 5 / 8

@@ -17,10 +17,6 @@ import torch
 from scipy import stats
 
 from flower_ext.algorithms.uldp import UldpAvg
-from flower_ext.auditing import observe, secure_rounds
-from flower_ext.auditing.harness import reported_epsilons
-from flower_ext.auditing.linear import BEYOND, ONE_STEP, LinearMechanism, pulls
-from flower_ext.auditing.mechanisms import release_plans
 from flower_ext.data import SiloData
 from flower_ext.federation import FederatedStrategy
 from flower_ext.federation.sums import masked
@@ -29,6 +25,10 @@ from flower_ext.privacy.mechanisms.secure_sum import SumParameters
 from flower_ext.secure.aggregation.aggregation_messages import OF_KEY, OF_SEED, MaskedInput
 from flower_ext.secure.aggregation.aggregation_server import SumServer
 from flower_ext.secure.aggregation.identities import Identities
+from flower_ext_audit import observe, secure_rounds
+from flower_ext_audit.harness import reported_epsilons
+from flower_ext_audit.linear import BEYOND, ONE_STEP, LinearMechanism, pulls
+from flower_ext_audit.mechanisms import release_plans
 from tests.support.identities import write_identities
 
 SIZE = 10_000

@@ -6,24 +6,28 @@ import importlib
 import json
 import sys
 import traceback
-from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.progress import Progress
 
-from flower_ext import auditing, plugins
-from flower_ext.auditing import Audit, Experiment
-from flower_ext.auditing.mechanisms import MECHANISMS
+from flower_ext import plugins
 from flower_ext.cli.screen import console, say, titled_table
 from flower_ext.errors import InvalidValue
 from flower_ext.files import write_whole
 from flower_ext.privacy import epsilon_text
+from flower_ext_audit import harness
+from flower_ext_audit.experiment import Experiment
+from flower_ext_audit.mechanisms import MECHANISMS
 
-EXPERIMENTS: Mapping[str, Callable[[], Experiment]] = {
-    name: mechanism.experiment for name, mechanism in MECHANISMS.items()
+PLUGINS = {
+    "guard": "flower-ext-guard",
+    "statistics-clients": "flower-ext-consortium",
+    "statistics-secure-sum": "flower-ext-consortium",
+    "statistics-users": "flower-ext-consortium",
 }
+"""For each experiment of another plug-in of this project, the distribution to install."""
 
 
 def audit(
@@ -31,7 +35,7 @@ def audit(
         str,
         typer.Argument(
             metavar="TARGET",
-            help="A mechanism of this package, such as client-noise, or module:function that "
+            help="A mechanism of flower-ext, such as client-noise, or module:function that "
             "returns an Experiment.",
         ),
     ],
@@ -55,10 +59,10 @@ def audit(
     if not 0 < confidence < 1:
         raise typer.BadParameter(f"confidence={confidence!r}: expected a number in (0, 1)")
     try:
-        experiment = experiment_of(target)
+        experiment = _experiment_of(target)
         with Progress(console=console) as bar:
             task = bar.add_task(experiment.name, total=2 * trials)
-            result = auditing.audit(
+            result = harness.audit(
                 experiment,
                 trials=trials,
                 confidence=confidence,
@@ -71,7 +75,7 @@ def audit(
     except Exception:  # raised by the strategy or its clients: the traceback shows where
         traceback.print_exc()
         raise typer.Exit(2) from None
-    print_audit(result)
+    _print(result)
     file = output / "audit.json"
     output.mkdir(parents=True, exist_ok=True)
     write_whole(file, json.dumps(result.to_dict(), indent=2).encode(), private=False)
@@ -80,17 +84,21 @@ def audit(
         raise typer.Exit(1)
 
 
-def experiment_of(target: str) -> Experiment:
+def _experiment_of(target: str) -> Experiment:
     """Return the experiment of a named mechanism, or the experiment of ``module:function``."""
-    if target in EXPERIMENTS:
-        return EXPERIMENTS[target]()
+    if target in MECHANISMS:
+        return MECHANISMS[target].experiment()
     offered = {point.name: point for point in plugins.points("flower_ext.experiments")}
     if target in offered:
         experiment: Experiment = offered[target].load()()
         return experiment
+    if target in PLUGINS:
+        raise InvalidValue(
+            f"target={target!r} needs a plug-in: {plugins.how_to_install(PLUGINS[target])}"
+        )
     module, separator, name = target.partition(":")
     if not separator:
-        names = ", ".join([*EXPERIMENTS, *offered])
+        names = ", ".join([*MECHANISMS, *offered])
         raise InvalidValue(f"target={target!r}: expected module:function, or one of {names}")
     # A console script does not look for modules in the current folder, where the user's file is.
     if str(Path.cwd()) not in sys.path:
@@ -101,13 +109,13 @@ def experiment_of(target: str) -> Experiment:
         raise InvalidValue(f"target={target!r}: {error}") from error
     if not isinstance(experiment, Experiment):
         raise InvalidValue(
-            f"target={target!r}: expected a function that returns a flower_ext.auditing.Experiment,"
+            f"target={target!r}: expected a function that returns a flower_ext_audit.Experiment,"
             f" but it returned a {type(experiment).__name__}"
         )
     return experiment
 
 
-def print_audit(result: Audit) -> None:
+def _print(result: harness.Audit) -> None:
     """Print a table with one row for each adversary's view, and how to read the table."""
     columns = ("view", "reported ε", "δ", "lower bound", "ratio", "by")
     table = titled_table(f"Audit of {result.name}", columns)

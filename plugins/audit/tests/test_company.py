@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from flower_ext.data import Examples
-from flower_ext.metrics import BoundTerms, if_gaussian
 from flower_ext.privacy import SecureNoise, SeededNoise, gaussian_loss, secure_generator
 from flower_ext.training import ClippedGradient, DpSgdTraining, train_dp_sgd
 from flower_ext.training.dp.passes import Passes
+from flower_ext_audit import BoundTerms, if_gaussian
 from tests.support.keeping import at_a_kink, kinked
 
 DELTA, TRIALS = 1e-5, 3000

@@ -7,13 +7,13 @@ from flwr.app import ArrayRecord
 from torch import nn
 
 from flower_ext.algorithms.uldp import UldpGroup
-from flower_ext.auditing import Experiment, World, audit, projected
 from flower_ext.data import Examples, SiloData
 from flower_ext.privacy import AdversaryView
 from flower_ext.training import DpSgdTraining, Task
 from flower_ext.training.dp.dp_sgd import ClippedGradient
 from flower_ext.training.dp.passes import Passes
 from flower_ext.training.trials.examples import BatchInvarianceTrial
+from flower_ext_audit import Experiment, World, audit, projected
 from tests.support import planted_faults as faults
 from tests.support.grids import grid
 from tests.support.strategies import group_strategy

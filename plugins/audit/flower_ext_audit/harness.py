@@ -18,19 +18,13 @@ import numpy as np
 from flwr.app import ArrayRecord
 from flwr.serverapp.strategy import Strategy
 
-from flower_ext.auditing.experiment import Experiment, Observation, World
-from flower_ext.auditing.observing import observe
 from flower_ext.errors import InvalidValue
-from flower_ext.metrics import (
-    BoundTerms,
-    LowerBound,
-    by_rates,
-    if_gaussian,
-    in_one_run,
-    in_one_run_by_curve,
-)
 from flower_ext.privacy import AdversaryView, Guarantee, secure_generator
 from flower_ext.privacy.accounting.gaussian import EXACT_GAUSSIAN
+from flower_ext_audit.experiment import Experiment, Observation, World
+from flower_ext_audit.lower_bounds import BoundTerms, LowerBound, by_rates, if_gaussian
+from flower_ext_audit.observing import observe
+from flower_ext_audit.one_run import in_one_run, in_one_run_by_curve
 
 
 class ReportedEpsilon(NamedTuple):

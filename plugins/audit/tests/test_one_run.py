@@ -8,15 +8,15 @@ import numpy as np
 import pytest
 from scipy import optimize, special
 
-from flower_ext.metrics import (
+from flower_ext.privacy import gaussian_loss
+from flower_ext_audit import (
     BoundTerms,
     gaussian_curve,
     in_one_run,
     in_one_run_by_curve,
     profile_curve,
 )
-from flower_ext.metrics.one_run import _chance, refutes
-from flower_ext.privacy import gaussian_loss
+from flower_ext_audit.one_run import _chance, refutes
 from tests.support.failures import not_refuted
 from tests.support.grids import grid
 

@@ -20,8 +20,6 @@ from scipy import stats
 from torch import nn
 
 from flower_ext.algorithms import DPFedAvg
-from flower_ext.auditing import Experiment, World, observe
-from flower_ext.auditing.mechanisms import MECHANISMS
 from flower_ext.data import ClientData, Examples, SiloData
 from flower_ext.federation import (
     FederatedStrategy,
@@ -40,6 +38,8 @@ from flower_ext.privacy import (
 )
 from flower_ext.privacy.mechanisms.protections import ObjectivePerturbation
 from flower_ext.training import LocalTraining, Task
+from flower_ext_audit import Experiment, World, observe
+from flower_ext_audit.mechanisms import MECHANISMS
 from tests.support import planted_faults as faults
 from tests.support.grids import grid
 from tests.support.losing import Losing

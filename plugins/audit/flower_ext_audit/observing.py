@@ -10,11 +10,11 @@ import numpy as np
 from flwr.app import ArrayRecord, Message, MetricRecord, RecordDict
 from flwr.serverapp.strategy import Strategy
 
-from flower_ext.auditing.experiment import NEXT_NORM, Arrays, Experiment, Observation, World
-from flower_ext.auditing.secure_rounds import SecureTranscript, is_secure
 from flower_ext.federation import FederationNotReady, InProcessGrid, records
 from flower_ext.federation.engines.in_process import modules_uncollected
 from flower_ext.federation.roster import asks_identity, partition_of
+from flower_ext_audit.experiment import NEXT_NORM, Arrays, Experiment, Observation, World
+from flower_ext_audit.secure_rounds import SecureTranscript, is_secure
 
 
 def observe(

@@ -9,12 +9,12 @@ from flwr.app import ArrayRecord
 from torch import nn
 
 from flower_ext.algorithms import DPFedAvg
-from flower_ext.auditing import audit
-from flower_ext.auditing.experiment import World, projected
-from flower_ext.auditing.linear import HUGE, SIZE, Turns, pulls
-from flower_ext.auditing.mechanisms import MECHANISMS
 from flower_ext.data import ClientData
 from flower_ext.training import Task
+from flower_ext_audit import audit
+from flower_ext_audit.experiment import World, projected
+from flower_ext_audit.linear import HUGE, SIZE, Turns, pulls
+from flower_ext_audit.mechanisms import MECHANISMS
 from tests.support import planted_faults as faults
 from tests.support.grids import grid
 

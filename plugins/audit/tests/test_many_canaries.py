@@ -1,10 +1,10 @@
 """One run with many canaries: no bound exceeds the reported ε, unless clipping is off."""
 
 import pytest
+from many_canaries import MECHANISMS, audit_of, plan_of
 
 from tests.support import planted_faults as faults
 from tests.support.grids import grid
-from tests.support.one_run import MECHANISMS, audit_of, plan_of
 
 CANARIES = 200
 

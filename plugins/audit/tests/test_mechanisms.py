@@ -55,14 +55,15 @@ audits. With one, they are right in 99.9 %, so that the fault is what exceeds ε
 import math
 from dataclasses import replace
 
+import aimed_faults
 import numpy as np
 import pytest
 from scipy import stats
 
-from flower_ext.auditing import audit
-from flower_ext.auditing.mechanisms import MECHANISMS
-from flower_ext.metrics.lower_bounds import GAUSSIAN
 from flower_ext.privacy import AdversaryView, gaussian_loss
+from flower_ext_audit import audit
+from flower_ext_audit.lower_bounds import GAUSSIAN
+from flower_ext_audit.mechanisms import MECHANISMS
 from tests.support import planted_faults as faults
 from tests.support.grids import grid
 
@@ -89,7 +90,7 @@ VAST_NOISE = 64.0
 SMALL = (
     *(faults.weights_of_two, faults.pair_masks_left_out, faults.arrays_clipped_apart),
     *(SILENT, faults.zero_updates_within_the_norm, faults.sides_unweighted),
-    *(faults.turns_not_apart, faults.one_participation_counted),
+    *(aimed_faults.turns_not_apart, faults.one_participation_counted),
 )
 """Faults that raise μ by √2 to 2: they show sooner where ε is larger, and by means of scores.
 
@@ -106,8 +107,8 @@ BY_RATES = (*POISSON, "objective-perturbation")
 
 
 UNHIDDEN = (
-    *(faults.clipping_off, faults.part_unnoised, faults.count_unnoised, faults.side_unnoised),
-    *(faults.noise_reused, faults.noise_of_a_round_repeated),
+    *(faults.clipping_off, faults.part_unnoised, faults.count_unnoised, aimed_faults.side_unnoised),
+    *(faults.noise_reused, aimed_faults.noise_of_a_round_repeated),
 )
 """Faults that no noise hides: they leave none in the scores, or the canary is a thousand times it.
 
@@ -158,9 +159,9 @@ def planted():
         less = 16 if name in POISSON else 4
         yield name, f"σ/{less}", faults.less_noise(less), 1, max(trials, MORE)
         if name == "correlated-noise":
-            yield name, "turns not apart", faults.turns_not_apart, 1, 80
+            yield name, "turns not apart", aimed_faults.turns_not_apart, 1, 80
             yield name, "one participation counted", faults.one_participation_counted, 1, 150
-            yield name, "noise of a round repeated", faults.noise_of_a_round_repeated, 1, FEW
+            yield name, "noise of a round repeated", aimed_faults.noise_of_a_round_repeated, 1, FEW
         elif name not in ("client-noise-poisson", "secure-scores"):
             # It shows whenever the canary is drawn in one of both rounds.
             trials = MORE if name in POISSON else trials
@@ -171,12 +172,12 @@ def planted():
             yield name, "two clients silent", SILENT, 1, 110
             yield name, "pair masks left out", faults.pair_masks_left_out, 1, 110
         if name in ADAPTIVE:
-            yield name, "side unnoised", faults.side_unnoised, 1, FEW
+            yield name, "side unnoised", aimed_faults.side_unnoised, 1, FEW
         if name in ADAPTIVE and not name.startswith("uldp"):
             within = faults.zero_updates_within_the_norm
             yield name, "zero updates within the norm", within, 1, 160
         if name == "adaptive-clipping-server":
-            yield name, "noise of the next norm", faults.noise_of_the_next_norm, 1, 150
+            yield name, "noise of the next norm", aimed_faults.noise_of_the_next_norm, 1, 150
         if name in ("client-noise", "server-noise", "uldp-avg"):
             yield name, "arrays clipped apart", faults.arrays_clipped_apart, 1, 260
         if name == "uldp-adaptive":

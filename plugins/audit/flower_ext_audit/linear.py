@@ -20,11 +20,11 @@ from flwr.app import Array, ArrayRecord, Context, Message, MetricRecord, RecordD
 from flwr.clientapp import ClientApp
 from torch import Tensor, nn
 
-from flower_ext.auditing.experiment import Experiment, Score, World, projected
 from flower_ext.data import ClientData, Examples, SiloData
 from flower_ext.federation import FederatedStrategy, client_level_dp_mod
 from flower_ext.privacy import AdversaryView
 from flower_ext.training import LocalTraining, Task
+from flower_ext_audit.experiment import Experiment, Score, World, projected
 
 SIZE = 100
 """Number of weights of the model, beside its bias."""

@@ -1,6 +1,6 @@
 """One run of a method with many canaries, each a client with an axis of the model.
 
-``python -m tests.support.one_run`` measures the bounds of one run in docs/audit.md.
+``python plugins/audit/tests/many_canaries.py`` measures the bounds of one run in docs/audit.md.
 """
 
 from __future__ import annotations
@@ -13,8 +13,6 @@ from flwr.app import ArrayRecord
 from torch import nn
 
 from flower_ext.algorithms import DPFedAvg
-from flower_ext.auditing import ViewAudit, World, audit_in_one_run
-from flower_ext.auditing.linear import BEYOND, HUGE, ONE_STEP, Turns
 from flower_ext.data import ClientData, Examples
 from flower_ext.federation import FederatedStrategy
 from flower_ext.privacy import (
@@ -25,6 +23,8 @@ from flower_ext.privacy import (
     SecureSum,
 )
 from flower_ext.training import Task
+from flower_ext_audit import ViewAudit, World, audit_in_one_run
+from flower_ext_audit.linear import BEYOND, HUGE, ONE_STEP, Turns
 
 SERVER: dict[str, Any] = {"noise_placement": "server"}
 MECHANISMS: dict[str, tuple[dict[str, Any], float]] = {

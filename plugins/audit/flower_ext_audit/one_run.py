@@ -43,7 +43,7 @@ import numpy as np
 
 from flower_ext.checks import require_delta
 from flower_ext.errors import InvalidValue
-from flower_ext.metrics.lower_bounds import BoundTerms, LowerBound, Scores
+from flower_ext_audit.lower_bounds import BoundTerms, LowerBound, Scores
 
 ONE_RUN, ONE_RUN_BY_CURVE = (
     "one run (Steinke, Nasr, Jagielski 2023)",

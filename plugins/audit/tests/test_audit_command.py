@@ -5,18 +5,24 @@ import os
 import re
 import subprocess
 import sys
+import tomllib
+from importlib.metadata import EntryPoint
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
-from flower_ext.cli.main import app
+from flower_ext.cli import main
+from flower_ext.errors import InvalidValue
+from flower_ext_audit import command
 
-ROOT = Path(__file__).parents[2]
+HERE = Path(__file__).parent
+ROOT = HERE.parents[2]
+PROJECT = tomllib.loads((HERE.parent / "pyproject.toml").read_text())["project"]
 
 
-def flower_ext(*arguments, cwd=ROOT):
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "200"}
+def flower_ext(*arguments, cwd=HERE):
+    env = {**os.environ, "COLUMNS": "200"}
     return subprocess.run(
         [sys.executable, "-m", "flower_ext.cli.main", "audit", *map(str, arguments)],
         capture_output=True,
@@ -32,7 +38,7 @@ def test_a_foreign_strategy_with_too_little_noise_is_found_and_its_correct_twin_
     status = {}
     for target in ("wrong", "experiment"):
         done = flower_ext(
-            f"tests.support.foreign_experiment:{target}",
+            f"foreign_experiment:{target}",
             *("--trials", 200, "--confidence", 0.9999, "--output", tmp_path / target),
         )
         told = json.loads((tmp_path / target / "audit.json").read_text())
@@ -59,17 +65,40 @@ def test_the_example_of_the_guide_runs_and_its_fault_is_found(tmp_path):
     ("arguments", "said"),
     [
         (["nothing"], "expected module:function, or one of client-noise"),
-        (["tests.support.foreign_experiment:nothing"], "nothing"),
+        (["foreign_experiment:nothing"], "nothing"),
         (["no_such_module:nothing"], "no_such_module"),
-        (["tests.support.foreign_experiment:client_app"], "canary"),
+        (["foreign_experiment:client_app"], "canary"),
         (["client-noise", "--confidence", "1"], "confidence"),
     ],
 )
 def test_what_cannot_be_audited_ends_with_2_and_says_why(arguments, said, tmp_path):
     words = ["audit", *arguments]
     done = CliRunner().invoke(
-        app, [*words, "--output", str(tmp_path / "out")], env={"COLUMNS": "200"}
+        main.app, [*words, "--output", str(tmp_path / "out")], env={"COLUMNS": "200"}
     )
     assert done.exit_code == 2
     assert said in done.output
     assert not (tmp_path / "out").exists()
+
+
+def test_the_project_offers_its_command_to_the_group_that_the_core_reads():
+    group = "flower_ext.commands"
+    ((name, value),) = PROJECT["entry-points"][group].items()
+    assert EntryPoint(name=name, value=value, group=group).load() is command.audit
+    assert main.PLUGINS[name] == PROJECT["name"]
+
+
+def test_the_command_knows_the_experiments_of_all_other_plugins():
+    offered = {}
+    for file in ROOT.glob("plugins/*/pyproject.toml"):
+        project = tomllib.loads(file.read_text())["project"]
+        for name in project["entry-points"].get("flower_ext.experiments", ()):
+            offered[name] = project["name"]
+    assert offered == command.PLUGINS
+
+
+@pytest.mark.parametrize("target", command.PLUGINS)
+def test_an_experiment_of_a_plugin_that_is_not_installed_says_what_to_install(target, monkeypatch):
+    monkeypatch.setenv("FLOWER_EXT_PLUGINS", "none")
+    with pytest.raises(InvalidValue, match=f"pip install {command.PLUGINS[target]}"):
+        command.audit(target)

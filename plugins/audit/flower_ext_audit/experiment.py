@@ -115,24 +115,6 @@ def projected(
     return score
 
 
-def of_scores(name: str) -> Score:
-    """Return a score for audits of evaluations in which the canary reports by far the best metric.
-
-    The score rebuilds two noised sums, the number of clients and the sum of their centred scores,
-    from the released count and mean. It projects both on what the canary adds to them, which is at
-    most (1, ½). All other clients report ½, the middle of the bounds 0 and 1.
-    """
-
-    def score(seen: Observation, view: AdversaryView) -> float:
-        total = 0.0
-        for means in seen.scores:
-            count, mean = means.get("scored_clients", 0.0), means.get(f"{name}_mean", 0.5)
-            total += count + 0.5 * count * (mean - 0.5)
-        return total
-
-    return score
-
-
 @dataclass(frozen=True, kw_only=True)
 class World:
     """One of the two situations that an audit compares, with all that a run in it needs.

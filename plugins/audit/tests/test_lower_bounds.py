@@ -6,8 +6,8 @@ from itertools import product
 import numpy as np
 import pytest
 
-from flower_ext.metrics import BoundTerms, by_rates, if_gaussian
 from flower_ext.privacy import gaussian_loss
+from flower_ext_audit import BoundTerms, by_rates, if_gaussian
 from tests.support.failures import not_refuted
 from tests.support.grids import grid
 
@@ -47,7 +47,7 @@ def test_choosing_the_threshold_on_the_same_trials_would_fail_that_very_check(mo
     def same(without, present, *_):
         return (without, present), (without, present)
 
-    monkeypatch.setattr("flower_ext.metrics.lower_bounds._held_out", same)
+    monkeypatch.setattr("flower_ext_audit.lower_bounds._held_out", same)
     above = sum(
         by_rates(*sampled(rng, 0.0, 200), BoundTerms(delta=0.0, confidence=confidence)).epsilon > 0
         for _ in range(repetitions)

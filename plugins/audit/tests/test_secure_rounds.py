@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from flower_ext.auditing import observe
-from flower_ext.auditing.mechanisms import MECHANISMS
 from flower_ext.privacy import AdversaryView
+from flower_ext_audit import observe
+from flower_ext_audit.mechanisms import MECHANISMS
 from tests.support import planted_faults as faults
 
 

@@ -19,20 +19,6 @@ from flwr.serverapp.strategy import FedAvg, FedProx
 
 from flower_ext.algorithms import DPDitto, DPFedAvg, Hosted
 from flower_ext.algorithms.uldp import UldpAvg, UldpGroup, UldpNaive, UldpSgd
-from flower_ext.auditing.experiment import NEXT_NORM, Score, of_scores, projected
-from flower_ext.auditing.linear import (
-    BEYOND,
-    HUGE,
-    LARGE,
-    ONE_STEP,
-    SIZE,
-    LinearMechanism,
-    axes,
-    client_data,
-    plain_app,
-    pulls,
-    silo_data,
-)
 from flower_ext.data import ClientData, Examples
 from flower_ext.federation import FederatedStrategy, Method
 from flower_ext.privacy import (
@@ -58,6 +44,20 @@ from flower_ext.privacy.mechanisms.adaptive_clipping import SIDE
 from flower_ext.privacy.mechanisms.correlated_noise import StrategyMatrix, Vector
 from flower_ext.privacy.plans.release_mechanism import SpacedRelease
 from flower_ext.training import DpSgdTraining, LocalTraining
+from flower_ext_audit.experiment import NEXT_NORM, Observation, Score, projected
+from flower_ext_audit.linear import (
+    BEYOND,
+    HUGE,
+    LARGE,
+    ONE_STEP,
+    SIZE,
+    LinearMechanism,
+    axes,
+    client_data,
+    plain_app,
+    pulls,
+    silo_data,
+)
 
 DELTA = 1e-5
 _MODELS = (AdversaryView.RELEASED_MODELS,)
@@ -192,6 +192,24 @@ def _scored(*accuracies: float) -> ClientData:
     return ClientData(train=pulls(0.0), test=test)
 
 
+def _of_scores(name: str) -> Score:
+    """Return a score for audits of evaluations in which the canary reports by far the best metric.
+
+    The score rebuilds two noised sums, the number of clients and the sum of their centred scores,
+    from the released count and mean. It projects both on what the canary adds to them, which is at
+    most (1, ½). All other clients report ½, the middle of the bounds 0 and 1.
+    """
+
+    def score(seen: Observation, view: AdversaryView) -> float:
+        total = 0.0
+        for means in seen.scores:
+            count, mean = means.get("scored_clients", 0.0), means.get(f"{name}_mean", 0.5)
+            total += count + 0.5 * count * (mean - 0.5)
+        return total
+
+    return score
+
+
 _SECURE_SUM = LinearMechanism(
     name="secure-sum",
     # The server sees all messages of the protocol, and computes the sum from them.
@@ -250,7 +268,7 @@ _OF_CLIENTS = (
         present=[_scored(BEYOND), _scored(0.5), _scored(0.5)],
         views=_MODELS,
         metrics={"accuracy": lambda outputs, targets: float(targets.mean())},
-        score=of_scores("accuracy"),
+        score=_of_scores("accuracy"),
     ),
 )
 """Mechanisms whose unit is a client, with one update."""

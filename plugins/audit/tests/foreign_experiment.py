@@ -5,8 +5,8 @@ from flwr.app import ArrayRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.serverapp.strategy import DifferentialPrivacyServerSideFixedClipping, FedAvg
 
-from flower_ext.auditing import Experiment, World, projected
 from flower_ext.privacy import AdversaryView, gaussian_loss
+from flower_ext_audit import Experiment, World, projected
 
 CLIENTS, CLIPPING_NORM, NOISE_MULTIPLIER, DELTA = 2, 1.0, 0.5, 1e-5
 

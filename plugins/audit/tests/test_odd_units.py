@@ -11,7 +11,6 @@ from torch.nn import functional
 
 from flower_ext.algorithms import DP2FedSAM, DPDitto, DPFedAvg
 from flower_ext.algorithms.uldp import UldpAvg, UldpSgd, silo_training
-from flower_ext.auditing import Experiment, World, audit, observe, projected
 from flower_ext.data import ClientData, Examples, SiloData
 from flower_ext.federation import FederatedStrategy, failures
 from flower_ext.federation.client import client_method, upload
@@ -31,6 +30,7 @@ from flower_ext.training import (
     train_each,
 )
 from flower_ext.training.dp.dp_sgd import ClippedGradient
+from flower_ext_audit import Experiment, World, audit, observe, projected
 from tests.support.failing import FAILING, failing_task
 from tests.support.grids import grid
 from tests.support.strategies import group_strategy, strategy_of
