@@ -164,7 +164,7 @@ def lock(path: Path, *, seconds: float = LAST_MOMENTS) -> IO[str]:
                 stream.close()
                 raise InUse(
                     f"{path.parent} is in use by {holder}, or by a process that it started: wait "
-                    "until they have ended, or name another directory"
+                    "until they have ended, or name a different directory"
                 ) from None
             time.sleep(0.1)
     stream.truncate()
@@ -189,7 +189,7 @@ def _opened(path: Path, how: int, sync: bool, *, private: bool) -> Iterator[IO[b
 
 
 def _remove_drafts_of_the_dead(path: Path) -> None:
-    """Remove drafts, which may hold secrets, of processes that were killed on this machine."""
+    """Remove the drafts that killed processes of this machine left: drafts may hold secrets."""
     for draft in path.parent.glob(f".{escape(path.name)}.*-*.draft"):
         writer = draft.name.rsplit(".", 2)[1].partition("-")[0]
         if writer.isdecimal() and not psutil.pid_exists(int(writer)):

@@ -45,7 +45,7 @@ class Command(TyperCommand):
         return super().parse_args(ctx, args)
 
     def invoke(self, ctx: click.Context) -> object:
-        """Run the command."""
+        """Run the command; show an `InvalidValue` as an error of usage."""
         try:
             return super().invoke(ctx)
         except InvalidValue as error:

@@ -125,8 +125,8 @@ def dirichlet(
     if not 0 < min_size <= most:
         raise InvalidValue(
             f"min_size={min_size!r}: expected 1 … {most}, because {len(targets)} examples "
-            f"cannot give more to each of {num_partitions} partitions; apps call the setting "
-            "dirichlet-min-size"
+            f"cannot give more to each of {num_partitions} partitions; in an app, change the "
+            "setting dirichlet-min-size"
         )
     for _ in range(_ATTEMPTS):
         pieces: list[list[np.ndarray]] = [[] for _ in range(num_partitions)]
@@ -191,8 +191,8 @@ def split(
 def _check_count(targets: np.ndarray, num_partitions: int) -> None:
     if not 1 <= num_partitions <= len(targets):
         raise InvalidValue(
-            f"num_partitions={num_partitions!r}: expected 1 … {len(targets)}, the number of "
-            "examples; apps call the setting clients"
+            f"num_partitions={num_partitions!r}: expected 1 … {len(targets)}, at most one for "
+            "each example; in an app, change the setting clients"
         )
 
 

@@ -76,9 +76,10 @@ class PldAccountant:
     def __init__(self, config: PrivacyConfig, *, ledger: Ledger | None = None) -> None:
         if config.sampling_method is not SamplingMethod.NO_AMPLIFICATION:
             raise InvalidValue(
-                f"sampling_method={config.sampling_method.value!r}: expected 'no-amplification'. "
-                "Sampling protects a client only if the server draws cohorts by this method and "
-                "keeps them secret. Flower's strategies do not; a ReleasePlan of this package does"
+                f"sampling_method={config.sampling_method.value!r}: expected 'no-amplification', "
+                "because Flower's strategies draw nodes by Python's predictable random. Other "
+                "sampling methods lower ε only if nobody can know a cohort; for that, use a "
+                "ReleasePlan of this package in place of Flower's strategies"
             )
         if ledger is not None and ledger.budget is not None:
             raise InvalidValue(

@@ -35,8 +35,8 @@ class State:
     Raises
     ------
     InvalidValue
-        A group has a name that messages use for another record, occurs in both parts, or holds
-        anything but NumPy arrays of real numbers.
+        A group of ``everyone`` has the name of a record that messages already have, or of a group
+        of ``server``; or a group holds anything but NumPy arrays of real numbers.
     """
 
     everyone: Mapping[str, Arrays] = field(default_factory=dict)
@@ -46,8 +46,8 @@ class State:
         for name in self.everyone:
             if name in records.RESERVED or name.startswith(records.TRAINING) or name in self.server:
                 raise InvalidValue(
-                    f"State has the group {name!r} for everyone: expected another name, because "
-                    "a record of the messages, or a group of State.server, has this name"
+                    f"State has the group {name!r} for everyone: expected a different name, "
+                    "because a record of the messages, or a group of State.server, has this name"
                 )
         for name, group in self.groups().items():
             for key, array in group.items():

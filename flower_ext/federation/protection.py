@@ -59,7 +59,8 @@ _OF_ROUNDS = {
 def to_entries(protection: Protection | None, *, seeded_noise: bool) -> dict[str, Any]:
     """Return the entries of a round's record that ask clients for a protection.
 
-    Refuse a protection that no entries describe: clients would apply another one, or none.
+    Refuse a protection that no entries can describe, because clients would apply a different
+    protection, or none.
     """
     if protection is None:
         return {}

@@ -281,8 +281,8 @@ class recorded:
         Raises
         ------
         UnfitSetting
-            The directory holds a run with another plan, model or strategy; the message names the
-            differences.
+            The directory holds a run with a different plan, model or strategy. The message names
+            the differences.
         InvalidValue
             The run in the directory is complete, or the directory holds other files.
         InUse
@@ -298,8 +298,8 @@ class recorded:
                 if kept.status == "completed" and num_rounds <= done:
                     raise InvalidValue(
                         f"{self._path} holds a run that is complete, after {done} rounds: for a "
-                        "new run, give recorded(...) another name, or none; to continue this run, "
-                        f"replace num_rounds={num_rounds} by a number above {done}"
+                        "new run, give recorded(...) a different name, or none; to continue this "
+                        f"run, replace num_rounds={num_rounds} by a number above {done}"
                     )
             config |= {"run-directory": str(self._path), "resume": True}
         with recorded_run(config, method, self._callbacks) as directory:

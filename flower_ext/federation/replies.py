@@ -55,7 +55,10 @@ def read_update(reply: Message, *, base: Mapping[str, np.ndarray], trust_models:
 
 
 def moved_by(model: ArrayRecord, base: Mapping[str, np.ndarray]) -> Arrays:
-    """Return a trained model, which may have more arrays, minus the received ``base``."""
+    """Return a trained model minus ``base``, the model that the client received.
+
+    Arrays that ``base`` lacks are ignored.
+    """
     if missing := sorted(base.keys() - model.keys()):
         names = [repr(name[:LONGEST_NAME]) for name in sorted(model)]
         shown = names[:3] + ["…"] * (len(names) > 3)

@@ -265,7 +265,7 @@ def addressed(content: RecordDict, partition: int) -> RecordDict:
 
 
 def check_addressee(message: Message, context: Context) -> None:
-    """Refuse a message for another partition.
+    """Refuse a message for a partition that the node does not hold.
 
     Flower identifies a restarted SuperNode by its key, even if its node config changed. Without
     this check, two nodes could train on the data of one client, which the accounting counts once.

@@ -87,8 +87,8 @@ class FederatedStrategy(Strategy):
         guarantees list them as not covered.
     frozen : str
         Fingerprint of the parts that no client trains (`Task.fingerprint`). Every node takes these
-        parts from its own copy of the base model; the server refuses a node with another copy
-        before the first round.
+        parts from its own copy of the base model. Before the first round, the server refuses a node
+        with a different copy.
     state_key_file : Path, optional
         File of 32 random bytes, readable by its owner alone, with which the run directory's secret
         noise is encrypted (see `CorrelatedNoise`).

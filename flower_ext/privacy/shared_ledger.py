@@ -53,7 +53,8 @@ class Charge(JsonRecord):
     release: Release | None = None
     """The round's noised sum, if released models depend on the round through this sum only."""
     claims: Sequence[Guarantee] = field(default=(), metadata=NOT_WRITTEN)
-    """The run's guarantees, one for each adversary. The file has only their (ε, δ) and releases."""
+    """The run's guarantees, one for each adversary's view. The file has only their ε, δ and
+    releases."""
 
 
 def charge(path: Path, new: Charge, budget: Budget) -> list[dict[str, Any]]:

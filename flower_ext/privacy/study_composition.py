@@ -57,10 +57,11 @@ def total_spent(entries: Sequence[dict[str, Any]], delta: float) -> float:
 def study_guarantees(
     entries: Sequence[dict[str, Any]], delta: float, *, study: str = "the study"
 ) -> list[Guarantee]:
-    """Return the guarantees of all runs of an account together, one for each adversary.
+    """Return one guarantee for each adversary's view, for all runs of an account together.
 
-    Runs under different relations do not compose. The function then returns one guarantee for each
-    relation, and the guarantee's source names the runs that it covers. ``study`` names the account.
+    Releases under different neighbouring relations do not compose. If the runs use several
+    relations, the function returns one guarantee for each view and each relation. Its ``source``
+    then names the runs that it covers. ``study`` names the account.
     """
     runs = runs_of(entries)
     bare = sorted({label_of(entry) for entry in entries if entry.get("what") == WITHOUT_NOISE})

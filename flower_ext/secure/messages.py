@@ -100,7 +100,7 @@ def pack_numbers(numbers: Sequence[int], size: int) -> bytes:
 
 
 def unpack_numbers(data: bytes, size: int) -> list[int]:
-    """Undo `pack_numbers`."""
+    """Return the numbers that `pack_numbers` joined, each of ``size`` bytes."""
     return [int.from_bytes(data[at : at + size], "big") for at in range(0, len(data), size)]
 
 

@@ -138,8 +138,8 @@ class PairKeys:
         """
         if (purpose, round_number) in self._used:
             raise ProtocolError(
-                f"masks for {purpose!r} of round {round_number} were drawn before: use another "
-                "round number"
+                f"masks for {purpose!r} of round {round_number} were drawn before: use a "
+                "different round number"
             )
         self._used.add((purpose, round_number))
         return [

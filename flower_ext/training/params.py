@@ -72,7 +72,7 @@ def tagged(tag: str, params: Mapping[str, Tensor]) -> Params:
 
 
 def part(params: Mapping[str, Tensor], tag: str) -> Params:
-    """Undo `tagged`: return the parameters under ``tag``, by their original names."""
+    """Return the parameters to whose names `tagged` added ``tag``, by their original names."""
     start = f"{tag}/"
     return {n.removeprefix(start): tensor for n, tensor in params.items() if n.startswith(start)}
 

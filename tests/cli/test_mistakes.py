@@ -14,7 +14,7 @@ BYTES = 20_000
 """Size limit of a file, which stands for a nearly full disk."""
 FLOWER_EXT = "import sys; from flower_ext.cli.main import main; sys.exit(main())"
 MISTAKES = {
-    "more clients than examples": ("dp2-fedsam", "clients=5000", "apps call the setting clients"),
+    "more clients than examples": ("dp2-fedsam", "clients=5000", "change the setting clients"),
     "no clients": ("dp2-fedsam", "clients=0", "clients=0: expected an integer >= 1"),
     "no silos": ("uldp-fl", "num-silos=0", "num-silos=0: expected an integer >= 1"),
     "no rounds": ("dp2-fedsam", "rounds=0", "rounds=0: expected an integer >= 1"),

@@ -99,7 +99,7 @@ def test_a_split_is_by_class_disjoint_and_never_empty():
             lambda: partition(
                 "dirichlet", TARGETS, num_partitions=3, alpha=0.5, min_size=2_001, rng=rng()
             ),
-            "min_size=2001: expected 1 … 2000,.* apps call the setting dirichlet-min-size",
+            "min_size=2001: expected 1 … 2000,.* in an app, change the setting dirichlet-min-size",
         ),
         (lambda: split(np.array([1]), TARGETS, rng=rng()), "1 examples cannot"),
         (lambda: split(np.arange(9), TARGETS, train_fraction=1.0, rng=rng()), "train_fraction=1.0"),

@@ -17,12 +17,12 @@ C = {"c": np.zeros(2)}
 
 @pytest.mark.parametrize("name", ["arrays", "round", "config", "settings", "training.local"])
 def test_a_group_for_everyone_that_would_replace_a_record_is_refused(name):
-    with pytest.raises(InvalidValue, match="expected another name"):
+    with pytest.raises(InvalidValue, match="expected a different name"):
         State(everyone={name: C})
 
 
 def test_a_group_of_one_name_in_both_parts_is_refused():
-    with pytest.raises(InvalidValue, match="the group 'c' for everyone: expected another name"):
+    with pytest.raises(InvalidValue, match="the group 'c' for everyone: expected a different name"):
         State(everyone={"c": C}, server={"c": C})
 
 

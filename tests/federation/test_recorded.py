@@ -111,7 +111,7 @@ def test_a_run_that_failed_before_its_first_round_may_begin_again(tmp_path):
 
 def test_a_complete_run_is_not_begun_again_under_its_name_but_goes_on_beyond_its_end(tmp_path):
     play(tmp_path / "run", rounds=2, **SEEDED)
-    with pytest.raises(InvalidValue, match=r"complete, after 2 rounds: .* another name"):
+    with pytest.raises(InvalidValue, match=r"complete, after 2 rounds: .* a different name"):
         play(tmp_path / "run", rounds=2, **SEEDED)
     longer, *_ = play(tmp_path / "run", rounds=4, **SEEDED)
     whole, *_ = play(tmp_path / "whole", rounds=4, **SEEDED)

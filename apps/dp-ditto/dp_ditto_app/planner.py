@@ -41,7 +41,7 @@ class PilotFile(Callback):
     dimension: int
 
     def begin(self, run: RunDirectory) -> None:
-        """Write the file."""
+        """Write ``pilot.toml`` when the run begins."""
         self.pilot.save(run.path / "pilot.toml", dimension=self.dimension)
 
 

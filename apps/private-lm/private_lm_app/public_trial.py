@@ -64,7 +64,10 @@ def try_on_public_text(settings: Settings, task: Task, base: str) -> None:
 
 
 def update_norm(settings: Settings, task: Task, base: str) -> float:
-    """Return the norm of the update of one local training on public text, which may be infinite."""
+    """Return the norm of the update of one local training on public text.
+
+    The norm is infinite if the training diverges.
+    """
     params = task.initial_params(settings.seed)
     job = Job(
         params=params,

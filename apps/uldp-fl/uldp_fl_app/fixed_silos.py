@@ -1,4 +1,4 @@
-"""Owners of the records of silos that the data themselves define, such as hospitals or regions."""
+"""Assign each record to a user, in data that come divided into silos, such as hospitals."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def allocate_within(
     at_least: int = 1,
     main_share: float = 0.8,
 ) -> list[np.ndarray]:
-    """Draw the owners of the records of given silos, one array per silo.
+    """Draw the user that owns each record; return one array of users for each silo.
 
     * ``uniform``: all users are equally likely for every record.
     * ``zipf``: users' numbers of records are drawn ∝ (u + 1)^-USER_EXPONENT. Each of a user's
@@ -71,7 +71,7 @@ def allocate_within(
 def _mainly_in_one(
     per_user: np.ndarray, room: np.ndarray, main_share: float, rng: np.random.Generator
 ) -> list[np.ndarray]:
-    """Return the owner of each block of records, one array per silo.
+    """Return the user that owns each block of records, one array for each silo.
 
     Users choose silos for their blocks one after another, in random order. A silo without room is
     not chosen.

@@ -42,7 +42,7 @@ def main(grid: Grid, context: Context) -> None:
     if settings.method == "uldp-group" and settings.dataset in SURVIVAL:
         raise UnfitSetting(
             f"run-config method='uldp-group' with dataset={settings.dataset!r}: its loss compares "
-            "patients, but DP-SGD needs a mean over patients; expected another method"
+            "patients, but DP-SGD needs a mean over patients; expected a different method"
         )
     if settings.method not in OPENLY and settings.aggregation != "plain":
         raise UnfitSetting(

@@ -221,7 +221,7 @@ def _store_memory(assignment: Assignment, result: LocalResult, update: NamedArra
         return
     if store is None:
         reason = f"{method.name} returns memory, but declares memory=Memory.NONE"
-        raise InvalidValue.tellable(f"{reason}: declare another Memory")
+        raise InvalidValue.tellable(f"{reason}: declare a different Memory")
     store.store(memory, work.round, and_before=method.memory is Memory.MIRRORED)
 
 

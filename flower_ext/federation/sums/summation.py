@@ -240,7 +240,7 @@ class _OpenPlainSum(OpenSum):
             raise RefusedReply(
                 f"norm {norm:.4g}: expected at most {limit:.4g}, the largest norm of an honest "
                 "upload (largest_upload of the protection); the client changed the update after it "
-                "was protected, or runs another version of the method"
+                "was protected, or runs a different version of the method"
             )
 
     # Floating-point sums depend on the order, so add in the order of partitions, not of arrival.

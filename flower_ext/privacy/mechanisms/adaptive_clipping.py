@@ -167,8 +167,8 @@ def with_room_for_side(like: NamedArrays) -> dict[str, Any]:
     """Return the NumPy arrays of ``like``, and one more array, `SIDE`, which holds a zero."""
     if SIDE in like:
         raise InvalidValue(
-            f"array {SIDE!r} of the model: expected another name, because adaptive clipping adds "
-            "an array with this name"
+            f"array {SIDE!r} of the model: expected a different name, because adaptive clipping "
+            "adds an array with this name"
         )
     return {**like, SIDE: np.zeros(1)}
 

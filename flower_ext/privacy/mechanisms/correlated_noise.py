@@ -76,9 +76,9 @@ class Past:
     """
 
     latest: NamedArrays
-    """y_t."""
+    """The noise y_t of the last round."""
     earlier: tuple[NamedArrays, ...] = ()
-    """y_{t−1}, y_{t−2}, …, as many as the matrix's bands need."""
+    """The noise y_{t−1}, y_{t−2}, … of earlier rounds, of as many as the matrix's bands need."""
     buffers: tuple[NamedArrays, ...] = ()
     """For each decay λ of the matrix, the sum of λ^{j−1} y_{t−j} over j ≥ 1."""
 
@@ -156,7 +156,7 @@ class StrategyMatrix:
         return math.sqrt(float(moves @ moves) + float(products.sum())) * (1 + 1e-12)
 
     def inverse(self, rounds: int) -> Vector:
-        """Return the first ``rounds`` coefficients of C⁻¹, which turns z into the noise y."""
+        """Return the first ``rounds`` numbers of the first column of C⁻¹, a Toeplitz matrix."""
         from scipy.signal import lfilter  # clients do not need SciPy
 
         impulse = np.zeros(rounds)
@@ -165,11 +165,11 @@ class StrategyMatrix:
         return solved
 
     def model_error(self, rounds: int, *, momentum: float = 0.0) -> float:
-        """Return the root mean square of the noise in the models after each of the rounds.
+        """Return the root mean square, over the rounds, of the noise in the model after each round.
 
-        z has stddev 1. Without momentum, the noise in a model is the sum of y over the rounds so
-        far. With momentum μ, the server moves the model by (1 − μ) times the buffer
-        b_t = μ b_{t−1} + y_t.
+        A round draws fresh normal numbers z_t of stddev 1. Its noise y_t is row t of y = C⁻¹ z.
+        Without momentum, the model after round t has the noise y_1 + … + y_t. With momentum μ, the
+        server moves the model by (1 − μ) times the buffer b_t = μ b_{t−1} + y_t.
         """
         errors = np.convolve(self.inverse(rounds), _model_weights(rounds, momentum))[:rounds] ** 2
         return math.sqrt(float(np.arange(rounds, 0, -1) @ errors) / rounds)

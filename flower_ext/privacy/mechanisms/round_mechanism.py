@@ -123,7 +123,8 @@ class RoundMechanism(ABC):
     def after(self, mean: Aggregate) -> tuple[Aggregate, RoundMechanism]:
         """Return the mean of the updates, and the mechanism of the next round.
 
-        ``mean`` is the result of `aggregate`. A subclass removes arrays that are not of the update.
+        ``mean`` is the result of `aggregate`. Under some plans, clients send other arrays together
+        with their updates, as for adaptive clipping. A subclass removes these arrays from the mean.
         By default, ``mean`` and the mechanism stay as they are.
         """
         return mean, self

@@ -18,7 +18,8 @@ well. The graph has the smallest k for which some t meets all these bounds:
   gives both. The server then has at most k + X shares, and t of each kind only if X ≥ 2t - k.
 * T n(n-1)/2 P(k given places are empty) ≤ 2⁻⁴⁰: the remaining honest members are connected. A
   circle with k/2 neighbours on each side splits only at two gaps of k/2 places. There are n(n-1)/2
-  pairs of gaps. Places are empty if their members collude or do not answer, at most c and D of n.
+  pairs of gaps. A place is empty if its member colludes or does not answer. Of the n members, at
+  most c collude, and at most D do not answer.
 * T n P(Y < t) ≤ 2⁻²⁰: enough shares arrive, or the round is discarded.
 
 In a complete graph all members are neighbours, and only C is random. The bounds are then
@@ -29,11 +30,14 @@ t = n - 1 - D, and members sign their keys, so the server cannot replace keys. T
 each honest member that D other members were lost. Each of the n - c honest members then gives away
 at most D shares of mask keys. The colluders hold c shares of each mask key, so the server needs
 t - c of the shares from honest members to learn it. The server thus learns at most
-L = ⌊(n - c) D / (t - c)⌋ mask keys of honest members. To learn an honest member's seed, the server
-needs shares from t - c honest neighbours, which give them if they believe that the member answered.
-The member's vector has masks with all these neighbours. The server does not know the mask keys of
-at least t - c - L of them, so it sees their vectors only in one sum with the member's vector. So
-every sum that the server can learn contains at least 1 + t - c - L = n - D - c - L honest answers.
+L = ⌊(n - c) D / (t - c)⌋ mask keys of honest members.
+
+Besides its mask key, each member has a seed, whose mask also hides its vector. The server learns an
+honest member's seed only if t - c honest neighbours each give a share of it. They do so only if
+they believe that the member answered. The member's vector has masks with all these neighbours. The
+server does not know the mask keys of at least t - c - L of them, so it sees their vectors only in
+one sum with the member's vector. So every sum that the server can learn contains at least
+1 + t - c - L = n - D - c - L honest answers.
 """
 
 from __future__ import annotations

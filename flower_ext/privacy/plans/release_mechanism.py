@@ -118,7 +118,7 @@ class AdaptiveRelease(ReleaseMechanism):
         return SidedSum(like, self.clipping_norm, self.update_norm, self.side_weight)
 
     def after(self, mean: Aggregate) -> tuple[Aggregate, AdaptiveRelease]:
-        """Return the mean without the sides, and the mechanism with the next round's norm."""
+        """Return the mean of the updates, and the mechanism with the next round's clipping norm."""
         value = dict(mean.value)
         fraction = 0.5 + float(value.pop(SIDE)[0]) / self.side_weight
         norm = self.clipping.next_norm(self.update_norm, fraction)

@@ -181,7 +181,7 @@ class ReleasePlan(ReleaseTerms, PrivacyPlan):
         if isinstance(self.sampling, SpacedSampling):
             if silos is not None or method.bounds_units:
                 raise InvalidValue(
-                    f"sampling={self.sampling!r} with {method.name}: expected another kind of "
+                    f"sampling={self.sampling!r} with {method.name}: expected a different kind of "
                     "sampling, because a user may take part through several silos, and "
                     "SpacedSampling needs participations that are counted in all silos together"
                 )

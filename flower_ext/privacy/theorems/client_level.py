@@ -40,7 +40,7 @@ _MEMORY = (
 
 
 def client_level_guarantees(mechanism: NoisedSum, run: RunSummary) -> list[Guarantee]:
-    """Return the provable guarantees of a run of ``mechanism``, one for each adversary.
+    """Return the provable guarantees of a run of ``mechanism``, one for each adversary's view.
 
     * Released models: the adversary sees only the models. Sampling amplifies, because cohorts stay
       secret. The size of a cohort is secret, too, unless the sampling fixes it.

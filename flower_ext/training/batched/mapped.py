@@ -330,5 +330,5 @@ def _by_channel(x: Tensor) -> Tensor:
 
 
 def _by_model(x: Tensor, count: int) -> Tensor:
-    """Undo `_by_channel`."""
+    """Convert (batch, K·C, h, w) back to (K, batch, C, h, w), for K = ``count`` models."""
     return x.view(len(x), count, -1, *x.shape[2:]).transpose(0, 1)

@@ -241,7 +241,7 @@ class BatchInvarianceTrial:
         self.kind, self.model, self.params, self.names = kind, model, params, names
 
     def why_gradients_differ(self, follow: Follow, count: int) -> str | None:
-        """Return why an example has another gradient in a pass over several examples than alone.
+        """Return why an example has a different gradient in a pass over several examples.
 
         The trial compares three of the examples, up to rounding. An error of the model or the loss
         reaches the caller.
@@ -261,7 +261,8 @@ class BatchInvarianceTrial:
                 # loss may vanish, because a loss may ignore a target.
                 if not _agree(gradients, expected, may_vanish=by is not _along):
                     return (
-                        "an example has another gradient in a pass over several examples than alone"
+                        "an example has a different gradient alone than in a pass over several "
+                        "examples"
                     )
             x, directions = trees.mapped(lambda leaf: leaf[:TRIED].clone(), (x, directions))
             return self._why_integers_mix(x, directions, follow, generator)

@@ -120,7 +120,7 @@ def random_job(kind: TrainingKind, count: int) -> Job:
 def why_models_differ(
     kind: TrainingKind, train_together: TrainTogether, train: Train
 ) -> str | None:
-    """Return why a job that trains together with another ends with another model than alone.
+    """Return why a job ends with a different model if it trains together with another job.
 
     None means that the trial found no reason.
     """
@@ -144,7 +144,7 @@ def why_models_differ(
                 return f"training on random examples makes {name} infinite or NaN"
             ours = rows[name][row] if name in rows else job.params[name]
             if float((ours.to(p) - p).double().abs().max()) > 1e-3 * float(moved) + 1e-6:
-                return f"training two jobs together gives another {name} than training alone"
+                return f"training two jobs together gives a different {name} than training one"
     return None
 
 

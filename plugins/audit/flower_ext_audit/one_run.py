@@ -90,7 +90,7 @@ def in_one_run(
 
 
 def gaussian_curve(epsilon: float, delta: float) -> LeastChance:
-    """Return the curve of the Gaussian mechanism whose smallest ε at δ is ``epsilon``."""
+    """Return the trade-off curve of the least noisy Gaussian mechanism that is (ε, δ)-private."""
     import dp_accounting
     from scipy import special
 
@@ -99,7 +99,7 @@ def gaussian_curve(epsilon: float, delta: float) -> LeastChance:
 
 
 def profile_curve(epsilons: Sequence[float], deltas: Sequence[float]) -> LeastChance:
-    """Return the curve of a mechanism that is (ε, δ)-private for each of these pairs.
+    """Return the trade-off curve of a mechanism that is (ε, δ)-private for each of these pairs.
 
     Parameters
     ----------

@@ -117,5 +117,5 @@ def _advice(reason: str) -> str:
     if any(word in reason for word in _DATA_WORDS):
         return "; if its data cannot be loaded here, add --data random"
     if "FederationNotReady" in reason:
-        return "; if the app expects another number of clients, give it as --clients"
+        return "; if the app expects a different number of clients, give this number as --clients"
     return ""

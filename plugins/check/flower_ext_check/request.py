@@ -16,8 +16,8 @@ class CheckRequest:
     """The options of a check.
 
     ``log`` is a path for the app's output, and ``config`` has the app's settings. ``seconds`` is
-    the longest time of a run. With ``random_data``, random rows with ``columns`` take the place of
-    ``flwr_datasets``.
+    the longest time of a run. If ``random_data`` is True, an app that loads data by
+    ``flwr_datasets`` gets random rows in place of the data. The rows have these ``columns``.
     """
 
     app: AppFolder

@@ -86,7 +86,7 @@ def copy(values: np.ndarray, into: np.ndarray) -> None:
 
 @loops
 def fill(into: np.ndarray, value: np.float32) -> None:
-    """Write ``value`` everywhere."""
+    """Set every number of ``into`` to ``value``."""
     for i in range(len(into)):
         into[i] = value
 

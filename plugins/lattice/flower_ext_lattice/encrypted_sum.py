@@ -47,7 +47,7 @@ class Group:
         self.coordinates = slice(self.start, min(self.words.stop, settings.coordinates))
 
     def spread(self, flat: NDArray[Any]) -> NDArray[Any]:
-        """Return coordinates or words as eight alternating polynomials, with zeros at the end."""
+        """Return coordinates or words as eight alternating polynomials; zeros fill the rest."""
         if len(flat) == GROUP:
             return flat
         whole = np.zeros(self.lanes * DEGREE, flat.dtype)
@@ -57,7 +57,10 @@ class Group:
         return spread.reshape(-1)
 
     def flat(self, spread: NDArray[Any]) -> NDArray[Any]:
-        """Undo `spread`, and drop the zeros."""
+        """Return the coefficients of the group's blocks, out of eight alternating polynomials.
+
+        If the group has fewer than eight blocks, the other polynomials are dropped.
+        """
         if self.lanes == LANES:
             return spread
         return spread.reshape(DEGREE, LANES)[:, : self.lanes].reshape(-1)

@@ -176,7 +176,10 @@ def inverted(transforms: Reals, prime: int) -> Reals:
 
 
 def invert(x: Reals, prime: int) -> None:
-    """Undo the transform of eight alternating polynomials in place, to nonnegative residues."""
+    """Turn the transforms ``x`` of eight alternating polynomials back into the polynomials.
+
+    The function writes their coefficients into ``x``, as nonnegative residues.
+    """
     modulus = PRIMES[prime]
     ring_loops.invert(x, modulus.back, modulus.q, modulus.scale)
 
@@ -236,7 +239,9 @@ def to_words(residues: Reals) -> bytes:
 
 
 def from_words(data: Bytes, shape: tuple[int, ...], *, name: str) -> Reals:
-    """Undo `to_words`; the first of ``shape`` counts the two primes.
+    """Return the residues that `to_words` turned into ``data``, as an array of this ``shape``.
+
+    The first axis has the length 2: one entry for each prime.
 
     Raises
     ------

@@ -233,5 +233,5 @@ def test_a_query_keeps_its_own_norm_and_the_model_must_leave_the_name_free():
     assert of_query.clipping_norm == query.norm
     assert of_query.upload_like({"vector": np.zeros(2)}).keys() == {"vector"}
     assert mechanism.unit is PrivacyUnit.CLIENT
-    with pytest.raises(InvalidValue, match="expected another name"):
+    with pytest.raises(InvalidValue, match="expected a different name"):
         with_room_for_side({SIDE: np.zeros(1)})

@@ -209,7 +209,7 @@ def _run(run: PreparedRun, path: Path) -> None:
         if changed and directory.has_used_data():
             raise InvalidValue(
                 f"the stage began in {path} with different settings ({'; '.join(changed)}): undo "
-                "these changes, or give the stage another name"
+                "these changes, or give the stage a different name"
             )
         if changed:
             path.rename(path.with_name(f"{path.name}-{directory.id[:8]}"))
@@ -238,6 +238,6 @@ def _check_released(directory: RunDirectory) -> None:
     if rounds and all(row.get("discarded") for row in rounds):
         raise LaunchFailed(
             "every round was discarded, so the stage released nothing, although its ε is spent; "
-            f"{directory.path / 'report.html'} says why. To run it again, give it another name, "
-            "also in `uses`"
+            f"{directory.path / 'report.html'} says why. To run the stage again, "
+            "give it a different name, also in `uses`"
         )
