@@ -1,4 +1,4 @@
-"""Private names of Flower that this package uses; the plug-in `guard` has others of its own.
+"""Flower's private names that this package uses; the plug-in `guard` uses a few more.
 
 The tests of `engines` use every name, so they fail if a Flower version moves one.
 """
@@ -57,7 +57,7 @@ def set_message_id(message: Message, message_id: str) -> None:
 
 
 def message_like(message: Message, content: RecordDict, **other: object) -> Message:
-    """Return a copy of a message with new ``content``, and the metadata in ``other``."""
+    """Return a copy of a message with new ``content``, and with the metadata ``other`` replaced."""
     metadata = _copied(message.metadata)
     vars(metadata).update({f"_{name}": value for name, value in other.items()})
     return _message(metadata, content)

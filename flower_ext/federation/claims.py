@@ -68,7 +68,7 @@ def spent_by(run: Run) -> dict[str, float]:
         spent["delta"] = mechanism.delta
         if units := run.plan.num_units(summary):
             spent["privacy_units"] = units
-    if mechanism.release is not None:  # other plans have it in `spent` already
+    if mechanism.release is not None:  # under other plans, ``spent`` has it already
         for claim in claims_of(run, summary):
             if claim.basis == "published":
                 spent["epsilon_published"] = claim.epsilon
@@ -99,9 +99,9 @@ def charge(
 ) -> None:
     """Charge a round to the run's budget before the server asks any client.
 
-    The participations ``after`` are those once every asked client has answered. ``answered`` is the
-    mechanism of the query whose answer the round releases; None for a training round. If the budget
-    is for this run alone, nothing is written.
+    ``after`` holds the participations for the case that every client of the round answers.
+    ``answered`` is the mechanism of the query whose answer the round releases; None for a training
+    round. If the budget is for this run alone, the function only checks it, and writes nothing.
     """
     mechanism, budget = run.mechanism, run.spending.budget
     if budget is None:
@@ -149,7 +149,8 @@ def charge(
 def save_guarantees(run: Run, *, in_account: bool = True) -> None:
     """Write the guarantees so far to ``guarantee.json``, and to the population's account.
 
-    Each round charges the account, so it needs the guarantees only when the run ends.
+    The account needs the guarantees only when the run ends, because it already has each round's
+    charge.
     """
     guarantees, budget = guarantees_of(run), run.spending.budget
     if in_account and guarantees and budget is not None and budget.ledger is not None:

@@ -144,7 +144,7 @@ def _requested(
         kind = entries.get(KIND, "none")
         raise InvalidValue(
             f"client_level_dp_mod: the server asks for the protection {kind!r}: expected a "
-            "protection which a ReleasePlan asks for. Run FederatedStrategy(DPFedAvg(), "
+            "protection that a ReleasePlan asks for. Run FederatedStrategy(DPFedAvg(), "
             "ReleasePlan(...)) on the server, or remove the mod. If the server does run that "
             "strategy, another mod has removed the settings of the protection from the message: "
             "put client_level_dp_mod first in ClientApp(mods=...)"
@@ -154,7 +154,7 @@ def _requested(
         # One client's share of the noise alone would protect little.
         if records.SECURE_SUM not in message.content:
             raise InvalidValue(
-                "the server's message asks for noise in cells without a secure sum: "
+                "the server's message asks for a share of a sum's noise without a secure sum: "
                 f"expected the record {records.SECURE_SUM!r}, too"
             )
         arrays = message.content.array_records[records.SECURE_SUM]

@@ -83,9 +83,10 @@ _ADAPTIVE: Mapping[str, Any] = {"adagrad": Adagrad, "adam": Adam, "yogi": Yogi}
 
 
 def settings(kind: type[AppSettings], context: Context) -> AppSettings:
-    """Return the settings of a run, of the app's class ``kind``.
+    """Return the settings of a run, as an object of the app's class ``kind``.
 
-    In a resumed run, ``rounds`` is the number with which the run began: its noise fits this number.
+    In a resumed run, ``rounds`` is the number with which the run began, because the noise was
+    calibrated for this number.
     """
     return kind.of(first_config(context.run_config))
 
@@ -265,7 +266,7 @@ def training(settings: TrainingSettings, **changes: Any) -> LocalTraining:
 
 
 def server(settings: ServerSettings, *, learning_rate: float | None = None) -> dict[str, Any]:
-    """Return a method's options ``server`` (its optimiser) and ``average`` (of its models).
+    """Return the arguments ``server`` (an optimiser) and ``average`` (of models) for a method.
 
     ``learning_rate`` overrides the setting ``server_learning_rate``.
     """
@@ -285,7 +286,10 @@ def server(settings: ServerSettings, *, learning_rate: float | None = None) -> d
 
 
 def _unfit(settings: Settings, name: str, expected: str, *, beside: str = "method") -> UnfitSetting:
-    """Return an error about a setting that does not fit the one ``beside``, if the app has it."""
+    """Return an error that says that the setting ``name`` does not fit the setting ``beside``.
+
+    The error leaves out a setting that the app does not have.
+    """
     named = [each for each in (name, beside) if hasattr(settings, each)]
     values = (f"{each.replace('_', '-')}={getattr(settings, each)!r}" for each in named)
     return UnfitSetting(f"run-config {' with '.join(values)}: expected {expected}")
@@ -346,9 +350,9 @@ def start(
         `recorded_run` refuses the settings.
     """
     config = {**context.run_config, **(notes or {})}
-    # The settings are those that the noise was calibrated for; a resumed run may be longer.
+    # ``settings`` has the rounds for which the noise was calibrated; a resumed run may have more.
     number: Any = context.run_config["rounds"]
-    last = replace(settings, rounds=number).rounds  # checks the number of a resumed run, too
+    last = replace(settings, rounds=number).rounds  # refuses an invalid number
     rounds = last
     if planned_rounds is not None:
         rounds += planned_rounds - settings.rounds
@@ -379,8 +383,8 @@ def start(
         if directory.resumed and wrapper is None and limit is not None and last > settings.rounds:
             raise UnfitSetting(
                 f"run-config rounds={last} of a resumed run: expected at most {settings.rounds}, "
-                f"because so many rounds spend epsilon={limit.epsilon:g} with the noise of this "
-                "run, which cannot change. To train longer under that epsilon, begin a new run: "
+                f"the number of rounds that spends epsilon={limit.epsilon:g} with this run's "
+                "noise, which cannot change. To train longer under that epsilon, begin a new run: "
                 f"leave out --resume, and give --set rounds={last}"
             )
         base.record_in(directory, limit=limit)

@@ -1,4 +1,4 @@
-"""Connect a run to its clients, and find out before its first round if they can take part."""
+"""Connect a run to its clients, and find out before round 1 whether they can take part."""
 
 from __future__ import annotations
 
@@ -113,8 +113,8 @@ def _check_foreign(run: Run, *, mod: bool) -> None:
         )
     if mechanism.client_protects and not roster.protects:
         mods = (
-            "give it mods=[flower_ext.federation.client_level_dp_mod(), ...], that mod before all "
-            "others of ClientApp(mods=...), "
+            "give it mods=[flower_ext.federation.client_level_dp_mod(), ...], with that mod before "
+            "all others of ClientApp(mods=...), "
         )
         raise FederationNotReady(
             "under this plan the clients add the noise, but the ClientApp does not know how: "
@@ -126,9 +126,9 @@ def _check_foreign(run: Run, *, mod: bool) -> None:
 def rehearse(run: Run, config: ConfigRecord) -> None:
     """Check before round 1 that a ClientApp of another project can train; drop its update.
 
-    For example, it may read a record that no message has, or return arrays under other names. Each
-    round would then spend privacy in vain. One client with unusual records must not end a run, so
-    the server asks up to three clients in turn.
+    A ClientApp cannot train if, for example, it reads a record that no message has, or returns
+    arrays under other names. Each round would then spend privacy in vain. One client with unusual
+    records must not end a run, so the server asks up to three clients in turn.
     """
     clients, roster = run.clients, run.clients.roster
     if not roster.foreign or run.mechanism.delta is None:

@@ -2,8 +2,8 @@
 
 The round, type, node and message id of a reply must match its request; a stale upload therefore
 never counts. The server refuses a reply that fails this check, or whose content cannot be read (see
-`replies`). It counts and reports the reply, never aggregates it, and treats its client as a dropout
-in the privacy plan.
+`replies`). The server counts and reports a refused reply, and never adds it to a sum. For the
+privacy plan, the client is a dropout.
 """
 
 from __future__ import annotations
@@ -167,7 +167,7 @@ class Requests:
 
         The function yields answers in the order of partitions, so that sums do not depend on which
         client answers first. A reply that arrives early waits for the replies of lower partitions,
-        as long as these may still arrive. The function drops a reply once it has yielded it, so the
+        as long as these may still arrive. The function keeps no reply that it has yielded, so the
         replies of a thousand clients need not fit into memory.
         """
         clients, refusals, number, size = self.clients, list[str](), 0, 0
@@ -191,7 +191,8 @@ class Requests:
                 origin = f"round {self.server_round}, node {records.sender_of(reply)}"
                 refusals.append(f"{origin}: {_reason(error)}"[:LONGEST_REASON])
                 clients.refusals.append(refusals[-1])
-                refused |= {partition} & waiting  # stop waiting for it, though it may answer again
+                # Higher partitions need not wait for this one, although it may yet answer.
+                refused |= {partition} & waiting
             else:
                 waiting.remove(partition)
             # Yield answers up to the first gap in the order of partitions, and keep only the rest.
@@ -222,7 +223,7 @@ def origin_fault(reply: Message, question: Message) -> str:
 
 
 def _reason(error: Exception) -> str:
-    """Return why a reply is refused, in one line of limited length: a client wrote part of it."""
+    """Return why a reply is refused: one short line, because a client wrote part of the text."""
     reason = str(error)
     if not isinstance(error, FlowerExtError):
         log.debug("a reply cannot be read", exc_info=error)

@@ -61,8 +61,8 @@ def failed(app: ClientApp | Mod, message: Message, context: Context, error: Exce
 def hidden(permitted: bool) -> Iterator[None]:
     """If the block raises an error, log it on the client and continue after the block.
 
-    Raise the error nevertheless if the protection has not ``permitted`` to hide errors, or if the
-    error is `tellable`, so that it depends on no data.
+    ``permitted`` is True if the client's protection hides errors. If it is False, raise the error
+    nevertheless. Raise a `tellable` error in any case, because it depends on no data.
     """
     try:
         yield
@@ -89,7 +89,7 @@ def log_hidden(error: Exception) -> None:
 
 
 def log_once(text: str, error: Exception) -> None:
-    """Log ``text`` with the type of an error, and with the first traceback of its line of code."""
+    """Log ``text`` with an error's type, and one traceback for each line of code that fails."""
     where = raised_at(error)
     log.warning(text, type(error).__name__, exc_info=None if where in hidden_errors else error)
     hidden_errors[where] += 1
@@ -117,7 +117,8 @@ def unlogged(*texts: str) -> Iterator[None]:
 def public_reason(error: Error) -> str:
     """Return the text that the server may log about an error reply: its last line, if any."""
     if error.code == CLIENT_APP_RAISED:
-        # Flower sends the exception's text, which may contain a record of another ClientApp.
+        # If the ClientApp is not of this package, Flower sends the exception's text, which may
+        # contain a training record.
         return REASON_WITHHELD
     *_, last = (error.reason or "").strip().splitlines() or [str(error.code)]
     if error.code == MOD_REFUSED:

@@ -70,7 +70,7 @@ class PldAccountant:
     ------
     InvalidValue
         The configuration asks for amplification; or the ledger has its own budget, or holds
-        releases of another configuration.
+        releases of a different configuration.
     """
 
     def __init__(self, config: PrivacyConfig, *, ledger: Ledger | None = None) -> None:
@@ -193,12 +193,14 @@ class PldAccountant:
         return {"releases": [{"release": r.to_dict(), "count": count} for r, count in counts]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore a state of `state_dict`; keep the releases of a ledger, which are newer.
+        """Restore a state that `state_dict` returned. With a ledger, keep the ledger's releases.
+
+        The releases in a ledger are newer than those in the state.
 
         Raises
         ------
         InvalidValue
-            The state belongs to another configuration, or cannot be read.
+            The state belongs to a different configuration, or cannot be read.
         LedgerCorrupt
             The ledger holds fewer releases than the state.
         """
@@ -234,7 +236,7 @@ class PldAccountant:
         )
 
     def _checked(self, release: Release) -> Release:
-        """Return a stored release; refuse one of another configuration."""
+        """Return a stored release; refuse a release of a different configuration."""
         if release != self._release(release.noise_multiplier):
             raise InvalidValue(
                 f"the ledger or the state holds a release ({release.to_dict()!r}) of another "

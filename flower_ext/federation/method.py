@@ -78,7 +78,7 @@ class Released:
         Number of clients (or of users) from which cohorts are drawn.
     fraction : float
         Fraction of the population that contributed to the mean. If the plan hides who answered,
-        it is the sampling rate.
+        the sampling rate takes the place of this fraction.
     """
 
     mean: Arrays
@@ -221,12 +221,12 @@ class Method(Checked):
         return plan.mechanism(self.traits)
 
     def population(self, plan: PrivacyPlan, summation: Summation) -> Population:
-        """Return the clients to ask and the privacy units to count."""
+        """Return the `Population`, which has the clients to ask and the privacy units to count."""
         return Population(summation.mechanism.sampling)
 
     @property
     def traits(self) -> MethodTraits:
-        """Declarations of the method, by which a plan decides if it can protect the method."""
+        """Declarations of the method, by which a plan decides whether it can protect the method."""
         return MethodTraits(
             name=self.name,
             bounds_units=self.bounds_units,
@@ -301,7 +301,7 @@ class Method(Checked):
         """Return ``state`` with the average, if any, of ``previous`` and ``model``."""
         if self.average is None:
             return state
-        # A method's `step` may return a new state that holds nothing but what the step needs.
+        # A method's `step` may return a state without the average, so take it from ``previous``.
         kept = self.average.add(model, groups_under(_AVERAGE, previous.server))
         return state.updated(server=prefixed(_AVERAGE, kept))
 

@@ -20,15 +20,16 @@ from flower_ext.training.params import require_modules
 log = getLogger("flwr")
 
 _FEWEST_RANDOM = 8
-"""Arrays up to this size count as random if more than half this many of their values differ; larger
-ones, if more than half of theirs do. Two equal random arrays are taken for copies."""
+"""An array counts as random if the number of its distinct values is above half of this number, and
+above half of the array's size. Two equal random arrays are taken for copies."""
 
 
 def shared_arrays(record: ArrayRecord, personal: Sequence[str] = ()) -> Arrays:
     """Return those arrays of a whole initial model that clients share.
 
-    Clients do not share the modules ``personal``. Refuse a misspelt one, and an array that is not
-    floating-point (a counter, an index), has half precision or is a running statistic.
+    Clients do not share the modules ``personal``. Refuse a misspelt name of a module. Refuse a
+    shared array that is not floating-point (a counter, an index), has half precision, or is a
+    running statistic.
     """
     _check_personal(personal, sorted(record))
     shared = {name: array for name, array in record.items() if not matches(name, personal)}
@@ -58,7 +59,7 @@ def shared_arrays(record: ArrayRecord, personal: Sequence[str] = ()) -> Arrays:
 
 
 def _check_personal(personal: Sequence[str], names: Sequence[str]) -> None:
-    """Refuse a misspelt name in ``personal``; the model may lack other names on purpose."""
+    """Refuse a misspelt name in ``personal``; only log other names that the model lacks."""
     modules = {name.rsplit(".", 1)[0] for name in names} | {*names}
     unknown = [p for p in personal if not any(matches(name, [p]) for name in names)]
     if len(unknown) < len(personal):
@@ -93,17 +94,17 @@ def refuse_tied(record: ArrayRecord) -> None:
         other = first.setdefault((str(array.dtype), array.shape, content), name)
         if other == name:
             continue
-        tie = f"{name!r} begins with the numbers of {other!r}, as if tied to it"
+        tie = f"{name!r} has the same initial numbers as {other!r}, as if tied to it"
         fix = (
             f"leave {name!r} out of the initial arrays, and let the ClientApp load the model with "
-            "strict=False, which fills both; parameters that are not tied must begin with "
-            "different numbers"
+            "strict=False, which fills both; parameters that are not tied must have different "
+            "initial numbers"
         )
         # Layers may begin as copies of one layer, as in ``nn.TransformerEncoder``.
         if re.sub(r"\d+", "", name) == re.sub(r"\d+", "", other):
             log.warning("%s. If they are tied, noise makes them differ: %s", tie, fix)
             continue
-        raise UnshareableModel(f"{tie}; noise would make the two differ: {fix}")
+        raise UnshareableModel(f"{tie}; noise would make the two arrays differ: {fix}")
 
 
 def refuse_half_precision(arrays: Mapping[str, np.ndarray]) -> None:

@@ -24,7 +24,8 @@ _PER_NODE, _SLOTS, _KINDS = "clients-per-node", "slot", "type"
 _CODES, _REASONS = "error-code", "error-reason"
 """Entries of a reply: each client's error; the code 0 stands for none."""
 _RECORDS = "records"
-"""Entry of both: for each client, the numbers and names of its records, one record a line."""
+"""Entry of requests and of replies: for each client, a text with a line for each of its records,
+which holds the record's number and name."""
 
 
 def pack(
@@ -139,7 +140,7 @@ def _store(node: Context, states: Mapping[str, RecordDict]) -> None:
 
 
 def _joined(contents: Sequence[RecordDict], entries: Mapping[str, Any]) -> RecordDict:
-    """Return one content that holds several, with each record once, and the ``entries``."""
+    """Return one content with all ``contents``, each shared record only once, and ``entries``."""
     numbers: dict[int, int] = {}
     joined: dict[str, Record] = {}
     names: list[str] = []
@@ -154,7 +155,7 @@ def _joined(contents: Sequence[RecordDict], entries: Mapping[str, Any]) -> Recor
 
 
 def _separated(content: RecordDict) -> tuple[list[RecordDict], Mapping[str, Any]]:
-    """Return the contents and the entries that `_joined` put into ``content``."""
+    """Return the contents and the entries from which `_joined` made ``content``."""
     entries: Mapping[str, Any] = content.config_records[_PACKED]
     known: dict[str, RecordDict] = {}  # contents with the same records become one object
     for names in entries[_RECORDS]:

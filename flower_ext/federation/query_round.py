@@ -40,7 +40,7 @@ def _evaluation_content(run: Run, model: records.Arrays, config: ConfigRecord) -
 
 
 def use_records(run: Run) -> dict[str, ConfigRecord]:
-    """Return what a client needs besides the shared model in order to build its own model."""
+    """Return the records from which a client builds its own model, besides the shared model."""
     last, trainings = max(1, run.participations.rounds), run.method.evaluation_training
     return {
         records.ROUND: run.round_record(last, **{"training-loss": run.options.training_loss}),
@@ -59,7 +59,7 @@ class QueryRound:
     def ask(self, model: records.Arrays, config: ConfigRecord) -> Iterable[Message]:
         """Record the privacy cost on disk, let clients agree on masks, and return the messages.
 
-        There are none if the budget does not permit an answer, or if too few clients are left.
+        Return no messages if the budget does not permit an answer, or if too few clients are left.
         """
         run, query, number = self._run, self._mechanism.query, self._number
         server_round = self._server_round

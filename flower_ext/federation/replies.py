@@ -33,10 +33,12 @@ class RefusedReply(InvalidValue):
 
 
 def read_update(reply: Message, *, base: Mapping[str, np.ndarray], trust_models: bool) -> Update:
-    """Return the update in a training reply; refuse one without names, shapes, dtypes of ``base``.
+    """Return the update in a training reply.
+
+    Refuse an update whose arrays differ from those of ``base`` in names, shapes or dtypes.
 
     If ``trust_models`` is True, accept a whole model (record ``arrays``) in place of an update, so
-    that any ClientApp can take part. Use it only if the server bounds the updates and adds the
+    that any ClientApp can take part. Set it only if the server bounds the updates and adds the
     noise.
     """
     if isinstance(reply, UploadReply) and (update := reply.update) is not None:

@@ -39,8 +39,8 @@ _NO_PARTITION = str(None)
 """Answer of a node without a partition in its node config."""
 _ADDRESS = "address"
 _ADVISE_AFTER, _ADVISE_EVERY = 5.0, 60.0
-"""Seconds of waiting until the log first says how to add nodes, and seconds until it repeats that;
-the nodes of a simulation connect before."""
+"""Seconds of waiting until the log first says how to add nodes, and seconds between repetitions.
+The nodes of a simulation usually connect before the first."""
 
 
 class FederationNotReady(FlowerExtError, RuntimeError):
@@ -57,7 +57,7 @@ def wait_for_nodes(grid: Grid, expected: int, *, least: int, timeout: float) -> 
     advice = "start more SuperNodes, or lower the plan's population"
     if simulates(grid):
         advice = (
-            "end this run and start it again with as many as the plan counts on: "
+            "end this run and start it again with as many nodes as the plan counts on: "
             f'flwr run … --federation-config "num-supernodes={expected}"'
         )
     while len(nodes := sorted(grid.get_node_ids())) < least:
@@ -115,13 +115,13 @@ class Roster:
     ) -> Roster:
         """Wait for ``population`` nodes and ask each node once for its partition.
 
-        If a node runs several clients (see `VirtualGrid`), only the first is asked. The ids and the
-        partitions of the others follow in order. If no ClientApp of this package answers, ask for a
-        mod of this package if ``mods`` is True. The nodes of ``absent`` partitions may be missing,
-        because their clients withdrew.
+        If a node runs several clients (see `VirtualGrid`), ask only the first. The ids and the
+        partitions of the others follow in order. If ``mods`` is True and no ClientApp of this
+        package answers, ask for a mod of this package. The nodes of ``absent`` partitions may be
+        missing, because their clients withdrew.
 
-        Refuse two nodes that claim one partition, a partition out of range, and nodes of which only
-        some answer. Only a node's first answer counts.
+        Refuse two nodes that claim one partition, a partition out of range, and answers from only
+        some of the nodes. Only a node's first answer counts.
         """
         least = population - len(absent)
         nodes = wait_for_nodes(grid, population, least=least, timeout=timeout)
@@ -175,7 +175,8 @@ def _ask_identities(
     Raises
     ------
     FederationNotReady
-        No node's ClientApp received the question, so the answers do not show whose ClientApp it is.
+        No node's ClientApp received the question, so the answers do not show whether the ClientApp
+        is of this package.
     """
     like = Message(RecordDict(), dst_node_id=nodes[0], message_type=kind)
     first_clients = nodes[:: getattr(grid, "clients_per_node", 1)]

@@ -88,9 +88,9 @@ class Round:
     ) -> Aggregate | None:
         """Read each reply and add its contribution when it arrives; return the mean of all.
 
-        Return None if the round is discarded, whose privacy is spent nevertheless. ``notes`` are
-        further entries of the ledger about this release. Unless ``keep`` is True, the round drops
-        each contribution, because a thousand models do not fit into memory at a time.
+        Return None if the round is discarded; its privacy cost stays spent. ``notes`` are further
+        entries of the ledger about this release. If ``keep`` is False, the round drops each
+        contribution once it is added, because a thousand models do not fit into memory at a time.
         """
         # The reserved release closes with the block, discarded or not: it is spent either way.
         with self._spending.closing() as release:
@@ -272,7 +272,7 @@ class TrainingRound:
                 "update_norm_std": float(np.std(norms)),
             }
         for partition, numbers in metrics.items():
-            if "num-examples" in numbers:  # keep the smallest: no report makes ε smaller
+            if "num-examples" in numbers:  # keep the smallest: a later report must not lower ε
                 size = int(numbers["num-examples"])
                 run.num_examples[partition] = min(size, run.num_examples.get(partition, size))
 
@@ -284,7 +284,7 @@ class TrainingRound:
         population = sampling.population
         released = Released(
             mean=dict(mean.value),
-            # Under such a plan the model must use only the released mean.
+            # If the round releases a noised sum, the step must use only the released mean.
             kept=None if hidden or not run.method.needs_each_update else self._round.kept,
             round=self.number,
             population=population,
@@ -296,7 +296,7 @@ class TrainingRound:
         return model
 
     def _checked(self, result: tuple[records.Arrays, State]) -> tuple[records.Arrays, State]:
-        """Return the result of a method's step; refuse one that no later round could use."""
+        """Return the result of a method's step; refuse a result that no later round could use."""
         # Accepted updates are finite. If the next model is not finite, the step is at fault.
         step = f"the server's step of {self.run.method.label}"
         if not (isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], State)):

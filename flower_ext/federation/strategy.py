@@ -65,7 +65,7 @@ class FederatedStrategy(Strategy):
         Determines initial personal parts, batches, stragglers and cohorts. Without a seed, personal
         parts and batches are those of seed 0, and the operating system's generator draws stragglers
         and cohorts. Under a `ReleasePlan` with secure noise, cohorts are never drawn from the seed,
-        because its ε assumes that they are secret.
+        because the plan's ε assumes that cohorts are secret.
     seeded_noise : bool
         If True, noise follows ``seed``. Use it for simulation only; the guarantee says so.
     evaluate_every : int
@@ -209,7 +209,7 @@ class FederatedStrategy(Strategy):
         All clients have the same weight. If the plan adds noise to the sums of scores, return only
         the means, each with its standard error due to noise.
         """
-        if self._evaluation is None:  # no client was asked; Flower's own loop calls nevertheless
+        if self._evaluation is None:  # no client was asked, but Flower's own loop calls this method
             return None
         scores = dict(self._evaluation.close(replies))
         return records.metrics_record(scores) if scores else None

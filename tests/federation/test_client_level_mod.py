@@ -394,7 +394,7 @@ def test_seeded_noise_is_refused_unless_the_app_was_built_for_simulation():
 
 
 def test_the_mod_fails_closed_before_a_server_that_asks_for_no_protection():
-    with pytest.raises(FederationNotReady, match="protection which a ReleasePlan asks for"):
+    with pytest.raises(FederationNotReady, match="protection that a ReleasePlan asks for"):
         run(
             foreign_app(),
             FederatedStrategy(DPFedAvg(), NonPrivatePlan(sampling=FullParticipation(CLIENTS))),
@@ -484,7 +484,7 @@ def test_mods_after_ours_see_a_plain_app_and_one_before_may_read_the_settings():
 @pytest.mark.parametrize("before", [reads_metrics, halves])
 def test_a_mod_before_ours_that_spoils_uploads_ends_the_run_before_privacy_is_spent(before):
     strategy = FederatedStrategy(DPFedAvg(), plan(), evaluate_every=0)
-    with pytest.raises(FederationNotReady, match=r"that mod before all others|put .* first"):
+    with pytest.raises(FederationNotReady, match=r"with that mod before all others|put .* first"):
         run(foreign_app(mods=mods_of(before=[before])), strategy)
     assert strategy.participations.rounds == 0
     assert strategy.guarantees() == []

@@ -329,7 +329,7 @@ def test_in_an_app_of_ones_own_tied_names_are_refused_and_one_of_them_trains(pla
     both = {**START, **tied, "head.weight": tied["embedding.weight"]}
     app = foreign(placement, **{"head.weight": both["head.weight"] + np.float32(STEP)})
     _, grid, start = run_foreign(app, placement, both)
-    said = r"'head.weight' begins with the numbers of 'embedding.weight', as if tied to it"
+    said = r"'head.weight' has the same initial numbers as 'embedding.weight', as if tied to it"
     with pytest.raises(UnshareableModel, match=said):
         start()
     assert grid.trainings == 0
