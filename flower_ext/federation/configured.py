@@ -416,7 +416,7 @@ def _budget(settings: RunSettings, plan: PrivacyPlan) -> Budget | None:
 
 
 def _calibrated_budget(settings: RunSettings, plan: PrivacyPlan) -> Budget | None:
-    """Return the ε and δ, if any, that the run's noise was chosen to keep provably."""
+    """Return the ε and δ for which the noise was provably calibrated; None without such values."""
     if not isinstance(settings, PrivacySettings) or settings.calibration != "provable":
         return None
     if settings.target is None or plan.rounds is None:

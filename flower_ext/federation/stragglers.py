@@ -42,9 +42,10 @@ class Stragglers(Checked):
     def draw(
         self, cohort: Sequence[int], population: int, rng: np.random.Generator
     ) -> dict[int, float]:
-        """Return, by client, the progress of each straggler in a cohort: a number in [0, 1).
+        """Return, by client, the progress p of each straggler in a cohort: a number in [0, 1).
 
-        ``population`` is the number of all clients.
+        A straggler completes 1 + ⌊p (E − 1)⌋ of its E epochs. ``population`` is the number of all
+        clients.
         """
         # Draw two numbers for every client: a client's numbers do not depend on the cohort.
         drawn = rng.random((population, 2))
@@ -72,10 +73,10 @@ class Stragglers(Checked):
 
 
 def shortened(training: LocalTraining, progress: float | None) -> LocalTraining:
-    """Return the whole epochs of ``training`` that a straggler completes.
+    """Return ``training`` with only those epochs that a straggler completes.
 
-    ``progress`` is in [0, 1), or None if the client does not straggle. Training stays whole if it
-    has fewer than two epochs or is counted in steps.
+    ``progress`` is in [0, 1) (see `Stragglers.draw`), or None if the client does not straggle. The
+    function returns ``training`` unchanged if it has fewer than two epochs or is counted in steps.
     """
     if progress is None or training.epochs < 2:
         return training
