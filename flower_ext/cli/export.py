@@ -119,7 +119,7 @@ def _client_model(
             "it without another round"
         )
     if not 0 <= client < use["clients"]:
-        raise InvalidValue(f"client={client}: expected 0 … {use['clients'] - 1}")
+        raise InvalidValue(f"client={client}: expected a client's number, 0 … {use['clients'] - 1}")
     side, grid = _client_side(run, use, app)
     context = [*grid.contexts.values()][client]
     fingerprint = side.task_of(context).fingerprint

@@ -71,7 +71,8 @@ def pathological(
     _check_count(targets, num_partitions)
     if not 1 <= classes_per_partition <= len(classes):
         raise InvalidValue(
-            f"classes_per_partition={classes_per_partition!r}: expected 1 … {len(classes)}"
+            f"classes_per_partition={classes_per_partition!r}: expected 1 … {len(classes)}, the "
+            "number of classes in the targets"
         )
     slots = num_partitions * classes_per_partition
     if slots < len(classes):

@@ -30,8 +30,8 @@ log = getLogger("flwr")
 class RunLoop:
     """Plays the rounds of a new or resumed run through the four methods of a Flower strategy.
 
-    ``player`` is the strategy of the run, or a wrapper around that strategy. The other fields are as
-    in `FederatedStrategy.start`.
+    ``player`` is the strategy of the run, or a wrapper around this strategy. The other fields are
+    as in `FederatedStrategy.start`.
     """
 
     run: Run

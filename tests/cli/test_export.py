@@ -215,8 +215,8 @@ def test_nothing_is_overwritten(finished, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--client", 3], "client=3: expected 0 … 2"),
-        (["--client", -1], "client=-1: expected 0 … 2"),
+        (["--client", 3], "client=3: expected a client's number, 0 … 2"),
+        (["--client", -1], "client=-1: expected a client's number, 0 … 2"),
         (["--client", 0, "--app", DP_DITTO.folder], "knows no method 'dp2_fedsam'"),
         (["--client", 0, "--app", None], "name its folder by --app"),
         (["--output", "own.bin"], "expected a name that ends with .safetensors"),

@@ -83,7 +83,9 @@ def _few_labels(
     """
     labels, counts = np.unique(targets, return_counts=True)
     if not 1 <= labels_per_user <= len(labels):
-        raise InvalidValue(f"labels_per_user={labels_per_user!r}: expected 1 … {len(labels)}")
+        raise InvalidValue(
+            f"labels_per_user={labels_per_user!r}: expected 1 … {len(labels)}, the number of labels"
+        )
     users = rng.permutation(np.flatnonzero(sizes))
     if len(users) * labels_per_user < len(labels):
         raise InvalidValue(

@@ -125,7 +125,10 @@ class AdaptiveClipping(Checked):
         return self.bit_noise
 
     def next_norm(self, norm: float, fraction: float) -> float:
-        """Return the norm of the next round: C exp(−η_C (fraction − γ)), within the limits."""
+        """Return the norm of the next round: ``norm`` · exp(−η_C (fraction − γ)), within the limits.
+
+        ``norm`` is this round's norm, and ``fraction`` the fraction of updates that are within it.
+        """
         step = self.learning_rate * (fraction - self.quantile)
         least, most = math.log(self.least), math.log(self.most)
         moved = math.log(norm) - step  # logarithms cannot overflow

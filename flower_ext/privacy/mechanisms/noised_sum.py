@@ -201,12 +201,12 @@ class NoisedSum(ReleaseTerms, RoundMechanism):
 
     @property
     def noise_stddev(self) -> float:
-        """Standard deviation σC of the noise on a complete sum."""
+        """Standard deviation of the noise on a complete sum, in each coordinate."""
         return self.noise_multiplier * self.clipping_norm
 
     @property
     def mean_noise_stddev(self) -> float:
-        """σC/m: standard deviation of the noise in a coordinate of the released mean."""
+        """Standard deviation of the noise in each coordinate of the released mean."""
         return self.noise_stddev / self.sampling.expected_cohort_size
 
     @property

@@ -157,12 +157,15 @@ class SpacedRelease(ReleaseMechanism):
 
     @property
     def noise_stddev(self) -> float:
-        """Stddev of a round's fresh noise z: σ times norm times the sensitivity of ``strategy``."""
+        """Stddev of the fresh noise that a round draws, before earlier noise is subtracted.
+
+        It is the noise multiplier times the clipping norm times the sensitivity of ``strategy``.
+        """
         return super().noise_stddev * self.strategy.sensitivity(**self.sampling.limits)
 
     @property
     def mean_noise_stddev(self) -> float:
-        """Stddev of the noise y in each coordinate of the mean of the last planned round."""
+        """Stddev of the whole noise in each coordinate of the mean of the last planned round."""
         return super().mean_noise_stddev * float(np.linalg.norm(self.strategy.inverse(self.rounds)))
 
     def noised_value(self, run: RunSummary, cohort_size: int) -> NoisedValue:

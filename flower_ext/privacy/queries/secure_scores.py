@@ -77,7 +77,7 @@ class SecureScores(VectorQuery):
 
     @property
     def norm(self) -> float:
-        """Norm bound of one client's vector: √(1 + k/4)."""
+        """Largest norm of one client's vector: √(1 + k/4) for k scores."""
         return math.sqrt(1 + len(self.bounds) / 4)
 
     def vector(self, client: LocalView) -> NDArray[np.float64]:
