@@ -63,6 +63,7 @@ class Hosted(DPFedAvg):
 
     weighs_updates = True
     needs_each_update = True
+    needs_metrics = True
 
     strategy: FedAvg = field(kw_only=False)
 

@@ -147,6 +147,9 @@ class Method(Checked):
     needs_each_update: ClassVar[bool] = False
     """True if `step` needs every single update, which a `ReleasePlan` hides. If False, the server
     adds each update to a sum when it arrives, and drops it."""
+    needs_metrics: ClassVar[bool] = False
+    """True if the server needs the ``metrics`` of each client's `LocalResult`. The strategy then
+    refuses a plan under which clients do not send them (``tells_sizes = False``)."""
 
     personal: Sequence[str] = ()
     server: Annotated[ServerOptimizer, _OPTIMISER] = MEAN

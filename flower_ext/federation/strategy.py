@@ -135,6 +135,16 @@ class FederatedStrategy(Strategy):
         is_masked = isinstance(mechanism, NoisedSum) and mechanism.masked is not None
         usual_sum = MaskedSum if is_masked else PlainSum
         summation = (sum or usual_sum)(mechanism)
+        if isinstance(summation, MaskedSum | PlainSum) and not isinstance(summation, usual_sum):
+            raise InvalidValue(
+                f"sum={type(summation).__name__} with {type(plan).__name__}: expected no sum=, "
+                "because uploads are masked exactly if noise_placement is a SecureSum(…)"
+            )
+        if method.needs_metrics and not mechanism.tells_sizes:
+            raise InvalidValue(
+                f"plan={type(plan).__name__}: expected a plan with tells_sizes=True, because the "
+                f"server of {method.name} needs metrics of each client (needs_metrics=True)"
+            )
         summation.check(method.traits, diagnostics=diagnostics)
         self.method = method
         self.run = Run(

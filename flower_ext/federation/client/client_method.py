@@ -169,7 +169,8 @@ class LocalResult:
         that update and stores the memory that it returns.
     metrics : Mapping[str, float]
         Numbers that leave the client without noise. They must reveal nothing about the data beyond
-        its size. Under a `ReleasePlan` the client does not send them.
+        its size. Clients do not send them under a plan that hides sizes (``tells_sizes=False``),
+        such as a `ReleasePlan` or a `GroupPlan`: a method that needs them sets ``needs_metrics``.
 
     Raises
     ------

@@ -55,7 +55,7 @@ class RoundMechanism(ABC):
     """
 
     tells_sizes: ClassVar[bool] = False
-    """True if clients tell the server how many examples they have."""
+    """True if clients tell the server how many examples they have, and the method's metrics."""
     needs_sizes: ClassVar[bool] = False
     """True if ε depends on the clients' numbers of examples."""
 

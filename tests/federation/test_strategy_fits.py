@@ -1,0 +1,118 @@
+"""Plan, sum and method fit together, or a strategy refuses them before anything is spent."""
+
+from dataclasses import dataclass
+
+import pytest
+from flwr.serverapp.strategy import FedAvg
+
+from flower_ext.algorithms import DPFedAvg, Hosted, Scaffold
+from flower_ext.algorithms.uldp import UldpAvg, weighted_sum
+from flower_ext.errors import InvalidValue
+from flower_ext.federation import FederatedStrategy
+from flower_ext.federation.sums.masked import MaskedSum
+from flower_ext.federation.sums.summation import PlainSum
+from flower_ext.privacy import (
+    AdaptiveClipping,
+    CorrelatedNoise,
+    DpSgd,
+    FullParticipation,
+    GroupPlan,
+    NonPrivatePlan,
+    OutputPerturbation,
+    PerturbationPlan,
+    RecordLevelPlan,
+    ReleasePlan,
+    SecureSum,
+    SpacedSampling,
+)
+
+CLIENTS = 4
+EVERYONE = FullParticipation(CLIENTS)
+
+
+def release(**options):
+    usual = {"sampling": EVERYONE, "clipping_norm": 1.0, "noise_multiplier": 1.0}
+    return ReleasePlan(**{**usual, "rounds": 2, "delta": 1e-5, **options})
+
+
+SPACED = {
+    "sampling": SpacedSampling(CLIENTS, 1, 2, 1),
+    "noise_placement": "server",
+}
+MASKED = {"noise_placement": SecureSum(colluding=0.0, dropouts=0.25)}
+PLANS = {
+    "without privacy": NonPrivatePlan(sampling=EVERYONE),
+    "noise on models": PerturbationPlan(
+        sampling=EVERYONE,
+        perturbation=OutputPerturbation(clipping_norm=1.0, noise_stddev=1.0),
+        delta=1e-5,
+    ),
+    "noise on uploads": RecordLevelPlan(
+        sampling=EVERYONE, clipping_norm=1.0, noise_stddev=1.0, num_examples=9, rounds=2, delta=1e-5
+    ),
+    "noise by silos": GroupPlan(
+        sampling=EVERYONE,
+        one_round=DpSgd(noise_multiplier=5.0, sampling_rate=0.05, steps=20),
+        delta=1e-5,
+    ),
+    "noise by clients": release(),
+    "noise by the server": release(noise_placement="server"),
+    "an adaptive norm": release(clipping_norm=AdaptiveClipping(initial=1.0)),
+    "turns": release(**SPACED),
+    "correlated noise": release(correlation=CorrelatedNoise(), **SPACED),
+    "secure sums": release(**MASKED),
+    "an adaptive norm in secure sums": release(
+        clipping_norm=AdaptiveClipping(initial=1.0), **MASKED
+    ),
+}
+SUMS = {"plain": PlainSum, "masked": MaskedSum, "weighted": weighted_sum()}
+SECURE = {(name, "masked") for name in PLANS if "secure sums" in name}
+FIT = {
+    "clients": (
+        DPFedAvg(),
+        SECURE | {(name, "plain") for name in PLANS if "secure sums" not in name},
+    ),
+    "users": (
+        UldpAvg(num_silos=CLIENTS, weighting="by-records"),
+        SECURE
+        | {("noise by clients", "plain"), ("an adaptive norm", "plain")}
+        | {("noise by clients", "weighted")},
+    ),
+}
+"""By the units of a method: the method, and the pairs of plan and sum that fit it."""
+
+
+@pytest.mark.parametrize("units", FIT)
+@pytest.mark.parametrize("sum", SUMS)
+@pytest.mark.parametrize("plan", PLANS)
+def test_a_sum_that_does_not_fit_the_plan_is_refused_with_what_would_fit(plan, sum, units):
+    method, fitting = FIT[units]
+    if (plan, sum) in fitting:
+        FederatedStrategy(method, PLANS[plan], sum=SUMS[sum])
+    else:
+        with pytest.raises(InvalidValue, match="expected"):
+            FederatedStrategy(method, PLANS[plan], sum=SUMS[sum])
+
+
+class WithoutSizes(NonPrivatePlan):
+    """A plan under which clients send nothing but updates."""
+
+    tells_sizes = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Counting(DPFedAvg):
+    """A method of another project whose server needs a number of each client."""
+
+    needs_metrics = True
+
+
+@pytest.mark.parametrize("plan", [WithoutSizes(sampling=EVERYONE), PLANS["noise by silos"]])
+@pytest.mark.parametrize("method", [Scaffold(), Hosted(FedAvg()), Counting()])
+def test_a_method_that_needs_metrics_is_refused_before_a_round_where_clients_send_none(
+    method, plan
+):
+    with pytest.raises(InvalidValue, match=f"plan={type(plan).__name__}: .*tells_sizes=True"):
+        FederatedStrategy(method, plan)
+    FederatedStrategy(method, PLANS["without privacy"])
+    FederatedStrategy(DPFedAvg(), plan)
