@@ -23,7 +23,13 @@ from flower_ext.federation import (
 )
 from flower_ext.federation.client.node import NodePolicy
 from flower_ext.federation.client.upload import contribution_of, protected
-from flower_ext.federation.protection import Unprotected, check_entries, from_entries, to_entries
+from flower_ext.federation.protection import (
+    _KINDS,
+    Unprotected,
+    check_entries,
+    from_entries,
+    to_entries,
+)
 from flower_ext.federation.sums.weighted import WEIGHTS
 from flower_ext.privacy import (
     ClippedSteps,
@@ -548,9 +554,7 @@ def test_a_protection_arrives_as_it_was_sent(protection):
 
 def test_every_kind_in_messages_is_the_kind_of_a_protection():
     kinds = {to_entries(each, seeded_noise=False)["protection"] for each in PROTECTIONS if each}
-    clipping = {"ClipUpdate", "ClipUnits", "ClipToCells", "ClipUnitsToCells"}
-    others = {"OutputPerturbation", "ClipSteps", "ObjectivePerturbation"}
-    assert kinds == clipping | others | {"ProtectedByServer", "ProtectedByTraining"}
+    assert kinds == set(_KINDS)
 
 
 def test_a_protection_is_on_one_grid_only():
@@ -640,11 +644,12 @@ def test_the_owners_least_noise_is_that_of_the_client_itself_whatever_it_clips(k
 
 def test_an_owner_who_asks_for_noise_takes_no_part_where_none_has_a_number():
     known = plan(OBJECTIVE, objective=replace(KNOWN, proximal_weight=MU))
-    for facts in ({}, facts_of(known)):
+    incomparable = "asks for ObjectivePerturbation, whose noise has no multiplier: the owner"
+    for facts, error in (({}, "noise multiplier of 0 on this"), (facts_of(known), incomparable)):
         protection = from_entries(facts) or Unprotected()
         for least in (1e-9, math.nan):
             owned = Context(1, 1, {"least-noise-multiplier": least}, RecordDict(), {})
-            with pytest.raises(PermissionError, match="noise multiplier of 0 on this"):
+            with pytest.raises(PermissionError, match=error):
                 NodePolicy(owned, allow_seeded_noise=False).check(protection)
         anyone = Context(1, 1, {}, RecordDict(), {})
         NodePolicy(anyone, allow_seeded_noise=False).check(protection)

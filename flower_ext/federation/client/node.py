@@ -41,7 +41,8 @@ class NodePolicy:
     * ``least-noise-multiplier=0.1``: the smallest standard deviation of the noise that the client
       itself adds when it trains, in clipping norms: to its upload, or to each step's sum under
       `ClipSteps`. The client then refuses to train under a plan by which it adds no such noise,
-      and under objective perturbation, which has no noise multiplier. Evaluations need no noise.
+      and under one whose noise is not Gaussian, such as objective perturbation, because such noise
+      has no noise multiplier. Evaluations need no noise.
     * ``require-secure-sum=true``: the client sends values that depend on its data only in secure
       sums.
     * ``keep-memory=true``: the client refuses if the server asks it to delete what it remembers.
@@ -96,10 +97,16 @@ class NodePolicy:
         return self.noise(request.entries, OF_UPLOADS)
 
     def check(self, protection: Protection) -> None:
-        """Refuse training with less noise than the node's owner requires."""
+        """Refuse training with less noise than the node's owner requires, or incomparable noise."""
         least = float(self.context.node_config.get("least-noise-multiplier", 0.0))
+        multiplier = protection.noise_multiplier
+        if multiplier is None and least != 0:
+            raise PermissionError(
+                f"the server asks for {type(protection).__name__}, whose noise has no multiplier: "
+                f"the owner of this node requires least-noise-multiplier={least:g}"
+            )
         # Rounding may make a share of the noise a little smaller than the least, if both are equal.
-        if not (multiplier := protection.noise_multiplier) >= least * (1 - _ROUNDING):
+        if multiplier is not None and not multiplier >= least * (1 - _ROUNDING):
             raise PermissionError(
                 f"the server asks for a noise multiplier of {multiplier:g} on this client's "
                 f"upload: the owner of this node requires least-noise-multiplier={least:g}"

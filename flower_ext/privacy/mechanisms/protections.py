@@ -44,7 +44,7 @@ class Protection:
     of_units: bool = False
     """True if the upload must be a sum over units, in which each unit's contribution is clipped."""
     cell: float | None = None
-    """Step of the grid on which a secure sum adds up uploads; None if uploads are not masked."""
+    """Step of the grid of a secure sum; None if uploads are not masked, even if on a grid."""
 
     @property
     def hides_missing_data(self) -> bool:
@@ -54,8 +54,12 @@ class Protection:
         return self.hides_failures and (not self.bounds_models or self.num_examples is not None)
 
     @property
-    def noise_multiplier(self) -> float:
-        """Standard deviation of the client's own noise, in clipping norms; 0 without noise."""
+    def noise_multiplier(self) -> float | None:
+        """Standard deviation of the client's own Gaussian noise, in L2 clipping norms.
+
+        It is 0 without noise, and None for any other noise or norm, whose numbers do not compare
+        with the least noise that the owner of a node requires.
+        """
         return 0.0
 
     def released(self, upload: NamedArrays, noise: NoiseSource) -> NamedArrays:
@@ -268,6 +272,7 @@ class ObjectivePerturbation(Checked, Protection):
     """
 
     hides_failures = False  # as for `ClipSteps`
+    noise_multiplier = None
     rate: Positive
     least_examples: int = 0
 
