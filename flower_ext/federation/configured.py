@@ -399,8 +399,9 @@ def _budget(settings: RunSettings, plan: PrivacyPlan) -> Budget | None:
     if not isinstance(settings, PrivacySettings):
         return None
     if (path := absolute_path(settings.budget_ledger)) is None:
-        is_limited = settings.budget and plan.delta is not None
-        return Budget(epsilon=settings.budget, delta=settings.delta) if is_limited else None
+        if not settings.budget or plan.delta is None:
+            return None
+        return Budget(epsilon=settings.budget, delta=settings.delta or plan.delta)
     epsilon, delta = settings.population_epsilon, settings.population_delta
     for name, value in (("population-epsilon", epsilon), ("population-delta", delta)):
         if not value:

@@ -132,7 +132,8 @@ class Spending:
                 f"budget of epsilon={budget.epsilon!r}: expected budget=None, because the plan "
                 "promises no privacy"
             )
-        if budget is not None and budget.ledger is None and delta != budget.delta:
+        # An ε at δ = 0 holds at every δ.
+        if budget is not None and budget.ledger is None and delta not in (0, budget.delta):
             raise InvalidValue(
                 f"budget.delta={budget.delta!r}: expected the δ of the plan, {delta!r}"
             )

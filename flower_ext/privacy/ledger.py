@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from flower_ext.checks import AboveZero, Checked, ProperFraction
+from flower_ext.checks import AboveZero, Checked, FractionBelowOne, require_delta
 from flower_ext.errors import FlowerExtError, InvalidValue
 from flower_ext.files import InUse, sync_to_disk
 from flower_ext.privacy.accounting.accountant import privacy_loss_of
@@ -46,13 +46,14 @@ class Budget(Checked):
     Parameters
     ----------
     epsilon, delta : float
+        δ may be 0 for plans that guarantee a pure ε. Such a guarantee also holds at every larger δ.
     ledger : Path, optional
         Account that all runs on one population share. The budget then holds for all of them
         together (see `privacy.shared_ledger`).
     """
 
     epsilon: AboveZero
-    delta: ProperFraction
+    delta: FractionBelowOne
     ledger: Path | None = None
 
 
@@ -156,6 +157,8 @@ class Ledger(LedgerFile):
                 f"budget.ledger={str(budget.ledger)!r}: expected None, because a Ledger counts one "
                 "run; to count several runs together, pass this Budget to the strategy instead"
             )
+        if budget is not None:
+            require_delta(budget.delta)  # Gaussian noise has no finite ε at δ = 0
         super().__init__(path, wait=False)
         self.budget = budget
         earlier = [

@@ -16,11 +16,11 @@ from math import inf, isinf
 from pathlib import Path
 from typing import Any
 
-from flower_ext.checks import require_delta
 from flower_ext.errors import InvalidValue
 from flower_ext.metrics.spread import is_loss, reported_by_few, summarize
 from flower_ext.privacy import (
     AdversaryView,
+    Budget,
     Guarantee,
     Ledger,
     Release,
@@ -225,7 +225,7 @@ def _account_values(
         budget = dict(charges[-1]["budget"])
         budget |= {} if epsilon is None else {"epsilon": epsilon}
         budget |= {} if delta is None else {"delta": delta}
-        require_delta(budget["delta"])
+        Budget(**budget)  # refuses numbers out of range
         spent = total_spent(entries, budget["delta"])
         guarantees = study_guarantees(entries, budget["delta"], study=path.name)
         values |= {

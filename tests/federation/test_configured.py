@@ -10,6 +10,7 @@ from flower_ext.errors import InvalidValue
 from flower_ext.federation import FederatedStrategy, InProcessGrid, configured
 from flower_ext.privacy import (
     AdaptiveClipping,
+    Budget,
     CorrelatedNoise,
     FixedSizeSampling,
     FullParticipation,
@@ -219,6 +220,13 @@ def test_a_run_ends_at_its_budget_or_at_the_epsilon_of_its_noise(
         budget and (budget.epsilon, budget.delta)
         for budget in (spending.ledger.budget, spending.budget)
     ] == [of_ledger and (of_ledger, 0.01), of_run and (of_run, 0.01)]
+
+
+def test_a_budget_has_the_delta_of_the_plan_if_the_settings_give_none(tmp_path):
+    settings = {"noise-multiplier": 1.0, "budget": 3.0, "delta": 0.0}
+    run = started(tmp_path / "run", dp_fedavg, **settings).run
+    assert run.plan.delta == 1 / run.plan.sampling.population
+    assert run.spending.budget == Budget(epsilon=3.0, delta=run.plan.delta)
 
 
 @pytest.mark.parametrize(("basis", "epsilon"), [("provable", 2.0), ("published", None)])

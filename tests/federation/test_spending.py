@@ -1,7 +1,7 @@
 """One account of a population, from which recorded, resumed and bare runs spend."""
 
 import math
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -21,9 +21,14 @@ from flower_ext.privacy import (
     calibrate_noise_multiplier,
     privacy_loss_of,
 )
+from flower_ext.privacy.accounting.events import PrivacyLoss
 from flower_ext.privacy.accounting.gaussian import gaussian_loss
+from flower_ext.privacy.base_plan import PlainAverage
 from flower_ext.privacy.study_composition import spent_by_run, study_guarantees, total_spent
+from flower_ext.privacy.theorems.claims import Claims
+from flower_ext.privacy.units import PrivacyUnit
 from flower_ext.runs import RunWriter
+from flower_ext.runs.report import account_text
 from tests.support.strategies import strategy_of
 from tests.support.worlds import task
 
@@ -213,6 +218,58 @@ def test_a_ledger_or_a_budget_that_does_not_fit_the_plan_is_refused(tmp_path):
     check(sums, budget=Budget(epsilon=1.0, delta=2 * DELTA, ledger=shared))
     with pytest.raises(ValueError, match="expected at least the δ of the plan"):
         check(sums, budget=Budget(epsilon=1.0, delta=DELTA / 2, ledger=shared))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pure(PlainAverage):
+    """A plan whose uploads are each (1/2, 0)-differentially private."""
+
+    delta = 0.0
+
+    def describe(self):
+        return "pure"
+
+    def guarantees(self, run):
+        claims = Claims(unit=PrivacyUnit.CLIENT, relation=PLAN.relation, delta=0.0)
+        uploads = max(run.participations.uploads.values(), default=0)
+        loss = PrivacyLoss(epsilon=uploads / 2, delta=0.0, accountant="basic composition")
+        return [claims.provable(AdversaryView.EACH_UPLOAD, loss, "uploads")]
+
+
+PURE = Pure(sampling=FullParticipation(CLIENTS))
+
+
+@pytest.mark.parametrize("delta", [0.0, DELTA])
+def test_an_epsilon_without_delta_ends_at_a_budget_of_any_delta(delta, tmp_path):
+    shared = tmp_path / "people.jsonl"
+    alone = Budget(epsilon=1.6, delta=delta)
+    assert run_of(tmp_path / "alone", alone, plan=PURE, rounds=9).participations.rounds == 3
+    budget = replace(alone, ledger=shared)
+    assert run_of(tmp_path / "a", budget, plan=PURE, rounds=2).stopped is None
+    assert run_of(tmp_path / "b", budget, plan=PURE, rounds=9).participations.rounds == 1
+    assert total_spent(Ledger.read(shared), 0.0) == pytest.approx(1.5)
+    # Of two randomised responses with ε = 1 and 1/2, only the most likely outcome counts here.
+    likely, unlikely = (1 / ((1 + math.exp(-s)) * (1 + math.exp(-s / 2))) for s in (1, -1))
+    joint = math.log((likely - DELTA) / unlikely)
+    assert total_spent(Ledger.read(shared), DELTA) == pytest.approx(joint, rel=2e-3)
+    said = {0.0: "at δ = 0: **ε = 1.5**", DELTA: "at δ = 0.1: **ε = 1.26**"}[delta]
+    assert said in account_text(shared)
+    # Noised sums have no ε at δ = 0, so a budget with δ = 0 covers none of them.
+    if delta == 0.0:
+        with pytest.raises(ValueError, match="expected at least the δ of the plan, 0.1"):
+            run_of(tmp_path / "c", budget)
+        with pytest.raises(ValueError, match="expected the δ of the plan, 0.1"):
+            run_of(tmp_path / "d", alone)
+        with pytest.raises(ValueError, match=r"delta=0.0: expected a number in \(0, 1\)"):
+            Ledger(tmp_path / "ledger.jsonl", budget=alone)
+        with pytest.raises(ValueError, match=r"delta=0.*expected a number in \(0, 1\)"):
+            privacy_loss_of({PLAN.mechanism().release: 1}, delta=0.0)
+    else:
+        sums = replace(PLAN, delta=DELTA)
+        run_of(tmp_path / "c", replace(budget, epsilon=1.4 + epsilon(1)), plan=sums, rounds=9)
+        run_of(tmp_path / "e", replace(budget, epsilon=1.51 + epsilon(1)), plan=sums, rounds=1)
+        assert total_spent(Ledger.read(shared), DELTA) <= 1.5 + epsilon(1) + 1e-9
+        assert math.isinf(total_spent(Ledger.read(shared), 0.0))
 
 
 def _of(budget: Budget):

@@ -265,7 +265,7 @@ def test_kill_9_at_any_moment_never_undercounts_what_was_released(tmp_path, kill
     assert entries.count("reserve") - entries.count("commit") >= kills // 3
 
 
-@pytest.mark.parametrize(("epsilon", "delta"), [(0.0, 0.1), (-1.0, 0.1), (1.0, 0.0), (1.0, 1.0)])
+@pytest.mark.parametrize(("epsilon", "delta"), [(0.0, 0.1), (-1.0, 0.1), (1.0, -0.1), (1.0, 1.0)])
 def test_unfit_budgets_are_refused(epsilon, delta):
     with pytest.raises(ValueError, match="epsilon|delta"):
         Budget(epsilon=epsilon, delta=delta)

@@ -110,7 +110,7 @@ def joint_loss(
     )
     if len(spends) + len(releases) == 1:
         return replace(basic, accountant=spends[0].accountant)
-    if not 0 < basic.epsilon <= _LARGEST_GRID_EPSILON:
+    if delta == 0 or not 0 < basic.epsilon <= _LARGEST_GRID_EPSILON:  # PLD needs a δ above 0
         return basic
     if any(each.approximation_error or each.is_without_replacement for each in releases):
         return basic  # PLD does not cover these releases
