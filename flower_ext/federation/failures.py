@@ -7,6 +7,7 @@ data, `errors.tellable` marks its error, and the reply carries the error's messa
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from logging import ERROR, LogRecord, getLogger
@@ -34,8 +35,8 @@ REASON_SENT = 100
 REASON_WITHHELD = "the client failed; the reason is in its own log"
 _shown: WeakKeyDictionary[Any, set[tuple[str, int]]] = WeakKeyDictionary()
 """For each app or mod, the lines of code whose tracebacks are logged already."""
-_hidden: set[tuple[str, int]] = set()
-"""Lines of code whose tracebacks this process has logged for errors that it hides."""
+hidden_errors: Counter[tuple[str, int]] = Counter()
+"""Number of errors that this process has hidden, by the line of code that raised them."""
 
 
 def failed(app: ClientApp | Mod, message: Message, context: Context, error: Exception) -> Message:
@@ -74,6 +75,7 @@ def hidden(permitted: bool) -> Iterator[None]:
 def log_hidden(error: Exception) -> None:
     """Log an error for the client's operator; the server receives an upload as usual."""
     if isinstance(error, NonFiniteUpdate):
+        hidden_errors[raised_at(error)] += 1
         log.warning(
             "a local training diverged (its model is not finite), so its model stays unchanged: "
             "take a smaller learning rate if many trainings diverge, or check this client's data"
@@ -89,8 +91,8 @@ def log_hidden(error: Exception) -> None:
 def log_once(text: str, error: Exception) -> None:
     """Log ``text`` with the type of an error, and with the first traceback of its line of code."""
     where = raised_at(error)
-    log.warning(text, type(error).__name__, exc_info=None if where in _hidden else error)
-    _hidden.add(where)
+    log.warning(text, type(error).__name__, exc_info=None if where in hidden_errors else error)
+    hidden_errors[where] += 1
 
 
 @contextmanager

@@ -52,6 +52,8 @@ class RunLoop:
         result.arrays, done = self._resume(records.to_record(run.shared_part(initial_arrays)))
         if done >= self.num_rounds:
             log.info("nothing left to do: all %d rounds are done", done)
+        if run.query_sums and self.num_rounds == 0:
+            log.warning("num_rounds=0: no query of the plan is asked; take num_rounds=1")
         require_finite(
             records.to_arrays(result.arrays),
             f"in the model before round {done + 1}",

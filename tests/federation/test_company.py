@@ -1,5 +1,6 @@
 """A client's upload depends on no other client: not on its data, its errors or its presence."""
 
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -309,7 +310,7 @@ def test_no_error_tells_of_a_record_in_replies_refusals_or_files(odd, engine, tm
 
 
 def test_what_a_client_does_not_tell_is_in_its_own_log(logged, monkeypatch):
-    monkeypatch.setattr(failures, "_hidden", set())
+    monkeypatch.setattr(failures, "hidden_errors", Counter())
     for _ in range(2):
         uploads(METHODS["DP-FedAvg"], Net, unreadable_record, engine=in_process)
     lines = [r for r in logged.records if "could not be loaded" in r.getMessage()]

@@ -1,5 +1,6 @@
 """Queries beside the training: a vector of each client, released as one noised sum."""
 
+from collections import Counter
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -7,6 +8,7 @@ import pytest
 
 from flower_ext.algorithms import DPFedAvg
 from flower_ext.errors import InvalidValue
+from flower_ext.federation import failures
 from flower_ext.federation.claims import spent_by
 from flower_ext.privacy import Ledger, SecureScores, VectorQuery, privacy_loss_of
 from flower_ext.privacy.mechanisms.updates import l2_norm
@@ -130,6 +132,49 @@ def test_an_odd_clients_part_is_zero_or_bounded_and_moves_nobody_elses(oddity):
     error = strategy.answers["labels"]["label_error"]
     np.testing.assert_allclose(released(strategy), expected, atol=6 * error)
     assert l2_norm({"labels": released(strategy) - expected}) < 0.1
+
+
+@dataclass(frozen=True, kw_only=True)
+class WrongSize(LabelHistogram):
+    """A query whose vectors have two elements too many, on clients with a low enough number."""
+
+    failing: int = CLIENTS
+
+    def vector(self, client):
+        vector = super().vector(client)
+        # The first feature tells clients apart; all tensors of a client are the same every time.
+        lucky = [client_data(n).train.features[0, 0] for n in range(self.failing, CLIENTS)]
+        return vector if client.data.train.features[0, 0] in lucky else np.append(vector, [0, 0])
+
+
+@pytest.mark.parametrize("failing", [1, CLIENTS])
+def test_a_client_says_why_a_query_failed_and_a_simulation_says_that_none_answered(
+    failing, logged, monkeypatch
+):
+    monkeypatch.setattr(failures, "hidden_errors", Counter())
+    strategy = asking(WrongSize(noise_multiplier=0.002, failing=failing))
+    run(strategy, kinds=(WrongSize,))
+    own = [record for record in logged.records if "adds zeros to the sum" in record.getMessage()]
+    assert len(own) == failing
+    assert "query labels failed (InvalidValue)" in own[0].getMessage()
+    assert sum(record.exc_info is not None for record in own) == 1  # `log_once`
+    assert "expected finite numbers of shape (4,), found (6,)" in str(own[0].exc_info[1])
+    errors = [record.getMessage() for record in logged.records if record.levelname == "ERROR"]
+    if failing < CLIENTS:
+        assert errors == []
+    else:
+        assert len(errors) == 1
+        assert f"{CLIENTS} clients hid {CLIENTS} errors" in errors[0]
+        # The answer is noise alone, and its error covers this noise, not the missing vectors.
+        error = strategy.answers["labels"]["label_error"]
+        np.testing.assert_allclose(released(strategy), 0.0, atol=6 * error)
+
+
+def test_a_run_of_no_rounds_says_that_it_asks_no_query(logged):
+    strategy = asking()
+    run(strategy, rounds=0)
+    assert strategy.answers == {}
+    assert "num_rounds=0: no query of the plan is asked" in logged.text
 
 
 def test_an_app_that_does_not_know_a_query_says_how_to_add_it():

@@ -17,6 +17,7 @@ from flower_ext.federation import records
 from flower_ext.federation.client.client_method import ClientWork
 from flower_ext.federation.client.preparing import Assignment
 from flower_ext.federation.client.requests import ClientRequest
+from flower_ext.federation.failures import log_once
 from flower_ext.federation.replies import LARGEST_VALUE
 from flower_ext.federation.sums import masked
 from flower_ext.privacy.queries.vector_query import VectorQuery
@@ -130,16 +131,15 @@ def _vector(query: VectorQuery, view: WorkView) -> NDArray[np.float64]:
     try:
         with isolated():
             vector = np.asarray(query.vector(view), dtype=np.float64)
-        if vector.shape != (query.size,) or not np.isfinite(vector).all():
-            raise InvalidValue(f"query {query.name}: expected {query.size} finite numbers")
+        if vector.shape != (size := (query.size,)) or not np.isfinite(vector).all():
+            raise InvalidValue(f"expected finite numbers of shape {size}, found {vector.shape}")
         return vector
     except Exception as error:  # unusual tensors may raise wherever they are read
         if is_tellable(error):
             raise
-        log.warning(
-            "query %s failed (%s), so this client adds zeros to the sum: check its data",
-            query.name,
-            type(error).__name__,
+        log_once(
+            f"query {query.name} failed (%s), so this client adds zeros to the sum: check its "
+            "data, or the query if no client can answer it",
+            error,
         )
-        log.debug("query %s failed", query.name, exc_info=error)
         return np.zeros(query.size)

@@ -21,6 +21,7 @@ from flwr.serverapp import ServerApp
 
 from flower_ext.checks import require_at_least_one
 from flower_ext.federation import _flower_private as private
+from flower_ext.federation import failures
 from flower_ext.federation.client.app import answer_all
 from flower_ext.federation.engines.virtual import ClientGrid, replies_in_memory
 from flower_ext.federation.engines.workers import Workers
@@ -58,6 +59,7 @@ class InProcessGrid(ClientGrid):
         self._app = client_app
         self._ids = count(1)
         self._replies: dict[str, Message] = {}
+        self._failed: set[str] = set()
         # Random, like Flower's run ids, so that a resumed run draws its own users and makes its own
         # keys.
         run_id = randbits(62)
@@ -121,8 +123,24 @@ class InProcessGrid(ClientGrid):
         limit = self._memory_limit * self.workers.count
         most = replies_in_memory(messages[0], limit) if messages else 1
         parts = (messages[start : start + most] for start in range(0, len(messages), most))
-        replies = map(self._replies_to, parts)
-        return chain(next(replies, ()), chain.from_iterable(replies))
+        replies, errors = map(self._replies_to, parts), failures.hidden_errors.total()
+        first = next(replies, ())
+        return chain(first, chain.from_iterable(replies), self._judge_errors(messages, errors))
+
+    def _judge_errors(self, messages: Sequence[Message], before: int) -> Iterator[Message]:
+        """Yield nothing; log an error if clients hid as many errors as there are messages.
+
+        ``before`` is the number of hidden errors before these messages. The server of a deployment
+        must not learn this number, but here the clients have the same operator.
+        """
+        kinds, errors = {m.metadata.message_type for m in messages}, failures.hidden_errors.total()
+        if kinds - self._failed and errors - before >= len(messages):
+            self._failed |= kinds
+            text = (
+                "%d clients hid %d errors in answers to %s, so the result is probably noise alone"
+            )
+            failures.log.error(text, len(messages), errors - before, *kinds)
+        yield from ()
 
     def _replies_to(self, messages: Sequence[Message]) -> Iterator[Message]:
         """Number messages, as Flower's server does, run their clients, and return the replies."""

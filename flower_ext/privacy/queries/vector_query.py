@@ -89,7 +89,9 @@ class VectorQuery(Checked, ABC):
     def answer(self, total: NDArray[np.float64], stddev: float) -> dict[str, float]:
         """Compute the released numbers, by name, from the noised sum, of shape (size,).
 
-        ``stddev`` is the standard deviation of the noise on each element.
+        ``stddev`` is the standard deviation of the noise on each element. It covers noise only: if
+        clients fail or clip their vectors, the sum is further from the exact one, and the server
+        cannot know how far.
         """
 
     def describe(self) -> str:

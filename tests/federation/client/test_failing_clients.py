@@ -27,7 +27,7 @@ from tests.support.grids import grid as grid_of
 from tests.support.silos import USERS, silos
 from tests.support.strategies import strategy_of
 from tests.support.travelling import Recorder
-from tests.support.worlds import initial
+from tests.support.worlds import client_data, initial
 
 CLIENTS, EXAMPLES = 8, 30
 FAST = LocalTraining(epochs=1, batch_size=10, learning_rate=0.1)
@@ -132,6 +132,25 @@ def test_a_failed_training_is_reported_in_the_log_of_its_client(logged):
     (line,) = [r.getMessage() for r in logged.records if "could not be loaded" in r.getMessage()]
     assert "OSError" in line
     assert "cannot be read" not in line  # the message may hold a record
+
+
+@pytest.mark.parametrize("failing", [1, CLIENTS])
+def test_a_simulation_says_once_that_no_client_trained(failing, logged):
+    def data(partition):
+        sound = client_data(partition)
+        return replace(sound, train=replace(sound.train, targets=sound.train.targets + 99))
+
+    wrong = {client: data(client) for client in range(failing)}
+    task = replace(failing_task(None), data=lambda client: wrong.get(client) or client_data(client))
+    strategy = fedavg(released())
+    run(strategy, task, rounds=3)
+    errors = [r.getMessage() for r in logged.records if r.levelname == "ERROR"]
+    if failing < CLIENTS:
+        assert errors == []
+    else:
+        assert len(errors) == 1
+        assert f"{CLIENTS} clients hid {CLIENTS} errors in answers to train." in errors[0]
+    assert strategy.refusals == []
 
 
 @pytest.mark.parametrize("setup", ["head", "ditto", "feddyn"])

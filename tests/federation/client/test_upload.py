@@ -1,5 +1,6 @@
 """A method that fails sends the received model where the protection hides failures."""
 
+from collections import Counter
 from dataclasses import dataclass, field
 from functools import partial
 from types import SimpleNamespace
@@ -175,7 +176,7 @@ def test_the_first_parameter_that_is_not_finite_is_named():
 
 
 def test_one_line_of_code_leaves_one_traceback_in_the_log(logged, monkeypatch):
-    monkeypatch.setattr(failures, "_hidden", set())
+    monkeypatch.setattr(failures, "hidden_errors", Counter())
     for number in range(3):
         try:
             raise ValueError(number)
