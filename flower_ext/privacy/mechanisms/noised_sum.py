@@ -16,7 +16,6 @@ from flower_ext.checks import (
     ProperFraction,
     is_number,
     require_at_least_one,
-    require_one_of,
     require_positive,
 )
 from flower_ext.errors import InvalidValue
@@ -64,8 +63,11 @@ class ReleaseTerms(Checked):
             norm.count_noise(self.noise_multiplier, self.sampling.expected_cohort_size)
         else:
             require_positive("clipping_norm", norm)
-        if not isinstance(self.noise_placement, SecureSum):
-            require_one_of("noise_placement", self.noise_placement, ("client", "server"))
+        if self.secure_sum is None and self.noise_placement not in ("client", "server"):
+            raise InvalidValue(
+                f"noise_placement={self.noise_placement!r}: expected 'client', 'server' or "
+                "SecureSum()"
+            )
         if self.relation is None:
             object.__setattr__(self, "relation", self.sampling.default_relation)
         self._check_queries()
@@ -83,8 +85,8 @@ class ReleaseTerms(Checked):
         if names and self.secure_sum is None:
             raise InvalidValue(
                 f"queries={names} with noise_placement={self.noise_placement!r}: expected "
-                "noise_placement=SecureSum(…), because otherwise the server would see each "
-                "client's vector with at most that client's share of the noise"
+                "noise_placement=SecureSum(…), because clients answer queries in secure sums only, "
+                "even if the server may see their updates"
             )
 
     def terms(self) -> dict[str, Any]:
@@ -301,7 +303,7 @@ class NoisedSum(ReleaseTerms, RoundMechanism):
         return [
             QuerySum(
                 query=query,
-                worth=(self.noise_multiplier / query.noise_multiplier) ** 2,
+                equivalent_rounds=(self.noise_multiplier / query.noise_multiplier) ** 2,
                 sampling=FullParticipation(self.sampling.population),
                 clipping_norm=query.norm,
                 noise_multiplier=query.noise_multiplier,
@@ -385,7 +387,7 @@ class QuerySum(NoisedSum):
     """Mechanism of one answer to a query: a secure sum, to which each client adds one vector."""
 
     query: VectorQuery
-    worth: float
+    equivalent_rounds: float
     """Number of training rounds that reveal as much as one answer. With the noise multipliers σ of
     a round and σ_q of an answer, it is (σ/σ_q)²."""
 
@@ -400,8 +402,8 @@ class QuerySum(NoisedSum):
         participations.record_answer(
             self.query.name,
             range(self.num_clients),
-            in_sum=self.worth * parameters.least_answers / parameters.honest_answers,
-            in_upload=self.worth * parameters.least_answers,
+            in_sum=self.equivalent_rounds * parameters.least_answers / parameters.honest_answers,
+            in_upload=self.equivalent_rounds * parameters.least_answers,
         )
 
 

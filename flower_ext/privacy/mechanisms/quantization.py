@@ -64,8 +64,9 @@ def check_cell(cell: float, clipping_norm: float) -> None:
     """Refuse a cell that is not a power of two, or too large or too small for the clipping norm."""
     if math.frexp(cell)[0] != 0.5 or not 1 <= clipping_norm / cell <= _MOST_CELLS:
         raise InvalidValue(
-            f"cell={cell!r}: expected a power of two from 2**-30 to 1 times the clipping norm of "
-            f"{clipping_norm:g}; choose a noise multiplier from 2**-13 to 2**15"
+            f"noise multiplier near {cell * 2**_PER_STDDEV / clipping_norm:.2g} in secure sums: "
+            "expected one from 2**-13 to 2**15, because uploads are whole numbers of steps of "
+            f"{cell!r}, a power of two from 2**-30 to 1 times the clipping norm"
         )
 
 

@@ -211,8 +211,14 @@ def test_a_plan_whose_noise_or_losses_nobody_could_add_is_refused_before_it_runs
     ):
         sums_of(noise_placement=SecureSum(colluding=0.0, dropouts=0.9))
     for multiplier in (1e-6, 1e6):
-        with pytest.raises(ValueError, match="choose a noise multiplier from"):
+        with pytest.raises(
+            ValueError, match=r"noise multiplier near .* expected one from 2\*\*-13 to"
+        ):
             sums_of(noise_multiplier=multiplier)
+    for multiplier in (2.0**-13, 2.0**15):
+        assert sums_of(noise_multiplier=multiplier).masked is not None
+    with pytest.raises(ValueError, match=r"'SecureSum': expected 'client', 'server' or SecureSum"):
+        sums_of(noise_placement="SecureSum")
 
 
 def test_cohorts_of_a_secret_size_have_no_secure_sum():
