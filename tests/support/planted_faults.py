@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from copy import deepcopy
 from dataclasses import replace
+from functools import partial
 from itertools import count
 from typing import TYPE_CHECKING
 
@@ -34,6 +35,28 @@ if TYPE_CHECKING:  # tests of the core plant faults without the plug-in that aud
     from flower_ext_audit import Experiment
 
 ENORMOUS = 1e9
+NOISES = ("add_gaussian", "add_discrete_gaussian")
+"""The methods of `NoiseSource` that return arrays with noise: name a new kind of noise here.
+
+Their first argument holds the arrays, and their second is the size of the noise, such as a standard
+deviation.
+"""
+
+
+def change_noises(patch, changed):
+    """Let ``changed(add, arrays, size)`` return the arrays with noise, for each of `NOISES`.
+
+    ``add(arrays, size)`` is the real method.
+    """
+
+    def changing(real):
+        def noised(self, arrays, size, **options):
+            return changed(partial(real, self, **options), arrays, size)
+
+        return noised
+
+    for name in NOISES:
+        patch.setattr(NoiseSource, name, changing(getattr(NoiseSource, name)))
 
 
 def _not_clipped(update, clipping_norm):
@@ -140,8 +163,7 @@ def less_noise_on(part: str, factor: float):
     """Divide the standard deviation of the noise on arrays whose names hold ``part``."""
 
     def plant(patch, experiment: Experiment) -> Experiment:
-        noised, drawn = noise._noised, NoiseSource.gaussian
-        discrete = NoiseSource.add_discrete_gaussian
+        drawn = NoiseSource.gaussian
 
         def gaussian(self, like, stddev):
             return {
@@ -149,20 +171,12 @@ def less_noise_on(part: str, factor: float):
                 for name, array in drawn(self, like, stddev).items()
             }
 
-        def in_cells(self, cells, stddev):
-            found = discrete(self, cells, stddev)
-            less = discrete(self, cells, stddev / factor)
-            return {name: (less if part in name else found)[name] for name in cells}
+        def noised(add, arrays, size):
+            usual, less = add(arrays, size), add(arrays, size / factor)
+            return {name: (less if part in name else usual)[name] for name in arrays}
 
-        patch.setattr(
-            noise,
-            "_noised",
-            lambda name, array, stddev, grid, rng: noised(
-                name, array, stddev / (factor if part in name else 1.0), grid, rng
-            ),
-        )
         patch.setattr(NoiseSource, "gaussian", gaussian)
-        patch.setattr(NoiseSource, "add_discrete_gaussian", in_cells)
+        change_noises(patch, noised)
         return experiment
 
     return plant
@@ -249,18 +263,8 @@ def less_noise(factor):
     """Divide the standard deviation of the noise by ``factor``."""
 
     def plant(patch, experiment: Experiment) -> Experiment:
-        gaussian, gamma = NoiseSource.add_gaussian, NoiseSource.gamma_direction
-        discrete = NoiseSource.add_discrete_gaussian
-        patch.setattr(
-            NoiseSource,
-            "add_discrete_gaussian",
-            lambda self, cells, stddev: discrete(self, cells, stddev / factor),
-        )
-        patch.setattr(
-            NoiseSource,
-            "add_gaussian",
-            lambda self, u, stddev, *, grid=None: gaussian(self, u, stddev / factor, grid=grid),
-        )
+        gamma = NoiseSource.gamma_direction
+        change_noises(patch, lambda add, arrays, size: add(arrays, size / factor))
         patch.setattr(
             NoiseSource,
             "gamma_direction",
@@ -291,25 +295,15 @@ def noise_reused(patch, experiment: Experiment) -> Experiment:
 
 def part_unnoised(patch, experiment: Experiment) -> Experiment:
     """Leave the first number of every array without noise."""
-    real = NoiseSource.add_gaussian
 
-    def noised(self, update, stddev, *, grid=None):
-        found = real(self, update, stddev, grid=grid)
-        if stddev > 0:
-            for name, array in found.items():
-                array[..., :1] = update[name][..., :1]
-        return found
+    def noised(add, arrays, size):
+        released = add(arrays, size)
+        if size > 0:
+            for name, array in released.items():
+                array[..., :1] = arrays[name][..., :1]
+        return released
 
-    discrete = NoiseSource.add_discrete_gaussian
-
-    def noised_cells(self, cells, stddev):
-        found = discrete(self, cells, stddev)
-        for name, array in found.items():
-            array[..., :1] = cells[name][..., :1]
-        return found
-
-    patch.setattr(NoiseSource, "add_gaussian", noised)
-    patch.setattr(NoiseSource, "add_discrete_gaussian", noised_cells)
+    change_noises(patch, noised)
     return experiment
 
 

@@ -10,25 +10,16 @@ from flower_ext.federation.state.noise_stream import NoiseStream
 from flower_ext.privacy import AdaptiveClipping, SpacedSampling
 from flower_ext.privacy.mechanisms.adaptive_clipping import SIDE
 from flower_ext.privacy.mechanisms.correlated_noise import PreparedNoise
-from flower_ext.privacy.mechanisms.noise import NoiseSource
 from flower_ext.privacy.plans.release_mechanism import AdaptiveRelease
 from flower_ext_audit.experiment import NEXT_NORM, Experiment, projected
 from flower_ext_audit.linear import SIZE, axes
 from flower_ext_audit.mechanisms import MECHANISMS, of_correlated
+from tests.support.planted_faults import change_noises
 
 
 def side_unnoised(patch, experiment: Experiment) -> Experiment:
     """Leave the sides of updates without noise; the attack looks at them alone."""
-    real, discrete = NoiseSource.add_gaussian, NoiseSource.add_discrete_gaussian
-
-    def noised(self, update, stddev, *, grid=None):
-        return {**real(self, update, stddev, grid=grid), SIDE: update[SIDE]}
-
-    def noised_cells(self, cells, stddev):
-        return {**discrete(self, cells, stddev), SIDE: cells[SIDE]}
-
-    patch.setattr(NoiseSource, "add_gaussian", noised)
-    patch.setattr(NoiseSource, "add_discrete_gaussian", noised_cells)
+    change_noises(patch, lambda add, arrays, size: {**add(arrays, size), SIDE: arrays[SIDE]})
     alone = {SIDE: -np.ones(1), NEXT_NORM: np.ones(1)}
     return replace(experiment, score=projected(alone))
 
