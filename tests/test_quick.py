@@ -17,6 +17,8 @@ from tests.support.quick import chosen_audits, chosen_tests
         ("tests/support/planted_faults.py", "plugins/audit/tests/test_mechanisms.py"),
         ("plugins/kernels/flower_ext_kernels/dense.py", "plugins/kernels/tests/test_dense.py"),
         ("plugins/kernels/flower_ext_kernels/sgd.py", "plugins/kernels/tests"),
+        ("flower_ext/privacy/__init__.py", "tests/docs/test_site.py"),
+        ("flower_ext/privacy/__init__.py", "tests/privacy/test_ledger.py"),
     ],
 )
 def test_a_change_is_tested_by_what_has_its_name_or_imports_it(changed, tests):

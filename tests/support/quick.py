@@ -7,7 +7,8 @@ another commit to compare with.
 For a change of ``flower_ext/room/module.py`` it runs ``tests/room/**/test_module*.py``, or those
 with the name of the module's folder if there are none, and the tests that import the module, also
 those of plug-ins. If there are none of these, it runs all tests of the room. A plug-in has its
-tests in its own folder. Other tests may depend on the module, too: ``make check`` runs all tests.
+tests in its own folder. For a changed ``__init__.py`` of the package, it also checks the names in
+the reference. Other tests may depend on the module, too: ``make check`` runs all tests.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
+EXPORTED = Path("tests/docs/test_site.py")
 AUDITED = "plugins/audit/tests/test_mechanisms.py"
 AUDITS = {
     "flower_ext/algorithms/uldp": "uldp",
@@ -55,11 +57,12 @@ def chosen_tests(file: Path) -> set[Path]:
         return {named if (ROOT / named).exists() else tests}
     if file.parts[0] != "flower_ext" or len(file.parts) < 3:
         return _importing(_module(file))
+    always = {EXPORTED} if file.stem == "__init__" else set()
     room = ROOT / "tests" / file.parts[1]
     for name in (file.stem, file.parent.name):
         if named := {test.relative_to(ROOT) for test in room.rglob(f"test_{name}*.py")}:
-            return named | _importing(_module(file))
-    return _importing(_module(file)) or {room.relative_to(ROOT)}
+            return named | _importing(_module(file)) | always
+    return (_importing(_module(file)) or {room.relative_to(ROOT)}) | always
 
 
 def chosen_audits(files: Iterable[Path]) -> str:
