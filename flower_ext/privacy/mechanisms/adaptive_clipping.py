@@ -125,7 +125,7 @@ class AdaptiveClipping(Checked):
         return self.bit_noise
 
     def next_norm(self, norm: float, fraction: float) -> float:
-        """Return the norm of the next round: ``norm`` · exp(−η_C (fraction − γ)), within the limits.
+        """Return the next round's norm: ``norm`` · exp(−η_C (``fraction`` − γ)), within the limits.
 
         ``norm`` is this round's norm, and ``fraction`` the fraction of updates that are within it.
         """
