@@ -123,8 +123,8 @@ def public_reason(error: Error) -> str:
     *_, last = (error.reason or "").strip().splitlines() or [str(error.code)]
     if error.code == MOD_REFUSED:
         return (
-            "a mod of the ClientApp refused the message; take the mods of the former strategy out "
-            f"of ClientApp(mods=...): {printable(last)}"
+            "a mod of the ClientApp refused the message; remove mods that belong to a different "
+            f"strategy from ClientApp(mods=...): {printable(last)}"
         )
     return f"the client failed: {printable(last)}"
 

@@ -269,7 +269,7 @@ class recorded:
     def start(
         self, grid: Grid, initial_arrays: ArrayRecord, num_rounds: int = 3, **options: Any
     ) -> Result:
-        """Run up to round ``num_rounds`` and record the run, or continue the one in the directory.
+        """Run up to round ``num_rounds`` and record the run, or continue the directory's run.
 
         Parameters
         ----------

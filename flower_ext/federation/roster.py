@@ -44,7 +44,7 @@ The nodes of a simulation usually connect before the first."""
 
 
 class FederationNotReady(FlowerExtError, RuntimeError):
-    """The connected nodes are not the ones that the plan counts on."""
+    """The connected nodes cannot take part in the run; the message says why."""
 
 
 def wait_for_nodes(grid: Grid, expected: int, *, least: int, timeout: float) -> list[int]:
@@ -162,7 +162,8 @@ class Roster:
             answers = _by_partition(reported, population, clients_per_node)
         if missing := sorted(needed - set(answers)):
             raise FederationNotReady(
-                f"no node answered for partitions {missing[:10]}" + (f": {error}" if error else "")
+                f"no node answered for partitions {missing[:10]}"
+                + (f": {error}" if error else "; start a SuperNode for each")
             )
         return cls(answers, known=True, foreign=foreign, protects=foreign)
 

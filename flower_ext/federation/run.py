@@ -255,8 +255,8 @@ class Run:
         """Refuse a model, such as a checkpoint's, whose arrays differ from the first model's."""
         if {name: (array.shape, array.dtype) for name, array in model.items()} != self._shared:
             raise InvalidValue(
-                f"the model differs from the run's first one: arrays {sorted(model)}, expected "
-                f"{sorted(self._shared)} with the same shapes and types"
+                f"the model has the arrays {sorted(model)}: expected {sorted(self._shared)}, with "
+                "the shapes and types of the run's first model"
             )
 
     @property
@@ -277,7 +277,7 @@ class Run:
 
     @property
     def method_state(self) -> State:
-        """The method's state, which is the initial one before the first round."""
+        """The method's state; before the first round, its initial state."""
         if self.state is None:
             self.state = self.method.init(self.model, self.plan.sampling.population)
         return self.state

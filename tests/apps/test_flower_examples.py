@@ -127,7 +127,7 @@ def test_a_clipping_mod_of_the_former_strategy_is_to_be_taken_out(mod):
     fixed = DifferentialPrivacyClientSideFixedClipping(fed_avg(), 1.0, 1.0, CLIENTS)
     start(InProcessGrid(app, CLIENTS), fixed)
     strategy = FederatedStrategy(DPFedAvg(), plan(noise_placement="server"))
-    said = f"take the mods of the former strategy out of ClientApp.*{mod} requires"
+    said = f"remove mods that belong to a different strategy from ClientApp.*{mod} requires"
     with pytest.raises(FederationNotReady, match=said):
         run(app, strategy)
     assert strategy.participations.rounds == 0
@@ -140,7 +140,7 @@ def test_local_noise_of_flower_breaks_evaluation_alone():
     result = start(InProcessGrid(app, CLIENTS), strategy)
     assert result.evaluate_metrics_clientapp == {}
     assert len(strategy.refusals) == 2 * CLIENTS
-    assert all("take the mods of the former strategy out" in text for text in strategy.refusals)
+    assert all("mods that belong to a different strategy" in text for text in strategy.refusals)
     assert strategy.participations.rounds == 2
 
 

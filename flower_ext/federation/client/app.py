@@ -179,7 +179,7 @@ def answer_all(
 def _answer(app: ClientApp, message: Message, context: Context) -> Message:
     is_ours = isinstance(app, CohortApp)
     if not is_ours and not private.answers(app, message.metadata.message_type):
-        # Another project's app: the server is finding out if it uses this package.
+        # Another project's app: the server asks whether it uses this package.
         unknown = Error(code=CLIENT_APP_RAISED, reason=REASON_WITHHELD)
         return Message(unknown, reply_to=message)
     # Messages may share their records, and another project's app may write into what it gets.
