@@ -247,8 +247,12 @@ def _mean_or_worst(scores: Iterable[float]) -> float:
 
 
 def _check_same(run: RunDirectory, config: Config) -> None:
-    """Refuse a run with different settings; the app chooses and records its own empty values."""
-    other = [n for n, value in config.items() if value != "" and run.config.get(n) != value]
+    """Refuse a run with different settings; the app chooses and records its own empty values.
+
+    The folders do not count, because a run may have been moved or copied from another machine.
+    """
+    compared = {n: v for n, v in config.items() if n not in ("run-directory", "data-folder")}
+    other = [n for n, value in compared.items() if value != "" and run.config.get(n) != value]
     if other:
         raise FileExistsError(
             f"{run.path} holds a run with another {', '.join(other)}: name another output folder"

@@ -7,12 +7,30 @@ neither PyTorch nor the package, which take seconds.
 import gc
 import os
 from logging import Logger, getLogger
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 # Workers of Ray yield to all other processes unless told otherwise; beside tests they would starve.
 os.environ.setdefault("RAY_worker_niceness", "0")
+
+
+def has_room(folder: Path) -> bool:
+    """Return True if tests can write their files to ``folder`` and execute them there.
+
+    A container may have a small folder in memory, or one whose files cannot be executed.
+    """
+    if not (folder.is_dir() and os.access(folder, os.W_OK)):
+        return False
+    system = os.statvfs(folder)
+    free = system.f_bavail * system.f_frsize
+    return free > 2 * 2**30 and not system.f_flag & os.ST_NOEXEC
+
+
+# Runs wait for the disk thousands of times, after each line of a ledger. Memory does not wait.
+if has_room(Path("/dev/shm")):
+    os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", "/dev/shm")
 
 # A worker collects 8,000 tests, none of which is garbage.
 gc.set_threshold(200_000, 20, 20)

@@ -34,6 +34,7 @@ from flower_ext.runs.directory import NotARun
 from tests.support.commands import call
 from tests.support.finished_runs import finished
 from tests.support.grids import grid
+from tests.support.imported_anew import run_anew
 
 FACTS = ["--population", "100", "--sampling-rate", "0.1", "--rounds", "60"]
 
@@ -321,7 +322,8 @@ def version(name):
 metadata.version = version
 import flower_ext.algorithms, flower_ext.federation, flower_ext.runs
 """
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+    done = run_anew(code)
+    assert done.returncode == 0, done.stderr
 
 
 def test_resuming_what_is_no_run_fails(tmp_path):

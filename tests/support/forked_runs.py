@@ -1,7 +1,7 @@
 """Runs of commands as forks of the test's process, which has imported everything already.
 
-A new Python imports for four seconds of the processor before it runs an app. The tests in
-`tests.cli.test_ending` start commands and runs as new processes.
+A new Python imports for four seconds of the processor before it runs an app. Commands and runs that
+a signal ends, in `tests.cli.test_ending`, are new processes.
 """
 
 from __future__ import annotations

@@ -114,10 +114,10 @@ def test_each_part_of_a_user_counts_by_its_weight(placement, weighting, weight):
     assert norms == pytest.approx(steps(weight, 3), rel=0.02)
 
 
-@pytest.mark.parametrize("begin", [0.02, pytest.param(50.0, marks=pytest.mark.full)])
+@pytest.mark.parametrize("begin", [0.2, pytest.param(5.0, marks=pytest.mark.full)])
 def test_the_norm_finds_the_median_of_users_parts(begin):
     clipping = adaptive(initial=begin, learning_rate=1.0)
-    norms, _ = start(clipping, 25, weighting="by-records")
+    norms, _ = start(clipping, 12, weighting="by-records")
     assert norms[-1] == pytest.approx(np.median(LENGTHS), rel=0.25)
 
 

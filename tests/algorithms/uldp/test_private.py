@@ -3,8 +3,6 @@
 import json
 import re
 import stat
-import subprocess
-import sys
 from dataclasses import dataclass, replace
 from itertools import product
 
@@ -40,6 +38,7 @@ from flower_ext.secure.weighting.encoding import from_residue
 from flower_ext.secure.weighting.paillier_server import PaillierServer
 from flower_ext.secure.weighting.paillier_silo import PaillierOpenSum, PaillierSilo
 from tests.support.grids import grid as grid_of
+from tests.support.imported_anew import run_anew
 from tests.support.plans import mechanism_of
 from tests.support.private_silos import (
     EVERY,
@@ -859,7 +858,7 @@ def test_without_the_extra_the_error_says_what_to_install():
         "print(uldp.UldpAvg)\n"
         "uldp.weighted_sum()\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    done = run_anew(code, "phe")
     assert done.returncode == 1
     assert "UldpAvg" in done.stdout  # the other sums work without it
     assert "pip install 'flower-ext[weighting]'" in done.stderr

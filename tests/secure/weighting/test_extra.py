@@ -3,6 +3,8 @@ import sys
 
 import pytest
 
+from tests.support.imported_anew import run_anew
+
 
 @pytest.mark.parametrize("missing", ["phe", "gmpy2", "nacl"])
 def test_without_the_extra_the_error_says_what_to_install(missing):
@@ -11,7 +13,7 @@ def test_without_the_extra_the_error_says_what_to_install(missing):
         "from flower_ext.secure.weighting.protocol import load_protocol\n"
         "load_protocol('paillier')"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    done = run_anew(code, missing)
     assert done.returncode != 0
     assert f"private weighting needs {missing}: pip install 'flower-ext[weighting]'" in done.stderr
 
