@@ -25,7 +25,7 @@ METRICS = {4: "accuracy_pooled", 5: "accuracy_pooled", 6: "accuracy_pooled", 7: 
 
 
 def mean(values: Sequence[float], digits: int = 3) -> str:
-    """Return mean and sample standard deviation; a dash without values."""
+    """Return the mean and the sample standard deviation as text; a dash if there are no values."""
     return mean_and_std(values, digits=digits) if values else "–"
 
 

@@ -225,7 +225,10 @@ def bytes_record(name: str, data: bytes) -> ArrayRecord:
 
 
 def single_message(arrays: Arrays, *names: str) -> tuple[str, bytes]:
-    """Return name (one of ``names``) and bytes of the array of a record of `bytes_record`."""
+    """Return the name and the bytes of the only array in a record that `bytes_record` made.
+
+    Refuse any other number of arrays, an array that is not bytes, and a name not in ``names``.
+    """
     with knowing_no_data():
         if len(arrays) == 1:
             ((name, array),) = arrays.items()

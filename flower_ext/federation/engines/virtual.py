@@ -126,8 +126,9 @@ class VirtualGrid(ClientGrid):
     ) -> list[Mapping[int, Sequence[Message]]]:
         """Divide messages into exchanges; return the messages of each exchange by node.
 
-        An exchange sends one packed message, of about ``most`` messages, to each node and waits for
-        the replies. No exchange asks a client twice.
+        An exchange sends one packed message to each node and waits for the replies. If no client
+        has two messages, a packed message holds at most ``most`` messages; otherwise it may hold a
+        few more. No exchange asks a client twice.
         """
         exchanges: dict[int, dict[int, list[Message]]] = defaultdict(lambda: defaultdict(list))
         earlier: Counter[int] = Counter()

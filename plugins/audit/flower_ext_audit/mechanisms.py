@@ -73,7 +73,10 @@ _record_plan = partial(RecordLevelPlan, sampling=FullParticipation(1), num_examp
 def release_plans(
     sampling: Sampling, *, noise_multiplier: float = 0.5, **options: Any
 ) -> Callable[[float, int], ReleasePlan]:
-    """Return a function of a factor on ``noise_multiplier`` and a number of rounds."""
+    """Return a function that makes plans of this kind.
+
+    It takes a factor for ``noise_multiplier``, and the number of rounds.
+    """
     return lambda noise, rounds: ReleasePlan(
         sampling=sampling,
         clipping_norm=1.0,
