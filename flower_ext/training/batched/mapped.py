@@ -66,10 +66,11 @@ class _Pass:
 class MappedModel:
     """K models of any architecture that `torch.vmap` supports.
 
-    The class changes the layers of ``model``, and does not use its parameters. With
-    ``by_products``, it computes convolutions as products of matrices. That is the default on
-    accelerators, where convolutions of many groups are slow. The constructor refuses a model with a
-    layer in which the numbers of each of the K models would depend on the others.
+    The constructor replaces the ``forward`` methods of layers of ``model``. The parameters of
+    ``model`` have no effect. With ``by_products``, convolutions are computed as products of
+    matrices. That is the default on accelerators, where convolutions of many groups are slow. The
+    constructor refuses a model with a layer in which the K models would change each other's
+    numbers.
     """
 
     fewest = 5
@@ -320,7 +321,10 @@ def _pool(
 
 
 def _padding(layer: nn.Conv2d) -> tuple[int, ...]:
-    """Return rows and columns of zeros on each side of an image; a string means "valid"."""
+    """Return the numbers of rows and columns of zeros that pad each side of an image.
+
+    If the layer's padding is a string, it is "valid", which means no padding.
+    """
     return (0, 0) if isinstance(layer.padding, str) else layer.padding
 
 

@@ -1,7 +1,7 @@
-"""The form that trains models in stacks of any size, with one backward pass for all its models.
+"""The form that trains models in stacks of any size, with one backward pass for a whole stack.
 
-SGD and SAM run on padded mini-batches. Each parameter of all models is one tensor. Each job keeps
-its own model, examples, settings, terms and batch order.
+SGD and SAM run on padded mini-batches. One tensor holds the values of a parameter in all models.
+Each job keeps its own model, examples, settings, terms and batch order.
 """
 
 from __future__ import annotations
@@ -153,7 +153,10 @@ class Stack:
         self.models.gradient(everything, batch.x, loss, targets, draws)
 
     def _loss(self, batch: MiniBatches, factors: Tensor | None) -> BatchLoss:
-        """Return the function that sums, over jobs, factor (or 1) · mean loss without padding."""
+        """Return a function that sums the jobs' mean losses, each multiplied by its factor.
+
+        The means leave out padding. Without ``factors``, each factor is 1.
+        """
         _, y, counts = batch
         number = self.numbers(counts).unsqueeze(1)
         real = torch.arange(y.shape[1], device=self.device) < number
@@ -308,7 +311,7 @@ def together(task: Task, job: Job, memory_limit: int) -> int:
 def _activations(
     build: Callable[[], nn.Module], shape: torch.Size, dtype: torch.dtype, *, by_products: bool
 ) -> int:
-    """Return how many numbers an example and the outputs of all layers for it have together.
+    """Return how many numbers one example and all layers' outputs for this example consist of.
 
     ``by_products`` also counts the patches that each kernel of a convolution multiplies.
     """
@@ -331,7 +334,7 @@ def _activations(
 
 
 def first_models(params: Mapping[str, Tensor], active: int) -> Params:
-    """Return views of the first ``active`` jobs."""
+    """Return views of the parameters of the first ``active`` jobs."""
     return {name: p[:active] for name, p in params.items()}
 
 
@@ -343,7 +346,7 @@ def per_model(values: Tensor, like: Tensor) -> Tensor:
 def _add_terms(
     slopes: Params, terms: Mapping[str, tuple[Tensor, Tensor]], point: Mapping[str, Tensor]
 ) -> None:
-    """Add the gradient at ``point`` of the ``terms`` that `Stack.terms` returns to ``slopes``."""
+    """Add to ``slopes`` the gradient at ``point`` of ``terms``, as `Stack.terms` returns them."""
     for name, (factor, offset) in terms.items():
         active = len(point[name])
         slopes[name].addcmul_(per_model(factor[:active], point[name]), point[name])
