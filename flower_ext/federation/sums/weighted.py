@@ -121,7 +121,7 @@ class WeightedSum(Summation):
         self.disclosures = protocol.disclosures
         self._num_silos = 0
         self.keys_lost = False
-        """True if all silos must set up new keys before the next round: some keys may be lost."""
+        """True if a silo may have lost its keys; the next round then begins with a new set-up."""
         self.spoiled: int | None = 0
         """Number of sums so far if all were spoiled; None after a sum that was not spoiled."""
 

@@ -166,7 +166,7 @@ class ConstantStack(Stack):
         return self._ended
 
     def batches(self) -> Iterator[MiniBatches]:
-        """Yield the mini-batches of jobs that still train; the first job's copies fill the stack."""
+        """Yield mini-batches of the jobs that still train; copies of the first fill the stack."""
         before = len(self.jobs)
         for x, y, counts in super().batches():
             self._end(slice(len(x), before))

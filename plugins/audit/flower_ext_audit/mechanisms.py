@@ -118,7 +118,10 @@ _RATE = 1e-2
 
 
 def _adaptive_plans(sampling: Sampling, **options: Any) -> Callable[[float, int], ReleasePlan]:
-    """Return `release_plans` with an adaptive norm; half of the privacy pays for its counts."""
+    """Return `release_plans` with an adaptive norm.
+
+    Half of the privacy loss comes from the counts by which the norm adapts.
+    """
     fixed = release_plans(sampling, **options)
 
     def plan(noise: float, rounds: int) -> ReleasePlan:
@@ -136,8 +139,8 @@ def _sided_score(*, silos: int = 1, partitions: Sequence[int] | None = None) -> 
     It adds up what three values reveal of the canary: the update, the entry `SIDE` that is sent
     with it, and the clipping norm of the next round.
     """
-    # The canary's entry at `SIDE` is as long as its update, and `axes` has length √2. The next norm
-    # reveals this entry.
+    # The canary's entry at `SIDE` has the same norm as its update, and `axes` has the norm √2. The
+    # next clipping norm reveals this entry.
     norm = 2 * math.sqrt(2) / _RATE / silos
     direction = {**axes(SIZE), SIDE: np.array([-math.sqrt(2)]), NEXT_NORM: np.array([norm])}
     return projected(direction, signs=(1.0, -1.0), partitions=partitions)
