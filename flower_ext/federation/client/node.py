@@ -121,7 +121,7 @@ class NodePolicy:
         if self.context.node_config.get("require-secure-sum") and not in_sum:
             raise _forbidden(
                 f"the server asks for {message} outside a secure sum: the owner of this node "
-                "requires require-secure-sum=true"
+                "set require-secure-sum=true"
             )
 
     def check_forgetting(self) -> None:

@@ -55,7 +55,9 @@ class Workers:
     ) -> None:
         require_at_least_one("workers", count)
         if count > 1 and "fork" not in multiprocessing.get_all_start_methods():
-            raise InvalidValue(f"workers={count!r}: this system cannot fork processes; expected 1")
+            raise InvalidValue(
+                f"workers={count!r}: expected 1, because this system cannot fork processes"
+            )
         self.count, self._answer, self._contexts = count, answer, contexts
         # Clients with neighbouring numbers share a process. A cohort is sorted, so it begins with
         # the clients of this process, whose replies come first.

@@ -24,7 +24,8 @@ from flower_ext.privacy.mechanisms.updates import as_float64, in_float64, l2_nor
 from flower_ext.privacy.run_summary import MethodTraits
 
 _ROUNDING = 1.0001
-"""Tolerance for rounding to the precision of uploads, which is single precision or wider."""
+"""Factor on the largest norm of an upload. It allows for the rounding of uploads to single
+precision or a wider one."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -116,7 +116,10 @@ class MappedModel:
             return partial(_pool, layer.forward, by_channel=not self._by_products)
         if isinstance(layer, nn.Embedding) and layer.padding_idx is not None:
             if layer.max_norm is not None or layer.scale_grad_by_freq:
-                raise InvalidValue(f"{layer} cannot be stacked")
+                raise InvalidValue(
+                    f"{layer} cannot be stacked: expected padding_idx without max_norm and "
+                    "without scale_grad_by_freq"
+                )
             return _look_up
         return None
 
@@ -163,7 +166,7 @@ class MappedModel:
         return _for_all_models(compute, x, layer.weight, layer.bias)
 
     def _multiply_patches(self, name: str, layer: nn.Conv2d, x: Tensor) -> Tensor:
-        """Convolve by the product of all patches of the images with the kernels."""
+        """Compute a convolution as the product of the images' patches and the kernels."""
         if x.dim() != 4:
             return nn.Conv2d.forward(layer, x)
         weight, bias = (self._pass.target(f"{name}.{p}".lstrip(".")) for p in ("weight", "bias"))

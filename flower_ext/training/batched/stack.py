@@ -203,11 +203,14 @@ class Stack:
                 yield MiniBatches(x[real], y[real], counts)
 
     def numbers(self, values: Sequence[float]) -> Tensor:
-        """Return one number for each job, in the type of the weights."""
+        """Return ``values``, one number for each job, as a tensor with the weights' type."""
         return torch.tensor(values, dtype=self.dtype, device=self.device)
 
     def terms(self) -> dict[str, tuple[Tensor, Tensor]]:
-        """Return (factor, offset) by name: the gradient of terms at w is factor · w + offset."""
+        """Return a pair (factor, offset) for each parameter, by name.
+
+        The gradient of the jobs' terms at w is factor · w + offset.
+        """
         if not any(job.objective for job in self.jobs):
             return {}
         slopes = torch.zeros(len(self.jobs), dtype=self.dtype, device=self.device)
@@ -232,7 +235,7 @@ class _Rows:
         self.joined = None if device.type == "cpu" else torch.cat([*tensors]).to(device)
 
     def selected(self, epoch: Sequence[Sequence[Tensor]]) -> Tensor:
-        """Return the mini-batches with the row numbers in ``epoch``: (jobs, steps, rows, …).
+        """Return the mini-batches of an epoch as a tensor of shape (jobs, steps, rows, …).
 
         ``epoch`` holds for each job, and for each of its steps, the row numbers of a mini-batch.
         """

@@ -1,4 +1,4 @@
-"""A linear problem for audits, whose updates are known for every model.
+"""A linear problem for audits: its updates are known in advance.
 
 The model and its loss are linear, so every record pulls the model by a fixed amount, whatever the
 model is, and an update is the sum of these pulls. The canary pulls with a force far above every
@@ -89,7 +89,7 @@ class LinearMechanism:
     """Makes the ClientApp; by default the strategy's own."""
     metrics: Mapping[str, Callable[[Tensor, Tensor], float]] = field(default_factory=dict)
     score: Score | None = None
-    """By default `projected` on the direction in which the canary pulls."""
+    """The adversary's score; by default, `projected` on the direction in which the canary pulls."""
     rounds: int = 1
     """Smallest number of rounds of an experiment with this mechanism."""
 

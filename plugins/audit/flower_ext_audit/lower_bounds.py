@@ -171,7 +171,10 @@ def _proved(without: Scores, present: Scores, terms: BoundTerms, value: Value) -
 
 
 def _held_out(without: Scores, present: Scores) -> tuple[Pair, Pair]:
-    """Divide both worlds' trials into a pair that chooses the threshold, and one that tests it."""
+    """Divide each world's trials into two parts: one chooses the threshold, the other tests it.
+
+    Return a pair (without, present) of first parts, and a pair of second parts.
+    """
     choosing, testing = [], []
     for name, scores in (("without", without), ("present", present)):
         trials = np.asarray(scores, dtype=np.float64)

@@ -63,7 +63,8 @@ DELTA = 1e-5
 _MODELS = (AdversaryView.RELEASED_MODELS,)
 _HONEST_SUM = SecureSum(colluding=0.0, dropouts=0.0)
 _BACKWARDS, _FORWARDS = [client_data(-HUGE, 0.0)], [client_data(HUGE, 0.0)]
-"""Two data sets of one client: one of its two records pulls the model back, or forwards."""
+"""Two data sets of one client, each of two records. The first record pulls the model backwards in
+one data set, and forwards in the other."""
 _OTHER_USERS = silo_data([1, 2], [0.0, 0.0])
 """A silo of two users whose records do not pull."""
 

@@ -79,7 +79,7 @@ class ScheduleSettings(Settings):
 
     @property
     def target_delta(self) -> float:
-        """The setting ``delta``, or 1/|D|."""
+        """The setting ``delta``; if it is not set, 1/|D|, where |D| is ``num_examples``."""
         return self.delta or 1 / self.num_examples
 
     @property
