@@ -14,7 +14,6 @@ from flower_ext.federation.client_level_mod import client_level_dp_mod
 from flower_ext.federation.engines.in_process import InProcessGrid, run_in_process
 from flower_ext.federation.engines.virtual import VirtualGrid, clients_of
 from flower_ext.federation.exchange import Clients
-from flower_ext.federation.flower_accountant import PldAccountant
 from flower_ext.federation.method import Connected, Method, Released, require_usual_server
 from flower_ext.federation.method_state import State
 from flower_ext.federation.population import Cohort, Population
@@ -66,7 +65,6 @@ __all__ = [
     "ModelAverage",
     "OpenSum",
     "Opening",
-    "PldAccountant",
     "Population",
     "Question",
     "RefusedReply",

@@ -28,8 +28,9 @@ from flwr.app import ArrayRecord, Context
 from flwr.serverapp import Grid, NeighboringRelation, PrivacyConfig, SamplingMethod, ServerApp
 from flwr.serverapp.strategy import *
 from flower_ext.algorithms import DPFedAvg
-from flower_ext.federation import FederatedStrategy, PldAccountant
+from flower_ext.federation import FederatedStrategy
 from flower_ext.privacy import FullParticipation, ReleasePlan
+from flower_ext_check.accountant import PldAccountant
 {server_code}
 app = ServerApp()
 

@@ -26,9 +26,10 @@ from flwr.serverapp.strategy import (
 )
 
 from flower_ext import privacy
-from flower_ext.federation import InProcessGrid, PldAccountant, run_in_process
+from flower_ext.federation import InProcessGrid, run_in_process
 from flower_ext.privacy import Budget, Guarantee, Ledger, gaussian_loss
 from flower_ext.privacy.ledger import LedgerCorrupt
+from flower_ext_check.accountant import PldAccountant
 from tests.support.losses import privacy_loss
 
 DELTA, POPULATION = 1e-5, 100
