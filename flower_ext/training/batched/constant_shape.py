@@ -122,7 +122,7 @@ class ConstantShape(Form):
     def groups(self, jobs: Sequence[Job], memory_limit: int) -> Iterator[list[int]]:
         """Yield groups of the jobs of this shape.
 
-        The groups leave out two kinds of jobs, and never because of the other jobs:
+        Two kinds of jobs are left out, whatever the other jobs are:
 
         * a job of which the largest stack would exceed ``memory_limit`` or the processor's caches;
           a stack that exceeds the caches is not faster

@@ -1,7 +1,7 @@
 """The form that trains models in stacks of any size, with one backward pass for a whole stack.
 
-SGD and SAM run on padded mini-batches. One tensor holds the values of a parameter in all models.
-Each job keeps its own model, examples, settings, terms and batch order.
+SGD and SAM run on padded mini-batches. For each parameter, one tensor holds the values in all
+models. Each job keeps its own model, examples, settings, terms and batch order.
 """
 
 from __future__ import annotations
