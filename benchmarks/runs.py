@@ -237,7 +237,7 @@ def standard_error(values: Sequence[float]) -> float:
 
 
 def mean_and_error(values: Sequence[float], digits: int = 4, sign: str = "+") -> str:
-    """Return mean and standard error as text."""
+    """Return the mean and its standard error as text."""
     return f"{statistics.mean(values):{sign}.{digits}f} ± {standard_error(values):.{digits}f}"
 
 

@@ -21,11 +21,11 @@ from flower_ext.runs.page import table
 Panel = Mapping[str, object]
 USERS = {4: (100, 1000), 5: (100, 10_000), 6: (50, 200), 7: (50, 200)}
 SAME_BUDGET = ("ULDP-SGD", "ULDP-AVG")
-METRICS = {4: "accuracy_pooled", 5: "accuracy_pooled", 6: "accuracy_pooled", 7: "concordance_mean"}
+METRICS = {4: "loss_pooled", 5: "accuracy_pooled", 6: "accuracy_pooled", 7: "concordance_mean"}
 
 
 def mean(values: Sequence[float], digits: int = 3) -> str:
-    """Return mean and sample standard deviation; a dash without values."""
+    """Return the mean and the sample standard deviation as text; a dash if there are no values."""
     return mean_and_std(values, digits=digits) if values else "–"
 
 

@@ -122,7 +122,7 @@ FULL = Scale(full=True, seeds=5, all_panels=True)
 
 
 def of_problem(problem: Problem, rounds: int) -> Config:
-    """Return data and length of a run, with about ten evaluations."""
+    """Return the settings of a run's data, and of its ``rounds`` with about ten evaluations."""
     return {
         "dataset": problem.dataset,
         "num-silos": problem.silos,

@@ -121,7 +121,8 @@ class Upcycled(Strategy):
         if not callable(coefficient):
             if not isinstance(coefficient, int | float):
                 raise TypeError(
-                    f"coefficient={coefficient!r}: expected a number or a function of m"
+                    f"coefficient={coefficient!r}: expected a number, or a function that takes m "
+                    "and returns the coefficient of the m-th even round"
                 )
             require_not_negative("coefficient", coefficient)
         self.base, self.coefficient = base, coefficient

@@ -225,9 +225,9 @@ def bytes_record(name: str, data: bytes) -> ArrayRecord:
 
 
 def single_message(arrays: Arrays, *names: str) -> tuple[str, bytes]:
-    """Return the name and the bytes of the only array of a record that `bytes_record` made.
+    """Return the name and the bytes of the only array in a record that `bytes_record` made.
 
-    Refuse any other record, and a name that is not among ``names``.
+    Refuse any other number of arrays, an array that is not bytes, and a name not in ``names``.
     """
     with knowing_no_data():
         if len(arrays) == 1:

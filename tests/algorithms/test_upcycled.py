@@ -718,7 +718,7 @@ def test_a_base_that_is_no_strategy_is_refused():
 
 @pytest.mark.parametrize("bad", ["0.5", None, [0.5]])
 def test_what_is_neither_a_number_nor_a_schedule_is_refused(bad):
-    with pytest.raises(TypeError, match="expected a number or a function of m"):
+    with pytest.raises(TypeError, match="expected a number, or a function that takes m"):
         Upcycled(FedAvg(), bad)
 
 

@@ -181,9 +181,10 @@ def _has_target(table: Table, settings: Settings) -> np.ndarray:
 
 
 def _tests(table: Table, settings: Settings) -> np.ndarray:
-    """Return a mask of the rows whose people test the model.
+    """Return a mask of the table's rows: True for each row that tests the model.
 
-    The choice of people is public, and the same in all silos. It depends on a person's number only.
+    All rows of one person are either for tests or for training. The choice of people is public, and
+    the same in all silos. It depends on a person's number only.
     If it depended on a row's place in the table, a person who leaves would move other people's rows
     between training and tests.
     """

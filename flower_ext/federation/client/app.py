@@ -5,10 +5,10 @@ input from a message. `upload_of` runs them, bounds their results and adds noise
 leaves the client, so no method can forget one of these steps. The memory that a method returns
 cannot reach a reply.
 
-The app can answer for many clients at a time, and then trains them in batches: for a cohort in the
-server's process (`engines.in_process`), or on a node for all clients whose messages a `VirtualGrid`
-packed into one message. Each client has its own partition, state, noise and errors, as if it were
-alone on its node.
+The app can answer for many clients at a time, and then trains them in batches. These clients are a
+cohort in the server's process (`engines.in_process`), or the clients of one node whose messages a
+`VirtualGrid` packed into one message. Each client has its own partition, state, noise and errors,
+as if it were alone on its node.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ Answer = RecordDict | Update | Exception
 class CohortApp(ClientApp):
     """A ClientApp that can also answer for several clients of this process at a time.
 
-    ``cohort_answers`` maps a type of messages to the function that answers for several clients, and
-    ``sides`` a method's name to its client side.
+    ``cohort_answers`` maps each type of message to the function that answers it for several
+    clients. ``sides`` maps each method's name to the method's client side.
     """
 
     def __init__(self) -> None:
@@ -52,8 +52,8 @@ class CohortApp(ClientApp):
     def __call__(self, message: Message, context: Context) -> Message:
         """Answer a message for one client, or a packed message of a `VirtualGrid` for several.
 
-        If a client raises an error, the reply is an error reply of `failed`, whose text reveals
-        nothing about the client's data.
+        If a client raises an error, `failed` makes an error reply, whose text reveals nothing about
+        the client's data.
         """
         if is_packed(message.metadata.message_type):
             answer = partial(answer_packed, answer=partial(answer_all, self))
@@ -72,7 +72,10 @@ class CohortApp(ClientApp):
     def answer(
         self, messages: Sequence[Message], contexts: Sequence[Context], *, memory_limit: int
     ) -> list[Message]:
-        """Return replies in the order of ``messages``, which are all of one known type."""
+        """Return replies in the order of ``messages``.
+
+        All messages have the same type, which is a key of ``cohort_answers``.
+        """
         before = [context.state.copy() if context.state else RecordDict() for context in contexts]
         answer = self.cohort_answers[messages[0].metadata.message_type]
         contents: Sequence[Answer]
@@ -145,7 +148,7 @@ def _answer_alone(
 
 
 def reply_of(message: Message, answer: Error | RecordDict | Update) -> Message:
-    """Return the reply to a message in this process, which is not serialised."""
+    """Return the reply to a message of this process, without serialising the answer."""
     if isinstance(answer, Error):
         return Message(answer, reply_to=message)
     if isinstance(answer, Update):
@@ -179,7 +182,7 @@ def answer_all(
 def _answer(app: ClientApp, message: Message, context: Context) -> Message:
     is_ours = isinstance(app, CohortApp)
     if not is_ours and not private.answers(app, message.metadata.message_type):
-        # Another project's app: the server asks whether it uses this package.
+        # Another project's app: the server is finding out whether the app uses this package.
         unknown = Error(code=CLIENT_APP_RAISED, reason=REASON_WITHHELD)
         return Message(unknown, reply_to=message)
     # Messages may share their records, and another project's app may write into what it gets.

@@ -65,8 +65,9 @@ class ClientWork:
         True if no bit of this client's result may depend on the other trainings in its batch (see
         `train_groups`).
     hidden_sum : Callable[[int, float], HiddenSum | None]
-        Begins this silo's contribution to a `weighted_sum`, and returns None if there is no such
-        sum. Its arguments are the number of users of all silos, and the bound of a user's update.
+        Begins and returns this silo's contribution to a `weighted_sum`; returns None if the server
+        asks for no such sum. The arguments are the number of users in all silos together, and the
+        clipping norm of a user's update.
     draw_users : Callable[[PoissonSampling], list[int]]
         Returns the users that all silos draw for this round; a second call raises an error.
     """
@@ -116,8 +117,9 @@ class ClientWork:
 
         The training adds ``terms`` to the loss. It uses ``examples``, by default all training
         examples of the client. ``solve`` trains the client's job in place of SGD; the ``yield``
-        returns its result. If a training fails, the method usually gets ``params`` in its place.
-        Set ``returns_params=False`` if they cannot replace the result; the method then fails.
+        returns the result of ``solve``. If a training fails, the method usually gets ``params`` in
+        place of the result. Set ``returns_params=False`` if ``params`` cannot replace the result;
+        the method then fails.
         """
         job = Job(
             params=params,
@@ -169,8 +171,9 @@ class LocalResult:
         that update and stores the memory that it returns.
     metrics : Mapping[str, float]
         Numbers that leave the client without noise. They must reveal nothing about the data beyond
-        its size. Clients do not send them under a plan that hides sizes (``tells_sizes=False``),
-        such as a `ReleasePlan` or a `GroupPlan`: a method that needs them sets ``needs_metrics``.
+        its size. Under a plan that hides sizes (``tells_sizes=False``), such as a `ReleasePlan` or
+        a `GroupPlan`, clients do not send these numbers. A method that needs the numbers sets
+        ``needs_metrics``.
 
     Raises
     ------
@@ -193,7 +196,7 @@ class Question:
     """A question that the server asks outside the rounds, and the data to answer it with.
 
     ``values`` are the settings in the question, by name. ``training`` are the phases of local
-    training that it describes, by name. ``draw_fingerprint`` returns the fingerprint of the key by
+    training in the question, by name. ``draw_fingerprint`` returns the fingerprint of the key with
     which silos draw users (see `user_draws`).
     """
 

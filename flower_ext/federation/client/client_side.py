@@ -5,8 +5,9 @@ for a local training, these trainings form one batch (`training.train_each`). If
 uploads, no bit that one client sends depends on the other clients: not on their data, their errors
 or their presence.
 
-A record in a question's message names its kind: a question of the method, a step of a masked or a
-weighted sum, the frozen part of the model, or otherwise what the client remembers.
+The names of the records in a question's message determine the kind of question: a question of the
+method, a step of a masked or a weighted sum, or a question about the frozen part of the model. A
+message without such a record asks about the client's memory.
 """
 
 from __future__ import annotations

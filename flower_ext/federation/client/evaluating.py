@@ -39,8 +39,9 @@ def used_model(work: ClientWork) -> Steps[Params]:
 
 
 def scores_of(work: ClientWork, *, training: bool) -> Steps[dict[str, float]]:
-    """Return the scores of the client's model on its test examples; none without such examples.
+    """Return the scores of the client's model on its test examples, by name.
 
+    The result is empty if the client has no test examples.
     With ``training``, the scores include the loss on the client's training examples.
     """
     model = yield from used_model(work)
@@ -116,7 +117,8 @@ def masked_vector(query: VectorQuery, assignment: Assignment) -> RecordDict:
             )
         entries = {**request.entries, "number": request.entries["query"]}
         noise = policy.noise(entries, f"{OF_QUERY} {query.name}")
-    # `released` clips to the norm that the noise is for, whatever norm the query names.
+    # `released` clips to the protection's norm, for which the noise is calibrated, and not to the
+    # norm in the query.
     cells = protection.released({"vector": vector}, noise)
     method = assignment.work.method.name
     sent = masked.seal(cells, protection, request.sums, policy.context, method)

@@ -38,11 +38,11 @@ class NodePolicy:
 
     * ``require-secure-noise=true``: the client refuses settings that protect nobody, such as seeded
       noise.
-    * ``least-noise-multiplier=0.1``: the smallest standard deviation of the noise that the client
-      itself adds when it trains, in clipping norms: to its upload, or to each step's sum under
-      `ClipSteps`. The client then refuses to train under a plan by which it adds no such noise,
-      and under one whose noise is not Gaussian, such as objective perturbation, because such noise
-      has no noise multiplier. Evaluations need no noise.
+    * ``least-noise-multiplier=0.1``: the client refuses to train with less noise. The value is the
+      standard deviation, in clipping norms, of the noise that the client itself adds: to its
+      upload, or under `ClipSteps` to the sum of each step. The client also refuses noise that is
+      not Gaussian, such as objective perturbation, because such noise has no noise multiplier.
+      Evaluations need no noise.
     * ``require-secure-sum=true``: the client sends values that depend on its data only in secure
       sums.
     * ``keep-memory=true``: the client refuses if the server asks it to delete what it remembers.
@@ -97,7 +97,10 @@ class NodePolicy:
         return self.noise(request.entries, OF_UPLOADS)
 
     def check(self, protection: Protection) -> None:
-        """Refuse training with less noise than the node's owner requires, or incomparable noise."""
+        """Refuse training with less noise than the node's owner requires.
+
+        If the owner requires noise, also refuse noise that has no noise multiplier.
+        """
         least = float(self.context.node_config.get("least-noise-multiplier", 0.0))
         multiplier = protection.noise_multiplier
         if multiplier is None and least != 0:
@@ -105,7 +108,8 @@ class NodePolicy:
                 f"the server asks for {type(protection).__name__}, whose noise has no multiplier: "
                 f"the owner of this node requires least-noise-multiplier={least:g}"
             )
-        # Rounding may make a share of the noise a little smaller than the least, if both are equal.
+        # Rounding may make this client's share of the noise a little smaller than the least noise,
+        # although the two are meant to be equal.
         if multiplier is not None and not multiplier >= least * (1 - _ROUNDING):
             raise PermissionError(
                 f"the server asks for a noise multiplier of {multiplier:g} on this client's "
@@ -117,7 +121,7 @@ class NodePolicy:
         if self.context.node_config.get("require-secure-sum") and not in_sum:
             raise _forbidden(
                 f"the server asks for {message} outside a secure sum: the owner of this node "
-                "requires require-secure-sum=true"
+                "set require-secure-sum=true"
             )
 
     def check_forgetting(self) -> None:

@@ -33,7 +33,7 @@ NO_DATA = SiloData(train=_NONE, test=_NONE, owners=torch.empty(0, dtype=torch.in
 
 @dataclass(kw_only=True)
 class Assignment:
-    """One client's work, and all that the client side needs around it and no method sees."""
+    """One client's work, with everything that the client side needs but no method may see."""
 
     work: ClientWork
     """The input of the method."""
@@ -42,7 +42,7 @@ class Assignment:
     policy: NodePolicy
     """The client's node, and limits that its owner sets."""
     store: ClientMemory | None
-    """Where the client keeps what the method returns as memory; None if it keeps none."""
+    """The store for the memory that the method returns; None if the method keeps no memory."""
 
 
 def assign(

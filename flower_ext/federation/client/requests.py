@@ -103,7 +103,7 @@ def read_each(
 
 
 def _request(task: Task, message: Message, params: dict[int, Params]) -> ClientRequest:
-    """Return the request in a message. ``params`` keeps the arrays of each record by its id."""
+    """Return the request in a message; keep the arrays of each record in ``params``, by its id."""
     content = message.content
     arrays_of = records.of_kind(content, ArrayRecord)
     sums = {n: records.to_arrays(arrays_of.pop(n)) for n in _OF_SUMS if n in arrays_of}

@@ -190,7 +190,7 @@ def _metrics(
         size = len(work.data.train) if agreed is None else agreed
         metrics |= {"num-examples": size, **result.metrics}
     if entries.get("diagnostics"):
-        # By how much the client would move the model, before clipping and noise.
+        # The distance by which the client would move the model, before clipping and noise.
         if isinstance(contribution, Mapping):
             whole = protection.bounds_models
             moved = difference(contribution, received) if whole else contribution

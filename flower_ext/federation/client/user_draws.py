@@ -27,8 +27,8 @@ def draw_users(
 ) -> list[int]:
     """Return the users of training round ``number``, in ascending order.
 
-    ``run`` is the run's name, and Flower's run id, which is new in a resumed run. Raise a
-    `ProtocolError` if this silo drew the users of this round, or of a later one, before.
+    ``run`` consists of the run's name and Flower's run id, which is new in a resumed run. Raise a
+    `ProtocolError` if this silo has already drawn the users of this round or of a later one.
     """
     key = _key_of(task, vault)
     if number <= (newest := int.from_bytes(vault.load() or b"")):

@@ -128,16 +128,17 @@ class InProcessGrid(ClientGrid):
         return chain(first, chain.from_iterable(replies), self._judge_errors(messages, errors))
 
     def _judge_errors(self, messages: Sequence[Message], before: int) -> Iterator[Message]:
-        """Yield nothing; log an error if clients hid as many errors as there are messages.
+        """Yield nothing; log an error if clients hid at least as many errors as there are messages.
 
-        ``before`` is the number of hidden errors before these messages. The server of a deployment
-        must not learn this number, but here the clients have the same operator.
+        ``before`` is the number of errors that clients hid before these messages. The server of a
+        deployment must not learn this number. In this process, one person runs server and clients.
         """
         kinds, errors = {m.metadata.message_type for m in messages}, failures.hidden_errors.total()
         if kinds - self._failed and errors - before >= len(messages):
             self._failed |= kinds
             text = (
-                "%d clients hid %d errors in answers to %s, so the result is probably noise alone"
+                "%d clients hid %d errors in answers to %s, so the result is probably noise alone: "
+                "see the clients' errors in the log above"
             )
             failures.log.error(text, len(messages), errors - before, *kinds)
         yield from ()

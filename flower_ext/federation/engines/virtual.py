@@ -37,7 +37,7 @@ def replies_in_memory(message: Message, memory_limit: int) -> int:
 
 
 def clients_of(grid: Grid, clients_per_node: int) -> Grid:
-    """Return a grid with ``clients_per_node`` clients (0 means 1) on each node of ``grid``."""
+    """Return a grid with ``clients_per_node`` clients on each node of ``grid``; 0 means 1."""
     return grid if clients_per_node in (0, 1) else VirtualGrid(grid, clients_per_node)
 
 
@@ -112,8 +112,8 @@ class VirtualGrid(ClientGrid):
     ) -> Iterable[Message]:
         """Ask all clients, and yield their replies. If a node is silent, so are all its clients.
 
-        If the replies of all clients of a node do not fit into memory, the grid asks some of these
-        clients at once, and others when the caller has taken the replies of the first.
+        If the replies of all clients of a node do not fit into memory, the grid first asks as many
+        of these clients as fit. It asks the next ones when the caller has taken the first replies.
         """
         messages = list(messages)
         most = replies_in_memory(messages[0], MEMORY_LIMIT) if messages else 1
@@ -126,8 +126,9 @@ class VirtualGrid(ClientGrid):
     ) -> list[Mapping[int, Sequence[Message]]]:
         """Divide messages into exchanges; return the messages of each exchange by node.
 
-        An exchange sends one packed message, of about ``most`` messages, to each node and waits for
-        the replies. No exchange asks a client twice.
+        An exchange sends one packed message to each node and waits for the replies. If no client
+        has two messages, a packed message holds at most ``most`` messages; otherwise it may hold a
+        few more. No exchange asks a client twice.
         """
         exchanges: dict[int, dict[int, list[Message]]] = defaultdict(lambda: defaultdict(list))
         earlier: Counter[int] = Counter()

@@ -1,9 +1,9 @@
 """Worker processes that each answer for a part of the clients, so that one run uses many cores.
 
 The server's process forks the worker processes, so they share the objects that it has loaded. A
-client with a state stays in its process for the whole run. A client without a state goes to a
-process with less work than others. Each process has one thread, because many small trainings gain
-more from processes than from threads.
+client with a state stays in its process for the whole run. A client without a state goes to its
+usual process, or to the process with the least work if the usual one has its share already. Each
+process has one thread, because many small trainings gain more from processes than from threads.
 
 Worker processes only train. The server alone checks, bounds and adds each update, in the order of
 partitions, and then discards the update. Memory therefore stays bounded, and no bit of the sum
@@ -43,8 +43,8 @@ class WorkerLost(FlowerExtError, RuntimeError):
 class Workers:
     """The server's process and its workers, which start when the first messages are sent.
 
-    ``count`` is the number of processes, including this one. ``answer`` returns replies for clients
-    whose ``contexts``, by node id, are in the process that calls it.
+    ``count`` is the number of processes, including this one. ``answer`` runs clients in the process
+    that calls it, and returns their replies. ``contexts`` has each client's context by its node id.
     """
 
     def __init__(
@@ -55,7 +55,9 @@ class Workers:
     ) -> None:
         require_at_least_one("workers", count)
         if count > 1 and "fork" not in multiprocessing.get_all_start_methods():
-            raise InvalidValue(f"workers={count!r}: this system cannot fork processes; expected 1")
+            raise InvalidValue(
+                f"workers={count!r}: expected 1, because this system cannot fork processes"
+            )
         self.count, self._answer, self._contexts = count, answer, contexts
         # Clients with neighbouring numbers share a process. A cohort is sorted, so it begins with
         # the clients of this process, whose replies come first.
@@ -116,7 +118,7 @@ class Workers:
         shares: list[list[Message]] = [[] for _ in range(self.count)]
         for node in self._homes.keys() & by_node:
             shares[self._homes[node]] += by_node.pop(node)
-        # Clients with a state have no choice of process; the others even out the shares.
+        # A client with a state cannot change its process, so the other clients even out the shares.
         part = math.ceil(len(messages) / self.count)
         for node in list(by_node):
             if len(usual := shares[self._usual[node]]) < part:
@@ -126,7 +128,7 @@ class Workers:
         return shares
 
     def _with_state(self, messages: Sequence[Message]) -> list[int]:
-        """Return the receivers of ``messages``, by node id, whose states are in this process."""
+        """Return the node ids of those receivers of ``messages`` whose state is in this process."""
         nodes = [message.metadata.dst_node_id for message in messages]
         return [node for node in nodes if self._contexts[node].state]
 
@@ -270,7 +272,7 @@ class _Channel:
         self.connection, self._memory = connection, memory
 
     def share(self, content: object) -> None:
-        """Send an object whose large arrays go through the file."""
+        """Send an object: its large arrays through the file, the rest through the connection."""
         buffers: list[pickle.PickleBuffer] = []
         outline = pickle.dumps(content, protocol=5, buffer_callback=buffers.append)
         parts, end = [buffer.raw() for buffer in buffers], 0

@@ -65,7 +65,7 @@ class Checkpoints:
         self.repeats = repeats
         self.run_id = (directory.id if directory is not None else "") or uuid4().hex
         self.open: BegunRound | None = None
-        """The round that the server began, until its uploads are counted."""
+        """The round that began and whose uploads are not counted yet; None if there is none."""
 
     def begin(self, begun: BegunRound) -> None:
         """Write to disk which units' data the next training round will use.
@@ -126,7 +126,7 @@ class Checkpoints:
             return []
         file = self._folder() / BEGUN
         lines = whole_lines(file)
-        if file.exists():  # drop a torn last line: the server asked nobody before it was whole
+        if file.exists():  # drop a torn last line: no client was asked before it was whole
             write_whole(file, b"".join(line + b"\n" for line in lines))
         abandoned: dict[int, BegunRound] = {}
         for entry in map(json.loads, lines):

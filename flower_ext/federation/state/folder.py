@@ -54,7 +54,11 @@ class Damaged(InvalidValue):
 
 @dataclass(frozen=True, kw_only=True)
 class StateFolder:
-    """Files that only their owner can read, each written whole or not at all."""
+    """A folder of files that only their owner can read; each is written whole or not at all.
+
+    ``path`` is the folder. If ``sync`` is True, a file that was written survives a loss of power.
+    ``key`` encrypts all files; without a key, they are not encrypted.
+    """
 
     path: Path
     sync: bool
@@ -87,7 +91,7 @@ class StateFolder:
     def read(self, name: str) -> bytes | None:
         """Return a file's content, or None if there is no such file.
 
-        The file is `Damaged` if it was altered, moved or encrypted with another key.
+        Raise `Damaged` if the file was altered, moved or encrypted with another key.
         """
         file = self.path / name
         try:
@@ -186,7 +190,10 @@ def pack(values: Mapping[str, Any], arrays: Mapping[str, Mapping[str, np.ndarray
 
 
 def unpack(content: bytes) -> Packed:
-    """Return the values and arrays that `pack` put into these bytes, unless they are `Damaged`."""
+    """Return the values and arrays that `pack` put into ``content``.
+
+    Raise `Damaged` if the checksum does not match.
+    """
     body = content[_START:]
     if content[:_START] != _MAGIC + hashlib.sha256(body).digest():
         raise Damaged("torn or altered: the checksum does not match the content")

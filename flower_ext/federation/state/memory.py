@@ -38,7 +38,7 @@ _PERMANENT = "permanent"
 
 _SECRETS_SECONDS = 24 * 60 * 60
 """Age in seconds at which a run's secrets are removed when another run begins. Younger secrets may
-be those of a run in progress: it stores them anew in each round that the client takes part in."""
+belong to a run in progress, which stores its secrets anew in each round of the client."""
 
 
 class ClientMemory:
@@ -67,8 +67,8 @@ class ClientMemory:
     def load(self, before: int | None = None) -> Params | None:
         """Return the newest memory that a training round below ``before`` stored; None if none did.
 
-        If the memory is in a context's state, return the newest memory of all rounds. A file is
-        `Damaged` if it was altered or encrypted with another key.
+        If the memory is in a context's state, return the newest memory of all rounds. Raise
+        `Damaged` if the memory's file was altered or encrypted with another key.
         """
         if not (version := self.newest(before)):
             return None
@@ -84,7 +84,7 @@ class ClientMemory:
     def store(
         self, params: Mapping[str, Tensor], version: int = 1, *, and_before: bool = False
     ) -> None:
-        """Store ``params`` as what this client remembers after training round ``version``.
+        """Store ``params`` as this client's memory after training round ``version``.
 
         A folder also keeps the two previous versions. A context's state keeps one previous version
         if ``and_before`` is True, and none otherwise. All other versions are deleted. After an
@@ -162,7 +162,8 @@ class ClientVault:
     def outlives_process(self) -> bool:
         """True if the owner names a folder, so that the bytes survive a restart of the process.
 
-        Also True in a simulation: when it starts again, it is a new run, which needs no old bytes.
+        Also True in a simulation: a simulation that starts again is a new run, which needs none of
+        the old bytes.
         """
         return StateFolder.of(self._context) is not None or private.in_simulation()
 
@@ -181,8 +182,8 @@ class ClientVault:
     def store(self, secret: bytes) -> None:
         """Store ``secret`` in place of the bytes that were stored before.
 
-        Refuse to if another process stored bytes after this process loaded them. This process must
-        then not send anything.
+        Raise a `ProtocolError` if another process has stored bytes since this process loaded them.
+        After such an error, this process must not send anything.
         """
         if (folder := StateFolder.of(self._context)) is not None:
             with folder.one_at_a_time(SECRETS) as secrets:
@@ -203,7 +204,7 @@ class ClientVault:
 def forget_client(context: Context, runs: Sequence[str]) -> None:
     """Delete what a client keeps of ``runs``: the memory of all methods, and its keys.
 
-    Permanent records stay, because they say what the client did, and nothing about its data. If
+    Permanent records stay, because they record the client's actions and nothing about its data. If
     there is no folder, the function deletes only what the context's state holds, that is, the
     memory and keys of one run. The memory of other runs vanishes when the SuperNode's process ends.
     """

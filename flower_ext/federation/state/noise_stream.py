@@ -35,7 +35,7 @@ _LATEST, _EARLIER, _BUFFER = "latest", "earlier.", "buffer."
 
 
 class NoiseStream:
-    """The noise of a run's rounds, whose state is in a folder, or in memory only.
+    """The noise of a run's rounds. The state is in ``folder``, or only in memory if that is None.
 
     ``matrix`` is for a new run. A resumed run takes the matrix in the stored state instead.
     """

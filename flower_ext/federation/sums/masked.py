@@ -65,14 +65,15 @@ log = getLogger("flwr")
 
 BEGIN, KEYS, DELIVERY, QUESTION = "begin", "keys", "delivery", "question"
 SENT = "message"
-"""Names of the only array in a message of each stage, and of the only array in an answer."""
+"""Names of arrays. A message of a stage holds one array with the stage's name; an answer, and a
+masked contribution, hold one array with the name `SENT`."""
 
 
 # The server's end ------------------------------------------------------------------------------
 
 
 class MaskedSum(Summation):
-    """Sums of masked contributions, of a plan with ``noise_placement=SecureSum(…)``."""
+    """Sums of masked contributions, for a plan with ``noise_placement=SecureSum(…)``."""
 
     mechanism: NoisedSum
 
@@ -147,12 +148,13 @@ class OpenMaskedSum(OpenSum):
     def close(self) -> Aggregate:
         """Unmask the sum with the clients' help, and release its mean.
 
-        Discard the round if too few clients answered in one of the stages, so that nobody learns
-        any part of a sum; or if the sum is larger than a sum of honest clients can be.
+        Discard the round if too few clients answered in one of the stages. Nobody then learns any
+        part of a sum. Also discard the round if the sum is larger than a sum of honest clients can
+        be.
         """
         try:
             requests = self._server.unmask_requests()
-            # From the first request on, an adversary may come to see the sum.
+            # As soon as the first request leaves, an adversary may be able to see the sum.
             self._unmasking = True
             self._ask(QUESTION, requests)
             total = self._server.total()
@@ -181,7 +183,7 @@ class OpenMaskedSum(OpenSum):
             lambda reply: self._add(reply, read_answer(reply)),
         )
         for _ in answers:
-            pass  # an answer that breaks the protocol is refused like any other reply
+            pass  # `ask` has refused each answer for which `_add` raised an error
 
     def _add(self, reply: Message, arrays: Arrays) -> None:
         """Add the message in a reply; refuse a message in the name of another member."""
@@ -307,13 +309,14 @@ def seal(
 
     If the protection has a ``cell``, the update counts steps of the plan's grid in int64. The
     client then sends these integers modulo a power of two, in the order of their names. ``sums``
-    has the arrays of the server's training message that concern sums, by their records' names. A
-    client encrypts its part of a weighted sum when it adds the noise (see `HiddenSum`).
+    has the arrays of the server's training message that concern sums, by their records' names. This
+    function does not encrypt the client's part of a weighted sum: `HiddenSum` does so when it adds
+    the noise.
     """
     arrays = records.arrays_of(update)
     if protection.cell is None:
         return arrays
-    # From here on, the server sees the sum of the cohort alone.
+    # The code below masks the update, so that the server sees only the sum of the cohort.
     message = sums[records.SECURE_SUM]
     with knowing_no_data():
         vault = _vault(context, method)
@@ -333,7 +336,7 @@ def _vault(context: Context, method: str) -> ClientVault:
 def _invited(vault: ClientVault, data: bytes) -> Member:
     invitation = Invitation.from_bytes(data)
     if (stored := vault.load()) is not None:
-        with suppress(InvalidValue):  # unreadable secrets are of no round
+        with suppress(InvalidValue):  # secrets that cannot be read belong to no round
             if Member.from_bytes(stored).context == invitation.context:
                 raise ProtocolError(
                     f"the server begins round {invitation.context.round_number}, which this client "

@@ -24,7 +24,8 @@ from flower_ext.privacy.mechanisms.updates import as_float64, in_float64, l2_nor
 from flower_ext.privacy.run_summary import MethodTraits
 
 _ROUNDING = 1.0001
-"""Tolerance for rounding to the precision of uploads, which is single precision or wider."""
+"""Factor on the largest norm of an upload. It allows for the rounding of uploads to single
+precision or a wider one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,7 +143,7 @@ class Summation(ABC):
     brings_weights: bool = False
     """True if the sum itself weights the contributions, with weights unknown to the method."""
     disclosures: Sequence[str] = ()
-    """One line for each fact about clients' data that the sums reveal without a guarantee."""
+    """Facts about clients' data that the sums reveal and no guarantee covers, one line each."""
 
     def __init__(self, mechanism: RoundMechanism) -> None:
         self.mechanism = mechanism
@@ -222,7 +223,8 @@ class _OpenPlainSum(OpenSum):
         """Refuse an update that is larger than an honest client's can be.
 
         Clipping an upload that a client has noised would change the noise, so the server refuses
-        such an upload if it is too large. `Protection.largest_upload` says what this protects.
+        such an upload if it is too large. `Protection.largest_upload` explains the limit, and
+        against which attacks it protects.
         """
         protection, cohort = self._opening.protection, self.cohort
         if protection is None:
@@ -255,9 +257,9 @@ class _OpenPlainSum(OpenSum):
     def close(self) -> Aggregate:
         size, noise = len(self.cohort.partitions), self._opening.noise
         mean = self._mechanism.aggregate(self._summed, cohort_size=size, noise=noise)
-        del self._summed  # as large as a model, and of no more use
+        del self._summed  # to free its memory, which is as large as a model
         if not self._mechanism.weighs_examples:
             return mean
-        # The mean of n weighted uploads becomes their sum over all examples.
+        # Turn the mean of the weighted uploads into their sum, divided by the number of examples.
         value = divided(mean.value, self._examples / mean.answered, self._like)
         return replace(mean, value=value)

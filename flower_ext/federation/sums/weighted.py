@@ -64,7 +64,8 @@ WEIGHTS, SUM, LOST = "weights", "sum", "lost"
 its masked `SUM`, or with a notice that it has `LOST` its keys. In all other messages, and in their
 answers, the array has the name of the protocol's step."""
 _SPOILED_AT_FIRST = 3
-"""A run ends if its first sums, this many, were all spoiled: too large for sums of honest silos."""
+"""A run ends if this many sums at its start are all spoiled. A sum is spoiled if it is too large to
+be a sum of honest silos."""
 _STATE, _COSTS = "sum.costs", ("sensitivity", "approximation_error")
 """Name of the group of numbers in `state`, and names of its numbers: fields of the mechanism."""
 
@@ -120,7 +121,7 @@ class WeightedSum(Summation):
         self.disclosures = protocol.disclosures
         self._num_silos = 0
         self.keys_lost = False
-        """True if all silos must set up new keys before the next round: some keys may be lost."""
+        """True if a silo may have lost its keys; the next round then begins with a new set-up."""
         self.spoiled: int | None = 0
         """Number of sums so far if all were spoiled; None after a sum that was not spoiled."""
 
@@ -194,7 +195,7 @@ class WeightedSum(Summation):
         return {_STATE: costs}
 
     def restore(self, state: Mapping[str, Arrays]) -> None:
-        """Raise the mechanism's sensitivity and approximation error to at least ``state``."""
+        """Increase the mechanism's sensitivity and approximation error to at least ``state``."""
         self._raise_costs(*(float(state[_STATE][name]) for name in _COSTS))
 
     def _raise_costs(self, sensitivity: float, approximation_error: float) -> None:
@@ -227,7 +228,7 @@ class OpenWeightedSum(OpenSum):
         arrays = read_answer(reply, records.UPDATE)
         name, data = single_message(arrays, SUM, LOST)
         if name == LOST and data != b"\0":
-            raise RefusedReply(f"notice of lost keys (array {LOST!r}): expected one zero byte")
+            raise RefusedReply(f"a notice of lost keys (array {LOST!r}): expected one zero byte")
         silo = self._opening.clients.partition_of(reply)
         if name == LOST:
             self._lost.append(silo)
@@ -284,7 +285,8 @@ class OpenWeightedSum(OpenSum):
             if self._summation.spoiled >= _SPOILED_AT_FIRST:
                 return FederationNotReady(
                     f"the first {self._summation.spoiled} sums were all spoiled, so the run ends: "
-                    f"later sums would be spoiled as well, and each costs privacy: {reason}"
+                    "later sums would be spoiled as well, and each costs privacy. The last sum was "
+                    f"discarded for this reason: {reason}"
                 )
         return RoundDiscarded(reason)
 

@@ -37,7 +37,7 @@ from flower_ext.secure.weighting.protocol import protocol_of
 from flower_ext.training import Params
 from flower_ext.training.params import flat_rows
 
-if TYPE_CHECKING:  # it needs the extra ``weighting``, and is imported by its protocol's name
+if TYPE_CHECKING:  # the import needs the extra ``weighting``; `protocol_of` loads it in a run
     from flower_ext.secure.weighting.silo_party import SiloParty
 
 log = getLogger("flwr")
@@ -128,9 +128,9 @@ def stored_silo(vault: ClientVault) -> SiloParty | None:
 class HiddenSum:
     """A silo's contribution to a weighted sum, which leaves the client only in encrypted form.
 
-    It adds up one clipped update of each user whom the set-up counted. An update that nobody adds
-    counts as zero, for example if the silo lost its data. A silo that lost its keys trains nobody,
-    and sends a notice in place of a sum.
+    The contribution is the sum of one clipped update for each user whom the set-up counted. If an
+    update is not added, for example because the silo lost its data, it counts as zero. A silo that
+    lost its keys trains no user's model, and sends a notice in place of a sum.
 
     If an update cannot be encrypted, all updates count as zero. If the silo sent nothing instead,
     it would reveal that it holds an unusual record.
@@ -186,7 +186,7 @@ class HiddenSum:
 
     @property
     def value(self) -> HiddenSum:
-        """The sum itself, as the update of a `LocalResult`."""
+        """The object itself, which a method returns as the ``update`` of its `LocalResult`."""
         return self
 
     def includes(self, user: int) -> bool:

@@ -18,7 +18,7 @@ from flower_ext.privacy.units import NeighboringRelation
 MAX_NOISE_MULTIPLIER = 1e6
 MAX_ROUNDS = 10_000_000
 _LEAST_NOISE = 1e-3
-"""Noise multiplier at which the search for less noise ends: so little noise hides nothing."""
+"""The search for less noise stops near this noise multiplier: so little noise hides no unit."""
 
 
 class TargetOutOfReach(InvalidValue):
@@ -39,8 +39,9 @@ def calibrate_noise_multiplier(
 
     The result may be too large by the fraction ``tolerance``, but it is never too small.
 
-    A result of about 0.001 hides nothing. It means that ``delta`` is at least the probability that
-    one unit is drawn at least once, so that ε is 0 with any noise. Choose a smaller ``delta``.
+    Do not use a result of about 0.001: so little noise hides no unit. The search returns it if
+    ``delta`` is at least the probability that the rounds draw a given unit at all, because ε is
+    then 0 with any noise. Choose a smaller ``delta``.
 
     Parameters
     ----------

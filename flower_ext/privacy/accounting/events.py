@@ -127,7 +127,11 @@ class Release(Checked, JsonRecord):
 
     @property
     def event(self) -> dp_accounting.DpEvent:
-        """The release as an event of dp-accounting; for replace-one, one with sensitivity 2."""
+        """The release as an event of the library dp-accounting, whose noise is `relative_noise`.
+
+        A Gaussian event assumes that one unit moves the sum by one norm bound at most. Under
+        replace-one, a unit may move it by two, so the event has half of `noise_multiplier`.
+        """
         import dp_accounting
 
         gaussian = dp_accounting.GaussianDpEvent(self.relative_noise)

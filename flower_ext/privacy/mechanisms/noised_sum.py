@@ -173,8 +173,9 @@ class NoisedSum(ReleaseTerms, RoundMechanism):
         if self.queries and self.silos is not None:
             raise InvalidValue(
                 f"queries={[query.name for query in self.queries]} with users in silos: expected "
-                "none, because nothing bounds what one user contributes to a silo's answer. Leave "
-                "the queries out; silos then report scores without noise, unless evaluate_every=0"
+                "none, because nothing bounds what one user contributes to a silo's answer. Remove "
+                "the queries from the plan. Silos then report scores without noise; set "
+                "evaluate_every=0 if they should report none"
             )
         _ = self.query_sums  # refuses a query for whose noise there is no secure sum
 

@@ -74,7 +74,7 @@ class PublicKey:
             raise InvalidValue("ciphertext: expected a unit modulo n², between 0 and n²")
 
     def plain(self, message: mpz) -> mpz:
-        """Return ``message`` as a ciphertext that hides nothing.
+        """Return a ciphertext of ``message`` without randomness, which anybody can decrypt.
 
         Multiply a ciphertext by the result to add ``message`` to its content.
         """

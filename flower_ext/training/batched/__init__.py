@@ -1,1 +1,1 @@
-"""Many jobs at once: the forms (ways) to train them together, and the choice among forms."""
+"""Train many jobs at once: ways to train them together (*forms*), and the choice among forms."""

@@ -1,9 +1,10 @@
-"""The form whose stacks have a constant shape, so that no bit of a model depends on the others.
+"""The form whose stacks have a constant shape, so that no bit of a model depends on other models.
 
-A stack is a set of models that train together. Each of its arrays holds the numbers of all models.
-How a library rounds a number depends on the shape of the array and on the number's position in it.
-Three rules therefore fix the shape and the positions in advance. The other jobs of a stack can then
-change only two things: the size of the stack, and the place of a model in it.
+A form is a way to train several jobs together (see `form`). A stack is a set of models that train
+together; each of its arrays holds the numbers of all these models. How a library rounds a number
+depends on the shape of the array and on the number's position in it. Three rules therefore fix the
+shape and the positions in advance. The other jobs of a stack can then change only two things: the
+size of the stack, and the place of a model in it.
 
 * Each mini-batch is padded to a number of rows that follows from its job alone.
 * A stack has 4, 8, 16 or 32 models on a CPU, and 128 on an accelerator. Copies of a job fill the
@@ -51,8 +52,9 @@ _ROWS = 8
 class Shape(NamedTuple):
     """The rows of a mini-batch, and whether a step has momentum, SAM's ascent and terms.
 
-    Many jobs have the same shape, because their numbers of rows are rounded up: to a power of two
-    from 8 on, but to no more than the batch size, which itself is rounded up to a multiple of 8.
+    The number of rows is the size of a job's largest mini-batch, rounded up to a power of two that
+    is at least 8. It never exceeds the batch size, rounded up to a multiple of 8. Because of the
+    rounding, many jobs have the same shape.
     """
 
     rows: int
@@ -120,9 +122,12 @@ class ConstantShape(Form):
     def groups(self, jobs: Sequence[Job], memory_limit: int) -> Iterator[list[int]]:
         """Yield groups of the jobs of this shape.
 
-        A job is left out, whatever the others are, if the largest stack of such jobs would exceed
-        ``memory_limit``, or the processor's caches, beyond which a stack is not faster. So is a job
-        with an `IGNORED` target, which would change how the loss of the whole stack is computed.
+        Two kinds of jobs are left out, whatever the other jobs are:
+
+        * a job of which the largest stack would exceed ``memory_limit`` or the processor's caches;
+          a stack that exceeds the caches is not faster
+        * a job with an `IGNORED` target, because that target would change how the loss of the whole
+          stack is computed
         """
         most = sizes_on(self.kind.device)[-1]
         members = [
@@ -161,7 +166,7 @@ class ConstantStack(Stack):
         return self._ended
 
     def batches(self) -> Iterator[MiniBatches]:
-        """Yield the mini-batches of jobs that still train; copies of the first fill the stack."""
+        """Yield mini-batches of the jobs that still train; copies of the first fill the stack."""
         before = len(self.jobs)
         for x, y, counts in super().batches():
             self._end(slice(len(x), before))
@@ -175,7 +180,10 @@ class ConstantStack(Stack):
             self._ended[name][jobs] = weight[jobs]
 
     def _padded(self, part: Tensor, size: int) -> Tensor:
-        """Pad (jobs, batch, …) to (``size``, `_rows`, …), by first rows and by the first job."""
+        """Pad ``part`` from (jobs, batch, …) to (``size``, `_rows`, …).
+
+        Copies of a job's first row fill the job's rows, and copies of the first job fill the stack.
+        """
         count, rows = part.shape[:2]
         padded = part.new_empty((size, self._rows, *part.shape[2:]))
         padded[:count, :rows], padded[:count, rows:] = part, part[:, :1]

@@ -58,7 +58,7 @@ The factory returns the same form for all jobs of a kind, so that a trial runs o
 
 
 def longest_first(jobs: Sequence[Job], members: Iterable[int]) -> list[int]:
-    """Return the indices ``members`` by steps, then by examples, the most first.
+    """Sort the indices ``members``: jobs with more steps first, then jobs with more examples.
 
     Neighbours in this order have mini-batches of similar size, so they need little padding.
     """

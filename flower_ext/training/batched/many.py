@@ -72,7 +72,7 @@ def attempt_groups(
     joint result. For a job that raises an error, it yields this job's index and the error.
 
     One record can make a training raise an error, for example by a label out of range. The function
-    then trains the jobs that have no result yet once more, half of them at a time. They draw the
+    then starts again with the jobs that have no result yet, half of them at a time. They draw the
     same mini-batches again. If trainings are batch-invariant, the error changes no bit of another
     job's result.
 
@@ -124,7 +124,8 @@ def train_each(
     Parameters
     ----------
     memory_limit : int
-        Most bytes for parameters, gradients, examples and activations of a group, by an estimate.
+        Largest estimated number of bytes for a group's parameters, gradients, examples and
+        activations together.
     batch_invariant : bool
         As for `train_groups`.
 
@@ -250,7 +251,7 @@ def _forms(task: Task, jobs: Sequence[Job], *, batch_invariant: bool) -> Iterato
 
 
 def _of_constant_shape(kind: TrainingKind, jobs: Sequence[Job]) -> Iterator[Form]:
-    """Yield a `ConstantShape` for each `Shape` of a job whose stacks a trial finds invariant."""
+    """Yield a `ConstantShape` for each job's `Shape`, if a trial finds its stacks invariant."""
     if _is_sound(ConstantShape(kind, Shape.of(random_job(kind, 3))), kind):
         for shape in dict.fromkeys(map(Shape.of, jobs)):
             if stack_rounds_alike(kind, shape):

@@ -66,10 +66,11 @@ class _Pass:
 class MappedModel:
     """K models of any architecture that `torch.vmap` supports.
 
-    The class changes the layers of ``model``, and does not use its parameters. With
-    ``by_products``, it computes convolutions as products of matrices. That is the default on
-    accelerators, where convolutions of many groups are slow. The constructor refuses a model with a
-    layer in which the numbers of each of the K models would depend on the others.
+    The constructor replaces the ``forward`` methods of layers of ``model``. The parameters of
+    ``model`` have no effect. With ``by_products``, convolutions are computed as products of
+    matrices. That is the default on accelerators, where convolutions of many groups are slow. The
+    constructor refuses a model with a layer in which the K models would change each other's
+    numbers.
     """
 
     fewest = 5
@@ -115,7 +116,10 @@ class MappedModel:
             return partial(_pool, layer.forward, by_channel=not self._by_products)
         if isinstance(layer, nn.Embedding) and layer.padding_idx is not None:
             if layer.max_norm is not None or layer.scale_grad_by_freq:
-                raise InvalidValue(f"{layer} cannot be stacked")
+                raise InvalidValue(
+                    f"{layer} cannot be stacked: expected padding_idx without max_norm and "
+                    "without scale_grad_by_freq"
+                )
             return _look_up
         return None
 
@@ -162,7 +166,7 @@ class MappedModel:
         return _for_all_models(compute, x, layer.weight, layer.bias)
 
     def _multiply_patches(self, name: str, layer: nn.Conv2d, x: Tensor) -> Tensor:
-        """Convolve by the product of all patches of the images with the kernels."""
+        """Compute a convolution as the product of the images' patches and the kernels."""
         if x.dim() != 4:
             return nn.Conv2d.forward(layer, x)
         weight, bias = (self._pass.target(f"{name}.{p}".lstrip(".")) for p in ("weight", "bias"))
@@ -320,7 +324,10 @@ def _pool(
 
 
 def _padding(layer: nn.Conv2d) -> tuple[int, ...]:
-    """Return rows and columns of zeros on each side of an image; a string means "valid"."""
+    """Return the numbers of rows and columns of zeros that pad each side of an image.
+
+    If the layer's padding is a string, it is "valid", which means no padding.
+    """
     return (0, 0) if isinstance(layer.padding, str) else layer.padding
 
 

@@ -1,7 +1,7 @@
-"""The form that trains models in stacks of any size, with one backward pass for all its models.
+"""The form that trains models in stacks of any size, with one backward pass for a whole stack.
 
-SGD and SAM run on padded mini-batches. Each parameter of all models is one tensor. Each job keeps
-its own model, examples, settings, terms and batch order.
+SGD and SAM run on padded mini-batches. For each parameter, one tensor holds the values in all
+models. Each job keeps its own model, examples, settings, terms and batch order.
 """
 
 from __future__ import annotations
@@ -153,7 +153,10 @@ class Stack:
         self.models.gradient(everything, batch.x, loss, targets, draws)
 
     def _loss(self, batch: MiniBatches, factors: Tensor | None) -> BatchLoss:
-        """Return the function that sums, over jobs, factor (or 1) · mean loss without padding."""
+        """Return a function that sums the jobs' mean losses, each multiplied by its factor.
+
+        The means leave out padding. Without ``factors``, each factor is 1.
+        """
         _, y, counts = batch
         number = self.numbers(counts).unsqueeze(1)
         real = torch.arange(y.shape[1], device=self.device) < number
@@ -200,11 +203,14 @@ class Stack:
                 yield MiniBatches(x[real], y[real], counts)
 
     def numbers(self, values: Sequence[float]) -> Tensor:
-        """Return one number for each job, in the type of the weights."""
+        """Return ``values``, one number for each job, as a tensor with the weights' type."""
         return torch.tensor(values, dtype=self.dtype, device=self.device)
 
     def terms(self) -> dict[str, tuple[Tensor, Tensor]]:
-        """Return (factor, offset) by name: the gradient of terms at w is factor · w + offset."""
+        """Return a pair (factor, offset) for each parameter, by name.
+
+        The gradient of the jobs' terms at w is factor · w + offset.
+        """
         if not any(job.objective for job in self.jobs):
             return {}
         slopes = torch.zeros(len(self.jobs), dtype=self.dtype, device=self.device)
@@ -229,7 +235,7 @@ class _Rows:
         self.joined = None if device.type == "cpu" else torch.cat([*tensors]).to(device)
 
     def selected(self, epoch: Sequence[Sequence[Tensor]]) -> Tensor:
-        """Return the mini-batches with the row numbers in ``epoch``: (jobs, steps, rows, …).
+        """Return the mini-batches of an epoch as a tensor of shape (jobs, steps, rows, …).
 
         ``epoch`` holds for each job, and for each of its steps, the row numbers of a mini-batch.
         """
@@ -308,7 +314,7 @@ def together(task: Task, job: Job, memory_limit: int) -> int:
 def _activations(
     build: Callable[[], nn.Module], shape: torch.Size, dtype: torch.dtype, *, by_products: bool
 ) -> int:
-    """Return how many numbers an example and the outputs of all layers for it have together.
+    """Return how many numbers one example and all layers' outputs for this example consist of.
 
     ``by_products`` also counts the patches that each kernel of a convolution multiplies.
     """
@@ -331,7 +337,7 @@ def _activations(
 
 
 def first_models(params: Mapping[str, Tensor], active: int) -> Params:
-    """Return views of the first ``active`` jobs."""
+    """Return views of the parameters of the first ``active`` jobs."""
     return {name: p[:active] for name, p in params.items()}
 
 
@@ -343,7 +349,7 @@ def per_model(values: Tensor, like: Tensor) -> Tensor:
 def _add_terms(
     slopes: Params, terms: Mapping[str, tuple[Tensor, Tensor]], point: Mapping[str, Tensor]
 ) -> None:
-    """Add the gradient at ``point`` of the ``terms`` that `Stack.terms` returns to ``slopes``."""
+    """Add to ``slopes`` the gradient at ``point`` of ``terms``, as `Stack.terms` returns them."""
     for name, (factor, offset) in terms.items():
         active = len(point[name])
         slopes[name].addcmul_(per_model(factor[:active], point[name]), point[name])

@@ -106,7 +106,10 @@ def _experiment_of(target: str) -> Experiment:
     try:
         experiment = getattr(importlib.import_module(module), name)()
     except (ModuleNotFoundError, AttributeError) as error:
-        raise InvalidValue(f"target={target!r}: {error}") from error
+        raise InvalidValue(
+            f"target={target!r}: {error}; expected module:function, with a module in the current "
+            "folder or an installed package"
+        ) from error
     if not isinstance(experiment, Experiment):
         raise InvalidValue(
             f"target={target!r}: expected a function that returns a flower_ext_audit.Experiment,"

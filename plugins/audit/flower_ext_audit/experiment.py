@@ -37,11 +37,11 @@ class Observation:
     scores : Sequence[Mapping[str, float]]
         Means that evaluations released, by round; empty for a round without evaluation.
     sums : Sequence[Arrays | None]
-        For each secure round, the sum that its server computes, in steps of the sum's grid; None
-        for any other round.
+        For each round, the secure sum that its server computes, in steps of the sum's grid; None
+        for a round without a secure sum.
     bare : Sequence[Mapping[int, Arrays]]
-        For each secure round, by partition: the uploads that the server can read in the clear, in
-        steps of the same grid.
+        For each round, by partition: the uploads to the secure sum that the server can read in the
+        clear, in steps of the same grid.
     """
 
     models: Sequence[Arrays]
@@ -64,9 +64,9 @@ def projected(
 ) -> Score:
     """Return a score that projects an observation on the canary's direction.
 
-    Under Gaussian noise, no score better tells runs with the canary from runs without it. In a
-    secure round this score projects the sum that the server computes, or an upload of the canary
-    that no mask hides.
+    Under Gaussian noise, no other score tells runs with the canary better from runs without it. In
+    a secure round, this score projects the sum that the server computes. If no mask hides an upload
+    of the canary, the score projects that upload instead.
 
     Parameters
     ----------
@@ -155,8 +155,8 @@ class Experiment:
     delta : float, optional
         δ of the ε in ``reported``.
     gaussian : bool, optional
-        True if the mechanism is Gaussian, so that `if_gaussian` is a bound. By default the
-        guarantee's accountant decides.
+        True if the mechanism is Gaussian, so that the bound `if_gaussian` is valid. By default,
+        True if the guarantee's accountant is the exact one for Gaussian mechanisms.
     on_round : Callable[[int], None], optional
         Called with the number of each training round before it begins, for a canary that changes
         by round.

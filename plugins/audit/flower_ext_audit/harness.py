@@ -213,9 +213,13 @@ def audit_in_one_run(
     Parameters
     ----------
     world : Callable[[numpy.ndarray], World]
-        Returns the world with the canaries that a mask (m,) selects.
+        Takes an array of ``canaries`` booleans, and returns the world that includes the canaries
+        for which the array is True.
     scores : Callable[[Observation], numpy.ndarray]
-        Returns one score per canary (m,), higher if it seems to be included.
+        Returns an array of ``canaries`` scores; a canary's score is higher if the canary seems to
+        be included.
+    canaries : int
+        Number of canaries.
     guesses : int
         Number of canaries whose inclusion is guessed: even, from 2 to ``canaries``.
 
@@ -224,7 +228,7 @@ def audit_in_one_run(
     ValueError
         The view has no finite ε, or `in_one_run` refuses an argument.
     """
-    # The bound holds for fair coins that nobody can predict, so they come from the secure source.
+    # The bound assumes that nobody can predict the coins, so they come from the secure source.
     included = secure_generator().random(canaries) < 0.5
     both = world(included)
     # Only one world is ever run; the experiment carries views and rounds.

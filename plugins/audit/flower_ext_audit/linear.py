@@ -1,4 +1,4 @@
-"""A linear problem for audits, whose updates are known for every model.
+"""A linear problem for audits: its updates are known in advance.
 
 The model and its loss are linear, so every record pulls the model by a fixed amount, whatever the
 model is, and an update is the sum of these pulls. The canary pulls with a force far above every
@@ -53,12 +53,15 @@ class Turns:
 
 
 def pulls(*forces: float, size: int = SIZE) -> Examples:
-    """Return a record for each force with which to pull the first weight and, if any, the bias."""
+    """Return one record for each force; it pulls the first weight, and a bias, with that force."""
     return Examples(torch.eye(1, size).repeat(len(forces), 1), torch.tensor(forces))
 
 
 def axes(size: int) -> dict[str, np.ndarray]:
-    """Return the direction in which a record pulls the model: its first weight, and any bias."""
+    """Return the direction in which a record pulls the model: along the first weight and the bias.
+
+    A model with a single weight has no bias.
+    """
     bias = {"bias": np.ones(1)} if size > 1 else {}
     return {"weight": np.eye(1, size), **bias}
 
@@ -74,7 +77,7 @@ class LinearMechanism:
     strategy: Callable[[Any], FederatedStrategy]
     """Makes a new strategy from the result of ``plan``."""
     without: Sequence[ClientData]
-    """Each partition's data without the canary; ``present`` holds them with it."""
+    """Each partition's data without the canary; ``present`` holds the data with the canary."""
     present: Sequence[ClientData]
     views: Sequence[AdversaryView] = tuple(AdversaryView)
     partitions: Sequence[int] | None = None
@@ -86,9 +89,9 @@ class LinearMechanism:
     """Makes the ClientApp; by default the strategy's own."""
     metrics: Mapping[str, Callable[[Tensor, Tensor], float]] = field(default_factory=dict)
     score: Score | None = None
-    """By default `projected` on the direction in which the canary pulls."""
+    """The adversary's score; by default, `projected` on the direction in which the canary pulls."""
     rounds: int = 1
-    """Number of rounds that an experiment needs at least."""
+    """Smallest number of rounds of an experiment with this mechanism."""
 
     def experiment(self, *, noise: float = 1.0, rounds: int = 1) -> Experiment:
         """Return the experiment that audits this mechanism with ``noise`` times its usual noise."""

@@ -119,10 +119,10 @@ def by_rates(without: Scores, present: Scores, terms: BoundTerms) -> LowerBound:
 
 
 def if_gaussian(without: Scores, present: Scores, terms: BoundTerms) -> LowerBound:
-    """Bound ε of a Gaussian mechanism by its shift μ, which the rates of one threshold bound.
+    """Bound the shift μ of a Gaussian mechanism from below, and return the ε that belongs to it.
 
-    Every μ-Gaussian DP mechanism has μ ≥ Φ⁻¹(TPR) − Φ⁻¹(FPR), and its ε at δ is known exactly. For
-    another mechanism, such as a sub-sampled one, the result may be too large.
+    Every μ-Gaussian DP mechanism has μ ≥ Φ⁻¹(TPR) − Φ⁻¹(FPR) at every threshold, and its ε at δ is
+    known exactly. For another mechanism, such as a sub-sampled one, the result may be too large.
 
     Parameters, errors
         As for `by_rates`; δ must be above 0.
@@ -140,9 +140,10 @@ def if_gaussian(without: Scores, present: Scores, terms: BoundTerms) -> LowerBou
 
 
 def upper_rate(count: int | np.ndarray, trials: int, failure: float) -> np.ndarray:
-    """Return Clopper and Pearson's upper bound on a probability.
+    """Return Clopper and Pearson's upper bound on the probability of an event.
 
-    It is too low with chance ``failure`` at most.
+    The event occurred in ``count`` of ``trials`` independent trials. The bound is too low with
+    probability ``failure`` at most.
     """
     from scipy import special
 
@@ -156,7 +157,7 @@ Value = Callable[[np.ndarray, np.ndarray], np.ndarray]
 
 
 def _proved(without: Scores, present: Scores, terms: BoundTerms, value: Value) -> float:
-    """Return the bound that the best test "the score is above t" or "below t" proves.
+    """Return the bound that the better of two tests proves: the score is above t, or below t.
 
     ``value`` turns a false-positive rate and a true-positive rate into this bound, such as an ε.
     """
@@ -170,7 +171,10 @@ def _proved(without: Scores, present: Scores, terms: BoundTerms, value: Value) -
 
 
 def _held_out(without: Scores, present: Scores) -> tuple[Pair, Pair]:
-    """Divide both worlds' trials into a pair that chooses the threshold, and one that tests it."""
+    """Divide each world's trials into two parts: one chooses the threshold, the other tests it.
+
+    Return a pair (without, present) of first parts, and a pair of second parts.
+    """
     choosing, testing = [], []
     for name, scores in (("without", without), ("present", present)):
         trials = np.asarray(scores, dtype=np.float64)

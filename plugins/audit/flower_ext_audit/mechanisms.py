@@ -63,7 +63,8 @@ DELTA = 1e-5
 _MODELS = (AdversaryView.RELEASED_MODELS,)
 _HONEST_SUM = SecureSum(colluding=0.0, dropouts=0.0)
 _BACKWARDS, _FORWARDS = [client_data(-HUGE, 0.0)], [client_data(HUGE, 0.0)]
-"""Two data sets of one client: one of its two records pulls the model back, or forwards."""
+"""Two data sets of one client, each of two records. The first record pulls the model backwards in
+one data set, and forwards in the other."""
 _OTHER_USERS = silo_data([1, 2], [0.0, 0.0])
 """A silo of two users whose records do not pull."""
 
@@ -73,7 +74,10 @@ _record_plan = partial(RecordLevelPlan, sampling=FullParticipation(1), num_examp
 def release_plans(
     sampling: Sampling, *, noise_multiplier: float = 0.5, **options: Any
 ) -> Callable[[float, int], ReleasePlan]:
-    """Return a function of a factor on ``noise_multiplier`` and a number of rounds."""
+    """Return a function that makes plans of this kind.
+
+    It takes a factor for ``noise_multiplier``, and the number of rounds.
+    """
     return lambda noise, rounds: ReleasePlan(
         sampling=sampling,
         clipping_norm=1.0,
@@ -115,7 +119,10 @@ _RATE = 1e-2
 
 
 def _adaptive_plans(sampling: Sampling, **options: Any) -> Callable[[float, int], ReleasePlan]:
-    """Return `release_plans` with an adaptive norm; half of the privacy pays for its counts."""
+    """Return `release_plans` with an adaptive norm.
+
+    Half of the privacy loss comes from the counts by which the norm adapts.
+    """
     fixed = release_plans(sampling, **options)
 
     def plan(noise: float, rounds: int) -> ReleasePlan:
@@ -133,8 +140,8 @@ def _sided_score(*, silos: int = 1, partitions: Sequence[int] | None = None) -> 
     It adds up what three values reveal of the canary: the update, the entry `SIDE` that is sent
     with it, and the clipping norm of the next round.
     """
-    # The canary's entry at `SIDE` is as long as its update, and `axes` has length √2. The next norm
-    # reveals this entry.
+    # The canary's entry at `SIDE` has the same norm as its update, and `axes` has the norm √2. The
+    # next clipping norm reveals this entry.
     norm = 2 * math.sqrt(2) / _RATE / silos
     direction = {**axes(SIZE), SIDE: np.array([-math.sqrt(2)]), NEXT_NORM: np.array([norm])}
     return projected(direction, signs=(1.0, -1.0), partitions=partitions)

@@ -20,7 +20,7 @@ from flower_ext_audit.secure_rounds import SecureTranscript, is_secure
 def observe(
     experiment: Experiment, world: World, *, trials: int
 ) -> Iterator[tuple[Observation, Strategy]]:
-    """Run one world ``trials`` times, and yield what the adversary observes, and the strategy.
+    """Run one world ``trials`` times; yield each run's observation and strategy.
 
     Clients forget each run before the next one, so that the runs are independent.
     """
@@ -36,7 +36,7 @@ def _trial(experiment: Experiment, world: World, grid: _Listener) -> tuple[Obser
     models: dict[int, Arrays] = {0: _wide(initial)}
 
     strategy, metrics = world.strategy(), {}
-    run = getattr(strategy, "run", None)  # of this package
+    run = getattr(strategy, "run", None)  # None for a strategy that is not of this package
 
     def note(number: int, arrays: ArrayRecord) -> MetricRecord | None:
         state = {} if run is None else run.mechanism.state
@@ -54,7 +54,7 @@ def _trial(experiment: Experiment, world: World, grid: _Listener) -> tuple[Obser
         metrics = result.evaluate_metrics_clientapp
     except FederationNotReady:
         if not any(grid.uploads):
-            raise  # else the server refused all uploads, but the adversary still saw them
+            raise  # otherwise the server refused uploads, which the adversary saw nevertheless
     like = initial if run is None else run.mechanism.upload_like(initial)
     released = [models[0]]
     for number in range(1, experiment.rounds + 1):  # a round without release keeps the model
@@ -133,7 +133,8 @@ def _upload(reply: Message, sent: Arrays) -> Arrays | None:
     """Return the model that a client sent minus the model it received; None for an error."""
     if reply.has_error():
         return None
-    # Reading ``content`` would turn the upload into records, which the server reads another way.
+    # Do not read ``content``: that would turn the upload into records, and the server would then
+    # read the reply in another way.
     if isinstance(reply, records.UploadReply) and (update := reply.update) is not None:
         return _wide(update.arrays)
     if records.UPDATE in reply.content:

@@ -64,8 +64,8 @@ def in_one_run(
 ) -> LowerBound:
     """Bound ε from one run with m canaries, each included by an independent fair coin.
 
-    The attack guesses that the canaries of the ``guesses`` / 2 highest scores are included, and
-    that those of as many lowest scores are not. It makes no other guesses.
+    The attack guesses that the ``guesses`` / 2 canaries with the highest scores are included, and
+    that the ``guesses`` / 2 canaries with the lowest scores are not. It makes no other guesses.
 
     Parameters
     ----------
@@ -151,7 +151,11 @@ def in_one_run_by_curve(
 
 
 def refutes(correct: int, guesses: int, canaries: int, least: LeastChance, failure: float) -> bool:
-    """Return True if ``correct`` or more correct guesses have a chance below ``failure``."""
+    """Return True if the chance of at least ``correct`` correct guesses is below ``failure``.
+
+    ``least`` is the mechanism's trade-off curve. The attack guesses the coins of ``guesses`` of the
+    ``canaries`` canaries.
+    """
     tail = tails = failure  # P_i, and the sum of P_l over l >= i
     for number in range(correct, 0, -1):
         weighted = (number - 1) * tail + tails

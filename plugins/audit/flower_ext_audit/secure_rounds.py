@@ -64,11 +64,11 @@ class SecureTranscript:
             self._replies += [reply for reply in replies if not reply.has_error()]
 
     def sum(self, like: Arrays) -> Arrays | None:
-        """Return the sum in steps of its grid, shaped as ``like``; None without a sum."""
+        """Return the sum in steps of its grid, with the shapes of ``like``; None without a sum."""
         if (context := self._context) is None or context.length != _length(like):
             return None
         server = SumServer(context, [self._graph[member] for member in sorted(self._graph)])
-        # The package's own server computes the sum, so that an audit judges the real one.
+        # The package's server computes the sum, so that an audit judges the code that runs use.
         try:
             for close in (server.keys, server.deliveries, server.unmask_requests):
                 self._add_received(server, context)

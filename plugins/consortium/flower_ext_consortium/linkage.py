@@ -165,7 +165,11 @@ class Pseudonyms:
     def of_rows(
         self, table: RecordFile, unusable: Counter[str]
     ) -> Iterator[tuple[Sequence[Any], bytes]]:
-        """Yield each usable row with its pseudonym; count others by message of `UnusableValue`."""
+        """Yield each usable row with its pseudonym, and count all other rows in ``unusable``.
+
+        The keys of ``unusable`` are the texts of the `UnusableValue` errors, which say why a row
+        has no pseudonym.
+        """
         positions = table.positions([part.column for part in self.fields])
         for row in table.rows():
             try:

@@ -138,7 +138,7 @@ def test_of_a_hostile_app_the_server_gets_nothing_but_masked_bytes(sites, way):
     ("plan", "demands", "words"),
     [
         ({"noise_multiplier": 0.8}, {}, "requires least-noise-multiplier=0.5"),
-        ({"noise_placement": "client"}, {}, "requires require-secure-sum"),
+        ({"noise_placement": "client"}, {}, "set require-secure-sum=true"),
         pytest.param(
             {"noise_placement": "server"},
             {},

@@ -187,7 +187,8 @@ def _turned(shape: torch.Size, *, back: bool = False) -> list[Layer]:
     """Return a list with the layer that moves an image's channels to the last dimension.
 
     If ``back`` is True, the layer moves them from the last dimension to the first. The list is
-    empty if no number would move.
+    empty if ``shape`` is not an image, or if the image has one channel or one pixel, because all
+    numbers would keep their places.
     """
     size, channels = shape.numel(), shape[0]
     if len(shape) != _IMAGE or channels in (1, size):

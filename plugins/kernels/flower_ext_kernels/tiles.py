@@ -49,7 +49,7 @@ class _Vectors:
         return self.builder.shuffle_vector(first, empty, zeros)
 
     def mask(self, columns: Any, number: int) -> Any:
-        """Return a mask of the columns that exist, for the vector ``number`` of a row."""
+        """Return a mask of the vector ``number`` of a row: True for places below ``columns``."""
         steps = ir.Constant(
             ir.VectorType(_WHOLE, LANES), [number * LANES + i for i in range(LANES)]
         )

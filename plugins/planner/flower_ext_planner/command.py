@@ -79,7 +79,7 @@ class ScheduleSettings(Settings):
 
     @property
     def target_delta(self) -> float:
-        """The setting ``delta``, or 1/|D|."""
+        """The setting ``delta``; if it is not set, 1/|D|, where |D| is ``num_examples``."""
         return self.delta or 1 / self.num_examples
 
     @property
@@ -101,9 +101,9 @@ class ScheduleSettings(Settings):
         )
 
     def part(self, kind: type[Part], **values: float) -> Part:
-        """Make a ``kind`` of ``values``, and of the settings with the names of its other fields.
+        """Return an object of the class ``kind``. ``values`` are the values of some of its fields.
 
-        A field whose setting is None gets its default.
+        Every other field gets the setting of the same name, or its default if that setting is None.
         """
         present = {name: value for name, value in vars(self).items() if value is not None}
         names = {each.name for each in fields(kind)}
@@ -180,7 +180,10 @@ def _schedule(settings: ScheduleSettings, problem: DittoProblem, basis: Basis) -
 
 
 def _epsilons(plan: RecordLevelPlan) -> dict[str, float]:
-    """Return ε as published, in the worst case, and with clipped gradients if the plan clips."""
+    """Return three values of ε: as published, in the worst case, and with clipped gradients.
+
+    The last one is missing if the plan does not clip gradients.
+    """
     run = RunSummary(
         method=MethodTraits(name="DP-Ditto"), participations=Participations(rounds=plan.rounds)
     )

@@ -112,7 +112,7 @@ class LinearFairness(Checked):
 
     @property
     def shared_variance(self) -> float:
-        """σ_w² − τ²: the variance that the error in w*, which all clients share, adds to each."""
+        """σ_w² − τ²: the part of every client's variance that comes from the shared error in w*."""
         spread = self.label_variance / self.feature_energy + self.model_variance
         return self.shrinkage**2 * spread / self.num_clients
 

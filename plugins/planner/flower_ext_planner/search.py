@@ -5,8 +5,8 @@ unfairness R(λ), Eqn 33 applies. It takes for every T the fairest λ*(T) under 
 rounds need, and then the T whose bound h(T, λ*(T)) is smallest. If there is no formula, use
 `alternating_search`, which makes short training runs (Section V-C).
 
-h bounds the distance to v_n*(λ), an optimum that depends on λ. So h tells how many rounds a λ
-needs, and R tells which λ is best.
+h bounds the distance to v_n*(λ), an optimum that depends on λ. So compare numbers of rounds T by h,
+and values of λ by R.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def best_schedule(
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """Result of a short run: the mean training loss, and how it varies over clients.
+    """Result of a short run: the mean training loss, and its variation over clients (unfairness).
 
     Lower values are better for both.
     """
@@ -129,9 +129,10 @@ def alternating_search(
     global_weights: Sequence[float],
     start: float | None = None,
 ) -> EmpiricalSchedule:
-    """Search the T with the lowest loss, then the λ with the lowest unfairness, and repeat.
+    """Find the T with the lowest loss, then the λ with the lowest unfairness, and repeat.
 
-    The search ends when neither changes, or when it comes back to an earlier pair (Section V-C).
+    The search ends when neither T nor λ changes, or when it comes back to an earlier pair (T, λ)
+    (Section V-C).
 
     Parameters
     ----------
@@ -165,7 +166,8 @@ def alternating_search(
         value: float = getattr(outcomes[T, weight], name)
         return math.inf if math.isnan(value) else value
 
-    # Each search depends on the other's result alone, so a pair that recurs begins a cycle.
+    # The search for T depends only on λ, and that for λ only on T. So a pair that comes back begins
+    # a cycle.
     visited, pair = list[tuple[int, float]](), (0, weight)
     while pair not in visited:
         visited.append(pair)

@@ -98,7 +98,7 @@ SUM_ONLY = {"require-secure-sum": True}
 def test_no_upload_leaves_in_the_clear(placement):
     """The downgrade: the same share of noise, but in an upload of its own."""
     strategy = strategy_of(plan=plan(noise_placement=placement))
-    assert "requires require-secure-sum" in refusals_of(strategy, [SUM_ONLY] * CLIENTS)
+    assert "set require-secure-sum=true" in refusals_of(strategy, [SUM_ONLY] * CLIENTS)
 
 
 @pytest.mark.parametrize("entry", ["report-size", "diagnostics", "training-loss"])
@@ -106,7 +106,7 @@ def test_no_number_leaves_beside_a_masked_upload(entry):
     strategy = strategy_of()
     real = strategy.run.round_record
     strategy.run.round_record = lambda *args, **entries: real(*args, **entries, **{entry: True})
-    assert "requires require-secure-sum" in refusals_of(strategy, [SUM_ONLY] * CLIENTS)
+    assert "set require-secure-sum=true" in refusals_of(strategy, [SUM_ONLY] * CLIENTS)
 
 
 def test_scores_leave_in_secure_sums_alone():

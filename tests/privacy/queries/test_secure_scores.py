@@ -118,7 +118,7 @@ def test_what_no_sum_of_scores_can_be_is_refused_by_name():
         plan(queries=(SCORES, SecureScores(noise_multiplier=1.0)))
     with pytest.raises(ValueError, match="nothing bounds what one user contributes"):
         mechanism_of(plan(), silos=5)
-    with pytest.raises(ValueError, match="choose a noise multiplier from"):
+    with pytest.raises(ValueError, match="in secure sums: expected one from"):
         plan(queries=(SecureScores(noise_multiplier=1e6, times=1),)).mechanism()
 
 

@@ -142,8 +142,8 @@ METHODS = {
 def federated(method, *, seed, sampling, stragglers, rounds, local, coefficient=None, **numbers):
     """Return the model, server state and client memories after ``rounds``, even ones included.
 
-    ``coefficient`` is c_m as a function of m; with one, every even round only extrapolates. All
-    random draws and decays are numbered by training rounds.
+    ``coefficient`` is a function from m to c_m. If it is given, every even round only extrapolates.
+    All random draws and decays are numbered by training rounds.
     """
     start = task().initial_params(seed)
     w = before = parameters_to_vector(start[name] for name, _ in Net().named_parameters())
