@@ -255,8 +255,8 @@ class Run:
         """Refuse a model, such as a checkpoint's, whose arrays differ from the first model's."""
         if {name: (array.shape, array.dtype) for name, array in model.items()} != self._shared:
             raise InvalidValue(
-                f"the model has the arrays {sorted(model)}: expected {sorted(self._shared)}, with "
-                "the shapes and types of the run's first model"
+                f"the model differs from the run's first model: it has the arrays {sorted(model)}; "
+                f"expected {sorted(self._shared)} with the shapes and types of the first model"
             )
 
     @property
