@@ -1,6 +1,8 @@
 """Numbers of the wrong type or size are refused by the name of their setting."""
 
 import math
+import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal
@@ -8,6 +10,8 @@ from typing import Literal
 import numpy as np
 import pytest
 
+import flower_ext.algorithms
+import flower_ext.federation.configured
 from flower_ext import checks
 from flower_ext.errors import InvalidValue
 from flower_ext.privacy import (
@@ -130,3 +134,23 @@ def test_a_literal_accepts_its_words_and_an_unknown_type_everything():
     Words(colour="red", other=object())
     with pytest.raises(InvalidValue, match="colour='blue': expected red or green"):
         Words(colour="blue", other=None)
+
+
+def test_the_type_of_each_checked_field_is_known_when_the_field_is_checked():
+    """`Checked` reads no rule of a type that a module imports for type checkers alone."""
+    unknown, kinds = [], {*_descendants(checks.Checked)}
+    for kind in (kind for kind in kinds if kind.__module__.startswith("flower_ext")):
+        for name, hint in vars(kind).get("__annotations__", {}).items():
+            try:
+                eval(str(hint), vars(sys.modules[kind.__module__]))
+            except NameError:
+                if not hint.startswith("ClassVar"):
+                    unknown.append(f"{kind.__name__}.{name}: {hint}")
+    assert not unknown
+    assert {flower_ext.algorithms.DPFedAvg, ReleasePlan, Budget, LocalTraining} <= kinds
+
+
+def _descendants(kind: type) -> Iterator[type]:
+    for child in kind.__subclasses__():
+        yield child
+        yield from _descendants(child)

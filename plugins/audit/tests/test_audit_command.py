@@ -41,12 +41,12 @@ def test_a_foreign_strategy_with_too_little_noise_is_found_and_its_correct_twin_
             f"foreign_experiment:{target}",
             *("--trials", 200, "--confidence", 0.9999, "--output", tmp_path / target),
         )
-        told = json.loads((tmp_path / target / "audit.json").read_text())
-        status[target] = (done.returncode, told["broken"], "EXCEEDED" in done.stdout)
-        (view,) = told["views"]
+        summary = json.loads((tmp_path / target / "audit.json").read_text())
+        status[target] = (done.returncode, summary["broken"], "EXCEEDED" in done.stdout)
+        (view,) = summary["views"]
         assert view["view"] == "released-models"
         assert view["ratio"] == view["lower_bound"] / view["reported_epsilon"]
-        assert told["joint_confidence"] == 0.9999
+        assert summary["joint_confidence"] == 0.9999
     assert status == {"wrong": (1, True, True), "experiment": (0, False, False)}
 
 

@@ -1,4 +1,4 @@
-"""What the sums of many rounds show of a user, if silos draw users from a key alone."""
+"""Tests of what the server learns of a user from many sums, if silos draw users by a shared key."""
 
 import numpy as np
 import pytest

@@ -62,9 +62,9 @@ def experiment(noise: float = 1.0):
 
 
 def test_no_bound_exceeds_what_is_reported():
-    found = audit(experiment(noise=VAST_NOISE), trials=FEWEST_CLEAN, confidence=CONFIDENCE)
-    assert not found.broken, found.to_dict()
-    assert all(view.best.terms.reported > 0 for view in found.views)
+    outcome = audit(experiment(noise=VAST_NOISE), trials=FEWEST_CLEAN, confidence=CONFIDENCE)
+    assert not outcome.broken, outcome.to_dict()
+    assert all(view.best.terms.reported > 0 for view in outcome.views)
 
 
 @pytest.mark.parametrize(
@@ -79,5 +79,5 @@ def test_no_bound_exceeds_what_is_reported():
 )
 def test_a_planted_fault_is_found(plant, noise, trials, monkeypatch):
     planted = plant(monkeypatch, experiment(noise=noise))
-    found = audit(planted, trials=trials, confidence=OF_A_FAULT)
-    assert found.broken, found.to_dict()
+    outcome = audit(planted, trials=trials, confidence=OF_A_FAULT)
+    assert outcome.broken, outcome.to_dict()

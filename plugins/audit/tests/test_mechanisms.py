@@ -237,8 +237,8 @@ LIKE_ANOTHER = {
 def test_no_bound_exceeds_what_is_reported(name):
     """With so few trials, a fault that no noise hides exceeds ε, as the next test shows."""
     experiment = MECHANISMS[name].experiment(noise=VAST_NOISE)
-    found = audit(experiment, trials=FEWEST_CLEAN, confidence=CONFIDENCE)
-    assert not found.broken, found.to_dict()
+    outcome = audit(experiment, trials=FEWEST_CLEAN, confidence=CONFIDENCE)
+    assert not outcome.broken, outcome.to_dict()
 
 
 @pytest.mark.parametrize(
@@ -253,11 +253,11 @@ def test_a_planted_fault_is_found(name, plant, rounds, trials, monkeypatch):
     if trials == FEW and plant in UNHIDDEN and (name, plant) not in HIDDEN:
         noise, trials = VAST_NOISE, FEWEST
     experiment = plant(monkeypatch, MECHANISMS[name].experiment(rounds=rounds, noise=noise))
-    found, scores = scored_audit(experiment, trials=trials, confidence=OF_A_FAULT)
+    outcome, scores = scored_audit(experiment, trials=trials, confidence=OF_A_FAULT)
     if plant not in BY_MEANS:
-        assert found.broken, found.to_dict()
+        assert outcome.broken, outcome.to_dict()
         return
-    terms = {view.view: view.best.terms for view in found.views}
+    terms = {view.view: view.best.terms for view in outcome.views}
     shifts = {view: gaussian_shift(*scores[view], terms[view]) for view in terms}
     assert any(shifts[view][1] > terms[view].reported for view in terms), (shifts, terms)
 
@@ -272,11 +272,11 @@ def test_with_more_trials_the_effect_of_the_canary_comes_near_to_what_is_reporte
     else:
         noise, trials = LESS_NOISE, MANY_MEANS
     experiment = MECHANISMS[name].experiment(noise=noise)
-    found, scores = scored_audit(experiment, trials=trials, confidence=CONFIDENCE)
-    assert not found.broken, found.to_dict()
+    outcome, scores = scored_audit(experiment, trials=trials, confidence=CONFIDENCE)
+    assert not outcome.broken, outcome.to_dict()
     if name in (*POISSON, "uldp-silos-draw"):
         return
-    for view in found.views:
+    for view in outcome.views:
         without, present = scores[view.view]
         terms = view.best.terms
         if any(bound.method == GAUSSIAN for bound in view.bounds):
@@ -295,8 +295,8 @@ def scored_audit(experiment, **options):
         scores[view].append(experiment.score(seen, view))
         return scores[view][-1]
 
-    found = audit(replace(experiment, score=score), **options)
-    return found, {view: np.split(np.asarray(each), 2) for view, each in scores.items()}
+    outcome = audit(replace(experiment, score=score), **options)
+    return outcome, {view: np.split(np.asarray(each), 2) for view, each in scores.items()}
 
 
 def gaussian_shift(without, present, terms):

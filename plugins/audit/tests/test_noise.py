@@ -119,11 +119,11 @@ NOT_EXPECTED = {
 def data_of(name):
     """Return the records of a mechanism's partitions; their number is part of some plans."""
     x, y = torch.zeros(2, 1), torch.zeros(2)
-    own = Examples(x, y)
+    examples = Examples(x, y)
     if name.startswith("uldp"):
         owners = torch.tensor([0, 1] if name == "uldp-group" else [1, 1])
-        return lambda partition: SiloData(train=own, test=own, owners=owners)
-    return lambda partition: ClientData(train=own, test=own)
+        return lambda partition: SiloData(train=examples, test=examples, owners=owners)
+    return lambda partition: ClientData(train=examples, test=examples)
 
 
 def still(name):
@@ -170,10 +170,10 @@ def seen(name, runs=RUNS):
 def uploads_in(observations, whole):
     """Return every client's upload of every round and run, or the ``whole`` model in it."""
     return [
-        {name: array + (sent[node][name] if whole else 0.0) for name, array in own.items()}
+        {name: array + (sent[node][name] if whole else 0.0) for name, array in examples.items()}
         for one in observations
         for sent, of_round in zip(one.sent, one.uploads, strict=True)
-        for node, own in of_round.items()
+        for node, examples in of_round.items()
     ]
 
 
@@ -216,8 +216,8 @@ def check_independence(draws: Sequence[dict], names=TESTED):
         Two vectors are correlated.
     """
     parts = [[half for n in names for half in np.split(d[n].ravel(), 2)] for d in draws]
-    wholes = [np.concatenate(own) for own in parts]
-    for vectors in (wholes, [half for own in parts for half in own]):
+    wholes = [np.concatenate(examples) for examples in parts]
+    for vectors in (wholes, [half for examples in parts for half in examples]):
         rows = np.stack(vectors)
         rows /= np.linalg.norm(rows, axis=1, keepdims=True)
         most = float((np.abs(rows @ rows.T) - np.eye(len(rows))).max())
@@ -315,8 +315,8 @@ SURPLUS = math.sqrt(2)
 
 def models_of(name, folder=None, *, rounds=ROUNDS, **options):
     """Return the model after each round of a run, in standard deviations of a round's noise."""
-    facts = {"clipping_norm": 0.5, "noise_multiplier": 2.0, "rounds": 9, "delta": 1e-5}
-    plan = ReleasePlan(sampling=FullParticipation(CLIENTS), **{**facts, **SUMS[name]})
+    terms = {"clipping_norm": 0.5, "noise_multiplier": 2.0, "rounds": 9, "delta": 1e-5}
+    plan = ReleasePlan(sampling=FullParticipation(CLIENTS), **{**terms, **SUMS[name]})
     stddev = plan.mechanism().noise_stddev / CLIENTS * (SURPLUS if "masked" in name else 1.0)
     models = {}
 

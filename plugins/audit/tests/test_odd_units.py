@@ -56,9 +56,9 @@ def examples(targets):
 
 def silo(canary):
     """Return the others' records, one per user, after the record of user 0, which may raise."""
-    own = examples([*canary, *[0] * OTHERS])
+    records = examples([*canary, *[0] * OTHERS])
     owners = [*[0] * len(canary), *range(1, OTHERS + 1)]
-    return SiloData(train=own, test=own, owners=torch.tensor(owners))
+    return SiloData(train=records, test=records, owners=torch.tensor(owners))
 
 
 def of_users():
@@ -141,8 +141,8 @@ def with_a_record_that_raises(method):
 @pytest.mark.parametrize("method", grid(METHODS, "uldp-avg".__eq__))
 def test_a_record_that_raises_moves_no_more_than_its_own_part(method):
     experiment = with_a_record_that_raises(method)
-    found = audit(experiment, trials=FEW, confidence=CONFIDENCE)
-    assert not found.broken, found.to_dict()
+    outcome = audit(experiment, trials=FEW, confidence=CONFIDENCE)
+    assert not outcome.broken, outcome.to_dict()
 
 
 def no_one_by_one(solve, jobs):
@@ -167,8 +167,8 @@ def errors_of_one_are_errors_of_all(patch):
 def test_a_record_that_takes_its_silos_reply_away_is_found(method, monkeypatch):
     errors_of_one_are_errors_of_all(monkeypatch)
     experiment = with_a_record_that_raises(method)
-    found = audit(experiment, trials=FEWER, confidence=OF_A_FAULT)
-    assert found.broken, found.to_dict()
+    outcome = audit(experiment, trials=FEWER, confidence=OF_A_FAULT)
+    assert outcome.broken, outcome.to_dict()
 
 
 CLIENTS, CLEAN, FAULTY = 8, 34, 20
@@ -186,14 +186,14 @@ OF_RECORDS = RecordLevelPlan(
 
 
 def of_clients(**changes):
-    facts = {
+    terms = {
         "sampling": FullParticipation(CLIENTS),
         "clipping_norm": 0.5,
         "noise_multiplier": 200.0,
         "rounds": 1,
         "delta": DELTA,
     }
-    return ReleasePlan(**{**facts, **changes})
+    return ReleasePlan(**{**terms, **changes})
 
 
 def with_a_head(plan):
@@ -264,8 +264,8 @@ FAILED = [
 @pytest.mark.parametrize(("setup", "kind"), grid(FAILED, "discard, a NaN".__eq__))
 def test_a_client_whose_training_fails_is_not_found(setup, kind):
     experiment = with_a_client_that_fails(setup, kind)
-    found = audit(experiment, trials=CLEAN, confidence=CONFIDENCE)
-    assert not found.broken, found.to_dict()
+    outcome = audit(experiment, trials=CLEAN, confidence=CONFIDENCE)
+    assert not outcome.broken, outcome.to_dict()
 
 
 @pytest.mark.parametrize(
@@ -281,8 +281,8 @@ def test_a_client_whose_error_takes_the_place_of_its_upload_is_found(setup, kind
     for module in (failures, upload):
         monkeypatch.setattr(module, "log_hidden", _raised)
     experiment = with_a_client_that_fails(setup, kind)
-    found = audit(experiment, trials=FAULTY, confidence=OF_A_FAULT)
-    assert found.broken, found.to_dict()
+    outcome = audit(experiment, trials=FAULTY, confidence=OF_A_FAULT)
+    assert outcome.broken, outcome.to_dict()
 
 
 def _raised(error):
@@ -323,11 +323,11 @@ def one_diverged_client():
 
     def world(scale, noise_multiplier):
         def data(partition):
-            own = client_data(partition)
+            records = client_data(partition)
             if partition:
-                return own
-            train = Examples(own.train.features * scale, own.train.targets)
-            return ClientData(train=train, test=own.test)
+                return records
+            train = Examples(records.train.features * scale, records.train.targets)
+            return ClientData(train=train, test=records.test)
 
         task = Task(model=Waves, data=data, metrics={}, device="cpu")
         return World(
@@ -358,8 +358,8 @@ def one_diverged_client():
 @pytest.mark.full
 def test_a_client_that_diverges_does_not_change_how_others_train():
     experiment = one_diverged_client()
-    found = audit(experiment, trials=TRIALS, confidence=CONFIDENCE)
-    assert not found.broken, found.to_dict()
+    outcome = audit(experiment, trials=TRIALS, confidence=CONFIDENCE)
+    assert not outcome.broken, outcome.to_dict()
 
 
 @pytest.mark.full
@@ -379,5 +379,5 @@ def test_a_client_that_makes_others_train_in_another_order_is_found(monkeypatch)
 
     monkeypatch.setattr(client_method, "train_invariantly", in_another_order)
     experiment = one_diverged_client()
-    found = audit(experiment, trials=TRIALS, confidence=OF_A_FAULT)
-    assert found.broken, found.to_dict()
+    outcome = audit(experiment, trials=TRIALS, confidence=OF_A_FAULT)
+    assert outcome.broken, outcome.to_dict()

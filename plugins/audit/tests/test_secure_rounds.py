@@ -27,10 +27,10 @@ def test_without_the_masks_of_pairs_the_server_reads_each_upload(monkeypatch):
     experiment = faults.pair_masks_left_out(monkeypatch, MECHANISMS["secure-sum"].experiment())
     for one, _ in seen(experiment):
         assert set(one.bare[0]) == {0, 1, 2}
-        total = sum(own["weight"] for own in one.bare[0].values())
+        total = sum(update["weight"] for update in one.bare[0].values())
         np.testing.assert_array_equal(total, one.sums[0]["weight"])  # which shows no fault
-        own = float(one.bare[0][0]["weight"][0, 0] + one.bare[0][0]["bias"][0])
-        assert experiment.score(one, AdversaryView.SUM_ONLY) == pytest.approx(own)
+        update = float(one.bare[0][0]["weight"][0, 0] + one.bare[0][0]["bias"][0])
+        assert experiment.score(one, AdversaryView.SUM_ONLY) == pytest.approx(update)
 
 
 def test_plain_sums_have_no_secure_round():

@@ -79,9 +79,9 @@ def silo(canary):
     x = torch.zeros(OTHERS + len(canary), SIZE)
     x[:, 0] = torch.tensor([*canary, *[HUGE] * OTHERS])
     features = {"x": x, "mask": torch.ones(x.shape, dtype=torch.long)}
-    own = Examples(features, torch.zeros(len(x)).long())
+    examples = Examples(features, torch.zeros(len(x)).long())
     owners = torch.tensor([*[0] * len(canary), *range(1, OTHERS + 1)])
-    return SiloData(train=own, test=own, owners=owners)
+    return SiloData(train=examples, test=examples, owners=owners)
 
 
 def experiment(model):
@@ -105,9 +105,9 @@ def experiment(model):
 
 @pytest.mark.parametrize("model", grid([Plain, Asking, Turning], lambda model: model is Asking))
 def test_no_bound_exceeds_what_is_reported(model):
-    found = audit(experiment(model), trials=TRIALS, confidence=CONFIDENCE)
-    assert not found.broken, found.to_dict()
-    assert all(view.best.terms.reported > 0 for view in found.views)
+    outcome = audit(experiment(model), trials=TRIALS, confidence=CONFIDENCE)
+    assert not outcome.broken, outcome.to_dict()
+    assert all(view.best.terms.reported > 0 for view in outcome.views)
 
 
 def without_odd_examples(patch, experiment):
@@ -149,8 +149,8 @@ def test_a_planted_fault_is_found(plant, model, monkeypatch):
     build.__name__ = model.__name__
     broken = plant(monkeypatch, experiment(build))
     assert one_pass_is_taken(build)
-    found = audit(broken, trials=TRIALS, confidence=OF_A_FAULT)
-    assert found.broken, found.to_dict()
+    outcome = audit(broken, trials=TRIALS, confidence=OF_A_FAULT)
+    assert outcome.broken, outcome.to_dict()
 
 
 def test_the_honest_runs_take_the_ways_that_they_are_to_try():

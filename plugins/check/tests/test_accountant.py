@@ -284,13 +284,13 @@ def test_a_ledger_that_misses_releases_or_holds_others_is_refused(tmp_path):
 
 def test_the_guarantee_names_all_that_it_rests_on():
     ours = filled()
-    found = ours.guarantee()
-    assert found.relation is privacy.NeighboringRelation.REPLACE_SPECIAL  # what holds, not what
+    guarantee = ours.guarantee()
+    assert guarantee.relation is privacy.NeighboringRelation.REPLACE_SPECIAL  # what holds, not what
     assert ours.config.neighboring_relation is NeighboringRelation.ADD_OR_REMOVE_ONE  # is claimed
-    text = found.statement()
+    text = guarantee.statement()
     for word in ("one client", "released models", "not cryptographic", "equal", "metrics", "1e-05"):
         assert word in text
-    assert Guarantee.from_dict(json.loads(json.dumps(found.to_dict()))) == found
+    assert Guarantee.from_dict(json.loads(json.dumps(guarantee.to_dict()))) == guarantee
 
 
 # Flower's strategy, really run ------------------------------------------------------------------
