@@ -22,6 +22,9 @@ from flower_ext.files import read_toml
 _NAME = re.compile(r"[a-zA-Z]([a-zA-Z0-9-]{0,30}[a-zA-Z0-9])?")
 """Names that Flower accepts for an app, and that Python's packaging tools accept for a project."""
 
+_NOT_COPIED = {"__pycache__", ".flwr", "runs"}
+"""Folders that running an app leaves in it."""
+
 _LINK = re.compile(r"\[([^\]]*)\]\(\.\./[^)]*\)")
 """A Markdown link to a file of the checkout, which a copied app does not have."""
 
@@ -82,7 +85,7 @@ def copy(template: Path, folder: Path) -> None:
     # Imports, commands and links of the copy name the new app in place of the template.
     was = template.name.replace("-", "_") + "_app"
     for source in sorted(template.rglob("*")):
-        if source.is_dir() or "__pycache__" in source.parts:
+        if source.is_dir() or _NOT_COPIED & set(source.relative_to(template).parts):
             continue
         text = source.read_text(encoding="utf-8")
         text = text.replace(f"apps/{template.name}", ".").replace(was, package)

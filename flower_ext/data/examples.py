@@ -147,7 +147,8 @@ class SiloData(ClientData):
         """Return the data without the training examples of some users."""
         if not users:
             return self
-        kept = ~torch.isin(self.owners, torch.tensor([*users], dtype=self.owners.dtype))
+        withdrawn = torch.tensor([*users], device=self.owners.device)
+        kept = ~torch.isin(self.owners.long(), withdrawn)
         train = self.train.subset(kept.nonzero().ravel().tolist())
         return replace(self, train=train, owners=self.owners[kept])
 

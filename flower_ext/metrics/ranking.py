@@ -77,6 +77,8 @@ def _of_scores(metric: str, outputs: Tensor, targets: Tensor) -> float:
     if outputs.ndim != 2 or outputs.shape[1] != 2:
         raise InvalidValue(f"outputs of shape {tuple(outputs.shape)}: expected (n, 2), two classes")
     labels = targets.cpu().numpy()
+    if not np.isin(labels, (0, 1)).all():
+        raise InvalidValue(f"targets {np.unique(labels).tolist()}: expected the classes 0 and 1")
     scores = (outputs[:, 1] - outputs[:, 0]).detach().double().cpu().numpy()
     if len(np.unique(labels)) < 2 or not np.isfinite(scores).all():
         return math.nan

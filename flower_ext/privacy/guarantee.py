@@ -19,8 +19,10 @@ Basis = Literal["published", "provable"]
 
 
 def epsilon_text(epsilon: float) -> str:
-    """Return ε with three significant digits, rounded up so that no text understates the spend.
+    """Return ε with three significant digits, rounded up so that a text does not understate ε.
 
+    The function ignores an excess of less than a millionth of the last digit: it comes from
+    rounding, and would turn 2 into 2.01.
     An ε of 0 becomes "0.001", because a 0 would read as if nothing could be revealed, although δ is
     above 0. An infinite ε becomes "inf".
     """
@@ -54,7 +56,6 @@ def _rounded_up(value: float) -> str:
     if value == 0 or math.isinf(value):
         return f"{value:g}"
     step = 10.0 ** (math.floor(math.log10(value)) - 2)
-    # The subtraction of 1e-6 keeps 2.0000000000000004 from becoming 2.01.
     return f"{math.ceil(value / step - 1e-6) * step:.3g}"
 
 

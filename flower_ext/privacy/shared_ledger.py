@@ -162,8 +162,11 @@ def _check_budget(
             f"{len(runs)} run{'s' if len(runs) > 1 else ''} spent {spent} so far; end the study, "
             "or raise the budget"
         )
+    what = (
+        f"answer {new.training} to {new.query}" if new.query else f"training round {new.training}"
+    )
     raise BudgetExhausted(
-        f"training round {new.training} would raise the total of {path} to ε = "
+        f"{what} would raise the total of {path} to ε = "
         f"{epsilon_text(epsilon)} at δ = {budget.delta:.3g}, above the budget of "
         f"{budget.epsilon:g}: {why}"
     )

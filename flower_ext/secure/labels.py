@@ -18,9 +18,13 @@ def derive(key: bytes, *label: str | int | bytes) -> bytes:
     """Derive from ``key`` the 32-byte key that serves ``label`` only (HKDF-SHA256).
 
     Each part of the label is encoded with its type and length, so different labels never collide.
+    A part of another type, such as a NumPy integer, is refused: it would give a different key than
+    the equal ``int``.
     """
     parts = []
     for part in label:
+        if type(part) not in (str, int, bytes):
+            raise InvalidValue(f"label part {part!r}: expected a str, an int or bytes")
         raw = part if isinstance(part, bytes) else str(part).encode()
         parts.append(type(part).__name__.encode() + b":" + str(len(raw)).encode() + b":" + raw)
     return HKDF(algorithm=SHA256(), length=32, salt=None, info=b"".join(parts)).derive(key)

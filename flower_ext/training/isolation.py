@@ -83,14 +83,13 @@ def default_device() -> torch.device:
 def seeded(seed: int, device: torch.device) -> Iterator[None]:
     """Make torch's own random draws in this context, such as dropout, depend on ``seed`` alone.
 
-    If ``device`` is the CPU, accelerators are not seeded: seeding them takes ten times as long.
+    Afterwards, the generators of the CPU and of ``device`` have the state from before. If
+    ``device`` is the CPU, accelerators are not seeded: seeding them takes ten times as long.
     """
-    former = torch.get_rng_state()
-    (torch.default_generator if device.type == "cpu" else torch).manual_seed(seed)
-    try:
+    on_cpu = device.type == "cpu"
+    with torch.random.fork_rng([] if on_cpu else [device], device_type=device.type):
+        (torch.default_generator if on_cpu else torch).manual_seed(seed)
         yield
-    finally:
-        torch.set_rng_state(former)
 
 
 def draws_generator(generator: torch.Generator) -> torch.Generator:
@@ -139,7 +138,9 @@ def deterministic_kernels(device: torch.device, *, strict: bool = True) -> Itera
             torch.set_num_threads(threads)
         return
     settings: Any = torch.utils.deterministic
-    before = torch.are_deterministic_algorithms_enabled(), settings.fill_uninitialized_memory
+    was_on = torch.are_deterministic_algorithms_enabled()
+    warned_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    filled = settings.fill_uninitialized_memory
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # torch requires this for cuBLAS
     torch.use_deterministic_algorithms(True, warn_only=not strict)
     settings.fill_uninitialized_memory = False  # filling new memory takes time
@@ -147,5 +148,5 @@ def deterministic_kernels(device: torch.device, *, strict: bool = True) -> Itera
         with torch.backends.cudnn.flags(benchmark=False, deterministic=True):
             yield
     finally:
-        torch.use_deterministic_algorithms(before[0])
-        settings.fill_uninitialized_memory = before[1]
+        torch.use_deterministic_algorithms(was_on, warn_only=warned_only)
+        settings.fill_uninitialized_memory = filled

@@ -38,6 +38,7 @@ Step = Callable[[Tree, Tree], None]
 """A function of a mini-batch's features and targets that moves weights, in place, by one step."""
 MOST_PARAMETERS = 4096
 _MOST_ITERATIONS = 100
+_SHORTEST_STEP = 2.0**-60
 
 
 def train(task: Task, job: Job, *, trained: Callable[[str], bool] = lambda name: True) -> Params:
@@ -181,8 +182,11 @@ def newton(
         if bool(failed) or not descent > 0:
             break
         # Armijo's rule, with a tolerance for the rounding of the values.
-        length, slack = 1.0, 1e-14 * (1 + abs(float(value)))
-        while float(loss(point - length * step)) > float(value) - 1e-4 * length * descent + slack:
+        length, highest = 1.0, float(value) + 1e-14 * (1 + abs(float(value)))
+        while length > _SHORTEST_STEP:
+            # A step out of the domain of a logarithm, where the loss is NaN, is too long as well.
+            if float(loss(point - length * step)) <= highest - 1e-4 * length * descent:
+                break
             length /= 2
         point = point - length * step
     raise NotConverged(

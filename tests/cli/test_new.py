@@ -75,7 +75,18 @@ def test_nothing_in_the_copy_speaks_of_the_place_where_the_app_was(template, tmp
     assert not re.findall(rf"\b{was}\b|apps/|\]\(\.\./", text)
     names = {path.relative_to(template).as_posix() for path in template.rglob("*")}
     mine = {path.relative_to(made).as_posix() for path in made.rglob("*")}
-    assert mine == {n.replace(was, "my_app") for n in names if "__pycache__" not in n}
+    assert mine == {
+        n.replace(was, "my_app") for n in names if not re.search("__pycache__|^runs", n)
+    }
+
+
+def test_results_of_runs_are_not_copied(tmp_path):
+    template = tmp_path / "template"
+    copy(DP2_FEDSAM.folder, template)
+    (template / "runs" / "first").mkdir(parents=True)
+    (template / "runs" / "first" / "model.safetensors").write_bytes(b"\xff")
+    copy(template, tmp_path / "my-app")
+    assert not (tmp_path / "my-app" / "runs").exists()
 
 
 def test_a_folder_that_is_there_is_refused_and_left_alone(tmp_path):

@@ -1,5 +1,6 @@
 """A unit that withdrew from a study is never drawn again, and its node deletes its memory."""
 
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 
@@ -338,3 +339,5 @@ def test_data_without_a_user_keep_the_order_of_all_others():
     assert torch.equal(left.train.features, data.train.features[kept])
     assert left.test is data.test
     assert data.without([]) is data
+    small = replace(data, owners=data.owners.to(torch.uint8))
+    assert torch.equal(small.without([3, 5, 70_000]).owners.long(), data.owners[kept])

@@ -51,3 +51,9 @@ def test_they_are_undefined_without_both_classes_or_finite_outputs(metric):
     assert math.isnan(metric(torch.tensor([[0.0, math.nan], [0.0, 1.0]]), torch.tensor([0, 1])))
     with pytest.raises(ValueError, match=r"outputs of shape \(4, 3\): expected \(n, 2\)"):
         metric(torch.zeros(4, 3), torch.zeros(4))
+
+
+@pytest.mark.parametrize("metric", [roc_auc, average_precision])
+def test_classes_other_than_0_and_1_are_refused(metric):
+    with pytest.raises(ValueError, match=r"targets \[1, 2\]: expected the classes 0 and 1"):
+        metric(torch.zeros(4, 2), torch.tensor([1, 2, 1, 2]))

@@ -180,3 +180,11 @@ def test_nothing_is_released_where_the_charge_cannot_be_written(path, monkeypatc
 def test_a_runs_own_ledger_refuses_the_budget_of_a_population(path, tmp_path):
     with pytest.raises(ValueError, match="a Ledger counts one run"):
         Ledger(tmp_path / "own.jsonl", budget=Budget(epsilon=1.0, delta=DELTA, ledger=path))
+
+
+def test_a_refusal_names_the_training_round_or_the_answer_to_a_query(path):
+    budget = Budget(epsilon=1e-3, delta=DELTA, ledger=path)
+    with pytest.raises(BudgetExhausted, match="^training round 1 would raise"):
+        charge(path, sampled("a", 1), budget)
+    with pytest.raises(BudgetExhausted, match="^answer 1 to histogram would raise"):
+        charge(path, sampled("a", 1, query="histogram"), budget)

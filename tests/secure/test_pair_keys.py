@@ -63,6 +63,12 @@ def test_labels_cannot_be_read_as_one_another():
     assert len({derive(b"k", *label) for label in labels}) == len(labels)
 
 
+@pytest.mark.parametrize("part", [np.int64(3), True, None, 1.5])
+def test_a_label_that_parties_could_encode_differently_is_refused(part):
+    with pytest.raises(ValueError, match="expected a str, an int or bytes"):
+        derive(b"k", "a", part)
+
+
 def test_a_mask_is_drawn_once():
     pair = agreed()[0]
     pair.masked("a", 1, [0, 0], MODULUS)

@@ -14,7 +14,13 @@ from flower_ext.federation import FederatedStrategy, FederationNotReady, InProce
 from flower_ext.federation.client import preparing, upload
 from flower_ext.privacy import FullParticipation, ReleasePlan
 from flower_ext.training import LocalTraining, Task
-from flower_ext.training.isolation import ClientCrashed, _settings, isolated
+from flower_ext.training.isolation import (
+    ClientCrashed,
+    _settings,
+    deterministic_kernels,
+    isolated,
+    seeded,
+)
 
 CLIENTS, NORM = 8, 0.05
 
@@ -184,3 +190,23 @@ def test_a_crash_becomes_an_error_of_its_client(kind):
 def test_the_user_can_interrupt():
     with pytest.raises(KeyboardInterrupt), isolated():
         raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("warns_only", [False, True])
+def test_deterministic_kernels_leave_the_users_choice_as_it_was(warns_only):
+    torch.use_deterministic_algorithms(True, warn_only=warns_only)
+    try:
+        with deterministic_kernels(torch.device("meta"), strict=not warns_only):
+            pass
+        assert torch.are_deterministic_algorithms_enabled()
+        assert torch.is_deterministic_algorithms_warn_only_enabled() == warns_only
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def test_a_seeded_block_changes_no_later_draw():
+    expected = torch.manual_seed(1) and torch.rand(3)
+    torch.manual_seed(1)
+    with seeded(7, torch.device("cpu")):
+        torch.rand(5)
+    assert torch.equal(torch.rand(3), expected)

@@ -153,6 +153,16 @@ def test_what_is_not_strongly_convex_does_not_converge_and_the_message_says_what
         )
 
 
+def test_a_step_out_of_the_domain_of_the_loss_is_shortened():
+    found = newton(
+        lambda params, x, y: (params["w"] - params["w"].log()).sum(),
+        {"w": vector(5.0)},  # a whole step leads to -15, where the logarithm is not a number
+        records(),
+        tolerance=1e-9,
+    )
+    assert found["w"].item() == pytest.approx(1.0)
+
+
 def test_a_tolerance_below_what_floats_reach_ends_and_is_named():
     with pytest.raises(NotConverged, match="tolerance=1e-300"):
         newton(logistic, zero(), records(), tolerance=1e-300)

@@ -14,9 +14,9 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
-from typing import Literal
+from typing import Literal, get_args
 
-from flower_ext.checks import require_count, require_delta
+from flower_ext.checks import require_count, require_delta, require_one_of
 from flower_ext.errors import InvalidValue
 from flower_ext.privacy.accounting.events import Counts, PrivacyLoss, Release
 from flower_ext.privacy.accounting.gaussian import without_amplification
@@ -57,9 +57,11 @@ def privacy_loss_of(
     Raises
     ------
     ValueError
-        ``delta`` is outside (0, 1), a count is below 0, or the releases have different relations.
+        ``delta`` is outside (0, 1), a count is below 0, the accountant is unknown, or the releases
+        have different relations.
     """
     require_delta(delta)
+    require_one_of("accountant", accountant, get_args(Accountant))
     counts = Counter(dict(releases)) if isinstance(releases, Mapping) else Counter(releases)
     for count in counts.values():
         require_count("count of a release", count)
@@ -98,7 +100,8 @@ def joint_loss(
     epsilon = math.fsum(spend.epsilon for spend in spends)
     left = delta - math.fsum(spend.delta for spend in spends)
     released = PrivacyLoss(epsilon=math.inf, delta=delta, accountant="")
-    if not +Counter(dict(releases)):
+    releases = +Counter(dict(releases))  # drops releases with a count of 0
+    if not releases:
         if left >= -1e-12 * delta:  # rounding may hide that the δ's add up to δ
             released = replace(released, epsilon=0.0)
     elif left > 0:
@@ -159,7 +162,8 @@ def with_approximation_error(
         # Of this fraction of δ, half pays for δ₂, and half for the factor e^(3ε₂).
         tail = first.epsilon + math.log(2 * steps / spared)
         second = shift**2 / 2 + shift * math.sqrt(2 * tail)
-        if math.expm1(steps * second) * (delta - spared / 2) <= spared / 2:
+        # The loop compares e^(3ε₂) with at most 4/3, so the cap of 1 changes no result.
+        if math.expm1(min(1.0, steps * second)) * (delta - spared / 2) <= spared / 2:
             epsilon = first.epsilon + steps * second
             return replace(first, epsilon=epsilon, delta=delta, releases=None)
     return replace(first, epsilon=math.inf, delta=delta, releases=None)

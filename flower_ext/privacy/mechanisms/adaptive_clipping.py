@@ -163,7 +163,9 @@ def rows_with_sides(rows: NamedArrays, update_norm: float, weight: float) -> dic
     with np.errstate(over="ignore"):
         norms = namespace.sqrt(squared_norms_of_rows(namespace.concat(flat, axis=1)))
     sides = namespace.where(norms <= update_norm, weight / 2, -weight / 2)
-    return {**clipped, SIDE: namespace.where(norms > 0, sides, 0.0)[:, None]}
+    # The square of a tiny norm is 0, so the norm cannot say which rows are zero.
+    moved = namespace.any(namespace.concat(flat, axis=1) != 0, axis=1)
+    return {**clipped, SIDE: namespace.where(moved, sides, 0.0)[:, None]}
 
 
 def with_room_for_side(like: NamedArrays) -> dict[str, Any]:

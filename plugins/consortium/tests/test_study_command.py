@@ -93,6 +93,19 @@ def test_a_linked_table_is_kept_until_its_source_changes(study, tmp_path):
     assert "six" in output.read_text()
 
 
+def test_a_linked_table_is_made_anew_if_the_people_are_numbered_anew(study, tmp_path):
+    mistake = ("delta = 1e-5", "delta = 5")  # the stage never begins
+    output, numbers = tmp_path / "linked" / "0.csv", tmp_path / "numbers.csv"
+    of_union = ("buckets = 10", 'numbers = "numbers.csv"')
+    study(mistake)
+    output.write_text("kept")
+    now = output.stat().st_mtime
+    os.utime(output, (now + 1000, now + 1000))
+    numbers.write_text("")
+    os.utime(numbers, (now + 2000, now + 2000))
+    assert "kept" not in study(mistake, of_union)[1]
+
+
 @pytest.mark.report
 def test_a_stage_that_asked_nobody_may_begin_again_with_other_settings(
     forked_runs, study, tmp_path

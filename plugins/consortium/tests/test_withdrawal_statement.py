@@ -150,6 +150,11 @@ def test_a_signed_statement_is_verified_from_the_command_line_and_a_changed_one_
     changed = call("withdraw", "--verify", str(file), "--public-key", key)
     assert changed.exit_code == 2
     assert "signature" in changed.stderr
+    for text in ("[]", "no JSON"):
+        file.write_text(text)
+        unreadable = call("withdraw", "--verify", str(file), "--public-key", key)
+        assert unreadable.exit_code == 2
+        assert "expected a statement" in " ".join(unreadable.stderr.split())
     assert path.with_name("study.jsonl.key").stat().st_mode & 0o077 == 0
     again = call("withdraw", "--user", "7", "--ledger", str(path), "-o", str(file))
     assert json.loads(file.read_text())["public key"] == key

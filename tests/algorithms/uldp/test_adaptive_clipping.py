@@ -166,8 +166,6 @@ def test_rows_have_the_sides_that_single_updates_have():
     ours = rows_with_sides(rows, 0.5, 3.0)
     for number in range(50):
         theirs = with_side({name: array[number] for name, array in rows.items()}, 0.5, 3.0)
-        if number != 7 and l2_norm({n: a[number] for n, a in rows.items()}) < 1e-150:
-            continue  # its squares vanish, so it counts as a zero update
         np.testing.assert_allclose(ours[SIDE][number], theirs[SIDE])
         np.testing.assert_allclose(ours["a"][number], theirs["a"], rtol=1e-9)
 

@@ -13,6 +13,8 @@ from flower_ext.privacy import (
     Release,
     privacy_loss_of,
 )
+from flower_ext.privacy.accounting.accountant import joint_loss
+from flower_ext.privacy.accounting.events import PrivacyLoss
 from flower_ext.privacy.accounting.gaussian import (
     EXACT_GAUSSIAN,
     gaussian_loss,
@@ -201,6 +203,18 @@ def test_no_rounds_cost_nothing_and_a_number_below_zero_is_refused():
     assert epsilon(POISSON, rounds=0) == 0.0
     with pytest.raises(ValueError, match="count of a release=-1"):
         epsilon(POISSON, rounds=-1)
+    spend = PrivacyLoss(epsilon=1.0, delta=1e-6, accountant="PLD")
+    one, none = (
+        Release(sampling=POISSON, noise_multiplier=sigma, relation=ADD_OR_REMOVE)
+        for sigma in (1.0, 2.0)
+    )
+    joint = joint_loss({one: 5, none: 0}, [spend, spend], delta=1e-5)
+    assert joint.epsilon == joint_loss({one: 5}, [spend, spend], delta=1e-5).epsilon
+
+
+def test_an_unknown_accountant_is_refused():
+    with pytest.raises(ValueError, match="accountant='moments': expected pld or rdp"):
+        epsilon(POISSON, accountant="moments")
 
 
 def test_different_releases_compose_to_at_least_each_part_and_at_most_the_worst():

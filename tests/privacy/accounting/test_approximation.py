@@ -94,3 +94,7 @@ def test_no_residue_changes_no_bit_of_a_loss_and_survives_a_ledger():
     assert Release.from_dict(full.to_dict()) == full
     bare = replace(full, approximation_error=0.0)
     assert Release.from_dict(bare.to_dict()) == bare
+
+
+def test_an_error_that_no_delta_pays_for_has_an_infinite_epsilon():
+    assert epsilon(approximation_error=30.0) == math.inf

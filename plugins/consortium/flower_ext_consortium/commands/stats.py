@@ -53,7 +53,7 @@ def stats(
         settings=(
             "method=statistics",
             f"statistics={text}",
-            f"epsilon={epsilon:g}",
+            f"epsilon={epsilon!r}",
             *(settings or ()),
         ),
         runs=runs if superlink is None else None,

@@ -185,9 +185,10 @@ def _link_command(plan: Study, entry: Mapping[str, Any]) -> click.Context:
 
 
 def _link(plan: Study, command: click.Context) -> None:
-    """Write a silo's linked table, unless it is newer than the study, the table and the key."""
-    table, key, output = (Path(command.params[name]) for name in ("table", "key", "output"))
-    newest = max(path.stat().st_mtime for path in (plan.path, table, key) if path.exists())
+    """Write a silo's linked table, unless it is newer than all files that determine it."""
+    output = Path(command.params["output"])
+    sources = [Path(path) for name in ("table", "key", "numbers") if (path := command.params[name])]
+    newest = max(path.stat().st_mtime for path in (plan.path, *sources) if path.exists())
     if output.exists() and output.stat().st_mtime > newest:
         say(f"{output}: kept")
         return

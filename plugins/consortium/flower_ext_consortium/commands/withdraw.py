@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -45,7 +46,7 @@ def withdraw(
     Example: flower-ext withdraw --user 17 --ledger study.jsonl -o statement.json
     """
     if verify is not None:
-        content = json.loads(verify.read_text(encoding="utf-8"))
+        content = _read_statement(verify)
         withdrawal_statement.verify(content, public_key)
         _show(content)
         console.print("The signature holds.")
@@ -66,6 +67,14 @@ def withdraw(
         f"Statement: {path}. Public key, to publish where people can find it: "
         f"{content['public key']}"
     )
+
+
+def _read_statement(path: Path) -> dict[str, Any]:
+    with suppress(ValueError):
+        content = json.loads(path.read_text(encoding="utf-8"))
+        if isinstance(content, dict):
+            return content
+    raise InvalidValue(f"verify={str(path)!r}: expected a statement that `withdraw` wrote (JSON)")
 
 
 def _show(content: Mapping[str, Any]) -> None:
