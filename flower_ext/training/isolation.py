@@ -86,10 +86,17 @@ def seeded(seed: int, device: torch.device) -> Iterator[None]:
     Afterwards, the generators of the CPU and of ``device`` have the state from before. If
     ``device`` is the CPU, accelerators are not seeded: seeding them takes ten times as long.
     """
-    on_cpu = device.type == "cpu"
-    with torch.random.fork_rng([] if on_cpu else [device], device_type=device.type):
-        (torch.default_generator if on_cpu else torch).manual_seed(seed)
+    if device.type != "cpu":
+        with torch.random.fork_rng([device], device_type=device.type):
+            torch.manual_seed(seed)
+            yield
+        return
+    former = torch.get_rng_state()
+    torch.default_generator.manual_seed(seed)
+    try:
         yield
+    finally:
+        torch.set_rng_state(former)
 
 
 def draws_generator(generator: torch.Generator) -> torch.Generator:
