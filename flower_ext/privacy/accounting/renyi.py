@@ -3,11 +3,12 @@
 The module computes the divergence of one Poisson sub-sampled Gaussian sum without cancellation.
 
 Source: Mironov, Talwar and Zhang, Rényi differential privacy of the sampled Gaussian mechanism
-(2019). With z ~ N(0, σ²) and u = γ (exp((2z - 1)/2σ²) - 1), the divergence of order α is
-log E[(1 + u)^α] / (α - 1). The expectation is 1 plus a remainder, which is tiny if the noise is
-large. A computation of the whole expectation would lose the remainder to rounding, or make it
-negative. So the module computes the remainder alone. Since E[u] = 0, the remainder is the mean of
-(1 + u)^α - 1 - αu. This function is never negative, so the mean keeps its relative precision.
+(2019). The sum has the noise multiplier σ and the sampling rate γ. With z ~ N(0, σ²) and
+u = γ (exp((2z - 1)/2σ²) - 1), the divergence of order α is log E[(1 + u)^α] / (α - 1). The
+expectation is 1 plus a remainder, which is tiny if the noise is large. A computation of the whole
+expectation would lose the remainder to rounding, or make it negative. So the module computes the
+remainder alone. Since E[u] = 0, the remainder is the mean of (1 + u)^α - 1 - αu. This function is
+never negative, so the mean keeps its relative precision.
 """
 
 from __future__ import annotations
