@@ -122,8 +122,9 @@ class NoisedSum(ReleaseTerms, RoundMechanism):
     """Mechanism of a round that releases one noised average.
 
     With a `SecureSum`, a protocol adds up the uploads, and the server sees no single upload. An
-    upload is then an array of whole numbers of *cells*, with a client's share of discrete Gaussian
-    noise. The silos, if there are any, are the members of the sum.
+    upload then counts *cells*, the steps of a public grid, in whole numbers, and includes a
+    client's share of discrete Gaussian noise. The silos, if there are any, are the members of the
+    sum.
 
     Guarantees
     ----------
@@ -251,7 +252,7 @@ class NoisedSum(ReleaseTerms, RoundMechanism):
 
     @property
     def honest_noise(self) -> float:
-        """Least fraction of a sum's noise variance from honest clients; 1 without a `SecureSum`."""
+        """Least fraction of the noise variance that honest clients add; 1 without a `SecureSum`."""
         return 1.0 if self.masked is None else self.masked.parameters.honest_noise
 
     @property
@@ -395,8 +396,8 @@ class QuerySum(NoisedSum):
     def count_answer(self, participations: Participations) -> None:
         """Count one released answer as participations of every client.
 
-        An answer has one weight for adversaries that see sums, and another weight for adversaries
-        that see single uploads.
+        An answer counts with one weight against adversaries that see sums, and with another weight
+        against adversaries that see single uploads.
         """
         assert self.masked is not None  # no other plan accepts queries
         parameters = self.masked.parameters

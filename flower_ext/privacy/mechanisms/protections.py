@@ -35,16 +35,16 @@ class Protection:
     bounds_models: ClassVar[bool] = False
     """True if the client bounds and noises its whole model instead of its update."""
     bounds_uploads: ClassVar[bool] = True
-    """True if the whole upload is bounded. Its bits must then not depend on clients that train in
-    the same batch."""
+    """True if the whole upload is bounded. No bit of the upload may then depend on other clients
+    that train in the same batch."""
     num_examples: int | None = None
-    """Number of training examples that the guarantee requires of a client; None if any will do."""
+    """Number of training examples that a client must have; None if any number will do."""
     hides_failures: ClassVar[bool] = True
-    """True if a client may send the received model when training fails, because noise hides it."""
+    """True if a client whose training fails may send the received model, because of the noise."""
     of_units: bool = False
     """True if the upload must be a sum over units, in which each unit's contribution is clipped."""
     cell: float | None = None
-    """Step of the grid of a secure sum; None if uploads are not masked, even if on a grid."""
+    """Step of a secure sum's grid; None if uploads are not masked, even if they lie on a grid."""
 
     @property
     def hides_missing_data(self) -> bool:
@@ -57,8 +57,8 @@ class Protection:
     def noise_multiplier(self) -> float | None:
         """Standard deviation of the client's own Gaussian noise, in L2 clipping norms.
 
-        It is 0 without noise, and None for any other noise or norm, whose numbers do not compare
-        with the least noise that the owner of a node requires.
+        It is 0 without noise. It is None for noise that is not Gaussian or a norm that is not L2,
+        because the least noise that the owner of a node requires is stated in L2 clipping norms.
         """
         return 0.0
 
@@ -261,14 +261,14 @@ class ClipSteps(Protection):
 
 @dataclass(frozen=True, kw_only=True)
 class ObjectivePerturbation(Checked, Protection):
-    """Add ⟨n, w⟩ to the local objective, with fresh noise n of density ∝ exp(−α‖n‖₂).
+    """Add ⟨n, w⟩ to the local objective of a model w; fresh noise n has density ∝ exp(−α‖n‖₂).
 
     Parameters
     ----------
     rate : float
         α > 0. The norm of n is Gamma distributed with mean d/α for d parameters.
     least_examples : int
-        Clients with fewer examples are not protected. A plan computes this number.
+        Least number of examples with which a client is protected. A plan computes this number.
     """
 
     hides_failures = False  # as for `ClipSteps`
