@@ -180,7 +180,7 @@ class SpacedRelease(ReleaseMechanism):
         return replace(value, stddev=stddev, sensitivity=moved)
 
     def release_in(self, number: int) -> Release:
-        """Return the release for round ``number`` of the client that loses most in this round."""
+        """Return the release of round ``number`` for the client about which it reveals most."""
         return self._releases(number)[-1]
 
     def releases(self, participations: Participations) -> dict[Release, int]:
