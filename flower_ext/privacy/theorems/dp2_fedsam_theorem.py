@@ -33,7 +33,7 @@ def dp2_fedsam_theorem2(
 
     The theorem requires σ² ≥ 7 r² T (ε + 2 ln(1/δ)) / ε². The guarantee has the smallest ε that
     meets this. The proof uses a closed form for the sub-sampled Gaussian (Lemma 4 of the paper).
-    This function checks the two conditions of that lemma at the proof's order
+    This function checks the two conditions of that lemma at the Rényi order that the proof uses,
     α = 1 + 2 ln(1/δ)/ε. The paper prints the second condition with the sensitivity C as a factor;
     here noise is measured in multiples of C, so the factor is 1.
     """

@@ -7,11 +7,11 @@ paper                 here
 ====================  =====================================================
 C                     ``clipping_norm`` of the local model
 σ_u                   ``noise_stddev`` of each weight of an upload, or `ClippedSteps.upload_stddev`
-Δs                    2C/|D_n| (Eqn 7)
-q                     1/``num_clients`` (Eqn 8)
+Δs                    published sensitivity of the clipped local model, 2C/|D_n| (Eqn 7)
+q, N                  published sampling rate 1/N (Eqn 8), ``num_clients``
 T, |D_n|              ``rounds``, ``num_examples``
 η_G                   ``ClippedSteps.learning_rate``
-λ                     ``global_weight`` of a personal model, which needs no noise
+λ                     ``global_weight`` of a personal model, which stays on its client without noise
 ====================  =====================================================
 
 Eqns 7 and 8 ask for σ_u = Δs √(2 q T ln(1/δ)) / ε. Three steps of their derivation do not hold:
@@ -59,9 +59,10 @@ def check_global_weight(global_weight: float) -> None:
 class ClippedSteps(Checked):
     """The local steps of one client in one round, which clip each record's gradient.
 
-    A step is u ← u − η (1/B) Σ clip(∇F̂(u; record), G), summed over B records, with η = η_G. A plan
-    adds noise in every step. Without noise in the steps, models of neighbouring data sets may move
-    further apart in every step after the first.
+    A step moves the model u to u − η (1/B) Σ clip(∇F̂(u; record), G), where F̂ is the loss of a
+    record, the sum is over the step's B records, and η is η_G. A plan adds noise in every step.
+    Without noise in the steps, models of neighbouring data sets may move further apart in every
+    step after the first.
 
     Parameters
     ----------

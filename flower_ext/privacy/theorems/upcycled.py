@@ -10,7 +10,8 @@ paper                 here
 u₁, u₂, μ             ``LocalObjective``: ``gradient_bound``, ``curvature_bound``,
                       ``proximal_weight``
 ``|D_i|``, M          ``num_examples``, ``participations`` (odd rounds that asked client i)
-ε̄                     the mean over clients, reported beside the largest
+w̄                     model that the client received
+ε̄                     mean ε over clients, reported beside the largest ε
 ====================  =====================================================
 
 Theorem 6.2 assumes that one record moves a clipped model by at most τ/|D_i|. Nothing ensures that
@@ -61,9 +62,10 @@ A model is rounded once, before it is clipped in float64, and clipping does not 
 class LocalObjective:
     """Known properties of a client's problem: minimise F_i(w) + (μ/2)‖w − w̄‖² over w.
 
-    F_i(w) is the mean over records d of a loss F̂(w; d). The defaults mean that nothing is known.
-    Each bound must hold for every possible record and every w. The last four properties depend on
-    the training, and a plan takes them from the run (`PerturbationPlan.objective_in`).
+    w̄ is the received model. F_i(w) is the mean over records d of a loss F̂(w; d). The defaults
+    mean that nothing is known. Each bound must hold for every possible record and every w. The last
+    four properties depend on the training, and a plan takes them from the run
+    (`PerturbationPlan.objective_in`).
 
     Parameters
     ----------
@@ -338,7 +340,7 @@ def perturbation_guarantees(
 def _sensitivity_of_all(
     perturbation: OutputPerturbation, objective: LocalObjective, sizes: Sequence[int | None]
 ) -> tuple[str, tuple[Condition, ...]]:
-    """Return a text about the largest sensitivity of all clients, and Theorem 6.2's condition."""
+    """Return Theorem 6.2's condition, after a text about the largest sensitivity of all clients."""
     tau = perturbation.clipping_norm
     moves = [sensitivity(perturbation, objective, size) for size in sizes]
     text = f"sensitivity 2τ = {2 * tau:.4g}"
