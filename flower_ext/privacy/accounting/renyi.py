@@ -138,7 +138,8 @@ def _remainder_by_sum(noise_multiplier: float, rate: float, order: int) -> float
 def _remainder_by_grid(noise_multiplier: float, rate: float, order: float) -> float:
     """Return log E[(1 + u)^α - 1 - αu] by the trapezoidal rule, which converges exponentially here.
 
-    The poles of the integrand are πσ² away from the real line; its mass lies in [0, max(α, 2)].
+    u is the function of z at the top of this module. The poles of the integrand are πσ² away from
+    the real line; the integrand's mass lies in [0, max(α, 2)].
     """
     from scipy import special
 

@@ -109,9 +109,10 @@ class AdaptiveClipping(Checked):
             )
 
     def count_noise(self, noise_multiplier: float, expected_cohort: float) -> float:
-        """Return σ_b, given a plan's noise multiplier and its expected cohort size.
+        """Return σ_b: the stddev of the noise on the number of updates within the norm.
 
-        Refuse a ``bit_noise`` of at most half of the noise multiplier.
+        The arguments are a plan's noise multiplier and its expected cohort size. Refuse a
+        ``bit_noise`` of at most half of the noise multiplier.
         """
         if self.bit_noise is None:
             return max(expected_cohort / 20, noise_multiplier)

@@ -138,8 +138,8 @@ class StrategyMatrix:
     def row_moves(self, rounds: int, *, rounds_apart: int, participations: int) -> Vector:
         """Return the largest distance by which one client moves each of the first rows of C x.
 
-        There are ``rounds`` of these rows. ``rounds_apart`` and ``participations`` are b and k of
-        step 1 at the top of this module.
+        There are ``rounds`` of these rows. C is this matrix, and row t of x is the sum of round t.
+        ``rounds_apart`` and ``participations`` are b and k of step 1 at the top of this module.
         """
         column, moves = self.coefficients(rounds), np.zeros(rounds)
         for start in range(0, min(rounds, participations * rounds_apart), rounds_apart):
@@ -147,7 +147,10 @@ class StrategyMatrix:
         return moves
 
     def sensitivity(self, *, rounds_apart: int, participations: int) -> float:
-        """Return sens(C): the largest L2 distance, over all rows, by which one client moves C x."""
+        """Return sens(C): the largest L2 distance, over all rows, by which one client moves C x.
+
+        C is this matrix, and row t of x is the sum of round t.
+        """
         whole = (participations - 1) * rounds_apart + len(self.bands) + 1
         moves = self.row_moves(whole, rounds_apart=rounds_apart, participations=participations)
         # Beyond these rows only the decaying part is left; its squares form a geometric series.
@@ -158,7 +161,7 @@ class StrategyMatrix:
         return math.sqrt(float(moves @ moves) + float(products.sum())) * (1 + 1e-12)
 
     def inverse(self, rounds: int) -> Vector:
-        """Return the first ``rounds`` numbers of the first column of C⁻¹, a Toeplitz matrix."""
+        """Return the first ``rounds`` numbers of the first column of the inverse (Toeplitz, too)."""
         from scipy.signal import lfilter  # clients do not need SciPy
 
         impulse = np.zeros(rounds)
@@ -169,9 +172,10 @@ class StrategyMatrix:
     def model_error(self, rounds: int, *, momentum: float = 0.0) -> float:
         """Return the root mean square, over the rounds, of the noise in the model after each round.
 
-        A round draws fresh normal numbers z_t of stddev 1. Its noise y_t is row t of y = C⁻¹ z.
-        Without momentum, the model after round t has the noise y_1 + … + y_t. With momentum μ, the
-        server moves the model by (1 − μ) times the buffer b_t = μ b_{t−1} + y_t.
+        A round draws fresh normal numbers z_t of stddev 1. Its noise y_t is row t of y = C⁻¹ z,
+        where C is this matrix. Without momentum, the noise in the model after round t is the sum
+        y_1 + … + y_t. With momentum μ, the server moves the model by (1 − μ) times the buffer
+        b_t = μ b_{t−1} + y_t.
         """
         errors = np.convolve(self.inverse(rounds), _model_weights(rounds, momentum))[:rounds] ** 2
         return math.sqrt(float(np.arange(rounds, 0, -1) @ errors) / rounds)

@@ -257,17 +257,18 @@ class NoisedSum(ReleaseTerms, RoundMechanism):
 
     @property
     def _largest_sum(self) -> float:
-        """Largest norm of a secure sum before noise, if every unit contributes a norm of C."""
+        """Largest norm of a secure sum before noise, if each unit contributes the clipping norm."""
         units = self.cohort_size if self.silos is None else self.sampling.population
         return units * self.clipping_norm
 
     def client_noise_stddev(self, cohort_size: int) -> float:
         """Return the stddev of one client's share of the noise; 0 if the server adds the noise.
 
-        The shares of all clients in a cohort add up to the stddev σC, so each is σC/√cohort. Pass
-        the size of the drawn cohort, also under Poisson sampling: with the expected size, the sum
-        of a small cohort would carry too little noise. In a secure sum, the shares of the fewest
-        clients that may answer add up to σC, whatever ``cohort_size`` is.
+        The shares of all clients in a cohort add up to noise of the stddev σC, `noise_stddev`, so
+        each share has the stddev σC/√cohort. Pass the size of the drawn cohort, also under Poisson
+        sampling: with the expected size, the sum of a small cohort would carry too little noise. In
+        a secure sum, the shares of the fewest clients that may answer add up to σC, whatever
+        ``cohort_size`` is.
         """
         if self.noised_by_server:
             return 0.0

@@ -166,7 +166,7 @@ class SecureSum(Checked):
             )
 
     def colluders_among(self, population: int) -> int:
-        """Return the number of clients of a population that may collude: γN, rounded up."""
+        """Return the number of a population's clients that may collude, rounded up."""
         return math.ceil(self.colluding * population - 1e-9)
 
     def for_cohort(
@@ -281,7 +281,7 @@ class _Cohort:
     complete: bool = False
 
     def threshold(self, neighbors: int) -> int:
-        """Return the largest t that meets all bounds with k = ``neighbors``; 0 if no t does."""
+        """Return the largest threshold t that meets all bounds with k neighbours, or 0."""
         others = self.members - 1
         if neighbors == others:
             threshold = others - self.lost
@@ -295,7 +295,7 @@ class _Cohort:
         return 2 * threshold - neighbors if self.equivocation else threshold
 
     def _succeeds(self, neighbors: int, threshold: int) -> bool:
-        """Return True if each member that stays keeps at least t neighbours in every round.
+        """Return True if each remaining member keeps ``threshold`` neighbours or more in all rounds.
 
         This may fail with a probability of at most 2⁻²⁰ in a run.
         """
@@ -318,7 +318,10 @@ class _Cohort:
 
 @lru_cache(maxsize=1024)
 def _parameters(cohort: _Cohort) -> tuple[int, int] | None:
-    """Return the smallest k that suffices for a cohort, and its t; None if no k suffices."""
+    """Return the smallest k that suffices for a cohort, and its t; None if no k suffices.
+
+    k is the number of neighbours of each member, and t the number of shares that unmask a member.
+    """
     others = cohort.members - 1
     half = (others - 1) // 2  # the largest even k below the complete graph is twice this
     if cohort.members > COMPLETE and not cohort.complete and cohort.threshold(2 * half):
@@ -333,7 +336,7 @@ def _parameters(cohort: _Cohort) -> tuple[int, int] | None:
 
 @lru_cache(maxsize=1024)
 def _most_colluders(members: int, population: int, corrupt: int, rounds: int) -> int:
-    """Return c: the probability that any cohort of a run has more colluders is at most 2⁻⁴⁰."""
+    """Return c: with probability 1 - 2⁻⁴⁰ or more, no cohort of a run has more than c colluders."""
     if members == population:
         return corrupt
     law = _hypergeometric()

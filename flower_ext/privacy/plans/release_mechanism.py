@@ -94,7 +94,7 @@ class AdaptiveRelease(ReleaseMechanism):
 
     @property
     def side_weight(self) -> float:
-        """κ, the factor of each side.
+        """κ, the factor by which a side is multiplied (see `adaptive_clipping`).
 
         Noise of stddev σC' on the sum of κ·side is noise of stddev σ_b on the sum of sides.
         """

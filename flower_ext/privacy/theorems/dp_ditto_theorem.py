@@ -46,11 +46,11 @@ from flower_ext.privacy.accounting.sampling import FullParticipation
 from flower_ext.privacy.units import NeighboringRelation
 
 LARGEST_WEIGHT = 2.0
-"""λ at which a personal model equals the global one."""
+"""Value of ``global_weight``, λ, at which a personal model equals the global one."""
 
 
 def check_global_weight(global_weight: float) -> None:
-    """Refuse a λ outside [0, 2]."""
+    """Refuse a ``global_weight`` λ outside [0, 2]."""
     if not 0 <= global_weight <= LARGEST_WEIGHT:
         raise InvalidValue(f"global_weight={global_weight!r}: expected λ, a number in [0, 2]")
 
@@ -173,7 +173,10 @@ def dp_ditto_noise_stddev(
     num_examples: int,
     clipping_norm: float,
 ) -> float:
-    """Return σ_u of Eqns 7–8 as published: Δs √(2 T ln(1/δ) / N) / ε with Δs = 2C/|D_n|."""
+    """Return σ_u of Eqns 7–8 as published: Δs √(2 T ln(1/δ) / N) / ε with Δs = 2C/|D_n|.
+
+    T, N, C and |D_n| are ``rounds``, ``num_clients``, ``clipping_norm`` and ``num_examples``.
+    """
     require_positive("epsilon", epsilon)
     require_delta(delta)
     require_at_least_one("rounds", rounds)

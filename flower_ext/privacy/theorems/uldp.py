@@ -152,9 +152,10 @@ def batching_assumption(apart: Mapping[int, bool]) -> str:
 
 @lru_cache(maxsize=256)
 def uldp_closed_form(*, noise_multiplier: float, rounds: int, delta: float) -> float:
-    """Return ε of Theorems 3 and 5, at the order α > 1 with the smallest ε.
+    """Return ε of Theorems 3 and 5, at the Rényi order α > 1 with the smallest ε.
 
-    ε is Tα/(2σ²) + log((α-1)/α) - (log δ + log α)/(α-1).
+    ε is Tα/(2σ²) + log((α-1)/α) - (log δ + log α)/(α-1), where T is ``rounds`` and σ is
+    ``noise_multiplier``.
     """
     require_positive("noise_multiplier", noise_multiplier)
     require_count("rounds", rounds)
@@ -172,9 +173,10 @@ def uldp_closed_form(*, noise_multiplier: float, rounds: int, delta: float) -> f
 def uldp_naive_guarantees(mechanism: NoisedSum, run: RunSummary) -> list[Guarantee]:
     """Return the guarantees of ULDP-NAIVE: each silo clips its update to C and adds noise σC√|S|.
 
-    All uploads together form a vector that one user moves by at most 2C√|S|. The provable guarantee
-    therefore has a noise multiplier of σ/2, even against a server that sees each upload. With
-    secure sums, the function returns the same guarantee for sums, whichever silos collude.
+    |S| is the number of silos, C the clipping norm and σ the noise multiplier. All uploads together
+    form a vector that one user moves by at most 2C√|S|. The provable guarantee therefore has a
+    noise multiplier of σ/2, even against a server that sees each upload. With secure sums, the
+    function returns the same guarantee for sums, whichever silos collude.
 
     ``mechanism`` is the plan's, with the plan's σ as its noise multiplier. (Do not pass the result
     of `UldpNaive.mechanism`, which counts all silos' noise and a sensitivity of 2C.)
@@ -223,10 +225,11 @@ def uldp_avg_guarantees(
     * Released models: sampling of users amplifies, because the sample stays secret.
     * Sums only: the server knows the sample, so sampling amplifies nothing. If the sample is hidden
       from the server, sampling amplifies for sums and uploads as for released models.
-    * Each upload: a silo's share of the noise has stddev σC/√|S|, or σC/√m in a secure sum of at
-      least m answers. With equal weights, a user moves each upload by C/|S| and all uploads
-      together by C/√|S|, so ε is that of the sums. With weights by records, a user may have all its
-      weight in one silo, and only that silo's share of the noise hides the user.
+    * Each upload: the noise of the sum has stddev σC. A silo's share of it has stddev σC/√|S|,
+      where |S| is the number of silos, or σC/√m in a secure sum of at least m answers. With equal
+      weights, a user moves each upload by C/|S| and all uploads together by C/√|S|, so ε is that of
+      the sums. With weights by records, a user may have all its weight in one silo, and only that
+      silo's share of the noise hides the user.
 
     The mechanism's units are users, and the silos add the noise. With secure sums, if the server
     draws the users, ``run.participations`` counts only the noise of honest silos.
