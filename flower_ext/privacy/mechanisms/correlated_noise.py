@@ -161,7 +161,7 @@ class StrategyMatrix:
         return math.sqrt(float(moves @ moves) + float(products.sum())) * (1 + 1e-12)
 
     def inverse(self, rounds: int) -> Vector:
-        """Return the first ``rounds`` numbers of the first column of the inverse (Toeplitz, too)."""
+        """Return ``rounds`` numbers of the inverse's first column; the inverse is Toeplitz, too."""
         from scipy.signal import lfilter  # clients do not need SciPy
 
         impulse = np.zeros(rounds)

@@ -295,7 +295,7 @@ class _Cohort:
         return 2 * threshold - neighbors if self.equivocation else threshold
 
     def _succeeds(self, neighbors: int, threshold: int) -> bool:
-        """Return True if each remaining member keeps ``threshold`` neighbours or more in all rounds.
+        """Return True if each remaining member always keeps at least ``threshold`` neighbours.
 
         This may fail with a probability of at most 2⁻²⁰ in a run.
         """
