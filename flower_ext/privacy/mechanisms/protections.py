@@ -168,7 +168,7 @@ class ClipAndNoise(_Noised):
     def released_sum(self, total: UnitSum, noise: NoiseSource) -> NamedArrays:
         """Return a sum over units with this client's share of the noise.
 
-        Refuse a sum whose bound is larger than ``clipping_norm``, or on another grid than ``cell``.
+        Refuse a sum whose bound is above ``clipping_norm``, or whose grid is not that of ``cell``.
         """
         if not self.of_units:
             return super().released_sum(total, noise)
