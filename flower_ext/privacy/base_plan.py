@@ -65,7 +65,7 @@ class PrivacyPlan(ABC):
 class PlainAverage(PrivacyPlan, RoundMechanism):
     """A plan that takes the plain mean of the replies. A subclass may add a guarantee.
 
-    A plain mean is computed in the same way for every method. The plan therefore computes it
+    A plain mean is computed in the same way for every method. The plan therefore computes the mean
     itself, and needs no separate mechanism.
     """
 

@@ -25,7 +25,7 @@ from flower_ext.privacy.accounting.events import PrivacyLoss, Release
 from flower_ext.privacy.guarantee import epsilon_text
 
 GENESIS = "0" * 64
-"""Hash in the first line in place of the hash of the line before."""
+"""Stands in the first line, in place of the hash of the line before."""
 
 
 class BudgetExhausted(FlowerExtError, RuntimeError):
@@ -182,9 +182,9 @@ class Ledger(LedgerFile):
         identity : int, optional
             A number for a release with seeded noise, which a resumed run may repeat bit for bit.
             Two releases may have the same number only if all their bits are equal. If the file
-            already held a release when the ledger was opened, the ledger notes the release's first
-            repetition and does not count it, because a repetition reveals nothing new. Under secure
-            noise, pass None, because every release is then new.
+            already held a release when the ledger was opened, the ledger notes the first repetition
+            of this release without counting it, because a repetition reveals nothing new. Under
+            secure noise, pass None, because every release is then new.
 
         Raises
         ------

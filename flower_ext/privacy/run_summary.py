@@ -11,7 +11,7 @@ from flower_ext.privacy.accounting.participations import Participations
 
 @dataclass(frozen=True, kw_only=True)
 class MethodTraits:
-    """Traits of a method, by which a plan refuses a method that it does not protect."""
+    """Traits of a method. A plan reads them to decide whether it protects the method."""
 
     name: str
     bounds_units: bool = False

@@ -2,10 +2,10 @@
 
 The module computes one ε for each adversary's view. For an adversary that sees the released models,
 it composes the releases of all rounds. For an adversary that sees more, it composes the releases of
-each run's most exposed unit, the unit with the most releases, as the run's guarantee does.
-`joint_loss` composes runs of which only (ε, δ) is known. If a run has no guarantee against a view,
-ε is infinite for this view. The composition assumes that every run's plan was fixed before the
-first run.
+each run's most exposed unit, as the run's guarantee does. This unit is the one with the most
+releases. `joint_loss` composes runs of which only (ε, δ) is known. If a run has no guarantee
+against a view, ε is infinite for this view. The composition assumes that every run's plan was fixed
+before the first run.
 """
 
 from __future__ import annotations
@@ -136,14 +136,14 @@ def spent_by_run(entries: Sequence[dict[str, Any]]) -> list[RunSpend]:
 
 @dataclass(kw_only=True)
 class _Part:
-    """One run's part of the total loss to an adversary with one view."""
+    """One run's contribution to the total privacy loss, for one adversary's view."""
 
     relation: NeighboringRelation | None
     releases: Counter[Release] = field(default_factory=Counter)
     spends: list[PrivacyLoss] = field(default_factory=list)
     """(ε, δ) of rounds whose releases are not known."""
     is_unbounded: bool = False
-    """True if the run has no guarantee against the view."""
+    """True if the run has no guarantee against an adversary with this view."""
 
 
 @dataclass(kw_only=True)
@@ -158,7 +158,7 @@ class RunCharges:
     by_query: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
     """The charges for each query, by its name; training rounds have the empty name."""
     stretches: list[dict[str, Any]] = field(default_factory=list)
-    """For each stretch, the newest (ε, δ) against each view, which covers the whole stretch."""
+    """For each stretch, the newest (ε, δ) for each view. It covers the whole stretch."""
     starts: list[set[str]] = field(default_factory=list)
     guarantees: dict[str, dict[str, Any]] = field(default_factory=dict)
 
@@ -208,7 +208,10 @@ class RunCharges:
         return {_MODELS, *(AdversaryView(view) for stretch in self.stretches for view in stretch)}
 
     def against(self, view: AdversaryView) -> _Part:
-        """Return the run's releases against a view, or (ε, δ) of rounds with unknown releases."""
+        """Return the run's contribution to the total privacy loss, for one adversary's view.
+
+        It has the releases that count for this view, or (ε, δ) of rounds with unknown releases.
+        """
         if view is _MODELS and self.charges[0]["release"] is not None:
             made = Counter(Release.from_dict(charge["release"]) for charge in self.charges)
             return _Part(relation=NeighboringRelation(self.charges[0]["relation"]), releases=made)

@@ -40,7 +40,7 @@ def withdraw(path: Path, unit: PrivacyUnit, numbers: Collection[int]) -> list[di
             right = "--user" if charges[0]["unit"] == PrivacyUnit.USER else "--client"
             raise InvalidValue(
                 f"{path} is the account of a study that protects {charges[0]['unit']}s: expected "
-                f"{right} with the numbers"
+                f"{right} for these numbers"
             )
         populations = [
             charge["release"]["sampling"]["population"] for charge in charges if charge["release"]

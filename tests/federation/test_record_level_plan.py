@@ -243,7 +243,7 @@ def test_both_guarantees_are_printed_side_by_side():
 
 @pytest.mark.parametrize("method", [PFedMe, FedAMP, Apple, FedALA])
 def test_noise_in_local_steps_is_refused_where_it_would_not_be_enough(method):
-    with pytest.raises(ValueError, match=r"plan\.steps: .* an upload of .* depends on records"):
+    with pytest.raises(ValueError, match=r"plan\.steps: .* uses records outside the local steps"):
         strategy_of(method, plan=plan(steps=STEPS))
 
 

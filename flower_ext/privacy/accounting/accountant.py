@@ -84,11 +84,11 @@ def privacy_loss_of(
 def joint_loss(
     releases: Mapping[Release, int], spends: Sequence[PrivacyLoss], *, delta: float
 ) -> PrivacyLoss:
-    """Bound (ε, δ) of releases together with other mechanisms, of which only (ε, δ) is known.
+    """Bound (ε, δ) of releases together with mechanisms whose (ε, δ) is all that is known.
 
     ``spends`` are the (ε, δ) of these mechanisms. If their δ's add up to more than ``delta``, the
-    resulting ε is infinite. The result is the smaller of two bounds. If PLD does not cover a
-    release, it is the first bound:
+    resulting ε is infinite. The function returns the smaller of two bounds, or the first bound if
+    PLD does not cover a release:
 
     * Basic composition subtracts the mechanisms' δ's from ``delta``, computes ε of the releases at
       the remaining δ, and adds the mechanisms' ε's.
@@ -128,20 +128,20 @@ def with_approximation_error(
 
     A protocol that computes sums under encryption changes each sum a little. Besides, a unit that
     was not drawn may still move a sum a little; the proof calls this small move the unit's trace.
-    It compares the real run with a unit (A) and the real run without this unit (E), and goes from A
-    to E in four steps, by three imagined runs:
+    The proof compares the real run with a unit (A) and the real run without this unit (E). Three
+    imagined runs lie between them, so the proof goes from A to E in four steps:
 
     * A: the real run with the unit;
-    * B: its sums are exact, except for the unit's trace;
+    * B: exact sums with the unit, except for the unit's trace;
     * C: as B, but the unit contributes nothing except its trace;
     * D: exact sums without the unit and its trace;
     * E: the real run without the unit.
 
     The accountant's loss (ε₁, δ₁) covers the step from B to C. In each of the three other steps,
     the two runs are Gaussians with means that are at most μ standard deviations of the noise apart.
-    Such a step costs (ε₂, δ₂) with ε₂ = μ²/2 + μ √(2 ln 1/δ₂), because its privacy loss is Gaussian
-    with mean μ²/2 and standard deviation μ. All steps together cost ε₁ + 3ε₂ and a δ of at most
-    e^(3ε₂) (δ₁ + 3 e^ε₁ δ₂).
+    Such a step costs (ε₂, δ₂) with ε₂ = μ²/2 + μ √(2 ln 1/δ₂), because the step's privacy loss is
+    Gaussian with mean μ²/2 and standard deviation μ. All steps together cost ε₁ + 3ε₂ and a δ of at
+    most e^(3ε₂) (δ₁ + 3 e^ε₁ δ₂).
 
     ``loss`` takes δ, and returns the loss without approximation errors. The errors of all
     ``releases`` together bound μ. If μ is above about 0.01, ε is infinite.

@@ -109,9 +109,9 @@ def calibrate_rounds(
 ) -> int:
     """Return the largest number of rounds that meets the target; 0 if not even one round does.
 
-    A result below 65,536 is exact. A larger result is never too large, and too small by at most a
-    thousandth of itself. It may be smaller still if more than half of `MAX_ROUNDS` rounds meet the
-    target, because the search ends there.
+    A result below 65,536 is exact. A larger result may be too small by a thousandth of itself, but
+    it is never too large. If more than half of `MAX_ROUNDS` rounds meet the target, the result may
+    be smaller still, because the search ends there.
     """
     _check_target(epsilon, rounds=1)
     release = Release(

@@ -1,8 +1,10 @@
 """Releases: noised sums as accounting sees them, and their events in dp-accounting.
 
 Under replace-one, the two accountants of dp-accounting 0.6 differ: PLD doubles a Gaussian's
-sensitivity, and RDP does not. For replace-one, this module therefore passes a Gaussian that already
-has sensitivity 2, and lets no accountant double this sensitivity.
+sensitivity, and RDP does not. For replace-one, this module therefore gives the accountants a
+Gaussian that already has sensitivity 2, and lets no accountant double this sensitivity.
+
+In this table, C is the clipping norm, and *spaced* stands for `SpacedSampling`:
 
 =========================  =======================  ====================================
 sampling                   relation                 accounted as
@@ -127,10 +129,11 @@ class Release(Checked, JsonRecord):
 
     @property
     def event(self) -> dp_accounting.DpEvent:
-        """The release as an event of the library dp-accounting, whose noise is `relative_noise`.
+        """The release as an event of dp-accounting, with `relative_noise` as noise multiplier.
 
         A Gaussian event assumes that one unit moves the sum by one norm bound at most. Under
-        replace-one, a unit may move it by two, so the event has half of `noise_multiplier`.
+        replace-one, a unit may move the sum by two norm bounds, so the event has half of
+        `noise_multiplier`.
         """
         import dp_accounting
 

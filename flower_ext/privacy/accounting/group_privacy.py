@@ -29,14 +29,14 @@ from flower_ext.privacy.accounting.gaussian import gaussian_loss
 from flower_ext.privacy.accounting.pld import FINEST_INTERVAL, WIDEST_INTERVAL, pld_epsilon
 
 _NEGLIGIBLE = 1e-30
-"""A number of sampled records that is less probable than this counts as the largest number."""
+"""If a number of sampled records is less probable than this, it counts as the whole group."""
 _NO_PRIVACY = 1e4
 """Largest ε of a single step for which the bound uses sampling: no grid can hold larger losses."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DpSgd(Checked):
-    """The parameters of one silo's DP-SGD, in one local training or in several together.
+    """The parameters of one silo's DP-SGD, over one local training or several.
 
     Parameters
     ----------
@@ -45,7 +45,7 @@ class DpSgd(Checked):
     sampling_rate : float
         Probability with which a step samples each record, independently (Poisson).
     steps : int
-        Number of steps in all these trainings together.
+        Number of steps in all of these trainings together.
     """
 
     noise_multiplier: Positive
@@ -57,7 +57,7 @@ class DpSgd(Checked):
 def group_loss(silo: DpSgd, *, group_size: int, delta: float) -> PrivacyLoss:
     """Return (ε, δ) of a group of at most ``group_size`` records, whichever silos hold them.
 
-    ``silo`` is each silo's DP-SGD.
+    ``silo`` has the parameters of the DP-SGD that every silo runs.
     """
     require_at_least_one("group_size", group_size)
     require_delta(delta)

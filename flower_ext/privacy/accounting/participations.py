@@ -34,7 +34,7 @@ class Participations(JsonRecord):
     weights_in_uploads: dict[int, float] = field(default_factory=dict)
 
     def record(self, cohort: Sequence[int], answered: int, *, requests: int | None = None) -> None:
-        """Count one round, into which the data of the units in ``cohort`` went.
+        """Count one round, which used the data of the units in ``cohort``.
 
         ``requests`` is the number of uploads that the server requested, by default one from each
         unit. ``answered`` is the number of uploads in the sum. If each client adds a share of the
@@ -59,7 +59,10 @@ class Participations(JsonRecord):
     def record_answer(
         self, query: str, units: Iterable[int], *, in_sum: float, in_upload: float
     ) -> None:
-        """Count one answer to a query by ``units``: the weights of its sum and of each upload."""
+        """Count one answer to a query by ``units``.
+
+        ``in_sum`` is the weight of the answer's sum, and ``in_upload`` the weight of each upload.
+        """
         self.answers[query] += 1
         for unit in units:
             _add(self.weights_in_sums, unit, in_sum)
@@ -76,8 +79,9 @@ class Participations(JsonRecord):
         return max(self.weights_in_uploads.values(), default=0.0)
 
     def level(self, units: Iterable[int]) -> None:
-        """Give each of ``units`` the largest number of uploads, weights and last round of any unit.
+        """Give all ``units`` the same counts: the largest counts that any unit has.
 
+        Each unit gets the largest number of uploads, the largest weights and the latest last round.
         Call this if the server no longer knows which counts belong to which unit.
         """
         units = list(units)

@@ -16,9 +16,9 @@ import numpy as np
 from flower_ext.privacy.accounting.events import Counts, PrivacyLoss
 
 _ROUNDING = 1e-15
-"""Bound on the δ that Fourier transforms lose in each composed step: 10 times the measured loss."""
+"""Bound on the error in δ that Fourier transforms add per step: 10 times the measured error."""
 FINEST_INTERVAL, WIDEST_INTERVAL = 1e-5, 100.0
-"""Limits of a grid's interval. Rounding loses δ if it is narrower; exp overflows if it is wider."""
+"""Limits of a grid's interval. Narrower ones lose δ to rounding; in wider ones, exp overflows."""
 _MOST_CELLS = 50_000
 """Largest number of grid intervals for one release; a grid of this size takes half a second."""
 _MOST_AT_ONCE = 4096
@@ -75,9 +75,9 @@ def _widest_step(counts: Counts) -> float:
 def _grid_interval(epsilon: float, delta: float, *, steps: int) -> float:
     """Return an interval of the grid for which the rounding makes ε larger by about a thousandth.
 
-    Many steps together are nearly one Gaussian. If its mean moves by μ standard deviations, its ε
-    at δ is about μ²/2 + μ √(2 log 1/δ), and its privacy loss has variance μ². A grid of interval w
-    adds at most w²/4 to this variance in every step.
+    Many steps together are nearly one Gaussian. If one unit moves the mean of this Gaussian by μ
+    standard deviations, ε at δ is about μ²/2 + μ √(2 log 1/δ), and the privacy loss has variance
+    μ². A grid of interval w adds at most w²/4 to this variance in every step.
     """
     log = -math.log(delta)
     shift = math.sqrt(2) * (math.sqrt(log + epsilon) - math.sqrt(log))
@@ -86,7 +86,7 @@ def _grid_interval(epsilon: float, delta: float, *, steps: int) -> float:
 
 
 def pld_epsilon(events: Sequence[tuple[Any, int]], delta: float, *, interval: float) -> float:
-    """Return a bound on ε of events. It is safe, because losses are rounded up to the grid.
+    """Return a safe bound on ε of events: privacy losses are rounded up to the grid.
 
     ``events`` are pairs of a dp-accounting event and its count. An event that is a
     `DifferentialPrivacyParameters` stands for the worst mechanism with this (ε, δ). The result is

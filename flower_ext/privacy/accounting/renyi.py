@@ -3,11 +3,12 @@
 The module computes the divergence of one Poisson sub-sampled Gaussian sum without cancellation.
 
 Source: Mironov, Talwar and Zhang, Rényi differential privacy of the sampled Gaussian mechanism
-(2019). With z ~ N(0, σ²) and u = γ (exp((2z - 1)/2σ²) - 1), the divergence of order α is
-log E[(1 + u)^α] / (α - 1). The expectation is 1 plus a remainder, which is tiny if the noise is
-large. A computation of the whole expectation would lose the remainder to rounding, or make it
-negative. So the module computes the remainder alone. Since E[u] = 0, the remainder is the mean of
-(1 + u)^α - 1 - αu. This function is never negative, so the mean keeps its relative precision.
+(2019). The sum has the noise multiplier σ and the sampling rate γ. With z ~ N(0, σ²) and
+u = γ (exp((2z - 1)/2σ²) - 1), the divergence of order α is log E[(1 + u)^α] / (α - 1). The
+expectation is 1 plus a remainder, which is tiny if the noise is large. A computation of the whole
+expectation would lose the remainder to rounding, or make it negative. So the module computes the
+remainder alone. Since E[u] = 0, the remainder is the mean of (1 + u)^α - 1 - αu. This function is
+never negative, so the mean keeps its relative precision.
 """
 
 from __future__ import annotations
@@ -137,7 +138,8 @@ def _remainder_by_sum(noise_multiplier: float, rate: float, order: int) -> float
 def _remainder_by_grid(noise_multiplier: float, rate: float, order: float) -> float:
     """Return log E[(1 + u)^α - 1 - αu] by the trapezoidal rule, which converges exponentially here.
 
-    The poles of the integrand are πσ² away from the real line; its mass lies in [0, max(α, 2)].
+    u is the function of z at the top of this module. The poles of the integrand are πσ² away from
+    the real line; the integrand's mass lies in [0, max(α, 2)].
     """
     from scipy import special
 

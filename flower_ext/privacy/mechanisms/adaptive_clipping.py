@@ -12,17 +12,17 @@ z_Δ                   σ' with 1/σ² = 1/σ'² + 1/(2σ_b)²
 σ_b, m                ``bit_noise``, the *expected* cohort size
 b_i − ½               the *side* of an update: +½ if its norm is at most C, −½ if its norm is
                       above C, and 0 if the update is zero
-b̃                     ``fraction`` of a round
+b̃                     ``fraction``: noised fraction of a round's updates with a norm of at most C
 ====================  ==========================================================================
 
-A client contributes the vector (clip(Δ, C), κ·side), with κ = σ'C/σ_b. Its norm is at most
-C' = √(C² + κ²/4) = σ'C/σ. So a round releases an ordinary noised sum, whose vectors have one more
-number and the clipping norm C'. Its noise has the stddev σC' = σ'C. The sum of sides is the sum of
-the additional numbers divided by κ, so its noise has the stddev σ_b. Every vector is clipped to C'
-again before noise is added, so the sensitivity depends on C' alone, not on how the side was
-computed. This also holds in a secure sum, whose grid has cells in proportion to σC'. The client
-rounds the whole vector, side included, to cells, and checks in whole numbers that the vector's norm
-is at most C'/cell (see `quantization`).
+A client with the update Δ contributes the vector (clip(Δ, C), κ·side), with κ = σ'C/σ_b. Its norm
+is at most C' = √(C² + κ²/4) = σ'C/σ. So a round releases an ordinary noised sum, whose vectors have
+one more number and the clipping norm C'. Its noise has the stddev σC' = σ'C. The sum of sides is
+the sum of the additional numbers divided by κ, so its noise has the stddev σ_b. Every vector is
+clipped to C' again before noise is added, so the sensitivity depends on C' alone, not on how the
+side was computed. In a secure sum, the sensitivity depends on C' alone, too: the cells of its grid
+are proportional to σC', and the client rounds the whole vector, side included, to cells. It then
+checks in whole numbers that the vector's norm is at most C'/cell (see `quantization`).
 
 A zero update has the side 0. (The paper gives it the side ½.) Clients whose training fails or
 whose data cannot be loaded send zero updates. So does a client whose contribution is replaced by
@@ -109,9 +109,10 @@ class AdaptiveClipping(Checked):
             )
 
     def count_noise(self, noise_multiplier: float, expected_cohort: float) -> float:
-        """Return σ_b, given a plan's noise multiplier and its expected cohort size.
+        """Return σ_b: the stddev of the noise on the number of updates within the norm.
 
-        Refuse a ``bit_noise`` of at most half of the noise multiplier.
+        The arguments are a plan's noise multiplier and its expected cohort size. Refuse a
+        ``bit_noise`` of at most half of the noise multiplier.
         """
         if self.bit_noise is None:
             return max(expected_cohort / 20, noise_multiplier)

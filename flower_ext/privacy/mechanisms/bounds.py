@@ -1,4 +1,4 @@
-"""Bound each unit's contribution to a sum; each result holds its value and the bound.
+"""Sums in which each unit's contribution is bounded; each sum states its bound.
 
 Norms are taken as in `updates`, so that neither a huge value nor half precision can pass unclipped.
 
@@ -42,11 +42,11 @@ from flower_ext.privacy.mechanisms.updates import (
 _MARGIN = 1.0 - 1e-9
 """Factor that leaves room for rounding in float64, in any order of summation. It covers the norm of
 up to 10⁷ numbers (2⁻⁵⁴ each). It also covers a sum of up to a thousand units of equal length, in
-which one unit changes the rounding of all others (2⁻⁵² n² in all)."""
+which one unit changes the rounding of all others (2⁻⁵² n² in all, for n units)."""
 
 
 class UnitSum(Protocol):
-    """Sum over units that states how far one unit moves it, and to which noise can be added."""
+    """A sum over units: `bound` states how far one unit moves the sum, and `noised` adds noise."""
 
     @property
     def bound(self) -> float:
@@ -60,7 +60,7 @@ class UnitSum(Protocol):
         """Return the sum with one client's share of the noise, as it leaves the client.
 
         A sum of real numbers is rounded to multiples of ``grid``. A sum in cells gets discrete
-        noise, and a sum that is encrypted with its noise gets the noise unrounded.
+        noise. If a protocol encrypts the noised sum, the protocol gets the noise unrounded.
         """
 
     def in_numbers(self) -> NamedArrays:

@@ -22,22 +22,23 @@ A round releases x_t + σ sens(C) y_t, where x_t is a sum of vectors of norm at 
 client. All releases together are C⁻¹ (C x + σ sens(C) z), so they reveal exactly as much as
 C x + σ sens(C) z. Two steps show that this is one Gaussian mechanism of noise multiplier σ.
 
-1. *Replace by zeros one client that takes part in rounds p_0 < p_1 < …* Row t of C x moves by
-   Σ_i c_{t − p_i} u_i with ‖u_i‖ ≤ 1. The square of the whole move is the sum of
-   ⟨c(p_i), c(p_j)⟩⟨u_i, u_j⟩ over all i and j, where c(p) are columns of C. No coefficient is
-   negative, so the move is largest if all u_i are equal.
-   If p_i − p_{i−1} ≥ b, then p_i ≥ ib and p_j − p_i ≥ (j − i)b. As coefficients do not rise,
-   ⟨c(p_i), c(p_j)⟩ falls as p_j grows, because fewer rows are left, and as the gap grows. So each
-   term is largest for p_i = ib, and every further participation adds to the sum. Rows 1 … t alone
-   are a smaller case of the same matrix. Thus for every t the move in the first t rows is at most
-   that of one client in rounds 1, 1 + b, …, whose row t is in ``row_moves``. This holds with any
-   number of bands, also above b, and however many rounds follow.
+1. *Replace by zeros one client that takes part in rounds p_0 < p_1 < …* Let u_i be the client's
+   vector in round p_i, so ‖u_i‖ ≤ 1. Row t of C x moves by Σ_i c_{t − p_i} u_i. The square of the
+   whole move is the sum of ⟨c(p_i), c(p_j)⟩⟨u_i, u_j⟩ over all i and j, where c(p) are columns of
+   C. No coefficient is negative, so the move is largest if all u_i are equal.
+   If p_i − p_{i−1} ≥ b, then p_i ≥ 1 + ib and p_j − p_i ≥ (j − i)b. Coefficients do not rise. So
+   ⟨c(p_i), c(p_j)⟩ falls if p_j grows, because fewer rows are left, and it falls if the gap between
+   p_i and p_j grows. So each term is largest for p_i = 1 + ib, and every further participation adds
+   to the sum. Rows 1 … t alone are a smaller case of the same matrix. Thus for every t, the move in
+   the first t rows is largest for a client that takes part in rounds 1, 1 + b, …. The moves of this
+   client's rows are `StrategyMatrix.row_moves`. This holds with any number of bands, also above b,
+   and however many rounds follow.
 2. *x_t and the participations may depend on earlier releases.* Given the rows before it, row t of
-   C x + σ sens(C) z is a Gaussian. Its mean moves by row t of the move in step 1, where the
-   present u_i is now a function of the earlier rows. Whatever path the run takes, the squares of
-   these moves add up to at most sens(C)². Such an adaptive sequence of Gaussians is no easier to
-   tell apart than a single one with that move (Denisov et al. 2022, Theorem 2.1; Smith and Thakurta
-   2022 for moves that depend on the past).
+   C x + σ sens(C) z is a Gaussian. Its mean moves by row t of the move in step 1. The u_i of round
+   t is now a function of the earlier rows. Whatever path the run takes, the squares of these moves
+   add up to at most sens(C)². Such an adaptive sequence of Gaussians reveals no more about the
+   client than a single Gaussian with a move of sens(C) (Denisov et al. 2022, Theorem 2.1; Smith and
+   Thakurta 2022 for moves that depend on the past).
 
 ``sensitivity`` counts all rows, however many there are, so the guarantee does not depend on the
 number of rounds. An account may charge round t as a Gaussian of noise multiplier
@@ -78,7 +79,7 @@ class Past:
     latest: NamedArrays
     """The noise y_t of the last round."""
     earlier: tuple[NamedArrays, ...] = ()
-    """The noise y_{t−1}, y_{t−2}, … of earlier rounds, of as many as the matrix's bands need."""
+    """The noise y_{t−1}, y_{t−2}, … of as many earlier rounds as the matrix's bands need."""
     buffers: tuple[NamedArrays, ...] = ()
     """For each decay λ of the matrix, the sum of λ^{j−1} y_{t−j} over j ≥ 1."""
 
@@ -94,7 +95,7 @@ class StrategyMatrix:
     bands : tuple of float
         bands_1, bands_2, …
     weights, decays : tuple of float
-        Weights and decays of the second term. The server keeps one model-sized vector per decay.
+        Weights and decays of the sum over l. The server keeps one model-sized vector per decay.
 
     Raises
     ------
@@ -135,8 +136,9 @@ class StrategyMatrix:
         return column
 
     def row_moves(self, rounds: int, *, rounds_apart: int, participations: int) -> Vector:
-        """Return, for each of the first ``rounds`` rows of C x, the most that one client moves it.
+        """Return the largest distance by which one client moves each of the first rows of C x.
 
+        There are ``rounds`` of these rows. C is this matrix, and row t of x is the sum of round t.
         ``rounds_apart`` and ``participations`` are b and k of step 1 at the top of this module.
         """
         column, moves = self.coefficients(rounds), np.zeros(rounds)
@@ -145,7 +147,10 @@ class StrategyMatrix:
         return moves
 
     def sensitivity(self, *, rounds_apart: int, participations: int) -> float:
-        """Return sens(C): the largest L2 distance, over all rows, by which one client moves C x."""
+        """Return sens(C): the largest L2 distance, over all rows, by which one client moves C x.
+
+        C is this matrix, and row t of x is the sum of round t.
+        """
         whole = (participations - 1) * rounds_apart + len(self.bands) + 1
         moves = self.row_moves(whole, rounds_apart=rounds_apart, participations=participations)
         # Beyond these rows only the decaying part is left; its squares form a geometric series.
@@ -156,7 +161,7 @@ class StrategyMatrix:
         return math.sqrt(float(moves @ moves) + float(products.sum())) * (1 + 1e-12)
 
     def inverse(self, rounds: int) -> Vector:
-        """Return the first ``rounds`` numbers of the first column of C⁻¹, a Toeplitz matrix."""
+        """Return ``rounds`` numbers of the inverse's first column; the inverse is Toeplitz, too."""
         from scipy.signal import lfilter  # clients do not need SciPy
 
         impulse = np.zeros(rounds)
@@ -167,9 +172,10 @@ class StrategyMatrix:
     def model_error(self, rounds: int, *, momentum: float = 0.0) -> float:
         """Return the root mean square, over the rounds, of the noise in the model after each round.
 
-        A round draws fresh normal numbers z_t of stddev 1. Its noise y_t is row t of y = C⁻¹ z.
-        Without momentum, the model after round t has the noise y_1 + … + y_t. With momentum μ, the
-        server moves the model by (1 − μ) times the buffer b_t = μ b_{t−1} + y_t.
+        A round draws fresh normal numbers z_t of stddev 1. Its noise y_t is row t of y = C⁻¹ z,
+        where C is this matrix. Without momentum, the noise in the model after round t is the sum
+        y_1 + … + y_t. With momentum μ, the server moves the model by (1 − μ) times the buffer
+        b_t = μ b_{t−1} + y_t.
         """
         errors = np.convolve(self.inverse(rounds), _model_weights(rounds, momentum))[:rounds] ** 2
         return math.sqrt(float(np.arange(rounds, 0, -1) @ errors) / rounds)
@@ -203,15 +209,15 @@ class CorrelatedNoise(Checked):
     Parameters
     ----------
     buffers : int
-        Number of decaying buffers. Two buffers already bring the error to within a tenth of the
-        optimum.
-        The server keeps ``buffers`` + 1 vectors of the model's size.
+        Number of decaying buffers. With two buffers, the noise in the models is already within a
+        tenth of the optimum. The server keeps ``buffers`` + 1 vectors of the model's size.
     bands : int
         Number of bands. If it is above 0, the noise uses bands and no buffers, and the server keeps
         ``bands`` − 1 vectors.
     momentum : float
-        μ of the server's `Sgd`. Momentum smooths noise that alternates, so the best matrix for a
-        server with momentum cancels more of a round's noise. The guarantee is the same.
+        μ of the server's `Sgd`. Momentum averages out noise whose sign changes from round to round,
+        so the best matrix for a server with momentum cancels more of a round's noise. The guarantee
+        is the same.
     """
 
     buffers: CountOrZero = 2
@@ -328,7 +334,7 @@ class PreparedNoise(NoiseSource):
     def add_gaussian(
         self, update: NamedArrays, stddev: float, *, grid: float | None = None
     ) -> dict[str, Any]:
-        """Return ``update`` plus ``stddev`` times the numbers, rounded as in `NoiseSource`."""
+        """Return ``update`` plus ``stddev`` times prepared numbers, rounded as in `NoiseSource`."""
         if set(update) != set(self._left):
             raise InvalidValue(
                 f"arrays {sorted(update)}: expected {sorted(self._left)}, the arrays whose noise "

@@ -1,12 +1,12 @@
-r"""Gaussian noise on whole numbers: its sampler, and the continuous noise that it replaces.
+r"""Gaussian noise on whole numbers: a sampler, and a proof that it protects like continuous noise.
 
 The discrete Gaussian N_Z(0, s²) gives a whole number k with a probability ∝ exp(−k²/2s²) (Canonne,
 Kamath, Steinke 2020). If clients add shares of this noise to whole numbers, the server can sum them
 exactly, modulo a power of two. No result then depends on how floats are rounded.
 
 **Guarantee of a sum of shares.** Let v be a vector of d whole numbers, and let each of n clients
-add N_Z(0, s²) to every coordinate. Then the sum is, up to a factor exp(±τ) in every probability, a
-function of v + N(0, S²) with S² = n s² − 16, a *continuous* Gaussian. All accounting of the
+add N_Z(0, s²) to every coordinate. Then the sum is a function of v + N(0, S²) with S² = n s² − 16,
+a *continuous* Gaussian, up to a factor exp(±τ) in every probability. All accounting of the
 continuous Gaussian (privacy loss distributions, amplification by sampling) therefore holds for the
 sum. The proof has five steps, with θ(r) = 2.01 exp(−2π² r²):
 
@@ -30,10 +30,11 @@ changes within double precision.
 **The sampler.** `draw` is fast because 16 random bits find most numbers in a table that fits into
 the processor's nearest cache.
 
-6. A table holds the distribution function of X, rounded down to 2⁻¹²⁸, up to 13.5 stddevs on
-   either side. Let U be a uniform number of 128 bits. The number of table entries that are at most
-   U determines X. In 92 % of the draws, the first 16 bits of U already determine X; only the other
-   draws take more bits. X has the same distribution as if each draw took all 128 bits.
+6. A table holds the distribution function of one X ~ N_Z(0, a²), rounded down to multiples of
+   2⁻¹²⁸, up to 13.5 stddevs on either side. Let U be a uniform number of 128 bits. The number of
+   table entries that are at most U determines X. In 92 % of the draws, the first 16 bits of U
+   already determine X; only the other draws take more bits. X has the same distribution as if each
+   draw took all 128 bits.
 7. Each probability of a table is wrong by 2⁻¹²⁸ at most, and the numbers beyond the table have a
    probability below 2⁻¹³⁰. So a draw from a table is within (13.5 a + 4) 2⁻¹²⁸ of N_Z(0, a²) in
    total variation.
@@ -70,9 +71,9 @@ _TAIL = 13.5
 _BITS = 320
 """Number of fractional bits of the fixed-point numbers with which a table is computed."""
 _DIGITS = 120
-"""Number of decimal digits of an exponential: more than `_BITS` bits."""
+"""Number of decimal digits with which an exponential is computed: more than `_BITS` bits."""
 _FINE = 10
-"""Variance of Y, in units of L²."""
+"""Variance of Y in step 8, in units of L²."""
 _UNDECIDED = -(2**31)
 _KNOWN, _REST = np.uint64(16), np.uint64(48)
 """Number of bits of a 64-bit word that decide most draws, and number of its other bits."""
@@ -87,8 +88,8 @@ def share_stddev(total: float, shares: int) -> float:
     ``total``² h / ``shares`` or more (step 5 at the top of this module), no matter what other
     clients add to the sum.
 
-    ``total`` is the stddev of that Gaussian, in whole numbers. Refuse shares of a stddev below
-    `LEAST_STDDEV` or above `MOST_STDDEV`.
+    ``total`` is the stddev of the Gaussian that the shares replace, in whole numbers. Refuse shares
+    of a stddev below `LEAST_STDDEV` or above `MOST_STDDEV`.
     """
     require_at_least_one("shares", shares)
     stddev = math.sqrt(total**2 / shares + _SMOOTHED)
@@ -190,7 +191,8 @@ def _tables(stddev: float) -> tuple[int, _Table, _Table]:
 def _table(variance: Fraction) -> _Table:
     """Return the table of N_Z(0, variance).
 
-    An entry differs from 2¹²⁸ F by at most 1, because it is rounded down, and by one part in 2²³⁰.
+    Rounding down makes an entry at most 1 smaller than 2¹²⁸ F. All other errors of an entry are at
+    most one part in 2²³⁰.
 
     Weights are multiples of 2⁻³²⁰. They are computed in fewer than 2¹⁴ steps, and each step adds
     at most 2¹⁵ · 2⁻³²⁰ to a weight's error. All errors together stay below 2⁻²⁸⁰.

@@ -1,8 +1,8 @@
 """Noise for privacy: Gaussian noise for sums, and gamma noise for objective perturbation.
 
-A sum of two floats lies on a grid that depends on the low-order bits of the value. It therefore
-reveals which value was noised (Mironov 2012). `NoiseSource.add_gaussian` instead releases whole
-multiples of a public grid g, a power of two. The argument:
+The float sum of a value and its noise lies on a grid that depends on the value's low-order bits.
+The sum therefore reveals which value was noised (Mironov 2012). `NoiseSource.add_gaussian` instead
+releases whole multiples of a public grid g, a power of two. The argument:
 
 1. Let v be the exact value, and Z a real Gaussian of the requested stddev σ.
 2. The release is g·round((v + Z)/g), a function of v + Z and of the public g alone.
@@ -150,7 +150,7 @@ class NoiseSource(ABC):
         }
 
     def gamma_direction(self, dimension: int, scale: float) -> np.ndarray:
-        """Return a vector of shape (dimension,) with density ∝ exp(−‖b‖₂ / scale).
+        """Return a vector b of shape (dimension,) with density ∝ exp(−‖b‖₂ / scale).
 
         The vector's direction is uniform, and its norm has the distribution Gamma(dimension,
         scale). Objective perturbation uses this noise (Chaudhuri, Monteleoni, Sarwate 2011).
@@ -173,7 +173,7 @@ class SecureNoise(NoiseSource):
 
 
 class SeededNoise(NoiseSource):
-    """Reproducible noise, for simulation only: anybody who knows the seed can subtract it.
+    """Reproducible noise, for simulation only: anybody who knows the seed can subtract the noise.
 
     One object yields one stream, so its successive releases differ.
     """

@@ -122,8 +122,9 @@ class NoisedSum(ReleaseTerms, RoundMechanism):
     """Mechanism of a round that releases one noised average.
 
     With a `SecureSum`, a protocol adds up the uploads, and the server sees no single upload. An
-    upload is then an array of whole numbers of *cells*, with a client's share of discrete Gaussian
-    noise. The silos, if there are any, are the members of the sum.
+    upload then counts *cells*, the steps of a public grid, in whole numbers, and includes a
+    client's share of discrete Gaussian noise. The silos, if there are any, are the members of the
+    sum.
 
     Guarantees
     ----------
@@ -251,22 +252,23 @@ class NoisedSum(ReleaseTerms, RoundMechanism):
 
     @property
     def honest_noise(self) -> float:
-        """Least fraction of a sum's noise variance from honest clients; 1 without a `SecureSum`."""
+        """Least fraction of the noise variance that honest clients add; 1 without a `SecureSum`."""
         return 1.0 if self.masked is None else self.masked.parameters.honest_noise
 
     @property
     def _largest_sum(self) -> float:
-        """Largest norm of a secure sum before noise, if every unit contributes a norm of C."""
+        """Largest norm of a secure sum before noise, if each unit contributes the clipping norm."""
         units = self.cohort_size if self.silos is None else self.sampling.population
         return units * self.clipping_norm
 
     def client_noise_stddev(self, cohort_size: int) -> float:
         """Return the stddev of one client's share of the noise; 0 if the server adds the noise.
 
-        The shares of all clients in a cohort add up to the stddev σC, so each is σC/√cohort. Pass
-        the size of the drawn cohort, also under Poisson sampling: with the expected size, the sum
-        of a small cohort would carry too little noise. In a secure sum, the shares of the fewest
-        clients that may answer add up to σC, whatever ``cohort_size`` is.
+        The shares of all clients in a cohort add up to noise of the stddev σC, `noise_stddev`, so
+        each share has the stddev σC/√cohort. Pass the size of the drawn cohort, also under Poisson
+        sampling: with the expected size, the sum of a small cohort would carry too little noise. In
+        a secure sum, the shares of the fewest clients that may answer add up to σC, whatever
+        ``cohort_size`` is.
         """
         if self.noised_by_server:
             return 0.0
@@ -395,8 +397,8 @@ class QuerySum(NoisedSum):
     def count_answer(self, participations: Participations) -> None:
         """Count one released answer as participations of every client.
 
-        An answer has one weight for adversaries that see sums, and another weight for adversaries
-        that see single uploads.
+        An answer counts with one weight against adversaries that see sums, and with another weight
+        against adversaries that see single uploads.
         """
         assert self.masked is not None  # no other plan accepts queries
         parameters = self.masked.parameters

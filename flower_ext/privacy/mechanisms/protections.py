@@ -35,16 +35,16 @@ class Protection:
     bounds_models: ClassVar[bool] = False
     """True if the client bounds and noises its whole model instead of its update."""
     bounds_uploads: ClassVar[bool] = True
-    """True if the whole upload is bounded. Its bits must then not depend on clients that train in
-    the same batch."""
+    """True if the whole upload is bounded. No bit of the upload may then depend on other clients
+    that train in the same batch."""
     num_examples: int | None = None
-    """Number of training examples that the guarantee requires of a client; None if any will do."""
+    """Number of training examples that a client must have; None if any number will do."""
     hides_failures: ClassVar[bool] = True
-    """True if a client may send the received model when training fails, because noise hides it."""
+    """True if a client whose training fails may send the received model, because of the noise."""
     of_units: bool = False
     """True if the upload must be a sum over units, in which each unit's contribution is clipped."""
     cell: float | None = None
-    """Step of the grid of a secure sum; None if uploads are not masked, even if on a grid."""
+    """Step of a secure sum's grid; None if uploads are not masked, even if they lie on a grid."""
 
     @property
     def hides_missing_data(self) -> bool:
@@ -57,8 +57,8 @@ class Protection:
     def noise_multiplier(self) -> float | None:
         """Standard deviation of the client's own Gaussian noise, in L2 clipping norms.
 
-        It is 0 without noise, and None for any other noise or norm, whose numbers do not compare
-        with the least noise that the owner of a node requires.
+        It is 0 without noise. It is None for noise that is not Gaussian or a norm that is not L2,
+        because the least noise that the owner of a node requires is stated in L2 clipping norms.
         """
         return 0.0
 
@@ -74,9 +74,9 @@ class Protection:
         """Return an L2 norm that an honest upload exceeds with probability `IMPROBABLE` at most.
 
         The server may refuse larger uploads. A hostile client then moves the sum no further than
-        the noise of an honest client might. This check does not bound a client's contribution by C;
-        only a server that adds the noise itself can do so. No reported δ counts the probability
-        that the server refuses an honest upload.
+        the noise of an honest client might. This check does not bound a client's contribution by
+        the clipping norm; only a server that adds the noise itself can do so. No reported δ counts
+        the probability that the server refuses an honest upload.
 
         The upload has ``numbers`` elements. Its norm before noise is at most ``norms`` times the
         clipping norm; ``norms`` may be above 1 if the upload is a sum over units.
@@ -168,7 +168,7 @@ class ClipAndNoise(_Noised):
     def released_sum(self, total: UnitSum, noise: NoiseSource) -> NamedArrays:
         """Return a sum over units with this client's share of the noise.
 
-        Refuse a sum whose bound is larger than ``clipping_norm``, or on another grid than ``cell``.
+        Refuse a sum whose bound is above ``clipping_norm``, or whose grid is not that of ``cell``.
         """
         if not self.of_units:
             return super().released_sum(total, noise)
@@ -261,14 +261,14 @@ class ClipSteps(Protection):
 
 @dataclass(frozen=True, kw_only=True)
 class ObjectivePerturbation(Checked, Protection):
-    """Add ⟨n, w⟩ to the local objective, with fresh noise n of density ∝ exp(−α‖n‖₂).
+    """Add ⟨n, w⟩ to the local objective of a model w; fresh noise n has density ∝ exp(−α‖n‖₂).
 
     Parameters
     ----------
     rate : float
         α > 0. The norm of n is Gamma distributed with mean d/α for d parameters.
     least_examples : int
-        Clients with fewer examples are not protected. A plan computes this number.
+        Least number of examples with which a client is protected. A plan computes this number.
     """
 
     hides_failures = False  # as for `ClipSteps`

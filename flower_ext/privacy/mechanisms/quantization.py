@@ -65,8 +65,8 @@ def check_cell(cell: float, clipping_norm: float) -> None:
     if math.frexp(cell)[0] != 0.5 or not 1 <= clipping_norm / cell <= _MOST_CELLS:
         raise InvalidValue(
             f"noise multiplier near {cell * 2**_PER_STDDEV / clipping_norm:.2g} in secure sums: "
-            "expected one from 2**-13 to 2**15, because uploads are whole numbers of steps of "
-            f"{cell!r}, a power of two from 2**-30 to 1 times the clipping norm"
+            "expected one from 2**-13 to 2**15, because uploads are rounded to multiples of a "
+            f"power of two, here {cell!r}, from 2**-30 to 1 times the clipping norm"
         )
 
 

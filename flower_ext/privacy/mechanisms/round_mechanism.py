@@ -48,14 +48,14 @@ class NoisedValue:
 
 
 class RoundMechanism(ABC):
-    """The mechanism of each round: protection of uploads, their sum, and its accounting.
+    """A round's mechanism: it protects uploads, adds them up, and computes the run's guarantees.
 
     A mechanism is frozen. The defaults of this class accept any training, and protect nobody.
     ``sampling`` and ``delta`` are as in `PrivacyPlan`.
     """
 
     tells_sizes: ClassVar[bool] = False
-    """True if clients tell the server how many examples they have, and the method's metrics."""
+    """True if clients tell the server their numbers of examples and the method's metrics."""
     needs_sizes: ClassVar[bool] = False
     """True if ε depends on the clients' numbers of examples."""
 

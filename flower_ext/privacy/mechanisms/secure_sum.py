@@ -7,15 +7,17 @@ A run has T rounds. In each round, the server draws n of N clients and places th
 random order. K = ⌈γN⌉ of the N clients collude with the server, where γ is the field ``colluding``
 of a `SecureSum`. A cohort contains C ~ Hypergeometric(N, K, n) colluders, and c is the smallest
 number with T P(C > c) ≤ 2⁻⁴⁰. Up to D = ⌈δn⌉ members may be lost in a round, where δ is the field
-``dropouts``, and not the δ of a guarantee. Each member shares its secrets with k neighbours on the
-circle, and any t of the shares reveal a secret. Of the neighbours, X ~ Hypergeometric(N - 1, K, k)
-collude. Of the neighbours of a member that stays, Y ~ Hypergeometric(n - 1, n - 1 - D, k) stay as
-well. The graph has the smallest k for which some t meets all these bounds:
+``dropouts``, and not the δ of a guarantee. Each member has two secrets, a mask key and a seed. It
+shares both with k neighbours on the circle, and any t of the shares reveal a secret. Of the
+neighbours, X ~ Hypergeometric(N - 1, K, k) collude. Of the neighbours of a member that stays,
+Y ~ Hypergeometric(n - 1, n - 1 - D, k) stay as well. The graph has the smallest k for which some t
+meets all these bounds:
 
 * T n P(X ≥ t) ≤ 2⁻⁴⁰: no honest member has t colluding neighbours, who could unmask it.
 * T n P(X ≥ 2t - k) ≤ 2⁻⁴⁰: the server might tell some neighbours that a member answered, and the
-  others that it was lost. Each honest neighbour then gives one kind of share, and each colluder
-  gives both. The server then has at most k + X shares, and t of each kind only if X ≥ 2t - k.
+  others that it was lost. Each honest neighbour then gives a share of one of the two secrets, and
+  each colluder gives shares of both. The server then has at most k + X shares, and t shares of each
+  secret only if X ≥ 2t - k.
 * T n(n-1)/2 P(k given places are empty) ≤ 2⁻⁴⁰: the remaining honest members are connected. A
   circle with k/2 neighbours on each side splits only at two gaps of k/2 places. There are n(n-1)/2
   pairs of gaps. A place is empty if its member colludes or does not answer. Of the n members, at
@@ -75,17 +77,18 @@ class SumParameters:
     Parameters
     ----------
     members : int
-        Number of members, n.
+        n: number of members.
     neighbors : int
-        Number of neighbours of each member, k.
+        k: number of neighbours of each member.
     threshold : int
-        Number of neighbours whose shares together unmask a member, t.
+        t: number of neighbours whose shares together unmask a member.
     least_answers : int
         Least number of masked vectors; with fewer, the round is discarded.
     colluders : int
-        Number of members that may share everything they know with the server, c. The probability
-        that any round of a run has more is at most 2⁻⁴⁰.
+        c: number of members that may share everything they know with the server. The probability
+        that any round of a run has more such members is at most 2⁻⁴⁰.
     signed : bool
+        As in `SecureSum`.
     """
 
     members: int
@@ -110,7 +113,7 @@ class SumParameters:
 
     @property
     def honest_noise(self) -> float:
-        """Fraction of the noise variance from honest clients if only ``least_answers`` arrive."""
+        """Fraction of noise variance that honest clients add if only ``least_answers`` arrive."""
         return self.honest_answers / self.least_answers
 
 
@@ -131,11 +134,12 @@ class SecureSum(Checked):
     resist_equivocation : bool
         True chooses the threshold t so large that a server cannot unmask a client, even if the
         server tells some neighbours that this client answered and the others that it was lost. With
-        False, a client needs fewer neighbours, and more clients may be lost.
+        False, a client needs fewer neighbours, and a round succeeds even if it loses more clients.
     signed : bool
         True if clients sign their keys. Each owner of a node lists the identities of the others
         (``sum-identity-key`` and ``sum-members`` in the node config). The guarantee then also holds
-        against a server that lies. All members are neighbours, which suits some hundred clients.
+        against a server that lies. All members are then neighbours, so a cohort should have some
+        hundred clients at most.
 
     Raises
     ------
@@ -162,7 +166,7 @@ class SecureSum(Checked):
             )
 
     def colluders_among(self, population: int) -> int:
-        """Return the number of clients of a population that may collude: γN, rounded up."""
+        """Return the number of a population's clients that may collude, rounded up."""
         return math.ceil(self.colluding * population - 1e-9)
 
     def for_cohort(
@@ -277,7 +281,7 @@ class _Cohort:
     complete: bool = False
 
     def threshold(self, neighbors: int) -> int:
-        """Return the largest t that meets all bounds with k = ``neighbors``; 0 if no t does."""
+        """Return the largest threshold t that meets all bounds with k neighbours, or 0."""
         others = self.members - 1
         if neighbors == others:
             threshold = others - self.lost
@@ -291,7 +295,7 @@ class _Cohort:
         return 2 * threshold - neighbors if self.equivocation else threshold
 
     def _succeeds(self, neighbors: int, threshold: int) -> bool:
-        """Return True if each member that stays keeps at least t neighbours in every round.
+        """Return True if each remaining member always keeps at least ``threshold`` neighbours.
 
         This may fail with a probability of at most 2⁻²⁰ in a run.
         """
@@ -314,7 +318,10 @@ class _Cohort:
 
 @lru_cache(maxsize=1024)
 def _parameters(cohort: _Cohort) -> tuple[int, int] | None:
-    """Return the smallest k that suffices for a cohort, and its t; None if no k suffices."""
+    """Return the smallest k that suffices for a cohort, and its t; None if no k suffices.
+
+    k is the number of neighbours of each member, and t the number of shares that unmask a member.
+    """
     others = cohort.members - 1
     half = (others - 1) // 2  # the largest even k below the complete graph is twice this
     if cohort.members > COMPLETE and not cohort.complete and cohort.threshold(2 * half):
@@ -329,7 +336,7 @@ def _parameters(cohort: _Cohort) -> tuple[int, int] | None:
 
 @lru_cache(maxsize=1024)
 def _most_colluders(members: int, population: int, corrupt: int, rounds: int) -> int:
-    """Return c: the probability that any cohort of a run has more colluders is at most 2⁻⁴⁰."""
+    """Return c: with probability 1 - 2⁻⁴⁰ or more, no cohort of a run has more than c colluders."""
     if members == population:
         return corrupt
     law = _hypergeometric()

@@ -93,7 +93,7 @@ class PerturbationPlan(Checked, PlainAverage):
         return replace(self.perturbation, least_examples=least)
 
     def noised_value(self, run: RunSummary, cohort_size: int) -> NoisedValue | None:
-        """Return the model of the client whose model one record can move furthest.
+        """Return the local model with the largest sensitivity of all clients' models.
 
         Return None under objective perturbation.
         """

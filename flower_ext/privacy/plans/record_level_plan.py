@@ -157,13 +157,13 @@ class RecordLevelPlan(Checked, PlainAverage):
     def mechanism(self, method: MethodTraits) -> RoundMechanism:
         """Return this plan, which is its own mechanism.
 
-        With ``steps``, refuse a method whose uploads depend on records in further ways than through
-        the local steps, because the noise of the steps does not cover these ways.
+        With ``steps``, refuse a method that also uses records outside the local steps to compute an
+        upload, because the noise of the steps does not cover this use.
         """
         if self.steps and method.upload_phase is None:
             raise InvalidValue(
-                f"plan.steps: expected None, because an upload of {method.name} also depends on "
-                "records in other ways than through the local steps, which alone carry noise"
+                f"plan.steps: expected None, because {method.name} also uses records outside the "
+                "local steps to compute an upload, and only the local steps add noise"
             )
         return self
 

@@ -94,7 +94,7 @@ class AdaptiveRelease(ReleaseMechanism):
 
     @property
     def side_weight(self) -> float:
-        """κ, the factor of each side.
+        """κ, the factor by which a side is multiplied (see `adaptive_clipping`).
 
         Noise of stddev σC' on the sum of κ·side is noise of stddev σ_b on the sum of sides.
         """
@@ -180,7 +180,7 @@ class SpacedRelease(ReleaseMechanism):
         return replace(value, stddev=stddev, sensitivity=moved)
 
     def release_in(self, number: int) -> Release:
-        """Return the release for round ``number`` of the client that loses most in this round."""
+        """Return the release of round ``number`` for the client about which it reveals most."""
         return self._releases(number)[-1]
 
     def releases(self, participations: Participations) -> dict[Release, int]:

@@ -167,7 +167,7 @@ class ReleasePlan(ReleaseTerms, PrivacyPlan):
         return self.sampling.population
 
     def mechanism(self, method: MethodTraits = _OF_CLIENTS) -> ReleaseMechanism:
-        """Return the mechanism of a method's rounds; by default, of a method that protects clients.
+        """Return the mechanism of a method's rounds; by default, of a method with clients as units.
 
         Refuse a method that needs single updates, or a secure sum of too few members.
         """

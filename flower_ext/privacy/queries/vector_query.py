@@ -27,7 +27,7 @@ class LocalView(Protocol):
         """The client's examples (`flower_ext.data.ClientData`)."""
 
     def scores(self, *, training: bool) -> Mapping[str, float]:
-        """Return the scores, on the client's test examples, of the model that the client evaluates.
+        """Return the scores of the model that the client evaluates, on the client's test examples.
 
         If ``training`` is True, also return the loss on the client's training examples.
         """

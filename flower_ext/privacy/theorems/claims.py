@@ -102,7 +102,7 @@ def _under(relation: NeighboringRelation, releases: Counts | None) -> Counts | N
 
 
 def amplified_loss(mechanism: NoisedSum, participations: Participations) -> tuple[PrivacyLoss, str]:
-    """Return the loss to an adversary that does not know who was drawn, and its description."""
+    """Return the loss to an adversary that does not know who was drawn, and a description."""
     loss = privacy_loss_of(mechanism.releases(participations), delta=mechanism.delta)
     return loss, (
         f"{mechanism.sampling.describe()}, noise multiplier {mechanism.noise_multiplier:.4g}, "
@@ -114,10 +114,11 @@ def amplified_loss(mechanism: NoisedSum, participations: Participations) -> tupl
 def exposed_loss(
     mechanism: NoisedSum, participations: Participations, weight: float
 ) -> tuple[PrivacyLoss, str]:
-    """Return the loss to an adversary that knows who was drawn, and its description.
+    """Return the loss to an adversary that knows who was drawn, and a description.
 
     Sampling then amplifies nothing. ``weight`` belongs to the most exposed unit: the run reveals as
-    much about this unit as ``weight`` sums with its whole contribution and the whole noise.
+    much about this unit as ``weight`` sums, each with the unit's whole contribution and the whole
+    noise.
     """
     release = mechanism.release
     # A protocol's errors add up over all rounds, not only those of the most exposed unit.
@@ -224,7 +225,7 @@ ONE_ANSWER = (
 """The assumption about secure sums whose threshold is too low to prevent such lies."""
 HONEST_COUNTS = (
     "all silos and the server follow the protocol: a silo or server that lies about counts voids ε "
-    "for the users of all silos, because an update may then count max_records_per_user times"
+    "for the users of all silos, because the sum may then hold an update max_records_per_user times"
 )
 """The assumption about weights that nobody can check, because they are secret."""
 WHOLE_UPLOADS = "uploads have single precision or wider, so that they add up on the grid"
@@ -239,8 +240,8 @@ OWN_GRADIENTS = (
 LOADS = "no single record keeps a client from loading its data (Task.data)"
 """The assumption that no single record decides whether a client answers."""
 OUTLIVES = (
-    "no client's data end the client's process, for example by a crash in native code or a lack of "
-    "memory; an exception in Python does not end it"
+    "no client's process ends because of the client's data, for example by a crash in native code "
+    "or a lack of memory; an exception in Python does not end the process"
 )
 """The assumption about failures that a client cannot hide, unlike an exception in training."""
 WHAT_REVEALS_A_DRAW = (

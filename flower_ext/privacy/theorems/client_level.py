@@ -48,15 +48,16 @@ def client_level_guarantees(mechanism: NoisedSum, run: RunSummary) -> list[Guara
       rounds in which a client took part compose. Each Gaussian counts only the noise that clients
       added, because the server knows the noise that it added itself.
     * Each upload: as for sums, but only the client's own share of the noise protects its upload.
-      This share has the noise multiplier σ/√cohort.
+      If σ is the noise multiplier of the sum, the share has the noise multiplier σ/√cohort.
 
     If the server adds the noise, the last two guarantees have an infinite ε.
 
     If cohorts or noise were drawn from a seed, the assumptions say so. If clients keep values
     between rounds, a client's upload depends on the rounds in which it was drawn. With a fixed
     cohort size, the upload thus reveals something about other clients' draws. The amplification of
-    single rounds does not cover this, so the guarantee assumes that it reveals nothing. Under
-    Poisson sampling no such assumption is needed, because clients are drawn independently.
+    single rounds does not cover this, so the guarantee assumes that uploads reveal nothing about
+    draws. Under Poisson sampling no such assumption is needed, because clients are drawn
+    independently.
 
     Raises
     ------

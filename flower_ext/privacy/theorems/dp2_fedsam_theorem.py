@@ -31,11 +31,12 @@ def dp2_fedsam_theorem2(
 ) -> Guarantee:
     """Return the guarantee of Theorem 2 of DP²-FedSAM, as published.
 
-    The theorem requires σ² ≥ 7 r² T (ε + 2 ln(1/δ)) / ε². The guarantee has the smallest ε that
-    meets this. The proof uses a closed form for the sub-sampled Gaussian (Lemma 4 of the paper).
-    This function checks the two conditions of that lemma at the proof's order
-    α = 1 + 2 ln(1/δ)/ε. The paper prints the second condition with the sensitivity C as a factor;
-    here noise is measured in multiples of C, so the factor is 1.
+    The theorem requires σ² ≥ 7 r² T (ε + 2 ln(1/δ)) / ε², where σ is ``noise_multiplier``, r is
+    ``sampling_rate`` and T is ``rounds``. The guarantee has the smallest ε that meets this. The
+    proof uses a closed form for the sub-sampled Gaussian (Lemma 4 of the paper). This function
+    checks the two conditions of that lemma at the proof's Rényi order α = 1 + 2 ln(1/δ)/ε. The
+    paper prints the second condition with the sensitivity C as a factor; here noise is measured in
+    multiples of C, so the factor is 1.
     """
     _check_theorem2(sampling_rate, rounds, delta)
     require_positive("noise_multiplier", noise_multiplier)
@@ -82,7 +83,7 @@ def dp2_fedsam_theorem2(
 def dp2_fedsam_theorem2_noise_multiplier(
     *, epsilon: float, delta: float, sampling_rate: float, rounds: int
 ) -> float:
-    """Return the smallest σ that Theorem 2 of DP²-FedSAM asks for, as published."""
+    """Return the smallest noise multiplier that Theorem 2 of DP²-FedSAM allows, as published."""
     _check_theorem2(sampling_rate, rounds, delta)
     require_positive("epsilon", epsilon)
     needed = epsilon + 2 * math.log(1 / delta)

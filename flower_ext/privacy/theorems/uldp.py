@@ -6,18 +6,21 @@ Source: Kato et al., Uldp-FL (PVLDB 2024), Theorems 3 and 5, as published and as
 paper                 here
 ====================  =====================================================
 σ, C                  ``noise_multiplier``, ``clipping_norm`` (of the plan)
-S, U, q               ``num_silos``, the plan's sampling of users
+S, U                  silos, as many as ``NoisedSum.silos``; users
+q                     rate of the plan's sampling of users
 T                     ``rounds``
+w_{s,u}               weight of the update from the records of user u in silo s
 ====================  =====================================================
 
 Theorem 3, on NAIVE, assumes that one user moves a silo's clipped update by at most C. But clipping
 projects the update onto a ball of radius C, and the updates with and without the user may lie on
-opposite sides of this ball, 2C apart. AVG and SGD clip the update of each single user, which is
-missing without the user, so their bound C holds.
+opposite sides of this ball, 2C apart. AVG and SGD clip the update of each single user. Without the
+user, this update is missing, so one user moves the sum by at most C.
 
 The members of a secure sum are the n silos, all of them in every round. At least m silos answer,
 and each adds a discrete Gaussian share of variance σ²C²/m. Let c silos collude with the server.
 They can subtract their own shares of the noise, and their own uploads before noise, from the sum.
+Below, h' is the number of honest silos in a sum.
 
 * Weights by records: a user may have all its weight in honest silos, and then moves their sum by C.
   Their sum carries at least m − c shares of noise, so the noise multiplier is σ√((m − c)/m).
@@ -77,7 +80,7 @@ from flower_ext.privacy.theorems.claims import (
 from flower_ext.privacy.units import AdversaryView, NeighboringRelation, PrivacyUnit
 
 Weighting = Literal["equal", "by-records"]
-"""Rule for w_{s,u}: 1/|S| for all users, or the silo's share of the user's records."""
+"""Rule for a user's weight in a silo: 1/|S| for all, or the silo's share of the user's records."""
 
 _AT_SERVER = NeighboringRelation.REPLACE_SPECIAL
 """Relation for a server that knows the sample: a neighbouring data set replaces a user by zeros."""
@@ -117,7 +120,7 @@ def _parties(mechanism: NoisedSum) -> tuple[str, ...]:
 
 
 def _published_sum(mechanism: NoisedSum) -> tuple[str, ...]:
-    """Return the assumptions of a theorem about sums, which counts the noise of all silos."""
+    """Return the assumptions of a theorem that counts the noise of all silos in a sum."""
     if mechanism.secure_sum is None:
         return (NO_SECURE_SUM_OF_SILOS,)
     return (SECURE_SUM, "silos do not collude with the server")
@@ -149,9 +152,10 @@ def batching_assumption(apart: Mapping[int, bool]) -> str:
 
 @lru_cache(maxsize=256)
 def uldp_closed_form(*, noise_multiplier: float, rounds: int, delta: float) -> float:
-    """Return ε of Theorems 3 and 5, at the order α > 1 with the smallest ε.
+    """Return ε of Theorems 3 and 5, at the Rényi order α > 1 with the smallest ε.
 
-    ε is Tα/(2σ²) + log((α-1)/α) - (log δ + log α)/(α-1).
+    ε is Tα/(2σ²) + log((α-1)/α) - (log δ + log α)/(α-1), where T is ``rounds`` and σ is
+    ``noise_multiplier``.
     """
     require_positive("noise_multiplier", noise_multiplier)
     require_count("rounds", rounds)
@@ -169,9 +173,10 @@ def uldp_closed_form(*, noise_multiplier: float, rounds: int, delta: float) -> f
 def uldp_naive_guarantees(mechanism: NoisedSum, run: RunSummary) -> list[Guarantee]:
     """Return the guarantees of ULDP-NAIVE: each silo clips its update to C and adds noise σC√|S|.
 
-    All uploads together form a vector that one user moves by at most 2C√|S|. The provable guarantee
-    therefore has a noise multiplier of σ/2, even against a server that sees each upload. With
-    secure sums, the function returns the same guarantee for sums, whichever silos collude.
+    |S| is the number of silos, C the clipping norm and σ the noise multiplier. All uploads together
+    form a vector that one user moves by at most 2C√|S|. The provable guarantee therefore has a
+    noise multiplier of σ/2, even against a server that sees each upload. With secure sums, the
+    function returns the same guarantee for sums, whichever silos collude.
 
     ``mechanism`` is the plan's, with the plan's σ as its noise multiplier. (Do not pass the result
     of `UldpNaive.mechanism`, which counts all silos' noise and a sensitivity of 2C.)
@@ -220,13 +225,14 @@ def uldp_avg_guarantees(
     * Released models: sampling of users amplifies, because the sample stays secret.
     * Sums only: the server knows the sample, so sampling amplifies nothing. If the sample is hidden
       from the server, sampling amplifies for sums and uploads as for released models.
-    * Each upload: a silo's share of the noise has stddev σC/√|S|, or σC/√m in a secure sum of at
-      least m answers. With equal weights, a user moves each upload by C/|S| and all uploads
-      together by C/√|S|, so ε is that of the sums. With weights by records, a user may have all its
-      weight in one silo, and only that silo's share of the noise hides the user.
+    * Each upload: the noise of the sum has stddev σC. A silo's share of it has stddev σC/√|S|,
+      where |S| is the number of silos, or σC/√m in a secure sum of at least m answers. With equal
+      weights, a user moves each upload by C/|S| and all uploads together by C/√|S|, so ε is that of
+      the sums. With weights by records, a user may have all its weight in one silo, and only that
+      silo's share of the noise hides the user.
 
-    The mechanism's units are users, and the silos add the noise. With secure sums, the run's
-    participations count only the noise of honest silos, unless the silos draw the users.
+    The mechanism's units are users, and the silos add the noise. With secure sums, if the server
+    draws the users, ``run.participations`` counts only the noise of honest silos.
 
     Parameters
     ----------
@@ -412,7 +418,7 @@ def sums_of_users(mechanism: RoundMechanism) -> NoisedSum:
 
 
 def check_silos_can_draw(mechanism: NoisedSum) -> None:
-    """Refuse a mechanism with which silos cannot draw users without the server's knowledge."""
+    """Require Poisson sampling and ``SecureSum(colluding=0)``, so that silos can draw in secret."""
     if not isinstance(mechanism.sampling, PoissonSampling):
         raise InvalidValue(
             f"user_draw='silos' with sampling={mechanism.sampling!r}: expected PoissonSampling, "

@@ -43,8 +43,8 @@ def uldp_group_guarantees(
 
     Every silo runs the same DP-SGD, and each user has at most k = ``group_size`` records in all
     silos together. The published guarantee covers groups of the largest power of two up to k. It
-    uses the orders α of the authors' figures, although Lemma 9 does not hold for some of these
-    orders. `group_loss` computes the provable guarantee.
+    uses the Rényi orders α of the authors' figures, although Lemma 9 does not hold for some of
+    these orders. `group_loss` computes the provable guarantee.
     """
     loss = group_loss(silo, group_size=group_size, delta=delta)
     doublings = group_size.bit_length() - 1
@@ -96,7 +96,7 @@ def uldp_group_guarantees(
 
 
 def _orders_of_the_figures(group: int) -> list[float]:
-    """Return the orders that the authors try for a group of k records.
+    """Return the Rényi orders that the authors try for a group of k records.
 
     These are the 100 orders 2k, 2k + 0.1, …, and 20 equidistant orders from k + 10 to 64k.
     """
@@ -107,7 +107,7 @@ def _orders_of_the_figures(group: int) -> list[float]:
 def lemma_9(
     silo: DpSgd, doublings: int, delta: float, *, orders: Iterable[float]
 ) -> tuple[float, float]:
-    """Return the smallest ε of a group of 2^``doublings`` records by Lemma 9, and its order α.
+    """Return Lemma 9's smallest ε of a group of 2^``doublings`` records, and its Rényi order α.
 
     The lemma holds for orders α ≥ 2^(``doublings`` + 1); this function does not check the orders.
     """
@@ -124,8 +124,8 @@ def group_loss_by_renyi(silo: DpSgd, *, group_size: int, delta: float) -> Privac
     """Return (ε, δ) of a group by Lemma 9, with ``group_size`` rounded up to a power of two.
 
     If the silo's training has the Rényi divergence ρ at order α ≥ 2^(c+1) for one record, it has
-    the divergence 3^c ρ at order α/2^c for a group, with c = ⌈log₂ k⌉. The paper prints k where it
-    means c, and rounds down, which covers fewer records.
+    the divergence 3^c ρ at order α/2^c for a group of k records, with c = ⌈log₂ k⌉. The paper
+    prints k where it means c, and rounds down, which covers fewer records.
     """
     require_at_least_one("group_size", group_size)
     require_delta(delta)
@@ -160,6 +160,6 @@ def group_loss_by_conversion(silo: DpSgd, *, group_size: int, delta: float) -> P
 
 
 def _group_orders(group: int) -> list[int]:
-    """Return orders α ≥ 2·group, dense near the best orders of large groups."""
+    """Return Rényi orders α ≥ 2·group, dense near the best orders of large groups."""
     first = range(2 * group, 2 * group + 32)
     return sorted({*first, *(group * factor for factor in (3, 4, 5, 6, 8, 12, 16, 24, 32, 64))})

@@ -10,7 +10,8 @@ paper                 here
 u₁, u₂, μ             ``LocalObjective``: ``gradient_bound``, ``curvature_bound``,
                       ``proximal_weight``
 ``|D_i|``, M          ``num_examples``, ``participations`` (odd rounds that asked client i)
-ε̄                     the mean over clients, reported beside the largest
+w̄                     model that the client received
+ε̄                     mean ε over clients, reported beside the largest ε
 ====================  =====================================================
 
 Theorem 6.2 assumes that one record moves a clipped model by at most τ/|D_i|. Nothing ensures that
@@ -61,9 +62,10 @@ A model is rounded once, before it is clipped in float64, and clipping does not 
 class LocalObjective:
     """Known properties of a client's problem: minimise F_i(w) + (μ/2)‖w − w̄‖² over w.
 
-    F_i(w) is the mean over records d of a loss F̂(w; d). The defaults mean that nothing is known.
-    Each bound must hold for every possible record and every w. The last four properties depend on
-    the training, and a plan takes them from the run (`PerturbationPlan.objective_in`).
+    w̄ is the received model. F_i(w) is the mean over records d of a loss F̂(w; d). The defaults
+    mean that nothing is known. Each bound must hold for every possible record and every w. The last
+    four properties depend on the training, and a plan takes them from the run
+    (`PerturbationPlan.objective_in`).
 
     Parameters
     ----------
@@ -114,10 +116,11 @@ class LocalObjective:
     def stability(self, num_examples: int) -> float:
         """Return the largest L2 distance by which replacing one record moves the trained model.
 
-        ``num_examples`` is |D_i|. The exact minimiser moves by at most 2u₁/(|D_i|μ) (Chaudhuri,
-        Monteleoni, Sarwate 2011, Lemma 7). The function adds twice ``distance_to_minimiser``, once
-        for each of the two models. The result is infinite unless the problem is convex and
-        memoryless, μ > 0, and u₁ and ``distance_to_minimiser`` are finite.
+        ``num_examples`` is |D_i|, u₁ is ``gradient_bound`` and μ is ``proximal_weight``. The exact
+        minimiser moves by at most 2u₁/(|D_i|μ) (Chaudhuri, Monteleoni, Sarwate 2011, Lemma 7). The
+        function adds twice ``distance_to_minimiser``, once for each of the two models. The result
+        is infinite unless the problem is convex and memoryless, μ > 0, and u₁ and
+        ``distance_to_minimiser`` are finite.
         """
         if not (self.convex and self.memoryless and self.proximal_weight > 0):
             return math.inf
@@ -140,7 +143,9 @@ class LocalObjective:
         ]
 
     def least_examples(self) -> int:
-        """Return the least number of examples with u₂ ≤ 0.5 |D_i| μ (Theorem 6.3).
+        """Return the least number of examples |D_i| with u₂ ≤ 0.5 |D_i| μ (Theorem 6.3).
+
+        u₂ and μ are ``curvature_bound`` and ``proximal_weight``.
 
         Raises
         ------
@@ -168,7 +173,10 @@ class LocalObjective:
 
 
 def large_enough(objective: LocalObjective, num_examples: int) -> Condition:
-    """Return the condition u₂ ≤ 0.5 |D_i| μ of Theorem 6.3, where |D_i| is ``num_examples``."""
+    """Return the condition u₂ ≤ 0.5 |D_i| μ of Theorem 6.3, where |D_i| is ``num_examples``.
+
+    u₂ and μ are ``curvature_bound`` and ``proximal_weight`` of ``objective``.
+    """
     bound = 0.5 * num_examples * objective.proximal_weight
     return Condition(
         f"u₂ ≤ 0.5 |D_i| μ ({objective.curvature_bound:.4g} against {bound:.4g} for the smallest "
@@ -189,7 +197,11 @@ def _refuse_unless(conditions: Sequence[Condition]) -> None:
 def upcycled_theorem_6_2(
     perturbation: OutputPerturbation, *, num_examples: int, participations: int, delta: float
 ) -> float:
-    """Return ε of output perturbation as published: 2√(a ln(1/δ)) + a with a = Mτ²/(2σ²|D_i|²)."""
+    """Return ε of output perturbation as published: 2√(a ln(1/δ)) + a with a = Mτ²/(2σ²|D_i|²).
+
+    M is ``participations``, and |D_i| is ``num_examples``. The perturbation clips to the norm τ and
+    adds noise of the standard deviation σ.
+    """
     require_delta(delta)
     require_at_least_one("num_examples", num_examples)
     require_count("participations", participations)
@@ -206,6 +218,9 @@ def upcycled_theorem_6_3(
     participations: int,
 ) -> float:
     """Return ε (at δ = 0) of objective perturbation: M (2αu₁μ + 2.8u₂) / (|D_i|μ).
+
+    M is ``participations``, |D_i| is ``num_examples``, and α is the rate of the perturbation. u₁,
+    u₂ and μ are properties of the `LocalObjective`.
 
     Raises
     ------
@@ -225,9 +240,9 @@ def sensitivity(
     """Return the largest L2 distance by which one record moves the clipped model, before noise.
 
     Two bounds hold, and the function returns the smaller one. The first is 2τ, the diameter of the
-    ball to which models are clipped. The second is `LocalObjective.stability` plus the rounding of
-    both models, which counts `_ROUNDINGS` times for safety. Clipping keeps the second bound,
-    because it moves no two models further apart.
+    ball of radius τ to which models are clipped. The second is `LocalObjective.stability` plus the
+    rounding of both models, which counts `_ROUNDINGS` times for safety. Clipping keeps the second
+    bound, because it moves no two models further apart.
     """
     stable = math.inf if num_examples is None else objective.stability(num_examples)
     norm = perturbation.clipping_norm
@@ -338,7 +353,7 @@ def perturbation_guarantees(
 def _sensitivity_of_all(
     perturbation: OutputPerturbation, objective: LocalObjective, sizes: Sequence[int | None]
 ) -> tuple[str, tuple[Condition, ...]]:
-    """Return a text about the largest sensitivity of all clients, and Theorem 6.2's condition."""
+    """Return Theorem 6.2's condition, after a text about the largest sensitivity of all clients."""
     tau = perturbation.clipping_norm
     moves = [sensitivity(perturbation, objective, size) for size in sizes]
     text = f"sensitivity 2τ = {2 * tau:.4g}"
