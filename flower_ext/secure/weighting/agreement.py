@@ -6,7 +6,7 @@ The server and the silos take these steps before a sum:
 step       message of the server                       answer of a silo
 =========  ==========================================  =============================================
 ``begin``  the settings                                its public key
-``keys``   public keys of all silos and of the server  silo 0: the seed, sealed for each other silo
+``keys``   public keys of all silos and of the server  silo 0: the seed, sealed for every other silo
 ``count``  the seed, sealed for the silo               its masked counts
 ``draw``   to silo 0: a round's number and an offer    silo 0: the hidden choices of all silos
 =========  ==========================================  =============================================
