@@ -85,7 +85,7 @@ from flower_ext.training import LocalTraining
 log = getLogger("flwr")
 
 SILOS, WEIGHTS = "silos", "weights"
-"""Names in the state: the group of silos' answers, and in this group the weights w_{s,u}.
+"""Names in the state: the group of the silos' answers, and the weights w_{s,u} in this group.
 
 The group has no weights if the server does not know them.
 """

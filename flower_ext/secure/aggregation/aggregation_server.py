@@ -274,7 +274,7 @@ class SumServer:
         return public_of(secret) == key_pair(self._keys[member])[0]
 
     def _kinds(self, member: int) -> dict[int, bytes]:
-        """Return the kind of share that ``member`` is to reveal for each neighbour that shared."""
+        """Return the kind of share to reveal for each neighbour of ``member`` that sent shares."""
         return {
             other: OF_SEED if other in self._answered else OF_KEY
             for other in self._near(member, self._sharing)

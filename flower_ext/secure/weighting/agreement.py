@@ -104,7 +104,7 @@ class PartySettings(Checked, JsonRecord, ABC):
         """Return the most records that one user may have in ``silo``."""
 
     def check_round(self, number: int, last: int) -> None:
-        """Raise a ProtocolError unless round ``number`` may follow a party's round ``last``."""
+        """Raise a ProtocolError unless round ``number`` may follow ``last``, the last round."""
         check_later("round", number, last)
 
 

@@ -118,8 +118,8 @@ class LatticeSettings(PartySettings):
     def sum_limit(self) -> float:
         """Magnitude at which a coordinate of the sum wraps: 512 C.
 
-        A wrapped sum is useless, but not unsafe. The sum of a coordinate is at most C times the
-        number of users, plus the noise.
+        A wrapped sum is useless, but reveals no more than the sum itself would. The sum of a
+        coordinate is at most C times the number of users, plus the noise.
         """
         return SUM_LIMIT * self.clipping_norm
 
